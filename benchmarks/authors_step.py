@@ -1,15 +1,19 @@
-"""A re-creation of the authors' training step for comparison with ours: eager, as fairseq-signals computes it.
+"""A re-creation of the authors' training step for comparison with ours: eager, as fairseq-signals
+computes it.
 
-    source [2B, L, T], adjacent rows the halves of a crop -> Conv1d stack -> layer norm -> projection -> x[mask] = mask_emb
-    -> [T, B, C] transformer with F.multi_head_attention_forward -> x[mask], one-hot quantiser, negatives gathered to
-    [100, 2B, M, 256] -> sums of four losses -> gradients divided by the masked tokens -> Adam, one tensor after another
+    source [2B, L, T], adjacent rows the halves of a crop -> Conv1d stack -> layer norm ->
+    projection -> x[mask] = mask_emb -> [T, B, C] transformer with F.multi_head_attention_forward ->
+    x[mask], one-hot quantiser, negatives gathered to [100, 2B, M, 256] -> sums of four losses ->
+    gradients divided by the masked tokens -> Adam, one tensor after another
 
-This is not their code, but uses their definitions, layouts and operators, without their data path, logging and checkpoints.
-Weights have the authors' names, so that engine.interop.fairseq.to_theirs converts ours; tests/benchmarks/test_step.py shows that
-the same weights and draws give the same loss and gradients as engine.model.pretrainer.
+This is not their code, but uses their definitions, layouts and operators, without their data path,
+logging and checkpoints. Weights have the authors' names, so that engine.interop.fairseq.to_theirs
+converts ours; tests/benchmarks/test_step.py shows that the same weights and draws give the same
+loss and gradients as engine.model.pretrainer.
 
-Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encoding, transformer_encoder, multi_head_attention,
-gumbel_vector_quantizer), models/wav2vec2/, criterions/ (wav2vec2, cmsc), data/data_utils.py, optim/adam.py, trainer.py.
+Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encoding,
+transformer_encoder, multi_head_attention, gumbel_vector_quantizer), models/wav2vec2/, criterions/
+(wav2vec2, cmsc), data/data_utils.py, optim/adam.py, trainer.py.
 """
 
 from typing import NamedTuple
@@ -38,7 +42,9 @@ class AuthorsStep(nn.Module):
         self.feature_extractor = AuthorsConvolutions(config)
         self.layer_norm = nn.LayerNorm(config.feature_width)
         same = config.feature_width == config.width
-        self.post_extract_proj: nn.Module = nn.Identity() if same else nn.Linear(config.feature_width, config.width)
+        self.post_extract_proj: nn.Module = (
+            nn.Identity() if same else nn.Linear(config.feature_width, config.width)
+        )
         self.mask_emb = nn.Parameter(torch.empty(config.width).uniform_())
         self.conv_pos = AuthorsPositions(config)
         self.encoder = AuthorsTransformer(config)
@@ -46,7 +52,9 @@ class AuthorsStep(nn.Module):
         self.project_q = nn.Linear(config.code_width, config.projection)
         self.final_proj = nn.Linear(config.width, config.projection)
 
-    def forward(self, source: Tensor, patient_id: Tensor, tau: float, draws: AuthorsDraws | None = None) -> tuple[Tensor, int]:
+    def forward(
+        self, source: Tensor, patient_id: Tensor, tau: float, draws: AuthorsDraws | None = None
+    ) -> tuple[Tensor, int]:
         config, rows = self.config, len(source)
         features: Tensor = ScaleGradient.apply(self.feature_extractor(source), config.feature_grad)  # type: ignore[no-untyped-call]
         features_pen = features.float().pow(2).mean()
@@ -64,9 +72,18 @@ class AuthorsStep(nn.Module):
         negatives = gather_negatives(y, draws.neg_idxs)
         contexts = self.final_proj(x[mask].view(rows, -1, config.width))
         logits = compute_preds(contexts, y, negatives, self.objective.temperature)
-        return self.total(logits, prob_perplexity, features_pen, x, patient_id), int(mask.sum().item())
+        return self.total(logits, prob_perplexity, features_pen, x, patient_id), int(
+            mask.sum().item()
+        )
 
-    def total(self, logits: Tensor, prob_perplexity: Tensor, features_pen: Tensor, x: Tensor, patient_id: Tensor) -> Tensor:
+    def total(
+        self,
+        logits: Tensor,
+        prob_perplexity: Tensor,
+        features_pen: Tensor,
+        x: Tensor,
+        patient_id: Tensor,
+    ) -> Tensor:
         weights = self.objective
         logits = logits.transpose(0, 2).reshape(-1, logits.shape[0])
         target = logits.new_zeros(len(logits), dtype=torch.long)
@@ -127,22 +144,34 @@ class AuthorsTransformer(nn.Module):
 
 class Fp32GroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
-        return F.group_norm(x.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps).type_as(x)
+        return F.group_norm(
+            x.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps
+        ).type_as(x)
 
 
 class AuthorsAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.width, self.heads, self.dropout = config.width, config.heads, config.attention_dropout
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(config.width, config.width) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(config.width, config.width) for _ in range(4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         projections = self.q_proj, self.k_proj, self.v_proj
         bias = torch.cat([projection.bias for projection in projections])
-        weights = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), (p.weight for p in projections), strict=True))
+        weights = dict(
+            zip(
+                ("q_proj_weight", "k_proj_weight", "v_proj_weight"),
+                (p.weight for p in projections),
+                strict=True,
+            )
+        )
         how = {"training": self.training, "need_weights": False, "use_separate_proj_weight": True}
         heads = (self.width, self.heads, None, bias, None, None, False, self.dropout)
-        out, _ = F.multi_head_attention_forward(x, x, x, *heads, self.out_proj.weight, self.out_proj.bias, **how, **weights)
+        out, _ = F.multi_head_attention_forward(
+            x, x, x, *heads, self.out_proj.weight, self.out_proj.bias, **how, **weights
+        )
         return out
 
 
@@ -168,20 +197,29 @@ class AuthorsLayer(nn.Module):
 
 
 class AuthorsQuantizer(nn.Module):
-    """Multiplies one-hot vectors by the codebook, [R * M, G * V, width / G] numbers, and sums over V."""
+    """Multiplies one-hot vectors by the codebook, [R * M, G * V, width / G] numbers, and sums over
+    V."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.groups, self.codes = config.codebooks, config.codes
-        self.vars = nn.Parameter(torch.empty(1, self.groups * self.codes, config.code_width // self.groups).uniform_())
+        self.vars = nn.Parameter(
+            torch.empty(1, self.groups * self.codes, config.code_width // self.groups).uniform_()
+        )
         self.weight_proj = nn.Linear(config.feature_width, self.groups * self.codes)
 
     def forward(self, x: Tensor, tau: float, noise: Tensor) -> tuple[Tensor, Tensor]:
         rows, masked, width = x.shape
         x = self.weight_proj(x.reshape(-1, width)).view(rows * masked * self.groups, -1)
-        hard = x.new_zeros(*x.shape).scatter_(-1, x.max(-1)[1].view(-1, 1), 1.0).view(rows * masked, self.groups, -1)
+        hard = (
+            x.new_zeros(*x.shape)
+            .scatter_(-1, x.max(-1)[1].view(-1, 1), 1.0)
+            .view(rows * masked, self.groups, -1)
+        )
         perplexity(hard.float().mean(0))  # of the codes; the authors log it
-        prob_perplexity = perplexity(torch.softmax(x.view(rows * masked, self.groups, -1).float(), -1).mean(0))
+        prob_perplexity = perplexity(
+            torch.softmax(x.view(rows * masked, self.groups, -1).float(), -1).mean(0)
+        )
         x = gumbel_softmax(x.float(), tau, noise).type_as(x).view(rows * masked, -1)
         products = (x.unsqueeze(-1) * self.vars).view(rows * masked, self.groups, self.codes, -1)
         return products.sum(-2).view(rows, masked, -1), prob_perplexity
@@ -206,7 +244,8 @@ def gather_negatives(y: Tensor, neg_idxs: Tensor) -> Tensor:
 
 
 def compute_preds(x: Tensor, y: Tensor, negatives: Tensor, temperature: float) -> Tensor:
-    """[1 + K, R, M]: cosines with the positive and each gathered negative; -inf if a negative equals the positive."""
+    """[1 + K, R, M]: cosines with the positive and each gathered negative; -inf if a negative
+    equals the positive."""
     same = (y == negatives).all(-1)
     targets = torch.cat([y.unsqueeze(0), negatives], dim=0)
     logits = torch.cosine_similarity(x.float(), targets.float(), dim=-1).type_as(x)
@@ -217,7 +256,8 @@ def compute_preds(x: Tensor, y: Tensor, negatives: Tensor, temperature: float) -
 
 
 def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
-    """CMSC: first halves against second halves in both directions; positives are pairs of the same patient."""
+    """CMSC: first halves against second halves in both directions; positives are pairs of the same
+    patient."""
     x = x.float()
     pooled = x.sum(1) / (x != 0).sum(1)
     pooled = pooled / pooled.detach().norm(dim=1, keepdim=True)
@@ -228,7 +268,9 @@ def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
     return loss / 2
 
 
-def draw(config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device) -> AuthorsDraws:
+def draw(
+    config: ModelConfig, negatives: int, rows: int, tokens: int, device: torch.device
+) -> AuthorsDraws:
     """Draw masks in numpy and negatives in torch on the host, noise on the model's device."""
     mask = compute_mask_indices(config, rows, tokens)
     masked = int(mask[0].sum())
@@ -237,19 +279,28 @@ def draw(config: ModelConfig, negatives: int, rows: int, tokens: int, device: to
     neg_idxs[neg_idxs >= own] += 1
     for row in range(1, rows):
         neg_idxs[row] += row * masked
-    noise = -torch.empty(rows * masked * config.codebooks, config.codes, device=device).exponential_().log()
+    noise = (
+        -torch.empty(rows * masked * config.codebooks, config.codes, device=device)
+        .exponential_()
+        .log()
+    )
     return AuthorsDraws(mask, neg_idxs, noise)
 
 
 def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndarray:
-    """Draw span starts without replacement, their number rounded once per batch; then trim each row to the smallest count."""
+    """Draw span starts without replacement, their number rounded once per batch; then trim each row
+    to the smallest count."""
     spans = max(2, int(config.mask_share * tokens / config.mask_span + np.random.rand()))
     chosen = []
     for _ in range(rows):
         starts = np.random.choice(tokens - config.mask_span, spans, replace=False)
-        steps = np.asarray([start + offset for start in starts for offset in range(config.mask_span)])
+        steps = np.asarray(
+            [start + offset for start in starts for offset in range(config.mask_span)]
+        )
         chosen.append(np.unique(steps[steps < tokens]))
     fewest, mask = min(len(steps) for steps in chosen), np.full((rows, tokens), False)
     for row, steps in enumerate(chosen):
-        mask[row, np.random.choice(steps, fewest, replace=False) if len(steps) > fewest else steps] = True
+        mask[
+            row, np.random.choice(steps, fewest, replace=False) if len(steps) > fewest else steps
+        ] = True
     return mask

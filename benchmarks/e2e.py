@@ -1,16 +1,18 @@
 """The training loop against the bare step: the overhead of loader, DeepSpeed, optimiser and log.
 
-For each data source, a fresh process starts `engine/pretrain.py` and replaces its loop by turns of a few steps each:
+For each data source, a fresh process starts `engine/pretrain.py` and replaces its loop by turns of
+a few steps each:
 
     bare     benchmarks.step: forward, backward, AdamW on one batch; no DeepSpeed, no loader, no log
     held     the loop on one batch
     loaded   the loop on the loader's batches
 
-Overhead is the time of `loaded` above `bare`, in CPU-seconds on a CPU, in seconds on a GPU; the loader's part is the time of
-`loaded` above `held`. Both are medians over adjacent turns with 95 % intervals. Each turn ends with a log line, on a CPU five
-times as many as train.log_every asks for; a checkpoint is timed once, after the turns. Stall is the share of the time in which
-the loop waits for a batch. Sources: tar (with the device's default backend), torch (on a GPU), resident, zarr, s3 (a server on
-loopback; shards go through the cache).
+Overhead is the time of `loaded` above `bare`, in CPU-seconds on a CPU, in seconds on a GPU; the
+loader's part is the time of `loaded` above `held`. Both are medians over adjacent turns with 95 %
+intervals. Each turn ends with a log line, on a CPU five times as many as train.log_every asks for;
+a checkpoint is timed once, after the turns. Stall is the share of the time in which the loop waits
+for a batch. Sources: tar (with the device's default backend), torch (on a GPU), resident, zarr, s3
+(a server on loopback; shards go through the cache).
 """
 
 import argparse
@@ -27,7 +29,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Benchmark, CaseError, describe, interval, make_dataset, rates, spread, take_turns
+from benchmarks.measure import (
+    Benchmark,
+    CaseError,
+    describe,
+    interval,
+    make_dataset,
+    rates,
+    spread,
+    take_turns,
+)
 
 MODEL = {"cpu": "small", "cuda": "paper"}
 BATCH = {"cpu": 64, "cuda": 256}  # on a CPU, the batch of the model's config
@@ -60,7 +71,15 @@ class LoopRun:
 def loop_run(options: argparse.Namespace, dataset: Path, run: Path) -> LoopRun:
     device = options.device
     model, batch = options.model or MODEL[device], options.batch or BATCH[device]
-    return LoopRun(str(dataset), str(run), device, model, batch, options.steps or STEPS[device], options.repeats)
+    return LoopRun(
+        str(dataset),
+        str(run),
+        device,
+        model,
+        batch,
+        options.steps or STEPS[device],
+        options.repeats,
+    )
 
 
 def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
@@ -69,9 +88,16 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
     names = [name for name in SOURCES if name != "torch" or options.device == "cuda"]
     runs = {name: replace(base, run=f"{base.run}-{name}", settings=SOURCES[name]) for name in names}
     cases = {
-        f"{name}: {base.model}, {base.batch} crops": (on_s3 if name == "s3" else compare, (run,)) for name, run in runs.items()
+        f"{name}: {base.model}, {base.batch} crops": (on_s3 if name == "s3" else compare, (run,))
+        for name, run in runs.items()
     }
-    facts = {"device": base.device, "model": base.model, "batch": base.batch, "steps": base.steps, "precision": precision()}
+    facts = {
+        "device": base.device,
+        "model": base.model,
+        "batch": base.batch,
+        "steps": base.steps,
+        "precision": precision(),
+    }
     return Benchmark(describe(dataset, **facts), cases)
 
 
@@ -79,8 +105,11 @@ def compare(run: LoopRun) -> dict[str, Any]:
     return figures(loop_turns(run), run)
 
 
-def loop_turns(run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Replace Loop.train by turns of each side and return their seconds and CPU-seconds, or the result of `measure`."""
+def loop_turns(
+    run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Replace Loop.train by turns of each side and return their seconds and CPU-seconds, or the
+    result of `measure`."""
     os.environ.update(run.environment)
     if run.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -106,18 +135,30 @@ def loop_turns(run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any
 
 
 def pretrain(run: LoopRun, log: str, *settings: str) -> None:
-    """Run engine/pretrain.py in this process. Its output goes to `log`; a CaseError has the last line."""
+    """Run engine/pretrain.py in this process. Its output goes to `log`; a CaseError has the last
+    line."""
     from benchmarks.step import config_file
     from omnilead.engine import pretrain
 
-    common = (f"run={run.run}", f"data.datasets={json.dumps([run.dataset])}", "train.epochs=null", "train.schedule=fixed")
-    common += (f"train.batch_crops={run.batch * run.world}", "train.validate_every=0", f"train.precision={precision()}")
+    common = (
+        f"run={run.run}",
+        f"data.datasets={json.dumps([run.dataset])}",
+        "train.epochs=null",
+        "train.schedule=fixed",
+    )
+    common += (
+        f"train.batch_crops={run.batch * run.world}",
+        "train.validate_every=0",
+        f"train.precision={precision()}",
+    )
     common += ("augment.rlm=0.5", "train.peak_tflops=1")  # skip measuring the peak for MFU
     words = [word for each in (*common, *settings, *run.settings) for word in ("--set", each)]
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         code = pretrain.main(["--config", config_file(run.model), *words])
     if code:
-        raise CaseError((Path(log).read_text().strip().splitlines() or ["pretrain printed nothing"])[-1])
+        raise CaseError(
+            (Path(log).read_text().strip().splitlines() or ["pretrain printed nothing"])[-1]
+        )
 
 
 def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> dict[str, Any]:
@@ -129,7 +170,10 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> dict
     loader = EndlessLoader(loop.loader)
     batch, state = next(loader.stream)
     held = replace(batch, x_BSLT=batch.x_BSLT.clone())  # the loader will overwrite its buffer
-    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # train() calls these at its end
+    loop._save, loop._diagnose = (
+        (lambda: None),
+        (lambda batch: None),
+    )  # train() calls these at its end
 
     synchronize = torch.cuda.synchronize if run.device == "cuda" else lambda: None
 
@@ -153,11 +197,16 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> dict
     del loop._save
     began = time.perf_counter()
     loop._save()
-    return {"rows": rows, "checkpoint_s": time.perf_counter() - began, "backend": loader.loader.backend}
+    return {
+        "rows": rows,
+        "checkpoint_s": time.perf_counter() - began,
+        "backend": loader.loader.backend,
+    }
 
 
 class EndlessLoader:
-    """A loader whose stream continues over several calls of Loop.train, or which repeats one held batch."""
+    """A loader whose stream continues over several calls of Loop.train, or which repeats one held
+    batch."""
 
     def __init__(self, loader: Any) -> None:
         self.loader, self.stream = loader, iter(loader)
@@ -190,7 +239,9 @@ def figures(measured: dict[str, Any], run: LoopRun) -> dict[str, Any]:
     clock = "cpu_s" if run.device == "cpu" else "wall_s"
 
     def above(side: str, other: str) -> dict[str, float]:
-        return interval(100 * (a[clock] / b[clock] - 1) for a, b in zip(rows[side], rows[other], strict=True))
+        return interval(
+            100 * (a[clock] / b[clock] - 1) for a, b in zip(rows[side], rows[other], strict=True)
+        )
 
     return {
         **rates(rows["loaded"], crops),

@@ -1,8 +1,10 @@
-"""Embeddings: `engine.embed` from each kind of input to a parquet file, against the encoder alone on one batch.
+"""Embeddings: `engine.embed` from each kind of input to a parquet file, against the encoder alone
+on one batch.
 
-For each input, a fresh process loads a model with random weights and takes turns: the encoder alone on as many crops as the
-input has, then the command, which reads, prepares and encodes them and writes the file. Only loading the model is left out.
-`share_pct`: the speed of the command as a percentage of the encoder's, per CPU-second on a CPU, per second on a GPU.
+For each input, a fresh process loads a model with random weights and takes turns: the encoder alone
+on as many crops as the input has, then the command, which reads, prepares and encodes them and
+writes the file. Only loading the model is left out. `share_pct`: the speed of the command as a
+percentage of the encoder's, per CPU-second on a CPU, per second on a GPU.
 """
 
 import argparse
@@ -37,7 +39,15 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
     untrained(work / "model", name)
     cases = {}
     for kind, (place, *more) in INPUTS.items():
-        words = ["--model", str(work / "model"), "--data", str(work / place), *more, "--out", str(work / "out.parquet")]
+        words = [
+            "--model",
+            str(work / "model"),
+            "--data",
+            str(work / place),
+            *more,
+            "--out",
+            str(work / "out.parquet"),
+        ]
         words += ["--device", device, "--batch", str(batch)]
         cases[f"{kind}: {name}, {batch} crops"] = (compare, (words, len(dataset), options.repeats))
     return Benchmark(describe(dataset, device=device, model=name), cases)

@@ -1,10 +1,11 @@
-"""Fine-tuned models of several seeds on the test split of a dataset, with paired differences of patients and seeds.
+"""Fine-tuned models of several seeds on the test split of a dataset, with paired differences of
+patients and seeds.
 
     python -m benchmarks.finetuned NAME=RUN ... --task diagnosis --leads 12 --data DATASET --out OUT
 
-NAME is TASK-LEADS-START-SEED; runs of other tasks and leads are left out. A row is the mean over the seeds of a START, for
-whole records; its interval is from resamples of the patients and of the seeds, the same for each START. OUT/bench.json and the
-others are as `omnilead bench` writes them.
+NAME is TASK-LEADS-START-SEED; runs of other tasks and leads are left out. A row is the mean over
+the seeds of a START, for whole records; its interval is from resamples of the patients and of the
+seeds, the same for each START. OUT/bench.json and the others are as `omnilead bench` writes them.
 """
 
 import argparse
@@ -21,9 +22,25 @@ from benchmarks.measure import say
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import DataError
 from omnilead.engine.common import ConfigError, Parser
-from omnilead.engine.evaluation.bench import Found, Scored, by_class, compared, over_classes, resampled, weighted
+from omnilead.engine.evaluation.bench import (
+    Found,
+    Scored,
+    by_class,
+    compared,
+    over_classes,
+    resampled,
+    weighted,
+)
 from omnilead.engine.evaluation.metrics import Array, challenge_statistic
-from omnilead.engine.evaluation.results import CHOSEN, EvalOptions, by_record, chosen_task, identify, nullable, score_task
+from omnilead.engine.evaluation.results import (
+    CHOSEN,
+    EvalOptions,
+    by_record,
+    chosen_task,
+    identify,
+    nullable,
+    score_task,
+)
 from omnilead.engine.inference.trained_model import THRESHOLD
 from omnilead.engine.report.bench_report import write
 from omnilead.engine.reproduce.workdir import read_json
@@ -32,7 +49,11 @@ RANDOM = "random"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser("python -m benchmarks.finetuned", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        "python -m benchmarks.finetuned",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
     parser.add_argument("--task", required=True, metavar="TASK")
     parser.add_argument("--leads", default="12", metavar="L", help="that the models are shown (12)")
@@ -72,7 +93,9 @@ def score(options: argparse.Namespace) -> int:
                 samples[name] = samples.get(name, 0) + weight_B * of_B
                 each.setdefault(name, []).append(float(of_B[0]))
         found[start, options.task, options.leads, None, 0.0] = facts | {"each": each}, samples
-        notes += [f"{options.task}, leads {options.leads}, {start}: {said}." for said in remarks(runs)]
+        notes += [
+            f"{options.task}, leads {options.leads}, {start}: {said}." for said in remarks(runs)
+        ]
     models = {name: RANDOM if RANDOM in names and name != RANDOM else "" for name in names}
     document = {"data": options.data, "models": models, **compared(found, models), "notes": notes}
     options.out.mkdir(parents=True, exist_ok=True)
@@ -81,15 +104,23 @@ def score(options: argparse.Namespace) -> int:
 
 
 def remarks(runs: Sequence[Path]) -> Iterator[str]:
-    """Why these runs may be worse than they could be: their training was too short, or the best learning rate was not tried."""
+    """Why these runs may be worse than they could be: their training was too short, or the best
+    learning rate was not tried."""
     ended = [json.loads((run / "result.json").read_text()) for run in runs]
     if short := [one for one in ended if one.get("converged") is False]:
         last = sum(one.get("validations_since") == 0 for one in short)
-        yield f"{len(short)} of {len(ended)} not converged" + f", {last} of them best at the last step" * bool(last)
+        yield (
+            f"{len(short)} of {len(ended)} not converged"
+            + f", {last} of them best at the last step" * bool(last)
+        )
     for facts in (read_json(run / "run.json") for run in runs):
         if rates := sorted((row[0] for row in facts.get("rates", ())), key=float):
             chosen = f"{facts['config']['train']['lr']:g}"
-            ends = [end for end, rate in (("lowest", rates[0]), ("highest", rates[-1])) if rate == chosen]
+            ends = [
+                end
+                for end, rate in (("lowest", rates[0]), ("highest", rates[-1]))
+                if rate == chosen
+            ]
             yield from (f"the chosen learning rate, {chosen}, is the {end} tried" for end in ends)
 
 
@@ -100,10 +131,16 @@ def scores_of(run: Path, dataset: Dataset, leads: str) -> Scored:
     if task.kind == "identity":
         result = identify(model, dataset, how)
         hits, weight_NB = result.scores["hits"], resampled(np.array(result.probe_ids))
-        facts = {"n": len(hits), "patients": len(set(result.probe_ids)), "gallery": len(result.gallery_ids)}
+        facts = {
+            "n": len(hits),
+            "patients": len(set(result.probe_ids)),
+            "gallery": len(result.gallery_ids),
+        }
         return facts, {"accuracy": hits @ weight_NB / weight_NB.sum(0)}
     halves = score_task(model, dataset, task, how)
-    y_NK, scores_NK, people = by_record(halves.labels_NK, halves.scores_NK, halves.records_N, halves.patients_N)
+    y_NK, scores_NK, people = by_record(
+        halves.labels_NK, halves.scores_NK, halves.records_N, halves.patients_N
+    )
     weight_NB, samples = resampled(np.array(people)), dict[str, Array]()
     for name, thresholds in (("challenge", THRESHOLD), (CHOSEN, halves.head.chosen)):
         if thresholds:

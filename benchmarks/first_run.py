@@ -1,10 +1,12 @@
-"""Check a new GPU machine: what is installed, does every backend train, what does a step wait for, does the model learn?
+"""Check a new GPU machine: what is installed, does every backend train, what does a step wait for,
+does the model learn?
 
     python -m benchmarks.first_run DIR --device cuda                   then `pytest -m gpu` and `make bench-gpu`
     python -m benchmarks.first_run DIR --device cuda --only profile|train --set train.compile=step
 
-Each check runs in its own process with its own time limit, the most useful first. DIR/first_run.json is written after each;
-the same command again runs only what is missing or failed. DIR keeps the dataset, logs, traces and the trained model.
+Each check runs in its own process with its own time limit, the most useful first.
+DIR/first_run.json is written after each; the same command again runs only what is missing or
+failed. DIR keeps the dataset, logs, traces and the trained model.
 """
 
 import argparse
@@ -48,15 +50,38 @@ Found = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser("python -m benchmarks.first_run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(
+        "python -m benchmarks.first_run",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("dir", metavar="DIR", type=Path)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", default="paper", help="paper, or the name of a config in configs/pretrain")
-    parser.add_argument("--only", default="", metavar="REGEX", help="run only these checks: install, smoke, profile, train")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a setting for profile and train")
-    parser.add_argument("--batch", type=int, default=256, help="crops per step in profile and train (default: 256)")
-    parser.add_argument("--crops", type=int, default=24_000, help="size of the synthetic dataset (default: 24000)")
-    parser.add_argument("--seconds", type=float, default=240, help="duration of training (default: 240)")
+    parser.add_argument(
+        "--model", default="paper", help="paper, or the name of a config in configs/pretrain"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="REGEX",
+        help="run only these checks: install, smoke, profile, train",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        help="a setting for profile and train",
+    )
+    parser.add_argument(
+        "--batch", type=int, default=256, help="crops per step in profile and train (default: 256)"
+    )
+    parser.add_argument(
+        "--crops", type=int, default=24_000, help="size of the synthetic dataset (default: 24000)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=240, help="duration of training (default: 240)"
+    )
     options = parser.parse_args(arguments)
     options.dir.mkdir(parents=True, exist_ok=True)
     place = options.dir / "first_run.json"
@@ -80,7 +105,14 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, float, Callable[[
     place, backends = options.dir.absolute(), ["torch"]
     if options.device == "cuda":
         backends += ["resident", *(["dali"] if installed("nvidia.dali") else [])]
-    run = LoopRun(str(place / "dataset"), "", options.device, options.model, options.batch, settings=tuple(options.set))
+    run = LoopRun(
+        str(place / "dataset"),
+        "",
+        options.device,
+        options.model,
+        options.batch,
+        settings=tuple(options.set),
+    )
     yield "install", 120, install
     if not (place / "dataset" / "dataset.json").exists():
         make_dataset(place, options.crops, plan="paper", role_sources=every_source())
@@ -89,15 +121,24 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, float, Callable[[
             name = f"smoke {backend} {model}"
             settings = (f"pipeline.backend={backend}", "model.kernels=all", "train.compile=eager")
             one = replace(
-                run, run=str(place / name.replace(" ", "-")), model=model, batch=min(16, options.batch), settings=settings
+                run,
+                run=str(place / name.replace(" ", "-")),
+                model=model,
+                batch=min(16, options.batch),
+                settings=settings,
             )
             yield name, 120, partial(smoke, one)
     yield "profile", 240, partial(profile, replace(run, run=str(place / f"profile-{os.getpid()}")))
-    yield "train", options.seconds + 240, partial(train, replace(run, run=str(place / f"train-{os.getpid()}")), options.seconds)
+    yield (
+        "train",
+        options.seconds + 240,
+        partial(train, replace(run, run=str(place / f"train-{os.getpid()}")), options.seconds),
+    )
 
 
 def every_source() -> Any:
-    """All records are used for pre-training except patients with two sessions, whom the probe needs."""
+    """All records are used for pre-training except patients with two sessions, whom the probe
+    needs."""
     from omnilead.data_tools.splits import RoleSources
 
     return RoleSources(pretrain=("all",), id_share=1.0)
@@ -129,7 +170,8 @@ def smoke(run: LoopRun) -> Found:
 
 
 def profile(run: LoopRun) -> Found:
-    """Profile steps of the training loop: host time, total time, what waits for the device, the longest kernels."""
+    """Profile steps of the training loop: host time, total time, what waits for the device, the
+    longest kernels."""
     return loop_turns(run, measure=profile_steps)
 
 
@@ -137,7 +179,10 @@ def profile_steps(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Foun
     import torch
 
     cuda, loader = run.device == "cuda", EndlessLoader(loop.loader)
-    loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # train() calls these at its end
+    loop._save, loop._diagnose = (
+        (lambda: None),
+        (lambda batch: None),
+    )  # train() calls these at its end
 
     def steps(count: int) -> float:
         """Run steps and return the host's seconds."""
@@ -151,21 +196,37 @@ def profile_steps(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Foun
     steps(3)
     began = time.perf_counter()
     host_s = steps(run.steps)
-    found: Found = {"step_ms": 1e3 * (time.perf_counter() - began) / run.steps, "host_ms": 1e3 * host_s / run.steps}
+    found: Found = {
+        "step_ms": 1e3 * (time.perf_counter() - began) / run.steps,
+        "host_ms": 1e3 * host_s / run.steps,
+    }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with sync_debug_mode("warn") if cuda else nullcontext():
             loop.loader, loop.total = loader, loop.progress.step + 2
             train(loop)
-    waits = [f"{Path(each.filename).name}:{each.lineno}: {str(each.message).splitlines()[0][:120]}" for each in caught]
-    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+    waits = [
+        f"{Path(each.filename).name}:{each.lineno}: {str(each.message).splitlines()[0][:120]}"
+        for each in caught
+    ]
+    activities = [
+        torch.profiler.ProfilerActivity.CPU,
+        *([torch.profiler.ProfilerActivity.CUDA] if cuda else []),
+    ]
     with torch.profiler.profile(activities=activities) as profiled:
         steps(2)
     profiled.export_chrome_trace(f"{run.run}.trace.json.gz")
     key = "self_device_time_total" if cuda else "self_cpu_time_total"
-    events = [event for event in profiled.key_averages() if not cuda or str(event.device_type).endswith("CUDA")]
+    events = [
+        event
+        for event in profiled.key_averages()
+        if not cuda or str(event.device_type).endswith("CUDA")
+    ]
     events.sort(key=lambda event: -getattr(event, key))
-    kernels = [{"ms": getattr(e, key) / 2e3, "calls": e.count / 2, "name": e.key[:160]} for e in events[:TOP]]
+    kernels = [
+        {"ms": getattr(e, key) / 2e3, "calls": e.count / 2, "name": e.key[:160]}
+        for e in events[:TOP]
+    ]
     found |= {"busy_ms": sum(getattr(event, key) for event in events) / 2e3, "kernels": kernels}
     return found | {
         "waits_in_two_steps": {wait: waits.count(wait) for wait in sorted(set(waits))},
@@ -174,7 +235,8 @@ def profile_steps(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Foun
 
 
 def train(run: LoopRun, seconds: float) -> Found:
-    """Train for this many seconds; then run a linear probe on the model's embeddings and on those of random weights."""
+    """Train for this many seconds; then run a linear probe on the model's embeddings and on those
+    of random weights."""
     from benchmarks.embed import untrained
     from omnilead.engine import embed
     from omnilead.engine import pretrain as program
@@ -187,7 +249,13 @@ def train(run: LoopRun, seconds: float) -> Found:
         return original(loop)
 
     original, Loop.train = Loop.train, until_stopped  # type: ignore[method-assign]
-    pretrain(run, f"{run.run}.txt", "train.steps=1000000", "train.log_every=10", "train.validate_every=250")
+    pretrain(
+        run,
+        f"{run.run}.txt",
+        "train.steps=1000000",
+        "train.log_every=10",
+        "train.validate_every=250",
+    )
     if program.main(["--export", run.run]):
         raise CaseError("the export failed")
     lines = (Path(run.run) / "metrics.jsonl").read_text().splitlines()
@@ -195,7 +263,17 @@ def train(run: LoopRun, seconds: float) -> Found:
     found: Found = {"first": json.loads(lines[0]), "last": json.loads(lines[-1])}
     for name, model in (("trained", run.run), ("random", f"{run.run}-random")):
         scores = f"{run.run}-{name}.json"
-        words = ["--model", model, "--data", run.dataset, "--probe", "--json", scores, "--device", run.device]
+        words = [
+            "--model",
+            model,
+            "--data",
+            run.dataset,
+            "--probe",
+            "--json",
+            scores,
+            "--device",
+            run.device,
+        ]
         if embed.main([*words, "--precision", precision()]):
             raise CaseError(f"the probe of {name} weights failed")
         found[name] = json.loads(Path(scores).read_text())

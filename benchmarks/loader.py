@@ -1,12 +1,14 @@
-"""Dataset to batches: crops per second and per CPU-second for every backend and stage, and for other loaders on the same crops.
+"""Dataset to batches: crops per second and per CPU-second for every backend and stage, and for
+other loaders on the same crops.
 
-The dataset is synthetic and in the page cache. Every loader ends with float32 millivolts [2B, 12, 2500] in torch. On a CPU all
-have one torch thread and the same malloc settings, as loaders run next to a training step. Our loader verifies each crc32c in
-the first epoch: cases named "first epoch" are measured there, others later. Other loaders verify nothing, and are not measured
-to a GPU.
+The dataset is synthetic and in the page cache. Every loader ends with float32 millivolts [2B, 12,
+2500] in torch. On a CPU all have one torch thread and the same malloc settings, as loaders run next
+to a training step. Our loader verifies each crc32c in the first epoch: cases named "first epoch"
+are measured there, others later. Other loaders verify nothing, and are not measured to a GPU.
 
-`fairseq_like` is our re-creation of fairseq-signals' path (one float64 .mat file per 5 s segment, scipy.io.loadmat, numpy
-augmentation of one segment at a time, a padding mask of the data's shape); it is not their code.
+`fairseq_like` is our re-creation of fairseq-signals' path (one float64 .mat file per 5 s segment,
+scipy.io.loadmat, numpy augmentation of one segment at a time, a padding mask of the data's shape);
+it is not their code.
 """
 
 import argparse
@@ -35,21 +37,32 @@ STAGES = {
     "physio4+RLM": ("physio4", 0.5),
     "authors_physio3+RLM": ("authors_physio3", 0.5),
 }
-PEER_NOISE = {"RLM": (), "physio3+RLM": ("powerline", "emg", "wander"), "physio4+RLM": ("powerline", "emg", "wander", "shift")}
+PEER_NOISE = {
+    "RLM": (),
+    "physio3+RLM": ("powerline", "emg", "wander"),
+    "physio4+RLM": ("powerline", "emg", "wander", "shift"),
+}
 CROP_MB = 0.12 + 0.48  # in a tar shard, and as two float64 .mat files
 BACKENDS = {"torch": "torch", "resident": "resident", "dali": "dali on the CPU"}
 FIRST = ", first epoch"
 FILLED = 4  # batches that the stages prefetch
-WARM_S = 6.0  # limit for reaching the second epoch: in a slower case, checksums take little of the time
+WARM_S = (
+    6.0  # limit for reaching the second epoch: in a slower case, checksums take little of the time
+)
 HALF = 2500
 Stream = Generator[float, bool, None]
 
 
 def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
-    alone, records, seconds = options.device == "cuda", options.records or 20_000, options.seconds or 3
+    alone, records, seconds = (
+        options.device == "cuda",
+        options.records or 20_000,
+        options.seconds or 3,
+    )
     if (free := psutil.virtual_memory().available / 1e6) < (needed := 1.2 * CROP_MB * records):
         raise SystemExit(
-            f"benchmarks.run: --records {records}: needs {needed:,.0f} MB of page cache, {free:,.0f} MB are free: use fewer"
+            f"benchmarks.run: --records {records}: needs {needed:,.0f} MB of page cache, "
+            f"{free:,.0f} MB are free: use fewer"
         )
     dataset, folder = make_dataset(work, records), work / "dataset"
     if alone:
@@ -59,7 +72,11 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
     for row in range(len(dataset)):
         mv = dataset.read(row) / 1000.0
         for half in range(2):
-            write_segment(work / "segments" / f"{row:06d}_{half}.mat", mv[:, HALF * half : HALF * (half + 1)], row)
+            write_segment(
+                work / "segments" / f"{row:06d}_{half}.mat",
+                mv[:, HALF * half : HALF * (half + 1)],
+                row,
+            )
     for _ in range(2):  # the kernel marks a page as active at the second read
         for path in work.rglob("*"):
             if path.is_file():
@@ -70,8 +87,14 @@ def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
 def cases(dataset: Path, segments: Path, seconds: float) -> dict[str, Case]:
     every: dict[str, Case] = {}
 
-    def add(stage: str, backend: str, batch: int = 256, threads: int = 1, first: bool = False) -> None:
-        name = f"{stage}: {BACKENDS[backend]}, batch {batch}" + f", {threads} threads" * (threads > 1) + FIRST * first
+    def add(
+        stage: str, backend: str, batch: int = 256, threads: int = 1, first: bool = False
+    ) -> None:
+        name = (
+            f"{stage}: {BACKENDS[backend]}, batch {batch}"
+            + f", {threads} threads" * (threads > 1)
+            + FIRST * first
+        )
         every[name] = (ours, (dataset, backend, stage, batch, threads, seconds, "cpu", first))
 
     for stage in STAGES:
@@ -89,23 +112,34 @@ def cases(dataset: Path, segments: Path, seconds: float) -> dict[str, Case]:
     for workers in (0, 2):
         name = f"RLM: webdataset and DataLoader, {workers} workers"
         every[name] = (peer, (webdataset_loader, dataset, "RLM", 256, workers, seconds))
-    every["RLM: fn.readers.webdataset, torch"] = (peer, (dali_reader, dataset, "RLM", 256, 2, seconds))
+    every["RLM: fn.readers.webdataset, torch"] = (
+        peer,
+        (dali_reader, dataset, "RLM", 256, 2, seconds),
+    )
     return every
 
 
 def gpu_cases(dataset: Path, seconds: float, threads: int) -> dict[str, Case]:
     """Our loader on a GPU; the batch sizes of the targets first."""
-    backends = ["resident", "torch", *(["dali"] if find_spec("nvidia") and find_spec("nvidia.dali") else [])]
+    backends = [
+        "resident",
+        "torch",
+        *(["dali"] if find_spec("nvidia") and find_spec("nvidia.dali") else []),
+    ]
     swept = [("RLM", batch) for batch in (256, 1024, 64)] + [("physio3+RLM", 256)]
     return {
-        f"{stage}: {backend} to cuda, batch {batch}": (ours, (dataset, backend, stage, batch, threads, seconds, "cuda"))
+        f"{stage}: {backend} to cuda, batch {batch}": (
+            ours,
+            (dataset, backend, stage, batch, threads, seconds, "cuda"),
+        )
         for stage, batch in swept
         for backend in backends
     }
 
 
 def pumped(stream: Any, batch: int, crops: int, seconds: float, first: bool = False) -> Stream:
-    """Yield how many crops were loaded in `seconds`, in the first epoch (`first`) or in later ones."""
+    """Yield how many crops were loaded in `seconds`, in the first epoch (`first`) or in later
+    ones."""
     epoch, end = crops // batch, time.perf_counter() + WARM_S
     done = sum(1 for _ in islice(stream, FILLED))
     while not first and done < epoch + FILLED and time.perf_counter() < end:
@@ -128,7 +162,14 @@ def one_thread() -> None:
 
 
 def ours(
-    dataset: Path, backend: str, stage: str, batch: int, threads: int, seconds: float, device: str = "cpu", first: bool = False
+    dataset: Path,
+    backend: str,
+    stage: str,
+    batch: int,
+    threads: int,
+    seconds: float,
+    device: str = "cpu",
+    first: bool = False,
 ) -> Stream:
     from omnilead.engine.data.augment import AugmentConfig
     from omnilead.engine.data.loader import Loader, LoaderConfig
@@ -143,9 +184,19 @@ def ours(
     loader.close()
 
 
-def peer(make: Any, place: Path, stage: str, batch: int, workers: int, seconds: float, first: bool = False) -> Stream:
+def peer(
+    make: Any,
+    place: Path,
+    stage: str,
+    batch: int,
+    workers: int,
+    seconds: float,
+    first: bool = False,
+) -> Stream:
     one_thread()
-    crops = len(list(place.iterdir())) // 2 if make is fairseq_like else len(Dataset.open(str(place)))
+    crops = (
+        len(list(place.iterdir())) // 2 if make is fairseq_like else len(Dataset.open(str(place)))
+    )
     yield from pumped(make(place, stage, batch, workers), batch, crops, seconds, first)
 
 
@@ -197,7 +248,9 @@ def _shift(shape: tuple[int, ...]) -> np.ndarray:
     noise = np.zeros(shape)
     length = int(np.clip(np.random.normal(0.2 * shape[1], 0.04 * shape[1]), 1, shape[1]))
     start = np.random.randint(0, shape[1] - length + 1)
-    noise[:, start : start + length] = np.random.choice([-1, 1], (shape[0], 1)) - np.random.uniform(0, 0.5)
+    noise[:, start : start + length] = np.random.choice([-1, 1], (shape[0], 1)) - np.random.uniform(
+        0, 0.5
+    )
     return noise
 
 
@@ -210,10 +263,17 @@ def _collate(pairs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def epochs(data: Any, batch: int, workers: int, **options: Any) -> Iterator[Any]:
-    """Endless batches of a DataLoader with persistent workers (spawned, as forked ones print when they exit)."""
+    """Endless batches of a DataLoader with persistent workers (spawned, as forked ones print when
+    they exit)."""
     if workers:
-        options |= {"persistent_workers": True, "multiprocessing_context": "spawn", "worker_init_fn": _start_worker}
-    loader = torch.utils.data.DataLoader(data, batch, num_workers=workers, drop_last=True, **options)
+        options |= {
+            "persistent_workers": True,
+            "multiprocessing_context": "spawn",
+            "worker_init_fn": _start_worker,
+        }
+    loader = torch.utils.data.DataLoader(
+        data, batch, num_workers=workers, drop_last=True, **options
+    )
     while True:
         empty = True
         for each in loader:
@@ -227,11 +287,15 @@ def _start_worker(worker: int) -> None:
     keep_freed_memory()
 
 
-def webdataset_loader(dataset: Path, stage: str, batch: int, workers: int) -> Iterator[torch.Tensor]:
+def webdataset_loader(
+    dataset: Path, stage: str, batch: int, workers: int
+) -> Iterator[torch.Tensor]:
     """Read the shards with webdataset and its usual shuffle buffer; RLM in torch on the batch."""
     import webdataset
 
-    shards = [str(dataset / "shards" / entry["name"]) for entry in Dataset.open(str(dataset)).shards]
+    shards = [
+        str(dataset / "shards" / entry["name"]) for entry in Dataset.open(str(dataset)).shards
+    ]
     stream = webdataset.WebDataset(shards, shardshuffle=100, seed=0).shuffle(1000).map(_decode)
     return map(_halves_with_rlm, epochs(stream, batch, workers))
 
@@ -241,10 +305,13 @@ def _decode(sample: dict[str, bytes]) -> torch.Tensor:
 
 
 def dali_reader(dataset: Path, stage: str, batch: int, threads: int) -> Iterator[torch.Tensor]:
-    """Read the shards with `fn.readers.webdataset` on the CPU and its shuffle buffer; RLM in torch on the batch."""
+    """Read the shards with `fn.readers.webdataset` on the CPU and its shuffle buffer; RLM in torch
+    on the batch."""
     from nvidia import dali
 
-    shards = [str(dataset / "shards" / entry["name"]) for entry in Dataset.open(str(dataset)).shards]
+    shards = [
+        str(dataset / "shards" / entry["name"]) for entry in Dataset.open(str(dataset)).shards
+    ]
 
     @dali.pipeline_def(batch_size=batch, num_threads=threads, device_id=None)
     def pipeline() -> Any:
@@ -266,5 +333,8 @@ def dali_reader(dataset: Path, stage: str, batch: int, threads: int) -> Iterator
 
 
 def _halves_with_rlm(crops: torch.Tensor) -> torch.Tensor:
-    mv = crops.reshape(len(crops), 12, 2, HALF).permute(0, 2, 1, 3).reshape(-1, 12, HALF).float() / 1000
+    mv = (
+        crops.reshape(len(crops), 12, 2, HALF).permute(0, 2, 1, 3).reshape(-1, 12, HALF).float()
+        / 1000
+    )
     return mv.mul_((torch.rand(len(mv), 12, 1) >= 0.5).float())

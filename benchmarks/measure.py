@@ -1,9 +1,10 @@
-"""Timing on a noisy machine: fresh processes, an uncounted warm-up, CPU-seconds as well as seconds, all repeats counted.
+"""Timing on a noisy machine: fresh processes, an uncounted warm-up, CPU-seconds as well as seconds,
+all repeats counted.
 
     results, left_out, partial = run_cases({"name": (function, arguments), ...}, repeats=5)
 
-Cases that are compared take turns (A B C A B C ...), so that changes of the machine's speed affect all of them. On a GPU that
-is not shared, `at_once` runs all repeats of a case in one process.
+Cases that are compared take turns (A B C A B C ...), so that changes of the machine's speed affect
+all of them. On a GPU that is not shared, `at_once` runs all repeats of a case in one process.
 """
 
 import contextlib
@@ -29,9 +30,9 @@ import psutil
 
 from omnilead.engine.common import ConfigError
 
-# A module-level function and its arguments. The function returns the units of work it did, and is called once as a warm-up; or
-# it is a generator that yields once when warm, and then units until it is sent True; or it measures itself and returns its
-# result as a dict.
+# A module-level function and its arguments. The function returns the units of work it did, and is
+# called once as a warm-up; or it is a generator that yields once when warm, and then units until it
+# is sent True; or it measures itself and returns its result as a dict.
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Results = dict[str, dict[str, Any]]
 Samples = list[dict[str, float]]
@@ -55,7 +56,8 @@ EXPECTED = (CaseError, ConfigError, SystemExit, ModuleNotFoundError, OSError, Me
 
 
 class Outcome(NamedTuple):
-    """Results of cases, why others were left out, and the repeats of those that ran out of time too early for a result."""
+    """Results of cases, why others were left out, and the repeats of those that ran out of time too
+    early for a result."""
 
     results: Results
     left_out: dict[str, str]
@@ -63,7 +65,8 @@ class Outcome(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a process sends: values to keep, and at last what the function returned or why it failed."""
+    """What a process sends: values to keep, and at last what the function returned or why it
+    failed."""
 
     value: Any = None
     error: str = ""
@@ -71,8 +74,8 @@ class Answer(NamedTuple):
 
 
 class Benchmark(NamedTuple):
-    """The result of a benchmark's prepare(): the input, the cases, additional results for the record, and a warm-up that is
-    called with the names of the cases before they are measured."""
+    """The result of a benchmark's prepare(): the input, the cases, additional results for the
+    record, and a warm-up that is called with the names of the cases before they are measured."""
 
     input: dict[str, Any]
     cases: dict[str, Case]
@@ -91,8 +94,9 @@ def run_cases(
     keep: Callable[[Outcome], None] = lambda outcome: None,
     partial: Mapping[str, Samples] = MappingProxyType({}),
 ) -> Outcome:
-    """Measures cases. `keep` is called with the outcome after each process. A case that runs out of time has a result if it has
-    at least LEAST_REPEATS; otherwise its repeats are `partial`, and the next call can go on with them."""
+    """Measures cases. `keep` is called with the outcome after each process. A case that runs out
+    of time has a result if it has at least LEAST_REPEATS; otherwise its repeats are `partial`,
+    and the next call can go on with them."""
     samples = {name: list(partial.get(name, [])) for name in cases}
     results: Results = {}
     left_out: dict[str, str] = {}
@@ -100,7 +104,11 @@ def run_cases(
 
     def outcome() -> Outcome:
         measured = {name: results[name] for name in cases if name in results}
-        return Outcome(measured, left_out, {name: each for name, each in samples.items() if each and name not in results})
+        return Outcome(
+            measured,
+            left_out,
+            {name: each for name, each in samples.items() if each and name not in results},
+        )
 
     for turn in range(1 if at_once else repeats):
         for name, (function, arguments) in cases.items():
@@ -110,7 +118,9 @@ def run_cases(
             say(name if at_once else f"{name} ({turn + 1} of {repeats})")
             reason = ""
             try:
-                answer = call_fresh(timed, function, arguments, missing if at_once else 1, keep=samples[name].append)
+                answer = call_fresh(
+                    timed, function, arguments, missing if at_once else 1, keep=samples[name].append
+                )
                 if answer:
                     results[name] = answer
                     ended.add(name)
@@ -124,7 +134,10 @@ def run_cases(
                 results[name] = summary(samples[name])
             elif reason:
                 left_out[name] = reason
-                say(f"{name}: left out: {reason}" + f" ({len(samples[name])} of {repeats} repeats kept)" * bool(samples[name]))
+                say(
+                    f"{name}: left out: {reason}"
+                    + f" ({len(samples[name])} of {repeats} repeats kept)" * bool(samples[name])
+                )
             keep(outcome())
     return outcome()
 
@@ -135,9 +148,10 @@ def call_fresh(
     seconds: float | None = None,
     keep: Callable[[Any], None] | None = None,
 ) -> Any:
-    """Call function(*arguments) in a fresh process; CaseError gives the reason of a failure in one line. The process and its
-    children are killed after `seconds` (default: `limit_s`) and at the deadline. With `keep`, the function's last argument is a
-    function whose argument is sent to `keep` at once, so that it is not lost with the process."""
+    """Call function(*arguments) in a fresh process; CaseError gives the reason of a failure in
+    one line. The process and its children are killed after `seconds` (default: `limit_s`) and at
+    the deadline. With `keep`, the function's last argument is a function whose argument is sent
+    to `keep` at once, so that it is not lost with the process."""
     now, limit = time.monotonic(), seconds or limit_s
     ends = [(now + limit, OVER_TIME)] if limit else []
     ends += [(deadline, OUT_OF_TIME)] if deadline is not None else []
@@ -148,7 +162,9 @@ def call_fresh(
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(theirs, function, arguments, keep is not None))
     resource_tracker.ensure_running()  # start it now: starting it later would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C while the child starts would print a traceback
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT}
+    )  # Ctrl-C while the child starts would print a traceback
     try:
         process.start()
     finally:
@@ -185,8 +201,12 @@ def kill(pid: int | None) -> None:
                 process.kill()
 
 
-def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], keeps: bool) -> None:
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # shells ignore it for background jobs
+def _child(
+    pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], keeps: bool
+) -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    ):  # shells ignore it for background jobs
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -199,16 +219,26 @@ def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], 
         reason = " ".join(str(error).split())[:300]
         if not isinstance(error, CaseError | SystemExit):
             reason = f"{type(error).__name__}: {reason}"
-        if not isinstance(error, EXPECTED) and type(error).__name__ != "OutOfMemoryError":  # torch may not be imported
+        if (
+            not isinstance(error, EXPECTED) and type(error).__name__ != "OutOfMemoryError"
+        ):  # torch may not be imported
             reason = BUG + reason
             traceback.print_exc()
         pipe.send(Answer(error=reason))
 
 
-def timed(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int, keep: Callable[[Any], None]) -> Any:
-    """Measure a case in this process and `keep` a sample of each repeat; if the case measures itself, return its result."""
+def timed(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    repeats: int,
+    keep: Callable[[Any], None],
+) -> Any:
+    """Measure a case in this process and `keep` a sample of each repeat; if the case measures
+    itself, return its result."""
     stream = function(*arguments) if inspect.isgeneratorfunction(function) else None
-    first = next(stream) if stream else function(*arguments)  # the warm-up: page cache, imports, caches of parsers
+    first = (
+        next(stream) if stream else function(*arguments)
+    )  # the warm-up: page cache, imports, caches of parsers
     if isinstance(first, dict):
         return first
     for _ in range(repeats):
@@ -222,23 +252,29 @@ def timed(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int
     return None
 
 
-def take_turns(sides: Mapping[str, Callable[[], Any]], turns: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds and CPU-seconds of alternating turns of all sides in this process, after an uncounted turn of each. The order is
-    reversed every other turn. A dict that a side returns is added to its row."""
+def take_turns(
+    sides: Mapping[str, Callable[[], Any]], turns: int
+) -> dict[str, list[dict[str, float]]]:
+    """Seconds and CPU-seconds of alternating turns of all sides in this process, after an
+    uncounted turn of each. The order is reversed every other turn. A dict that a side returns is
+    added to its row."""
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for turn in range(turns + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
             wall, cpu = time.perf_counter(), cpu_s()
             more = sides[name]() or {}
             if turn:
-                rows[name].append({"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu} | more)
+                rows[name].append(
+                    {"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu} | more
+                )
     return rows
 
 
 @contextlib.contextmanager
 def sync_debug_mode(mode: str) -> Iterator[None]:
-    """torch warns ("warn") or raises ("error") where the host waits for the GPU. Its warning that this is a
-    prototype is ignored: where warnings are errors, it would be raised after the mode was set, and leave it on."""
+    """torch warns ("warn") or raises ("error") where the host waits for the GPU. Its warning
+    that this is a prototype is ignored: where warnings are errors, it would be raised after the
+    mode was set, and leave it on."""
     import torch
 
     try:
@@ -251,18 +287,24 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
 
 
 def peaks_mb() -> dict[str, float]:
-    """Peak memory of this process, without workers. Not from getrusage, where a child starts with its parent's peak."""
-    peaks = {"peak_mb": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024}
+    """Peak memory of this process, without workers. Not from getrusage, where a child starts with
+    its parent's peak."""
+    peaks = {
+        "peak_mb": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+    }
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         peaks["gpu_peak_mb"] = torch.cuda.max_memory_allocated() / 2**20
     return peaks
 
 
 def cpu_s() -> float:
-    """CPU-seconds of this process (to microseconds) and its workers (of running ones, to hundredths of a second)."""
+    """CPU-seconds of this process (to microseconds) and its workers (of running ones, to hundredths
+    of a second)."""
     alive = [psutil.Process(child.pid).cpu_times() for child in multiprocessing.active_children()]
     ended = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(used.ru_utime + used.ru_stime for used in ended) + sum(used.user + used.system for used in alive)
+    return sum(used.ru_utime + used.ru_stime for used in ended) + sum(
+        used.user + used.system for used in alive
+    )
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -271,8 +313,9 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def interval(values: Iterable[float]) -> dict[str, float]:
-    """The median and its distribution-free 95 % interval, between two of the values (the number of values below the true median
-    is binomial). For fewer than INTERVAL_FROM values, the lowest and highest."""
+    """The median and its distribution-free 95 % interval, between two of the values (the number
+    of values below the true median is binomial). For fewer than INTERVAL_FROM values, the lowest
+    and highest."""
     values = sorted(values)
     n, cut = len(values), 0
     while 2 * sum(comb(n, i) for i in range(cut + 2)) <= 0.05 * 2**n:
@@ -284,29 +327,46 @@ def rates(rows: Iterable[Mapping[str, float]], crops: float, prefix: str = "") -
     """Rates per second and per CPU-second, for rows (turns) of `crops` crops each."""
     rows = list(rows)
     clocks = {"per_s": "wall_s", "per_cpu_s": "cpu_s"}
-    return {prefix + figure: spread(crops / row[clock] for row in rows) for figure, clock in clocks.items()}
+    return {
+        prefix + figure: spread(crops / row[clock] for row in rows)
+        for figure, clock in clocks.items()
+    }
 
 
 def summary(samples: Samples) -> dict[str, Any]:
     return {
         "per_s": spread(sample["units"] / sample["wall_s"] for sample in samples),
         "per_cpu_s": spread(sample["units"] / max(sample["cpu_s"], 1e-9) for sample in samples),
-        **{key: max(sample[key] for sample in samples) for key in ("peak_mb", "gpu_peak_mb") if key in samples[0]},
+        **{
+            key: max(sample[key] for sample in samples)
+            for key in ("peak_mb", "gpu_peak_mb")
+            if key in samples[0]
+        },
         "units": samples[0]["units"],
         "repeats": len(samples),
     }
 
 
 def make_dataset(work: Path, records: int, keep_archive: bool = False, **options: Any) -> Any:
-    """Make work/dataset with about `records` synthetic crops of 10 s. `options`: of data_tools.build.ShardOptions."""
+    """Make work/dataset with about `records` synthetic crops of 10 s. `options`: of
+    data_tools.build.ShardOptions."""
     from omnilead.data_tools.build import ShardOptions, shard
     from omnilead.data_tools.sources import open_sources
     from omnilead.data_tools.synthetic import archive as synth
 
     say(f"a dataset of about {records} crops")
     archive, workers = str(work / "archive"), max(1, min(8, (os.cpu_count() or 1) // 2))
-    synth.synthesise(work / "archive", patients=max(2, records // 2), two_sessions=0, seed=11, workers=workers, progress=False)
-    settings = ShardOptions(str(work / "dataset"), quiet=True, workers=workers, **{"plan": "all"} | options)
+    synth.synthesise(
+        work / "archive",
+        patients=max(2, records // 2),
+        two_sessions=0,
+        seed=11,
+        workers=workers,
+        progress=False,
+    )
+    settings = ShardOptions(
+        str(work / "dataset"), quiet=True, workers=workers, **{"plan": "all"} | options
+    )
     dataset = shard(open_sources(archive), settings)
     if not keep_archive:
         shutil.rmtree(archive)
@@ -317,4 +377,8 @@ def describe(dataset: Any, **more: Any) -> dict[str, Any]:
     """The facts about the input data for a record."""
     from omnilead.data_tools.synthetic.archive import VERSION
 
-    return {"archive": f"synthetic-{VERSION}", "crops": len(dataset), "dataset": dataset.fingerprint} | more
+    return {
+        "archive": f"synthetic-{VERSION}",
+        "crops": len(dataset),
+        "dataset": dataset.fingerprint,
+    } | more

@@ -1,10 +1,12 @@
-"""Predict the least time of a training step on an H200 without having one, from what torch's compiler generates.
+"""Predict the least time of a training step on an H200 without having one, from what torch's
+compiler generates.
 
     python -m benchmarks.predict_gpu [--model paper] [--batch 512]
 
-Fake tensors (shapes without data) go through the model in bf16 and through torch.compile, which is made to believe in an H200.
-Its kernels are generated but never run. A kernel's time is the bytes it must read and write once, at the memory's bandwidth.
-Matrix products and attention, which libraries compute, take flops_per_crop at the rate of a large product. Needs g++.
+Fake tensors (shapes without data) go through the model in bf16 and through torch.compile, which is
+made to believe in an H200. Its kernels are generated but never run. A kernel's time is the bytes it
+must read and write once, at the memory's bandwidth. Matrix products and attention, which libraries
+compute, take flops_per_crop at the rate of a large product. Needs g++.
 """
 
 import argparse
@@ -25,12 +27,25 @@ from typing import Any
 from benchmarks.run import MODEL, at_least
 from omnilead.engine.common import ConfigError, Parser
 
-TB_PER_S, TFLOPS = 4.3, 790.0  # of an H200: a large copy, counting reads and writes; a large bf16 product
-H200 = {"major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32, "L2_cache_size": 60 << 20}
-H200 |= {"max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "regs_per_multiprocessor": 65536}
+TB_PER_S, TFLOPS = (
+    4.3,
+    790.0,
+)  # of an H200: a large copy, counting reads and writes; a large bf16 product
+H200 = {
+    "major": 9,
+    "minor": 0,
+    "multi_processor_count": 132,
+    "warp_size": 32,
+    "L2_cache_size": 60 << 20,
+}
+H200 |= {
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "regs_per_multiprocessor": 65536,
+}
 H200 |= {"shared_memory_per_block_optin": 232448, "total_memory": 141 * 10**9}
-# Autograd asks for a device's guard and hooks before it computes anything. A build without CUDA has neither, and one with CUDA
-# has those of a driver that may be missing: these replace them.
+# Autograd asks for a device's guard and hooks before it computes anything. A build without CUDA has
+# neither, and one with CUDA has those of a driver that may be missing: these replace them.
 DEVICE = """
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -62,9 +77,15 @@ class NeverRun(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser("python -m benchmarks.predict_gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(
+        "python -m benchmarks.predict_gpu",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--model", default="paper", help=MODEL)
-    parser.add_argument("--batch", type=at_least(1), default=512, help="crops (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=at_least(1), default=512, help="crops (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     try:
         pretend()
@@ -81,7 +102,19 @@ def pretend() -> None:
     home = Path(spec.origin).parent
     with tempfile.TemporaryDirectory(prefix="omnilead-") as work:
         library = f"{work}/device.so"
-        command = ["g++", "-std=c++20", "-w", "-fPIC", "-shared", "-x", "c++", "-", "-o", library, f"-I{home}/include"]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-w",
+            "-fPIC",
+            "-shared",
+            "-x",
+            "c++",
+            "-",
+            "-o",
+            library,
+            f"-I{home}/include",
+        ]
         command += [f"-L{home}/lib", f"-Wl,-rpath,{home}/lib", "-lc10", "-ltorch_cpu"]
         subprocess.run(command, input=DEVICE, text=True, check=True)
         device = ctypes.CDLL(library)
@@ -107,10 +140,16 @@ def pretend() -> None:
     from triton.backends.compiler import GPUTarget
 
     _triton.has_triton = lambda: True  # type: ignore[assignment]
-    target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32), is_active=lambda: True)
+    target = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), is_active=lambda: True
+    )
     triton.runtime.driver.set_active(target)
     triton.JITFunction.run = lambda *_, **__: None
-    for module, name in ((fuse_attention, "_sfdp_init"), (pad_mm, "_pad_mm_init"), (fake_tensor, "init_gpu_context")):
+    for module, name in (
+        (fuse_attention, "_sfdp_init"),
+        (pad_mm, "_pad_mm_init"),
+        (fake_tensor, "init_gpu_context"),
+    ):
         setattr(module, name, lambda *_: None)  # they compute on the device
     compiler.joint_graph_constant_folding = False  # this computes there, too
     compiler.profile_bandwidth = True  # annotates kernels with their bytes
@@ -148,7 +187,8 @@ def kernels_of(call: Callable[[], Any]) -> list[tuple[int, float]]:
 
 
 def predict(model: str, batch: int) -> Iterator[str]:
-    """Lines of a table: the compiled parts in the order of compilation, and the predicted step time."""
+    """Lines of a table: the compiled parts in the order of compilation, and the predicted step
+    time."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -168,7 +208,9 @@ def predict(model: str, batch: int) -> Iterator[str]:
         def run(*arguments: Any, **named: Any) -> Any:
             times[name] += 1
             if name not in graphs:
-                graphs[name] = kernels_of(lambda: compile_(function, fullgraph=True, **options)(*arguments, **named))
+                graphs[name] = kernels_of(
+                    lambda: compile_(function, fullgraph=True, **options)(*arguments, **named)
+                )
             return function(*arguments, **named)
 
         return run
@@ -192,12 +234,23 @@ def predict(model: str, batch: int) -> Iterator[str]:
     for name, both in graphs.items():
         for (launches, each), direction in zip(both, ("", ", backward"), strict=False):
             of_step = times[name] * each
-            yield row.format(f"{times[name]} x {name}{direction}", times[name] * launches, of_step, of_step / TB_PER_S)
+            yield row.format(
+                f"{times[name]} x {name}{direction}",
+                times[name] * launches,
+                of_step,
+                of_step / TB_PER_S,
+            )
             gb += of_step
     products_ms = batch * flops_per_crop(config.model) / TFLOPS / 1e9
     ms = gb / TB_PER_S + products_ms
-    yield f"all: {gb:.2f} GB, {gb / TB_PER_S:.1f} ms, and matrix products and attention, {products_ms:.1f} ms"
-    yield f"predicted: at least {ms:.1f} ms a step of {batch} crops, at most {1e3 * batch / ms:,.0f} crops/s"
+    yield (
+        f"all: {gb:.2f} GB, {gb / TB_PER_S:.1f} ms, and matrix products and attention, "
+        f"{products_ms:.1f} ms"
+    )
+    yield (
+        f"predicted: at least {ms:.1f} ms a step of {batch} crops, at most "
+        f"{1e3 * batch / ms:,.0f} crops/s"
+    )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python -m benchmarks.report            rewrite benchmarks/RESULTS.md, results/*.png, and README.md's table
     python -m benchmarks.report --check    exit 1 if the tables do not match the records
 
-The newest record of each benchmark and kind of device counts. On the same day, a record of its own comes before a part of a
-suite, which has fewer cases. A reduced record (--only, another --model, ...) counts only if there is no other.
+The newest record of each benchmark and kind of device counts. On the same day, a record of its own
+comes before a part of a suite, which has fewer cases. A reduced record (--only, another --model,
+...) counts only if there is no other.
 """
 
 import argparse
@@ -22,7 +23,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import tables
-from benchmarks.tables import Part, Result, clock, device_of, is_peer, machine, markdown, number, per_cpu
+from benchmarks.tables import (
+    Part,
+    Result,
+    clock,
+    device_of,
+    is_peer,
+    machine,
+    markdown,
+    number,
+    per_cpu,
+)
 from omnilead.engine.common import Parser
 from omnilead.engine.report import bench_report
 
@@ -31,9 +42,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLES, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 OF_RECORD = ("format", "date", "git", "hardware", "versions", "page_cache")
-NEEDED: tuple[str, ...] = ("git.commit", "versions.python", "hardware.cpu", "hardware.cores", "hardware.load_before")
+NEEDED: tuple[str, ...] = (
+    "git.commit",
+    "versions.python",
+    "hardware.cpu",
+    "hardware.cores",
+    "hardware.load_before",
+)
 NEEDED += (*OF_RECORD[:-1], "benchmark", "config", "input.archive", "results")
-SIGNED = ("overhead_pct", "loop_pct", "loader_pct", "stall_pct")  # may be 0 or less; all others must be above 0
+SIGNED = (
+    "overhead_pct",
+    "loop_pct",
+    "loader_pct",
+    "stall_pct",
+)  # may be 0 or less; all others must be above 0
 TEN_MILLION = 10_000_000
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
 BLUE, GREY, INK = "#2f6690", "#b5b5bd", "#333333"
@@ -59,7 +81,10 @@ def load(path: Path) -> list[Part]:
         record: dict[str, Any] = json.loads(path.read_text())
         shared = {name: record[name] for name in OF_RECORD if name in record}
         alone = "parts" not in record
-        parts = [shared | {"file": path.name, "alone": alone} | part for part in ([record] if alone else record["parts"])]
+        parts = [
+            shared | {"file": path.name, "alone": alone} | part
+            for part in ([record] if alone else record["parts"])
+        ]
         for part in parts:
             check(part)
             rank(part)
@@ -99,13 +124,20 @@ def check(part: Part) -> None:
             if not isinstance(spread, dict):
                 continue
             low, median, high = (spread.get(key, nan) for key in ("low", "median", "high"))
-            if not (low <= median <= high and isfinite(high - low) and (low > 0 or figure in SIGNED)):
-                raise RecordError(f"{case}: {figure} is {median} ({low} to {high}): must be finite, in order, above 0")
+            if not (
+                low <= median <= high and isfinite(high - low) and (low > 0 or figure in SIGNED)
+            ):
+                raise RecordError(
+                    f"{case}: {figure} is {median} ({low} to {high}): must be finite, in order, "
+                    "above 0"
+                )
 
 
 def every(results: Path = RESULTS) -> list[Part]:
     """All parts of all records, the newest last."""
-    return sorted((part for path in sorted(results.glob("*.json")) for part in load(path)), key=rank)
+    return sorted(
+        (part for path in sorted(results.glob("*.json")) for part in load(path)), key=rank
+    )
 
 
 def newest(parts: Iterable[Part]) -> Parts:
@@ -121,17 +153,25 @@ def rank(part: Part) -> tuple[bool, datetime.date, bool, datetime.datetime]:
 def reduced(config: Part) -> bool:
     """Whether a record has fewer cases or a smaller job than the full benchmark."""
     fewer = config.get("only") or (config.get("alone") and config.get("device") == "cpu")
-    return bool(fewer or config.get("model") not in (None, "paper") or config.get("huge", TEN_MILLION) < TEN_MILLION)
+    return bool(
+        fewer
+        or config.get("model") not in (None, "paper")
+        or config.get("huge", TEN_MILLION) < TEN_MILLION
+    )
 
 
 class Bar(NamedTuple):
     what: str  # the description; it states what `cases` and `asks` leave out
     cases: str  # regular expression for the names of cases
-    figure: Callable[[str, dict[str, Result]], float]  # (case, results of all cases) -> figure, or NaN
+    figure: Callable[
+        [str, dict[str, Result]], float
+    ]  # (case, results of all cases) -> figure, or NaN
     bar: float  # the target
     device: str = ""  # "": both
     at_most: bool = False
-    asks: Callable[[Part], bool] = lambda input: True  # whether a part with this input can answer it
+    asks: Callable[[Part], bool] = lambda input: (
+        True
+    )  # whether a part with this input can answer it
 
     def met(self, value: float) -> bool:
         return value <= self.bar if self.at_most else value >= self.bar
@@ -146,13 +186,20 @@ def median(figure: str) -> Callable[[str, dict[str, Result]], float]:
 
 def times_recreation(name: str, results: dict[str, Result]) -> float:
     """The speed per CPU-second, relative to the fastest re-creation of the same stage."""
-    peers = [r for other, r in results.items() if other.startswith(f"{name.split(':')[0]}: re-creation")]
+    peers = [
+        r for other, r in results.items() if other.startswith(f"{name.split(':')[0]}: re-creation")
+    ]
     return per_cpu(results[name]) / max(map(per_cpu, peers)) if peers else nan
 
 
 def times_step(name: str, results: dict[str, Result]) -> float:
-    """The speed per CPU-second, relative to the re-creation in fp32 with the same number of crops: its smallest batch."""
-    peers = {int(other.split()[-2]): r for other, r in results.items() if re.match("re-creation.*: fp32, ", other)}
+    """The speed per CPU-second, relative to the re-creation in fp32 with the same number of crops:
+    its smallest batch."""
+    peers = {
+        int(other.split()[-2]): r
+        for other, r in results.items()
+        if re.match("re-creation.*: fp32, ", other)
+    }
     crops = int(name.split()[-2])
     return per_cpu(results[name]) / per_cpu(peers[crops]) if crops == min(peers, default=0) else nan
 
@@ -169,26 +216,79 @@ def four_threads(input: Part) -> bool:
     return "threads" in input and int(input["threads"]) <= 4
 
 
-OURS, TO_GPU = r": (torch|resident), batch \d+(, first epoch)?$", r" to cuda, batch (256|1024)$"  # OURS: with one thread
+OURS, TO_GPU = (
+    r": (torch|resident), batch \d+(, first epoch)?$",
+    r" to cuda, batch (256|1024)$",
+)  # OURS: with one thread
 FROM_TAR = "crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads"
 H200_STEP = "crops a second through the paper's model on an H200"
-EMBED, EMBEDDED = "ECGs of 500 Hz to embeddings, % of the encoder's own speed", "^(tar|WFDB|arrays, 500 Hz):"
-LOADER, STEP = "times the re-creation of fairseq-signals' loader", "times the re-creation of fairseq-signals' in fp32"
+EMBED, EMBEDDED = (
+    "ECGs of 500 Hz to embeddings, % of the encoder's own speed",
+    "^(tar|WFDB|arrays, 500 Hz):",
+)
+LOADER, STEP = (
+    "times the re-creation of fairseq-signals' loader",
+    "times the re-creation of fairseq-signals' in fp32",
+)
 TEN_M, TAR = "10,000,000 crops:", "^ingest: omnilead, tar$"
 BARS = {
     "ingest": (
         Bar("records to tar shards a CPU-second, one worker", TAR, median("per_cpu_s"), 2000),
-        Bar("records to tar shards, times the re-creation of fairseq-signals' preprocessing", TAR, times_recreation, 10),
+        Bar(
+            "records to tar shards, times the re-creation of fairseq-signals' preprocessing",
+            TAR,
+            times_recreation,
+            10,
+        ),
     ),
     "loader": (
-        Bar(f"lead masking, torch and resident, one thread, {LOADER}", f"^RLM{OURS}", times_recreation, 10, "cpu"),
-        Bar(f"noise, torch and resident, one thread, {LOADER}", rf"^physio\S*{OURS}", times_recreation, 15, "cpu"),
-        Bar(FROM_TAR, f"^RLM: (torch|dali){TO_GPU}", median("per_s"), 27_000, "cuda", asks=four_threads),
-        Bar("crops a second on a GPU, resident, lead masking", f"^RLM: resident{TO_GPU}", median("per_s"), 500_000, "cuda"),
+        Bar(
+            f"lead masking, torch and resident, one thread, {LOADER}",
+            f"^RLM{OURS}",
+            times_recreation,
+            10,
+            "cpu",
+        ),
+        Bar(
+            f"noise, torch and resident, one thread, {LOADER}",
+            rf"^physio\S*{OURS}",
+            times_recreation,
+            15,
+            "cpu",
+        ),
+        Bar(
+            FROM_TAR,
+            f"^RLM: (torch|dali){TO_GPU}",
+            median("per_s"),
+            27_000,
+            "cuda",
+            asks=four_threads,
+        ),
+        Bar(
+            "crops a second on a GPU, resident, lead masking",
+            f"^RLM: resident{TO_GPU}",
+            median("per_s"),
+            500_000,
+            "cuda",
+        ),
     ),
     "step": (
-        Bar(f"the paper's model in bf16, {STEP}", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu", asks=paper),
-        Bar(f"the paper's model in fp32, {STEP}", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu", asks=paper),
+        Bar(
+            f"the paper's model in bf16, {STEP}",
+            "^omnilead: (autocast|bf16), .*crops$",
+            times_step,
+            3,
+            "cpu",
+            asks=paper,
+        ),
+        Bar(
+            f"the paper's model in fp32, {STEP}",
+            "^omnilead: fp32, .*crops$",
+            times_step,
+            1.1,
+            "cpu",
+            asks=paper,
+        ),
         Bar(
             H200_STEP,
             "^omnilead: ",
@@ -199,27 +299,65 @@ BARS = {
         ),
     ),
     "e2e": (
-        Bar("overhead of the loader and the loop over the bare step, %", "", median("overhead_pct"), 3, at_most=True),
+        Bar(
+            "overhead of the loader and the loop over the bare step, %",
+            "",
+            median("overhead_pct"),
+            3,
+            at_most=True,
+        ),
         Bar("overhead of the loop alone, %", "", median("loop_pct"), 2, at_most=True),
         Bar("stall, % of the time", "", median("stall_pct"), 1, at_most=True),
     ),
     "embed": (Bar(EMBED, EMBEDDED, median("share_pct"), 90),),
-    "start": (Bar("seconds from the command to the first step", "^first step", median("seconds"), 20, "cpu", at_most=True),),
+    "start": (
+        Bar(
+            "seconds from the command to the first step",
+            "^first step",
+            median("seconds"),
+            20,
+            "cpu",
+            at_most=True,
+        ),
+    ),
     "scaling": (
-        Bar(f"{TEN_M} seconds to a rank's first batch", "^open", lambda n, r: 1 / median("per_s")(n, r), 10, "", True, huge),
-        Bar(f"{TEN_M} a rank's memory, MB", "^open", lambda n, r: float(r[n]["peak_mb"]), 1000, "", True, huge),
+        Bar(
+            f"{TEN_M} seconds to a rank's first batch",
+            "^open",
+            lambda n, r: 1 / median("per_s")(n, r),
+            10,
+            "",
+            True,
+            huge,
+        ),
+        Bar(
+            f"{TEN_M} a rank's memory, MB",
+            "^open",
+            lambda n, r: float(r[n]["peak_mb"]),
+            1000,
+            "",
+            True,
+            huge,
+        ),
     ),
 }
 
 
 def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
-    """For each target of this device: the case that counts and its figure; "" and NaN if it was not measured. The worst case
-    counts; for a step, whose cases are ways to do the same thing, the best."""
+    """For each target of this device: the case that counts and its figure; "" and NaN if it was
+    not measured. The worst case counts; for a step, whose cases are ways to do the same thing,
+    the best."""
     results = part["results"]
     for bar in BARS.get(part["benchmark"], ()):
         if bar.device in ("", device_of(part)):
-            cases = [name for name in results if re.search(bar.cases, name)] if bar.asks(part["input"]) else []
-            values = {name: value for name in cases if (value := bar.figure(name, results)) == value}
+            cases = (
+                [name for name in results if re.search(bar.cases, name)]
+                if bar.asks(part["input"])
+                else []
+            )
+            values = {
+                name: value for name in cases if (value := bar.figure(name, results)) == value
+            }
             highest = bar.at_most != (part["benchmark"] == "step")
             counts = (max if highest else min)(values, key=lambda name: values[name], default="")
             yield counts, values.get(counts, nan), bar
@@ -228,7 +366,11 @@ def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
 def bars_table(parts: Sequence[Part]) -> str:
     """Each target and the figures of the newest record of each machine, or "not measured"."""
     by_machine = {(part["benchmark"], device_of(part), machine(part)): part for part in parts}
-    verdicts = [(part, *one) for part in sorted(by_machine.values(), key=rank, reverse=True) for one in judged(part)]
+    verdicts = [
+        (part, *one)
+        for part in sorted(by_machine.values(), key=rank, reverse=True)
+        for one in judged(part)
+    ]
     rows = []
     for bar in (bar for bars in BARS.values() for bar in bars):
         heads = [bar.what, str(bar)]
@@ -243,13 +385,25 @@ def bars_table(parts: Sequence[Part]) -> str:
 
 def whole(parts: Sequence[Part]) -> str:
     """RESULTS.md."""
-    head = "Made by `python -m benchmarks.report` from the newest records in `results/`. Rules: [README.md](README.md)."
-    blocks = ["# Results", head, "### Targets and measurements", bars_table(parts), "![way](results/way.png)"]
+    head = (
+        "Made by `python -m benchmarks.report` from the newest records in `results/`. Rules: "
+        "[README.md](README.md)."
+    )
+    blocks = [
+        "# Results",
+        head,
+        "### Targets and measurements",
+        bars_table(parts),
+        "![way](results/way.png)",
+    ]
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
             if part := newest(parts).get((benchmark, device)):
                 drawn = pictures({(benchmark, device): part})
-                blocks += [*published(part), *(f"![{name}](results/{name}.png)" for name, _ in drawn)]
+                blocks += [
+                    *published(part),
+                    *(f"![{name}](results/{name}.png)" for name, _ in drawn),
+                ]
     return "\n\n".join([*blocks, *tables.cluster(newest(parts).get(("step", "cuda")))]) + "\n"
 
 
@@ -262,10 +416,17 @@ def published(part: Part) -> Iterator[str]:
 
 
 def readme(parts: Sequence[Part]) -> str:
-    """README.md with the figure and four rows of the evidence for pre-training between the marks."""
+    """README.md with the figure and four rows of the evidence for pre-training between the
+    marks."""
     part = newest(parts).get(("evidence", "cpu"))
     blocks = (
-        ["![AUROC against the share of labels](results/evidence.png)", tables.headline(part), tables.note(part)] if part else []
+        [
+            "![AUROC against the share of labels](results/evidence.png)",
+            tables.headline(part),
+            tables.note(part),
+        ]
+        if part
+        else []
     )
     table = "\n\n".join(blocks).replace("](results/", "](benchmarks/results/")
     before, _, rest = README.read_text().partition(BEGIN)
@@ -275,29 +436,60 @@ def readme(parts: Sequence[Part]) -> str:
 def pictures(parts: Parts) -> Iterator[tuple[str, Callable[[], Figure]]]:
     """(file name without suffix, function that draws it)."""
     for (benchmark, device), part in parts.items():
-        name, title = benchmark + "_gpu" * (device == "cuda"), f"{machine(part)}, {part['date'][:10]}"
+        name, title = (
+            benchmark + "_gpu" * (device == "cuda"),
+            f"{machine(part)}, {part['date'][:10]}",
+        )
         if benchmark in UNITS:
-            shown = {n: r[clock(part)] for n, r in part["results"].items() if not n.startswith(("verify", "matrix product"))}
-            unit = f"{UNITS[benchmark]} a {'second' if device == 'cuda' else 'CPU-second'}; grey: others"
+            shown = {
+                n: r[clock(part)]
+                for n, r in part["results"].items()
+                if not n.startswith(("verify", "matrix product"))
+            }
+            unit = (
+                f"{UNITS[benchmark]} a {'second' if device == 'cuda' else 'CPU-second'}; grey: "
+                "others"
+            )
             if shown:
                 yield name, partial(bar_chart, shown, f"{benchmark}, {title}", unit)
         elif benchmark == "evidence":
             yield name, partial(share_curves, part)
         elif benchmark == "cost":
-            stages = {n: r for n, r in part["results"].items() if n not in ("all stages", "the whole step")}
+            stages = {
+                n: r
+                for n, r in part["results"].items()
+                if n not in ("all stages", "the whole step")
+            }
             order = sorted(stages, key=lambda n: -float(stages[n]["ms"]["median"]))
             predicted = [stages[n]["predicted_ms"] for n in order]
-            unit = f"{'CPU-ms' if part['input']['device'] == 'cpu' else 'ms'} of a step; yellow: predicted"
+            unit = (
+                f"{'CPU-ms' if part['input']['device'] == 'cpu' else 'ms'} of a step; yellow: "
+                "predicted"
+            )
             shown = {n: stages[n]["ms"] for n in order}
-            yield f"{name}_time", partial(bar_chart, shown, f"a step by its stages, {title}", unit, predicted)
-    way = {label: parts[place, "cpu"]["results"].get(case) for label, (place, case) in WAY.items() if (place, "cpu") in parts}
+            yield (
+                f"{name}_time",
+                partial(bar_chart, shown, f"a step by its stages, {title}", unit, predicted),
+            )
+    way = {
+        label: parts[place, "cpu"]["results"].get(case)
+        for label, (place, case) in WAY.items()
+        if (place, "cpu") in parts
+    }
     if len(rates := {label: r["per_cpu_s"] for label, r in way.items() if r}) > 2:
-        machines = dict.fromkeys(machine(parts[place, "cpu"]) for place, _ in WAY.values() if (place, "cpu") in parts)
+        machines = dict.fromkeys(
+            machine(parts[place, "cpu"]) for place, _ in WAY.values() if (place, "cpu") in parts
+        )
         title = f"From archive to weights: each stage by itself\n{' and '.join(machines)}"
-        yield "way", partial(bar_chart, rates, title, "crops (first two: records) of 10 s a CPU-second")
+        yield (
+            "way",
+            partial(bar_chart, rates, title, "crops (first two: records) of 10 s a CPU-second"),
+        )
 
 
-def bar_chart(spreads: dict[str, Any], title: str, unit: str, predicted: list[float] | None = None) -> Figure:
+def bar_chart(
+    spreads: dict[str, Any], title: str, unit: str, predicted: list[float] | None = None
+) -> Figure:
     """One bar per case, with its lowest and highest repeat."""
     drawn = Figure(figsize=(9, 0.27 * len(spreads) + 1.2), layout="constrained")
     FigureCanvasAgg(drawn)
@@ -306,8 +498,16 @@ def bar_chart(spreads: dict[str, Any], title: str, unit: str, predicted: list[fl
     axes.set_title(title, loc="left", fontsize=10)
     names, values = list(spreads), list(spreads.values())
     ends = [[abs(s[end] - s["median"]) for s in values] for end in ("low", "high")]
-    colours = [GREY if is_peer(name) or any(peer in name for peer in PEERS) else BLUE for name in names]
-    axes.barh(names, [s["median"] for s in values], xerr=ends, color=colours, error_kw={"lw": 0.8, "ecolor": INK})
+    colours = [
+        GREY if is_peer(name) or any(peer in name for peer in PEERS) else BLUE for name in names
+    ]
+    axes.barh(
+        names,
+        [s["median"] for s in values],
+        xerr=ends,
+        color=colours,
+        error_kw={"lw": 0.8, "ecolor": INK},
+    )
     if predicted:
         axes.barh(names, predicted, height=0.35, color="#f0c987")
     for row, s in enumerate(values):
@@ -327,20 +527,34 @@ def bar_chart(spreads: dict[str, Any], title: str, unit: str, predicted: list[fl
 
 
 def share_curves(part: Part) -> Figure:
-    """AUROC of diagnosis against the share of labels: synthetic beside real ECGs, 12 leads and lead I."""
+    """AUROC of diagnosis against the share of labels: synthetic beside real ECGs, 12 leads and lead
+    I."""
     rows, models = list[Result](), dict[str, str]()
     for where, document in part["results"].items():
         shown = {
-            name for name, random in document["models"].items() if name in (*tables.BASELINES, *list(document["models"])[:1])
+            name
+            for name, random in document["models"].items()
+            if name in (*tables.BASELINES, *list(document["models"])[:1])
         }
-        of = [row for row in document["rows"] if row["task"] == "diagnosis" and row["share"] and row["model"] in shown]
-        rows += [row | {"task": f"diagnosis, {where}", "metrics": {"auroc": row["metrics"]["auroc"]}} for row in of]
+        of = [
+            row
+            for row in document["rows"]
+            if row["task"] == "diagnosis" and row["share"] and row["model"] in shown
+        ]
+        rows += [
+            row | {"task": f"diagnosis, {where}", "metrics": {"auroc": row["metrics"]["auroc"]}}
+            for row in of
+        ]
         models |= {row["model"]: document["models"][row["model"]] for row in of}
     return bench_report.picture({"rows": rows, "models": models})
 
 
 def main() -> int:
-    parser = Parser("python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(
+        "python -m benchmarks.report",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     try:

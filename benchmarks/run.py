@@ -33,13 +33,34 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from benchmarks import measure
-from benchmarks.measure import BUG, OUT_OF_TIME, OVER_TIME, CaseError, Outcome, Samples, run_cases, say
+from benchmarks.measure import (
+    BUG,
+    OUT_OF_TIME,
+    OVER_TIME,
+    CaseError,
+    Outcome,
+    Samples,
+    run_cases,
+    say,
+)
 from omnilead.engine.common import ConfigError, Parser, writable, write_whole
 
 RECORDED = {"explain": "cost"}  # names of benchmarks in records, if they differ
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
-    *("numpy", "scipy", "pyarrow", "zarr", "wfdb", "google-crc32c", "torch", "deepspeed", "webdataset", "s3fs", "moto"),
+    *(
+        "numpy",
+        "scipy",
+        "pyarrow",
+        "zarr",
+        "wfdb",
+        "google-crc32c",
+        "torch",
+        "deepspeed",
+        "webdataset",
+        "s3fs",
+        "moto",
+    ),
     *("nvidia-dali-cuda130", "nvidia-dali-cuda120"),
 )
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
@@ -69,7 +90,10 @@ GPU = (  # in order of value
     ("embed", "embed --records 1000"),
     ("start", "start --only deepspeed"),
 )
-MODEL = "paper, a config in configs/pretrain, or a path (default: paper; small for e2e, embed, scaling on a CPU)"
+MODEL = (
+    "paper, a config in configs/pretrain, or a path (default: paper; small for e2e, embed, "
+    "scaling on a CPU)"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,10 +121,18 @@ def measured(
     keep: Callable[[Part], None] = lambda part: None,
     partial: Mapping[str, Samples] = MappingProxyType({}),
 ) -> Part:
-    """Run a benchmark and return a part of a record: its configuration, input and results. Cases named in `done` are left out;
-    `keep` is called with the part after each process; `partial` has repeats of cases that were measured before."""
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items() if key != "out"}
-    part: Part = {"benchmark": RECORDED.get(options.benchmark, options.benchmark), "config": settings}
+    """Run a benchmark and return a part of a record: its configuration, input and results. Cases
+    named in `done` are left out; `keep` is called with the part after each process; `partial`
+    has repeats of cases that were measured before."""
+    settings = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(options).items()
+        if key != "out"
+    }
+    part: Part = {
+        "benchmark": RECORDED.get(options.benchmark, options.benchmark),
+        "config": settings,
+    }
     module = importlib.import_module(f"benchmarks.{options.benchmark}")
     if options.benchmark == "explain":  # one process measures all its stages
         try:
@@ -108,9 +140,13 @@ def measured(
         except CaseError as error:
             return part | {"results": {}, "left_out": {"explain": str(error)}}
     prepared = module.prepare(work, options)
-    cases = {name: case for name, case in prepared.cases.items() if re.search(options.only or "", name)}
+    cases = {
+        name: case for name, case in prepared.cases.items() if re.search(options.only or "", name)
+    }
     if not cases:
-        refuse(f"--only {options.only!r}: matches no case: use a part of {', '.join(prepared.cases)}")
+        refuse(
+            f"--only {options.only!r}: matches no case: use a part of {', '.join(prepared.cases)}"
+        )
     part["input"] = prepared.input
 
     def with_results(outcome: Outcome) -> Part:
@@ -120,23 +156,31 @@ def measured(
     cases = {name: case for name, case in cases.items() if name not in done}
     prepared.warm_up(cases)
     at_once = options.device == "cuda"
-    outcome = run_cases(cases, options.repeats, at_once, lambda outcome: keep(with_results(outcome)), partial)
+    outcome = run_cases(
+        cases, options.repeats, at_once, lambda outcome: keep(with_results(outcome)), partial
+    )
     return with_results(outcome) | (prepared.extra() if outcome.results else {})
 
 
 def suite(options: argparse.Namespace, began: float) -> int:
-    """Run all benchmarks into one record, saved after each process. A process that fails or hangs takes at most its time limit,
-    and in the second case is tried again after all others. Running the same command again measures what is missing."""
+    """Run all benchmarks into one record, saved after each process. A process that fails or
+    hangs takes at most its time limit, and in the second case is tried again after all others.
+    Running the same command again measures what is missing."""
     rows = GPU if options.device == "cuda" else CPU
     stages = options.stages.split(",") if options.stages else [stage for stage, _ in rows]
     if unknown := [stage for stage in stages if stage not in dict(rows)]:
         refuse(f"--stages {unknown[0]}: no such stage: use {', '.join(dict(rows))}")
     config = {name: getattr(options, name) for name in ("device", "model", "repeats")}
     path, record = resumed(
-        options.out, environment() | {"benchmark": "suite", "config": config, "parts": [], "left_out": {}, "took_s": 0}
+        options.out,
+        environment()
+        | {"benchmark": "suite", "config": config, "parts": [], "left_out": {}, "took_s": 0},
     )
     before = record["took_s"]
-    measure.deadline, measure.limit_s = began + 60 * (options.minutes or 15), LIMIT_S[options.device]
+    measure.deadline, measure.limit_s = (
+        began + 60 * (options.minutes or 15),
+        LIMIT_S[options.device],
+    )
     for stage, words in rows:
         if stage in stages:
             attempt(stage, words, options, record, path)
@@ -155,9 +199,15 @@ def publish(record: Part, out: Path | None) -> int:
     parts = [part for part in record.get("parts", [record]) if part["results"]]
     for part in parts:
         print("\n\n".join(TABLES[part["benchmark"]][1](part)))
-    bugs = [f"{name}: {reason}" for name, reason in record["left_out"].items() if reason.startswith(BUG)]
+    bugs = [
+        f"{name}: {reason}" for name, reason in record["left_out"].items() if reason.startswith(BUG)
+    ]
     for bug in bugs:
-        print(f"benchmarks.run: {bug}: the program is wrong, not this machine: its traceback is printed above", file=sys.stderr)
+        print(
+            f"benchmarks.run: {bug}: the program is wrong, not this machine: its traceback is "
+            "printed above",
+            file=sys.stderr,
+        )
     if parts:
         return save(record, out) or int(bool(bugs))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in record["left_out"].items())
@@ -166,7 +216,8 @@ def publish(record: Part, out: Path | None) -> int:
 
 
 def resumed(out: Path | None, new: Part) -> tuple[Path, Part]:
-    """The record to continue: --out, or today's if it has the same machine and revision and something is missing."""
+    """The record to continue: --out, or today's if it has the same machine and revision and
+    something is missing."""
     path = out or RESULTS / file_name(new)
     if not path.exists():
         return path, new
@@ -179,25 +230,48 @@ def resumed(out: Path | None, new: Part) -> tuple[Path, Part]:
     if same and (out or old["left_out"]):
         return path, old
     if out:
-        refuse(f"--out {out}: is not a record of this command, with these versions and revision: choose another")
+        refuse(
+            f"--out {out}: is not a record of this command, with these versions and revision: "
+            "choose another"
+        )
     return free(path), new
 
 
 def late_cases(record: Part, stage: str) -> set[str]:
     """Cases of a stage that ran over their time limit."""
     prefix = f"{stage}: "
-    late = [name for name, reason in record["left_out"].items() if name.startswith(prefix) and reason == OVER_TIME]
+    late = [
+        name
+        for name, reason in record["left_out"].items()
+        if name.startswith(prefix) and reason == OVER_TIME
+    ]
     return {name.removeprefix(prefix) for name in late}
 
 
-def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, path: Path, late: bool = False) -> None:
-    """Run the missing cases of a stage of a suite and add them to the record's part of the same benchmark. Cases that ran over
-    their time limit have to wait until all other stages had their turn; then, with `late`, only they are run."""
+def attempt(
+    stage: str,
+    words: str,
+    options: argparse.Namespace,
+    record: Part,
+    path: Path,
+    late: bool = False,
+) -> None:
+    """Run the missing cases of a stage of a suite and add them to the record's part of the same
+    benchmark. Cases that ran over their time limit have to wait until all other stages had their
+    turn; then, with `late`, only they are run."""
     left_out, waiting = record["left_out"], late_cases(record, stage)
     if late:
-        waiting = {name.partition(": ")[2] for name in left_out if name.partition(": ")[0] == stage} - waiting
-    model = ["--model", options.model] if options.model and stage not in ("ingest", "loader", "start") else []
-    repeats = ["--repeats", str(options.repeats)] if options.repeats and "--repeats" not in words else []
+        waiting = {
+            name.partition(": ")[2] for name in left_out if name.partition(": ")[0] == stage
+        } - waiting
+    model = (
+        ["--model", options.model]
+        if options.model and stage not in ("ingest", "loader", "start")
+        else []
+    )
+    repeats = (
+        ["--repeats", str(options.repeats)] if options.repeats and "--repeats" not in words else []
+    )
     parsed = parse([*shlex.split(words), "--device", options.device, *model, *repeats])
     name = RECORDED.get(parsed.benchmark, parsed.benchmark)
     old = next((part for part in record["parts"] if part["benchmark"] == name), {"results": {}})
@@ -205,9 +279,15 @@ def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, p
 
     def keep(part: Part) -> None:
         new = old | part | {"results": old["results"] | part["results"]}
-        kept = {case: each for case, each in partial.items() if case not in part["results"] and case not in part["left_out"]}
+        kept = {
+            case: each
+            for case, each in partial.items()
+            if case not in part["results"] and case not in part["left_out"]
+        }
         record["partial"][name] = kept | new.pop("partial", {})
-        record["parts"] = [each for each in record["parts"] if each["benchmark"] != name] + ([new] if new["results"] else [])
+        record["parts"] = [each for each in record["parts"] if each["benchmark"] != name] + (
+            [new] if new["results"] else []
+        )
         for case in part["results"]:
             left_out.pop(f"{stage}: {case}", None)
         for case, reason in part["left_out"].items():
@@ -228,17 +308,22 @@ def attempt(stage: str, words: str, options: argparse.Namespace, record: Part, p
 
 
 def save(record: Part, out: Path | None) -> int:
-    """Write the record atomically. If that fails, print it, so that no measurement is lost to a full disk."""
+    """Write the record atomically. If that fails, print it, so that no measurement is lost to a
+    full disk."""
     path = out or free(RESULTS / file_name(record))
     text = json.dumps(record, indent=1) + "\n"
     try:
         write_whole(path, text)
     except OSError as error:
         print(text)
-        print(f"benchmarks.run: {path}: {error.strerror or error}: the record is printed above", file=sys.stderr)
+        print(
+            f"benchmarks.run: {path}: {error.strerror or error}: the record is printed above",
+            file=sys.stderr,
+        )
         return 1
     print(
-        f"{path}: {sum(len(part['results']) for part in record.get('parts', [record]))} results in {record.get('took_s', 0)} s"
+        f"{path}: {sum(len(part['results']) for part in record.get('parts', [record]))} results "
+        f"in {record.get('took_s', 0)} s"
     )
     return 0
 
@@ -271,24 +356,60 @@ def check(options: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     else:
         probe = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-        if subprocess.run([sys.executable, "-c", probe], capture_output=True, check=False).returncode:
+        if subprocess.run(
+            [sys.executable, "-c", probe], capture_output=True, check=False
+        ).returncode:
             refuse("--device cuda: torch finds no CUDA device: use --device cpu")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser("python -m benchmarks.run", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = Parser(
+        "python -m benchmarks.run",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     options = (  # benchmarks that have it, name, type, help
-        (NAMES, "--out", Path, "the record (default: benchmarks/results/BENCHMARK_MACHINE_DATE.json)"),
+        (
+            NAMES,
+            "--out",
+            Path,
+            "the record (default: benchmarks/results/BENCHMARK_MACHINE_DATE.json)",
+        ),
         (NAMES, "--repeats", at_least(3), "repeats of each case, at least 3 (default: 3 to 60)"),
         (NAMES[:-1], "--only", regex, "run only cases whose name matches this regular expression"),
-        (("ingest", "loader"), "--records", at_least(100), "size of the synthetic archive (default: 2000, 20000)"),
-        (("e2e", "embed"), "--records", at_least(2), "size of the synthetic archive (default: 600)"),
+        (
+            ("ingest", "loader"),
+            "--records",
+            at_least(100),
+            "size of the synthetic archive (default: 2000, 20000)",
+        ),
+        (
+            ("e2e", "embed"),
+            "--records",
+            at_least(2),
+            "size of the synthetic archive (default: 600)",
+        ),
         (("step", "explain", "e2e", "embed", "scaling", "suite"), "--model", str, MODEL),
-        (("step", "explain", "e2e", "embed", "scaling"), "--batch", at_least(2), "batch size on one device, in crops"),
-        (("step", "start", "e2e", "scaling"), "--steps", at_least(1), "steps per repeat, of the quick start, or per turn"),
+        (
+            ("step", "explain", "e2e", "embed", "scaling"),
+            "--batch",
+            at_least(2),
+            "batch size on one device, in crops",
+        ),
+        (
+            ("step", "start", "e2e", "scaling"),
+            "--steps",
+            at_least(1),
+            "steps per repeat, of the quick start, or per turn",
+        ),
         (("loader",), "--seconds", at_least(1), "seconds per repeat (default: 3)"),
-        (("scaling",), "--huge", at_least(1000), "size of the large dataset in crops (default: 10000000)"),
+        (
+            ("scaling",),
+            "--huge",
+            at_least(1000),
+            "size of the large dataset in crops (default: 10000000)",
+        ),
         (("suite",), "--minutes", at_least(1), "start nothing after this time (default: 15)"),
         (("suite",), "--stages", str, "run only these stages, e.g. step,loop"),
     )
@@ -302,7 +423,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         command.set_defaults(**dict.fromkeys(("model", "batch", "steps", "only")))
     parsed = parser.parse_args(arguments)
     if parsed.benchmark != "suite":  # each stage of a suite has its own
-        parsed.repeats = parsed.repeats or (5 if parsed.device == "cuda" else REPEATS.get(parsed.benchmark, 3))
+        parsed.repeats = parsed.repeats or (
+            5 if parsed.device == "cuda" else REPEATS.get(parsed.benchmark, 3)
+        )
     return parsed
 
 
@@ -332,7 +455,10 @@ def environment() -> Part:
     """The facts about machine and software that every record needs."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     cpu = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
-    name, generation = cpu.get("model name", ""), [f"{key} {cpu[key]}" for key in ("cpu family", "model") if key in cpu]
+    name, generation = (
+        cpu.get("model name", ""),
+        [f"{key} {cpu[key]}" for key in ("cpu family", "model") if key in cpu],
+    )
     gpus, installed = gpu_facts(), {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -343,7 +469,9 @@ def environment() -> Part:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git": revision(),
         "hardware": {
-            "cpu": " ".join([name, *([f"({', '.join(generation)})"] if generation else [])]),  # cloud CPU names hide it
+            "cpu": " ".join(
+                [name, *([f"({', '.join(generation)})"] if generation else [])]
+            ),  # cloud CPU names hide it
             "short": "-".join(re.findall(r"[a-z0-9]+", short.lower())),
             "cores": os.cpu_count(),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -356,14 +484,17 @@ def environment() -> Part:
 
 
 def gpu_facts() -> list[dict[str, str]]:
-    """Facts from nvidia-smi about the GPUs that torch sees; none without nvidia-smi, or if all GPUs are hidden."""
+    """Facts from nvidia-smi about the GPUs that torch sees; none without nvidia-smi, or if all GPUs
+    are hidden."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
     query += [f"--id={visible}"] if visible else []
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+        answer = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[part.strip() for part in line.split(",")] for line in answer.splitlines()]
@@ -373,13 +504,18 @@ def gpu_facts() -> list[dict[str, str]]:
 def revision() -> Part:
     """The git revision; in a copy without git, OMNILEAD_REVISION."""
     if commit := git("rev-parse", "HEAD"):
-        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        return {
+            "commit": commit,
+            "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        }
     return {"commit": os.environ.get("OMNILEAD_REVISION") or "unknown", "dirty": None}
 
 
 def git(*arguments: str) -> str:
     with contextlib.suppress(OSError):  # git is not installed
-        answer = subprocess.run(("git", *arguments), cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+        answer = subprocess.run(
+            ("git", *arguments), cwd=RESULTS.parent, capture_output=True, text=True, check=False
+        )
         return answer.stdout.strip()
     return ""
 

@@ -1,4 +1,5 @@
-"""Render a part of a record as Markdown tables, which benchmarks.report writes to RESULTS.md and README.md."""
+"""Render a part of a record as Markdown tables, which benchmarks.report writes to RESULTS.md and
+README.md."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,59 +20,123 @@ HEADLINE = (
     ("synthetic", "identification", "accuracy_whitened", "1", None),
     ("real", "diagnosis", "auroc", "12", 1.0),
 )
-FRESH = ("ingest", "loader", "step", "scaling", "start")  # on a CPU, every repeat of these benchmarks is a fresh process
+FRESH = (
+    "ingest",
+    "loader",
+    "step",
+    "scaling",
+    "start",
+)  # on a CPU, every repeat of these benchmarks is a fresh process
 
 
 def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *(f"| {' | '.join(cells)} |" for cells in rows)])
+    return "\n".join(
+        [
+            head,
+            f"|{'---|' * (head.count('|') - 1)}",
+            *(f"| {' | '.join(cells)} |" for cells in rows),
+        ]
+    )
 
 
 def rates(part: Part) -> Iterator[str]:
-    """The peer of a case is the fastest re-creation of its kind (the name before the colon). Memory is that of the case's main
-    process, so it is omitted for cases with workers."""
+    """The peer of a case is the fastest re-creation of its kind (the name before the colon).
+    Memory is that of the case's main process, so it is omitted for cases with workers."""
     results, rows = part["results"], []
     for name, r in results.items():
-        peer = max((per_cpu(results[other]) for other in results if is_peer(other) and kind(other) == kind(name)), default=0.0)
-        times = f"{per_cpu(r) / peer:.1f}x" if peer and not is_peer(name) and not name.endswith("(crops)") else ""
+        peer = max(
+            (
+                per_cpu(results[other])
+                for other in results
+                if is_peer(other) and kind(other) == kind(name)
+            ),
+            default=0.0,
+        )
+        times = (
+            f"{per_cpu(r) / peer:.1f}x"
+            if peer and not is_peer(name) and not name.endswith("(crops)")
+            else ""
+        )
         memory = "" if re.search(r"[1-9]\d* workers$", name) else f"{r['peak_mb']:.0f} MB"
         unit = " GB" if name.startswith("verify") else ""
-        rows.append([name, number(per_cpu(r)) + unit, reach(r["per_cpu_s"]), middle(r["per_s"]) + unit, times, memory])
-    yield markdown("| | per CPU-second | lowest to highest | per second | against the peer | peak memory |", rows)
+        rows.append(
+            [
+                name,
+                number(per_cpu(r)) + unit,
+                reach(r["per_cpu_s"]),
+                middle(r["per_s"]) + unit,
+                times,
+                memory,
+            ]
+        )
+    yield markdown(
+        "| | per CPU-second | lowest to highest | per second | against the peer | peak memory |",
+        rows,
+    )
 
 
 def loader(part: Part) -> Iterator[str]:
     yield from rates(part)
     if any(name.startswith("physio") for name in part["results"]):
         yield (
-            "omnilead cuts white noise from a fixed bank of normal numbers at random places, also in `authors_physio3`, which "
-            "follows the authors' formulas; the re-creation draws it anew. Only our loader verifies crc32c, once per crop, in "
-            "the first epoch. The re-creation's files are four times as large; if caches hold all of them, it is twice as fast "
+            "omnilead cuts white noise from a fixed bank of normal numbers at random places, also "
+            "in `authors_physio3`, which "
+            "follows the authors' formulas; the re-creation draws it anew. Only our loader "
+            "verifies crc32c, once per crop, in "
+            "the first epoch. The re-creation's files are four times as large; if caches hold all "
+            "of them, it is twice as fast "
             "and the ratios are half of these (LOG.md)."
         )
 
 
 def step(part: Part) -> Iterator[str]:
-    """MFU is relative to the rate of the matrix product; ratios are to the re-creation with the same number of crops."""
+    """MFU is relative to the rate of the matrix product; ratios are to the re-creation with the
+    same number of crops."""
     results, rows, on_gpu = part["results"], [], device_of(part) == "cuda"
     for name, r in results.items():
-        precision, crops, figure = name.split(": ")[1].split(",")[0], name.split(", ")[-1], clock(part)
+        precision, crops, figure = (
+            name.split(": ")[1].split(",")[0],
+            name.split(", ")[-1],
+            clock(part),
+        )
         unit, mfu, times = " GFLOP", "", []
         if not name.startswith("matrix product"):
             unit = ""
-            if product := results.get(f"matrix product: {'fp32' if precision == 'fp32' else 'bf16'}"):
+            if product := results.get(
+                f"matrix product: {'fp32' if precision == 'fp32' else 'bf16'}"
+            ):
                 gflop = part["input"]["gflop_per_crop"]
                 mfu = f"{100 * r[figure]['median'] * gflop / product[figure]['median']:.0f} %"
-            for other, label in (("fp32", ""), *([("autocast", " (its autocast)")] if on_gpu else [])):
+            for other, label in (
+                ("fp32", ""),
+                *([("autocast", " (its autocast)")] if on_gpu else []),
+            ):
                 if peer := results.get(f"re-creation of fairseq-signals' step: {other}, {crops}"):
                     times.append(f"{r[figure]['median'] / peer[figure]['median']:.2f}x{label}")
-        cells = [name, middle(r["per_s"]) + unit, number(per_cpu(r)) + unit, reach(r[figure]), mfu, " ".join(times)]
+        cells = [
+            name,
+            middle(r["per_s"]) + unit,
+            number(per_cpu(r)) + unit,
+            reach(r[figure]),
+            mfu,
+            " ".join(times),
+        ]
         rows.append([*cells, f"{r.get('gpu_peak_mb', r['peak_mb']) / 1024:.1f} GB"])
-    head = "| | crops per second | per CPU-second | lowest to highest | MFU | against the re-creation | peak memory |"
+    head = (
+        "| | crops per second | per CPU-second | lowest to highest | MFU | against the "
+        "re-creation | peak memory |"
+    )
     yield markdown(head, rows)
     if ours := [name for name in results if name.startswith("omnilead: bf16")]:
-        yield f"Fastest in bf16: {max(ours, key=lambda name: float(results[name][clock(part)]['median']))}."
+        yield (
+            f"Fastest in bf16: "
+            f"{max(ours, key=lambda name: float(results[name][clock(part)]['median']))}."
+        )
     if any(name.startswith("re-creation") and "autocast" in name for name in results):
-        yield "fairseq-signals as released does not run under bf16 autocast: that row is a re-creation with this fixed."
+        yield (
+            "fairseq-signals as released does not run under bf16 autocast: that row is a "
+            "re-creation with this fixed."
+        )
 
 
 def cost(part: Part) -> Iterator[str]:
@@ -79,13 +144,18 @@ def cost(part: Part) -> Iterator[str]:
     whole = part["results"]["the whole step"]["ms"]["median"]
     rows = []
     for name, r in part["results"].items():
-        predicted, gap, gflop, gb = (f"{r[key]:.4g}" for key in ("predicted_ms", "gap_ms", "gflop", "gb"))
+        predicted, gap, gflop, gb = (
+            f"{r[key]:.4g}" for key in ("predicted_ms", "gap_ms", "gflop", "gb")
+        )
         share = f"{100 * r['ms']['median'] / whole:.1f} %"
-        rows.append([name, f"{r['ms']['median']:.4g}", predicted, gap, share, r["bound"], gflop, gb])
+        rows.append(
+            [name, f"{r['ms']['median']:.4g}", predicted, gap, share, r["bound"], gflop, gb]
+        )
     unit = "CPU-ms" if facts["device"] == "cpu" else "ms"
     yield markdown(f"| | {unit} | predicted | gap | share | bound by | GFLOP | GB |", rows)
     yield (
-        f"{facts['crops']} crops, {facts['precision']}, the {facts['model']} model; predicted for {roof['name']}, "
+        f"{facts['crops']} crops, {facts['precision']}, the {facts['model']} model; predicted for "
+        f"{roof['name']}, "
         f"{roof['tflops']:.3g} TFLOP/s and {roof['gb_per_s']:.3g} GB/s ({roof['source']})."
     )
 
@@ -94,65 +164,146 @@ def e2e(part: Part) -> Iterator[str]:
     rows = []
     for name, r in part["results"].items():
         rates = [middle(r[key]) for key in ("per_s", "per_cpu_s", f"bare_{clock(part)}")]
-        overhead, of_loader, stall = (f"{r[key]['median']:.1f} %" for key in ("overhead_pct", "loader_pct", "stall_pct"))
+        overhead, of_loader, stall = (
+            f"{r[key]['median']:.1f} %" for key in ("overhead_pct", "loader_pct", "stall_pct")
+        )
         between = f"{r['overhead_pct']['low']:.1f} to {r['overhead_pct']['high']:.1f} %"
-        rows.append([name, r["backend"], *rates, overhead, between, of_loader, stall, f"{r['checkpoint_s']:.2f} s"])
+        rows.append(
+            [
+                name,
+                r["backend"],
+                *rates,
+                overhead,
+                between,
+                of_loader,
+                stall,
+                f"{r['checkpoint_s']:.2f} s",
+            ]
+        )
     between = "95 % interval" if repeated(part)[0] >= INTERVAL_FROM else "lowest to highest"
-    head = f"| | backend | crops per second | per CPU-second | bare step | overhead | {between} | loader's part |"
+    head = (
+        f"| | backend | crops per second | per CPU-second | bare step | overhead | {between} | "
+        "loader's part |"
+    )
     yield markdown(f"{head} stall | checkpoint |", rows)
 
 
 def embed(part: Part) -> Iterator[str]:
     rows = []
     for name, r in part["results"].items():
-        share = f"{r['share_pct']['median']:.0f} %", f"{r['share_pct']['low']:.0f} to {r['share_pct']['high']:.0f} %"
-        rows.append([name, *(middle(r[key]) for key in ("per_s", "per_cpu_s", "bare_per_s", "bare_per_cpu_s")), *share])
-    head = "| | crops per second | per CPU-second | encoder alone | per CPU-second | share of its speed | lowest to highest |"
+        share = (
+            f"{r['share_pct']['median']:.0f} %",
+            f"{r['share_pct']['low']:.0f} to {r['share_pct']['high']:.0f} %",
+        )
+        rows.append(
+            [
+                name,
+                *(middle(r[key]) for key in ("per_s", "per_cpu_s", "bare_per_s", "bare_per_cpu_s")),
+                *share,
+            ]
+        )
+    head = (
+        "| | crops per second | per CPU-second | encoder alone | per CPU-second | share of its "
+        "speed | lowest to highest |"
+    )
     yield markdown(head, rows)
 
 
 def start(part: Part) -> Iterator[str]:
     rows = []
     for name, r in part["results"].items():
-        rows.append([name, f"{r['seconds']['median']:.1f}", reach(r["seconds"]), f"{r['cpu_seconds']['median']:.1f}"])
+        rows.append(
+            [
+                name,
+                f"{r['seconds']['median']:.1f}",
+                reach(r["seconds"]),
+                f"{r['cpu_seconds']['median']:.1f}",
+            ]
+        )
     yield markdown("| | seconds | lowest to highest | CPU-seconds |", rows)
 
 
 def scaling(part: Part) -> Iterator[str]:
-    rows = [[name, f"{1 / r['per_s']['median']:.2f}", f"{r['peak_mb']:.0f} MB"] for name, r in part["results"].items()]
+    rows = [
+        [name, f"{1 / r['per_s']['median']:.2f}", f"{r['peak_mb']:.0f} MB"]
+        for name, r in part["results"].items()
+    ]
     yield markdown("| | seconds | peak memory |", rows)
     rows = [
-        [name, f"{facts['correlation']:.4f}", f"{facts['shards_per_batch']:.1f}", f"{100 * facts['row_span_95']:.0f} %"]
+        [
+            name,
+            f"{facts['correlation']:.4f}",
+            f"{facts['shards_per_batch']:.1f}",
+            f"{100 * facts['row_span_95']:.0f} %",
+        ]
         for name, facts in part["shuffle_quality"].items()
     ]
-    yield markdown("| order | correlation of position and row | shards per batch | range of a batch's rows (95 %) |", rows)
+    yield markdown(
+        "| order | correlation of position and row | shards per batch | range of a batch's rows "
+        "(95 %) |",
+        rows,
+    )
     rows, worlds = [], part["ranks"]
     for n, w in worlds.items():
-        kept, kept_cpu = (w[key]["median"] / worlds["1"][key]["median"] for key in ("per_s", "per_cpu_s"))
+        kept, kept_cpu = (
+            w[key]["median"] / worlds["1"][key]["median"] for key in ("per_s", "per_cpu_s")
+        )
         kept /= int(n)
         rows.append(
-            [n, middle(w["per_s"]), reach(w["per_s"]), f"{100 * kept:.0f} %", number(per_cpu(w)), f"{100 * kept_cpu:.0f} %"]
+            [
+                n,
+                middle(w["per_s"]),
+                reach(w["per_s"]),
+                f"{100 * kept:.0f} %",
+                number(per_cpu(w)),
+                f"{100 * kept_cpu:.0f} %",
+            ]
         )
     if rows:
-        head = "| ranks on this machine | crops per second | lowest to highest | efficiency | per CPU-second | efficiency |"
+        head = (
+            "| ranks on this machine | crops per second | lowest to highest | efficiency | per "
+            "CPU-second | efficiency |"
+        )
         yield markdown(head, rows)
 
 
 def cluster(step: Part | None) -> Iterator[str]:
-    """Estimate the speed of many GPUs from one GPU's rate with the paper's model: the measured rate, or else the target.
+    """Estimate the speed of many GPUs from one GPU's rate with the paper's model: the measured
+    rate, or else the target.
 
-    ZeRO-1 as in configs/deepspeed/zero1.json. After the backward pass DeepSpeed all-reduces the bf16 gradients (a scatter and a
-    gather); after AdamW the bf16 weights are gathered; all in a ring, without overlap. CMSC gathers the pooled halves of all
-    crops in float32, and their gradient returns the same way; its scores, each half against those of all crops, are a float32
-    product and its two gradients. All assumptions are conservative; nothing of this was measured on a cluster.
+    ZeRO-1 as in configs/deepspeed/zero1.json. After the backward pass DeepSpeed all-reduces the
+    bf16 gradients (a scatter and a gather); after AdamW the bf16 weights are gathered; all in a
+    ring, without overlap. CMSC gathers the pooled halves of all crops in float32, and their
+    gradient returns the same way; its scores, each half against those of all crops, are a float32
+    product and its two gradients. All assumptions are conservative; nothing of this was measured on
+    a cluster.
     """
     rate, basis = 2700.0, "the target for one H200; nothing was measured on a GPU"
     if step and step["input"].get("model") == "paper":
-        rates = [float(r["per_s"]["median"]) for name, r in step["results"].items() if name.startswith("omnilead")]
-        rate, basis = (max(rates), f"measured on one {step['input']['device']}") if rates else (rate, basis)
-    yield "### Many GPUs, by formula: communication per step, efficiency and training time (estimated)"
+        rates = [
+            float(r["per_s"]["median"])
+            for name, r in step["results"].items()
+            if name.startswith("omnilead")
+        ]
+        rate, basis = (
+            (max(rates), f"measured on one {step['input']['device']}") if rates else (rate, basis)
+        )
+    yield (
+        "### Many GPUs, by formula: communication per step, efficiency and training time "
+        "(estimated)"
+    )
     rows = []
-    for gpus, crops in ((1, 512), (8, 64), (8, 512), (16, 512), (64, 64), (64, 512), (256, 512), (1024, 64), (1024, 512)):
+    for gpus, crops in (
+        (1, 512),
+        (8, 64),
+        (8, 512),
+        (16, 512),
+        (64, 64),
+        (64, 512),
+        (256, 512),
+        (1024, 64),
+        (1024, 512),
+    ):
         *ms, sent_mb, efficiency = cluster_step(gpus, crops, rate)
         cells = [
             f"{gpus:,}",
@@ -163,43 +314,79 @@ def cluster(step: Part | None) -> Iterator[str]:
         ]
         minutes = [total / (gpus * rate * efficiency) / 60 for total in (200 * 85_000, 10_000_000)]
         rows.append([*cells, f"{100 * efficiency:.0f} %", *(f"{each:.3g} min" for each in minutes)])
-    head = "| GPUs | crops per GPU | compute | sent per GPU | gradients | weights | CMSC candidates | its scores | efficiency |"
+    head = (
+        "| GPUs | crops per GPU | compute | sent per GPU | gradients | weights | CMSC candidates "
+        "| its scores | efficiency |"
+    )
     yield markdown(f"{head} the paper's run: 200 epochs of 85,000 crops | 10 M ECGs, once |", rows)
     yield (
-        f"From {rate:,.0f} crops/s per GPU ({basis}), bf16, the paper's 90.9 M parameters, ZeRO-1; assumed: "
-        f"{NVLINK_GB_PER_S:.0f} GB/s per GPU within a node of {NODE}, {NETWORK_GB_PER_S:.0f} GB/s per GPU between nodes, "
-        f"{1e6 * HOP_S:.0f} us per hop, {FP32_TFLOPS:.0f} TFLOP/s in float32; the paper trains in batches of 512 crops."
+        f"From {rate:,.0f} crops/s per GPU ({basis}), bf16, the paper's 90.9 M parameters, "
+        "ZeRO-1; assumed: "
+        f"{NVLINK_GB_PER_S:.0f} GB/s per GPU within a node of {NODE}, {NETWORK_GB_PER_S:.0f} GB/s "
+        "per GPU between nodes, "
+        f"{1e6 * HOP_S:.0f} us per hop, {FP32_TFLOPS:.0f} TFLOP/s in float32; the paper trains in "
+        "batches of 512 crops."
     )
 
 
 def cluster_step(gpus: int, crops: int, rate: float) -> tuple[float, ...]:
-    """Milliseconds for gradients, weights, candidates and scores; the megabytes that a GPU sends; and the efficiency."""
-    sent = [part * (gpus - 1) / gpus for part in (4 * PARAMETERS, 2 * PARAMETERS, 2 * gpus * crops * 2 * WIDTH * 4)]
+    """Milliseconds for gradients, weights, candidates and scores; the megabytes that a GPU sends;
+    and the efficiency."""
+    sent = [
+        part * (gpus - 1) / gpus
+        for part in (4 * PARAMETERS, 2 * PARAMETERS, 2 * gpus * crops * 2 * WIDTH * 4)
+    ]
     bandwidth = 1e9 * (NVLINK_GB_PER_S if gpus <= NODE else NETWORK_GB_PER_S)
-    spent = [part / bandwidth + rounds * (gpus - 1) * HOP_S for part, rounds in zip(sent, (2, 1, 2), strict=True)]
-    spent.append(3 * 2 * (2 * crops) * (gpus - 1) * (2 * crops) * WIDTH / (FP32_TFLOPS * 1e12))  # in addition to one GPU's
+    spent = [
+        part / bandwidth + rounds * (gpus - 1) * HOP_S
+        for part, rounds in zip(sent, (2, 1, 2), strict=True)
+    ]
+    spent.append(
+        3 * 2 * (2 * crops) * (gpus - 1) * (2 * crops) * WIDTH / (FP32_TFLOPS * 1e12)
+    )  # in addition to one GPU's
     compute = crops / rate
     return *(1e3 * seconds for seconds in spent), sum(sent) / 1e6, compute / (compute + sum(spent))
 
 
 def evidence(part: Part) -> Iterator[str]:
-    """The reports of `omnilead bench` on synthetic and real ECGs, and the same for fine-tuned models."""
+    """The reports of `omnilead bench` on synthetic and real ECGs, and the same for fine-tuned
+    models."""
     for where, document in part["results"].items():
-        yield bench_report.markdown(document).strip().replace("\n## ", f"\n#### {where}: ").partition("\n")[2].strip()
+        yield (
+            bench_report.markdown(document)
+            .strip()
+            .replace("\n## ", f"\n#### {where}: ")
+            .partition("\n")[2]
+            .strip()
+        )
 
 
 def headline(part: Part) -> str:
-    """Four rows of the evidence, for README.md. Names that end in a number are seeds of one config."""
+    """Four rows of the evidence, for README.md. Names that end in a number are seeds of one
+    config."""
     body = []
     for where, task, metric, leads, share in HEADLINE:
         document = part["results"].get(where, {})
         asked = {"task": task, "leads": leads, "share": share}
-        rows = {row["model"]: row for row in document.get("rows", ()) if asked.items() <= row.items()}
-        gaps = [row for row in document.get("differences", ()) if (asked | {"metric": metric}).items() <= row.items()]
+        rows = {
+            row["model"]: row for row in document.get("rows", ()) if asked.items() <= row.items()
+        }
+        gaps = [
+            row
+            for row in document.get("differences", ())
+            if (asked | {"metric": metric}).items() <= row.items()
+        ]
         for model in list(rows)[:1]:
-            cells = [scored(rows[name]["metrics"][metric], rows[name]["intervals"][metric]) for name in (model, *BASELINES)]
+            cells = [
+                scored(rows[name]["metrics"][metric], rows[name]["intervals"][metric])
+                for name in (model, *BASELINES)
+            ]
             prefix, _, number = model.rpartition("-")
-            others = [of["metrics"][metric] for name, of in rows.items() if re.fullmatch(rf"{re.escape(prefix)}-\d+", name)]
+            others = [
+                of["metrics"][metric]
+                for name, of in rows.items()
+                if re.fullmatch(rf"{re.escape(prefix)}-\d+", name)
+            ]
             if number.isdecimal() and len(others) > 1:
                 cells[0] += f", seeds {min(others):.3f} to {max(others):.3f}"
             cells += [
@@ -210,7 +397,9 @@ def headline(part: Part) -> str:
             what = f"{task}, {'lead I' if leads == '1' else f'{leads} leads'}" + (
                 f", {100 * share:g} % of labels" if share else ""
             )
-            body.append([f"{where}: {what}, {bench_report.MAIN[metric]} (n = {rows[model]['n']:,})", *cells])
+            body.append(
+                [f"{where}: {what}, {bench_report.MAIN[metric]} (n = {rows[model]['n']:,})", *cells]
+            )
     return markdown(f"| | pre-trained | {' | '.join(BASELINES)} | pre-trained minus random |", body)
 
 
@@ -219,7 +408,10 @@ def scored(value: float, ends: Sequence[float], sign: str = "") -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
-    "evidence": ("Does pre-training help? Linear probes on frozen embeddings, and identification", evidence),
+    "evidence": (
+        "Does pre-training help? Linear probes on frozen embeddings, and identification",
+        evidence,
+    ),
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", loader),
     "step": ("One training step: crops of 10 s", step),
@@ -270,7 +462,8 @@ def number(value: float) -> str:
 
 
 def repeated(part: Part) -> tuple[int, int]:
-    """How often cases were measured: the fewest, and the requested number (the most if none was requested)."""
+    """How often cases were measured: the fewest, and the requested number (the most if none was
+    requested)."""
     asked = part["config"].get("repeats")
     each = [int(r.get("repeats", asked or 0)) for r in part["results"].values()]
     return min(each), int(asked or max(each))
@@ -278,20 +471,42 @@ def repeated(part: Part) -> tuple[int, int]:
 
 def note(part: Part) -> str:
     """How a table was measured: machine, date, input, repeats and versions."""
-    hardware, facts, on_gpu, name = part["hardware"], part["input"], device_of(part) == "cuda", part["benchmark"]
+    hardware, facts, on_gpu, name = (
+        part["hardware"],
+        part["input"],
+        device_of(part) == "cuda",
+        part["benchmark"],
+    )
     fewest, repeats = repeated(part)  # fewer if time ran out
     file = f"[{part['file']}](results/{part['file']})"
     where = f"{machine(part)}, {hardware['cpu']}" if on_gpu else hardware["cpu"]
     where += f", {hardware['cores']} cores" + ("" if on_gpu else " shared with others")
     when = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
     if name == "evidence":
-        outside = f"; made outside the plan: {', '.join(names)}" if (names := facts.get("made_outside")) else ""
+        outside = (
+            f"; made outside the plan: {', '.join(names)}"
+            if (names := facts.get("made_outside"))
+            else ""
+        )
         return f"{where}, {when}; {facts['archive']}{outside}; {file}. {bench_report.INTERVALS}"
-    amount = next((f"{facts[unit]:,} {unit} ({facts['archive']}) in the page cache" for unit in UNITS if unit in facts), "")
-    what = facts["archive"] if name in ("step", "cost") else amount + f", {facts.get('threads')} threads" * ("threads" in facts)
+    amount = next(
+        (
+            f"{facts[unit]:,} {unit} ({facts['archive']}) in the page cache"
+            for unit in UNITS
+            if unit in facts
+        ),
+        "",
+    )
+    what = (
+        facts["archive"]
+        if name in ("step", "cost")
+        else amount + f", {facts.get('threads')} threads" * ("threads" in facts)
+    )
     many = f"{fewest} to {repeats} runs" if fewest < repeats else f"{repeats} runs"
     many += ", each in a fresh process" * (name in FRESH and not on_gpu)
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
-    left_out = "".join(f" Left out: {case}: {reason}." for case, reason in part.get("left_out", {}).items())
+    left_out = "".join(
+        f" Left out: {case}: {reason}." for case, reason in part.get("left_out", {}).items()
+    )
     load = f"load {hardware['load_before']:.1f} before"
     return f"{where} ({load}), {when}; {what}; median of {many}; {versions}; {file}.{left_out}"

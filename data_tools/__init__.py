@@ -1,1 +1,2 @@
-"""Turn ECG archives into verified datasets of 10 s crops. Start at `__main__.py`; `dataset.py` defines the format."""
+"""Turn ECG archives into verified datasets of 10 s crops. Start at `__main__.py`; `dataset.py`
+defines the format."""

@@ -6,8 +6,8 @@
   omnilead show   DATASET|RECORD [--png FILE]         print a summary, plot 12 leads
   omnilead labels ptbxl SRC --out DIR                 write an archive's published labels for fine-tuning
 
-`python -m omnilead` is the same program. SRC and DATASET may be folders or s3:// addresses (with AWS_ENDPOINT_URL and the
-usual AWS credentials).
+`python -m omnilead` is the same program. SRC and DATASET may be folders or s3:// addresses (with
+AWS_ENDPOINT_URL and the usual AWS credentials).
 """
 
 import argparse
@@ -23,8 +23,14 @@ from typing import Any
 from omnilead.data_tools.cli import Parser, drop_output, echo, interactive, is_memory, say, tell
 from omnilead.data_tools.errors import DataError, printable
 
-RESUME = {"shard": ": run the same command again to continue", "synth": ": delete {out} and run it again"}
-KINDS = "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any mix of the following), muse-xml, dicom, "
+RESUME = {
+    "shard": ": run the same command again to continue",
+    "synth": ": delete {out} and run it again",
+}
+KINDS = (
+    "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any mix of the following), "
+    "muse-xml, dicom, "
+)
 KINDS += "philips-xml, hl7-aecg, scp-ecg, edf, or your own file.py:Class (auto)"
 Option = dict[str, Any]
 
@@ -49,28 +55,45 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _number(kind: type[int] | type[float], low: float, high: float = math.inf) -> Callable[[str], float]:
+def _number(
+    kind: type[int] | type[float], low: float, high: float = math.inf
+) -> Callable[[str], float]:
     def parse(text: str) -> float:
         with suppress(ValueError):
             if low <= (value := kind(text)) <= high:
                 return value
-        what = f"a whole number of at least {low}" if kind is int else f"a number from {low} to {high}"
+        what = (
+            f"a whole number of at least {low}" if kind is int else f"a number from {low} to {high}"
+        )
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
     return parse
 
 
-WORKERS: Option = {"type": _number(int, 1), "default": os.cpu_count() or 1, "help": "worker processes (all cores)"}
+WORKERS: Option = {
+    "type": _number(int, 1),
+    "default": os.cpu_count() or 1,
+    "help": "worker processes (all cores)",
+}
 SHARE: Option = {"type": _number(float, 0, 1), "metavar": "SHARE"}
 SEED: Option = {"type": _number(int, 0), "default": 0}
 ANONYMOUS: Option = {"action": "store_true", "help": "read public buckets without credentials"}
 PLAN: Option = {"choices": ("paper", "all", "paper-split"), "default": "paper"}
 NAMES: Option = {"metavar": "NAME", "nargs": "+"}
 SOURCE: Option = {"default": "auto", "metavar": "KIND", "help": f"format of SRC: {KINDS}"}
-PATIENTS: Option = {"metavar": "CSV", "help": "path of ptbxl_database.csv, if it is not in the Challenge's archive"}
+PATIENTS: Option = {
+    "metavar": "CSV",
+    "help": "path of ptbxl_database.csv, if it is not in the Challenge's archive",
+}
 LABELS: dict[str, Option] = {
-    "archive": {"choices": ("ptbxl", "code15", "physionet2021", "mimic-iv-ecg"), "help": "the archive's format"},
-    "src": {"metavar": "SRC", "help": "folder or s3:// address of the archive; signals are not read"},
+    "archive": {
+        "choices": ("ptbxl", "code15", "physionet2021", "mimic-iv-ecg"),
+        "help": "the archive's format",
+    },
+    "src": {
+        "metavar": "SRC",
+        "help": "folder or s3:// address of the archive; signals are not read",
+    },
     "--out": {"metavar": "DIR", "required": True, "help": "where to write the tables"},
     "--pseudonymize": {"metavar": "KEYFILE", "help": "the key file that the dataset was made with"},
     "--anonymous": ANONYMOUS,
@@ -80,56 +103,130 @@ LABELS: dict[str, Option] = {
 def _parser() -> argparse.ArgumentParser:
     synth: dict[str, Option] = {
         "out": {"metavar": "OUT", "help": "an empty or new folder"},
-        "--patients": {"type": _number(int, 1), "default": 100, "help": "PTB-XL patients, and as many other records (100)"},
-        "--two-sessions": SHARE | {"default": 0.11, "help": "share of PTB-XL patients with two recordings (0.11)"},
+        "--patients": {
+            "type": _number(int, 1),
+            "default": 100,
+            "help": "PTB-XL patients, and as many other records (100)",
+        },
+        "--two-sessions": SHARE
+        | {"default": 0.11, "help": "share of PTB-XL patients with two recordings (0.11)"},
         "--seed": SEED | {"help": "the same seed gives the same bytes (0)"},
-        "--layout": {"choices": ("physionet2021", "ptbxl"), "default": "physionet2021", "help": "file layout (physionet2021)"},
+        "--layout": {
+            "choices": ("physionet2021", "ptbxl"),
+            "default": "physionet2021",
+            "help": "file layout (physionet2021)",
+        },
         "--workers": WORKERS | {"default": 1, "help": "worker processes (1)"},
     }
     shard: dict[str, Option] = {
-        "sources": {"metavar": "SRC", "nargs": "+", "help": "folder or s3:// address of an archive"},
+        "sources": {
+            "metavar": "SRC",
+            "nargs": "+",
+            "help": "folder or s3:// address of an archive",
+        },
         "--out": {"metavar": "DATASET", "required": True, "help": "where to write the dataset"},
         "--source": SOURCE,
         "--patients": PATIENTS,
-        "--format": {"choices": ("tar", "zarr", "both"), "default": "tar", "help": "storage format of the samples (tar)"},
-        "--plan": PLAN | {"help": "roles by patient, all for pre-training, or roles by crop, which leaks (paper)"},
-        "--dx-sources": NAMES | {"help": "sources for diagnosis train, valid and test (cpsc_2018 georgia)"},
+        "--format": {
+            "choices": ("tar", "zarr", "both"),
+            "default": "tar",
+            "help": "storage format of the samples (tar)",
+        },
+        "--plan": PLAN
+        | {"help": "roles by patient, all for pre-training, or roles by crop, which leaks (paper)"},
+        "--dx-sources": NAMES
+        | {"help": "sources for diagnosis train, valid and test (cpsc_2018 georgia)"},
         "--id-sources": NAMES | {"help": "sources for gallery and probe (ptb-xl)"},
-        "--pretrain-sources": NAMES | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
-        "--pretrain-implausible": {"action": "store_true", "help": "also pre-train on records whose scale seems wrong"},
-        "--id-share": SHARE | {"help": "largest share of a source's patients in gallery and probe (0.15)"},
+        "--pretrain-sources": NAMES
+        | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
+        "--pretrain-implausible": {
+            "action": "store_true",
+            "help": "also pre-train on records whose scale seems wrong",
+        },
+        "--id-share": SHARE
+        | {"help": "largest share of a source's patients in gallery and probe (0.15)"},
         "--seed": SEED | {"help": "seed of the crop order and of the roles (0)"},
         "--workers": WORKERS,
-        "--cluster": {"metavar": "tcp://HOST:8786", "help": "run on this Dask cluster instead of local processes"},
-        "--pseudonymize": {"metavar": "KEYFILE", "help": "replace record and patient ids with keyed hashes"},
+        "--cluster": {
+            "metavar": "tcp://HOST:8786",
+            "help": "run on this Dask cluster instead of local processes",
+        },
+        "--pseudonymize": {
+            "metavar": "KEYFILE",
+            "help": "replace record and patient ids with keyed hashes",
+        },
         "--anonymous": ANONYMOUS,
         "--strict": {"action": "store_true", "help": "exit 2 if any record was refused"},
     }
     verify: dict[str, Option] = {
         "dataset": {"metavar": "DATASET", "help": "folder or s3:// address of a dataset"},
-        "--archive": {"metavar": "SRC", "nargs": "+", "default": [], "help": "compare with the archives that it was made from"},
+        "--archive": {
+            "metavar": "SRC",
+            "nargs": "+",
+            "default": [],
+            "help": "compare with the archives that it was made from",
+        },
         "--source": SOURCE,
         "--patients": PATIENTS,
-        "--fast": {"action": "store_true", "help": "check structure, tables and sizes only; do not read samples"},
+        "--fast": {
+            "action": "store_true",
+            "help": "check structure, tables and sizes only; do not read samples",
+        },
         "--workers": WORKERS,
-        "--pseudonymize": {"metavar": "KEYFILE", "help": "the key file that the dataset was made with, for --archive"},
+        "--pseudonymize": {
+            "metavar": "KEYFILE",
+            "help": "the key file that the dataset was made with, for --archive",
+        },
         "--anonymous": ANONYMOUS,
     }
     show: dict[str, Option] = {
-        "what": {"metavar": "DATASET|RECORD", "help": "a dataset, a WFDB header file or a hospital's ECG file"},
-        "--crop": {"metavar": "ROW", "type": _number(int, 0), "help": "show one crop of the dataset instead of the summary"},
+        "what": {
+            "metavar": "DATASET|RECORD",
+            "help": "a dataset, a WFDB header file or a hospital's ECG file",
+        },
+        "--crop": {
+            "metavar": "ROW",
+            "type": _number(int, 0),
+            "help": "show one crop of the dataset instead of the summary",
+        },
         "--anonymous": ANONYMOUS,
         "--png": {"metavar": "FILE", "help": "save a figure as .png, .svg or .pdf"},
     }
     table = (
         ("synth", _synth, synth, "make a synthetic archive", "archive --patients 1000"),
-        ("shard", _shard, shard, "make a dataset from archives, or finish one", "archive --out dataset --workers 8"),
-        ("verify", _verify, verify, "check a dataset; exit 0 only if there are no findings", "dataset --archive archive"),
-        ("show", _show, show, "print or draw a dataset, one of its crops, or a record", "dataset --crop 7 --png ecg.png"),
-        ("labels", _labels, LABELS, "write an archive's published labels as tables", "ptbxl archive --out labels"),
+        (
+            "shard",
+            _shard,
+            shard,
+            "make a dataset from archives, or finish one",
+            "archive --out dataset --workers 8",
+        ),
+        (
+            "verify",
+            _verify,
+            verify,
+            "check a dataset; exit 0 only if there are no findings",
+            "dataset --archive archive",
+        ),
+        (
+            "show",
+            _show,
+            show,
+            "print or draw a dataset, one of its crops, or a record",
+            "dataset --crop 7 --png ecg.png",
+        ),
+        (
+            "labels",
+            _labels,
+            LABELS,
+            "write an archive's published labels as tables",
+            "ptbxl archive --out labels",
+        ),
     )
     parser = Parser("omnilead", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="synth|shard|verify|show|labels")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="synth|shard|verify|show|labels"
+    )
     for name, run, options, text, example in table:
         epilog = f"example: omnilead {name} {example}"
         command = commands.add_parser(name, help=text, description=text.capitalize(), epilog=epilog)
@@ -142,9 +239,18 @@ def _parser() -> argparse.ArgumentParser:
 def _synth(options: argparse.Namespace) -> int:
     from omnilead.data_tools.synthetic.archive import synthesise
 
-    arguments = (options.patients, options.two_sessions, options.seed, options.layout, options.workers)
+    arguments = (
+        options.patients,
+        options.two_sessions,
+        options.seed,
+        options.layout,
+        options.workers,
+    )
     counts = synthesise(options.out, *arguments, progress=interactive())
-    echo(f"{options.out}: {sum(counts.values()):,} synthetic records: {', '.join(f'{n} {k}' for k, n in counts.items())}")
+    echo(
+        f"{options.out}: {sum(counts.values()):,} synthetic records: "
+        f"{', '.join(f'{n} {k}' for k, n in counts.items())}"
+    )
     return 0
 
 
@@ -152,13 +258,22 @@ def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> li
     from omnilead.data_tools.sources import PhysioNet2021, open_sources
 
     private = bool(options.pseudonymize)
-    sources = [source for url in urls for source in open_sources(url, kind, options.anonymous, urls, private)]
+    sources = [
+        source
+        for url in urls
+        for source in open_sources(url, kind, options.anonymous, urls, private)
+    ]
     if table := options.patients:
         challenge = [source for source in sources if isinstance(source, PhysioNet2021)]
         if not challenge:
-            raise DataError(f"--patients {table}: no SRC is the Challenge's archive, which this table is for: leave it out")
+            raise DataError(
+                f"--patients {table}: no SRC is the Challenge's archive, which this table is for: "
+                "leave it out"
+            )
         if "://" not in table and not Path(table).exists():
-            raise DataError(f"--patients {table}: no such file: give the path of ptbxl_database.csv")
+            raise DataError(
+                f"--patients {table}: no such file: give the path of ptbxl_database.csv"
+            )
         for source in challenge:
             source.table = table
     return sources
@@ -172,28 +287,54 @@ def _shard(options: argparse.Namespace) -> int:
 
     started = time.monotonic()
     named = {task: getattr(options, f"{task}_sources") for task in ("dx", "id", "pretrain")}
-    chosen: dict[str, Any] = {task: tuple(sorted(set(names))) for task, names in named.items() if names}
+    chosen: dict[str, Any] = {
+        task: tuple(sorted(set(names))) for task, names in named.items() if names
+    }
     if options.id_share is not None:
         chosen["id_share"] = options.id_share
     if options.plan == "all" and chosen:
         given = "--id-share" if "id_share" in chosen else f"--{next(iter(chosen))}-sources"
-        raise DataError(f"--plan all uses everything for pre-training, so {given} has no effect: use --plan paper")
+        raise DataError(
+            f"--plan all uses everything for pre-training, so {given} has no effect: use --plan "
+            "paper"
+        )
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     sources = _open_sources(options.sources, options.source, options)
     before = [note for source in sources for note in source.notes()]
-    held = [f"{source.root.url}: a dataset made from it holds {source.private}" for source in sources if source.private]
-    for note in [*before, *(f"{text}: --pseudonymize KEYFILE replaces both" for text in held if not key)]:
+    held = [
+        f"{source.root.url}: a dataset made from it holds {source.private}"
+        for source in sources
+        if source.private
+    ]
+    for note in [
+        *before,
+        *(f"{text}: --pseudonymize KEYFILE replaces both" for text in held if not key),
+    ]:
         tell(f"note: {note}")
-    same = {name: getattr(options, name) for name in ("out", "plan", "seed", "format", "workers", "cluster")}
-    roles, quiet = RoleSources(**chosen, implausible=options.pretrain_implausible), not interactive()
-    dataset = shard(sources, ShardOptions(**same, role_sources=roles, pseudonym_key=key, quiet=quiet))
+    same = {
+        name: getattr(options, name)
+        for name in ("out", "plan", "seed", "format", "workers", "cluster")
+    }
+    roles, quiet = (
+        RoleSources(**chosen, implausible=options.pretrain_implausible),
+        not interactive(),
+    )
+    dataset = shard(
+        sources, ShardOptions(**same, role_sources=roles, pseudonym_key=key, quiet=quiet)
+    )
     echo(describe(dataset))
     refused = sum(source["records"]["refused"] for source in dataset.meta["sources"])
     echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
-    for note in [*notes(dataset), *(note for source in sources for note in source.notes() if note not in before)]:
+    for note in [
+        *notes(dataset),
+        *(note for source in sources for note in source.notes() if note not in before),
+    ]:
         tell(f"note: {note}")
     if options.strict and refused:
-        tell(f"omnilead shard: --strict: {refused} records were refused: see {options.out}/rejects.csv")
+        tell(
+            f"omnilead shard: --strict: {refused} records were refused: see "
+            f"{options.out}/rejects.csv"
+        )
         return 2
     return 0
 
@@ -207,7 +348,9 @@ def _verify(options: argparse.Namespace) -> int:
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     dataset = Dataset.open(options.dataset, options.anonymous)
     if options.source != "auto" and not options.archive:
-        raise DataError(f"--source {options.source} applies to an archive, and none is given: add --archive SRC")
+        raise DataError(
+            f"--source {options.source} applies to an archive, and none is given: add --archive SRC"
+        )
     sources = _open_sources(options.archive, options.source, options)
     for source in sources:
         if source.left_out:
@@ -218,9 +361,15 @@ def _verify(options: argparse.Namespace) -> int:
     checked = "structure, tables, roles and sizes" if options.fast else "every byte, row and role"
     checked += ", the archive's samples" if sources else ""
     if options.fast:
-        files = " and ".join({"tar": "shards/", "zarr": "store.zarr"}[name] for name in dataset.meta["formats"])
+        files = " and ".join(
+            {"tar": "shards/", "zarr": "store.zarr"}[name] for name in dataset.meta["formats"]
+        )
         checked += f"; not read: the contents of {files}, run without --fast to check these"
-    result = f"{len(found)} finding{'s' * (len(found) != 1)}" if found else f"all checks passed ({checked})"
+    result = (
+        f"{len(found)} finding{'s' * (len(found) != 1)}"
+        if found
+        else f"all checks passed ({checked})"
+    )
     echo(f"{options.dataset}: {len(dataset):,} crops, {result}; {time.monotonic() - started:.1f} s")
     return 1 if found else 0
 
@@ -233,13 +382,18 @@ def _show(options: argparse.Namespace) -> int:
     if options.png:
         file, folder = Path(options.png), Path(options.png).absolute().parent
         if not os.access(folder, os.W_OK | os.X_OK):
-            raise DataError(f"--png {file}: folder {folder} is missing or not writable: choose another one")
+            raise DataError(
+                f"--png {file}: folder {folder} is missing or not writable: choose another one"
+            )
         if file.exists() and not file.is_file():
             raise DataError(f"--png {file}: exists and is not a regular file: choose another path")
         plots.picture_kind(file)
     if Path(options.what).is_file() or options.what.endswith(".hea"):
         if options.crop is not None:
-            raise DataError(f"--crop {options.crop}: {options.what} is a record, not a dataset: leave out --crop")
+            raise DataError(
+                f"--crop {options.crop}: {options.what} is a record, not a dataset: leave out "
+                "--crop"
+            )
         figure = _record_figure(options.what)
     else:
         dataset = Dataset.open(options.what, options.anonymous)
@@ -250,8 +404,14 @@ def _show(options: argparse.Namespace) -> int:
             try:
                 ecg = dataset[options.crop]
             except IndexError:
-                raise DataError(f"--crop {options.crop}: the dataset has crops 0 to {len(dataset) - 1}") from None
-            facts = {name: "" if value is None else value for name, value in vars(ecg).items() if name != "signal_uv"}
+                raise DataError(
+                    f"--crop {options.crop}: the dataset has crops 0 to {len(dataset) - 1}"
+                ) from None
+            facts = {
+                name: "" if value is None else value
+                for name, value in vars(ecg).items()
+                if name != "signal_uv"
+            }
             echo("\n".join(f"{name:15}{value}" for name, value in facts.items()))
             figure = ecg.plot() if options.png else None
     if options.png:
@@ -265,7 +425,9 @@ def _labels(options: argparse.Namespace) -> int:
     from omnilead.data_tools.pseudonyms import read_key
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
-    for line in write_labels(options.archive, options.src, options.out, key, options.anonymous, not interactive()):
+    for line in write_labels(
+        options.archive, options.src, options.out, key, options.anonymous, not interactive()
+    ):
         say(line)  # all tables are written even if the pipe is closed
     return 0
 
@@ -284,17 +446,30 @@ def _record_figure(path: str) -> Any:
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
     try:
-        source = WfdbFolder(folder(place.parent)) if path.endswith(".hea") else HospitalFiles(folder(place.parent))
+        source = (
+            WfdbFolder(folder(place.parent))
+            if path.endswith(".hea")
+            else HospitalFiles(folder(place.parent))
+        )
         if isinstance(record := read_safely(source.read, place.name), ReadError):
             raise record
         seconds = f"{record.signal.shape[1] / record.fs_hz:g} s"
-        echo(f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds}, dx {', '.join(record.dx) or 'none'}")
+        echo(
+            f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds}, dx "
+            f"{', '.join(record.dx) or 'none'}"
+        )
         for reason, detail in record.warnings:
             echo(f"  {reason}: {detail}")
         crop = prepare_crop(record, 0, samples)
     except ReadError as error:
         raise DataError(f"{path} would be refused: {error}") from None
-    return ecg_figure(samples, crop.halves, record.name, caption_of(record.age, record.sex, record.dx), crop.missing)
+    return ecg_figure(
+        samples,
+        crop.halves,
+        record.name,
+        caption_of(record.age, record.sex, record.dx),
+        crop.missing,
+    )
 
 
 if __name__ == "__main__":

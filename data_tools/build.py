@@ -1,9 +1,11 @@
-"""Build a dataset from archives: plan, write shards in parallel, then tables, and dataset.json last.
+"""Build a dataset from archives: plan, write shards in parallel, then tables, and dataset.json
+last.
 
-A shard is one task and depends only on its list of crops. Each finished shard has a *part* file: its rows of samples.parquet,
-its rejects, a hash of its content, and the part's own sha256. When `shard` is run again after an interruption, it keeps valid
-parts whose content hash matches and builds the others again. A run may be killed at any moment, any number of times, and still
-ends with the same bytes.
+A shard is one task and depends only on its list of crops. Each finished shard has a *part* file:
+its rows of samples.parquet, its rejects, a hash of its content, and the part's own sha256. When
+`shard` is run again after an interruption, it keeps valid parts whose content hash matches and
+builds the others again. A run may be killed at any moment, any number of times, and still ends with
+the same bytes.
 """
 
 import hashlib
@@ -28,7 +30,16 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster, dataset, splits, zarr_writer
 from omnilead.data_tools.cli import keep_freed_memory
-from omnilead.data_tools.dataset import COLUMNS, CROP_SHAPE, META, STORE, Dataset, as_csv, fingerprint, waveform
+from omnilead.data_tools.dataset import (
+    COLUMNS,
+    CROP_SHAPE,
+    META,
+    STORE,
+    Dataset,
+    as_csv,
+    fingerprint,
+    waveform,
+)
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
 from omnilead.data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
@@ -36,16 +47,29 @@ from omnilead.data_tools.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.record import EcgRecord, class_row
 from omnilead.data_tools.sources.base import Source, located, read_safely, shown_patient
 from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
-from omnilead.data_tools.storage import Folder, dataset_folder, locked_by_another, prefetch, write_errors
+from omnilead.data_tools.storage import (
+    Folder,
+    dataset_folder,
+    locked_by_another,
+    prefetch,
+    write_errors,
+)
 from omnilead.data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
 DIGEST_BYTES = 32  # at the end of a part
-IMPLAUSIBLE = "implausible"  # flag of the crops of a record whose source warns of an implausible amplitude
+IMPLAUSIBLE = (
+    "implausible"  # flag of the crops of a record whose source warns of an implausible amplitude
+)
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 ROW_GROUP = 65_536
 FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
-    *("checksum differs", "first value differs", "diagnosis without a code", "not in ptbxl_database.csv"),
+    *(
+        "checksum differs",
+        "first value differs",
+        "diagnosis without a code",
+        "not in ptbxl_database.csv",
+    ),
     *("implausible amplitude", "shorter than stated", "SOP class", "further waveforms"),
     *("channel status", "no calibration pulse", "inverted lead"),
 )
@@ -73,8 +97,13 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         raise DataError(f"--out {options.out}: is a file: choose a folder")
     if not (out.exists(META) or out.exists(".build")):
         with suppress(StorageError):  # the folder does not exist
-            if files := [name for name in out.children() if name != dataset.REJECTS]:  # as left if all records were refused
-                raise DataError(f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose another --out")
+            if files := [
+                name for name in out.children() if name != dataset.REJECTS
+            ]:  # as left if all records were refused
+                raise DataError(
+                    f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose "
+                    "another --out"
+                )
     with nullcontext() if out.exists(META) else _locked(out):
         plan = make_plan(sources, options.seed, options.workers, options.cluster, options.quiet)
         mark = key_mark(options.pseudonym_key)
@@ -98,7 +127,9 @@ def _locked(out: Folder) -> Iterator[None]:
     place = out.workdir()
     with open(place / "lock", "wb") as lock:
         if locked_by_another(lock, out.url):
-            raise StorageError(f"{out.url}: another run is writing there: wait for it, or choose another --out")
+            raise StorageError(
+                f"{out.url}: another run is writing there: wait for it, or choose another --out"
+            )
         for path in (place / "tmp").iterdir():
             path.unlink()
         yield
@@ -113,28 +144,52 @@ def recipe_hash(recipe: dict[str, Any]) -> str:
 def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     """Return the finished dataset; an error if it was made with another recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
-        old = finished.meta | {"format": next(name for name, formats in FORMATS.items() if formats == finished.meta["formats"])}
-        stated = ("seed", "plan", "format", "id_share", "role_sources", "pretrain_implausible", "pseudonyms")
+        old = finished.meta | {
+            "format": next(
+                name for name, formats in FORMATS.items() if formats == finished.meta["formats"]
+            )
+        }
+        stated = (
+            "seed",
+            "plan",
+            "format",
+            "id_share",
+            "role_sources",
+            "pretrain_implausible",
+            "pseudonyms",
+        )
         names = [name for name in stated if name in recipe]
-        changed = [f"{name} was {old.get(name)}, not {recipe[name]}" for name in names if old.get(name) != recipe[name]]
+        changed = [
+            f"{name} was {old.get(name)}, not {recipe[name]}"
+            for name in names
+            if old.get(name) != recipe[name]
+        ]
         what = ", ".join(changed) or "from other input or options"
-        raise DatasetError(f"{finished.root.url} is already finished ({what}): choose another --out")
+        raise DatasetError(
+            f"{finished.root.url} is already finished ({what}): choose another --out"
+        )
     if finished.root.exists(".build"):  # the build was killed between its last two steps
         finished.root.remove(".build")
     return finished
 
 
-def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions) -> list[pa.Table]:
+def _build(
+    plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions
+) -> list[pa.Table]:
     """Build the missing shards and return all parts in shard order."""
     written = set(out.names(".build"))  # by an interrupted run
-    left = [(i, content) for i, content in enumerate(contents) if part_name(shard_name(i)) in written]
+    left = [
+        (i, content) for i, content in enumerate(contents) if part_name(shard_name(i)) in written
+    ]
     finished = set(cluster.run(partial(_finished, out), left, options.workers, options.cluster))
     missing = [i for i in range(plan.shards) if i not in finished]
     tasks = ((i, plan.shard(i).crops, contents[i]) for i in missing)
     build = partial(build_shard, out, plan.sources, options.pseudonym_key)
     made = cluster.run(build, tasks, options.workers, options.cluster)
     done = plan.shards - len(missing)
-    for _ in tqdm(made, total=plan.shards, initial=done, unit=" shards", desc="shards", disable=options.quiet):
+    for _ in tqdm(
+        made, total=plan.shards, initial=done, unit=" shards", desc="shards", disable=options.quiet
+    ):
         pass
     return [read_part(out, shard_name(i)) for i in range(plan.shards)]
 
@@ -144,29 +199,39 @@ def read_part(out: Folder, name: str) -> pa.Table:
     data = memoryview(out.read(part_name(name), 2**30))
     body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     if hashlib.sha256(body).digest() != digest:
-        raise ReadError("fails its sha256", f"{out.url}/{part_name(name)}: run the same command again to rebuild it")
-    # pq.read_table would read in threads of arrow, which release `body` later. If the program is just ending, they abort it
+        raise ReadError(
+            "fails its sha256",
+            f"{out.url}/{part_name(name)}: run the same command again to rebuild it",
+        )
+    # pq.read_table would read in threads of arrow, which release `body` later. If the program is
+    # just ending, they abort it
     return pq.ParquetFile(pa.BufferReader(body)).read(use_threads=False)
 
 
 def _finished(out: Folder, task: tuple[int, str]) -> int | None:
-    """The shard's number if an interrupted run has finished it. Its part is written last, so the shard was whole then; it is
-    read again, because the disk may have damaged it since."""
+    """The shard's number if an interrupted run has finished it. Its part is written last, so the
+    shard was whole then; it is read again, because the disk may have damaged it since."""
     number, content = task
     name = shard_name(number)
     try:
         facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
         if facts["content"] != content:
             return None
-        index, tar = out.read(index_name(name), MAX_INDEX), out.read(f"shards/{name}", facts["bytes"])
+        index, tar = (
+            out.read(index_name(name), MAX_INDEX),
+            out.read(f"shards/{name}", facts["bytes"]),
+        )
         sums = hashlib.sha256(index).hexdigest(), hashlib.sha256(tar).hexdigest()
         return number if sums == (facts["index"], facts["sha256"]) else None
     except (ReadError, KeyError):
         return None
 
 
-def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, task: tuple[int, PlannedCrops, str]) -> None:
-    """Read, prepare and write the crops of one shard, then publish its tar, index and part, in this order."""
+def build_shard(
+    out: Folder, sources: tuple[Source, ...], key: bytes | None, task: tuple[int, PlannedCrops, str]
+) -> None:
+    """Read, prepare and write the crops of one shard, then publish its tar, index and part, in this
+    order."""
     keep_freed_memory()
     number, crops, content = task
     name = shard_name(number)
@@ -175,7 +240,10 @@ def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, tas
     rejects: list[Reject] = []
     samples = np.empty(CROP_SHAPE, "<i2")
     try:
-        with write_errors(out.url, f"shards/{name}"), open(temporary, "wb", buffering=1 << 20) as file:
+        with (
+            write_errors(out.url, f"shards/{name}"),
+            open(temporary, "wb", buffering=1 << 20) as file,
+        ):
             tar = TarWriter(file)
             for path, label, part, record in _records(sources, crops):
                 source, _, plain = label.partition("/")
@@ -184,7 +252,9 @@ def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, tas
                     if isinstance(record, ReadError):
                         raise record
                     if part == 0:
-                        rejects += [(source, shown, reason, detail) for reason, detail in record.warnings]
+                        rejects += [
+                            (source, shown, reason, detail) for reason, detail in record.warnings
+                        ]
                     crop = prepare_crop(record, part, samples)
                     row = row_of(source, shown, record, crop, key)
                 except ReadError as error:
@@ -192,8 +262,12 @@ def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, tas
                     continue
                 rejects += [(source, shown, *flag) for flag in _flags(crop)]
                 row["crc32c"], row["waveform"] = waveform(samples)
-                text = json.dumps(row | {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"})
-                row["offset"] = tar.add(f"{source}-{shown}-{part:03d}", samples.data.cast("B"), text.encode())
+                text = json.dumps(
+                    row | {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
+                )
+                row["offset"] = tar.add(
+                    f"{source}-{shown}-{part:03d}", samples.data.cast("B"), text.encode()
+                )
                 rows.append(row)
             addresses = tar.close().encode()
         out.publish(temporary, f"shards/{name}")
@@ -201,7 +275,13 @@ def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, tas
         temporary.unlink(missing_ok=True)
     if key:
         rejects = [(source, record, reason, "") for source, record, reason, _ in rejects]
-    facts = {"content": content, "name": name, "crops": len(rows), "bytes": tar.size, "sha256": tar.sha256.hexdigest()}
+    facts = {
+        "content": content,
+        "name": name,
+        "crops": len(rows),
+        "bytes": tar.size,
+        "sha256": tar.sha256.hexdigest(),
+    }
     facts |= {"index": hashlib.sha256(addresses).hexdigest(), "rejects": rejects}
     out.write(index_name(name), addresses)
     out.write(part_name(name), _part(number, rows, facts))
@@ -209,8 +289,13 @@ def build_shard(out: Folder, sources: tuple[Source, ...], key: bytes | None, tas
 
 def _part(index: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
     absent = {"shard": index, "pretrain": False}  # roles are assigned once all records are known
-    columns = [pa.array([absent.get(field.name, row.get(field.name)) for row in rows], field.type) for field in COLUMNS]
-    data = as_parquet(pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)})))
+    columns = [
+        pa.array([absent.get(field.name, row.get(field.name)) for row in rows], field.type)
+        for field in COLUMNS
+    ]
+    data = as_parquet(
+        pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)}))
+    )
     return data + hashlib.sha256(data).digest()
 
 
@@ -220,10 +305,20 @@ def as_parquet(table: pa.Table) -> bytes:
     return bytes(sink.getvalue())
 
 
-def row_of(source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None) -> dict[str, Any]:
+def row_of(
+    source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None
+) -> dict[str, Any]:
     patient = shown_patient(key, source, record.patient)
-    row: dict[str, Any] = {"source": source, "record": name, "patient": patient, "start_s": crop.start_s, "halves": crop.halves}
-    implausible = (IMPLAUSIBLE,) * any(reason == "implausible amplitude" for reason, _ in record.warnings)
+    row: dict[str, Any] = {
+        "source": source,
+        "record": name,
+        "patient": patient,
+        "start_s": crop.start_s,
+        "halves": crop.halves,
+    }
+    implausible = (IMPLAUSIBLE,) * any(
+        reason == "implausible amplitude" for reason, _ in record.warnings
+    )
     row |= {
         "missing_leads": crop.missing,
         "flags": (*crop.flags, *implausible),
@@ -243,7 +338,9 @@ def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
     yield from ((flag, at) for flag in crop.flags if not flag.startswith("flat:"))
 
 
-def _records(sources: tuple[Source, ...], crops: PlannedCrops) -> Iterator[tuple[str, str, int, EcgRecord | ReadError]]:
+def _records(
+    sources: tuple[Source, ...], crops: PlannedCrops
+) -> Iterator[tuple[str, str, int, EcgRecord | ReadError]]:
     """(key, label, crop, record) in shard order; remote records are prefetched."""
     read = lru_cache(RECORDS_HELD)(lambda archive, key: read_safely(sources[archive].read, key))
     remote = any(source.root.remote for source in sources)
@@ -256,7 +353,13 @@ def _records(sources: tuple[Source, ...], crops: PlannedCrops) -> Iterator[tuple
 # End of a build: roles of all records, tables, the zarr copy, and dataset.json
 
 
-def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[str, Any], options: ShardOptions) -> Dataset:
+def _finish(
+    plan: ShardPlan,
+    parts: list[pa.Table],
+    out: Folder,
+    recipe: dict[str, Any],
+    options: ShardOptions,
+) -> Dataset:
     facts = [json.loads(part.schema.metadata[b"omnilead"]) for part in parts]
     table = pa.concat_tables([part.replace_schema_metadata().cast(COLUMNS) for part in parts])
     rejects: list[Reject] = [tuple(reject) for fact in facts for reject in fact["rejects"]]
@@ -272,9 +375,13 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
         out.remove("shards")
         shards = []
         address = pa.array(np.full(len(table), -1))
-        table = table.set_column(0, COLUMNS[0], address.cast(pa.int32())).set_column(1, COLUMNS[1], address)
+        table = table.set_column(0, COLUMNS[0], address.cast(pa.int32())).set_column(
+            1, COLUMNS[1], address
+        )
     ours = {shard["name"].removesuffix(".tar") for shard in shards}
-    for name in list(out.names("shards")):  # leftovers of a killed run with other sources or options
+    for name in list(
+        out.names("shards")
+    ):  # leftovers of a killed run with other sources or options
         if (found := _SHARD_FILE.fullmatch(name)) and found[1] not in ours:
             out.remove(name)
     if options.format == "tar" and out.exists(f"{STORE}/zarr.json"):
@@ -287,7 +394,11 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
         "preprocessing_sha256": SPEC_HASH,
         "seed": options.seed,
         "plan": options.plan,
-        **{name: recipe[name] for name in ("id_share", "role_sources", "pretrain_implausible") if name in recipe},
+        **{
+            name: recipe[name]
+            for name in ("id_share", "role_sources", "pretrain_implausible")
+            if name in recipe
+        },
         "recipe": recipe_hash(recipe),
         "pseudonyms": recipe["pseudonyms"],
         "crops": len(table),
@@ -300,7 +411,9 @@ def _finish(plan: ShardPlan, parts: list[pa.Table], out: Folder, recipe: dict[st
     }
     out.write(dataset.SAMPLES, samples)
     out.write(dataset.REJECTS, refused)
-    out.write(META, (json.dumps(meta | {"fingerprint": fingerprint(meta)}, indent=1) + "\n").encode())
+    out.write(
+        META, (json.dumps(meta | {"fingerprint": fingerprint(meta)}, indent=1) + "\n").encode()
+    )
     out.remove(".build")
     return Dataset.open(options.out)
 
@@ -309,7 +422,10 @@ def _hidden(rejects: list[Reject], key: bytes | None) -> list[Reject]:
     """With a key: names as pseudonyms, and no details, which may have names of files."""
     if key is None:
         return rejects
-    return [(source, pseudonym(key, "r", source, name), reason, "") for source, name, reason, _ in rejects]
+    return [
+        (source, pseudonym(key, "r", source, name), reason, "")
+        for source, name, reason, _ in rejects
+    ]
 
 
 def _rejects_csv(rejects: list[Reject]) -> bytes:
@@ -317,25 +433,34 @@ def _rejects_csv(rejects: list[Reject]) -> bytes:
 
 
 def _all_refused(out: Folder, rejects: list[Reject]) -> StorageError:
-    """The error if no record can be used. Writes rejects.csv, and names the most common reasons, each with its first file."""
+    """The error if no record can be used. Writes rejects.csv, and names the most common reasons,
+    each with its first file."""
     out.write(dataset.REJECTS, _rejects_csv(rejects))
     refusals = [reject for reject in rejects if reject[2] not in FLAGS]
     examples = []
     for reason, _ in Counter(reason for _, _, reason, _ in refusals).most_common(3):
         detail = next(detail for _, _, why, detail in refusals if why == reason)
         examples.append(f"{reason} ({detail})" if detail else reason)
-    return StorageError(f"no record can be used: {', '.join(examples)}: {out.url}/{dataset.REJECTS} lists all of them")
+    return StorageError(
+        f"no record can be used: {', '.join(examples)}: {out.url}/{dataset.REJECTS} lists all of "
+        "them"
+    )
 
 
 def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
-    planned = plan.records.group_by("source", use_threads=False).aggregate([("dropped_s", "sum"), ("archive", "first")])
+    planned = plan.records.group_by("source", use_threads=False).aggregate(
+        [("dropped_s", "sum"), ("archive", "first")]
+    )
     by_name = {row["source"]: row for row in planned.to_pylist()}
     facts = []
     for name, seen in plan.seen.items():
         rows = table.filter(pc.equal(table["source"], name))
         used = pc.count_distinct(rows["record"]).as_py() if len(rows) else 0
         about = by_name.get(name, {"dropped_s_sum": 0.0, "archive_first": 0})
-        one: dict[str, Any] = {"name": name, "licence": plan.sources[about["archive_first"]].licence}
+        one: dict[str, Any] = {
+            "name": name,
+            "licence": plan.sources[about["archive_first"]].licence,
+        }
         one["records"] = {"seen": seen, "used": used, "refused": seen - used}
         facts.append(one | {"crops": len(rows), "dropped_s": round(about["dropped_s_sum"], 3)})
     return facts
@@ -348,32 +473,47 @@ def records_of(table: pa.Table) -> splits.Records:
     name = pc.dictionary_encode(table["record"].combine_chunks())
     pair = codes * len(name.dictionary) + name.indices.to_numpy()
     _, first, crop_record = np.unique(pair, return_index=True, return_inverse=True)
-    names, patients = (table[column].combine_chunks().take(pa.array(first)) for column in ("record", "patient"))
+    names, patients = (
+        table[column].combine_chunks().take(pa.array(first)) for column in ("record", "patient")
+    )
     starts, waveforms = (table[column].to_numpy() for column in ("start_s", "waveform"))
     sources, crop_record = tuple(source.dictionary.to_pylist()), crop_record.astype(np.int64)
-    return splits.Records(codes[first].astype(np.int16), sources, names, patients, crop_record, starts, waveforms)
+    return splits.Records(
+        codes[first].astype(np.int16), sources, names, patients, crop_record, starts, waveforms
+    )
 
 
 def flagged(table: pa.Table, flag: str) -> np.ndarray:
     """A mask of the rows of samples.parquet that have this flag."""
     flags = table["flags"].combine_chunks()
     found = np.zeros(len(table), bool)
-    found[np.asarray(pc.list_parent_indices(flags))[np.asarray(pc.equal(pc.list_flatten(flags), flag))]] = True
+    found[
+        np.asarray(pc.list_parent_indices(flags))[
+            np.asarray(pc.equal(pc.list_flatten(flags), flag))
+        ]
+    ] = True
     return found
 
 
-def assign_roles(table: pa.Table, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES) -> pa.Table:
+def assign_roles(
+    table: pa.Table, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES
+) -> pa.Table:
     records = records_of(table)
     roles = splits.assign(records, plan, seed, sources)
     if not sources.implausible:
         doubtful = flagged(table, IMPLAUSIBLE)
         roles.pretrain[doubtful] = False
-        roles.identity[doubtful & np.isin(roles.identity, (splits.TRAIN, splits.VALID))] = splits.NONE
+        roles.identity[doubtful & np.isin(roles.identity, (splits.TRAIN, splits.VALID))] = (
+            splits.NONE
+        )
     if plan != "paper-split" and (found := splits.leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {found[0]}")
     names = pa.array([name or None for name in splits.ROLE_NAMES])
     columns = {"pretrain": pa.array(roles.pretrain)}
-    columns |= {"dx_role": names.take(pa.array(roles.dx)), "id_role": names.take(pa.array(roles.identity))}
+    columns |= {
+        "dx_role": names.take(pa.array(roles.dx)),
+        "id_role": names.take(pa.array(roles.identity)),
+    }
     for name, column in columns.items():
         table = table.set_column(table.column_names.index(name), COLUMNS.field(name), column)
     return table
@@ -384,4 +524,8 @@ def role_counts(table: pa.Table) -> dict[str, Any]:
         values = pc.value_counts(table[column].drop_null()).to_pylist()
         return dict(sorted((value["values"], value["counts"]) for value in values))
 
-    return {"pretrain": int(pc.sum(table["pretrain"]).as_py() or 0), "dx": count("dx_role"), "id": count("id_role")}
+    return {
+        "pretrain": int(pc.sum(table["pretrain"]).as_py() or 0),
+        "dx": count("dx_role"),
+        "id": count("id_role"),
+    }

@@ -1,4 +1,5 @@
-"""Helpers for all command lines: a parser, and one-line errors for wrong arguments, failing output and lack of memory.
+"""Helpers for all command lines: a parser, and one-line errors for wrong arguments, failing output
+and lack of memory.
 
 Parser("omnilead").parse_args()
 tqdm(..., disable=not interactive())      # progress bar on a terminal or in a notebook
@@ -6,7 +7,8 @@ say("step 10")                            # keeps running if standard output can
 tell("note: ...")                         # on standard error
 if is_memory(error): ...                  # out of memory, whatever the message
 
-Only this module prints, because text may come from a file of anyone's: what would control the terminal is escaped here.
+Only this module prints, because text may come from a file of anyone's: what would control the
+terminal is escaped here.
 """
 
 import argparse
@@ -27,7 +29,13 @@ from omnilead.data_tools.errors import UserError as UserError
 from omnilead.data_tools.errors import printable, printable_lines
 
 # "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader
-MEMORY: tuple[str, ...] = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "can't start new thread")
+MEMORY: tuple[str, ...] = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "can't start new thread",
+)
 MEMORY += ("Cannot allocate memory", "Resource temporarily unavailable", "failed to map segment")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
@@ -42,12 +50,20 @@ class Parser(argparse.ArgumentParser):
             sys.exit(code)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, but an unknown argument is an error here, where the options that it may stand for are known."""
+        """As in argparse, but an unknown argument is an error here, where the options that it may
+        stand for are known."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option, _, value = unknown[0].partition("=")
-            mend = self.suggest(option, value or " ".join(unknown[1:2])) if option.startswith("-") else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f": did you mean {mend}?" if mend else ""))
+            mend = (
+                self.suggest(option, value or " ".join(unknown[1:2]))
+                if option.startswith("-")
+                else ""
+            )
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}"
+                + (f": did you mean {mend}?" if mend else "")
+            )
         return known, unknown
 
     def suggest(self, option: str, value: str) -> str:
@@ -64,12 +80,17 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog.removeprefix('python -m ')}: {printable(' '.join(message.split()))} (--help shows all)\n")
+        self.exit(
+            2,
+            f"{self.prog.removeprefix('python -m ')}: {printable(' '.join(message.split()))} "
+            "(--help shows all)\n",
+        )
 
 
 @cache
 def guard_streams() -> None:
-    """Call before printing: replaces a closed stream, and escapes characters that a stream cannot encode."""
+    """Call before printing: replaces a closed stream, and escapes characters that a stream cannot
+    encode."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -87,9 +108,15 @@ class PrintableFormatter(logging.Formatter):
         return printable_lines(super().format(record))
 
 
-def _unhandled(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _unhandled(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print no traceback if standard output cannot be written or its reader has closed the pipe."""
-    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF):
+    if (
+        isinstance(error, OSError)
+        and error.filename is None
+        and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF)
+    ):
         _report(error)
     else:
         sys.__excepthook__(kind, error, trace)
@@ -129,7 +156,11 @@ def say(text: str) -> None:
         print(printable_lines(text), flush=True)
     except OSError as error:
         drop_output()
-        print(f"warning: standard output: {error.strerror}: no more output there", file=sys.stderr, flush=True)
+        print(
+            f"warning: standard output: {error.strerror}: no more output there",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def echo(text: object) -> None:
@@ -153,15 +184,22 @@ def in_notebook() -> bool:
 
 def is_memory(error: BaseException | None) -> bool:
     """Whether this error, or one that caused it, means out of memory."""
-    if error is None or isinstance(error, BlockingIOError):  # a held lock has the same message as a thread that cannot start
+    if error is None or isinstance(
+        error, BlockingIOError
+    ):  # a held lock has the same message as a thread that cannot start
         return False
-    return isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY) or is_memory(error.__context__)
+    return (
+        isinstance(error, MemoryError)
+        or any(words in str(error) for words in MEMORY)
+        or is_memory(error.__context__)
+    )
 
 
 @cache
 def keep_freed_memory() -> None:
-    """Let this process keep up to 256 MB of freed memory. By default glibc returns large buffers to the kernel, and the next
-    record or batch pays for every page again: two thirds of the time of noise on a CPU. Without glibc, does nothing."""
+    """Let this process keep up to 256 MB of freed memory. By default glibc returns large buffers
+    to the kernel, and the next record or batch pays for every page again: two thirds of the time
+    of noise on a CPU. Without glibc, does nothing."""
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(M_MMAP_THRESHOLD, 32 * 2**20)

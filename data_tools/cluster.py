@@ -1,7 +1,9 @@
-"""Run many tasks in this process, in N processes, or on a Dask cluster; results are yielded as they finish.
+"""Run many tasks in this process, in N processes, or on a Dask cluster; results are yielded as they
+finish.
 
-A task's result depends only on its argument, so order, retries and the number of workers do not change it.
-Only a limited number of tasks is submitted at a time, so that eleven million records do not queue up in memory.
+A task's result depends only on its argument, so order, retries and the number of workers do not
+change it. Only a limited number of tasks is submitted at a time, so that eleven million records do
+not queue up in memory.
 """
 
 import logging
@@ -25,29 +27,40 @@ CONNECT_S, WORKERS_S = 10, 60
 
 
 def run(
-    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int = 1, cluster: str | None = None
+    function: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    workers: int = 1,
+    cluster: str | None = None,
 ) -> Iterator[Result]:
     if cluster:
         return _on_dask(function, tasks, cluster)
     queue = iter(tasks)
     first = list(islice(queue, 2))
-    if workers <= 1 or len(first) < 2:  # for a single task, starting processes would cost more than the task
+    if (
+        workers <= 1 or len(first) < 2
+    ):  # for a single task, starting processes would cost more than the task
         return map(function, chain(first, queue))
     return _on_processes(function, chain(first, queue), workers)
 
 
-def _on_processes(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
+def _on_processes(
+    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int
+) -> Iterator[Result]:
     queue = iter(tasks)
     spawn = multiprocessing.get_context("spawn")
     try:
         executor = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
     except OSError as error:  # semaphores are not available
-        raise StorageError(f"/dev/shm: {error.strerror}: allow this user to write there, or use --workers 1") from None
+        raise StorageError(
+            f"/dev/shm: {error.strerror}: allow this user to write there, or use --workers 1"
+        ) from None
     with executor as pool:
 
         def submit(count: int) -> set[Future[Result]]:
             taken = list(islice(queue, count))
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit it: no traceback
+            before = signal.pthread_sigmask(
+                signal.SIG_BLOCK, {signal.SIGINT}
+            )  # workers inherit it: no traceback
             try:
                 return {pool.submit(function, task) for task in taken}
             finally:
@@ -61,14 +74,17 @@ def _on_processes(function: Callable[[Task], Result], tasks: Iterable[Task], wor
                 for future in done:
                     yield future.result()
         except BrokenProcessPool:
-            raise StorageError("a worker process died (out of memory?): run the same command again to continue") from None
+            raise StorageError(
+                "a worker process died (out of memory?): run the same command again to continue"
+            ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _start_worker() -> None:
-    """Limit each worker to one thread, since threads of numpy and pyarrow would compete for cores. A worker exits without a
-    traceback on Ctrl-C and when its parent dies, so that it never writes to the same place as the next run."""
+    """Limit each worker to one thread, since threads of numpy and pyarrow would compete for
+    cores. A worker exits without a traceback on Ctrl-C and when its parent dies, so that it
+    never writes to the same place as the next run."""
     import pyarrow
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -85,7 +101,9 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _on_dask(function: Callable[[Task], Result], tasks: Iterable[Task], address: str) -> Iterator[Result]:
+def _on_dask(
+    function: Callable[[Task], Result], tasks: Iterable[Task], address: str
+) -> Iterator[Result]:
     with connected(address) as client:
         from distributed import as_completed
 
@@ -93,7 +111,10 @@ def _on_dask(function: Callable[[Task], Result], tasks: Iterable[Task], address:
         window = max(16, 4 * sum(client.nthreads().values()))
 
         def submit(count: int) -> list[Any]:
-            return [client.submit(function, task, pure=False, retries=ATTEMPTS) for task in islice(queue, count)]
+            return [
+                client.submit(function, task, pure=False, retries=ATTEMPTS)
+                for task in islice(queue, count)
+            ]
 
         futures = as_completed(submit(window))
         for future in futures:
@@ -104,31 +125,44 @@ def _on_dask(function: Callable[[Task], Result], tasks: Iterable[Task], address:
 
 @contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """A client of a Dask cluster with at least one worker. Dask's exceptions in the block become one-line StorageErrors."""
+    """A client of a Dask cluster with at least one worker. Dask's exceptions in the block become
+    one-line StorageErrors."""
     try:
         from distributed import Client
         from distributed.comm.core import CommClosedError
         from distributed.scheduler import KilledWorker
     except ImportError as error:
-        raise StorageError(f"--cluster needs the extra cluster: pip install 'omnilead[cluster]' ({error})") from None
+        raise StorageError(
+            f"--cluster needs the extra cluster: pip install 'omnilead[cluster]' ({error})"
+        ) from None
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the errors below are enough
     try:
         client: Any = Client(address, timeout=CONNECT_S)
     except (OSError, TimeoutError, ValueError) as error:
-        raise StorageError(f"--cluster {address}: no scheduler answers ({type(error).__name__}): start one") from None
+        raise StorageError(
+            f"--cluster {address}: no scheduler answers ({type(error).__name__}): start one"
+        ) from None
     with client:
         try:
             client.wait_for_workers(1, timeout=WORKERS_S)
         except (OSError, TimeoutError):
-            raise StorageError(f"--cluster {address}: no worker in {WORKERS_S} s: start some with `dask worker`") from None
+            raise StorageError(
+                f"--cluster {address}: no worker in {WORKERS_S} s: start some with `dask worker`"
+            ) from None
         try:
             yield client
         except KilledWorker as error:
             died = error.allowed_failures + 1
-            raise StorageError(f"--cluster {address}: {died} workers died under the same task (out of memory?)") from None
+            raise StorageError(
+                f"--cluster {address}: {died} workers died under the same task (out of memory?)"
+            ) from None
         except (CommClosedError, CancelledError):
-            raise StorageError(f"--cluster {address}: lost the scheduler: run the same command again to continue") from None
+            raise StorageError(
+                f"--cluster {address}: lost the scheduler: run the same command again to continue"
+            ) from None
         except (ImportError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "deserialization" not in str(error):
                 raise
-            raise StorageError(f"--cluster {address}: omnilead or the module of --source is not installed there") from None
+            raise StorageError(
+                f"--cluster {address}: omnilead or the module of --source is not installed there"
+            ) from None

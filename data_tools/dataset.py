@@ -1,4 +1,5 @@
-"""A dataset on disk or in a bucket, format version 1. The engine uses data_tools through this module.
+"""A dataset on disk or in a bucket, format version 1. The engine uses data_tools through this
+module.
 
     DATASET/dataset.json      preprocessing, sources, roles, shards with their sha256, and a fingerprint of the rest
             samples.parquet   one row per crop, in shard order
@@ -6,7 +7,8 @@
             shards/00000.tar  <key>.ecg = int16 little-endian [12, 5000] microvolts, <key>.json; 00000.idx for DALI
             store.zarr/       optional copy: int16 [crops, 12, 5000]
 
-`Dataset.open` reads only dataset.json. Columns are read on demand; crops are read by offset and checked against their crc32c.
+`Dataset.open` reads only dataset.json. Columns are read on demand; crops are read by offset and
+checked against their crc32c.
 
     dataset = Dataset.open("DATASET")
     ecg = dataset[0]                        # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels, ecg.plot()
@@ -29,7 +31,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from omnilead.data_tools.errors import ChunkError as ChunkError  # the engine imports the errors from here
+from omnilead.data_tools.errors import (
+    ChunkError as ChunkError,  # the engine imports the errors from here
+)
 from omnilead.data_tools.errors import DataError as DataError
 from omnilead.data_tools.errors import DatasetError as DatasetError
 from omnilead.data_tools.errors import ReadError, one_line
@@ -56,10 +60,16 @@ GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
 
 COLUMNS = pa.schema(
     [
-        ("shard", pa.int32()),  # -1 in a dataset with zarr only, where the row number is the address
+        (
+            "shard",
+            pa.int32(),
+        ),  # -1 in a dataset with zarr only, where the row number is the address
         ("offset", pa.int64()),
         ("crc32c", pa.uint32()),
-        ("waveform", pa.uint64()),  # crc32c of the limb leads, then of the chest leads: equal for equal waveforms
+        (
+            "waveform",
+            pa.uint64(),
+        ),  # crc32c of the limb leads, then of the chest leads: equal for equal waveforms
         ("source", pa.string()),
         ("record", pa.string()),
         ("patient", pa.string()),
@@ -103,7 +113,8 @@ class SourceFacts(BaseModel, strict=True):
 
 
 class DatasetFacts(BaseModel, strict=True):
-    """The fields of dataset.json that readers rely on. Those with a default may be absent: not every reader needs them."""
+    """The fields of dataset.json that readers rely on. Those with a default may be absent: not
+    every reader needs them."""
 
     crops: int
     samples: FileFacts
@@ -130,7 +141,9 @@ class Ecg:
     """One crop of 10 s. If `halves` is 1, it is 5 s long and its second half is zero."""
 
     row: int
-    signal_uv: np.ndarray = field(repr=False)  # int16 [12, 5000], leads in the order of data_tools.record.LEADS
+    signal_uv: np.ndarray = field(
+        repr=False
+    )  # int16 [12, 5000], leads in the order of data_tools.record.LEADS
     source: str
     record: str
     patient: str | None
@@ -156,7 +169,13 @@ class Ecg:
         from omnilead.data_tools.plots import caption_of, ecg_figure
 
         title = f"{self.source}/{self.record}, from {self.start_s:g} s"
-        return ecg_figure(self.signal_uv, self.halves, title, caption_of(self.age, self.sex, self.dx), self.missing_leads)
+        return ecg_figure(
+            self.signal_uv,
+            self.halves,
+            title,
+            caption_of(self.age, self.sex, self.dx),
+            self.missing_leads,
+        )
 
 
 @dataclass(frozen=True)
@@ -172,24 +191,46 @@ class Dataset:
         try:
             meta = json.loads(root.read(META, MAX_META))
         except ReadError as error:
-            hint = "not a dataset, or an unfinished one: `omnilead shard SRC --out DATASET` makes or finishes it"
-            raise DatasetError(f"{url}: no {META} ({hint})" if error.reason == "missing file" else f"{url}: {error}") from None
+            hint = (
+                "not a dataset, or an unfinished one: `omnilead shard SRC --out DATASET` makes or "
+                "finishes it"
+            )
+            raise DatasetError(
+                f"{url}: no {META} ({hint})"
+                if error.reason == "missing file"
+                else f"{url}: {error}"
+            ) from None
         except (ValueError, RecursionError) as error:
-            raise DatasetError(one_line(f"{url}/{META}: not JSON ({error}): restore the file")) from None
+            raise DatasetError(
+                one_line(f"{url}/{META}: not JSON ({error}): restore the file")
+            ) from None
         version = meta.get("format_version") if isinstance(meta, dict) else None
         if version != FORMAT_VERSION:
-            raise DatasetError(f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use a matching version")
+            raise DatasetError(
+                f"{url}: format version {version}, this program reads {FORMAT_VERSION}: use a "
+                "matching version"
+            )
         if meta.get("fingerprint") != fingerprint(meta):
-            raise DatasetError(f"{url}/{META}: the fingerprint does not match the contents: edited by hand? restore the file")
+            raise DatasetError(
+                f"{url}/{META}: the fingerprint does not match the contents: edited by hand? "
+                "restore the file"
+            )
         try:
             DatasetFacts.model_validate(meta)
         except ValidationError as error:
             wrong = error.errors()[0]["loc"][0]
-            raise DatasetError(f"{url}/{META}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file") from None
+            raise DatasetError(
+                f"{url}/{META}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file"
+            ) from None
         counts = {shard["name"]: shard["crops"] for shard in meta["shards"]}
         stored = len(meta["shards"]), sum(shard["crops"] for shard in meta["shards"])
-        if stored != (len(counts), meta["crops"] if counts else 0) or ("tar" in meta["formats"]) != bool(counts):
-            facts = f"{stored[0]} shards with {stored[1]} crops, {meta['crops']} crops in all, formats {meta['formats']}"
+        if stored != (len(counts), meta["crops"] if counts else 0) or (
+            "tar" in meta["formats"]
+        ) != bool(counts):
+            facts = (
+                f"{stored[0]} shards with {stored[1]} crops, {meta['crops']} crops in all, "
+                f"formats {meta['formats']}"
+            )
             raise DatasetError(f"{url}/{META}: contradicts itself ({facts}): restore the file")
         return cls(root, Meta(meta))
 
@@ -205,7 +246,10 @@ class Dataset:
     def __repr__(self) -> str:
         records = sum(source["records"]["used"] for source in self.meta.get("sources", ()))
         formats = " and ".join(self.meta["formats"])
-        return f"Dataset({self.root.url!r}: {len(self):,} crops of {records:,} records, {formats}, {self.fingerprint[:8]})"
+        return (
+            f"Dataset({self.root.url!r}: {len(self):,} crops of {records:,} records, {formats}, "
+            f"{self.fingerprint[:8]})"
+        )
 
     def __getitem__(self, row: int) -> Ecg:
         if not -len(self) <= operator.index(row) < len(self):
@@ -232,13 +276,22 @@ class Dataset:
         return list(self.meta["shards"])
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given columns are decoded."""
+        """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given
+        columns are decoded."""
         with self._arrow_errors():
             table = self._samples.read(columns)
         if table.num_rows != len(self):
-            raise DatasetError(f"{self.root.url}: {SAMPLES}: {table.num_rows} rows, {len(self)} expected: restore the file")
-        if nulls := [name for name in table.column_names if name not in NULLABLE and table[name].null_count]:
-            raise DatasetError(f"{self.root.url}/{SAMPLES}: {nulls[0]} is missing in some rows: build the dataset again")
+            raise DatasetError(
+                f"{self.root.url}: {SAMPLES}: {table.num_rows} rows, {len(self)} expected: "
+                "restore the file"
+            )
+        if nulls := [
+            name for name in table.column_names if name not in NULLABLE and table[name].null_count
+        ]:
+            raise DatasetError(
+                f"{self.root.url}/{SAMPLES}: {nulls[0]} is missing in some rows: build the "
+                "dataset again"
+            )
         return table
 
     def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
@@ -251,11 +304,16 @@ class Dataset:
     def _group_begins(self) -> np.ndarray:
         """The first row of each row group of samples.parquet."""
         with self._arrow_errors():
-            return np.cumsum([0, *(group.num_rows for group in self._samples.fragments[0].row_groups[:-1])])
+            return np.cumsum(
+                [0, *(group.num_rows for group in self._samples.fragments[0].row_groups[:-1])]
+            )
 
     @cached_property
     def _group(self) -> Any:
-        columns, fragment = [name for name in COLUMNS.names if name in Ecg.__annotations__], self._samples.fragments[0]
+        columns, fragment = (
+            [name for name in COLUMNS.names if name in Ecg.__annotations__],
+            self._samples.fragments[0],
+        )
 
         @lru_cache(GROUPS_KEPT)
         def read(group: int) -> pa.Table:
@@ -266,7 +324,8 @@ class Dataset:
 
     @cached_property
     def _samples(self) -> pq.ParquetDataset:
-        """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file stays in memory."""
+        """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file
+        stays in memory."""
         facts, file = self.meta["samples"], f"{self.root.url}/{SAMPLES}"
         source: Any = file
         if self.root.remote:
@@ -298,7 +357,12 @@ class Dataset:
     @property
     def labels(self) -> np.ndarray:
         """bool [crops, 26]: which diagnoses in CLASSES each crop's record has."""
-        values: np.ndarray = self.table(["labels"])["labels"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        values: np.ndarray = (
+            self.table(["labels"])["labels"]
+            .combine_chunks()
+            .flatten()
+            .to_numpy(zero_copy_only=False)
+        )
         return values.reshape(len(self), len(CLASSES))
 
     @cached_property
@@ -307,8 +371,11 @@ class Dataset:
         table = self.table(["shard", "offset", "crc32c"])
         return tuple(table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
-    def select(self, pretrain: bool | None = None, dx: str | None = None, identity: str | None = None) -> np.ndarray:
-        """Rows with a role: select(dx="test"), select(pretrain=True), select(identity="gallery")."""
+    def select(
+        self, pretrain: bool | None = None, dx: str | None = None, identity: str | None = None
+    ) -> np.ndarray:
+        """Rows with a role: select(dx="test"), select(pretrain=True),
+        select(identity="gallery")."""
         keep = np.ones(len(self), bool)
         for name, role in (("pretrain", pretrain), ("dx_role", dx), ("id_role", identity)):
             if role is not None:
@@ -328,9 +395,14 @@ class Dataset:
             else:
                 data = self.root.read_range(name, offset, CROP_BYTES)
         except (OSError, ValueError, ChunkError) as error:
-            raise DatasetError(one_line(f"{self.root.url}/{name}: crop {row}: {error}: restore the file")) from None
+            raise DatasetError(
+                one_line(f"{self.root.url}/{name}: crop {row}: {error}: restore the file")
+            ) from None
         if check and google_crc32c.value(data) != crc:
-            raise DatasetError(f"{self.root.url}/{name}: crop {row} at byte {offset} fails its crc32c: restore the file")
+            raise DatasetError(
+                f"{self.root.url}/{name}: crop {row} at byte {offset} fails its crc32c: restore "
+                "the file"
+            )
         return np.frombuffer(data, "<i2").reshape(CROP_SHAPE)
 
     @cached_property
@@ -344,19 +416,25 @@ class Dataset:
         """The rows of rejects.csv: (source, record, reason, detail)."""
         facts, file = self.meta.get("rejects"), f"{self.root.url}/{REJECTS}"
         if not facts:
-            raise DatasetError(f"{self.root.url}/{META}: has no entry `rejects`: build the dataset again")
+            raise DatasetError(
+                f"{self.root.url}/{META}: has no entry `rejects`: build the dataset again"
+            )
         try:
             data = self.root.read(REJECTS, facts["bytes"])
             if hashlib.sha256(data).hexdigest() != facts["sha256"]:
                 raise ValueError("fails its sha256")
             _, *rows = csv.reader(io.StringIO(data.decode()))
-            return [(source, record, reason, detail) for source, record, reason, detail in (map(unquoted, row) for row in rows)]
+            return [
+                (source, record, reason, detail)
+                for source, record, reason, detail in (map(unquoted, row) for row in rows)
+            ]
         except (ReadError, ValueError, csv.Error) as error:
             raise DatasetError(one_line(f"{file}: {error}: restore the file")) from None
 
 
 def fingerprint(meta: dict[str, Any]) -> str:
-    """A hash of everything else in dataset.json, which includes the sha256 of every shard and table."""
+    """A hash of everything else in dataset.json, which includes the sha256 of every shard and
+    table."""
     rest = {name: value for name, value in meta.items() if name != "fingerprint"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 

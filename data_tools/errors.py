@@ -1,4 +1,5 @@
-"""Errors for the user: commands print the message on one line and exit with code 2. Other exceptions are bugs."""
+"""Errors for the user: commands print the message on one line and exit with code 2. Other
+exceptions are bugs."""
 
 
 class UserError(Exception):
@@ -13,7 +14,8 @@ class DataError(UserError):
 
 
 class ReadError(DataError):
-    """A record or crop that cannot be used. `reason` comes from a fixed set of phrases and is counted in rejects.csv."""
+    """A record or crop that cannot be used. `reason` comes from a fixed set of phrases and is
+    counted in rejects.csv."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -24,7 +26,8 @@ class ReadError(DataError):
 
 
 class StorageError(DataError):
-    """The storage failed (network, credentials, full disk). The run stops; starting it again continues it."""
+    """The storage failed (network, credentials, full disk). The run stops; starting it again
+    continues it."""
 
 
 class DatasetError(DataError):

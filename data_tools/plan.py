@@ -1,6 +1,8 @@
-"""Plan which crop goes into which shard: a seeded permutation of all crops over shards of 1,024, made from headers only.
+"""Plan which crop goes into which shard: a seeded permutation of all crops over shards of 1,024,
+made from headers only.
 
-The plan is stored in columns, about a hundred bytes per record, so that eleven million records fit into one machine's memory.
+The plan is stored in columns, about a hundred bytes per record, so that eleven million records fit
+into one machine's memory.
 """
 
 import re
@@ -46,7 +48,9 @@ SCANNED = pa.schema(
 
 class PlannedShard(NamedTuple):
     crops: PlannedCrops
-    identity: str  # shards with the same identity have the same bytes, wherever the archive is stored
+    identity: (
+        str  # shards with the same identity have the same bytes, wherever the archive is stored
+    )
     content: str  # also changes if the archive's files are modified
 
 
@@ -69,14 +73,25 @@ class ShardPlan:
         records = np.searchsorted(self.first_crop, crops, side="right") - 1
         parts = (crops - self.first_crop[records]).tolist()
         rows = self.records.take(pa.array(records)).to_pydict()
-        marks = (f"{a}#{b}:{c:016x}" for a, b, c in zip(rows["label"], parts, rows["fingerprint"], strict=True))
-        identity = sha256("\n".join([f"{FORMAT_VERSION} {SPEC_HASH} {self.tables}", *marks]).encode())
+        marks = (
+            f"{a}#{b}:{c:016x}"
+            for a, b, c in zip(rows["label"], parts, rows["fingerprint"], strict=True)
+        )
+        identity = sha256(
+            "\n".join([f"{FORMAT_VERSION} {SPEC_HASH} {self.tables}", *marks]).encode()
+        )
         content = sha256(identity.digest() + np.array(rows["stamp"], np.uint64).tobytes())
         planned = list(zip(rows["archive"], rows["key"], rows["label"], parts, strict=True))
         return PlannedShard(planned, identity.hexdigest(), content.hexdigest())
 
 
-def make_plan(sources: Iterable[Source], seed: int, workers: int = 1, dask: str | None = None, quiet: bool = True) -> ShardPlan:
+def make_plan(
+    sources: Iterable[Source],
+    seed: int,
+    workers: int = 1,
+    dask: str | None = None,
+    quiet: bool = True,
+) -> ShardPlan:
     """Read all headers in parallel and plan the shards."""
     sources = tuple(sources)
     scans: dict[int, tuple[int, pa.Table, list[tuple[str, Reject]]]] = {}
@@ -85,28 +100,40 @@ def make_plan(sources: Iterable[Source], seed: int, workers: int = 1, dask: str 
             scans[scan[0]] = scan
             bar.update(len(scan[1]) + len(scan[2]))
     if not scans:
-        raise StorageError(f"no records in {', '.join(source.root.url + links_in(source.root) for source in sources)}")
+        raise StorageError(
+            f"no records in "
+            f"{', '.join(source.root.url + links_in(source.root) for source in sources)}"
+        )
     scanned = pa.concat_tables(scans[number][1] for number in sorted(scans)).combine_chunks()
     refused = [one for number in sorted(scans) for one in scans[number][2]]
     seen = Counter(source for _, (source, *_) in refused)
-    seen.update({row["values"]: row["counts"] for row in pc.value_counts(scanned["source"]).to_pylist()})
-    tar_names = pc.replace_substring(scanned["label"].combine_chunks(), "/", "-")  # the same for a-b/c and a/b-c
+    seen.update(
+        {row["values"]: row["counts"] for row in pc.value_counts(scanned["source"]).to_pylist()}
+    )
+    tar_names = pc.replace_substring(
+        scanned["label"].combine_chunks(), "/", "-"
+    )  # the same for a-b/c and a/b-c
     names = pc.dictionary_encode(tar_names)
     first = np.zeros(len(scanned), bool)
     first[np.unique(names.indices.to_numpy(), return_index=True)[1]] = True
     for row in scanned.filter(pa.array(~first)).select(["key", "label"]).to_pylist():
         source, _, name = row["label"].partition("/")
-        refused.append((row["key"], (source, name, "record read already", f"another {name} came first")))
+        refused.append(
+            (row["key"], (source, name, "record read already", f"another {name} came first"))
+        )
     records = scanned.filter(pa.array(first))
     rejects = _with_unique_names(refused, records["label"])
     first_crop = np.concatenate([[0], np.cumsum(records["crops"].to_numpy(), dtype=np.int64)])
     tables = sha256(b"".join(sha256(source.tables()).digest() for source in sources)).hexdigest()
     order = permutation(int(first_crop[-1]), seed)
-    return ShardPlan(sources, records, tables, first_crop, order, dict(sorted(seen.items())), rejects)
+    return ShardPlan(
+        sources, records, tables, first_crop, order, dict(sorted(seen.items())), rejects
+    )
 
 
 def permutation(count: int, seed: int) -> np.ndarray:
-    """A permutation by SplitMix64 hashes of a counter, since a library's generator may change between versions."""
+    """A permutation by SplitMix64 hashes of a counter, since a library's generator may change
+    between versions."""
     x = np.arange(count, dtype=np.uint64) + np.uint64(seed * 0xD1B54A32D192ED03 % 2**64)
     x *= np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -123,14 +150,18 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, lis
             number += 1
 
 
-def _scan(task: tuple[int, int, Source, list[str]]) -> tuple[int, pa.Table, list[tuple[str, Reject]]]:
+def _scan(
+    task: tuple[int, int, Source, list[str]],
+) -> tuple[int, pa.Table, list[tuple[str, Reject]]]:
     """Return the chunk's number, its usable records, and its refused records with their keys."""
     keep_freed_memory()
     number, archive, source, keys = task
     rows: list[tuple[int, str, str, str, int, int, int, float]] = []
     refused: list[tuple[str, Reject]] = []
     read = partial(read_safely, source.header)
-    for key, header in zip(keys, prefetch(read, keys) if source.root.remote else map(read, keys), strict=True):
+    for key, header in zip(
+        keys, prefetch(read, keys) if source.root.remote else map(read, keys), strict=True
+    ):
         try:
             if isinstance(header, ReadError):
                 name, filed = source.name_for(key), source.source_of(key)
@@ -140,16 +171,37 @@ def _scan(task: tuple[int, int, Source, list[str]]) -> tuple[int, pa.Table, list
                 raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
             crops = crop_count(header.samples, header.fs_hz)
             if not crops:
-                raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
+                raise ReadError(
+                    "too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed"
+                )
             if (length := len(f"{filed}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
-                raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
+                raise ReadError(
+                    "record name", f"{length} characters in a shard, {MAX_NAME} at most"
+                )
             lost = dropped_s(header.samples, header.fs_hz)
             words = header.fingerprint + f"{header.samples} {header.fs_hz}".encode()
-            rows.append((archive, key, f"{filed}/{name}", filed, _hash(words), _hash(header.stamp), crops, lost))
+            rows.append(
+                (
+                    archive,
+                    key,
+                    f"{filed}/{name}",
+                    filed,
+                    _hash(words),
+                    _hash(header.stamp),
+                    crops,
+                    lost,
+                )
+            )
         except ReadError as error:
             refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
     columns = list(zip(*rows, strict=True)) or [()] * len(SCANNED)
-    return number, pa.table([pa.array(*pair) for pair in zip(columns, SCANNED.types, strict=True)], schema=SCANNED), refused
+    return (
+        number,
+        pa.table(
+            [pa.array(*pair) for pair in zip(columns, SCANNED.types, strict=True)], schema=SCANNED
+        ),
+        refused,
+    )
 
 
 def _hash(words: bytes) -> int:
@@ -157,7 +209,8 @@ def _hash(words: bytes) -> int:
 
 
 def _with_unique_names(refused: list[tuple[str, Reject]], labels: pa.ChunkedArray) -> list[Reject]:
-    """Give each refused record a unique name in rejects.csv: its path if another record has its name."""
+    """Give each refused record a unique name in rejects.csv: its path if another record has its
+    name."""
     names = pa.array([f"{source}/{name}" for _, (source, name, *_) in refused], labels.type)
     used = pc.is_in(names, labels).to_pylist()
     taken: set[tuple[str, str]] = set()

@@ -1,6 +1,7 @@
 """Figures: an ECG on ECG paper, to scale, and an overview of a dataset.
 
-Used by `omnilead show DATASET|RECORD --png FILE` and data_tools.dataset.Ecg.plot. matplotlib is imported only to draw.
+Used by `omnilead show DATASET|RECORD --png FILE` and data_tools.dataset.Ecg.plot. matplotlib is
+imported only to draw.
 """
 
 import os
@@ -29,7 +30,8 @@ MM_PER_S = 25.0
 COLUMN_S = 2.5
 GAINS_MM_PER_MV = (10.0, 5.0)  # standard gain; half gain for traces that would leave the paper
 
-# A4 landscape, so that a print at 100 % is to scale. The axes are in millimetres from the grid's lower left corner
+# A4 landscape, so that a print at 100 % is to scale. The axes are in millimetres from the grid's
+# lower left corner
 PAGE_MM, PAPER_MM, PAPER_AT_MM = (297.0, 210.0), (270.0, 175.0), (13.5, 13.0)
 TRACE_X_MM = 15.0  # x of second 0; the calibration pulse is to its left
 ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)  # baselines: three rows of four leads, then the rhythm strip
@@ -37,22 +39,43 @@ FLAT_MV = 0.005  # a lead that varies less has no signal; one step of usual conv
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhere
 INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dcda", "#eeb0ad"
-ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")  # differ in lightness, for any colour vision
+ROLE_COLOURS = (
+    "#2f6690",
+    "#db963a",
+    "#b3d4e6",
+    "#7d7d88",
+    "#d9d9d4",
+    "#3d2c4a",
+)  # differ in lightness, for any colour vision
 
 
 def ecg_figure(
-    signal_uv: np.ndarray, halves: int, title: str = "", caption: str = "", missing: Collection[str] = ()
+    signal_uv: np.ndarray,
+    halves: int,
+    title: str = "",
+    caption: str = "",
+    missing: Collection[str] = (),
 ) -> "Figure":
-    """Draw a crop [12, 5000]: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm strip.
+    """Draw a crop [12, 5000]: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm
+    strip.
 
-    Each lead is centred on its median, as AC-coupled carts do. A crop of 5 s is drawn again in the last two columns."""
+    Each lead is centred on its median, as AC-coupled carts do. A crop of 5 s is drawn again in
+    the last two columns."""
     mv = signal_uv[:, : HALF * halves] / 1000.0
-    shown = {lead: row - np.median(row) for lead, row in zip(LEADS, mv, strict=True) if lead not in missing}
-    rhythm = next((lead for lead in ("II", *LEADS) if lead in shown and np.ptp(shown[lead]) > FLAT_MV), "II")
+    shown = {
+        lead: row - np.median(row)
+        for lead, row in zip(LEADS, mv, strict=True)
+        if lead not in missing
+    }
+    rhythm = next(
+        (lead for lead in ("II", *LEADS) if lead in shown and np.ptp(shown[lead]) > FLAT_MV), "II"
+    )
     length_s = mv.shape[1] / FS_HZ
 
     # cells of the printout: (lead, row, from second, to second)
-    cells = [(lead, i % 3, COLUMN_S * (i // 3), COLUMN_S * (i // 3 + 1)) for i, lead in enumerate(LEADS)]
+    cells = [
+        (lead, i % 3, COLUMN_S * (i // 3), COLUMN_S * (i // 3 + 1)) for i, lead in enumerate(LEADS)
+    ]
     cells.append((rhythm, 3, 0.0, length_s))
 
     def trace_mm(gain: float, lead: str, row: int, start_s: float, end_s: float) -> np.ndarray:
@@ -60,13 +83,24 @@ def ecg_figure(
         first = round(start_s % length_s * FS_HZ)
         values = shown.get(lead, np.empty(0))[first : first + round((end_s - start_s) * FS_HZ) + 1]
         return np.stack(
-            [TRACE_X_MM + MM_PER_S * (start_s + np.arange(len(values)) / FS_HZ), ROWS_Y_MM[row] + gain * values], axis=1
+            [
+                TRACE_X_MM + MM_PER_S * (start_s + np.arange(len(values)) / FS_HZ),
+                ROWS_Y_MM[row] + gain * values,
+            ],
+            axis=1,
         )
 
     gain, notes = GAINS_MM_PER_MV[0], list[str]()
-    edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)  # a trace may reach into the next row, but not cross its baseline
+    edges = (
+        PAPER_MM[1],
+        *ROWS_Y_MM,
+        0.0,
+    )  # a trace may reach into the next row, but not cross its baseline
     traces = [trace_mm(gain, *cell) for cell in cells]
-    if any(_leaves(trace, edges[row + 2], edges[row]) for trace, (_, row, _, _) in zip(traces, cells, strict=True)):
+    if any(
+        _leaves(trace, edges[row + 2], edges[row])
+        for trace, (_, row, _, _) in zip(traces, cells, strict=True)
+    ):
         gain = GAINS_MM_PER_MV[1]
         traces = [trace_mm(gain, *cell) for cell in cells]
         notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
@@ -78,10 +112,23 @@ def ecg_figure(
     figure, axes = _paper()
     for row_y in ROWS_Y_MM:
         pulse = row_y + gain * np.array([0, 0, 1, 1, 0, 0])
-        axes.plot((2, 5, 5, 10, 10, 13), pulse, color=INK, lw=0.9, solid_joinstyle="miter", label="calibration")
+        axes.plot(
+            (2, 5, 5, 10, 10, 13),
+            pulse,
+            color=INK,
+            lw=0.9,
+            solid_joinstyle="miter",
+            label="calibration",
+        )
     for (lead, row, start_s, end_s), trace in zip(cells, traces, strict=True):
         _draw_lead(axes, lead, row, start_s, end_s, trace if lead in shown else None)
-    _margins(figure, title, caption, f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz", "   ".join(notes))
+    _margins(
+        figure,
+        title,
+        caption,
+        f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz",
+        "   ".join(notes),
+    )
     return figure
 
 
@@ -94,7 +141,9 @@ def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
     return bool(np.any(trace[:, 1] < floor) or np.any(trace[:, 1] > ceiling))
 
 
-def _draw_lead(axes: "Axes", lead: str, row: int, start_s: float, end_s: float, trace: np.ndarray | None) -> None:
+def _draw_lead(
+    axes: "Axes", lead: str, row: int, start_s: float, end_s: float, trace: np.ndarray | None
+) -> None:
     from matplotlib.patheffects import withStroke
 
     x, end_x, y = TRACE_X_MM + MM_PER_S * start_s, TRACE_X_MM + MM_PER_S * end_s, ROWS_Y_MM[row]
@@ -102,11 +151,31 @@ def _draw_lead(axes: "Axes", lead: str, row: int, start_s: float, end_s: float, 
         axes.plot([x, x], [y - 4, y + 4], color=INK, lw=0.7, label="separator")
     if trace is None:
         axes.plot([x, end_x], [y, y], color=GREY, lw=0.9, ls=(0, (5, 4)), label=f"missing {lead}")
-        _write(axes, (x + end_x) / 2, y + 1.5, "missing", 9, color=GREY, style="italic", ha="center")
+        _write(
+            axes, (x + end_x) / 2, y + 1.5, "missing", 9, color=GREY, style="italic", ha="center"
+        )
     else:
-        axes.plot(trace[:, 0], trace[:, 1], color=INK, lw=0.9, solid_joinstyle="round", zorder=3, label=f"trace {lead}")
+        axes.plot(
+            trace[:, 0],
+            trace[:, 1],
+            color=INK,
+            lw=0.9,
+            solid_joinstyle="round",
+            zorder=3,
+            label=f"trace {lead}",
+        )
     halo = [withStroke(linewidth=3, foreground=PAPER)]  # keeps the name legible on a trace
-    _write(axes, x + 1.2, y + 6, lead, 10, weight="bold", label=f"name {lead}", zorder=4, path_effects=halo)
+    _write(
+        axes,
+        x + 1.2,
+        y + 6,
+        lead,
+        10,
+        weight="bold",
+        label=f"name {lead}",
+        zorder=4,
+        path_effects=halo,
+    )
 
 
 def _paper() -> "tuple[Figure, Axes]":
@@ -115,19 +184,24 @@ def _paper() -> "tuple[Figure, Axes]":
 
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     figure = _figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
-    axes = figure.add_axes((left / page_w, bottom / page_h, w / page_w, h / page_h), facecolor=PAPER)
+    axes = figure.add_axes(
+        (left / page_w, bottom / page_h, w / page_w, h / page_h), facecolor=PAPER
+    )
     axes.set(xlim=(0, w), ylim=(0, h), xticks=[], yticks=[], autoscale_on=False)
     for step, colour, lw in ((1, GRID_1_MM, 0.35), (5, GRID_5_MM, 0.6)):
         lines = [((x, 0.0), (x, h)) for x in np.arange(0, w + 1, step)]
         lines += [((0.0, y), (w, y)) for y in np.arange(0, h + 1, step)]
-        grid = LineCollection(lines, colors=colour, linewidths=lw, zorder=0.5, snap=True, label=f"grid {step} mm")
+        grid = LineCollection(
+            lines, colors=colour, linewidths=lw, zorder=0.5, snap=True, label=f"grid {step} mm"
+        )
         axes.add_collection(grid, autolim=False)
     axes.spines[:].set(color=GRID_5_MM, linewidth=0.8)
     return figure, axes
 
 
 def _figure(size: tuple[float, float], **options: Any) -> "Figure":
-    """An empty figure that notebooks display; pyplot's figures need `%matplotlib inline` for that."""
+    """An empty figure that notebooks display; pyplot's figures need `%matplotlib inline` for
+    that."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -149,61 +223,122 @@ def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str)
     x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
     lines = textwrap.wrap(caption, 125)
     caption = "\n".join(lines[:2]) + (" …" if lines[2:] else "")
-    _write(figure, x, (bottom + h + 12) / page_h, title[:80] + ("…" if title[80:] else ""), 13, weight="bold")
-    _write(figure, x, (bottom + h + 9.5) / page_h, caption, 9, color=GREY, va="top", linespacing=1.25)
+    _write(
+        figure,
+        x,
+        (bottom + h + 12) / page_h,
+        title[:80] + ("…" if title[80:] else ""),
+        13,
+        weight="bold",
+    )
+    _write(
+        figure, x, (bottom + h + 9.5) / page_h, caption, 9, color=GREY, va="top", linespacing=1.25
+    )
     _write(figure, x, footer_y, scale, 9.5, weight="bold" if "gain" in notes else "normal")
     _write(figure, right, footer_y, notes, 9, color=GREY, ha="right")
 
 
-def _write(where: "Figure | Axes", x: float, y: float, text: str, size: float, color: str = INK, **style: object) -> None:
+def _write(
+    where: "Figure | Axes",
+    x: float,
+    y: float,
+    text: str,
+    size: float,
+    color: str = INK,
+    **style: object,
+) -> None:
     where.text(x, y, text, fontsize=size, color=color, fontfamily=FONT, parse_math=False, **style)  # type: ignore[arg-type]
 
 
 def dataset_figure(dataset: Dataset) -> "Figure":
-    table, labels = dataset.table(["source", "pretrain", "dx_role", "id_role"]), dataset.labels.sum(axis=0).tolist()
+    table, labels = (
+        dataset.table(["source", "pretrain", "dx_role", "id_role"]),
+        dataset.labels.sum(axis=0).tolist(),
+    )
     columns = (table[name].to_pylist() for name in ("source", "pretrain", "dx_role", "id_role"))
     counts: dict[str, Counter[str]] = {}
     for source, pretrain, dx, identity in zip(*columns, strict=True):
-        role = f"diagnosis {dx}" if dx in ("valid", "test") else "pre-training" if pretrain else "kept out"
+        role = (
+            f"diagnosis {dx}"
+            if dx in ("valid", "test")
+            else "pre-training"
+            if pretrain
+            else "kept out"
+        )
         role = "gallery or probe" if identity in ("gallery", "probe") else role
         counts.setdefault(source, Counter())[role] += 1
     classes = dict(zip(ABBREVIATIONS, labels, strict=True)) if any(labels) else {}
-    return summary_figure(counts, classes, f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}")
+    return summary_figure(
+        counts, classes, f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}"
+    )
 
 
-def summary_figure(counts: Mapping[str, Mapping[str, int]], class_counts: Mapping[str, int], title: str) -> "Figure":
-    """Left: number of crops by source and role (counts[source][role]). Right: number of crops with each diagnosis class."""
+def summary_figure(
+    counts: Mapping[str, Mapping[str, int]], class_counts: Mapping[str, int], title: str
+) -> "Figure":
+    """Left: number of crops by source and role (counts[source][role]). Right: number of crops with
+    each diagnosis class."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     slots = max(len(counts), len(ABBREVIATIONS) if class_counts else 0, 8)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
     figure = _figure((12.5, 1.8 + 0.22 * slots), layout=layout)
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK, family=FONT, parse_math=False)
+    figure.suptitle(
+        title,
+        x=0.012,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
+        color=INK,
+        family=FONT,
+        parse_math=False,
+    )
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1.0))
     total = sum(sum(roles.values()) for roles in counts.values())
-    for axes, words in ((left, f"{total:,} crops by source and role"), (right, "crops with each diagnosis class")):
+    for axes, words in (
+        (left, f"{total:,} crops by source and role"),
+        (right, "crops with each diagnosis class"),
+    ):
         axes.set_title(words, loc="left", fontsize=10, color=INK, family=FONT)
     _draw_bars(left, counts, max(len(counts), 0.55 * slots))
     if total:  # below the axis, where there are no bars
         at, font = (-0.01, -1.1 / slots), {"family": FONT, "size": 9}
-        left.legend(loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0)
+        left.legend(
+            loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0
+        )
     if class_counts:
         classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
         _draw_bars(right, classes, len(classes), wide_range=True)
     else:
         right.set_axis_off()
-        _write(right, 0.5, 0.5, "no diagnosis labels", 10, color=GREY, style="italic", ha="center", va="center")
+        _write(
+            right,
+            0.5,
+            0.5,
+            "no diagnosis labels",
+            10,
+            color=GREY,
+            style="italic",
+            ha="center",
+            va="center",
+        )
     return figure
 
 
-def _draw_bars(axes: "Axes", counts: Mapping[str, Mapping[str, int]], slots: float, wide_range: bool = False) -> None:
-    """A stacked bar for each name, longest first, with its total after it. `wide_range`: use a logarithmic scale if the longest
-    is more than 50 times the shortest."""
+def _draw_bars(
+    axes: "Axes", counts: Mapping[str, Mapping[str, int]], slots: float, wide_range: bool = False
+) -> None:
+    """A stacked bar for each name, longest first, with its total after it. `wide_range`: use a
+    logarithmic scale if the longest is more than 50 times the shortest."""
     from matplotlib.ticker import MaxNLocator
 
     totals = {name: sum(parts.values()) for name, parts in counts.items()}
     order = sorted(totals, key=lambda name: (-totals[name], name))
-    lowest, highest, start = min(filter(None, totals.values()), default=1), max([1, *totals.values()]), 0.0
+    lowest, highest, start = (
+        min(filter(None, totals.values()), default=1),
+        max([1, *totals.values()]),
+        0.0,
+    )
     axes.set_xlim(0, highest * 1.14)
     if wide_range and highest / lowest > 50:
         start = lowest / 2
@@ -213,10 +348,14 @@ def _draw_bars(axes: "Axes", counts: Mapping[str, Mapping[str, int]], slots: flo
     else:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     left = np.full(len(order), start)
-    for name, colour in zip(dict.fromkeys(part for parts in counts.values() for part in parts), cycle(ROLE_COLOURS)):
+    for name, colour in zip(
+        dict.fromkeys(part for parts in counts.values() for part in parts), cycle(ROLE_COLOURS)
+    ):
         part = np.array([counts[one].get(name, 0) for one in order])
         width = np.maximum(part - start, 0)
-        axes.barh(range(len(order)), width, 0.68, left=left, color=colour, label=f"{name}  {part.sum():,}")
+        axes.barh(
+            range(len(order)), width, 0.68, left=left, color=colour, label=f"{name}  {part.sum():,}"
+        )
         left += width
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
@@ -228,7 +367,9 @@ def _draw_bars(axes: "Axes", counts: Mapping[str, Mapping[str, int]], slots: flo
     axes.set_yticks(range(len(order)), order, parse_math=False)
     for y, value in enumerate(totals[name] for name in order):
         at, colour = (max(value, axes.get_xlim()[0]), y), INK if value else GREY
-        text = axes.annotate(f"{value:,}", at, (4, 0), textcoords="offset points", va="center", color=colour)
+        text = axes.annotate(
+            f"{value:,}", at, (4, 0), textcoords="offset points", va="center", color=colour
+        )
         text.set(fontsize=8, fontfamily=FONT)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter("")
@@ -244,13 +385,15 @@ def picture_kind(path: Path) -> str:
 
 
 def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
-    """Write a figure in the format of the file's suffix, completely or not at all; the same figure gives the same bytes."""
+    """Write a figure in the format of the file's suffix, completely or not at all; the same figure
+    gives the same bytes."""
     import matplotlib
 
     path = Path(path)
     kind = picture_kind(path)
     undated = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    # a user's setting savefig.bbox = tight would break the scale; without a salt, svg ids are random
+    # a user's setting savefig.bbox = tight would break the scale; without a salt, svg ids are
+    # random
     style = matplotlib.rc_context({"savefig.bbox": None, "svg.hashsalt": "omnilead"})
     with replaced(path) as temporary, style, temporary.open("wb") as file:
         figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=undated.get(kind))

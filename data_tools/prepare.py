@@ -1,12 +1,14 @@
 """Turn a record of any archive into crops of 10 s: 12 leads in order, 500 Hz, int16 microvolts.
 
-Leads are placed by name; physical = (digital - baseline) / gain; other rates are resampled (polyphase FIR, anti-aliased); a
-lead that was not measured becomes zeros and is listed as missing. A record that already has this form is copied bit for bit.
-`SPEC` describes all this; its hash goes into every dataset and every model trained on it.
+Leads are placed by name; physical = (digital - baseline) / gain; other rates are resampled
+(polyphase FIR, anti-aliased); a lead that was not measured becomes zeros and is listed as missing.
+A record that already has this form is copied bit for bit. `SPEC` describes all this; its hash goes
+into every dataset and every model trained on it.
 
-Flags mark unusual crops and do not change them: `flat:V1` a lead that never changes; `saturated` clipped at +-32.767 mV;
-`large` beyond +-20 mV, more than a heart produces; `einthoven` limb leads inconsistent by more than 20 uV (swapped or
-mislabelled leads, or bad resampling). The builder adds `implausible` to all crops of a record whose source warns of its scale.
+Flags mark unusual crops and do not change them: `flat:V1` a lead that never changes; `saturated`
+clipped at +-32.767 mV; `large` beyond +-20 mV, more than a heart produces; `einthoven` limb leads
+inconsistent by more than 20 uV (swapped or mislabelled leads, or bad resampling). The builder adds
+`implausible` to all crops of a record whose source warns of its scale.
 """
 
 import hashlib
@@ -21,7 +23,14 @@ import numpy as np
 from scipy.signal import firwin, upfirdn
 
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.record import LEADS, MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, lead_rows, unit_name
+from omnilead.data_tools.record import (
+    LEADS,
+    MV_PER_UNIT,
+    RATE_RANGE_HZ,
+    EcgRecord,
+    lead_rows,
+    unit_name,
+)
 
 FS_HZ, CROP, HALF = 500, 5000, 2500
 IN_ORDER = {lead: lead for lead in range(len(LEADS))}
@@ -30,9 +39,11 @@ MAX_MV = 1e9  # clipping limit; larger values would overflow in the filter
 MAX_RATIO = 2000  # limit for `up` and `down`: the polyphase filter's length grows with them
 _TAPS_PER_PHASE, _KAISER_BETA = 10, 5.0
 LARGE_UV, EINTHOVEN_UV = 20_000, 20
-# Twice (derived - stored) for III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF; doubled to avoid halves
+# Twice (derived - stored) for III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF; doubled to
+# avoid halves
 _TWICE_RESIDUAL = np.array(
-    [[-2, 2, -2, 0, 0, 0], [-1, -1, 0, -2, 0, 0], [2, -1, 0, 0, -2, 0], [-1, 2, 0, 0, 0, -2]], np.float32
+    [[-2, 2, -2, 0, 0, 0], [-1, -1, 0, -2, 0, 0], [2, -1, 0, 0, -2, 0], [-1, 2, 0, 0, 0, -2]],
+    np.float32,
 )
 
 SPEC = {
@@ -80,7 +91,9 @@ def dropped_s(samples: int, fs_hz: float) -> float:
 @lru_cache(maxsize=256)
 def rate_ratio(fs_hz: float) -> tuple[int, int]:
     if not RATE_RANGE_HZ[0] <= fs_hz <= RATE_RANGE_HZ[1]:
-        raise ReadError("sampling rate", "{} Hz: {:g} to {:g} is read".format(fs_hz, *RATE_RANGE_HZ))
+        raise ReadError(
+            "sampling rate", "{} Hz: {:g} to {:g} is read".format(fs_hz, *RATE_RANGE_HZ)
+        )
     ratio = Fraction(FS_HZ) / Fraction(fs_hz).limit_denominator(100)
     if max(ratio.numerator, ratio.denominator) > MAX_RATIO:
         raise ReadError("sampling rate", f"{fs_hz} Hz has no ratio to 500 Hz within {MAX_RATIO}")
@@ -88,7 +101,8 @@ def rate_ratio(fs_hz: float) -> tuple[int, int]:
 
 
 def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
-    """Write crop `index` of the record into `out` [12, 5000] int16; a crop without a valid lead is refused."""
+    """Write crop `index` of the record into `out` [12, 5000] int16; a crop without a valid lead is
+    refused."""
     body, mask, flags = fill(record, index, out)
     start_s, missing = index * CROP / FS_HZ, mask.tolist()
     flags += _flags_of(body, missing)
@@ -98,12 +112,21 @@ def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
 
 
 def _flags_of(body: np.ndarray, missing: list[bool]) -> list[str]:
-    low, high = body.min(axis=1).tolist(), body.max(axis=1).tolist()  # for twelve numbers, Python is faster than numpy
-    flags = [f"flat:{lead}" for lead, a, b, gone in zip(LEADS, low, high, missing, strict=True) if a == b and not gone]
+    low, high = (
+        body.min(axis=1).tolist(),
+        body.max(axis=1).tolist(),
+    )  # for twelve numbers, Python is faster than numpy
+    flags = [
+        f"flat:{lead}"
+        for lead, a, b, gone in zip(LEADS, low, high, missing, strict=True)
+        if a == b and not gone
+    ]
     if max(high) > LARGE_UV or min(low) < -LARGE_UV:
         flags.append("large")
     if not any(missing[:2]):  # the other limb leads can be derived from I and II
-        twice_residual = _TWICE_RESIDUAL @ body[:6].astype(np.float32)  # whole numbers below 2**24: exact
+        twice_residual = _TWICE_RESIDUAL @ body[:6].astype(
+            np.float32
+        )  # whole numbers below 2**24: exact
         if any(missing[2:6]):
             twice_residual[missing[2:6]] = 0
         if max(twice_residual.max(), -twice_residual.min()) > 2 * EINTHOVEN_UV:
@@ -111,8 +134,11 @@ def _flags_of(body: np.ndarray, missing: list[bool]) -> list[str]:
     return flags
 
 
-def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Write crop `index` into `out`. Returns the part of `out` with signal, a mask of the missing leads, and flags."""
+def fill(
+    record: EcgRecord, index: int, out: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Write crop `index` into `out`. Returns the part of `out` with signal, a mask of the missing
+    leads, and flags."""
     length = samples_at_500(record.signal.shape[1], record.fs_hz)
     start = index * CROP
     stop = min(start + CROP, length)
@@ -137,8 +163,13 @@ def fill(record: EcgRecord, index: int, out: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
-    """Whether the samples can be copied: 12 leads in order, 500 Hz, whole microvolts, no baseline."""
-    if record.signal.dtype != np.int16 or rate_ratio(record.fs_hz) != (1, 1) or unit_name(record.unit) != "mV":
+    """Whether the samples can be copied: 12 leads in order, 500 Hz, whole microvolts, no
+    baseline."""
+    if (
+        record.signal.dtype != np.int16
+        or rate_ratio(record.fs_hz) != (1, 1)
+        or unit_name(record.unit) != "mV"
+    ):
         return False
     if len(record.leads) != len(LEADS) or rows != IN_ORDER:
         return False
@@ -148,19 +179,31 @@ def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
 
 
 def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
-    return value == expected if isinstance(value, (int, float)) else all(one == expected for one in value)
+    return (
+        value == expected
+        if isinstance(value, (int, float))
+        else all(one == expected for one in value)
+    )
 
 
-def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Convert numbers of any type, lead order and rate, from only the samples that this crop needs."""
-    gain, baseline = (np.broadcast_to(np.asarray(x, np.float64), len(record.leads)) for x in (record.gain, record.baseline))
+def _convert(
+    record: EcgRecord, rows: Mapping[int, int], start: int, body: np.ndarray
+) -> tuple[np.ndarray, list[str]]:
+    """Convert numbers of any type, lead order and rate, from only the samples that this crop
+    needs."""
+    gain, baseline = (
+        np.broadcast_to(np.asarray(x, np.float64), len(record.leads))
+        for x in (record.gain, record.baseline)
+    )
     if not (np.isfinite(gain).all() and (gain > 0).all() and np.isfinite(baseline).all()):
         raise ReadError("gain", f"{record.gain}"[:60])
     leads, taken = list(rows), list(rows.values())
     first, last, lead_in = _needed(record, start, body.shape[1])
     with np.errstate(invalid="ignore"):  # damaged files can have signalling NaNs
         values = record.signal[taken, first:last].astype(np.float64)
-    invalid = np.zeros(values.shape, bool) if record.signal.dtype.kind in "iu" else ~np.isfinite(values)
+    invalid = (
+        np.zeros(values.shape, bool) if record.signal.dtype.kind in "iu" else ~np.isfinite(values)
+    )
     if record.invalid is not None:
         invalid |= values == record.invalid
     values[invalid] = 0.0
@@ -185,10 +228,12 @@ def _convert(record: EcgRecord, rows: Mapping[int, int], start: int, body: np.nd
 
 
 def _needed(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
-    """The source range for output samples [start, start + length), and how many outputs precede `start` after resampling it.
+    """The source range for output samples [start, start + length), and how many outputs precede
+    `start` after resampling it.
 
-    The range begins at a multiple of `down`, so every output has the same filter phase and input samples as when the whole
-    record is resampled: a crop does not depend on how the record is cut."""
+    The range begins at a multiple of `down`, so every output has the same filter phase and input
+    samples as when the whole record is resampled: a crop does not depend on how the record is
+    cut."""
     samples = record.signal.shape[1]
     up, down = rate_ratio(record.fs_hz)
     if up == down:
@@ -202,18 +247,23 @@ def _needed(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
 @lru_cache(maxsize=16)
 def _filter(up: int, down: int) -> np.ndarray:
     half = _TAPS_PER_PHASE * max(up, down)
-    taps: np.ndarray = firwin(2 * half + 1, 1.0 / max(up, down), window=("kaiser", _KAISER_BETA)) * up
+    taps: np.ndarray = (
+        firwin(2 * half + 1, 1.0 / max(up, down), window=("kaiser", _KAISER_BETA)) * up
+    )
     return taps
 
 
 def resample(x: np.ndarray, up: int, down: int) -> np.ndarray:
-    """Resample; output k is at source time k * down / up. Edge values pad the signal, to avoid a step at its start and end."""
+    """Resample; output k is at source time k * down / up. Edge values pad the signal, to avoid a
+    step at its start and end."""
     taps = _filter(up, down)
     reach = -(-(len(taps) // 2) // up)
     reach += -reach % down  # to a whole number of phases
     padded = np.pad(x, ((0, 0), (reach, reach)), mode="edge")
     delay = reach * up + len(taps) // 2  # of the first output, in up-sampled samples
     lead_in = -delay % down  # zero taps that align it with the output grid
-    filtered: np.ndarray = upfirdn(np.concatenate([np.zeros(lead_in), taps]), padded, up, down, axis=1)
+    filtered: np.ndarray = upfirdn(
+        np.concatenate([np.zeros(lead_in), taps]), padded, up, down, axis=1
+    )
     first = (delay + lead_in) // down
     return filtered[:, first : first + -(-x.shape[1] * up // down)]

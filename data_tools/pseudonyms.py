@@ -1,4 +1,5 @@
-"""Keyed hashes in place of the names of records and the ids of patients. One key always gives the same pseudonyms.
+"""Keyed hashes in place of the names of records and the ids of patients. One key always gives the
+same pseudonyms.
 
 key = read_key("KEYFILE")                                   # (umask 077; head -c 32 /dev/urandom > KEYFILE)
 pseudonym(key, "r", "muse-xml", "ward_12345")               # of a record; data_tools.sources.base.shown_patient: of a patient
@@ -13,23 +14,36 @@ from omnilead.data_tools.errors import StorageError
 
 
 def read_key(path: str) -> bytes:
-    """Read a key file and hash it to a key. `(umask 077; head -c 32 /dev/urandom > KEYFILE)` creates one."""
+    """Read a key file and hash it to a key. `(umask 077; head -c 32 /dev/urandom > KEYFILE)`
+    creates one."""
     try:
         secret, mode = Path(path).read_bytes(), os.stat(path).st_mode
     except OSError as error:
         raise StorageError(f"--pseudonymize {path}: {error.strerror}") from None
     if mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise StorageError(f"--pseudonymize {path}: other users can read it ({stat.filemode(mode)}): chmod 600 {path}")
+        raise StorageError(
+            f"--pseudonymize {path}: other users can read it ({stat.filemode(mode)}): chmod 600 "
+            f"{path}"
+        )
     if len(secret) < 16:
-        raise StorageError(f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: head -c 32 /dev/urandom")
+        raise StorageError(
+            f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: head -c 32 "
+            "/dev/urandom"
+        )
     return blake2b(secret, digest_size=32).digest()
 
 
 def pseudonym(key: bytes | None, kind: str, source: str, name: str) -> str:
-    """A keyed hash of the name, or the name itself if there is no key. `kind`: r for records, p for patients."""
+    """A keyed hash of the name, or the name itself if there is no key. `kind`: r for records, p for
+    patients."""
     if key is None:
         return name
-    return kind + blake2b(f"{source}/{name}".encode(), key=key, digest_size=10, person=kind.encode()).hexdigest()
+    return (
+        kind
+        + blake2b(
+            f"{source}/{name}".encode(), key=key, digest_size=10, person=kind.encode()
+        ).hexdigest()
+    )
 
 
 def key_mark(key: bytes | None) -> str | None:

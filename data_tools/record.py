@@ -1,6 +1,7 @@
 """One ECG as stored in an archive: the record, its leads, units and diagnoses.
 
-All sources return `EcgRecord`s; the later steps (prepare, build, verify, plots) see nothing else of an archive.
+All sources return `EcgRecord`s; the later steps (prepare, build, verify, plots) see nothing else of
+an archive.
 """
 
 import math
@@ -15,13 +16,28 @@ from omnilead.data_tools.errors import ReadError
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LEAD_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)} | {"DI": 0, "DII": 1, "DIII": 2}
 
-VENDORS = ("muse-xml", "dicom", "philips-xml", "hl7-aecg", "scp-ecg", "edf")  # hospitals' file formats, also their `source`
+VENDORS = (
+    "muse-xml",
+    "dicom",
+    "philips-xml",
+    "hl7-aecg",
+    "scp-ecg",
+    "edf",
+)  # hospitals' file formats, also their `source`
 
 # By their numbers in SCP-ECG and MDC
-SCP_LEADS = dict(zip(("1", "2", "61", "62", "63", "64", "3", "4", "5", "6", "7", "8"), LEADS, strict=True))
+SCP_LEADS = dict(
+    zip(("1", "2", "61", "62", "63", "64", "3", "4", "5", "6", "7", "8"), LEADS, strict=True)
+)
 
 RATE_RANGE_HZ = (50.0, 2000.0)
-AGE_UNITS = {"years": 1.0, "months": 1 / 12, "weeks": 7 / 365.25, "days": 1 / 365.25, "hours": 1 / 8766}  # in years
+AGE_UNITS = {
+    "years": 1.0,
+    "months": 1 / 12,
+    "weeks": 7 / 365.25,
+    "days": 1 / 365.25,
+    "hours": 1 / 8766,
+}  # in years
 MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}
 _UNITS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"}
 
@@ -34,7 +50,9 @@ class Header:
     source: str
     samples: int
     fs_hz: float
-    fingerprint: bytes = b""  # hash of the header text (checksums, sizes); part of the dataset's identity
+    fingerprint: bytes = (
+        b""  # hash of the header text (checksums, sizes); part of the dataset's identity
+    )
     stamp: bytes = b""  # size and time of its files; a continued run reads changed files again
 
 
@@ -58,19 +76,46 @@ class EcgRecord:
     warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail): usable, but noted in rejects.csv
 
     def __post_init__(self) -> None:
-        """Validate: a user's source may return anything. An invalid record is refused and the run continues."""
+        """Validate: a user's source may return anything. An invalid record is refused and the run
+        continues."""
         rows = len(self.leads)
         if self.signal.ndim != 2 or self.signal.dtype.kind not in "iuf" or len(self.signal) != rows:
-            raise ReadError("signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads")
-        if any(hasattr(value, "__len__") and len(value) != rows for value in (self.gain, self.baseline)):
-            raise ReadError("gain", f"{np.size(self.gain)} gains and {np.size(self.baseline)} baselines for {rows} leads")
-        texts = {type(text) for text in (self.name, self.source, self.patient or "", self.sex or "", *self.leads, *self.dx)}
-        if not all(issubclass(kind, str) for kind in texts) or not isinstance(self.age, (int, float, type(None))):
-            raise ReadError("record field", "name, source, patient, sex, leads and dx are text, age is Python's int or float")
+            raise ReadError(
+                "signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads"
+            )
+        if any(
+            hasattr(value, "__len__") and len(value) != rows for value in (self.gain, self.baseline)
+        ):
+            raise ReadError(
+                "gain",
+                f"{np.size(self.gain)} gains and {np.size(self.baseline)} baselines for {rows} "
+                "leads",
+            )
+        texts = {
+            type(text)
+            for text in (
+                self.name,
+                self.source,
+                self.patient or "",
+                self.sex or "",
+                *self.leads,
+                *self.dx,
+            )
+        }
+        if not all(issubclass(kind, str) for kind in texts) or not isinstance(
+            self.age, (int, float, type(None))
+        ):
+            raise ReadError(
+                "record field",
+                "name, source, patient, sex, leads and dx are text, age is Python's int or float",
+            )
         dx, others = only_codes(self.dx)
         object.__setattr__(self, "dx", dx)
         if others:
-            warning = ("diagnosis without a code", f"{others} not copied: `dx` holds SNOMED codes, which are digits")
+            warning = (
+                "diagnosis without a code",
+                f"{others} not copied: `dx` holds SNOMED codes, which are digits",
+            )
             object.__setattr__(self, "warnings", (*self.warnings, warning))
 
 
@@ -85,7 +130,8 @@ def lead_name(text: str) -> str:
 
 
 def unit_name(text: str) -> str:
-    """Normalise a unit: `mv`, `mV`, `MV` -> `mV`. Unknown units are refused; a guess could be wrong by a factor of 1,000."""
+    """Normalise a unit: `mv`, `mV`, `MV` -> `mV`. Unknown units are refused; a guess could be wrong
+    by a factor of 1,000."""
     try:
         return _UNITS[text.strip().lower()]
     except KeyError:
@@ -117,7 +163,8 @@ def as_number(value: object) -> float:
 
 
 def clean_age(value: object) -> float | None:
-    """Age in years, or None. Ages over 89 (PTB-XL writes 300) become 90, because they could identify a person."""
+    """Age in years, or None. Ages over 89 (PTB-XL writes 300) become 90, because they could
+    identify a person."""
     age = as_number(value)
     return min(age, 90.0) if 0 <= age <= 300 else None
 
@@ -126,15 +173,17 @@ def clean_sex(value: object) -> str | None:
     return {"m": "M", "male": "M", "f": "F", "female": "F"}.get(str(value).strip().lower())
 
 
-# The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv: abbreviation and SNOMED CT
-# codes that are scored as this diagnosis
+# The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv:
+# abbreviation and SNOMED CT codes that are scored as this diagnosis
 _CLASSES = """
 AF 164889003, AFL 164890007, BBB 6374002, Brady 426627000, LBBB 733534002 164909002, RBBB 713427006 59118001,
 IAVB 270492004, IRBBB 713426002, LAD 39732003, LAnFB 445118002, LPR 164947007, LQRSV 251146004, LQT 111975006,
 NSIVCB 698252002, NSR 426783006, PAC 284470004 63593006, PR 10370003, PRWP 365413008, PVC 427172004 17338001, QAb 164917005,
 RAD 47665007, SA 427393009, SB 426177001, STach 427084000, TAb 164934002, TInv 59931005
 """
-CLASSES = tuple((name, tuple(codes)) for name, *codes in (line.split() for line in _CLASSES.split(",")))
+CLASSES = tuple(
+    (name, tuple(codes)) for name, *codes in (line.split() for line in _CLASSES.split(","))
+)
 ABBREVIATIONS = tuple(name for name, _ in CLASSES)
 CLASS_OF = {code: i for i, (_, codes) in enumerate(CLASSES) for code in codes}
 
@@ -145,8 +194,9 @@ STE 164931005
 """
 CPSC_WORDS = dict(pair.split() for pair in _CPSC_WORDS.split(","))
 
-# PTB-XL's SCP statements that name a scored class (NORM is a verdict, not a rhythm, so it has none). PVC has an unscored code,
-# because the Challenge files PTB-XL's PVCs under ventricular ectopics
+# PTB-XL's SCP statements that name a scored class (NORM is a verdict, not a rhythm, so it has
+# none). PVC has an unscored code, because the Challenge files PTB-XL's PVCs under ventricular
+# ectopics
 _SCP_CODES = """
 AFIB 164889003, AFLT 164890007, CLBBB 164909002, CRBBB 713427006, 1AVB 270492004, IRBBB 713426002, LAFB 445118002,
 LPR 164947007, LVOLT 251146004, LNGQT 111975006, IVCD 698252002, SR 426783006, PAC 284470004, SVARR 63593006, PACE 10370003,
@@ -164,12 +214,16 @@ def parse_dx(text: str) -> tuple[str, ...]:
 
 
 def only_codes(dx: Iterable[str]) -> tuple[tuple[str, ...], int]:
-    """Distinct SNOMED codes in order, and the number of other words: free text is counted, never copied."""
+    """Distinct SNOMED codes in order, and the number of other words: free text is counted, never
+    copied."""
     codes = [(word, word.isascii() and word.isdigit() and len(word) <= 18) for word in dx]
-    return tuple(dict.fromkeys(word for word, is_code in codes if is_code)), sum(not is_code for _, is_code in codes)
+    return tuple(dict.fromkeys(word for word, is_code in codes if is_code)), sum(
+        not is_code for _, is_code in codes
+    )
 
 
 def class_row(dx: tuple[str, ...]) -> list[bool]:
-    """26 booleans: a class is true if any of its equivalent codes is present. Unscored codes are ignored."""
+    """26 booleans: a class is true if any of its equivalent codes is present. Unscored codes are
+    ignored."""
     present = {CLASS_OF.get(code) for code in dx}
     return [i in present for i in range(len(CLASSES))]

@@ -1,7 +1,9 @@
-"""Assign train, validation and test roles by keyed hashes, so that a record keeps its roles when data is added.
+"""Assign train, validation and test roles by keyed hashes, so that a record keeps its roles when
+data is added.
 
-Records of one patient and records with the same waveform form a *group*, which gets its roles as a whole and is never split.
-The code works on whole columns (numpy), so ten million records take seconds.
+Records of one patient and records with the same waveform form a *group*, which gets its roles as a
+whole and is never split. The code works on whole columns (numpy), so ten million records take
+seconds.
 
 `paper`        by group, as the paper describes; no leakage; the default
 `paper-split`  by crop, as the authors' code does: crops of one ECG can be in both train and test. For comparison only
@@ -23,7 +25,10 @@ from omnilead.data_tools.record import patient_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
-NOT_THE_PAPERS = ("ptb", "st_petersburg_incart")  # unused Challenge databases; one has 32 patients in 13,000 crops
+NOT_THE_PAPERS = (
+    "ptb",
+    "st_petersburg_incart",
+)  # unused Challenge databases; one has 32 patients in 13,000 crops
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,13 @@ class RoleSources:
     id: tuple[str, ...] = ("ptb-xl",)
     pretrain: tuple[str, ...] | None = None  # None: all but NOT_THE_PAPERS
     id_share: float = 0.15  # largest share of a source's patients in gallery and probe
-    implausible: bool = False  # whether records of an implausible amplitude are for pre-training, too
+    implausible: bool = (
+        False  # whether records of an implausible amplitude are for pre-training, too
+    )
 
     def pretrains(self, source: str) -> bool:
-        """Whether a source is for pre-training; depends on this source only, so adding an archive changes no other."""
+        """Whether a source is for pre-training; depends on this source only, so adding an archive
+        changes no other."""
         if self.pretrain is None:
             return source not in NOT_THE_PAPERS
         return source in self.pretrain or "all" in self.pretrain
@@ -45,7 +53,11 @@ class RoleSources:
     def to_meta(self) -> dict[str, Any]:
         """Entries for dataset.json: `id_share`, and role sources that differ from the default."""
         chosen = {name: getattr(self, name) for name in ("dx", "id", "pretrain")}
-        changed = {name: list(value) for name, value in chosen.items() if value != getattr(PAPER_SOURCES, name)}
+        changed = {
+            name: list(value)
+            for name, value in chosen.items()
+            if value != getattr(PAPER_SOURCES, name)
+        }
         return {"id_share": self.id_share} | ({"role_sources": changed} if changed else {})
 
     @classmethod
@@ -71,7 +83,9 @@ class Records:
     waveform: np.ndarray  # [crops] uint64
 
     def is_from(self, *sources: str) -> np.ndarray:
-        return np.isin(self.source, [i for i, name in enumerate(self.source_names) if name in sources])
+        return np.isin(
+            self.source, [i for i, name in enumerate(self.source_names) if name in sources]
+        )
 
     def patient_source(self) -> np.ndarray:
         """Like `source`, but with the same number for all formats of hospitals' files."""
@@ -92,7 +106,9 @@ class CropRoles:
     identity: np.ndarray
 
 
-def assign(records: Records, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES) -> CropRoles:
+def assign(
+    records: Records, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES
+) -> CropRoles:
     crops = len(records.crop_record)
     if plan == "all":
         return CropRoles(np.ones(crops, bool), np.zeros(crops, np.int8), np.zeros(crops, np.int8))
@@ -113,7 +129,8 @@ def assign(records: Records, plan: str, seed: int, sources: RoleSources = PAPER_
 
 
 def leaks(records: Records, roles: CropRoles) -> list[str]:
-    """Describe every kind of leakage of patients or waveforms between roles; empty for a clean split."""
+    """Describe every kind of leakage of patients or waveforms between roles; empty for a clean
+    split."""
     group = _groups(records)[records.crop_record]
     size = int(group.max()) + 1 if len(group) else 0
 
@@ -121,7 +138,9 @@ def leaks(records: Records, roles: CropRoles) -> list[str]:
         return np.bincount(group[mask], minlength=size) > 0
 
     dx = [has(roles.dx == role) for role in (TRAIN, VALID, TEST)]
-    id_train, id_valid, gallery, probe = (has(roles.identity == role) for role in (TRAIN, VALID, GALLERY, PROBE))
+    id_train, id_valid, gallery, probe = (
+        has(roles.identity == role) for role in (TRAIN, VALID, GALLERY, PROBE)
+    )
     tested, pretrain = gallery | probe, has(roles.pretrain)
     kinds = {
         "two of diagnosis train, valid and test": np.sum(dx, axis=0) > 1,
@@ -134,7 +153,10 @@ def leaks(records: Records, roles: CropRoles) -> list[str]:
     for kind, leaking in kinds.items():
         if leaking.any():
             record = records.crop_record[np.flatnonzero(group == np.flatnonzero(leaking)[0])[0]]
-            found.append(f"{int(leaking.sum())} patients or waveforms in {kind}, for example that of {records.label(record)}")
+            found.append(
+                f"{int(leaking.sum())} patients or waveforms in {kind}, for example that of "
+                f"{records.label(record)}"
+            )
     return found
 
 
@@ -152,15 +174,21 @@ def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
     words = bytearray()
     for text in texts:
         words += blake2b(text.encode(), key=secret, digest_size=size).digest()
-    return (np.frombuffer(words, ">u8").reshape(-1, draws) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (np.frombuffer(words, ">u8").reshape(-1, draws) >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
 
 
 def _groups(records: Records) -> np.ndarray:
-    """The group of each record: connected components, with edges to the first record of its patient and of its waveforms."""
+    """The group of each record: connected components, with edges to the first record of its patient
+    and of its waveforms."""
     count = len(records.names)
     codes = pc.dictionary_encode(records.patients)
     known = np.flatnonzero(pc.is_valid(records.patients).to_numpy(zero_copy_only=False))
-    owner = np.asarray(codes.indices.drop_null()).astype(np.int64) * len(records.source_names) + records.patient_source()[known]
+    owner = (
+        np.asarray(codes.indices.drop_null()).astype(np.int64) * len(records.source_names)
+        + records.patient_source()[known]
+    )
     _, first, member = np.unique(owner, return_index=True, return_inverse=True)
     _, first_crop, same = np.unique(records.waveform, return_index=True, return_inverse=True)
     ends_a = np.concatenate([known, records.crop_record])
@@ -170,29 +198,41 @@ def _groups(records: Records) -> np.ndarray:
     return group
 
 
-def _chances(records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two draws per group, taken from its leader. The leader is a diagnosis record if there is one, so that duplicates from
-    other sources do not change the draws."""
+def _chances(
+    records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Two draws per group, taken from its leader. The leader is a diagnosis record if there is
+    one, so that duplicates from other sources do not change the draws."""
     owners = pc.coalesce(records.patients, records.names)
     names = [patient_source(name) for name in records.source_names]
-    texts = (f"{names[s]}/{owner}" for s, owner in zip(records.source, _strings(owners), strict=True))
+    texts = (
+        f"{names[s]}/{owner}" for s, owner in zip(records.source, _strings(owners), strict=True)
+    )
     draws = keyed_uniform(texts, f"roles {seed}", draws=3)
     order = np.lexsort((draws[:, 0], ~in_dx, group))
     leaders = order[np.unique(group[order], return_index=True)[1]]
     return draws[leaders, 1], draws[leaders, 2]
 
 
-def _gallery_probe(records: Records, seed: int, sources: RoleSources) -> tuple[np.ndarray, np.ndarray]:
-    """Draw two sessions per patient by keyed hash; the first crop of each goes to gallery and probe. Returns the roles of crops
-    and a mask of the drawn records. Two files with the same waveform count as one session."""
+def _gallery_probe(
+    records: Records, seed: int, sources: RoleSources
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw two sessions per patient by keyed hash; the first crop of each goes to gallery and
+    probe. Returns the roles of crops and a mask of the drawn records. Two files with the same
+    waveform count as one session."""
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
     order = np.lexsort((records.crop_start, records.crop_record))
     read, first = np.unique(records.crop_record[order], return_index=True)
     first_crop = np.full(len(records.names), -1)
     first_crop[read] = order[first]
-    candidates = read[records.is_from(*sources.id)[read] & pc.is_valid(records.patients).to_numpy(zero_copy_only=False)[read]]
-    ranks = keyed_uniform(_strings(records.names.take(pa.array(candidates))), f"session {seed}")[:, 0]
+    candidates = read[
+        records.is_from(*sources.id)[read]
+        & pc.is_valid(records.patients).to_numpy(zero_copy_only=False)[read]
+    ]
+    ranks = keyed_uniform(_strings(records.names.take(pa.array(candidates))), f"session {seed}")[
+        :, 0
+    ]
     sessions: dict[tuple[int, str], list[int]] = {}
     owner = records.patient_source()
     for position in np.argsort(ranks, kind="stable"):
@@ -209,20 +249,29 @@ def _gallery_probe(records: Records, seed: int, sources: RoleSources) -> tuple[n
 
 
 def _tested_patients(
-    sessions: dict[tuple[int, str], list[int]], source_names: tuple[str, ...], seed: int, share: float
+    sessions: dict[tuple[int, str], list[int]],
+    source_names: tuple[str, ...],
+    seed: int,
+    share: float,
 ) -> list[tuple[int, str]]:
-    """All patients with two sessions, if they are at most `share` of their source's patients, as in the real PTB-XL (2,127 of
-    18,885). Otherwise those whose hash is below 1/2, 1/4, ...: the first limit that is low enough.
+    """All patients with two sessions, if they are at most `share` of their source's patients, as in
+    the real PTB-XL (2,127 of 18,885). Otherwise those whose hash is below 1/2, 1/4, ...: the first
+    limit that is low enough.
 
-    A ranking would come closer to `share`, but each new patient with a small hash would displace another one."""
+    A ranking would come closer to `share`, but each new patient with a small hash would displace
+    another one."""
     both = [patient for patient, chosen in sessions.items() if len(chosen) == 2]
     texts = (f"{patient_source(source_names[source])}/{patient}" for source, patient in both)
     chances = keyed_uniform(texts, f"gallery {seed}")[:, 0]
-    patients = np.bincount(np.array([source for source, _ in sessions], np.int64), minlength=len(source_names))
+    patients = np.bincount(
+        np.array([source for source, _ in sessions], np.int64), minlength=len(source_names)
+    )
     source_of = np.array([source for source, _ in both], np.int64)
     drawn = np.ones(len(both), bool)
     limit = 1.0
-    while (too_many := np.bincount(source_of[drawn], minlength=len(source_names)) > share * patients).any():
+    while (
+        too_many := np.bincount(source_of[drawn], minlength=len(source_names)) > share * patients
+    ).any():
         limit /= 2
         drawn &= ~too_many[source_of] | (chances < limit)
     return [both[i] for i in np.flatnonzero(drawn)]
@@ -234,14 +283,21 @@ def _strings(column: pa.Array) -> Iterator[str]:
 
 
 def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRoles:
-    """As the authors' code does, unlike their paper: only diagnosis valid and test crops stay out of pre-training."""
+    """As the authors' code does, unlike their paper: only diagnosis valid and test crops stay out
+    of pre-training."""
     labels = [records.label(record) for record in range(len(records.names))]
     crops = zip(records.crop_record, records.crop_start, strict=True)
-    chance = keyed_uniform((f"{labels[record]}/{start:g}" for record, start in crops), f"roles {seed}")[:, 0]
-    dx = np.where(records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE).astype(np.int8)
+    chance = keyed_uniform(
+        (f"{labels[record]}/{start:g}" for record, start in crops), f"roles {seed}"
+    )[:, 0]
+    dx = np.where(
+        records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE
+    ).astype(np.int8)
     identity, _ = _gallery_probe(records, seed, sources)
     record_chance = keyed_uniform(labels, f"identity {seed}")[:, 0]
     pretrains = _pretrains(records, sources)
-    trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(np.int8)[records.crop_record]
+    trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(
+        np.int8
+    )[records.crop_record]
     pretrain = (dx != VALID) & (dx != TEST) & pretrains[records.crop_record]
     return CropRoles(pretrain, dx, np.where(identity == NONE, trained, identity))

@@ -1,10 +1,12 @@
-"""CSV that is safe to open in a spreadsheet: a cell that would be a formula gets a leading apostrophe, which reading removes.
+"""CSV that is safe to open in a spreadsheet: a cell that would be a formula gets a leading
+apostrophe, which reading removes.
 
     as_csv([("record", "age"), ("=1+2", 60)])       # "record,age\\n'=1+2,60\\n"
     without_formulas(table)                         # an arrow table of any size, for pyarrow's faster writer
     unquoted("'=1+2")                               # "=1+2"
 
-A text that itself begins with apostrophes before such a character gets one more, so that reading always gives the original.
+A text that itself begins with apostrophes before such a character gets one more, so that reading
+always gives the original.
 """
 
 import csv
@@ -19,7 +21,8 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.record import as_number
 
-STARTS = r"'*[=+\-@\t\r\n]"  # a spreadsheet takes a cell that begins with one of these characters for a formula
+# a spreadsheet takes a cell that begins with one of these characters for a formula
+STARTS = r"'*[=+\-@\t\r\n]"
 FORMULA = re.compile(STARTS)
 QUOTED = f"^'({STARTS})"  # replace by \1 to unquote; also in arrow's regular expressions
 
@@ -30,14 +33,18 @@ def as_csv(rows: Iterable[Sequence[Any]]) -> str:
     for row in rows:
         line = io.StringIO()
         # Python before 3.13 quotes a carriage return only if the line ends with one
-        csv.writer(line, lineterminator="\r\n").writerow([quoted(cell) if isinstance(cell, str) else cell for cell in row])
+        csv.writer(line, lineterminator="\r\n").writerow(
+            [quoted(cell) if isinstance(cell, str) else cell for cell in row]
+        )
         text.write(line.getvalue().removesuffix("\r\n") + "\n")
     return text.getvalue()
 
 
 def without_formulas(table: pa.Table) -> pa.Table:
     """The table with the cells and column names as `as_csv` would write them."""
-    columns = [_quoted(column) if pa.types.is_string(column.type) else column for column in table.columns]
+    columns = [
+        _quoted(column) if pa.types.is_string(column.type) else column for column in table.columns
+    ]
     return pa.Table.from_arrays(columns, [quoted(name) for name in table.column_names])
 
 
@@ -46,7 +53,9 @@ def _quoted(column: pa.ChunkedArray) -> pa.Array:
     suspect = pc.fill_null(pc.match_substring_regex(cells, f"^{STARTS}"), False)
     if not pc.any(suspect).as_py():
         return cells
-    return pc.replace_with_mask(cells, suspect, pa.array([quoted(cell) for cell in cells.filter(suspect).to_pylist()]))
+    return pc.replace_with_mask(
+        cells, suspect, pa.array([quoted(cell) for cell in cells.filter(suspect).to_pylist()])
+    )
 
 
 def quoted(cell: str) -> str:

@@ -1,7 +1,8 @@
-"""Files by relative name in a local folder or below an fsspec URL (s3://bucket/prefix); `folder(url)` picks the class.
+"""Files by relative name in a local folder or below an fsspec URL (s3://bucket/prefix);
+`folder(url)` picks the class.
 
-Reading never follows a link out of the archive and never reads more bytes than the caller expects. Writing never leaves an
-incomplete file under its final name.
+Reading never follows a link out of the archive and never reads more bytes than the caller expects.
+Writing never leaves an incomplete file under its final name.
 """
 
 import errno
@@ -52,7 +53,8 @@ def sync(folder: Path) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A temporary file that replaces `path` at the end of the block; after an error the old file stays."""
+    """A temporary file that replaces `path` at the end of the block; after an error the old file
+    stays."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         yield temporary
@@ -76,7 +78,8 @@ def remove_leftovers(place: Path) -> None:
 
 
 def locked_by_another(file: IO[Any], place: str) -> bool:
-    """Lock an open file until it is closed; True if another process has locked it. Prints a note if files cannot be locked."""
+    """Lock an open file until it is closed; True if another process has locked it. Prints a note if
+    files cannot be locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -96,13 +99,18 @@ class LocalFolder:
         return f"{self.url}/{name}"
 
     def read(self, name: str, limit: int, cut: bool = False) -> bytes:
-        """Read a regular file of at most `limit` bytes, or with `cut` its first ones; links, pipes and devices are refused."""
+        """Read a regular file of at most `limit` bytes, or with `cut` its first ones; links, pipes
+        and devices are refused."""
         try:
-            file = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = os.open(
+                self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
         except OSError as error:
             link = ("not a regular file", f"{name}: a link, which is not followed")
             reasons = {errno.ENOENT: ("missing file", name), errno.ELOOP: link}
-            raise ReadError(*reasons.get(error.errno or 0, ("unreadable file", f"{name}: {error.strerror}"))) from None
+            raise ReadError(
+                *reasons.get(error.errno or 0, ("unreadable file", f"{name}: {error.strerror}"))
+            ) from None
         try:
             state = os.fstat(file)
             if not stat.S_ISREG(state.st_mode):
@@ -124,7 +132,8 @@ class LocalFolder:
         return os.path.getsize(self.path(name))
 
     def stamp(self, name: str) -> bytes:
-        """Size and modification time; a continued build reads files again if their stamp has changed."""
+        """Size and modification time; a continued build reads files again if their stamp has
+        changed."""
         try:
             state = os.lstat(self.path(name))
         except OSError:
@@ -145,7 +154,9 @@ class LocalFolder:
             place = inside if self.private and under else self.path(under)
             raise StorageError(f"cannot list {place}: {error.strerror}") from None
         prefix = f"{under}/" if under else ""
-        yield from (prefix + entry.name for entry in entries if not entry.is_dir(follow_symlinks=False))
+        yield from (
+            prefix + entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)
+        )
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from self.names(prefix + entry.name)
@@ -168,7 +179,8 @@ class LocalFolder:
         publish(path, final)
 
     def workdir(self) -> Path:
-        """The folder for temporary files and the lock, on the same disk, so that publishing is a rename."""
+        """The folder for temporary files and the lock, on the same disk, so that publishing is a
+        rename."""
         place = Path(self.url, ".build")
         (place / "tmp").mkdir(parents=True, exist_ok=True)
         return place
@@ -191,8 +203,8 @@ def write_errors(url: str, name: str) -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _connect(url: str, anonymous: bool) -> Any:
-    """The fsspec file system. `RemoteFolder._retry` is the only retry layer: with those of s3fs and botocore, a stalled server
-    would be retried by three layers at once."""
+    """The fsspec file system. `RemoteFolder._retry` is the only retry layer: with those of s3fs
+    and botocore, a stalled server would be retried by three layers at once."""
     options: dict[str, Any] = {"anon": True} if anonymous else {}
     try:
         import fsspec
@@ -208,13 +220,20 @@ def _connect(url: str, anonymous: bool) -> Any:
 
 
 def missing_package(url: str, error: ImportError) -> str:
-    return f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})" if url.startswith("s3:") else f"{url}: {error}"
+    return (
+        f"{url} needs the extra s3: pip install 'omnilead[s3]' ({error})"
+        if url.startswith("s3:")
+        else f"{url}: {error}"
+    )
 
 
 async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int]:
-    """A byte range and the length of the whole object, which the response states but `cat_file` does not return."""
+    """A byte range and the length of the whole object, which the response states but `cat_file`
+    does not return."""
     bucket, key, _ = fs.split_path(path)
-    answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{start + size - 1}")
+    answer = await fs._call_s3(
+        "get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{start + size - 1}"
+    )
     async with answer["Body"] as body:
         data: bytes = await body.read()
     return data, int(answer["ContentRange"].rpartition("/")[2])
@@ -222,7 +241,8 @@ async def _get_s3(fs: Any, path: str, start: int, size: int) -> tuple[bytes, int
 
 @dataclass(frozen=True)
 class RemoteFolder:
-    """A folder in object storage. An object appears only when its upload is complete, so no renaming is needed."""
+    """A folder in object storage. An object appears only when its upload is complete, so no
+    renaming is needed."""
 
     url: str
     anonymous: bool = False
@@ -237,7 +257,8 @@ class RemoteFolder:
         return f"{self.url}/{name}" if name else self.url
 
     def _retry(self, name: str, call: Callable[[], T], must_exist: bool = False) -> T:
-        """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which can be transient."""
+        """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which
+        can be transient."""
         what = self.url if self.private else self.path(name)
         for attempt in range(1, RETRIES + 1):
             try:
@@ -249,13 +270,19 @@ class RemoteFolder:
                     raise
             except PermissionError as error:
                 why = type(error).__name__ if self.private else error
-                raise StorageError(f"{what}: not allowed ({why}): check the credentials, or use --anonymous") from None
+                raise StorageError(
+                    f"{what}: not allowed ({why}): check the credentials, or use --anonymous"
+                ) from None
             except Exception as error:
                 if "Credentials" in type(error).__name__:
-                    raise StorageError(f"{what}: {error}: set AWS credentials, or use --anonymous for public data") from None
+                    raise StorageError(
+                        f"{what}: {error}: set AWS credentials, or use --anonymous for public data"
+                    ) from None
                 if attempt == RETRIES:
                     why = "" if self.private else f": {error}"
-                    raise StorageError(one_line(f"{what}: {type(error).__name__} after {RETRIES} tries{why}")) from None
+                    raise StorageError(
+                        one_line(f"{what}: {type(error).__name__} after {RETRIES} tries{why}")
+                    ) from None
             time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * (0.5 + random.random()))
         raise AssertionError
 
@@ -272,7 +299,8 @@ class RemoteFolder:
         return self._retry(name, lambda: self._range(name, start, size), must_exist=True)
 
     def _range(self, name: str, start: int, size: int) -> bytes:
-        """The part of the range that the object has. The length is checked, because a proxy may truncate a response."""
+        """The part of the range that the object has. The length is checked, because a proxy may
+        truncate a response."""
         path = self.path(name)
         try:
             if hasattr(self.fs, "call_s3"):
@@ -280,7 +308,10 @@ class RemoteFolder:
 
                 data, total = sync(self.fs.loop, _get_s3, self.fs, path, start, size)
             else:
-                data, total = self.fs.cat_file(path, start=start, end=start + size), self.fs.info(path)["size"]
+                data, total = (
+                    self.fs.cat_file(path, start=start, end=start + size),
+                    self.fs.info(path)["size"],
+                )
         except OSError as error:  # HTTP 416 for an empty object, which has no range
             if error.errno == errno.EINVAL and not self.fs.info(path)["size"]:
                 return b""
@@ -290,7 +321,9 @@ class RemoteFolder:
         return bytes(data)
 
     def size(self, name: str) -> int:
-        return int(self._retry(name, lambda: self.fs.info(self.path(name))["size"], must_exist=True))
+        return int(
+            self._retry(name, lambda: self.fs.info(self.path(name))["size"], must_exist=True)
+        )
 
     def stamp(self, name: str) -> bytes:
         return b""  # a request per record would cost more than planning; headers have checksums
@@ -319,7 +352,9 @@ class RemoteFolder:
     def publish(self, path: Path, name: str) -> None:
         self._retry(name, lambda: self.fs.put_file(str(path), self.path(name)))
         if (size := self.size(name)) != path.stat().st_size:
-            raise StorageError(f"{self.path(name)}: {size} of {path.stat().st_size} bytes arrived: run again")
+            raise StorageError(
+                f"{self.path(name)}: {size} of {path.stat().st_size} bytes arrived: run again"
+            )
         path.unlink()
 
     def workdir(self) -> Path:
@@ -347,17 +382,21 @@ def folder(url: str | os.PathLike[str], anonymous: bool = False, private: bool =
 
 
 def dataset_folder(url: str | os.PathLike[str], anonymous: bool = False) -> Folder:
-    """The folder of a dataset. Its path must be UTF-8, as pyarrow requires; an archive's path may have any bytes."""
+    """The folder of a dataset. Its path must be UTF-8, as pyarrow requires; an archive's path may
+    have any bytes."""
     place = folder(url, anonymous)
     try:
         place.url.encode()
     except UnicodeEncodeError:
-        raise StorageError(f"{printable(place.url)}: a dataset's path must be UTF-8: rename it or choose another") from None
+        raise StorageError(
+            f"{printable(place.url)}: a dataset's path must be UTF-8: rename it or choose another"
+        ) from None
     return place
 
 
 def _local_order(name: str) -> list[tuple[bool, str]]:
-    """Sort key for the order of LocalFolder.names: the files of a folder come before its subfolders."""
+    """Sort key for the order of LocalFolder.names: the files of a folder come before its
+    subfolders."""
     *folders, file = name.split("/")
     return [*((True, folder) for folder in folders), (False, file)]
 
@@ -365,13 +404,25 @@ def _local_order(name: str) -> list[tuple[bool, str]]:
 def links_in(place: Folder) -> str:
     """A hint for the error message when nothing was found in an archive."""
     names = () if place.remote else place.names()
-    link = next((name for name in names if os.path.islink(path := place.path(name)) and os.path.isdir(path)), None)
+    link = next(
+        (
+            name
+            for name in names
+            if os.path.islink(path := place.path(name)) and os.path.isdir(path)
+        ),
+        None,
+    )
     if link is None:
         return ""
-    return f" ({'one' if place.private else link} is a link, and such folders are not entered: name the folder itself)"
+    return (
+        f" ({'one' if place.private else link} is a link, and such folders are not entered: name "
+        "the folder itself)"
+    )
 
 
-def prefetch(call: Callable[[Item], T], items: Iterable[Item], threads: int = REQUESTS) -> Generator[T, None, None]:
+def prefetch(
+    call: Callable[[Item], T], items: Iterable[Item], threads: int = REQUESTS
+) -> Generator[T, None, None]:
     """Yield call(item) for each item in order, with concurrent calls."""
     queue = iter(items)
     with ThreadPoolExecutor(threads) as pool:

@@ -1,4 +1,5 @@
-"""The text of `omnilead show DATASET` (sources, roles compared with the paper, what was refused), and warnings."""
+"""The text of `omnilead show DATASET` (sources, roles compared with the paper, what was refused),
+and warnings."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from omnilead.data_tools.prepare import MAX_UV
 from omnilead.data_tools.splits import RoleSources
 
 MANY_SATURATED = 0.01  # share of a source's crops
-# Numbers of 5 s segments in Oh et al. 2022, section 5.1. They split by segment and exclude nothing: see `--plan paper-split`
+# Numbers of 5 s segments in Oh et al. 2022, section 5.1. They split by segment and exclude nothing:
+# see `--plan paper-split`
 PAPER_ROLES = {"pretrain": 189_051, "dx train": 32_640, "dx valid": 4_079, "dx test": 4_079}
 PAPER_ROLES |= {"id train": 147_444, "id valid": 17_670, "id gallery": 2_127, "id probe": 2_127}
 # Their six databases and the numbers of records in the Challenge's release
@@ -22,13 +24,18 @@ PAPER_SETS |= {"georgia": 10_344, "ningbo": 34_905, "ptb-xl": 21_837}
 
 
 def describe(dataset: Dataset) -> str:
-    """Describe sources, roles (with a plan of the paper: compared with it), and what was refused and why."""
+    """Describe sources, roles (with a plan of the paper: compared with it), and what was refused
+    and why."""
     meta, like_paper = dataset.meta, dataset.meta["plan"] != "all"
     heading = f"{'the paper':>11}" if like_paper else ""
     megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
-    shards = f"{len(dataset.shards)} tar shard{'s' * (len(dataset.shards) != 1)} of {megabytes:,.0f} MB in all"
+    shards = (
+        f"{len(dataset.shards)} tar shard{'s' * (len(dataset.shards) != 1)} of {megabytes:,.0f} "
+        "MB in all"
+    )
     lines = [
-        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}" + ", zarr copy" * ("zarr" in meta["formats"]),
+        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}"
+        + ", zarr copy" * ("zarr" in meta["formats"]),
         f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
         "",
         f"{'source':22}{'records':>10}{heading}{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}  licence",
@@ -40,7 +47,10 @@ def describe(dataset: Dataset) -> str:
         lines.append(f"{counts}{source['dropped_s']:10,.0f} s  {source['licence']}")
     lines += ["", f"{'role':22}{'crops':>10}{'5 s parts':>11}{heading}"]
     if meta["plan"] == "paper-split":
-        lines.append("paper-split LEAKS: crops of one ECG are in train and test, as in the authors' code. For comparison only.")
+        lines.append(
+            "paper-split LEAKS: crops of one ECG are in train and test, as in the authors' code. "
+            "For comparison only."
+        )
     table = dataset.table(["halves", "pretrain", "dx_role", "id_role"])
     for name in PAPER_ROLES:
         task, _, role = name.partition(" ")
@@ -55,8 +65,15 @@ def describe(dataset: Dataset) -> str:
     if duplicates := int((np.bincount(pairs[0])[number] > 1).sum()):
         lines += ["", f"{duplicates:,} crops have the same waveform as a crop of another record"]
     reasons = Counter(reject[2] for reject in dataset.rejects())
-    lines += ["", "refused, repaired or flagged (rejects.csv):" if reasons else "nothing was refused, repaired or flagged"]
-    return "\n".join(lines + [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()])
+    lines += [
+        "",
+        "refused, repaired or flagged (rejects.csv):"
+        if reasons
+        else "nothing was refused, repaired or flagged",
+    ]
+    return "\n".join(
+        lines + [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()]
+    )
 
 
 def notes(dataset: Dataset) -> Iterator[str]:
@@ -68,17 +85,29 @@ def notes(dataset: Dataset) -> Iterator[str]:
     if implausible and not RoleSources.from_meta(dataset.meta).implausible:
         left_out = f"{implausible:,} crop{'s' * (implausible > 1)} left out of pre-training"
         why = "no heart has such an amplitude (`implausible amplitude` in rejects.csv)"
-        yield f"{left_out}: {why}; if the scale in the files is right, --pretrain-implausible includes them"
+        yield (
+            f"{left_out}: {why}; if the scale in the files is right, --pretrain-implausible "
+            "includes them"
+        )
     crops = Counter(table["source"].to_pylist())
-    for source, count in sorted(Counter(table["source"].filter(pa.array(flagged(table, "saturated"))).to_pylist()).items()):
+    for source, count in sorted(
+        Counter(table["source"].filter(pa.array(flagged(table, "saturated"))).to_pylist()).items()
+    ):
         if count > crops[source] * MANY_SATURATED:
-            yield f"{count:,} of {crops[source]:,} crops of {source} exceed {MAX_UV // 1000} mV: is its unit right?"
+            yield (
+                f"{count:,} of {crops[source]:,} crops of {source} exceed {MAX_UV // 1000} mV: is "
+                "its unit right?"
+            )
 
 
 def _role_notes(dataset: Dataset) -> Iterator[str]:
     chosen, roles = RoleSources.from_meta(dataset.meta), dataset.meta["roles"]
     empty = [] if roles["pretrain"] else ["pretrain"]
-    empty += [name for name in PAPER_ROLES if name != "pretrain" and name.split()[1] not in roles[name.split()[0]]]
+    empty += [
+        name
+        for name in PAPER_ROLES
+        if name != "pretrain" and name.split()[1] not in roles[name.split()[0]]
+    ]
     advice = {
         "pretrain": "--pretrain-sources names sources for pre-training",
         "dx": f"diagnosis roles are for records of {' or '.join(chosen.dx)}: --dx-sources names others",
@@ -86,12 +115,20 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
         f"{chosen.id_share:g} of all: --id-sources and --id-share change that",
     }
     if empty:
-        given = [text for role, text in advice.items() if any(name.startswith(role) for name in empty)]
+        given = [
+            text for role, text in advice.items() if any(name.startswith(role) for name in empty)
+        ]
         yield f"no crop for {', '.join(empty)}: {'; '.join(given) or 'too few records'}"
     names = [source["name"] for source in dataset.meta["sources"] if source["crops"]]
     if left_out := [name for name in names if not chosen.pretrains(name)]:
         why = "not in the paper" if chosen.pretrain is None else "not in --pretrain-sources"
-        yield f"not for pre-training: {', '.join(left_out)} ({why}): --pretrain-sources all includes every source"
+        yield (
+            f"not for pre-training: {', '.join(left_out)} ({why}): --pretrain-sources all "
+            "includes every source"
+        )
     others = [name for name in names if chosen.pretrains(name) and name not in PAPER_SETS]
     if chosen.pretrain is None and others and PAPER_SETS.keys() & set(names):
-        yield f"for pre-training, but not in the paper: {', '.join(others)}: --pretrain-sources names the sources to use"
+        yield (
+            f"for pre-training, but not in the paper: {', '.join(others)}: --pretrain-sources "
+            "names the sources to use"
+        )

@@ -1,6 +1,8 @@
-"""Tar shards for WebDataset and DALI: uncompressed ustar with `<key>.ecg`, then `<key>.json`, and a separate index file.
+"""Tar shards for WebDataset and DALI: uncompressed ustar with `<key>.ecg`, then `<key>.json`, and a
+separate index file.
 
-Headers are written by hand in a fixed 512-byte form without times, owners or links, so the same crops give the same bytes.
+Headers are written by hand in a fixed 512-byte form without times, owners or links, so the same
+crops give the same bytes.
 """
 
 import hashlib
@@ -31,7 +33,10 @@ def member_header(name: str, size: int) -> bytes:
     """The ustar header of a regular file, mode 0644, owner 0, time 0."""
     raw = name.encode("ascii")
     if len(raw) > MAX_NAME or not 0 <= size < 8**11:
-        raise ValueError(f"no tar header for {name!r} with {size} bytes: the limits are {MAX_NAME} characters and 8 GiB")
+        raise ValueError(
+            f"no tar header for {name!r} with {size} bytes: the limits are {MAX_NAME} characters "
+            "and 8 GiB"
+        )
     octal = b"%011o\0" % size
     total = sum(raw) + sum(octal) + CONSTANT_SUM
     return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + REST
@@ -50,7 +55,11 @@ class TarWriter:
         offset = self.size
         self._write(ecg)
         between = bytes(-len(ecg) % BLOCK) + member_header(f"{key}.json", len(text))
-        self.index.append(_line(offset, len(ecg), f"{key}.ecg", self.size + len(between), len(text), f"{key}.json"))
+        self.index.append(
+            _line(
+                offset, len(ecg), f"{key}.ecg", self.size + len(between), len(text), f"{key}.json"
+            )
+        )
         self._write(between + text + bytes(-len(text) % BLOCK))
         return offset
 

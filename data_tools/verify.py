@@ -1,9 +1,10 @@
 """Check every byte, row and role of a dataset and, given the archive, every sample.
 
-The default checks dataset.json's fingerprint, the sha256 of tables and shards, every tar header and JSON, DALI's index, crc32c
-and contents of every crop in the shards and in the zarr copy, counts, and roles, which are drawn again and checked for leakage.
-`fast` checks structure and sizes without reading samples. `sources`: each crop is prepared again from the archive and compared.
-A finding names the file, the crop and the failed check; an empty list means that there is nothing wrong.
+The default checks dataset.json's fingerprint, the sha256 of tables and shards, every tar header and
+JSON, DALI's index, crc32c and contents of every crop in the shards and in the zarr copy, counts,
+and roles, which are drawn again and checked for leakage. `fast` checks structure and sizes without
+reading samples. `sources`: each crop is prepared again from the archive and compared. A finding
+names the file, the crop and the failed check; an empty list means that there is nothing wrong.
 """
 
 import hashlib
@@ -19,7 +20,17 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster
 from omnilead.data_tools.build import FLAGS, assign_roles, recipe_hash, role_counts, row_of
-from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, META, REJECTS, SAMPLES, STORE, Dataset, waveform
+from omnilead.data_tools.dataset import (
+    COLUMNS,
+    CROP_BYTES,
+    CROP_SHAPE,
+    META,
+    REJECTS,
+    SAMPLES,
+    STORE,
+    Dataset,
+    waveform,
+)
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from omnilead.data_tools.plan import Reject
 from omnilead.data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
@@ -33,9 +44,22 @@ from omnilead.data_tools.zarr_reader import decode, index_bytes
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
 ROLES = ("pretrain", "dx_role", "id_role")
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
-ARCHIVE_COLUMNS = ("patient", "dx", "age", "sex", "fs_source_hz", "halves", "missing_leads", "flags")
-JSON_COLUMNS = [name for name in COLUMNS.names if name not in ("shard", "offset", "crc32c", "waveform", *ROLES)]
-Rows = tuple[int, pa.Table]  # number of a shard or of a storage object of the zarr copy; its rows in order
+ARCHIVE_COLUMNS = (
+    "patient",
+    "dx",
+    "age",
+    "sex",
+    "fs_source_hz",
+    "halves",
+    "missing_leads",
+    "flags",
+)
+JSON_COLUMNS = [
+    name for name in COLUMNS.names if name not in ("shard", "offset", "crc32c", "waveform", *ROLES)
+]
+Rows = tuple[
+    int, pa.Table
+]  # number of a shard or of a storage object of the zarr copy; its rows in order
 
 
 def verify(
@@ -53,7 +77,9 @@ def verify(
     except (ReadError, DatasetError) as error:
         return [str(error)]  # further checks would mean nothing
     if unknown := set(pq.read_schema(pa.BufferReader(data)).names) - set(COLUMNS.names):
-        return [f"{SAMPLES}: columns that version 1 does not have: {', '.join(sorted(unknown))}"[:200]]
+        return [
+            f"{SAMPLES}: columns that version 1 does not have: {', '.join(sorted(unknown))}"[:200]
+        ]
     if np.mod(table["start_s"].to_numpy(), CROP / FS_HZ).any():
         return [f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s"]
     rejects: list[Reject] = []
@@ -65,9 +91,13 @@ def verify(
     starts = np.searchsorted(table["shard"].to_numpy(), np.arange(len(dataset.shards) + 1))
     if dataset.shards and starts[-1] != len(table):
         return [*found, f"{SAMPLES}: {len(table) - starts[-1]} rows of no shard in {META}"]
-    shards = ((i, table.slice(starts[i], starts[i + 1] - starts[i])) for i in range(len(dataset.shards)))
+    shards = (
+        (i, table.slice(starts[i], starts[i + 1] - starts[i])) for i in range(len(dataset.shards))
+    )
     checks = cluster.run(partial(check_shard, dataset, fast), shards, workers)
-    for findings in tqdm(checks, total=len(dataset.shards), unit=" shards", desc="shards", disable=quiet):
+    for findings in tqdm(
+        checks, total=len(dataset.shards), unit=" shards", desc="shards", disable=quiet
+    ):
         found += findings
     if "zarr" in meta["formats"]:
         found += _check_zarr(dataset, table, fast, workers, quiet)
@@ -84,16 +114,33 @@ def _check_meta(dataset: Dataset, table: pa.Table) -> Iterator[str]:
             yield f"{META}: {name} {meta[name]}, {SPEC[name]} expected"[:200]
     if recipe_hash(meta["preprocessing"]) != meta["preprocessing_sha256"]:
         yield f"{META}: preprocessing fails its sha256"
-    groups = table.group_by("source").aggregate([("record", "count"), ("record", "count_distinct")]).to_pylist()
-    counts = {group["source"]: (group["record_count"], group["record_count_distinct"]) for group in groups}
+    groups = (
+        table.group_by("source")
+        .aggregate([("record", "count"), ("record", "count_distinct")])
+        .to_pylist()
+    )
+    counts = {
+        group["source"]: (group["record_count"], group["record_count_distinct"]) for group in groups
+    }
     for source in meta["sources"]:
         records, (crops, used) = source["records"], counts.pop(source["name"], (0, 0))
-        if (source["crops"], records["used"], records["seen"]) != (crops, used, used + records["refused"]):
-            yield f"{META}: counts of {source['name']} differ from {SAMPLES}: {crops} crops of {used} records"
+        if (source["crops"], records["used"], records["seen"]) != (
+            crops,
+            used,
+            used + records["refused"],
+        ):
+            yield (
+                f"{META}: counts of {source['name']} differ from {SAMPLES}: {crops} crops of "
+                f"{used} records"
+            )
     yield from (f"{META}: {name} is missing in sources" for name in counts)
     if role_counts(table) != meta["roles"]:
         yield f"{META}: counts per role differ from the rows"
-    ours = {name for shard in dataset.shards for name in (f"shards/{shard['name']}", index_name(shard["name"]))}
+    ours = {
+        name
+        for shard in dataset.shards
+        for name in (f"shards/{shard['name']}", index_name(shard["name"]))
+    }
     strays = [name for name in dataset.root.names("shards") if name not in ours]
     if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
         strays.append(STORE)
@@ -108,7 +155,10 @@ def _check_table(dataset: Dataset, table: pa.Table) -> Iterator[str]:
         yield f"{SAMPLES}: {error}"
         again = table
     for column in ROLES:
-        if wrong := sum(a != b for a, b in zip(again[column].to_pylist(), table[column].to_pylist(), strict=True)):
+        if wrong := sum(
+            a != b
+            for a, b in zip(again[column].to_pylist(), table[column].to_pylist(), strict=True)
+        ):
             yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {seed} gives"
     if [class_row(tuple(dx)) for dx in table["dx"].to_pylist()] != table["labels"].to_pylist():
         yield f"{SAMPLES}: labels do not match the dx codes"
@@ -122,7 +172,11 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
         if len(rows) != shard["crops"]:
             found.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in {META}")
         if fast:
-            return [*found, *_check_size(dataset, name, shard["bytes"]), *_check_size(dataset, index_name(shard["name"]))]
+            return [
+                *found,
+                *_check_size(dataset, name, shard["bytes"]),
+                *_check_size(dataset, index_name(shard["name"])),
+            ]
         data = _contents(dataset, name, shard["bytes"])
         if len(data) != shard["bytes"]:
             return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
@@ -131,12 +185,20 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
         for number, row in enumerate(rows.select(["offset", *CONTENT_COLUMNS]).to_pylist()):
             piece = bytes(data[row["offset"] : row["offset"] + CROP_BYTES])
             crop = np.frombuffer(piece.ljust(CROP_BYTES, b"\0"), "<i2").reshape(CROP_SHAPE)
-            found += [f"{name}: crop {number} at byte {row['offset']} {finding}" for finding in _check_crop(crop, row)]
+            found += [
+                f"{name}: crop {number} at byte {row['offset']} {finding}"
+                for finding in _check_crop(crop, row)
+            ]
         found += _check_index(dataset, index_name(shard["name"]), data, rows)
         if not found:
             try:
                 found += _check_members(name, data, rows)
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:  # a forged file with the right sha256
+            except (
+                ValueError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+            ) as error:  # a forged file with the right sha256
                 found.append(one_line(f"{name}: an invalid tar member: {error}"))
     except ReadError as error:
         found.append(f"{name}: {error.reason}")
@@ -144,10 +206,14 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
 
 
 def _first(found: list[str], what: str) -> list[str]:
-    """The first findings about a file or folder, and how many more there are: a damaged disk can have thousands."""
+    """The first findings about a file or folder, and how many more there are: a damaged disk can
+    have thousands."""
     if len(found) <= MAX_FINDINGS:
         return found
-    return [*found[:MAX_FINDINGS], f"{what}: {len(found) - MAX_FINDINGS:,} more findings like these are not listed"]
+    return [
+        *found[:MAX_FINDINGS],
+        f"{what}: {len(found) - MAX_FINDINGS:,} more findings like these are not listed",
+    ]
 
 
 def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Iterator[str]:
@@ -164,7 +230,11 @@ def _contents(dataset: Dataset, name: str, size: int) -> memoryview:
     """A whole file; local files are memory-mapped."""
     root = dataset.root
     try:
-        return memoryview(root.read(name, size)) if root.remote else np.memmap(root.path(name), np.uint8, "r").data
+        return (
+            memoryview(root.read(name, size))
+            if root.remote
+            else np.memmap(root.path(name), np.uint8, "r").data
+        )
     except FileNotFoundError:
         raise ReadError("missing file") from None
     except ValueError:
@@ -189,14 +259,18 @@ def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
 
 def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) -> list[str]:
     try:
-        text, expected = dataset.root.read(name, MAX_INDEX).decode(), index_of(data, rows["offset"].to_pylist())
+        text, expected = (
+            dataset.root.read(name, MAX_INDEX).decode(),
+            index_of(data, rows["offset"].to_pylist()),
+        )
     except (ReadError, ValueError) as error:
         return [f"{name}: {error}"]
     return [] if text == expected else [f"{name}: names, offsets or sizes differ from the shard"]
 
 
 def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
-    """Check all members up to the end of the file: tar headers, and JSON with the values of the row."""
+    """Check all members up to the end of the file: tar headers, and JSON with the values of the
+    row."""
     end = 0
     for number, row in enumerate(rows.to_pylist()):
         key = f"{row['source']}-{row['record']}-{round(row['start_s'] * FS_HZ) // CROP:03d}"
@@ -204,7 +278,10 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
         start, text = end + BLOCK, end + BLOCK + CROP_BYTES + -CROP_BYTES % BLOCK + BLOCK
         _, length = member(data, text)
         headers = bytes(data[end:start]), bytes(data[text - BLOCK : text])
-        if row["offset"] != start or headers != (member_header(f"{key}.ecg", CROP_BYTES), member_header(f"{key}.json", length)):
+        if row["offset"] != start or headers != (
+            member_header(f"{key}.ecg", CROP_BYTES),
+            member_header(f"{key}.json", length),
+        ):
             yield f"{at}: another crop or another kind of tar member is in its place"
             return
         facts = json.loads(bytes(data[text : text + length]))
@@ -212,14 +289,18 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
         expected |= {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
         if facts.get("age") is not None:
             facts["age"] = float(np.float32(facts["age"]))  # rounded as in the table
-        if differing := sorted(name for name in facts.keys() | expected.keys() if facts.get(name) != expected.get(name)):
+        if differing := sorted(
+            name for name in facts.keys() | expected.keys() if facts.get(name) != expected.get(name)
+        ):
             yield f"{at}: JSON and {SAMPLES} differ in {', '.join(differing)}"
         end = text + length + -length % BLOCK
     if bytes(data[end:]) != bytes(2 * BLOCK):
         yield f"{name}: the end of the tar file does not follow its last crop"
 
 
-def _check_zarr(dataset: Dataset, table: pa.Table, fast: bool, workers: int, quiet: bool) -> list[str]:
+def _check_zarr(
+    dataset: Dataset, table: pa.Table, fast: bool, workers: int, quiet: bool
+) -> list[str]:
     try:
         chunks = dataset.chunks
     except DatasetError as error:
@@ -227,11 +308,20 @@ def _check_zarr(dataset: Dataset, table: pa.Table, fast: bool, workers: int, qui
     if chunks.meta != chunks.layout:
         return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
     blocks = range(-(-len(table) // chunks.block))
-    expected, files = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}, set(dataset.root.names(STORE))
-    found = _first([f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE)
+    expected, files = (
+        {f"{STORE}/zarr.json", *map(chunks.name, blocks)},
+        set(dataset.root.names(STORE)),
+    )
+    found = _first(
+        [f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE
+    )
     found += _first([f"{name}: missing file" for name in sorted(expected - files)], STORE)
     content = table.select(CONTENT_COLUMNS)
-    rows = ((i, content.slice(i * chunks.block, chunks.block)) for i in blocks if chunks.name(i) in files)
+    rows = (
+        (i, content.slice(i * chunks.block, chunks.block))
+        for i in blocks
+        if chunks.name(i) in files
+    )
     checks = cluster.run(partial(check_object, dataset, fast), rows, workers)
     for findings in tqdm(checks, total=len(blocks), unit=" files", desc="zarr", disable=quiet):
         found += findings
@@ -244,7 +334,9 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     chunks, root, name = dataset.chunks, dataset.root, dataset.chunks.name(number)
     try:
         index, size = chunks.index(number).tolist(), root.size(name)
-        spans = sorted(index[: len(rows)])  # must follow each other from the first byte to the index
+        spans = sorted(
+            index[: len(rows)]
+        )  # must follow each other from the first byte to the index
         ends = [0, *(start + length for start, length in spans)]
         if [start for start, _ in spans] + [size - index_bytes(chunks.block)] != ends:
             return [f"{name}: {size} bytes do not match its index (replaced, or a crop is missing)"]
@@ -267,18 +359,29 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
 
 
 def _compare_archive(
-    dataset: Dataset, table: pa.Table, sources: list[Source], rejects: list[Reject], key: bytes | None, quiet: bool
+    dataset: Dataset,
+    table: pa.Table,
+    sources: list[Source],
+    rejects: list[Reject],
+    key: bytes | None,
+    quiet: bool,
 ) -> list[str]:
-    """Prepare every record of the archive again and compare samples and columns with the dataset, bit for bit."""
+    """Prepare every record of the archive again and compare samples and columns with the dataset,
+    bit for bit."""
     if key and not dataset.meta["pseudonyms"]:
         return ["the dataset's names are not pseudonyms: leave out --pseudonymize"]
     if dataset.meta["pseudonyms"] != key_mark(key):
-        return ["the dataset's names are pseudonyms: to compare, use --pseudonymize with the same KEYFILE"]
+        return [
+            "the dataset's names are pseudonyms: to compare, use --pseudonymize with the same "
+            "KEYFILE"
+        ]
     rows: dict[tuple[str, str], dict[int, int]] = {}
     columns = (table[name].to_pylist() for name in ("source", "record", "start_s"))
     for row, (source, name, start_s) in enumerate(zip(*columns, strict=True)):
         rows.setdefault((source, name), {})[round(start_s * FS_HZ) // CROP] = row
-    known = {(source, name) for source, name, reason, _ in rejects if reason not in FLAGS} | rows.keys()
+    known = {
+        (source, name) for source, name, reason, _ in rejects if reason not in FLAGS
+    } | rows.keys()
     found: list[str] = []
     for archive in sources:
         for item in tqdm(archive.keys(), unit=" records", desc="archive", disable=quiet):
@@ -289,15 +392,26 @@ def _compare_archive(
             if parts := rows.pop((record.source, name), None):
                 found += _compare_record(dataset, table, record, name, parts, key)
             elif (record.source, name) not in known:
-                found.append(f"{record.source}/{name} is in the archive, but neither in {SAMPLES} nor in {REJECTS}")
+                found.append(
+                    f"{record.source}/{name} is in the archive, but neither in {SAMPLES} nor in "
+                    f"{REJECTS}"
+                )
     if rows:
         source, name = next(iter(rows))
-        found.append(f"{len(rows)} records are not in the archive, for example {source}/{name}: pass all SRC of the dataset")
+        found.append(
+            f"{len(rows)} records are not in the archive, for example {source}/{name}: pass all "
+            "SRC of the dataset"
+        )
     return _first(found, "--archive")
 
 
 def _compare_record(
-    dataset: Dataset, table: pa.Table, record: EcgRecord, name: str, parts: dict[int, int], key: bytes | None
+    dataset: Dataset,
+    table: pa.Table,
+    record: EcgRecord,
+    name: str,
+    parts: dict[int, int],
+    key: bytes | None,
 ) -> Iterator[str]:
     """Compare one record with its rows, {crop: row}."""
     crop = np.empty(CROP_SHAPE, "<i2")
@@ -317,8 +431,13 @@ def _compare_record(
             yield f"{at}: a crop of the archive is not in {SAMPLES}"
             continue
         row = table.slice(parts[part], 1).to_pylist()[0]
-        if waveform(crop)[0] != row["crc32c"] or not np.array_equal(dataset.read(parts[part]), crop):
+        if waveform(crop)[0] != row["crc32c"] or not np.array_equal(
+            dataset.read(parts[part]), crop
+        ):
             yield f"{at}: the archive has other samples"
-        stored = {column: pa.array([value], COLUMNS.field(column).type)[0].as_py() for column, value in again.items()}
+        stored = {
+            column: pa.array([value], COLUMNS.field(column).type)[0].as_py()
+            for column, value in again.items()
+        }
         if differing := [column for column in ARCHIVE_COLUMNS if stored[column] != row[column]]:
             yield f"{at}: the archive differs in {', '.join(differing)}"

@@ -1,10 +1,12 @@
-"""Read crops from the zarr copy without zarr-python: 70 us per chunk, nearly all in Blosc, instead of 0.5 to 2 ms.
+"""Read crops from the zarr copy without zarr-python: 70 us per chunk, nearly all in Blosc, instead
+of 0.5 to 2 ms.
 
-    store.zarr/c/<k>/0/0: 1,024 crops, one chunk each | index: (start, length) of each | crc32c of the index
-    chunk: Blosc's 16-byte header with raw and packed length | LZ4 of shuffled bits | crc32c of everything before
+    store.zarr/c/<k>/0/0: 1,024 crops, one chunk each | index: (start, length) of each | crc32c of
+    the index chunk: Blosc's 16-byte header with raw and packed length | LZ4 of shuffled bits |
+    crc32c of everything before
 
-Only the layout that data_tools writes is supported; a test compares it with zarr-python. Every length is checked before memory
-is allocated or written.
+Only the layout that data_tools writes is supported; a test compares it with zarr-python. Every
+length is checked before memory is allocated or written.
 """
 
 import json
@@ -19,7 +21,9 @@ from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, STORE
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from omnilead.data_tools.storage import Folder
 
-numcodecs.blosc.use_threads = False  # our threads would share Blosc's threads and wait for their lock
+numcodecs.blosc.use_threads = (
+    False  # our threads would share Blosc's threads and wait for their lock
+)
 BLOSC = numcodecs.blosc.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.blosc.BITSHUFFLE)
 BLOSC_HEADER, CRC = 16, 4
 MAX_CHUNK = BLOSC_HEADER + CROP_BYTES + CRC  # Blosc copies what it cannot compress
@@ -36,14 +40,24 @@ class Chunks:
         self.root, file = root, f"{root.url}/{STORE}/zarr.json"
         try:
             self.meta = json.loads(root.read(f"{STORE}/zarr.json", MAX_META))
-            self.block = int(self.meta["chunk_grid"]["configuration"]["chunk_shape"][0])  # crops in one storage object
+            self.block = int(
+                self.meta["chunk_grid"]["configuration"]["chunk_shape"][0]
+            )  # crops in one storage object
         except (ReadError, LookupError, TypeError, ValueError, RecursionError) as error:
-            raise DatasetError(one_line(f"{file}: {type(error).__name__} {error}: restore the file")) from None
+            raise DatasetError(
+                one_line(f"{file}: {type(error).__name__} {error}: restore the file")
+            ) from None
         self.layout = layout(crops, self.block)
         names = self.layout.keys() - {"attributes"}  # users may add attributes
-        wrong = [f"{name} is {self.meta.get(name)}" for name in sorted(names) if self.meta.get(name) != self.layout[name]]
+        wrong = [
+            f"{name} is {self.meta.get(name)}"
+            for name in sorted(names)
+            if self.meta.get(name) != self.layout[name]
+        ]
         if wrong or not 0 < self.block <= MAX_BLOCK:
-            raise DatasetError(one_line(f"{file}: only the layout that data_tools writes can be read: {wrong[:1]}"))
+            raise DatasetError(
+                one_line(f"{file}: only the layout that data_tools writes can be read: {wrong[:1]}")
+            )
         self._index = lru_cache(CACHED_INDEXES)(self.index)
 
     def name(self, block: int) -> str:
@@ -61,7 +75,9 @@ class Chunks:
         """(start, length) of each chunk of a storage object."""
         name, size = self.name(block), index_bytes(self.block)
         index = self.root.read_range(name, max(0, self.root.size(name) - size), size)
-        return np.frombuffer(_checked(index, size, "the file's index"), "<u8").reshape(self.block, 2)
+        return np.frombuffer(_checked(index, size, "the file's index"), "<u8").reshape(
+            self.block, 2
+        )
 
 
 def index_bytes(block: int) -> int:
@@ -72,7 +88,9 @@ def decode(chunk: bytes, length: int, crop: np.ndarray) -> None:
     packed = _checked(chunk, length, "its chunk")
     raw, whole = (int.from_bytes(packed[at : at + 4], "little") for at in (4, 12))
     if (raw, whole) != (CROP_BYTES, len(packed)):
-        raise ChunkError(f"its chunk states {raw} bytes out of {whole}, not {CROP_BYTES} out of {len(packed)}")
+        raise ChunkError(
+            f"its chunk states {raw} bytes out of {whole}, not {CROP_BYTES} out of {len(packed)}"
+        )
     try:
         BLOSC.decode(packed, out=crop)
     except RuntimeError as error:

@@ -1,7 +1,9 @@
-"""Write the zarr copy: a zarr v3 int16 array [crops, 12, 5000] in samples.parquet's order, 1,024 crops per storage object.
+"""Write the zarr copy: a zarr v3 int16 array [crops, 12, 5000] in samples.parquet's order, 1,024
+crops per storage object.
 
-Each crop is a chunk, compressed with Blosc (LZ4, bitshuffle) and followed by its crc32c, in zarr's sharding codec. The bytes
-are the same as zarr-python's, but an object appears completely or not at all.
+Each crop is a chunk, compressed with Blosc (LZ4, bitshuffle) and followed by its crc32c, in zarr's
+sharding codec. The bytes are the same as zarr-python's, but an object appears completely or not at
+all.
 """
 
 import hashlib
@@ -27,17 +29,32 @@ from omnilead.data_tools.zarr_reader import ABSENT, BLOSC, CRC, layout
 Block = tuple[int, list[tuple[str, int, int]]]  # number; tar, offset and crc32c of each crop
 
 
-def write(table: pa.Table, shards: list[dict[str, Any]], out: Folder, workers: int, dask: str | None, quiet: bool) -> None:
-    """Write the copy from the finished tar shards. Blocks that an interrupted run has finished are kept."""
+def write(
+    table: pa.Table,
+    shards: list[dict[str, Any]],
+    out: Folder,
+    workers: int,
+    dask: str | None,
+    quiet: bool,
+) -> None:
+    """Write the copy from the finished tar shards. Blocks that an interrupted run has finished are
+    kept."""
     shard, offset, crc = (table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
 
     def blocks() -> Iterator[Block]:
         for start in range(0, len(table), SHARD_CROPS):
             rows = range(start, min(start + SHARD_CROPS, len(table)))
-            yield start // SHARD_CROPS, [(f"shards/{shards[shard[i]]['name']}", int(offset[i]), int(crc[i])) for i in rows]
+            yield (
+                start // SHARD_CROPS,
+                [(f"shards/{shards[shard[i]]['name']}", int(offset[i]), int(crc[i])) for i in rows],
+            )
 
-    ours = {f"{STORE}/zarr.json"} | {f"{STORE}/c/{i}/0/0" for i in range(-(-len(table) // SHARD_CROPS))}
-    for name in [name for name in out.names(STORE) if name not in ours]:  # left by an interrupted run with other settings
+    ours = {f"{STORE}/zarr.json"} | {
+        f"{STORE}/c/{i}/0/0" for i in range(-(-len(table) // SHARD_CROPS))
+    }
+    for name in [
+        name for name in out.names(STORE) if name not in ours
+    ]:  # left by an interrupted run with other settings
         out.remove(name)
     out.write(f"{STORE}/zarr.json", json.dumps(layout(len(table), SHARD_CROPS), indent=2).encode())
     with tqdm(total=len(table), unit=" crops", desc="zarr", disable=quiet) as bar:
@@ -59,7 +76,10 @@ def write_block(out: Folder, size: int, block: Block) -> int:
         ecg = out.read_range(tar, offset, CROP_BYTES)
         if google_crc32c.value(ecg) != crc:
             out.remove(part_name(os.path.basename(tar)))
-            raise DatasetError(f"{out.url}/{tar}: the crop at byte {offset} fails its crc32c: run again to rebuild the file")
+            raise DatasetError(
+                f"{out.url}/{tar}: the crop at byte {offset} fails its crc32c: run again to "
+                "rebuild the file"
+            )
         return _with_crc(BLOSC.encode(np.frombuffer(ecg, "<i2")))
 
     chunks = list(prefetch(packed, crops) if out.remote else map(packed, crops))

@@ -13,7 +13,10 @@ from matplotlib.patches import FancyBboxPatch
 
 from tests.test_house import MODULES, dotted, imports
 
-FILES = {"engine.common": "engine/common.py", "engine.config": "engine/config.py"}  # rooms of their own
+FILES = {
+    "engine.common": "engine/common.py",
+    "engine.config": "engine/config.py",
+}  # rooms of their own
 COLOURS = {"data_tools": "#dbe7f3", "engine": "#e6f0dd"}
 ROW, COLUMNS, WIDTH, GAP = 0.19, 3, 4.2, 0.5  # inches
 
@@ -27,10 +30,13 @@ def room(module: str) -> str:
 
 
 def floors(below: dict[str, set[str]]) -> dict[str, int]:
-    """Each room of data_tools as low as what it imports allows, each of the engine as high as its users allow."""
+    """Each room of data_tools as low as what it imports allows, each of the engine as high as its
+    users allow."""
     level = dict.fromkeys(below, 0)
     for _ in below:
-        level = {name: 1 + max((level[other] for other in below[name]), default=-1) for name in below}
+        level = {
+            name: 1 + max((level[other] for other in below[name]), default=-1) for name in below
+        }
     for name in sorted(below, key=lambda name: -level[name]):
         users = [level[other] for other in below if name in below[other]]
         if users and name.startswith("engine"):
@@ -42,17 +48,35 @@ def main(out: Path) -> None:
     members: dict[str, list[str]] = {}
     names = {dotted(path) for path in MODULES if path.stem not in ("__init__", "__main__")}
     for name in sorted(names):
-        members.setdefault(room(name), []).extend([] if name in FILES else [name.rpartition(".")[2]])
-    pairs = ((room(dotted(path)), room(target)) for path in MODULES for target, _ in imports(path) if target in names)
+        members.setdefault(room(name), []).extend(
+            [] if name in FILES else [name.rpartition(".")[2]]
+        )
+    pairs = (
+        (room(dotted(path)), room(target))
+        for path in MODULES
+        for target, _ in imports(path)
+        if target in names
+    )
     counts = Counter((user, used) for user, used in pairs if user != used)
     # Where two rooms import each other, the one that imports more is above.
     below = {
-        name: {used for user, used in counts if user == name and counts[user, used] > counts[used, user]} for name in members
+        name: {
+            used
+            for user, used in counts
+            if user == name and counts[user, used] > counts[used, user]
+        }
+        for name in members
     }
     level = floors(below)
-    rows = [[name for name in members if level[name] == floor] for floor in range(max(level.values()) + 1)]
+    rows = [
+        [name for name in members if level[name] == floor]
+        for floor in range(max(level.values()) + 1)
+    ]
     # What a room also reaches through another one needs no arrow of its own.
-    arrows = {name: used - {far for near in used for far in _all_below(near, below)} for name, used in below.items()}
+    arrows = {
+        name: used - {far for near in used for far in _all_below(near, below)}
+        for name, used in below.items()
+    }
     draw(out, [row for row in rows if row], members, arrows)
 
 
@@ -60,7 +84,9 @@ def _all_below(name: str, below: dict[str, set[str]]) -> set[str]:
     return below[name].union(*(_all_below(other, below) for other in below[name]))
 
 
-def draw(out: Path, rows: list[list[str]], members: dict[str, list[str]], arrows: dict[str, set[str]]) -> None:
+def draw(
+    out: Path, rows: list[list[str]], members: dict[str, list[str]], arrows: dict[str, set[str]]
+) -> None:
     matplotlib.rcParams["svg.fonttype"], matplotlib.rcParams["svg.hashsalt"] = "none", "house"
     height = {name: 0.42 + ROW * -(-len(modules) // COLUMNS) for name, modules in members.items()}
     tall = [max(height[name] for name in row) for row in rows]
@@ -74,8 +100,15 @@ def draw(out: Path, rows: list[list[str]], members: dict[str, list[str]], arrows
             left = size[0] / 2 + (i - len(row) / 2) * (WIDTH + 0.5) + 0.25
             bottom = y + top - height[name]
             boxes[name] = (left, bottom)
-            colour, style = COLOURS[name[:6] if name.startswith("engine") else "data_tools"], "round,pad=0,rounding_size=0.08"
-            axes.add_patch(FancyBboxPatch((left, bottom), WIDTH, height[name], style, fc=colour, ec="#667", zorder=2))
+            colour, style = (
+                COLOURS[name[:6] if name.startswith("engine") else "data_tools"],
+                "round,pad=0,rounding_size=0.08",
+            )
+            axes.add_patch(
+                FancyBboxPatch(
+                    (left, bottom), WIDTH, height[name], style, fc=colour, ec="#667", zorder=2
+                )
+            )
             axes.text(
                 left + 0.1,
                 bottom + height[name] - 0.25,
@@ -85,13 +118,22 @@ def draw(out: Path, rows: list[list[str]], members: dict[str, list[str]], arrows
                 zorder=3,
             )
             for j, module in enumerate(sorted(members[name])):
-                place = (left + 0.1 + j % COLUMNS * WIDTH / COLUMNS, bottom + height[name] - 0.45 - j // COLUMNS * ROW)
+                place = (
+                    left + 0.1 + j % COLUMNS * WIDTH / COLUMNS,
+                    bottom + height[name] - 0.45 - j // COLUMNS * ROW,
+                )
                 axes.text(*place, module, size=8, color="#333", zorder=3)
         y += top + GAP
     for user, used in ((user, used) for user, rooms in arrows.items() for used in rooms):
         start = (boxes[user][0] + WIDTH / 2, boxes[user][1])
         end = (boxes[used][0] + WIDTH / 2, boxes[used][1] + height[used])
-        axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "color": "#667", "shrinkA": 0, "shrinkB": 0}, zorder=1)
+        axes.annotate(
+            "",
+            end,
+            start,
+            arrowprops={"arrowstyle": "-|>", "color": "#667", "shrinkA": 0, "shrinkB": 0},
+            zorder=1,
+        )
     figure.savefig(out, metadata={"Date": None})
 
 

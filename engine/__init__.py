@@ -1,1 +1,2 @@
-"""Train, evaluate and use ECG models. Each module directly in this folder is a command, but for common.py and config.py."""
+"""Train, evaluate and use ECG models. Each module directly in this folder is a command, but for
+common.py and config.py."""

@@ -1,12 +1,14 @@
-"""Compare models on frozen embeddings: linear probes over shares of the labels, leads and noise, and identification.
+"""Compare models on frozen embeddings: linear probes over shares of the labels, leads and noise,
+and identification.
 
     omnilead bench --models A=RUN B=hf://org/name --data DATASET --tasks sex identification --leads 12 1 --out OUT
     omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
     omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --noise 0 1 --out OUT      trained on A, tested on B
 
-Two baselines are included: random weights of each architecture, and the mean beat, which needs no training. OUT holds bench.md,
-bench.csv, bench.json and bench.png; OUT/parts caches the embeddings. Run again after an interruption or with more tasks, the
-command computes only what is missing. Without a terminal, a line on stderr says when a model is done. How to compare fairly:
+Two baselines are included: random weights of each architecture, and the mean beat, which needs no
+training. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the embeddings.
+Run again after an interruption or with more tasks, the command computes only what is missing.
+Without a terminal, a line on stderr says when a model is done. How to compare fairly:
 docs/comparing.md. Exit code 2: an argument or a file is wrong.
 """
 
@@ -25,7 +27,9 @@ from omnilead.engine.common import RUN_CODE, Parser, interruptible, one_blas_thr
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     one_blas_thread()
-    from omnilead.engine.inference import commands  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.inference import (
+        commands,  # imported late, so that --help does not wait for PyTorch
+    )
 
     return commands.command("omnilead bench", args, run)
 
@@ -35,11 +39,16 @@ def run(args: argparse.Namespace) -> int:
 
     given = {name: value for name, value in vars(args).items() if name != "began"}
     bench(**given)
-    return show(f"{(args.out / 'bench.md').read_text()}\n{args.out}: bench.md, bench.csv, bench.json, bench.png\n")
+    return show(
+        f"{(args.out / 'bench.md').read_text()}\n{args.out}: bench.md, bench.csv, bench.json, "
+        "bench.png\n"
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("omnilead bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        "omnilead bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add(
         "--models",
@@ -49,10 +58,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="RUN, RUN/model, s3://... or hf://org/name; the first is the reference",
     )
     add("--code", **RUN_CODE)
-    add("--data", required=True, metavar="DATASET", help="probes are fitted on train, chosen on valid, scored on test")
-    add("--test-data", default="", metavar="DATASET", help="score on the test split of this dataset instead")
-    add("--tasks", required=True, nargs="+", metavar="TASK", help="shipped tasks such as age, label tables, identification")
-    add("--labels", default="", metavar="DIR", help="folder of label tables, as `omnilead labels` writes them")
+    add(
+        "--data",
+        required=True,
+        metavar="DATASET",
+        help="probes are fitted on train, chosen on valid, scored on test",
+    )
+    add(
+        "--test-data",
+        default="",
+        metavar="DATASET",
+        help="score on the test split of this dataset instead",
+    )
+    add(
+        "--tasks",
+        required=True,
+        nargs="+",
+        metavar="TASK",
+        help="shipped tasks such as age, label tables, identification",
+    )
+    add(
+        "--labels",
+        default="",
+        metavar="DIR",
+        help="folder of label tables, as `omnilead labels` writes them",
+    )
     add("--test-labels", default="", metavar="DIR", help="the same for --test-data")
     add(
         "--leads",
@@ -61,13 +91,35 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="L",
         help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (12)',
     )
-    add("--share", nargs="+", type=float, default=[1.0], metavar="S", help="share of training patients with labels (1)")
-    add("--noise", nargs="+", type=float, default=[0.0], metavar="N", help="noise in test; 1: the paper's strength (0)")
-    add("--out", type=Path, required=True, metavar="OUT", help="folder for the results and the embeddings")
+    add(
+        "--share",
+        nargs="+",
+        type=float,
+        default=[1.0],
+        metavar="S",
+        help="share of training patients with labels (1)",
+    )
+    add(
+        "--noise",
+        nargs="+",
+        type=float,
+        default=[0.0],
+        metavar="N",
+        help="noise in test; 1: the paper's strength (0)",
+    )
+    add(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="OUT",
+        help="folder for the results and the embeddings",
+    )
     add("--seed", type=int, default=0, help="seed of the random weights (0)")
     add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
-    precision = "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
+    precision = (
+        "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
+    )
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
     return parser.parse_args(arguments)

@@ -1,12 +1,13 @@
-"""Settings: YAML files and `--set a.b=c` become one frozen, validated object. Errors are one line that names the key.
+"""Settings: YAML files and `--set a.b=c` become one frozen, validated object. Errors are one line
+that names the key.
 
     config = load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])
     check(config, world=8)                    # rejects contradictory settings before any work is done
     load("diagnosis", ["start=RUN"], FinetuneConfig)
     omnilead pretrain --schema                # JSON schema, for editors
 
-The settings of a component are a dataclass beside its code; this file collects them. A YAML file may begin with
-`base: other.yaml` and then holds only what differs from that file.
+The settings of a component are a dataclass beside its code; this file collects them. A YAML file
+may begin with `base: other.yaml` and then holds only what differs from that file.
 """
 
 import difflib
@@ -54,7 +55,16 @@ ALIASES = {  # names in other libraries
 
 
 BestMetric = Literal[
-    "loss", "auroc", "auprc", "challenge", "accuracy", "f1", "f_measure", "mae", "r2", "identification_accuracy"
+    "loss",
+    "auroc",
+    "auprc",
+    "challenge",
+    "accuracy",
+    "f1",
+    "f_measure",
+    "mae",
+    "r2",
+    "identification_accuracy",
 ]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -67,16 +77,24 @@ class Section(BaseModel):
 class RoleSelection(Section):
     """Selects crops of a dataset by role: see data_tools.dataset.Dataset.select."""
 
-    pretrain: bool | None = None  # with (true) or without (false) the role of pre-training; null: both
+    pretrain: bool | None = (
+        None  # with (true) or without (false) the role of pre-training; null: both
+    )
     dx: Literal["train", "valid", "test"] | None = None  # the role in diagnosis; null: any
-    identity: Literal["train", "valid", "gallery", "probe"] | None = None  # the role in identification; null: any
+    identity: Literal["train", "valid", "gallery", "probe"] | None = (
+        None  # the role in identification; null: any
+    )
 
 
 class DataConfig(Section):
     datasets: tuple[str, ...] = ()  # directories or s3:// URLs
     train: RoleSelection = RoleSelection(pretrain=True)
-    valid: RoleSelection = RoleSelection(dx="valid")  # for the validation loss; datasets without such crops are skipped
-    hold_out: float = Field(default=0.0, ge=0, lt=1)  # share of the patients of `train` kept for validation instead of `valid`
+    valid: RoleSelection = RoleSelection(
+        dx="valid"
+    )  # for the validation loss; datasets without such crops are skipped
+    hold_out: float = Field(
+        default=0.0, ge=0, lt=1
+    )  # share of the patients of `train` kept for validation instead of `valid`
     anonymous: bool = False  # s3:// without credentials
 
 
@@ -84,39 +102,68 @@ class TrainConfig(Section):
     steps: int | None = Field(default=None, ge=1)  # set either steps or epochs
     epochs: float | None = Field(default=None, gt=0, le=1e6)  # passes over the training crops
     batch_crops: int = Field(default=512, ge=1)  # global batch size, over all ranks
-    # Crops per rank and forward pass; None: all of them. Fewer means gradient accumulation, where crops are contrasted only
-    # within a micro-batch (of all ranks): CMSC, SimCLR, 3KG see micro_batch x ranks candidates. Code diversity likewise.
+    # Crops per rank and forward pass; None: all of them. Fewer means gradient accumulation, where
+    # crops are contrasted only within a micro-batch (of all ranks): CMSC, SimCLR, 3KG see
+    # micro_batch x ranks candidates. Code diversity likewise.
     micro_batch: int | None = Field(default=None, ge=1)
-    precision: Literal["auto", "bf16", "fp32"] = "bf16"  # auto: bf16 if the hardware supports it, else fp32
-    zero_stage: int | None = Field(default=None, ge=0, le=3)  # None: the stage in the DeepSpeed JSON, else 1
-    deepspeed: str | None = None  # DeepSpeed JSON file, or zero0 to zero3; it may set ZeRO and communication only
-    compile: Literal["eager", "layers", "step"] | None = None  # scope of torch.compile; None: layers on CUDA, else eager
+    precision: Literal["auto", "bf16", "fp32"] = (
+        "bf16"  # auto: bf16 if the hardware supports it, else fp32
+    )
+    zero_stage: int | None = Field(
+        default=None, ge=0, le=3
+    )  # None: the stage in the DeepSpeed JSON, else 1
+    deepspeed: str | None = (
+        None  # DeepSpeed JSON file, or zero0 to zero3; it may set ZeRO and communication only
+    )
+    compile: Literal["eager", "layers", "step"] | None = (
+        None  # scope of torch.compile; None: layers on CUDA, else eager
+    )
     lr: Rate = 5e-5  # peak learning rate
-    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"  # fixed: constant lr; tri_stage: warm-up, hold, decay
+    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = (
+        "fixed"  # fixed: constant lr; tri_stage: warm-up, hold, decay
+    )
     warmup: float = Field(default=0.1, ge=0, le=1)  # share of all steps
     hold: float = Field(default=0.2, ge=0, le=1)  # share of all steps, tri_stage only
-    start_factor: float = Field(default=0.01, ge=0, le=1)  # first learning rate, as a fraction of lr
+    start_factor: float = Field(
+        default=0.01, ge=0, le=1
+    )  # first learning rate, as a fraction of lr
     end_factor: float = Field(default=0.01, ge=0, le=1)  # last learning rate, as a fraction of lr
     weight_decay: float = Field(default=0.01, ge=0, le=1)  # decoupled, on every parameter
     betas: tuple[Beta, Beta] = (0.9, 0.98)  # of AdamW
     eps: float = Field(default=1e-6, gt=0, le=1)  # of AdamW
     clip_norm: float = Field(default=0.0, ge=0)  # 0: no gradient clipping
-    max_nonfinite: int = Field(default=10, ge=1, le=10**6)  # stop after N non-finite steps in a row; checked when logging
+    max_nonfinite: int = Field(
+        default=10, ge=1, le=10**6
+    )  # stop after N non-finite steps in a row; checked when logging
     seed: int = Field(default=0, ge=0, lt=2**63)  # of data order, augmentation and initial weights
-    deterministic: bool = False  # deterministic GPU kernels; an operation that has none is an error that names it
-    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)  # besides metrics.jsonl
+    deterministic: bool = (
+        False  # deterministic GPU kernels; an operation that has none is an error that names it
+    )
+    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = (
+        "tensorboard",
+    )  # besides metrics.jsonl
     log_every: int = Field(default=10, ge=1)  # steps
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
     valid_batches: int = Field(default=16, ge=1)  # at most, per validation
     # The metric that chooses the best checkpoint; None: the task's first validation metric
     best: BestMetric | None = None
-    patience: int = Field(default=0, ge=0)  # early stopping after this many validations in a row without improvement; 0: never
-    probe_patients: int = Field(default=256, ge=0)  # patients to identify in each validation of pre-training; 0: none
-    save_every_steps: int = Field(default=0, ge=0)  # steps between checkpoints; 0: by time only, and at the end
+    patience: int = Field(
+        default=0, ge=0
+    )  # early stopping after this many validations in a row without improvement; 0: never
+    probe_patients: int = Field(
+        default=256, ge=0
+    )  # patients to identify in each validation of pre-training; 0: none
+    save_every_steps: int = Field(
+        default=0, ge=0
+    )  # steps between checkpoints; 0: by time only, and at the end
     save_every_minutes: float = Field(default=30.0, gt=0)  # minutes between checkpoints
     keep: int = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
-    peak_tflops: float | None = Field(default=None, gt=0)  # of one device, for MFU; None: measured at the start
-    timeout_s: float = Field(default=600.0, gt=0, le=1e6)  # the run ends when a rank does not respond for this long
+    peak_tflops: float | None = Field(
+        default=None, gt=0
+    )  # of one device, for MFU; None: measured at the start
+    timeout_s: float = Field(
+        default=600.0, gt=0, le=1e6
+    )  # the run ends when a rank does not respond for this long
 
     @field_validator("precision")
     @classmethod
@@ -139,7 +186,8 @@ class FinetuneData(Section):
 
 
 class Tuning(Section):
-    """Encoder settings that differ from pre-training. Defaults: the authors' fine-tuning configs."""
+    """Encoder settings that differ from pre-training. Defaults: the authors' fine-tuning
+    configs."""
 
     feature_grad: float = 0.0  # 0: convolutions frozen; 1: trained like the rest
     dropout: float = 0.0  # as model.dropout
@@ -166,7 +214,9 @@ class RunConfig(Section):
 
     @property
     def loader(self) -> LoaderConfig:
-        shared = {name: getattr(self.train, name) for name in ("batch_crops", "micro_batch", "seed")}
+        shared = {
+            name: getattr(self.train, name) for name in ("batch_crops", "micro_batch", "seed")
+        }
         return LoaderConfig(**vars(self.pipeline), **shared, augment=self.augment)
 
 
@@ -183,11 +233,16 @@ class Config(RunConfig):
 class FinetuneConfig(RunConfig):
     folder: ClassVar[str] = "finetune"
     run: str = "runs/finetune"  # folder of the run; an unfinished run there is resumed
-    start: str = ""  # pre-trained run or model folder; or a pre-training YAML: its architecture with random weights
-    rates: tuple[Rate, ...] = ()  # set by a list in train.lr: tried in RUN/lr-RATE; the best by validation becomes RUN
+    # pre-trained run or model folder; or a pre-training YAML: its architecture with random weights
+    start: str = ""
+    rates: tuple[
+        Rate, ...
+    ] = ()  # set by a list in train.lr: tried in RUN/lr-RATE; the best by validation becomes RUN
     code: bool = False  # run the code of a plugged-in encoder in the folder `start`
     data: FinetuneData = FinetuneData()
-    defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}  # no lead masking unless asked for
+    defaults: ClassVar[dict[str, Any]] = {
+        "augment": {"rlm": 0.0}
+    }  # no lead masking unless asked for
     augment: AugmentConfig = AugmentConfig(rlm=0.0)
     encoder: Tuning = Tuning()
     task: TaskConfig = TaskConfig()
@@ -220,22 +275,32 @@ def load(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     kind: type[Kind] = Config,  # type: ignore[assignment]
 ) -> Kind:
-    """Reads a YAML file, or a shipped config by name, and applies overrides: "key=value", or values by dotted key."""
-    return build(overridden(read_yaml(find_config(path, kind.folder), kind.folder), overrides), kind)
+    """Reads a YAML file, or a shipped config by name, and applies overrides: "key=value", or values
+    by dotted key."""
+    return build(
+        overridden(read_yaml(find_config(path, kind.folder), kind.folder), overrides), kind
+    )
 
 
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     """Validated settings from nested dicts."""
     tree = merge(kind.defaults, tree)
     train, augment = tree.get("train"), tree.get("augment")
-    if "rates" in kind.model_fields and isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
+    if (
+        "rates" in kind.model_fields
+        and isinstance(train, dict)
+        and isinstance(rates := train.get("lr"), list)
+        and rates
+    ):
         tree = tree | {"train": train | {"lr": rates[0]}, "rates": rates if len(rates) > 1 else []}
     if isinstance(augment, dict) and type(augment.get("leads")) is int:  # augment.leads=3
         tree = tree | {"augment": augment | {"leads": str(augment["leads"])}}
     try:
         return _validate(kind, json.dumps(tree))
     except TypeError as error:  # a date, for example
-        raise ConfigError(f"a value has a type that JSON does not have: {error}: write text or a number") from None
+        raise ConfigError(
+            f"a value has a type that JSON does not have: {error}: write text or a number"
+        ) from None
 
 
 def schema(kind: type[RunConfig] = Config) -> str:
@@ -250,11 +315,17 @@ def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:
 
 
 def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
-    unknown = [error for error in errors if error["type"] in ("extra_forbidden", "unexpected_keyword_argument")]
+    unknown = [
+        error
+        for error in errors
+        if error["type"] in ("extra_forbidden", "unexpected_keyword_argument")
+    ]
     first = (unknown or errors)[0]
     if first["type"] == "json_invalid":
         return "settings are not valid JSON or UTF-8 text: write other values"
-    key = ".".join(str(part) for part in first["loc"] if unknown or not re.search(r"\W|^str$", str(part)))[:SHOWN]
+    key = ".".join(
+        str(part) for part in first["loc"] if unknown or not re.search(r"\W|^str$", str(part))
+    )[:SHOWN]
     if unknown:
         return f"{key}: no such setting{_suggest(key, kind)}"
     value, message = repr(first["input"]), first["msg"][0].lower() + first["msg"][1:]
@@ -269,14 +340,20 @@ def _suggest(key: str, kind: type[BaseModel]) -> str:
         if issubclass(kind, RunConfig) and key in other.model_fields:
             return f" here: it belongs to {command}"
     near = settings_named(key, kind) or nearest_settings(key, kind)
-    return f": did you mean {near[0]}?" if near else f": settings are {', '.join(kind.model_fields)}"
+    return (
+        f": did you mean {near[0]}?" if near else f": settings are {', '.join(kind.model_fields)}"
+    )
 
 
 def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
     """Settings whose name, or a name in other libraries, is the last part of this one."""
     name = key.rpartition(".")[2]
     settings = flatten(kind().model_dump())
-    return [one for one in settings if name == one.rpartition(".")[2] or name in ALIASES.get(one, "").split()]
+    return [
+        one
+        for one in settings
+        if name == one.rpartition(".")[2] or name in ALIASES.get(one, "").split()
+    ]
 
 
 def nearest_settings(key: str, kind: type[BaseModel]) -> list[str]:
@@ -284,11 +361,14 @@ def nearest_settings(key: str, kind: type[BaseModel]) -> list[str]:
 
 
 def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> dict[str, Any]:
-    """DeepSpeed's configuration: ZeRO and communication from the file, everything else from the settings."""
+    """DeepSpeed's configuration: ZeRO and communication from the file, everything else from the
+    settings."""
     own = _deepspeed_file(config).model_dump(exclude_unset=True)
     zero: dict[str, Any] = own.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
     if zero["stage"] in (1, 2):
-        zero["compute_grad_norm"] = False  # the optimizer computes it without waiting for the device
+        zero["compute_grad_norm"] = (
+            False  # the optimizer computes it without waiting for the device
+        )
     elif zero["stage"] == 3:
         zero["sub_group_size"] = 10**12  # one call of the optimizer per step
     micro, accumulation = micro_batch(config, world)
@@ -297,7 +377,8 @@ def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> di
         "gradient_accumulation_steps": accumulation,
         "zero_optimization": zero,
         "bf16": {"enabled": config.train.precision == "bf16", "check_grad_overflow": False},
-        "gradient_clipping": 0.0,  # DeepSpeed's default is 1; the optimizer clips, by train.clip_norm
+        # DeepSpeed's default is 1; the optimizer clips, by train.clip_norm
+        "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**62,
         "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per step
@@ -317,7 +398,8 @@ def zero_stage(config: RunConfig) -> int:
     zero, asked = _deepspeed_file(config).zero_optimization, config.train.zero_stage
     if asked is not None and "stage" in zero.model_fields_set and asked != zero.stage:
         raise ConfigError(
-            f"train.zero_stage={asked}, but {config.train.deepspeed} has stage {zero.stage}: set only one of them"
+            f"train.zero_stage={asked}, but {config.train.deepspeed} has stage {zero.stage}: set "
+            "only one of them"
         )
     return zero.stage if asked is None else asked
 
@@ -327,11 +409,14 @@ def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
     t = config.train
     share, rest = divmod(t.batch_crops, world)
     if rest or not share:
-        raise ConfigError(f"train.batch_crops={t.batch_crops}: must be a multiple of the {world} ranks")
+        raise ConfigError(
+            f"train.batch_crops={t.batch_crops}: must be a multiple of the {world} ranks"
+        )
     micro = t.micro_batch or share
     if share % micro:
         raise ConfigError(
-            f"train.micro_batch={micro}: must divide train.batch_crops / ranks = {t.batch_crops} / {world} = {share}"
+            f"train.micro_batch={micro}: must divide train.batch_crops / ranks = {t.batch_crops} "
+            f"/ {world} = {share}"
         )
     return micro, share // micro
 
@@ -347,17 +432,37 @@ def check(config: RunConfig, world: int) -> None:
     stage = zero_stage(config)
     micro_batch(config, world)
     problems = [
-        (not config.run or "://" in config.run, f"run={config.run!r}: must be a local folder: --set run=runs/first"),
+        (
+            not config.run or "://" in config.run,
+            f"run={config.run!r}: must be a local folder: --set run=runs/first",
+        ),
         (not datasets, "data.datasets=[]: name a dataset: --data DATASET"),
-        (t.steps and t.epochs, f"train.steps={t.steps}, train.epochs={t.epochs}: set only one: --set train.epochs=null"),
-        (not (t.steps or t.epochs), "train.steps and train.epochs are not set: give one: --set train.steps=1000"),
-        (stage == 3 and t.compile not in (None, "eager"), f"train.compile={t.compile}: ZeRO stage 3 needs eager"),
-        (stage == 0 and t.precision == "bf16", "train.zero_stage=0: DeepSpeed's bf16 Adam is one step off there: use stage 1"),
+        (
+            t.steps and t.epochs,
+            f"train.steps={t.steps}, train.epochs={t.epochs}: set only one: --set "
+            "train.epochs=null",
+        ),
+        (
+            not (t.steps or t.epochs),
+            "train.steps and train.epochs are not set: give one: --set train.steps=1000",
+        ),
+        (
+            stage == 3 and t.compile not in (None, "eager"),
+            f"train.compile={t.compile}: ZeRO stage 3 needs eager",
+        ),
+        (
+            stage == 0 and t.precision == "bf16",
+            "train.zero_stage=0: DeepSpeed's bf16 Adam is one step off there: use stage 1",
+        ),
         (
             t.schedule == "tri_stage" and t.warmup + t.hold > 1,
-            f"train.warmup={t.warmup}, train.hold={t.hold}: are shares of all steps and must add up to 1 at most",
+            f"train.warmup={t.warmup}, train.hold={t.hold}: are shares of all steps and must add "
+            "up to 1 at most",
         ),
-        (weights and len(weights) != len(datasets), f"pipeline.weights={weights}: give one for each of data.datasets"),
+        (
+            weights and len(weights) != len(datasets),
+            f"pipeline.weights={weights}: give one for each of data.datasets",
+        ),
     ]
     problems += _pretraining_problems(config, world) if isinstance(config, Config) else []
     problems += _finetuning_problems(config) if isinstance(config, FinetuneConfig) else []
@@ -373,18 +478,26 @@ def _pretraining_problems(config: Config, world: int) -> list[tuple[Any, str]]:
     if not config.model.encoder and config.model.tokens(HALF) and objective.local > 0:
         max_masked(config.model, config.model.tokens(HALF))
     return [
-        (config.model.leads != leads, f"model.leads={config.model.leads}: augment.leads={augment.leads!r} needs {leads}"),
         (
-            contrast and config.pipeline.views != views,
-            f"pipeline.views={config.pipeline.views!r}: objective.method={objective.method} needs {views}",
+            config.model.leads != leads,
+            f"model.leads={config.model.leads}: augment.leads={augment.leads!r} needs {leads}",
         ),
         (
-            contrast and views == "window" and not (augment.rlm or augment.kinds or augment.threekg or augment.extra),
-            "pipeline.views='window' without augmentation: both views would be equal: set augment.rlm or augment.noise",
+            contrast and config.pipeline.views != views,
+            f"pipeline.views={config.pipeline.views!r}: objective.method={objective.method} needs "
+            f"{views}",
+        ),
+        (
+            contrast
+            and views == "window"
+            and not (augment.rlm or augment.kinds or augment.threekg or augment.extra),
+            "pipeline.views='window' without augmentation: both views would be equal: set "
+            "augment.rlm or augment.noise",
         ),
         (
             contrast and candidates(config, world) < 2,
-            f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: a crop is contrasted with "
+            f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: a crop is "
+            "contrasted with "
             "the others of its micro-batch: use 2 or more, or objective.contrast=0",
         ),
     ]
@@ -395,8 +508,12 @@ def _finetuning_problems(config: FinetuneConfig) -> list[tuple[Any, str]]:
     return [
         (
             not config.start,
-            "start='': name a pre-trained run, or a pre-training YAML for random weights: --start RUN",
+            "start='': name a pre-trained run, or a pre-training YAML for random weights: --start "
+            "RUN",
         ),
-        (views != "halves", f"pipeline.views={views!r}: fine-tuning uses both halves of a crop: use halves"),
+        (
+            views != "halves",
+            f"pipeline.views={views!r}: fine-tuning uses both halves of a crop: use halves",
+        ),
         (config.augment.threekg, "augment.threekg: is for pre-training only: remove it"),
     ]

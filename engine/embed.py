@@ -5,10 +5,12 @@
     omnilead embed --model RUN --data A.npy --fs 250 --leads II,V1 --unit uV --out F.parquet
     torchrun --nproc-per-node 8 -m omnilead.engine.embed --model RUN --data DATASET --out F.parquet  a GPU per rank
 
-Columns: source, record, patient, row (of the dataset), start_s, embedding (fixed_size_list<float32>). F.parquet is written in
-parts: run the same command again to resume; the result has the same bytes. .npy files hold [leads, samples] or
-[ECGs, leads, samples]; .npz files hold any number of [leads, samples]. --leads: the leads shown to the model, others are zeros;
-for arrays, also the names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1: computing or writing failed.
+Columns: source, record, patient, row (of the dataset), start_s, embedding
+(fixed_size_list<float32>). F.parquet is written in parts: run the same command again to resume; the
+result has the same bytes. .npy files hold [leads, samples] or [ECGs, leads, samples]; .npz files
+hold any number of [leads, samples]. --leads: the leads shown to the model, others are zeros; for
+arrays, also the names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1:
+computing or writing failed.
 """
 
 import argparse
@@ -21,10 +23,22 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.cli import tell
-from omnilead.engine.common import ARRAYS, RUN_CODE, ConfigError, Parser, interruptible, one_blas_thread, positive, writable
+from omnilead.engine.common import (
+    ARRAYS,
+    RUN_CODE,
+    ConfigError,
+    Parser,
+    interruptible,
+    one_blas_thread,
+    positive,
+    writable,
+)
 
 PER = ("crop", "record", "half")
-PSEUDONYMS: Any = {"metavar": "KEYFILE", "help": "of files: replace record and patient ids with keyed hashes, as `shard` does"}
+PSEUDONYMS: Any = {
+    "metavar": "KEYFILE",
+    "help": "of files: replace record and patient ids with keyed hashes, as `shard` does",
+}
 PROBE = """Score the embeddings of a model on the splits of a dataset: linear probe, k-NN, identification.
 
     omnilead probe --model RUN --data DATASET --json F.json          diagnosis and identification
@@ -39,11 +53,15 @@ Exit code 2: an argument or a file is wrong.
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--probe" in given:
-        return checked_and_run("probe", parse_probe([word for word in given if word != "--probe"]), check_inputs)
+        return checked_and_run(
+            "probe", parse_probe([word for word in given if word != "--probe"]), check_inputs
+        )
     return checked_and_run("embed", parse(given), check)
 
 
-def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argparse.Namespace], None]) -> int:
+def checked_and_run(
+    name: str, args: argparse.Namespace, check: Callable[[argparse.Namespace], None]
+) -> int:
     """Runs embed, probe or predict; returns the exit code."""
     try:
         check(args)
@@ -51,27 +69,49 @@ def checked_and_run(name: str, args: argparse.Namespace, check: Callable[[argpar
         tell(f"omnilead {name}: {error}")
         return 2
     one_blas_thread()
-    from omnilead.engine.inference import commands, outputs  # imported late, so that --help does not wait for PyTorch
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.inference import (
+        commands,
+        outputs,
+    )
 
     output_of = outputs.predictions if name == "predict" else outputs.embeddings
     return commands.command(f"omnilead {name}", args, lambda given: commands.run(given, output_of))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="omnilead embed", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="omnilead embed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_inputs(parser)
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="F.parquet", help="write the embeddings")
-    add("--per", choices=PER, default="crop", help="one row for each 10 s, each record, each 5 s (crop)")
+    add(
+        "--per",
+        choices=PER,
+        default="crop",
+        help="one row for each 10 s, each record, each 5 s (crop)",
+    )
     add("--pseudonymize", **PSEUDONYMS)
     return parser.parse_args(arguments)
 
 
 def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("omnilead probe", description=PROBE, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        "omnilead probe", description=PROBE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_inputs(parser)
-    parser.add_argument("--task", default="", metavar="NAME|F", help="a shipped task such as age, or a YAML file")
-    parser.add_argument("--labels", default="", metavar="CSV", help="a table of labels, CSV or parquet, with a column `record`")
+    parser.add_argument(
+        "--task", default="", metavar="NAME|F", help="a shipped task such as age, or a YAML file"
+    )
+    parser.add_argument(
+        "--labels",
+        default="",
+        metavar="CSV",
+        help="a table of labels, CSV or parquet, with a column `record`",
+    )
     parser.add_argument("--json", type=Path, metavar="F", help="write the scores as JSON")
     parser.set_defaults(out=None, per="half")
     return parser.parse_args(arguments)
@@ -84,30 +124,47 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     add("--code", **RUN_CODE)
     inputs = "a dataset; or folders, .hea, .npy and .npz files, vendors' .xml, .dcm, .scp and .edf"
     add("--data", required=True, nargs="+", metavar="DATASET|FILE", help=inputs)
-    add("--leads", metavar="L", help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (default: all)')
+    add(
+        "--leads",
+        metavar="L",
+        help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (default: all)',
+    )
     add("--fs", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
     add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")
     add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
-    add("--workers", type=positive, metavar="N", help="reading threads (a quarter of the cores; with a GPU, all)")
+    add(
+        "--workers",
+        type=positive,
+        metavar="N",
+        help="reading threads (a quarter of the cores; with a GPU, all)",
+    )
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
-    precision = "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
+    precision = (
+        "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
+    )
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
     corrupt = "stop at unreadable data, or report and skip them (stop)"
     add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher; LOCAL_RANK is used instead
+    add(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # added by deepspeed's launcher; LOCAL_RANK is used instead
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuses contradictory arguments and files that cannot be written, before the work starts."""
     if args.out.suffix not in ("", ".parquet"):
-        raise ConfigError(f"--out {args.out}: must end in .parquet: use {args.out.with_suffix('.parquet').name}")
+        raise ConfigError(
+            f"--out {args.out}: must end in .parquet: use {args.out.with_suffix('.parquet').name}"
+        )
     check_inputs(args)
 
 
 def check_inputs(args: argparse.Namespace) -> None:
     if (args.fs is not None or args.unit) and not any(url.endswith(ARRAYS) for url in args.data):
-        raise ConfigError("--fs and --unit are for .npy and .npz files, and --data names none: leave them out")
+        raise ConfigError(
+            "--fs and --unit are for .npy and .npz files, and --data names none: leave them out"
+        )
     for option in ("out", "json"):
         if place := getattr(args, option, None):
             writable(place, f"--{option}")

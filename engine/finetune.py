@@ -1,4 +1,5 @@
-"""Fine-tune a pre-trained ECG encoder on your own table of labels, on a shipped task, or with a config.
+"""Fine-tune a pre-trained ECG encoder on your own table of labels, on a shipped task, or with a
+config.
 
     omnilead finetune --start RUN --data DATASET --labels my.csv --out OUT       a column `record` and one for each label
     omnilead finetune --start RUN --data DATASET --labels my.csv --columns rhythm --kind multiclass --out OUT
@@ -11,13 +12,15 @@
     omnilead finetune --export RUN                            RUN/model from the best checkpoint
     omnilead finetune --schema                                JSON schema of the settings
 
-Labels are 0 and 1, true and false, text or numbers; an empty cell is unknown. A column `fold` or `split` splits the records;
-without one, patients are split 8:1:1. Without --config, batch size, steps and learning rate are chosen to suit the data, with
-early stopping. Also under `deepspeed --module omnilead.engine.finetune` or torchrun. OUT/ has the files of a pre-training, and
-labels.parquet, the columns of the table that were used; it resumes the same way. OUT/model/ is the best step by validation
-(train.best): `omnilead evaluate --model OUT ...` tests it.
-In Python: tuned = omnilead.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")
-SIGTERM or Ctrl-C: a checkpoint at the next step, exit 0 or 130. Exit 2: a setting or a file is wrong. Exit 1: the run failed.
+Labels are 0 and 1, true and false, text or numbers; an empty cell is unknown. A column `fold` or
+`split` splits the records; without one, patients are split 8:1:1. Without --config, batch size,
+steps and learning rate are chosen to suit the data, with early stopping. Also under `deepspeed
+--module omnilead.engine.finetune` or torchrun. OUT/ has the files of a pre-training, and
+labels.parquet, the columns of the table that were used; it resumes the same way. OUT/model/ is the
+best step by validation (train.best): `omnilead evaluate --model OUT ...` tests it. In Python: tuned
+= omnilead.finetune("RUN", data="DATASET", labels="my.csv", out="OUT") SIGTERM or Ctrl-C: a
+checkpoint at the next step, exit 0 or 130. Exit 2: a setting or a file is wrong. Exit 1: the run
+failed.
 """
 
 import os
@@ -39,10 +42,22 @@ if TYPE_CHECKING:
 KINDS = ("binary", "multilabel", "multiclass", "regression")
 RATES = "learning rate; several are tried in RUN/lr-RATE, and the best by validation becomes RUN"
 OWN: dict[str, Shortcut] = {
-    "--labels": ("task.labels", {"metavar": "CSV", "help": "a table of labels, CSV or parquet, with a column `record`"}),
-    "--task": ("task.name", {"metavar": "NAME|F", "help": "a shipped task such as age or ptbxl-form, or a YAML file"}),
-    "--kind": ("task.kind", {"choices": KINDS, "help": "kind of the labels (default: guessed from the table)"}),
-    "--columns": ("task.columns", {"nargs": "+", "metavar": "NAME", "help": "label columns (default: all)"}),
+    "--labels": (
+        "task.labels",
+        {"metavar": "CSV", "help": "a table of labels, CSV or parquet, with a column `record`"},
+    ),
+    "--task": (
+        "task.name",
+        {"metavar": "NAME|F", "help": "a shipped task such as age or ptbxl-form, or a YAML file"},
+    ),
+    "--kind": (
+        "task.kind",
+        {"choices": KINDS, "help": "kind of the labels (default: guessed from the table)"},
+    ),
+    "--columns": (
+        "task.columns",
+        {"nargs": "+", "metavar": "NAME", "help": "label columns (default: all)"},
+    ),
     "--lr": ("train.lr", {"nargs": "+", "type": float, "metavar": "RATE", "help": RATES}),
     "--code": ("code", {"action": "store_const", "const": True, "help": RUN_CODE["help"]}),
 }
@@ -68,15 +83,22 @@ def finetune(
     config: str | Path | None = None,
     **settings: Any,
 ) -> "TrainingRun":
-    """Fine-tunes a run or a model on a table of labels, a shipped task or a config. Called again, it resumes.
+    """Fine-tunes a run or a model on a table of labels, a shipped task or a config. Called again,
+    it resumes.
 
-    The arguments are the options of `omnilead finetune`, `settings` those of --set by their dotted names. Without `config`,
-    batch size, steps and learning rate are chosen to suit the data. Ctrl-C writes a checkpoint and raises KeyboardInterrupt.
-    Other errors have one-line messages, such as engine.common.ConfigError.
+    The arguments are the options of `omnilead finetune`, `settings` those of --set by their dotted
+    names. Without `config`, batch size, steps and learning rate are chosen to suit the data. Ctrl-C
+    writes a checkpoint and raises KeyboardInterrupt. Other errors have one-line messages, such as
+    engine.common.ConfigError.
     """
     from omnilead.engine.training.run import trained
 
-    of_task = {"labels": labels, "name": task, "kind": kind, "columns": list(columns) if columns else None}
+    of_task = {
+        "labels": labels,
+        "name": task,
+        "kind": kind,
+        "columns": list(columns) if columns else None,
+    }
     settings |= {f"task.{name}": value for name, value in of_task.items() if value is not None}
     return trained(*classes(), config, data, out, settings | {"start": start})
 

@@ -3,9 +3,10 @@
     omnilead hub push RUN org/name --private --licence cc-by-4.0     RUN/model: weights, settings, model card
     omnilead hub pull org/name OUT                                   downloads; org/name@v1 selects a branch, tag or commit
 
-Only the files of the model folder are uploaded, after their checksums are verified: no data, no logs, no checkpoints. Paths on
-this machine are reduced to file names. Log in with `hf auth login`, or set HF_TOKEN in the environment. In Python:
-omnilead.load("hf://org/name"). Needs `pip install 'omnilead[hub]'`.
+Only the files of the model folder are uploaded, after their checksums are verified: no data, no
+logs, no checkpoints. Paths on this machine are reduced to file names. Log in with `hf auth login`,
+or set HF_TOKEN in the environment. In Python: omnilead.load("hf://org/name"). Needs `pip install
+'omnilead[hub]'`.
 """
 
 import argparse
@@ -22,7 +23,9 @@ from omnilead.engine.common import ConfigError, Parser, interruptible
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    from omnilead.engine.interop import hub  # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.interop import (
+        hub,  # imported late, so that --help does not wait for PyTorch
+    )
 
     try:
         if args.action == "push":
@@ -40,17 +43,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("omnilead hub", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        "omnilead hub", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="action", required=True, metavar="push|pull")
     example = "example: omnilead hub push RUN org/name --private"
-    upload = commands.add_parser("push", help="upload RUN/model", description="Upload RUN/model.", epilog=example)
+    upload = commands.add_parser(
+        "push", help="upload RUN/model", description="Upload RUN/model.", epilog=example
+    )
     upload.add_argument("model", metavar="RUN", help="a run, or a model folder")
-    upload.add_argument("repo", metavar="org/name", help="repository on the Hub; created if it does not exist")
-    upload.add_argument("--private", action="store_true", help="if it is created: visible to you and your organisation only")
-    upload.add_argument("--licence", metavar="ID", help="licence of the weights, for the model card: mit, cc-by-4.0, ...")
+    upload.add_argument(
+        "repo", metavar="org/name", help="repository on the Hub; created if it does not exist"
+    )
+    upload.add_argument(
+        "--private",
+        action="store_true",
+        help="if it is created: visible to you and your organisation only",
+    )
+    upload.add_argument(
+        "--licence",
+        metavar="ID",
+        help="licence of the weights, for the model card: mit, cc-by-4.0, ...",
+    )
     example = "example: omnilead hub pull org/name OUT"
-    fetch = commands.add_parser("pull", help="download a model", description="Download a model.", epilog=example)
-    fetch.add_argument("repo", metavar="org/name", help="repository on the Hub, or org/name@revision")
+    fetch = commands.add_parser(
+        "pull", help="download a model", description="Download a model.", epilog=example
+    )
+    fetch.add_argument(
+        "repo", metavar="org/name", help="repository on the Hub, or org/name@revision"
+    )
     fetch.add_argument("out", metavar="OUT", type=Path, help="a new or empty folder")
     return parser.parse_args(arguments)
 

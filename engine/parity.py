@@ -1,13 +1,16 @@
-"""Compare our model with the authors': run it with their weights, inputs and random draws, and compare the results.
+"""Compare our model with the authors': run it with their weights, inputs and random draws, and
+compare the results.
 
     omnilead parity DIR [--json F]
 
-DIR holds, for each case NAME: NAME_cfg.json (their settings), NAME_state_dict.safetensors, and NAME_eval.npz, NAME_train.npz or
-both. These hold the inputs source [R, L, T], mask_indices, neg_idxs, patient_id, segment (train also gumbel_noise and temp) and
-the authors' results. With train.npz there may be NAME_train_grads_of_sum_loss.safetensors and
-NAME_state_dict_after_3_steps.safetensors. Missing or unknown results are listed as not compared. Prints the largest error of
-every quantity; for tensors it is relative to the largest number in the reference. Exit 0: all errors are within their limits.
-Exit 1: one is not. Exit 2: DIR cannot be read.
+DIR holds, for each case NAME: NAME_cfg.json (their settings), NAME_state_dict.safetensors, and
+NAME_eval.npz, NAME_train.npz or both. These hold the inputs source [R, L, T], mask_indices,
+neg_idxs, patient_id, segment (train also gumbel_noise and temp) and the authors' results. With
+train.npz there may be NAME_train_grads_of_sum_loss.safetensors and
+NAME_state_dict_after_3_steps.safetensors. Missing or unknown results are listed as not compared.
+Prints the largest error of every quantity; for tensors it is relative to the largest number in the
+reference. Exit 0: all errors are within their limits. Exit 1: one is not. Exit 2: DIR cannot be
+read.
 """
 
 import argparse
@@ -25,8 +28,15 @@ from omnilead.engine.common import ConfigError, Parser, interruptible
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser("omnilead parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the authors' settings, weights, inputs and results")
+    parser = Parser(
+        "omnilead parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="the authors' settings, weights, inputs and results",
+    )
     parser.add_argument("--json", type=Path, metavar="F", help="write the table as JSON too")
     args = parser.parse_args(arguments)
     from omnilead.engine.interop.parity import compare

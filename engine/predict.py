@@ -1,4 +1,5 @@
-"""Write a fine-tuned model's predictions as parquet or CSV: class probabilities and decisions, or values in their unit.
+"""Write a fine-tuned model's predictions as parquet or CSV: class probabilities and decisions, or
+values in their unit.
 
     omnilead predict --model TUNED --data DATASET --out F.csv                  one row for each record
     omnilead predict --model TUNED --data FOLDER A.hea B.dcm --out F.parquet   records, known archives, hospital files
@@ -6,11 +7,12 @@
     omnilead predict --model TUNED --data A.npy --fs 250 --leads II,V1 --unit uV --out F.csv
     torchrun --nproc-per-node 8 -m omnilead.engine.predict --model TUNED --data DATASET --out F.parquet  a GPU per rank
 
-Columns: source, record, patient, row (of the dataset), start_s, missing_leads (the model uses them, the ECG does not have
-them), then, by the kind of task: for each class AF (probability) and AF_predicted (true above the threshold chosen in
-validation); or `predicted` (the most probable class) and the probability of each class; or values such as age_years. The
-prediction of a record is the mean over its segments of 5 s. Inputs and resuming work as in `omnilead embed`.
-Exit code 2: an argument or a file is wrong. Exit code 1: computing or writing failed.
+Columns: source, record, patient, row (of the dataset), start_s, missing_leads (the model uses them,
+the ECG does not have them), then, by the kind of task: for each class AF (probability) and
+AF_predicted (true above the threshold chosen in validation); or `predicted` (the most probable
+class) and the probability of each class; or values such as age_years. The prediction of a record is
+the mean over its segments of 5 s. Inputs and resuming work as in `omnilead embed`. Exit code 2: an
+argument or a file is wrong. Exit code 1: computing or writing failed.
 """
 
 import argparse
@@ -30,10 +32,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="omnilead predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog="omnilead predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_inputs(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="F", help="F.csv or F.parquet: write the predictions")
-    parser.add_argument("--per", choices=PER, default="record", help="one row for each record, each 10 s, each 5 s (record)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="F",
+        help="F.csv or F.parquet: write the predictions",
+    )
+    parser.add_argument(
+        "--per",
+        choices=PER,
+        default="record",
+        help="one row for each record, each 10 s, each 5 s (record)",
+    )
     parser.add_argument("--pseudonymize", **PSEUDONYMS)
     return parser.parse_args(arguments)
 

@@ -1,4 +1,5 @@
-"""Turn ECG archives into verified datasets, pre-train and fine-tune encoders on them, and use the trained models.
+"""Turn ECG archives into verified datasets, pre-train and fine-tune encoders on them, and use the
+trained models.
 
 import omnilead
 run = omnilead.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
@@ -7,8 +8,9 @@ model = omnilead.load("OUT")                   # or OUT/model, a copy of that fo
 model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
 model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
 
-In the repository, `engine`, `data_tools` and `configs` in this folder are links to the folders beside it. So modules have the
-same names as in an installed package, and a module of yours called engine or data_tools is never mistaken for one of them.
+In the repository, `engine`, `data_tools` and `configs` in this folder are links to the folders
+beside it. So modules have the same names as in an installed package, and a module of yours called
+engine or data_tools is never mistaken for one of them.
 """
 
 import importlib

@@ -22,15 +22,27 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     "shard": ("omnilead.data_tools.__main__ shard", "make a dataset from archives"),
     "verify": ("omnilead.data_tools.__main__ verify", "check every byte of a dataset"),
     "show": ("omnilead.data_tools.__main__ show", "print or draw a dataset, a crop or a record"),
-    "labels": ("omnilead.data_tools.__main__ labels", "write an archive's published labels as tables"),
+    "labels": (
+        "omnilead.data_tools.__main__ labels",
+        "write an archive's published labels as tables",
+    ),
     "pretrain": ("omnilead.engine.pretrain", "pre-train an encoder on a dataset"),
     "finetune": ("omnilead.engine.finetune", "fine-tune a pre-trained encoder on a task"),
     "evaluate": ("omnilead.engine.evaluate", "score a model on held-out ECGs"),
     "embed": ("omnilead.engine.embed", "write embeddings of ECGs as parquet"),
-    "probe": ("omnilead.engine.embed --probe", "score embeddings with a linear probe, k-NN and identification"),
+    "probe": (
+        "omnilead.engine.embed --probe",
+        "score embeddings with a linear probe, k-NN and identification",
+    ),
     "bench": ("omnilead.engine.bench", "compare models by linear probes on frozen embeddings"),
-    "predict": ("omnilead.engine.predict", "write the predictions of a fine-tuned model as CSV or parquet"),
-    "convert": ("omnilead.engine.convert", "convert weights from and to fairseq-signals, and to ONNX"),
+    "predict": (
+        "omnilead.engine.predict",
+        "write the predictions of a fine-tuned model as CSV or parquet",
+    ),
+    "convert": (
+        "omnilead.engine.convert",
+        "convert weights from and to fairseq-signals, and to ONNX",
+    ),
     "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
     "reproduce": ("omnilead.engine.reproduce.__main__", "reproduce the tables of the paper"),
     "parity": ("omnilead.engine.parity", "compare the model with the authors' numbers"),
@@ -44,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {"description": __doc__, "epilog": f"commands:\n{listed}"}
     parser = Parser("omnilead", **about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"omnilead {omnilead.__version__}")
-    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the commands listed below")
+    parser.add_argument(
+        "command", metavar="COMMAND", choices=COMMANDS, help="one of the commands listed below"
+    )
     module, *first = COMMANDS[parser.parse_args(given[:1]).command][0].split()
     code: int = importlib.import_module(module).main([*first, *given[1:]])
     return code

@@ -1,4 +1,5 @@
-"""Fixtures for all tests: a small synthetic archive and dataset, a saved model, and the real ECGs if available."""
+"""Fixtures for all tests: a small synthetic archive and dataset, a saved model, and the real ECGs
+if available."""
 
 import contextlib
 import os
@@ -11,7 +12,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if not Path("/dev/nvidiactl").exists():  # too little is compiled for a CPU to start a pool of compilers
+if not Path(
+    "/dev/nvidiactl"
+).exists():  # too little is compiled for a CPU to start a pool of compilers
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from omnilead.data_tools.build import ShardOptions, shard
@@ -23,7 +26,9 @@ from omnilead.data_tools.synthetic.archive import synthesise
 with contextlib.suppress(ImportError):  # may be missing where only the GPU tests run
     import hypothesis
 
-    hypothesis.settings.register_profile("unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.register_profile(
+        "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
     hypothesis.settings.load_profile("unhurried")
 
 REAL = Path(__file__).parents[2] / "shared"
@@ -50,7 +55,8 @@ def real_ecgs() -> Path:
 
 @pytest.fixture(scope="session")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """60 synthetic PTB-XL patients with two sessions and 60 records of the other databases. Read only."""
+    """60 synthetic PTB-XL patients with two sessions and 60 records of the other databases. Read
+    only."""
     out = tmp_path_factory.mktemp("archive") / "synthetic"
     synthesise(out, patients=60, two_sessions=1, seed=7, progress=False)
     return out
@@ -58,11 +64,15 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """The archive as tar and zarr, read only. All sources are used for pre-training, and all patients with two sessions for
-    testing: otherwise so few records would give almost no gallery."""
+    """The archive as tar and zarr, read only. All sources are used for pre-training, and all
+    patients with two sessions for testing: otherwise so few records would give almost no
+    gallery."""
     out = tmp_path_factory.mktemp("dataset") / "both"
     whose = RoleSources(pretrain=("all",), id_share=1.0)
-    return shard(open_sources(str(archive)), ShardOptions(str(out), format="both", role_sources=whose, quiet=True))
+    return shard(
+        open_sources(str(archive)),
+        ShardOptions(str(out), format="both", role_sources=whose, quiet=True),
+    )
 
 
 @pytest.fixture
@@ -71,9 +81,14 @@ def saved_model(tmp_path: Path) -> Callable[..., Path]:
 
 
 def save_model(
-    folder: Path, leads: int = 12, head: dict[str, Any] | None = None, preprocessing: dict[str, Any] | None = None, **model: Any
+    folder: Path,
+    leads: int = 12,
+    head: dict[str, Any] | None = None,
+    preprocessing: dict[str, Any] | None = None,
+    **model: Any,
 ) -> Path:
-    """A small untrained model as engine.training.train exports it. `preprocessing`: changes; `model`: for ModelConfig."""
+    """A small untrained model as engine.training.train exports it. `preprocessing`: changes;
+    `model`: for ModelConfig."""
     import torch
 
     from omnilead.engine.common import LEADS
@@ -90,14 +105,28 @@ def save_model(
         "position_kernel": 16,
         "position_groups": 4,
     }
-    config = ModelConfig(**{"leads": leads, "codes": 8, "code_width": 16, "projection": 16, **small, **model})
+    config = ModelConfig(
+        **{"leads": leads, "codes": 8, "code_width": 16, "projection": 16, **small, **model}
+    )
     objective = ObjectiveConfig()
     seeded = torch.Generator().manual_seed(0)
     weights = dict(Pretrainer(config, objective, generator=seeded).state_dict())
     if head and head.get("classes"):
         weights["head.weight"] = torch.randn(len(head["classes"]), config.width, generator=seeded)
         weights["head.bias"] = torch.randn(len(head["classes"]), generator=seeded)
-    document = {"model": asdict(config), "objective": asdict(objective), "trained": {"step": 1, "rlm": 0.5}}
-    signal = {"fs_hz": 500, "leads": list(LEADS[:leads]), "segment_s": 5.0, "scale": "millivolt", "sha256": "0"}
-    folders.write(folder, weights, document | ({"head": head} if head else {}), signal | (preprocessing or {}))
+    document = {
+        "model": asdict(config),
+        "objective": asdict(objective),
+        "trained": {"step": 1, "rlm": 0.5},
+    }
+    signal = {
+        "fs_hz": 500,
+        "leads": list(LEADS[:leads]),
+        "segment_s": 5.0,
+        "scale": "millivolt",
+        "sha256": "0",
+    }
+    folders.write(
+        folder, weights, document | ({"head": head} if head else {}), signal | (preprocessing or {})
+    )
     return folder

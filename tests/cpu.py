@@ -1,4 +1,5 @@
-"""Measure the CPU seconds of every test with fixtures and processes: `-p tests.cpu` lists the slowest in tests/README.md."""
+"""Measure the CPU seconds of every test with fixtures and processes: `-p tests.cpu` lists the
+slowest in tests/README.md."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -45,7 +46,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     slowest = sorted(seconds, key=lambda name: -seconds[name])[:LISTED]
-    total = f"{sum(seconds.values()) / 60:.1f} CPU minutes in all, without imports.\n\n| CPU seconds | test |\n|---:|---|\n"
-    table = "".join(f"| {seconds[name]:.1f} | `{name.removeprefix('tests/').replace('|', ' ')}` |\n" for name in slowest)
+    total = (
+        f"{sum(seconds.values()) / 60:.1f} CPU minutes in all, without imports.\n\n| CPU seconds "
+        "| test |\n|---:|---|\n"
+    )
+    table = "".join(
+        f"| {seconds[name]:.1f} | `{name.removeprefix('tests/').replace('|', ' ')}` |\n"
+        for name in slowest
+    )
     before = README.read_text().partition(HEADING)[0]
     README.write_text(f"{before}{HEADING}\n{total}{table}")

@@ -1,6 +1,7 @@
 """Separate processes for tests, forked from a server that has already imported the heavy packages.
 
-The server starts with the first of them. A test process has only one, so all heavy packages are listed here.
+The server starts with the first of them. A test process has only one, so all heavy packages are
+listed here.
 """
 
 import multiprocessing
@@ -24,7 +25,8 @@ HEAVY = [
     "torch._dynamo",
     "torch.utils.tensorboard",
     "deepspeed.runtime.zero.stage3",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # DeepSpeed imports it and thereby torch's compiler
+    # DeepSpeed imports it and thereby torch's compiler
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "omnilead.data_tools.build",
     "omnilead.data_tools.verify",
     "distributed.cli.dask_worker",
@@ -34,15 +36,22 @@ HEAVY = [
 CONTEXT.set_forkserver_preload(HEAVY)
 
 
-def started(call: Callable[..., Any], *arguments: Any, out: Path | str, env: Mapping[str, str] | None = None) -> Any:
-    """Start a process for call(*arguments). Its exit code is the return value; its output is appended to `out`."""
+def started(
+    call: Callable[..., Any], *arguments: Any, out: Path | str, env: Mapping[str, str] | None = None
+) -> Any:
+    """Start a process for call(*arguments). Its exit code is the return value; its output is
+    appended to `out`."""
     process = CONTEXT.Process(target=_run, args=(call, arguments, str(out), dict(env or {})))
     process.start()
     return process
 
 
-def _run(call: Callable[..., Any], arguments: tuple[Any, ...], out: str, env: dict[str, str]) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the server may have started with it blocked
+def _run(
+    call: Callable[..., Any], arguments: tuple[Any, ...], out: str, env: dict[str, str]
+) -> None:
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT}
+    )  # the server may have started with it blocked
     os.environ.update(env)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

@@ -1,4 +1,5 @@
-"""Imported last by the fork server: garbage collection in its children skips everything imported before."""
+"""Imported last by the fork server: garbage collection in its children skips everything imported
+before."""
 
 import gc
 

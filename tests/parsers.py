@@ -16,7 +16,9 @@ class ParsedError(Exception):
 
 def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments as `omnilead COMMAND` parses them."""
-    result: argparse.Namespace = _left(command, arguments, lambda parser, given: PARSE(parser, given))
+    result: argparse.Namespace = _left(
+        command, arguments, lambda parser, given: PARSE(parser, given)
+    )
     return result
 
 

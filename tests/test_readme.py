@@ -22,14 +22,22 @@ LINES = [
     for path in READMES
     for line in path.read_text().replace("\\\n", " ").splitlines()
 ]
-# omnilead NAME, python -m omnilead NAME, and, in one process or under a launcher, the module engine.NAME or engine/NAME.py
-TYPED = re.compile(r"(?:omnilead +|python -m omnilead +|(?:python|deepspeed|torchrun) .*?engine[./])(\w+)(?:\.py)?(?: +(.*))?$")
+# omnilead NAME, python -m omnilead NAME, and, in one process or under a launcher, the module
+# engine.NAME or engine/NAME.py
+TYPED = re.compile(
+    r"(?:omnilead +|python -m omnilead +|(?:python|deepspeed|torchrun) "
+    r".*?engine[./])(\w+)(?:\.py)?(?: +(.*))?$"
+)
 USES = [
     (line[:60], *match.groups())
     for line in LINES
     if (match := TYPED.match(line)) and match[1] in COMMANDS and "..." not in line
 ]
-PYTHON = [(path, block) for path in READMES for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
+PYTHON = [
+    (path, block)
+    for path in READMES
+    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+]
 
 
 def test_the_readmes_contain_commands_and_python() -> None:
@@ -44,19 +52,35 @@ def test_commands_are_accepted(name: str, words: str) -> None:
         load(args.config, args.set, Config if name == "pretrain" else FinetuneConfig)
 
 
-@pytest.mark.parametrize(("path", "block"), PYTHON, ids=lambda value: getattr(value, "parent", Path("block")).name)
+@pytest.mark.parametrize(
+    ("path", "block"), PYTHON, ids=lambda value: getattr(value, "parent", Path("block")).name
+)
 def test_python_runs(
-    path: Path, block: str, dataset: Dataset, saved_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    block: str,
+    dataset: Dataset,
+    saved_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the tests' dataset and a small model; an endless loop is left after its first iteration."""
+    """With the tests' dataset and a small model; an endless loop is left after its first
+    iteration."""
     (tmp_path / "dataset").symlink_to(dataset.root.url)
     saved_model(
-        "RUN/model", head={"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR"], "thresholds": [0.5, 0.5]}
+        "RUN/model",
+        head={
+            "task": "diagnosis",
+            "kind": "multilabel",
+            "classes": ["AF", "NSR"],
+            "thresholds": [0.5, 0.5],
+        },
     )
     (tmp_path / "KEYFILE").write_bytes(bytes(range(32)))
     (tmp_path / "KEYFILE").chmod(0o600)
     monkeypatch.chdir(tmp_path)
-    if "omnilead.pretrain(" in block:  # hours: tests/engine/training/test_trainings_from_python.py trains from Python
+    if (
+        "omnilead.pretrain(" in block
+    ):  # hours: tests/engine/training/test_trainings_from_python.py trains from Python
         assert load("w2v_cmsc_rlm", {"train.steps": 1000}).train.steps == 1000
         return
     block = block.replace("batch_crops=512", "batch_crops=16")
@@ -78,9 +102,14 @@ def test_bench_gpu_installs_only_what_python_cannot_import(packages: bool, tmp_p
     (tmp_path / "constraints.txt").touch()
     command = ["make", "-n", "-f", str(ROOT / "Makefile"), "bench-gpu", f"PYTHON={python}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     used = python if packages else ".venv/bin/python"
-    assert f"{used} -m benchmarks.run suite --device cuda" in printed and f"{used} -m pytest -m gpu" in printed
+    assert (
+        f"{used} -m benchmarks.run suite --device cuda" in printed
+        and f"{used} -m pytest -m gpu" in printed
+    )
     assert ("pip install" in printed) == (not packages)
 
 

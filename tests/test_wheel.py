@@ -1,4 +1,5 @@
-"""The wheel, installed without the repository: from an archive to a model for custom labels, beside modules of the user's."""
+"""The wheel, installed without the repository: from an archive to a model for custom labels, beside
+modules of the user's."""
 
 import importlib.util
 import os
@@ -30,7 +31,10 @@ from omnilead.data_tools.dataset import Dataset
 records = dict.fromkeys(Dataset.open("dataset").table(["record"])["record"].to_pylist())
 open("my.csv", "w").writelines(["record,label\\n", *(f"{record},{'abc'[i % 3]}\\n" for i, record in enumerate(records))])
 """
-TINY = "train.steps=6 train.batch_crops=8 train.validate_every=0 train.peak_tflops=1 model.width=16 model.ffn=16 model.layers=1"
+TINY = (
+    "train.steps=6 train.batch_crops=8 train.validate_every=0 train.peak_tflops=1 model.width=16 "
+    "model.ffn=16 model.layers=1"
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +46,26 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     venv.create(place / "venv", symlinks=True)
     python = str(place / "venv" / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
-    subprocess.run([*pip, "--no-deps", "--no-index", *map(str, place.glob("*.whl"))], check=True, capture_output=True)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-compile",
+    ]
+    subprocess.run(
+        [*pip, "--no-deps", "--no-index", *map(str, place.glob("*.whl"))],
+        check=True,
+        capture_output=True,
+    )
     site = sysconfig.get_path("purelib", vars={"base": str(place / "venv")})
-    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # the packages there, but not their .pth files
+    Path(site, "dependencies.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # the packages there, but not their .pth files
     return place / "venv"
 
 
@@ -55,11 +75,15 @@ def omnilead(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
     for name in ("engine.py", "data_tools.py", "benchmarks.py"):  # modules of the user's
         (folder / name).write_text(f"raise SystemExit('imported {name} of the working folder')")
     (folder / "configs").mkdir()
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
+        "OMP_NUM_THREADS": "1"
+    }
 
     def run(*arguments: str, program: str = "omnilead") -> str:
         command = [str(environment / "bin" / program), *arguments]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
@@ -68,16 +92,56 @@ def omnilead(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 @pytest.mark.slow
 def test_a_tour_without_the_repository(omnilead: Callable[..., str]) -> None:
-    assert int(omnilead("-c", WHERE, str(ROOT), program="python")) == len(list((ROOT / "configs").rglob("*.yaml")))
+    assert int(omnilead("-c", WHERE, str(ROOT), program="python")) == len(
+        list((ROOT / "configs").rglob("*.yaml"))
+    )
     assert "  pretrain " in omnilead("--help")
     omnilead("synth", "archive", "--patients", "30")
     omnilead("shard", "archive", "--out", "dataset", "--workers", "1", "--pretrain-sources", "all")
-    assert "all checks passed" in omnilead("verify", "dataset", "--archive", "archive", "--workers", "1")
-    settings = [word for setting in [*TINY.split(), "train.deepspeed=zero1"] for word in ("--set", setting)]
-    done = omnilead("pretrain", "--config", "quickstart", "--data", "dataset", "--out", "RUN", *settings, "--profile", "1")
+    assert "all checks passed" in omnilead(
+        "verify", "dataset", "--archive", "archive", "--workers", "1"
+    )
+    settings = [
+        word for setting in [*TINY.split(), "train.deepspeed=zero1"] for word in ("--set", setting)
+    ]
+    done = omnilead(
+        "pretrain",
+        "--config",
+        "quickstart",
+        "--data",
+        "dataset",
+        "--out",
+        "RUN",
+        *settings,
+        "--profile",
+        "1",
+    )
     assert "aten::" in done and "done: RUN/model, RUN/report.html" in done
-    tune = ["--start", "RUN", "--data", "dataset", "--labels", "my.csv", "--out", "OUT", "--set", "train.steps=4"]
+    tune = [
+        "--start",
+        "RUN",
+        "--data",
+        "dataset",
+        "--labels",
+        "my.csv",
+        "--out",
+        "OUT",
+        "--set",
+        "train.steps=4",
+    ]
     omnilead("-c", TABLE, program="python")
     assert "my: multiclass" in omnilead("finetune", *tune, "--set", "train.peak_tflops=1")
-    assert "auroc" in omnilead("evaluate", "--model", "OUT", "--data", "dataset", "--labels", "my.csv", "--report", "page.html")
-    assert " predictions of my (" in omnilead("predict", "--model", "OUT", "--data", "dataset", "--out", "predictions.csv")
+    assert "auroc" in omnilead(
+        "evaluate",
+        "--model",
+        "OUT",
+        "--data",
+        "dataset",
+        "--labels",
+        "my.csv",
+        "--report",
+        "page.html",
+    )
+    assert " predictions of my (" in omnilead(
+        "predict", "--model", "OUT", "--data", "dataset", "--out", "predictions.csv"
+    )

@@ -1,1 +1,2 @@
-"""Files of hospitals' ECG systems: one module for each format, and `files.py`, which reads a folder of any mixture of them."""
+"""Files of hospitals' ECG systems: one module for each format, and `files.py`, which reads a folder
+of any mixture of them."""

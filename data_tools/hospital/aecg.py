@@ -1,7 +1,8 @@
-"""HL7's Annotated ECG (aECG, the FDA's format), one ECG per file. Reads the first rhythm sequence set, never a derived beat.
+"""HL7's Annotated ECG (aECG, the FDA's format), one ECG per file. Reads the first rhythm sequence
+set, never a derived beat.
 
-A sample is origin + digits x scale, in the units of each lead. Apart from the signal, only the subject's id, sex and reported
-age are read: no names, birth dates, comments or annotations.
+A sample is origin + digits x scale, in the units of each lead. Apart from the signal, only the
+subject's id, sex and reported age are read: no names, birth dates, comments or annotations.
 """
 
 from contextlib import suppress
@@ -17,18 +18,34 @@ from omnilead.data_tools.sources.base import Decoded, Format
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 YEARS = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
 AGE_CODES = ("21612-7", "30525-0")  # LOINC: reported age, age
-CODES = {f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())}  # not dI: derived from EASI leads
+CODES = {
+    f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())
+}  # not dI: derived from EASI leads
 MISSING = -32768  # value that some devices write for samples that were not measured
 _SUBJECT = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
 _SEX = "administrativeGenderCode"
-_SKIPPED = frozenset(("derivation", "subjectOf", "author", "secondaryPerformer", "definition", "location", "clinicalTrial"))
+_SKIPPED = frozenset(
+    (
+        "derivation",
+        "subjectOf",
+        "author",
+        "secondaryPerformer",
+        "definition",
+        "location",
+        "clinicalTrial",
+    )
+)
 
 
 def decode(data: bytes) -> Decoded:
     root = tree(data, _SKIPPED)
     if root.tag != "AnnotatedECG":
         raise ReadError("unknown format", f"not aECG: its root is {root.tag[:40]}")
-    series = [one for one in root.iterfind("component/series") if _attribute(one, "code", "code") != "REPRESENTATIVE_BEAT"]
+    series = [
+        one
+        for one in root.iterfind("component/series")
+        if _attribute(one, "code", "code") != "REPRESENTATIVE_BEAT"
+    ]
     sets = [one for rhythm in series for one in rhythm.iterfind("component/sequenceSet")]
     if not sets:
         raise ReadError("rhythm waveform", f"{len(series)} series without a sequence set")
@@ -43,8 +60,15 @@ def decode(data: bytes) -> Decoded:
             signals[lead] = _microvolts(sequence, lead)
     if len(rates) != 1:
         raise ReadError("sampling rate", f"{len(rates)} in one sequence set")
-    notes = (("further waveforms", f"the first of {len(sets)} sequence sets was read"),) if len(sets) > 1 else ()
-    patient, sex = _attribute(root, f"{_SUBJECT}/id", "extension"), _attribute(root, f"{_SUBJECT}/*/{_SEX}", "code")
+    notes = (
+        (("further waveforms", f"the first of {len(sets)} sequence sets was read"),)
+        if len(sets) > 1
+        else ()
+    )
+    patient, sex = (
+        _attribute(root, f"{_SUBJECT}/id", "extension"),
+        _attribute(root, f"{_SUBJECT}/*/{_SEX}", "code"),
+    )
     return Decoded(signals, rates.pop(), patient or None, _age(root), sex, notes)
 
 
@@ -58,7 +82,9 @@ def _attribute(element: Element, path: str, name: str) -> str:
 
 def _quantity(sequence: Element, tag: str) -> tuple[float, str]:
     """A value and its unit; NaN if the value is not a number."""
-    return as_number(_attribute(sequence, f"value/{tag}", "value")), _attribute(sequence, f"value/{tag}", "unit")
+    return as_number(_attribute(sequence, f"value/{tag}", "value")), _attribute(
+        sequence, f"value/{tag}", "unit"
+    )
 
 
 def _rate_hz(sequence: Element) -> float:
@@ -69,7 +95,10 @@ def _rate_hz(sequence: Element) -> float:
 
 
 def _microvolts(sequence: Element, lead: str) -> np.ndarray:
-    (origin, origin_unit), (scale, unit) = _quantity(sequence, "origin"), _quantity(sequence, "scale")
+    (origin, origin_unit), (scale, unit) = (
+        _quantity(sequence, "origin"),
+        _quantity(sequence, "scale"),
+    )
     if np.isfinite(origin) and scale > 0:
         step, offset = scale * _uv(unit), origin * _uv(origin_unit) if origin else 0.0
         if step <= 1000 and abs(offset) <= 1e6:
@@ -77,7 +106,9 @@ def _microvolts(sequence: Element, lead: str) -> np.ndarray:
             uv = digits * step + offset
             uv[digits == MISSING] = np.nan
             return uv
-    raise ReadError("gain", f"lead {lead}: scale {scale:g} {unit[:10]}, origin {origin:g} {origin_unit[:10]}")
+    raise ReadError(
+        "gain", f"lead {lead}: scale {scale:g} {unit[:10]}, origin {origin:g} {origin_unit[:10]}"
+    )
 
 
 def _uv(unit: str) -> float:
@@ -85,7 +116,8 @@ def _uv(unit: str) -> float:
 
 
 def _digits(text: str, lead: str) -> np.ndarray:
-    """Parse whole numbers. A lone `-` and `5-3`, which numpy reads as 0 and as two numbers, are refused."""
+    """Parse whole numbers. A lone `-` and `5-3`, which numpy reads as 0 and as two numbers, are
+    refused."""
     data = f" {text} ".encode()
     letters = np.frombuffer(data, np.uint8)
     signs = np.flatnonzero(letters == ord("-"))
@@ -102,5 +134,8 @@ def _age(root: Element) -> float | None:
     for stated in root.iterfind("controlVariable/relatedObservation"):
         if _attribute(stated, "code", "code") in AGE_CODES:
             with suppress(KeyError, ValueError):
-                return float(_attribute(stated, "value", "value")) * YEARS[_attribute(stated, "value", "unit")]
+                return (
+                    float(_attribute(stated, "value", "value"))
+                    * YEARS[_attribute(stated, "value", "unit")]
+                )
     return None

@@ -1,9 +1,11 @@
-"""DICOM waveforms: the 12-lead, general and ambulatory ECG classes, and any other class with ECG leads (such as hemodynamic).
+"""DICOM waveforms: the 12-lead, general and ambulatory ECG classes, and any other class with ECG
+leads (such as hemodynamic).
 
-Reads the simultaneous channels with the most of the twelve leads, not the median beats that files may also have. Leads are
-identified by SCP-ECG or MDC codes and scaled by each channel's sensitivity, correction factor, baseline and units. Only the
-elements in _WANTED are parsed; all others are skipped by their length. This is ten times as fast as pydicom, which the tests
-compare with.
+Reads the simultaneous channels with the most of the twelve leads, not the median beats that files
+may also have. Leads are identified by SCP-ECG or MDC codes and scaled by each channel's
+sensitivity, correction factor, baseline and units. Only the elements in _WANTED are parsed; all
+others are skipped by their length. This is ten times as fast as pydicom, which the tests compare
+with.
 """
 
 import math
@@ -18,25 +20,94 @@ from omnilead.data_tools.prepare import rate_ratio
 from omnilead.data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, as_number, unit_name
 from omnilead.data_tools.sources.base import Decoded, Format
 
-MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = 600, 16 * 2**20, 50_000, 12  # a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
-SYNTAXES = {"1.2.840.10008.1.2": False, "1.2.840.10008.1.2.1": True}  # little-endian; value: whether elements state their types
-ECG_CLASSES = ("1.2.840.10008.5.1.4.1.1.9.1.1", "1.2.840.10008.5.1.4.1.1.9.1.2", "1.2.840.10008.5.1.4.1.1.9.1.3")
+MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = (
+    600,
+    16 * 2**20,
+    50_000,
+    12,
+)  # a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
+SYNTAXES = {
+    "1.2.840.10008.1.2": False,
+    "1.2.840.10008.1.2.1": True,
+}  # little-endian; value: whether elements state their types
+ECG_CLASSES = (
+    "1.2.840.10008.5.1.4.1.1.9.1.1",
+    "1.2.840.10008.5.1.4.1.1.9.1.2",
+    "1.2.840.10008.5.1.4.1.1.9.1.3",
+)
 SCHEMES = {"SCPECG": "5.6.3-9-", "MDC": "2:"}  # coding schemes and the prefix of their lead numbers
-TYPES = {("SB", 8): "<i1", ("UB", 8): "<u1", ("SS", 16): "<i2", ("US", 16): "<u2", ("SL", 32): "<i4"}
-UNUSABLE = ("DISCONNECTED", "TEST DATA", "INVALID", "UNCALIBRATED")  # statuses of channels that are left out
+TYPES = {
+    ("SB", 8): "<i1",
+    ("UB", 8): "<u1",
+    ("SS", 16): "<i2",
+    ("US", 16): "<u2",
+    ("SL", 32): "<i4",
+}
+UNUSABLE = (
+    "DISCONNECTED",
+    "TEST DATA",
+    "INVALID",
+    "UNCALIBRATED",
+)  # statuses of channels that are left out
 YEARS = dict(zip("YMWD", AGE_UNITS.values(), strict=False))
 # Tags of the elements that are read
 _SYNTAX, _CLASS, _PATIENT, _SEX, _AGE = 0x00020010, 0x00080016, 0x00100020, 0x00100040, 0x00101010
-_CODE, _SCHEME, _OFFSET, _ORIGIN, _CHANNELS, _SAMPLES = 0x00080100, 0x00080102, 0x00181068, 0x003A0004, 0x003A0005, 0x003A0010
-_RATE, _LABEL, _CHANNEL, _STATUS, _SOURCE, _GAIN = 0x003A001A, 0x003A0020, 0x003A0200, 0x003A0205, 0x003A0208, 0x003A0210
-_UNITS, _CORRECTION, _BASELINE, _SKEW_S, _SKEW = 0x003A0211, 0x003A0212, 0x003A0213, 0x003A0214, 0x003A0215
-_WAVEFORMS, _BITS, _FORM, _PADDING, _DATA = 0x54000100, 0x54001004, 0x54001006, 0x5400100A, 0x54001010
+_CODE, _SCHEME, _OFFSET, _ORIGIN, _CHANNELS, _SAMPLES = (
+    0x00080100,
+    0x00080102,
+    0x00181068,
+    0x003A0004,
+    0x003A0005,
+    0x003A0010,
+)
+_RATE, _LABEL, _CHANNEL, _STATUS, _SOURCE, _GAIN = (
+    0x003A001A,
+    0x003A0020,
+    0x003A0200,
+    0x003A0205,
+    0x003A0208,
+    0x003A0210,
+)
+_UNITS, _CORRECTION, _BASELINE, _SKEW_S, _SKEW = (
+    0x003A0211,
+    0x003A0212,
+    0x003A0213,
+    0x003A0214,
+    0x003A0215,
+)
+_WAVEFORMS, _BITS, _FORM, _PADDING, _DATA = (
+    0x54000100,
+    0x54001004,
+    0x54001006,
+    0x5400100A,
+    0x54001010,
+)
 _FRAMES, _DOCUMENT, _ENCRYPTED, _PIXELS = 0x00280008, 0x00420011, 0x04000500, 0x7FE00010
-_WANTED = {number for name, number in globals().items() if name.startswith("_") and type(number) is int}
+_WANTED = {
+    number for name, number in globals().items() if name.startswith("_") and type(number) is int
+}
 _SEQUENCES = {_WAVEFORMS, _CHANNEL, _SOURCE, _UNITS}
-_OTHER = {_DOCUMENT: "an encapsulated document", _PIXELS: "an image", _FRAMES: "a multi-frame image"}
+_OTHER = {
+    _DOCUMENT: "an encapsulated document",
+    _PIXELS: "an image",
+    _FRAMES: "a multi-frame image",
+}
 _ITEM, _ITEM_END, _SEQUENCE_END, _UNKNOWN = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD, 0xFFFFFFFF
-_LONG = {b"OB", b"OD", b"OF", b"OL", b"OV", b"OW", b"SQ", b"SV", b"UC", b"UN", b"UR", b"UT", b"UV"}  # length of 32 bits
+_LONG = {
+    b"OB",
+    b"OD",
+    b"OF",
+    b"OL",
+    b"OV",
+    b"OW",
+    b"SQ",
+    b"SV",
+    b"UC",
+    b"UN",
+    b"UR",
+    b"UT",
+    b"UV",
+}  # length of 32 bits
 _TYPED, _PLAIN, _LENGTH = (struct.Struct(form).unpack_from for form in ("<HH2sH", "<HHI", "<I"))
 Elements = dict[int, Any]  # by tag: bytes, or the items of a sequence
 
@@ -45,7 +116,10 @@ def decode(data: bytes) -> Decoded:
     try:
         meta, at = _Reader(data, 0x30000, True).elements(132, len(data))
         if (syntax := _uid(meta, _SYNTAX)) not in SYNTAXES:
-            raise ReadError("transfer syntax", f"{syntax or 'none'}: only uncompressed little-endian files are read")
+            raise ReadError(
+                "transfer syntax",
+                f"{syntax or 'none'}: only uncompressed little-endian files are read",
+            )
         file, _ = _Reader(data, _PIXELS, SYNTAXES[syntax]).elements(at, len(data))
     except struct.error:
         raise ReadError("malformed DICOM", "cut off") from None
@@ -54,29 +128,47 @@ def decode(data: bytes) -> Decoded:
     if not (groups := [_Group(one) for one in file.get(_WAVEFORMS, [])]):
         what = next((words for tag, words in _OTHER.items() if tag in file), "")
         raise ReadError("no waveform", what or f"SOP class {_uid(file, _CLASS) or 'unknown'}")
-    rhythms = sorted((one for one in groups if one.leads and not one.derived), key=lambda one: one.time)
+    rhythms = sorted(
+        (one for one in groups if one.leads and not one.derived), key=lambda one: one.time
+    )
     together = [[*same] for _, same in groupby(rhythms, key=lambda one: one.time)]
     most = max((sum(len(one.leads) for one in same) for same in together), default=0)
     chosen = [same for same in together if sum(len(one.leads) for one in same) == most]
-    unusable = ", ".join(f"{lead} {status}" for one in (chosen or [groups])[0] for lead, status in one.unusable.items())
+    unusable = ", ".join(
+        f"{lead} {status}"
+        for one in (chosen or [groups])[0]
+        for lead, status in one.unusable.items()
+    )
     if not rhythms and unusable:
         raise ReadError("channel status", unusable)
     if len(chosen) != 1:
-        raise ReadError("rhythm waveform", f"{len(chosen)} of {len(groups)} waveforms with ECG leads, 1 is read")
+        raise ReadError(
+            "rhythm waveform", f"{len(chosen)} of {len(groups)} waveforms with ECG leads, 1 is read"
+        )
     if len({lead for one in chosen[0] for lead in one.leads}) != most:
         raise ReadError("duplicated lead", "in two waveforms of one time")
     signals = {lead: uv for one in chosen[0] for lead, uv in one.signals().items()}
     age, kind = _text(file, _AGE), _uid(file, _CLASS)
-    years = int(age[:3]) * YEARS.get(age[3], math.nan) if len(age) == 4 and age[:3].isdecimal() else None
+    years = (
+        int(age[:3]) * YEARS.get(age[3], math.nan)
+        if len(age) == 4 and age[:3].isdecimal()
+        else None
+    )
     notes: list[tuple[str, str]] = []
     if kind not in ECG_CLASSES:
-        notes.append(("SOP class", f"{kind or 'an unknown one'} is not an ECG class: read for its ECG leads"))
+        notes.append(
+            ("SOP class", f"{kind or 'an unknown one'} is not an ECG class: read for its ECG leads")
+        )
     if unusable:
         notes.append(("channel status", f"left out: {unusable}"))
-    return Decoded(signals, chosen[0][0].fs_hz, _text(file, _PATIENT), years, _text(file, _SEX), tuple(notes))
+    return Decoded(
+        signals, chosen[0][0].fs_hz, _text(file, _PATIENT), years, _text(file, _SEX), tuple(notes)
+    )
 
 
-FORMAT = Format(lambda head, name: head[128:132] == b"DICM" and name.upper() != "DICOMDIR", decode, MAX_BYTES)
+FORMAT = Format(
+    lambda head, name: head[128:132] == b"DICM" and name.upper() != "DICOMDIR", decode, MAX_BYTES
+)
 
 
 class _Reader:
@@ -84,14 +176,17 @@ class _Reader:
         self.data, self.stop, self.typed, self.left = data, stop, typed, MAX_ELEMENTS
 
     def elements(self, at: int, end: int, depth: int = 0) -> tuple[Elements, int]:
-        """The wanted elements from `at` to `end`, or to the end of an item of unknown length, and the position after them. At
-        depth 0 parsing stops at the first tag >= `stop`, and after the waveforms."""
+        """The wanted elements from `at` to `end`, or to the end of an item of unknown length,
+        and the position after them. At depth 0 parsing stops at the first tag >= `stop`, and
+        after the waveforms."""
         found: Elements = {}
         value: Any
         data, typed, start = self.data, self.typed, at
         self.left -= 1
         if depth > MAX_DEPTH or self.left < 0:
-            raise ReadError("malformed DICOM", f"over {MAX_DEPTH} nested sequences, or {MAX_ELEMENTS} elements")
+            raise ReadError(
+                "malformed DICOM", f"over {MAX_DEPTH} nested sequences, or {MAX_ELEMENTS} elements"
+            )
         while at + 8 <= end:
             self.left -= 1
             if self.left < 0:
@@ -111,18 +206,28 @@ class _Reader:
                 size = _LENGTH(data, at)[0]
                 at += 4
             if size == _UNKNOWN or tag in _SEQUENCES:
-                value, at = self.items(at, end if size == _UNKNOWN else at + size, size == _UNKNOWN, depth + 1, kind)
+                value, at = self.items(
+                    at, end if size == _UNKNOWN else at + size, size == _UNKNOWN, depth + 1, kind
+                )
             else:
                 value, at = data[at : at + size] if tag in _WANTED else b"", at + size
             if tag in _WANTED:
                 found[tag] = value
         if at > end:
-            raise ReadError("malformed DICOM", f"an element at byte {start} ends after the end of its file or item")
+            raise ReadError(
+                "malformed DICOM",
+                f"an element at byte {start} ends after the end of its file or item",
+            )
         return found, at
 
-    def items(self, at: int, end: int, open_end: bool, depth: int, kind: bytes) -> tuple[list[Elements], int]:
+    def items(
+        self, at: int, end: int, open_end: bool, depth: int, kind: bytes
+    ) -> tuple[list[Elements], int]:
         items: list[Elements] = []
-        typed, self.typed = self.typed, self.typed and kind != b"UN"  # the content of UN states no types
+        typed, self.typed = (
+            self.typed,
+            self.typed and kind != b"UN",
+        )  # the content of UN states no types
         while open_end or at != end:
             if at >= end:
                 raise ReadError("malformed DICOM", "a sequence without its end")
@@ -131,7 +236,9 @@ class _Reader:
             if tag == _SEQUENCE_END and open_end:
                 break
             if tag != _ITEM:
-                raise ReadError("malformed DICOM", f"({group:04x},{element:04x}) in place of an item")
+                raise ReadError(
+                    "malformed DICOM", f"({group:04x},{element:04x}) in place of an item"
+                )
             item, at = self.elements(at, end if size == _UNKNOWN else at + size, depth)
             items.append(item)
         self.typed = typed
@@ -162,28 +269,53 @@ class _Group:
     def signals(self) -> dict[str, np.ndarray]:
         rate_ratio(self.fs_hz)  # refuses unsupported rates, so that MAX_S limits the memory
         if self.samples > MAX_S * self.fs_hz:
-            raise ReadError("too long", f"{self.samples} samples at {self.fs_hz:g} Hz, {MAX_S} s at most")
-        bits, form, data = _whole(self.fields, _BITS), _text(self.fields, _FORM), self.fields.get(_DATA, b"")
+            raise ReadError(
+                "too long", f"{self.samples} samples at {self.fs_hz:g} Hz, {MAX_S} s at most"
+            )
+        bits, form, data = (
+            _whole(self.fields, _BITS),
+            _text(self.fields, _FORM),
+            self.fields.get(_DATA, b""),
+        )
         if (form, bits) not in TYPES:
             raise ReadError("sample format", f"{form[:8]!r} of {bits} bits")
         count, size = len(self.channels), len(self.channels) * self.samples * bits // 8
-        if count != _whole(self.fields, _CHANNELS) or not isinstance(data, bytes) or len(data) != size + size % 2:
-            raise ReadError("sample count", f"{len(data)} bytes for {count} channels of {self.samples} samples")
-        rows, steps = list(self.leads.values()), np.frombuffer(data[:size], TYPES[form, bits]).reshape(self.samples, count)
+        if (
+            count != _whole(self.fields, _CHANNELS)
+            or not isinstance(data, bytes)
+            or len(data) != size + size % 2
+        ):
+            raise ReadError(
+                "sample count", f"{len(data)} bytes for {count} channels of {self.samples} samples"
+            )
+        rows, steps = (
+            list(self.leads.values()),
+            np.frombuffer(data[:size], TYPES[form, bits]).reshape(self.samples, count),
+        )
         steps = np.ascontiguousarray(steps.T[rows])
         scales = np.array([_microvolts(self.channels[row]) for row in rows])
         values = steps * scales[:, :1] + scales[:, 1:]
-        padding = np.frombuffer(_bytes(self.fields, _PADDING)[: bits // 8].ljust(bits // 8, b"\0"), steps.dtype)[0]
-        for absent in {-(2 ** (bits - 1)), int(padding)} - {0}:  # a stated padding of 0 is meaningless
+        padding = np.frombuffer(
+            _bytes(self.fields, _PADDING)[: bits // 8].ljust(bits // 8, b"\0"), steps.dtype
+        )[0]
+        for absent in {-(2 ** (bits - 1)), int(padding)} - {
+            0
+        }:  # a stated padding of 0 is meaningless
             values[steps == absent] = np.nan
         late = {lead: self._skew(self.channels[row]) for lead, row in self.leads.items()}
         first, last = max(late.values()), min(late.values()) + self.samples
-        return {lead: uv[first - late[lead] : last - late[lead]] for lead, uv in zip(self.leads, values, strict=True)}
+        return {
+            lead: uv[first - late[lead] : last - late[lead]]
+            for lead, uv in zip(self.leads, values, strict=True)
+        }
 
     def _skew(self, channel: Elements) -> int:
-        """The channel's delay in whole samples. It is stated in samples or in seconds; if in both, they must agree."""
+        """The channel's delay in whole samples. It is stated in samples or in seconds; if in both,
+        they must agree."""
         units = ((_SKEW, 1.0), (_SKEW_S, self.fs_hz))
-        skews = [_number(channel, tag) * unit for tag, unit in units if _text(channel, tag)] or [0.0]
+        skews = [_number(channel, tag) * unit for tag, unit in units if _text(channel, tag)] or [
+            0.0
+        ]
         if not all(abs(skew) < self.fs_hz and abs(skew - skews[0]) < 1 for skew in skews):
             raise ReadError("skew", f"{' and '.join(f'{skew:g}' for skew in skews)} samples")
         return round(skews[0])
@@ -198,7 +330,10 @@ def _lead(channel: Elements) -> str | None:
 def _microvolts(channel: Elements) -> tuple[float, float]:
     """Microvolts per step, and the microvolts of sample value 0."""
     unit = unit_name(_text(next(iter(channel.get(_UNITS, [])), {}), _CODE))
-    gain, baseline = _number(channel, _GAIN) * _number(channel, _CORRECTION, 1.0), _number(channel, _BASELINE, 0.0)
+    gain, baseline = (
+        _number(channel, _GAIN) * _number(channel, _CORRECTION, 1.0),
+        _number(channel, _BASELINE, 0.0),
+    )
     uv = MV_PER_UNIT[unit] * 1e3
     if not (0 < gain * uv <= 1000 and abs(baseline) < math.inf):
         raise ReadError("gain", f"{gain:g} {unit} per step, baseline {baseline:g}")
@@ -223,7 +358,10 @@ def _whole(fields: Elements, tag: int) -> int:
 def _bytes(fields: Elements, tag: int) -> bytes:
     value = fields.get(tag, b"")
     if not isinstance(value, bytes):
-        raise ReadError("malformed DICOM", f"({tag >> 16:04x},{tag & 0xFFFF:04x}) is a sequence in place of a value")
+        raise ReadError(
+            "malformed DICOM",
+            f"({tag >> 16:04x},{tag & 0xFFFF:04x}) is a sequence in place of a value",
+        )
     return value
 
 

@@ -1,9 +1,10 @@
-"""EDF and EDF+C files with ECG leads, identified by their labels: `I`, `ECG II`, `EKG V1`, `Lead aVR`. Inverted leads, such as
-Cabrera's `ECG -aVR`, are inverted again, with a warning.
+"""EDF and EDF+C files with ECG leads, identified by their labels: `I`, `ECG II`, `EKG V1`, `Lead
+aVR`. Inverted leads, such as Cabrera's `ECG -aVR`, are inverted again, with a warning.
 
-Besides the samples, only the header's numbers, labels and units are read, and code and sex from EDF+'s patient field: no names,
-dates, annotations or comments. Plain EDF's patient field is free text and is not read at all. Refused: BDF, EDF+D (which has
-gaps), and files over 12 MiB (17 minutes of 12 leads at 500 Hz; cut Holter recordings into pieces first).
+Besides the samples, only the header's numbers, labels and units are read, and code and sex from
+EDF+'s patient field: no names, dates, annotations or comments. Plain EDF's patient field is free
+text and is not read at all. Refused: BDF, EDF+D (which has gaps), and files over 12 MiB (17 minutes
+of 12 leads at 500 Hz; cut Holter recordings into pieces first).
 """
 
 import math
@@ -18,24 +19,44 @@ from omnilead.data_tools.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
 from omnilead.data_tools.sources.base import Decoded, Format
 
 MAX_BYTES = 12 * 2**20
-# Names and widths of the signal fields; each field is stored for all signals in turn. Fields without a name are not read
-FIELDS: tuple[tuple[str, int], ...] = (("label", 16), ("", 80), ("unit", 8), ("low", 8), ("high", 8))
+# Names and widths of the signal fields; each field is stored for all signals in turn. Fields
+# without a name are not read
+FIELDS: tuple[tuple[str, int], ...] = (
+    ("label", 16),
+    ("", 80),
+    ("unit", 8),
+    ("low", 8),
+    ("high", 8),
+)
 FIELDS += (("digital_low", 8), ("digital_high", 8), ("", 80), ("samples", 8))
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORECASE)
-# A hyphen separates if it follows the word or has a space on both sides (`ECG-I`, `ECG - I`); otherwise it is a sign (`ECG -I`)
+# A hyphen separates if it follows the word or has a space on both sides (`ECG-I`, `ECG - I`);
+# otherwise it is a sign (`ECG -I`)
 _LABEL = re.compile(r"(?:(?:ECG|EKG|LEAD)(?:-[ _.:]*|[ _.:]*(?:-[ _.:]+)?))*(-?)(.*)", re.DOTALL)
-_PATIENT = re.compile(r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE)  # code sex birthdate name
+_PATIENT = re.compile(
+    r"(\S+) ([MFX]) (?:X|\d\d-[A-Z]{3}-\d{4}) \S", re.ASCII | re.IGNORECASE
+)  # code sex birthdate name
 
 
 def decode(data: bytes) -> Decoded:
     if data[:1] == b"\xff":
         raise ReadError("BDF", "samples of 24 bits are not read: convert the file to EDF")
     signals, count = _header(data)
-    bounds = list(accumulate((_whole(size, "samples of a record", 1) for size in signals["samples"]), initial=0))
-    records, duration_s = _whole(_text(data[236:244]), "records", 1), _number(_text(data[244:252]), "duration of a record")
+    bounds = list(
+        accumulate(
+            (_whole(size, "samples of a record", 1) for size in signals["samples"]), initial=0
+        )
+    )
+    records, duration_s = (
+        _whole(_text(data[236:244]), "records", 1),
+        _number(_text(data[244:252]), "duration of a record"),
+    )
     expected = 256 * (count + 1) + 2 * records * bounds[-1]
     if len(data) != expected:
-        raise ReadError("truncated file" if len(data) < expected else "file length", f"{len(data)} of {expected} bytes")
+        raise ReadError(
+            "truncated file" if len(data) < expected else "file length",
+            f"{len(data)} of {expected} bytes",
+        )
     steps = np.frombuffer(data, "<i2", offset=256 * (count + 1)).reshape(records, bounds[-1])
     found: dict[str, np.ndarray] = {}
     rates = set()
@@ -53,16 +74,29 @@ def decode(data: bytes) -> Decoded:
             inverted.append(lead)
         rates.add(stop - start)
     if not found:
-        raise ReadError("no known lead", f"none of {count} signals is labelled as one of the 12 leads")
+        raise ReadError(
+            "no known lead", f"none of {count} signals is labelled as one of the 12 leads"
+        )
     if len(rates) > 1 or duration_s <= 0:
-        raise ReadError("sampling rate", f"leads with {', '.join(map(str, sorted(rates)))} samples in {duration_s:g} s")
+        raise ReadError(
+            "sampling rate",
+            f"leads with {', '.join(map(str, sorted(rates)))} samples in {duration_s:g} s",
+        )
     rate_ratio(fs_hz := rates.pop() / duration_s)  # refuses unsupported rates
-    warnings = (("inverted lead", f"{' '.join(inverted)}: labelled with a minus, inverted again"),) if inverted else ()
+    warnings = (
+        (("inverted lead", f"{' '.join(inverted)}: labelled with a minus, inverted again"),)
+        if inverted
+        else ()
+    )
     return Decoded(found, fs_hz, *_person(data), warnings)
 
 
 MAGIC = (b"0       ", b"\xffBIOSEMI")
-FORMAT = Format(lambda head, name: head[:8] in MAGIC or name.lower().endswith((".edf", ".bdf")), decode, MAX_BYTES)
+FORMAT = Format(
+    lambda head, name: head[:8] in MAGIC or name.lower().endswith((".edf", ".bdf")),
+    decode,
+    MAX_BYTES,
+)
 
 
 def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
@@ -77,7 +111,9 @@ def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
     place, fields = 256, {}
     for name, width in FIELDS:
         if name:
-            fields[name] = [_text(data[place + row * width : place + (row + 1) * width]) for row in range(count)]
+            fields[name] = [
+                _text(data[place + row * width : place + (row + 1) * width]) for row in range(count)
+            ]
         place += width * count
     return fields, count
 
@@ -106,15 +142,20 @@ def _whole(text: str, name: str, least: int) -> int:
 
 
 def _microvolts(steps: np.ndarray, fields: dict[str, str], lead: str) -> np.ndarray:
-    low, high, first, last = (_number(fields[name], name) for name in ("low", "high", "digital_low", "digital_high"))
+    low, high, first, last = (
+        _number(fields[name], name) for name in ("low", "high", "digital_low", "digital_high")
+    )
     unit_uv = 1000 * MV_PER_UNIT[unit_name(fields["unit"])]
     gain = (high - low) / (last - first) if last > first else 0.0
     if not 0 < abs(gain * unit_uv) <= 1000:
-        raise ReadError("gain", f"lead {lead}: {low:g} to {high:g} {fields['unit']} for {first:g} to {last:g}")
+        raise ReadError(
+            "gain", f"lead {lead}: {low:g} to {high:g} {fields['unit']} for {first:g} to {last:g}"
+        )
     return (steps * gain + (low - gain * first)) * unit_uv
 
 
 def _person(data: bytes) -> tuple[str | None, None, str | None]:
-    """The patient's code and sex if the field is valid EDF+; otherwise a name could be taken for a code."""
+    """The patient's code and sex if the field is valid EDF+; otherwise a name could be taken for a
+    code."""
     found = _PATIENT.match(_text(data[8:88])) if data[192:196] == b"EDF+" else None
     return (None if found[1] == "X" else found[1], None, found[2]) if found else (None, None, None)

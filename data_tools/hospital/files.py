@@ -1,8 +1,10 @@
-"""Files exported by hospitals: one ECG per file, in any mix of the FORMATS below and in any folders.
+"""Files exported by hospitals: one ECG per file, in any mix of the FORMATS below and in any
+folders.
 
-The format is detected from a file's content. Only the signals of the twelve leads and the patient's id, age and sex are read:
-no names, dates, statements or comments. If a file has only I and II, then III, aVR, aVL and aVF are computed. The scale that a
-file states can be wrong; such records are listed as `implausible amplitude` in rejects.csv, and are not for pre-training.
+The format is detected from a file's content. Only the signals of the twelve leads and the patient's
+id, age and sex are read: no names, dates, statements or comments. If a file has only I and II, then
+III, aVR, aVL and aVF are computed. The scale that a file states can be wrong; such records are
+listed as `implausible amplitude` in rejects.csv, and are not for pre-training.
 """
 
 import posixpath
@@ -21,14 +23,35 @@ from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
 from omnilead.data_tools.sources.base import Format, Source, path_name, record_stem
 from omnilead.data_tools.storage import Folder, prefetch
 
-FORMATS: dict[str, Format] = {"muse-xml": muse_xml.FORMAT, "dicom": dicom.FORMAT, "philips-xml": philips_xml.FORMAT}
+FORMATS: dict[str, Format] = {
+    "muse-xml": muse_xml.FORMAT,
+    "dicom": dicom.FORMAT,
+    "philips-xml": philips_xml.FORMAT,
+}
 FORMATS |= {"hl7-aecg": aecg.FORMAT, "scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
 HEAD_BYTES = 4096  # enough to detect the format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
-PLAUSIBLE_UV = (100, 4000)  # median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
+PLAUSIBLE_UV = (
+    100,
+    4000,
+)  # median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 # What anonymised files have instead of a patient's id
-NOBODY = {"anonymous", "anonymized", "anonymised", "anon", "unknown", "none", "null", "n/a", "na", "0", "-", ".", "?"}
+NOBODY = {
+    "anonymous",
+    "anonymized",
+    "anonymised",
+    "anon",
+    "unknown",
+    "none",
+    "null",
+    "n/a",
+    "na",
+    "0",
+    "-",
+    ".",
+    "?",
+}
 NOBODY |= {"unk", "noid", "no id", "unidentified", "test", "not available"}
 
 
@@ -44,7 +67,9 @@ class HospitalFiles(Source):
     def keys(self) -> Iterator[str]:
         names = self.root.names()
         self.skipped.clear()
-        for key, is_record in prefetch(self._look, names) if self.root.remote else map(self._look, names):
+        for key, is_record in (
+            prefetch(self._look, names) if self.root.remote else map(self._look, names)
+        ):
             if is_record:
                 yield key
             else:
@@ -52,7 +77,9 @@ class HospitalFiles(Source):
 
     def _look(self, key: str) -> tuple[str, bool]:
         """Whether a file counts as a record, which is then read or refused."""
-        return key, (not self.only and key.lower().endswith(ENDINGS)) or bool(self._format_of_file(key))
+        return key, (not self.only and key.lower().endswith(ENDINGS)) or bool(
+            self._format_of_file(key)
+        )
 
     def _format_of_file(self, key: str) -> str:
         try:
@@ -62,15 +89,24 @@ class HospitalFiles(Source):
 
     def _format(self, data: bytes, key: str) -> str:
         head, name = data[:HEAD_BYTES], key.rpartition("/")[2]
-        known = (kind for kind in ([self.only] if self.only else FORMATS) if FORMATS[kind].looks_like(head, name))
+        known = (
+            kind
+            for kind in ([self.only] if self.only else FORMATS)
+            if FORMATS[kind].looks_like(head, name)
+        )
         return next(known, "")
 
     def name_for(self, key: str) -> str:
-        """A name from the file's path. A DICOM file's name is often a UID without an ending, in folders named by UIDs. A name
-        that would lose letters, brackets or its end gets a hash, or different files could have the same name."""
+        """A name from the file's path. A DICOM file's name is often a UID without an ending, in
+        folders named by UIDs. A name that would lose letters, brackets or its end gets a hash,
+        or different files could have the same name."""
         stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.", longest=None)
         try:
-            return path_name(key, stem) if key.isascii() and not set("[]{}") & set(key) else _hashed(stem, key)
+            return (
+                path_name(key, stem)
+                if key.isascii() and not set("[]{}") & set(key)
+                else _hashed(stem, key)
+            )
         except ReadError:  # too long
             return _hashed(stem, key)
 
@@ -82,15 +118,22 @@ class HospitalFiles(Source):
         if self.skipped:
             most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
             endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
-            shown = "" if self.root.private else f" ({endings})"  # an ending may be a part of a name
+            shown = (
+                "" if self.root.private else f" ({endings})"
+            )  # an ending may be a part of a name
             what = self.only or "known"
-            notes.append(f"{self.root.url}: {self.skipped.total():,} files of no {what} format were left out{shown}")
+            notes.append(
+                f"{self.root.url}: {self.skipped.total():,} files of no {what} format were left "
+                f"out{shown}"
+            )
         return notes
 
     def header(self, key: str) -> Header:
         data = self.root.read(key, MAX_BYTES)
         record = self._decoded(key, data)
-        return Header(record.name, record.source, record.signal.shape[1], record.fs_hz, sha256(data).digest())
+        return Header(
+            record.name, record.source, record.signal.shape[1], record.fs_hz, sha256(data).digest()
+        )
 
     def read(self, key: str) -> EcgRecord:
         return self._decoded(key, self.root.read(key, MAX_BYTES))
@@ -98,18 +141,33 @@ class HospitalFiles(Source):
     def _decoded(self, key: str, data: bytes) -> EcgRecord:
         if not (kind := self._format(data, key)):
             root = root_tag(data[:HEAD_BYTES])
-            raise ReadError("unknown format", (f"its root is {root[:40]}: " if root else "") + f"none of {', '.join(FORMATS)}")
+            raise ReadError(
+                "unknown format",
+                (f"its root is {root[:40]}: " if root else "") + f"none of {', '.join(FORMATS)}",
+            )
         if len(data) > FORMATS[kind].max_bytes:
-            raise ReadError("file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most")
+            raise ReadError(
+                "file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most"
+            )
         found = FORMATS[kind].decode(data)
         signals = _with_limb_leads({lead: uv for lead, uv in found.signals.items() if changes(uv)})
         if len({len(uv) for uv in signals.values()}) != 1:
-            raise ReadError("sample count", "the leads have different lengths" if signals else "no lead was measured")
+            raise ReadError(
+                "sample count",
+                "the leads have different lengths" if signals else "no lead was measured",
+            )
         leads, fs_hz = np.array(list(signals.values())), found.fs_hz
         rate_ratio(fs_hz)  # refuses unsupported rates
         warnings = (*found.warnings, *_doubts(leads, fs_hz))
-        record = EcgRecord(self.name_for(key), leads, fs_hz, tuple(signals), "uV", source=kind, warnings=warnings)
-        return replace(record, patient=_patient(found.patient), age=clean_age(found.age), sex=clean_sex(found.sex))
+        record = EcgRecord(
+            self.name_for(key), leads, fs_hz, tuple(signals), "uV", source=kind, warnings=warnings
+        )
+        return replace(
+            record,
+            patient=_patient(found.patient),
+            age=clean_age(found.age),
+            sex=clean_sex(found.sex),
+        )
 
 
 def _patient(text: str | None) -> str | None:
@@ -122,7 +180,8 @@ def _patient(text: str | None) -> str | None:
 
 
 def _hashed(stem: str, text: str) -> str:
-    """A unique name of letters, digits, _ and - for a text that has other characters or is too long."""
+    """A unique name of letters, digits, _ and - for a text that has other characters or is too
+    long."""
     return f"{stem[:43]}_{sha256(text.encode(errors='surrogatepass')).hexdigest()[:20]}"
 
 
@@ -136,14 +195,24 @@ def _doubts(leads: np.ndarray, fs_hz: float) -> tuple[tuple[str, str], ...]:
     second = int(fs_hz)
     seconds = leads[:, : leads.shape[1] // second * second].reshape(-1, second)
     ranges = np.fmax.reduce(seconds, axis=1) - np.fmin.reduce(seconds, axis=1)
-    typical_uv = float(np.median(ranges[np.isfinite(ranges)])) if np.isfinite(ranges).any() else PLAUSIBLE_UV[0]
+    typical_uv = (
+        float(np.median(ranges[np.isfinite(ranges)]))
+        if np.isfinite(ranges).any()
+        else PLAUSIBLE_UV[0]
+    )
     if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
         return ()
-    return (("implausible amplitude", f"{typical_uv / 1000:.3g} mV within a second: is the scale in the file right?"),)
+    return (
+        (
+            "implausible amplitude",
+            f"{typical_uv / 1000:.3g} mV within a second: is the scale in the file right?",
+        ),
+    )
 
 
 def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add missing limb leads by Einthoven's and Goldberger's equations if I and II were measured."""
+    """Add missing limb leads by Einthoven's and Goldberger's equations if I and II were
+    measured."""
     i, ii = (signals.get(lead, np.zeros(0)) for lead in ("I", "II"))
     if len(i) != len(ii) or not len(i):
         return signals

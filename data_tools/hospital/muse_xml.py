@@ -1,7 +1,8 @@
-"""GE MUSE's XML export, one resting ECG per file. Reads the rhythm waveform, not the median beat before it.
+"""GE MUSE's XML export, one resting ECG per file. Reads the rhythm waveform, not the median beat
+before it.
 
-MUSE stores I, II and V1 to V6. Apart from the signal, only the patient's id, age and sex are read: no names, dates, statements
-or comments. A DOCTYPE is allowed, entities are not.
+MUSE stores I, II and V1 to V6. Apart from the signal, only the patient's id, age and sex are read:
+no names, dates, statements or comments. A DOCTYPE is allowed, entities are not.
 """
 
 import binascii
@@ -19,7 +20,12 @@ from omnilead.data_tools.sources.base import Decoded, Format
 MAX_LEADS = 64
 # Fields that could shift or scale the samples, and the only value that is accepted
 _WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
-_LEAD = {"LeadAmplitudeUnits": "MICROVOLTS", "LeadTimeOffset": "0", "LeadOffsetFirstSample": "0", "FirstSampleBaseline": "0"}
+_LEAD = {
+    "LeadAmplitudeUnits": "MICROVOLTS",
+    "LeadTimeOffset": "0",
+    "LeadOffsetFirstSample": "0",
+    "FirstSampleBaseline": "0",
+}
 _LEAD |= {"LeadSampleSize": "2"}
 _COUNTS = ("LeadByteCountTotal", "LeadSampleCountTotal", "LeadDataCRC32")
 Fields = dict[str, str]
@@ -30,21 +36,37 @@ def decode(data: bytes) -> Decoded:
     if root.tag != "RestingECG":
         raise ReadError("unknown format", f"not MUSE XML: its root is {root.tag[:40]}")
     waveforms = root.findall("Waveform")
-    rhythms = [one for one in waveforms if one.findtext("WaveformType", "").strip().lower() == "rhythm"]
+    rhythms = [
+        one for one in waveforms if one.findtext("WaveformType", "").strip().lower() == "rhythm"
+    ]
     if len(rhythms) != 1:
-        raise ReadError("rhythm waveform", f"{len(rhythms)} of {len(waveforms)} waveforms, 1 is read")
+        raise ReadError(
+            "rhythm waveform", f"{len(rhythms)} of {len(waveforms)} waveforms, 1 is read"
+        )
     fields, leads = _fields(rhythms[0]), [_fields(lead) for lead in rhythms[0].iterfind("LeadData")]
     if len(leads) > MAX_LEADS:
         raise ReadError("signal count", f"over {MAX_LEADS} leads")
     _check(fields, _WAVEFORM)
-    if twice := [name for name, count in Counter(lead_name(lead.get("LeadID", "")) for lead in leads).items() if count > 1]:
+    if twice := [
+        name
+        for name, count in Counter(lead_name(lead.get("LeadID", "")) for lead in leads).items()
+        if count > 1
+    ]:
         raise ReadError("duplicated lead", twice[0][:10])
     if leads and not any(map(_is_on, leads)):
         raise ReadError("no valid lead", f"the file states LeadOff for all {len(leads)} leads")
     signals = {name: uv for name, uv in map(_samples, leads) if uv is not None}
     person = next((_fields(one) for one in root.iterfind("PatientDemographics")), {})
-    years = as_number(person.get("PatientAge")) * AGE_UNITS.get(person.get("AgeUnits", "years").lower(), np.nan)
-    return Decoded(signals, as_number(fields.get("SampleBase")), person.get("PatientID"), years, person.get("Gender"))
+    years = as_number(person.get("PatientAge")) * AGE_UNITS.get(
+        person.get("AgeUnits", "years").lower(), np.nan
+    )
+    return Decoded(
+        signals,
+        as_number(fields.get("SampleBase")),
+        person.get("PatientID"),
+        years,
+        person.get("Gender"),
+    )
 
 
 FORMAT = Format(lambda head, name: root_tag(head) == "RestingECG", decode, MAX_BYTES)
@@ -55,7 +77,9 @@ def _fields(element: Element) -> Fields:
 
 
 def _check(fields: Fields, expected: Fields) -> None:
-    if wrong := next((name for name, value in expected.items() if fields.get(name, value).upper() != value), None):
+    if wrong := next(
+        (name for name, value in expected.items() if fields.get(name, value).upper() != value), None
+    ):
         raise ReadError(wrong, f"{fields[wrong][:20]!r}, only {expected[wrong]} is read")
 
 
@@ -64,15 +88,21 @@ def _is_on(fields: Fields) -> bool:
 
 
 def _samples(fields: Fields) -> tuple[str, np.ndarray | None]:
-    """A lead's name and its microvolts, None if it was off. Counts and checksum must match if the file states them."""
+    """A lead's name and its microvolts, None if it was off. Counts and checksum must match if the
+    file states them."""
     name = lead_name(fields.get("LeadID", ""))
     _check(fields, _LEAD)
     if "LeadAmplitudeUnits" not in fields:
         raise ReadError("unknown unit", f"lead {name[:10]} states none")
     if not 0 < (uv_per_step := as_number(fields.get("LeadAmplitudeUnitsPerBit"))) <= 1000:
-        raise ReadError("gain", f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step")
+        raise ReadError(
+            "gain",
+            f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step",
+        )
     try:
-        data = binascii.a2b_base64("".join(fields.get("WaveFormData", "").split()), strict_mode=True)
+        data = binascii.a2b_base64(
+            "".join(fields.get("WaveFormData", "").split()), strict_mode=True
+        )
     except ValueError as error:
         raise ReadError("base64", f"lead {name[:10]}: {error}") from None
     for field, value in zip(_COUNTS, (len(data), len(data) // 2, zlib.crc32(data)), strict=True):

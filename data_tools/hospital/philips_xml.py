@@ -1,8 +1,10 @@
-"""Philips' Sierra XML 1.03 to 1.04.01, one resting ECG per file. Leads are stored in XLI, which compresses second differences.
+"""Philips' Sierra XML 1.03 to 1.04.01, one resting ECG per file. Leads are stored in XLI, which
+compresses second differences.
 
-The files have 11 s; the last second is for a calibration pulse of 1 mV in all leads. The pulse is checked, because damage
-anywhere in a lead's differences changes it, and then cut off. III, aVR, aVL and aVF are stored as residuals. Apart from the
-signal, only the patient's id, age and sex are read, not the representative beats, which have their own rate and resolution.
+The files have 11 s; the last second is for a calibration pulse of 1 mV in all leads. The pulse is
+checked, because damage anywhere in a lead's differences changes it, and then cut off. III, aVR, aVL
+and aVF are stored as residuals. Apart from the signal, only the patient's id, age and sex are read,
+not the representative beats, which have their own rate and resolution.
 """
 
 import binascii
@@ -18,13 +20,39 @@ from omnilead.data_tools.record import AGE_UNITS, LEADS, as_number, lead_name
 from omnilead.data_tools.sources.base import Decoded, Format
 
 MAX_LEADS, MAX_SAMPLES = 32, 30_000
-ECG_S, PULSE_S, PULSE_UV = 10, (10.6, 10.7, 10.9, 11), 1000  # zeros from 10.6 s, pulse from 10.7 to 10.9 s, zeros to 11 s
-STRINGS, END = 767, 1023  # LZW with 10-bit codes: number of learnt strings, and the code that ends a lead
+ECG_S, PULSE_S, PULSE_UV = (
+    10,
+    (10.6, 10.7, 10.9, 11),
+    1000,
+)  # zeros from 10.6 s, pulse from 10.7 to 10.9 s, zeros to 11 s
+STRINGS, END = (
+    767,
+    1023,
+)  # LZW with 10-bit codes: number of learnt strings, and the code that ends a lead
 # Fields that could shift, scale or hide the samples, and the only value that is accepted
-_EXPECTED = {"dataencoding": "base64", "compression": "xli", "bitspersample": "16", "signaloffset": "0", "signalsigned": "true"}
-_IN_1_03 = {"compressmethod": "compression", "nbitspersample": "bitspersample", "signalresolution": "resolution"}
+_EXPECTED = {
+    "dataencoding": "base64",
+    "compression": "xli",
+    "bitspersample": "16",
+    "signaloffset": "0",
+    "signalsigned": "true",
+}
+_IN_1_03 = {
+    "compressmethod": "compression",
+    "nbitspersample": "bitspersample",
+    "signalresolution": "resolution",
+}
 _ALIASES = _IN_1_03 | {"samplespersecond": "samplingrate"}
-_SKIPPED = frozenset(("internalmeasurements", "measurements", "interpretations", "repbeats", "userdefines", "reportinfo"))
+_SKIPPED = frozenset(
+    (
+        "internalmeasurements",
+        "measurements",
+        "interpretations",
+        "repbeats",
+        "userdefines",
+        "reportinfo",
+    )
+)
 _PERSON = "patient/generalpatientdata"
 _LETTERS = [chr(byte) for byte in range(256)]
 Stated = dict[str, list[str]]
@@ -51,24 +79,41 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("sample count", f"{samples:g} a lead")
     leads = _with_limb_leads(dict(zip(names, _xli(packed, len(names), int(samples)), strict=True)))
     height = _pulse(leads, fs_hz)
-    uv_per_step = _number(stated, "resolution") if "resolution" in stated or not height else PULSE_UV / height
-    if not 0 < uv_per_step <= 1000 or (height and abs(height * uv_per_step - PULSE_UV) > PULSE_UV / 20):
-        raise ReadError("gain", f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps")
+    uv_per_step = (
+        _number(stated, "resolution") if "resolution" in stated or not height else PULSE_UV / height
+    )
+    if not 0 < uv_per_step <= 1000 or (
+        height and abs(height * uv_per_step - PULSE_UV) > PULSE_UV / 20
+    ):
+        raise ReadError(
+            "gain", f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps"
+        )
     end = int(ECG_S * fs_hz) if height else None
     signals = {name: counts[:end] * uv_per_step for name, counts in leads.items() if name in LEADS}
-    patient, number, sex = (root.findtext(f"{_PERSON}/{tag}", "").strip() for tag in ("patientid", "MRN", "sex"))
-    note = ("no calibration pulse", f"{samples / fs_hz:g} s without it: damage and a wrong scale are not noticed")
-    return Decoded(signals, fs_hz, patient or number or None, _age(root), sex, () if height else (note,))
+    patient, number, sex = (
+        root.findtext(f"{_PERSON}/{tag}", "").strip() for tag in ("patientid", "MRN", "sex")
+    )
+    note = (
+        "no calibration pulse",
+        f"{samples / fs_hz:g} s without it: damage and a wrong scale are not noticed",
+    )
+    return Decoded(
+        signals, fs_hz, patient or number or None, _age(root), sex, () if height else (note,)
+    )
 
 
 FORMAT = Format(lambda head, name: root_tag(head) == "restingecgdata", decode, MAX_BYTES)
 
 
 def _stated(waveform: Element, root: Element) -> Stated:
-    """The file's description of its samples, by the field names of version 1.04; some fields are stated twice."""
+    """The file's description of its samples, by the field names of version 1.04; some fields are
+    stated twice."""
     stated: Stated = {}
     characteristics = root.iterfind("dataacquisition/signalcharacteristics/*")
-    for name, text in (*waveform.items(), *((field.tag, field.text or "") for field in characteristics)):
+    for name, text in (
+        *waveform.items(),
+        *((field.tag, field.text or "") for field in characteristics),
+    ):
         if text.strip():
             stated.setdefault(_ALIASES.get(name, name), []).append(text.strip())
     for name, expected in _EXPECTED.items():
@@ -87,12 +132,15 @@ def _number(stated: Stated, name: str) -> float:
 
 
 def _lead_names(stated: Stated) -> list[str]:
-    """Lead names in the file's order; the twelve leads get the spelling of LEADS. Version 1.03 states no names."""
+    """Lead names in the file's order; the twelve leads get the spelling of LEADS. Version 1.03
+    states no names."""
     labels, kind = stated.get("leadlabels", [""])[0].split(), stated.get("acquisitiontype", [""])[0]
     if not labels and kind in ("STD-12", "10-WIRE"):
         labels = list(LEADS)
     names = list(map(lead_name, labels))
-    count = _number(stated, "numberofleads" if "numberofleads" in stated else "numberchannelsallocated")
+    count = _number(
+        stated, "numberofleads" if "numberofleads" in stated else "numberchannelsallocated"
+    )
     if not 0 < len(names) == count <= MAX_LEADS:
         raise ReadError("signal count", f"{count:g} leads, of which {len(names)} are named")
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -110,12 +158,17 @@ def _xli(packed: bytes, leads: int, samples: int) -> list[np.ndarray]:
         if not 0 < size == len(chunks[-1]) <= 4 * samples:
             raise ReadError("signal count", f"lead {len(chunks)} of {leads} is cut off")
         place += 8 + size
-    return [_samples(codes, start, samples) for codes, start in zip(_codes(chunks), starts, strict=True)]
+    return [
+        _samples(codes, start, samples) for codes, start in zip(_codes(chunks), starts, strict=True)
+    ]
 
 
 def _samples(codes: np.ndarray, start: int, samples: int) -> np.ndarray:
-    """Decode a lead. LZW gives the high bytes, then the low bytes, of the first two samples and of the second differences."""
-    planes = np.frombuffer(_lzw(codes[: (codes == END).argmax()].tolist(), 2 * samples).encode("latin-1"), np.uint8)
+    """Decode a lead. LZW gives the high bytes, then the low bytes, of the first two samples and of
+    the second differences."""
+    planes = np.frombuffer(
+        _lzw(codes[: (codes == END).argmax()].tolist(), 2 * samples).encode("latin-1"), np.uint8
+    )
     steps = (planes[:samples].astype(np.int16) << 8 | planes[samples:]).astype(np.int64)
     second = np.concatenate((steps[:1], steps[1:2] - 2 * steps[0], [-start], 64 - steps[2:-1]))
     counts = second.cumsum().cumsum()
@@ -125,15 +178,21 @@ def _samples(codes: np.ndarray, start: int, samples: int) -> np.ndarray:
 
 
 def _codes(chunks: list[bytes]) -> np.ndarray:
-    """Unpack 4 codes from every 5 bytes: uint16 [chunks, codes]; END follows each chunk's last code."""
+    """Unpack 4 codes from every 5 bytes: uint16 [chunks, codes]; END follows each chunk's last
+    code."""
     width = max(map(len, chunks)) // 5 * 5 + 10
-    data = np.frombuffer(b"".join(chunk.ljust(width, b"\xff") for chunk in chunks), np.uint8).reshape(-1, 5).astype(np.uint16)
+    data = (
+        np.frombuffer(b"".join(chunk.ljust(width, b"\xff") for chunk in chunks), np.uint8)
+        .reshape(-1, 5)
+        .astype(np.uint16)
+    )
     codes = [(data[:, i] << 2 * i + 2 | data[:, i + 1] >> 6 - 2 * i) & 1023 for i in range(4)]
     return np.stack(codes, axis=1).reshape(len(chunks), -1)
 
 
 def _lzw(codes: list[int], size: int) -> str:
-    """Decompress LZW to one letter per byte. A learnt string is the previous string plus the first letter of the next one."""
+    """Decompress LZW to one letter per byte. A learnt string is the previous string plus the first
+    letter of the next one."""
     first, strings = _LETTERS.copy(), _LETTERS.copy()
     try:
         string = strings[codes[0]]
@@ -158,16 +217,27 @@ def _with_limb_leads(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return stored
     i, ii = stored["I"], stored["II"]
     iii = ii - i - stored["III"]
-    expected = {"III": ii - i, "aVR": -((i + ii) // 2), "aVL": (i - iii) // 2, "aVF": (ii + iii) // 2}
+    expected = {
+        "III": ii - i,
+        "aVR": -((i + ii) // 2),
+        "aVL": (i - iii) // 2,
+        "aVF": (ii + iii) // 2,
+    }
     return stored | {name: expected[name] - stored[name] for name in derived}
 
 
 def _pulse(leads: dict[str, np.ndarray], fs_hz: float) -> int:
-    """The height of the calibration pulse, or 0 if no lead has one. Leads that are always 0 were off and are ignored."""
+    """The height of the calibration pulse, or 0 if no lead has one. Leads that are always 0 were
+    off and are ignored."""
     before, start, stop, end = (round(second * fs_hz) for second in PULSE_S)
     shape = np.repeat([0, 1, 0], [start - before, stop - start, end - stop])
-    measured = {name: counts for name, counts in leads.items() if counts.any() and len(counts) == end}
-    heights = {name: int(x[start]) * bool((x[before:] == x[start] * shape).all()) for name, x in measured.items()}
+    measured = {
+        name: counts for name, counts in leads.items() if counts.any() and len(counts) == end
+    }
+    heights = {
+        name: int(x[start]) * bool((x[before:] == x[start] * shape).all())
+        for name, x in measured.items()
+    }
     if len(set(heights.values())) > 1:
         wrong = min(heights, key=lambda name: heights[name])
         raise ReadError("calibration pulse", f"lead {wrong[:10]} has another or none: damaged")

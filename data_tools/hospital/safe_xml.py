@@ -1,6 +1,8 @@
-"""Parse untrusted XML to a tree of elements in bounded time and memory: no entities, no external files, limited depth.
+"""Parse untrusted XML to a tree of elements in bounded time and memory: no entities, no external
+files, limited depth.
 
-Namespaces are removed from tags and attributes, because they differ between vendors' versions: `hl7:code` becomes `code`.
+Namespaces are removed from tags and attributes, because they differ between vendors' versions:
+`hl7:code` becomes `code`.
 """
 
 from typing import NoReturn
@@ -9,16 +11,26 @@ from xml.parsers import expat
 
 from omnilead.data_tools.errors import ReadError
 
-MAX_BYTES, MAX_DEPTH, MAX_ELEMENTS = 4 * 2**20, 32, 20_000  # a 10 s ECG has 0.2 to 0.5 MB and some hundred elements
+MAX_BYTES, MAX_DEPTH, MAX_ELEMENTS = (
+    4 * 2**20,
+    32,
+    20_000,
+)  # a 10 s ECG has 0.2 to 0.5 MB and some hundred elements
 _UTF16 = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")
 
 
 def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
-    """The root element, without elements named in `skipped`. A file named in a DOCTYPE is not read; entities and default
-    attributes, which could take a thousand times the memory of the file, are refused."""
+    """The root element, without elements named in `skipped`. A file named in a DOCTYPE is not
+    read; entities and default attributes, which could take a thousand times the memory of the
+    file, are refused."""
     if len(data) > MAX_BYTES:
         raise ReadError("file too large", f"{len(data)} bytes of XML, {MAX_BYTES} at most")
-    builder, depth, count, skipping = TreeBuilder(), 0, 0, 0  # skipping: depth of the skipped element
+    builder, depth, count, skipping = (
+        TreeBuilder(),
+        0,
+        0,
+        0,
+    )  # skipping: depth of the skipped element
 
     def start(tag: str, attributes: dict[str, str]) -> None:
         nonlocal depth, count, skipping
@@ -32,7 +44,10 @@ def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
         if (local := tag.rpartition(":")[2]) in skipped:
             skipping, parser.CharacterDataHandler = depth, None
         else:
-            builder.start(local, {_local(name): value for name, value in attributes.items()} if attributes else {})
+            builder.start(
+                local,
+                {_local(name): value for name, value in attributes.items()} if attributes else {},
+            )
 
     def end(tag: str) -> None:
         nonlocal depth, skipping
@@ -45,10 +60,16 @@ def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
     def refuse(*_: object) -> NoReturn:
         raise ReadError("XML entity", "entities and default attributes are not read")
 
-    declares_utf16 = b"utf-16" in data[:200].lower() and not data.startswith(_UTF16)  # declared as UTF-16, but stored as UTF-8
+    declares_utf16 = b"utf-16" in data[:200].lower() and not data.startswith(
+        _UTF16
+    )  # declared as UTF-16, but stored as UTF-8
     parser = expat.ParserCreate("utf-8" if declares_utf16 else None)
     parser.buffer_text, parser.buffer_size = True, 2**16
-    parser.StartElementHandler, parser.EndElementHandler, parser.CharacterDataHandler = start, end, builder.data
+    parser.StartElementHandler, parser.EndElementHandler, parser.CharacterDataHandler = (
+        start,
+        end,
+        builder.data,
+    )
     parser.EntityDeclHandler = parser.SkippedEntityHandler = parser.AttlistDeclHandler = refuse
     try:
         parser.Parse(data, True)
@@ -58,7 +79,8 @@ def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
 
 
 def root_tag(head: bytes) -> str:
-    """The root's local name, from the first bytes of a file in any encoding; empty if it is not XML."""
+    """The root's local name, from the first bytes of a file in any encoding; empty if it is not
+    XML."""
     text = head.replace(b"\0", b"").lstrip(b"\xff\xfe\xef\xbb\xbf \t\r\n")
     if not text.startswith(b"<"):
         return ""

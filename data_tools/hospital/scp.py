@@ -1,8 +1,10 @@
-"""SCP-ECG (EN 1064): the rhythm in section 6, raw or Huffman-coded by the standard's default table, as 0th to 2nd differences.
+"""SCP-ECG (EN 1064): the rhythm in section 6, raw or Huffman-coded by the standard's default table,
+as 0th to 2nd differences.
 
-Of section 1 only the patient's id, age and sex are read; the median beat in section 5 is never read. Refused: rhythms that need
-section 5 (reference beats subtracted), bimodal compression, a file's own Huffman tables, section 12. All checksums must match.
-Leads recorded at different times are placed on one time axis and count as not measured elsewhere.
+Of section 1 only the patient's id, age and sex are read; the median beat in section 5 is never
+read. Refused: rhythms that need section 5 (reference beats subtracted), bimodal compression, a
+file's own Huffman tables, section 12. All checksums must match. Leads recorded at different times
+are placed on one time axis and count as not measured elsewhere.
 """
 
 import binascii
@@ -21,7 +23,8 @@ YEARS = dict(enumerate(AGE_UNITS.values(), 1))
 PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of section 1
 DEFAULT_TABLE = 19999
 HOPS = 4  # the Huffman decoder's loop advances 2**HOPS numbers at a time
-# The default table by the next ten bits: n ones, a zero and a sign bit mean n or -n; nine ones precede an 8- or 16-bit number
+# The default table by the next ten bits: n ones, a zero and a sign bit mean n or -n; nine ones
+# precede an 8- or 16-bit number
 _ONES = np.array([10 - (1023 ^ bits).bit_length() for bits in range(1024)])
 _LENGTHS = np.where(_ONES == 0, 1, np.where(_ONES < 9, _ONES + 2, np.where(_ONES == 9, 18, 26)))
 _VALUES = _ONES * (1 - 2 * (np.arange(1024) >> np.clip(8 - _ONES, 0, 9) & 1))
@@ -35,7 +38,9 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("truncated file", "a field is outside its section") from None
 
 
-FORMAT = Format(lambda head, name: head[16:22] == b"SCPECG" or name.lower().endswith(".scp"), decode, MAX_BYTES)
+FORMAT = Format(
+    lambda head, name: head[16:22] == b"SCPECG" or name.lower().endswith(".scp"), decode, MAX_BYTES
+)
 
 
 def _sections(data: bytes) -> dict[int, bytes]:
@@ -53,9 +58,17 @@ def _sections(data: bytes) -> dict[int, bytes]:
             continue
         start = position - 1
         section = data[max(start, 6) : start + size]
-        if len(section) < 16 or struct.unpack_from("<HI", section, 2) != (number, len(section)) or number in found:
-            raise ReadError("section", f"number {number} is not where section 0 says, or occurs twice")
-        if binascii.crc_hqx(memoryview(section)[2:], 0xFFFF) != int.from_bytes(section[:2], "little"):
+        if (
+            len(section) < 16
+            or struct.unpack_from("<HI", section, 2) != (number, len(section))
+            or number in found
+        ):
+            raise ReadError(
+                "section", f"number {number} is not where section 0 says, or occurs twice"
+            )
+        if binascii.crc_hqx(memoryview(section)[2:], 0xFFFF) != int.from_bytes(
+            section[:2], "little"
+        ):
             raise ReadError("checksum", f"of section {number}")
         found[number] = section[16:]
     return found
@@ -63,14 +76,21 @@ def _sections(data: bytes) -> dict[int, bytes]:
 
 def _decode(sections: dict[int, bytes]) -> Decoded:
     if not {3, 6} <= set(sections):
-        raise ReadError("no rhythm", "only section 12, which is not read" if 12 in sections else "no section 3 or 6")
+        raise ReadError(
+            "no rhythm",
+            "only section 12, which is not read" if 12 in sections else "no section 3 or 6",
+        )
     leads, rhythm = sections[3], sections[6]
     (table,) = struct.unpack_from("<H", sections[2]) if 2 in sections else (None,)
     nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", rhythm)
     refused = (
         (leads[1] & 1, "reference beats", "subtracted from the rhythm"),
         (bimodal, "bimodal compression", "fewer samples between the beats"),
-        (table not in (None, DEFAULT_TABLE), "Huffman table", f"{table} of its own, the standard's default is read"),
+        (
+            table not in (None, DEFAULT_TABLE),
+            "Huffman table",
+            f"{table} of its own, the standard's default is read",
+        ),
         (order > 2, "differences", f"of order {order}, 0 to 2 are read"),
         (not nanovolts, "gain", "0 nV per step"),
         (not interval_us, "sampling rate", "0 us between samples"),
@@ -91,15 +111,28 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
             raise ReadError("duplicated lead" if lead in found else "truncated file", lead)
         samples = last - first + 1
         if table is None and size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES:
-            warnings = (("shorter than stated", f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"),)
+            warnings = (
+                (
+                    "shorter than stated",
+                    f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold",
+                ),
+            )
             samples = size // 2
         if not 0 < samples <= MAX_SAMPLES or (table is None and size != 2 * samples):
             raise ReadError("sample count", f"lead {lead}: {samples} stated, {size} bytes found")
-        steps = np.frombuffer(coded, "<i2").astype(np.int64) if table is None else huffman(coded, samples)
+        steps = (
+            np.frombuffer(coded, "<i2").astype(np.int64)
+            if table is None
+            else huffman(coded, samples)
+        )
         found[lead] = first, _sums(steps, order)
-    signals = _on_one_axis({lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in found.items()})
+    signals = _on_one_axis(
+        {lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in found.items()}
+    )
     nominal_hz = float(round(1e6 / interval_us))
-    fs_hz = nominal_hz if round(1e6 / nominal_hz) == interval_us else 1e6 / interval_us  # 1,667 us mean 600 Hz
+    fs_hz = (
+        nominal_hz if round(1e6 / nominal_hz) == interval_us else 1e6 / interval_us
+    )  # 1,667 us mean 600 Hz
     return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), warnings)
 
 
@@ -113,17 +146,24 @@ def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
         place += 3 + size
     age, unit = struct.unpack("<HB", fields.get(AGE, b"").ljust(3, b"\0")[:3])
     sex = {b"\1": "M", b"\2": "F"}.get(fields.get(SEX, b"")[:1])
-    return fields.get(PATIENT_ID, b"").split(b"\0")[0].decode("latin-1"), age * YEARS[unit] if unit in YEARS else None, sex
+    return (
+        fields.get(PATIENT_ID, b"").split(b"\0")[0].decode("latin-1"),
+        age * YEARS[unit] if unit in YEARS else None,
+        sex,
+    )
 
 
 def huffman(coded: bytes, count: int) -> np.ndarray:
     """Decode `count` numbers in the default table's code.
 
-    The position of a number depends on all numbers before it. So the jump to the next number is looked up for every bit, as if
-    a number began there, and jumps are chained into jumps over 2, 4, 8 and 16 numbers: the loop finds only every 16th start."""
+    The position of a number depends on all numbers before it. So the jump to the next number is
+    looked up for every bit, as if a number began there, and jumps are chained into jumps over 2,
+    4, 8 and 16 numbers: the loop finds only every 16th start."""
     octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
     words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits starting at every byte
-    windows = (words[:, None] >> np.arange(14, 6, -1, dtype=np.int32) & 1023).ravel()  # 10 bits starting at every bit
+    windows = (
+        words[:, None] >> np.arange(14, 6, -1, dtype=np.int32) & 1023
+    ).ravel()  # 10 bits starting at every bit
     jumps = [np.minimum(np.arange(len(windows)) + _LENGTHS.take(windows), len(windows) - 1)]
     for _ in range(HOPS):
         jumps.append(jumps[-1].take(jumps[-1]))
@@ -138,7 +178,10 @@ def huffman(coded: bytes, count: int) -> np.ndarray:
     codes = windows.take(starts)
     spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
     if not 0 <= spare < 16:  # a lead has an even number of bytes
-        raise ReadError("sample count", f"{count} stated, the Huffman code holds {'more' if spare > 0 else 'fewer'}")
+        raise ReadError(
+            "sample count",
+            f"{count} stated, the Huffman code holds {'more' if spare > 0 else 'fewer'}",
+        )
     values: np.ndarray = _VALUES.take(codes)
     for code, bits in _ESCAPES:
         where = np.flatnonzero(codes == code)

@@ -1,4 +1,5 @@
-"""Labels that archives publish directly: PTB-XL, CODE-15 % and the PhysioNet/CinC Challenge 2021."""
+"""Labels that archives publish directly: PTB-XL, CODE-15 % and the PhysioNet/CinC Challenge
+2021."""
 
 import posixpath
 from collections.abc import Iterator
@@ -9,7 +10,14 @@ from tqdm import tqdm
 
 from omnilead.data_tools.errors import ReadError, StorageError
 from omnilead.data_tools.labels import UNKNOWN, PublishedLabels
-from omnilead.data_tools.record import CLASSES, as_number, class_row, clean_age, only_codes, parse_dx
+from omnilead.data_tools.record import (
+    CLASSES,
+    as_number,
+    class_row,
+    clean_age,
+    only_codes,
+    parse_dx,
+)
 from omnilead.data_tools.sources import PhysioNet2021
 from omnilead.data_tools.sources.base import read_safely, read_table
 from omnilead.data_tools.sources.code15 import MAX_TABLE, TABLE
@@ -20,17 +28,35 @@ from omnilead.data_tools.sources.wfdb_signals import own_name
 from omnilead.data_tools.storage import Folder, links_in, prefetch
 
 _TRUTH = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
-SUPERCLASSES = {"MI": "myocardial infarction", "STTC": "ST/T change", "CD": "conduction disturbance", "HYP": "hypertrophy"}
-CODE15 = {"1dAVb": "first degree AV block", "RBBB": "right bundle branch block", "LBBB": "left bundle branch block"}
-CODE15 |= {"SB": "sinus bradycardia", "AF": "atrial fibrillation", "ST": "sinus tachycardia", "normal_ecg": "normal ECG"}
-CODE15 |= {"is_male": "male sex", "death": "died during follow-up; known for one exam of each patient"}
+SUPERCLASSES = {
+    "MI": "myocardial infarction",
+    "STTC": "ST/T change",
+    "CD": "conduction disturbance",
+    "HYP": "hypertrophy",
+}
+CODE15 = {
+    "1dAVb": "first degree AV block",
+    "RBBB": "right bundle branch block",
+    "LBBB": "left bundle branch block",
+}
+CODE15 |= {
+    "SB": "sinus bradycardia",
+    "AF": "atrial fibrillation",
+    "ST": "sinus tachycardia",
+    "normal_ecg": "normal ECG",
+}
+CODE15 |= {
+    "is_male": "male sex",
+    "death": "died during follow-up; known for one exam of each patient",
+}
 _SETS = ("diagnostic", "form", "rhythm")
 _CLASSES = {"subdiagnostic": "diagnostic_subclass", "superdiagnostic": "diagnostic_class"}
 
 
 def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
-    """The label sets of PTB-XL's benchmark (Strodthoff et al. 2020, doi:10.1109/JBHI.2020.3022989). As there, statements count
-    at any likelihood, a set omits records without one of its labels, and labels are in alphabetical order."""
+    """The label sets of PTB-XL's benchmark (Strodthoff et al. 2020,
+    doi:10.1109/JBHI.2020.3022989). As there, statements count at any likelihood, a set omits
+    records without one of its labels, and labels are in alphabetical order."""
     place = next((place for place in TABLE_PLACES if root.exists(place)), TABLE_PLACES[0])
     read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
     if not root.exists(read[1]):
@@ -41,59 +67,122 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     records = np.array([f"HR{row['ecg_id'].removesuffix('.0'):0>5}" for row in rows])
     fold = np.array([as_number(row["strat_fold"]) for row in rows])
     if not np.isin(fold, np.arange(1, 11)).all():
-        raise StorageError(f"{root.url}/{place}: strat_fold is not 1 to 10 in every row: restore the file")
+        raise StorageError(
+            f"{root.url}/{place}: strat_fold is not 1 to 10 in every row: restore the file"
+        )
     likelihood = np.full((len(rows), len(known)), np.nan, np.float32)
     for i, row in enumerate(rows):
         given = statements(row["scp_codes"])
         likelihood[i] = [given.get(name, np.nan) for name in known]
     sets = {"all": {name: name for name in known}}
-    sets |= {kind: {name: name for name, row in known.items() if _TRUTH.get(row[kind]) == 1} for kind in _SETS}
-    sets |= {kind: {name: known[name][column] for name in sets["diagnostic"]} for kind, column in _CLASSES.items()}
+    sets |= {
+        kind: {name: name for name, row in known.items() if _TRUTH.get(row[kind]) == 1}
+        for kind in _SETS
+    }
+    sets |= {
+        kind: {name: known[name][column] for name in sets["diagnostic"]}
+        for kind, column in _CLASSES.items()
+    }
     for kind, label_of in sets.items():
         labels = {}
         for label in sorted(set(label_of.values()) - {""}):
             of = [name for name in known if label_of.get(name) == label]
-            means = known[label]["description"] if of == [label] else f"{SUPERCLASSES.get(label, label)}: {', '.join(of)}"
-            labels[label] = means, np.any(~np.isnan(likelihood[:, np.isin(list(known), of)]), axis=1)
-        kept = np.logical_or.reduce([np.zeros(len(rows), bool), *(values for _, values in labels.values())])
-        chosen = {label: (means, values[kept].astype(np.int8)) for label, (means, values) in labels.items()}
-        about = f"PTB-XL, {kind} statements as in its benchmark (Strodthoff et al. 2020); records without one are left out"
-        yield PublishedLabels(f"ptbxl-{kind}", about, read, "ptb-xl", records[kept], chosen, fold[kept])
-    about = "PTB-XL, likelihood of each statement in per cent: 0 if it is stated without one, empty if it is not stated"
-    percents = {name: (row["description"], likelihood[:, i]) for i, (name, row) in enumerate(known.items())}
+            means = (
+                known[label]["description"]
+                if of == [label]
+                else f"{SUPERCLASSES.get(label, label)}: {', '.join(of)}"
+            )
+            labels[label] = (
+                means,
+                np.any(~np.isnan(likelihood[:, np.isin(list(known), of)]), axis=1),
+            )
+        kept = np.logical_or.reduce(
+            [np.zeros(len(rows), bool), *(values for _, values in labels.values())]
+        )
+        chosen = {
+            label: (means, values[kept].astype(np.int8))
+            for label, (means, values) in labels.items()
+        }
+        about = (
+            f"PTB-XL, {kind} statements as in its benchmark (Strodthoff et al. 2020); records "
+            "without one are left out"
+        )
+        yield PublishedLabels(
+            f"ptbxl-{kind}", about, read, "ptb-xl", records[kept], chosen, fold[kept]
+        )
+    about = (
+        "PTB-XL, likelihood of each statement in per cent: 0 if it is stated without one, empty "
+        "if it is not stated"
+    )
+    percents = {
+        name: (row["description"], likelihood[:, i]) for i, (name, row) in enumerate(known.items())
+    }
     yield PublishedLabels("ptbxl-likelihood", about, read, "ptb-xl", records, percents, fold)
 
 
 def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
-    """The columns of exams.csv (Ribeiro et al. 2021, doi:10.5281/zenodo.4916206). No folds are published: split by patient."""
+    """The columns of exams.csv (Ribeiro et al. 2021, doi:10.5281/zenodo.4916206). No folds are
+    published: split by patient."""
     rows = list(read_table(root, TABLE, MAX_TABLE, ("exam_id", *CODE15, "age", "timey")))
     records = [row["exam_id"] for row in rows]
-    truth = {name: np.array([_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows], np.int8) for name in CODE15}
+    truth = {
+        name: np.array([_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows], np.int8)
+        for name in CODE15
+    }
     labels = {name: (means, truth[name]) for name, means in CODE15.items()}
-    labels["age"] = "age in years, 90 for all over 89", np.array([clean_age(row["age"]) for row in rows], np.float32)
-    labels["timey"] = "years to death or to the last contact", np.array([as_number(row["timey"]) for row in rows], np.float32)
-    yield PublishedLabels("code15", "CODE-15 %, labels of exams.csv", (TABLE,), "code15", records, labels)
+    labels["age"] = (
+        "age in years, 90 for all over 89",
+        np.array([clean_age(row["age"]) for row in rows], np.float32),
+    )
+    labels["timey"] = (
+        "years to death or to the last contact",
+        np.array([as_number(row["timey"]) for row in rows], np.float32),
+    )
+    yield PublishedLabels(
+        "code15", "CODE-15 %, labels of exams.csv", (TABLE,), "code15", records, labels
+    )
 
 
 def physionet2021(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
-    """Labels from the `Dx` line of every header: the 26 scored diagnoses, and all SNOMED CT codes."""
+    """Labels from the `Dx` line of every header: the 26 scored diagnoses, and all SNOMED CT
+    codes."""
     source = PhysioNet2021(root)
     keys = [key for key in source.keys() if key.endswith(".hea")]  # noqa: SIM118
     read = partial(read_safely, partial(_diagnoses, root))
-    found = tqdm(prefetch(read, keys) if root.remote else map(read, keys), total=len(keys), unit=" headers", disable=quiet)
-    rows: dict[tuple[str, str], tuple[str, ...]] = {}  # of records with the same name the first counts, as in a dataset
+    found = tqdm(
+        prefetch(read, keys) if root.remote else map(read, keys),
+        total=len(keys),
+        unit=" headers",
+        disable=quiet,
+    )
+    rows: dict[
+        tuple[str, str], tuple[str, ...]
+    ] = {}  # of records with the same name the first counts, as in a dataset
     for key, one in zip(keys, found, strict=True):
         if not isinstance(one, ReadError):
             rows.setdefault((source.source_of(key), one[0]), one[1])
     if not rows:
         raise StorageError(f"{root.url}: no readable header of the Challenge{links_in(root)}")
     sources, records = zip(*rows, strict=True)
-    unread = f" ({len(keys) - len(rows)} of {len(keys)} headers are unreadable or duplicates)" if len(keys) > len(rows) else ""
+    unread = (
+        f" ({len(keys) - len(rows)} of {len(keys)} headers are unreadable or duplicates)"
+        if len(keys) > len(rows)
+        else ""
+    )
     scored = np.array([class_row(dx) for dx in rows.values()], np.int8).T
-    classes = {name: (f"SNOMED CT {' or '.join(codes)}", scored[i]) for i, (name, codes) in enumerate(CLASSES)}
+    classes = {
+        name: (f"SNOMED CT {' or '.join(codes)}", scored[i])
+        for i, (name, codes) in enumerate(CLASSES)
+    }
     codes = sorted({code for dx in rows.values() for code in dx})
-    every = {code: (f"SNOMED CT {code}", np.array([code in dx for dx in rows.values()], np.int8)) for code in codes}
-    for name, about, labels in (("scored", "the 26 scored diagnoses", classes), ("all", "all SNOMED CT codes", every)):
+    every = {
+        code: (f"SNOMED CT {code}", np.array([code in dx for dx in rows.values()], np.int8))
+        for code in codes
+    }
+    for name, about, labels in (
+        ("scored", "the 26 scored diagnoses", classes),
+        ("all", "all SNOMED CT codes", every),
+    ):
         about = f"PhysioNet/CinC Challenge 2021, {about} of the headers{unread}"
         yield PublishedLabels(f"physionet2021-{name}", about, (), sources, records, labels)
 

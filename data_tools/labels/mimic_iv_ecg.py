@@ -1,8 +1,10 @@
-"""Labels from MIMIC-IV-ECG's machine_measurements.csv: the ECG carts' computer interpretations as codes, and measurements.
+"""Labels from MIMIC-IV-ECG's machine_measurements.csv: the ECG carts' computer interpretations as
+codes, and measurements.
 
-mimic_statements.csv has the codes and their patterns; a change of it, or of the patterns below, raises VERSION. A finding is 1
-if a statement names it, empty if it is only hedged ("possible", "cannot rule out", "borderline"), and 0 if it is negated or not
-mentioned. If the program gave up ("no further analysis"), findings that are not mentioned are empty. These are computer
+mimic_statements.csv has the codes and their patterns; a change of it, or of the patterns below,
+raises VERSION. A finding is 1 if a statement names it, empty if it is only hedged ("possible",
+"cannot rule out", "borderline"), and 0 if it is negated or not mentioned. If the program gave up
+("no further analysis"), findings that are not mentioned are empty. These are computer
 interpretations, not a physician's. No folds are published: split by patient.
 """
 
@@ -24,7 +26,17 @@ from omnilead.data_tools.storage import Folder
 VERSION = 1
 TABLE = "machine_measurements.csv"
 REPORTS = tuple(f"report_{i}" for i in range(18))
-NUMBERS = ("rr_interval", "p_onset", "p_end", "qrs_onset", "qrs_end", "t_end", "p_axis", "qrs_axis", "t_axis")
+NUMBERS = (
+    "rr_interval",
+    "p_onset",
+    "p_end",
+    "qrs_onset",
+    "qrs_end",
+    "t_end",
+    "p_axis",
+    "qrs_axis",
+    "t_axis",
+)
 SPANS = {
     "RR": ("RR interval", "zero", "rr_interval"),
     "P": ("duration of the P wave", "p_onset", "p_end"),
@@ -33,16 +45,27 @@ SPANS = {
     "QT": ("QT interval, not corrected for the rate,", "qrs_onset", "t_end"),
 }
 MAX_MS = 5000  # larger values (29999, 32767, 65535, ...) stand for "not measured"
-UNREAD, SOME = "UNREAD", 1 << 63  # code for "the program gave up"; bit of records with at least one statement
+UNREAD, SOME = (
+    "UNREAD",
+    1 << 63,
+)  # code for "the program gave up"; bit of records with at least one statement
 
 with open(Path(__file__).with_name("mimic_statements.csv"), newline="", encoding="utf-8") as _file:
-    CODES = {code: (means, re.compile(pattern)) for code, means, pattern in list(csv.reader(_file))[1:]}
+    CODES = {
+        code: (means, re.compile(pattern)) for code, means, pattern in list(csv.reader(_file))[1:]
+    }
 _HEDGED = re.compile(
-    r"\b(?:possibl[ey]|probabl[ey]|likely|suggests?|suggestive|suspect(?:ed)?|consider|consistent with|compatible with|may"
-    r"|might|could|cannot (?:rule out|exclude)|rule out|versus|vs|criteria for|borderline(?! (?:abnormal )?ecg))\b|\?"
+    r"\b(?:possibl[ey]|probabl[ey]|likely|suggests?|suggestive|suspect(?:ed)?|consider|consistent "
+    r"with|compatible with|may"
+    r"|might|could|cannot (?:rule out|exclude)|rule out|versus|vs|criteria for|borderline(?! "
+    r"(?:abnormal )?ecg))\b|\?"
 )
-_DOUBTED = re.compile(r"\w*(?: can ?not be (?:ruled out|excluded)| is borderline| or aberr|\?)")  # directly after the finding
-_NEGATED = re.compile(r"\b(?:no(?! further)|not|without|absence of|negative for)\b(?:(?!\b(?:but|with)\b)[^,;:.])*$")
+_DOUBTED = re.compile(
+    r"\w*(?: can ?not be (?:ruled out|excluded)| is borderline| or aberr|\?)"
+)  # directly after the finding
+_NEGATED = re.compile(
+    r"\b(?:no(?! further)|not|without|absence of|negative for)\b(?:(?!\b(?:but|with)\b)[^,;:.])*$"
+)
 
 
 def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
@@ -55,23 +78,56 @@ def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     labels = {}
     for code, (means, _) in CODES.items():
         (stated, hedged), unread = said[:, some] & bit[code] != 0, said[0, some] & bit[UNREAD] != 0
-        labels[code] = means, np.where(stated, 1, np.where(hedged | unread, UNKNOWN, 0)).astype(np.int8)
-    about = f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {VERSION}: 1 stated, 0 not, empty hedged"
-    yield PublishedLabels("mimic-iv-ecg-statements", about, (TABLE,), "mimic-iv-ecg", studies[some], labels)
-    numbers = {"zero": np.zeros(len(table), np.float32)} | {name: table[name].to_numpy() for name in NUMBERS}
-    x = {name: np.where(np.abs(one) <= (180 if "axis" in name else MAX_MS), one, np.nan) for name, one in numbers.items()}
+        labels[code] = (
+            means,
+            np.where(stated, 1, np.where(hedged | unread, UNKNOWN, 0)).astype(np.int8),
+        )
+    about = (
+        f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {VERSION}: 1 stated, 0 "
+        "not, empty hedged"
+    )
+    yield PublishedLabels(
+        "mimic-iv-ecg-statements", about, (TABLE,), "mimic-iv-ecg", studies[some], labels
+    )
+    numbers = {"zero": np.zeros(len(table), np.float32)} | {
+        name: table[name].to_numpy() for name in NUMBERS
+    }
+    x = {
+        name: np.where(np.abs(one) <= (180 if "axis" in name else MAX_MS), one, np.nan)
+        for name, one in numbers.items()
+    }
     for name in ("p_onset", "p_axis"):
-        x[name] = x[name] + 0 * (x["p_onset"] + x["p_end"])  # empty if a part of the P wave was not found
-    spans = {name: (f"{means} in ms", x[end] - x[start]) for name, (means, start, end) in SPANS.items()}
-    measured = {name: (means, np.where(span > 0, span, np.nan).astype(np.float32)) for name, (means, span) in spans.items()}
-    measured |= {f"{wave}_axis": (f"axis of {wave} in degrees", x[f"{wave.lower()}_axis"]) for wave in ("P", "QRS", "T")}
-    about = "MIMIC-IV-ECG, intervals and axes measured by the carts' programs; empty where not measured"
-    yield PublishedLabels("mimic-iv-ecg-intervals", about, (TABLE,), "mimic-iv-ecg", studies, measured)
+        x[name] = x[name] + 0 * (
+            x["p_onset"] + x["p_end"]
+        )  # empty if a part of the P wave was not found
+    spans = {
+        name: (f"{means} in ms", x[end] - x[start]) for name, (means, start, end) in SPANS.items()
+    }
+    measured = {
+        name: (means, np.where(span > 0, span, np.nan).astype(np.float32))
+        for name, (means, span) in spans.items()
+    }
+    measured |= {
+        f"{wave}_axis": (f"axis of {wave} in degrees", x[f"{wave.lower()}_axis"])
+        for wave in ("P", "QRS", "T")
+    }
+    about = (
+        "MIMIC-IV-ECG, intervals and axes measured by the carts' programs; empty where not measured"
+    )
+    yield PublishedLabels(
+        "mimic-iv-ecg-intervals", about, (TABLE,), "mimic-iv-ecg", studies, measured
+    )
 
 
 def _read(root: Folder) -> pa.Table:
-    words = pa.dictionary(pa.int32(), pa.binary())  # statements repeat, so each distinct one is searched once
-    kinds = {"study_id": pa.string(), **dict.fromkeys(REPORTS, words), **dict.fromkeys(NUMBERS, pa.float32())}
+    words = pa.dictionary(
+        pa.int32(), pa.binary()
+    )  # statements repeat, so each distinct one is searched once
+    kinds = {
+        "study_id": pa.string(),
+        **dict.fromkeys(REPORTS, words),
+        **dict.fromkeys(NUMBERS, pa.float32()),
+    }
     parsing = pacsv.ParseOptions(newlines_in_values=True)
     converting = pacsv.ConvertOptions(column_types=kinds, include_columns=list(kinds))
     try:
@@ -83,8 +139,13 @@ def _read(root: Folder) -> pa.Table:
 
 def _codes(column: pa.DictionaryArray) -> np.ndarray:
     """Stated and hedged codes of each row as bits: uint64 [2, rows]."""
-    found = [statement_codes(text.decode(errors="replace")[:300]) for text in column.dictionary.to_pylist()]
-    codes: np.ndarray = np.array([*found, (0, 0)], np.uint64).T[:, column.indices.fill_null(len(found)).to_numpy()]
+    found = [
+        statement_codes(text.decode(errors="replace")[:300])
+        for text in column.dictionary.to_pylist()
+    ]
+    codes: np.ndarray = np.array([*found, (0, 0)], np.uint64).T[
+        :, column.indices.fill_null(len(found)).to_numpy()
+    ]
     return codes
 
 

@@ -1,6 +1,7 @@
 """The `Source` interface: lists the keys of an archive's records and reads a record for each key.
 
-For your own format, write a subclass with two methods and pass `--source your_file.py:YourClass`: see data_tools/README.md.
+For your own format, write a subclass with two methods and pass `--source your_file.py:YourClass`:
+see data_tools/README.md.
 """
 
 import csv
@@ -30,7 +31,8 @@ T = TypeVar("T")
 
 
 class Source(ABC):
-    """An archive. Sources are pickled and sent to worker processes, so keep only small objects in `self`."""
+    """An archive. Sources are pickled and sent to worker processes, so keep only small objects in
+    `self`."""
 
     name = ""
     licence = "unknown"
@@ -49,15 +51,24 @@ class Source(ABC):
         """Read one record; raise a ReadError to refuse it."""
 
     def header(self, key: str) -> Header:
-        """What planning needs. Override this if the format can provide it without reading the signal."""
+        """What planning needs. Override this if the format can provide it without reading the
+        signal."""
         try:
             record = self.read(key)
         except (DataError, MemoryError):
             raise
-        except Exception as error:  # a user's parser failed on a broken file: refuse only this record
+        except (
+            Exception
+        ) as error:  # a user's parser failed on a broken file: refuse only this record
             raise ReadError("unreadable record", type(error).__name__) from None
         content = hashlib.blake2b(np.ascontiguousarray(record.signal).data, digest_size=8).digest()
-        return Header(record.name, record.source or self.source_of(key), record.signal.shape[1], record.fs_hz, content)
+        return Header(
+            record.name,
+            record.source or self.source_of(key),
+            record.signal.shape[1],
+            record.fs_hz,
+            content,
+        )
 
     @staticmethod
     def detect(names: set[str]) -> bool:
@@ -102,7 +113,9 @@ class Decoded(NamedTuple):
 class Format(NamedTuple):
     """A file format with one ECG per file, for sources/hospital.py."""
 
-    looks_like: Callable[[bytes, str], bool]  # takes the file's first 4 KiB and its name; cheap, never raises
+    looks_like: Callable[
+        [bytes, str], bool
+    ]  # takes the file's first 4 KiB and its name; cheap, never raises
     decode: Callable[[bytes], Decoded]  # takes the whole file; a ReadError refuses it
     max_bytes: int
 
@@ -130,7 +143,14 @@ class WfdbSource(Source):
         name, _, fs_hz, samples = peek(data)
         stamp = self.root.stamp(key.removesuffix(".hea") + self.suffix)
         content = hashlib.blake2b(data, digest_size=8).digest()
-        return Header(self.record_name(key, own_name(name, key)), self.source_of(key), samples, fs_hz, content, stamp)
+        return Header(
+            self.record_name(key, own_name(name, key)),
+            self.source_of(key),
+            samples,
+            fs_hz,
+            content,
+            stamp,
+        )
 
     def read(self, key: str) -> EcgRecord:
         header = parse_header(self._text(key))
@@ -155,8 +175,8 @@ class WfdbSource(Source):
 
 
 def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
-    """Call a source's `header` or `read`. An exception refuses only this record; failing storage or a lack of memory stops the
-    run."""
+    """Call a source's `header` or `read`. An exception refuses only this record; failing storage
+    or a lack of memory stops the run."""
     try:
         if not key.isprintable():
             raise ReadError("file name", "not UTF-8, or with control characters")
@@ -166,7 +186,9 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
     except (StorageError, MemoryError):
         raise
     except Exception as error:
-        return ReadError("unreadable record", f"{type(error).__name__} in {key.rsplit('/', 1)[-1][:40]}")
+        return ReadError(
+            "unreadable record", f"{type(error).__name__} in {key.rsplit('/', 1)[-1][:40]}"
+        )
 
 
 class Prepared(NamedTuple):
@@ -216,11 +238,14 @@ def shown_patient(key: bytes | None, source: str, patient: str | None) -> str | 
 
 
 def record_stem(key: str, longest: int | None = 64) -> str:
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:longest] or "_"
+    return (
+        re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:longest] or "_"
+    )
 
 
 def path_name(key: str, stem: str) -> str:
-    """A name that includes the folders below the root; in some archives every patient's folder has a `rec_1`."""
+    """A name that includes the folders below the root; in some archives every patient's folder has
+    a `rec_1`."""
     place = re.sub(r"[^A-Za-z0-9_-]+", "_", posixpath.dirname(key))
     name = f"{place}_{stem}" if place else stem
     if len(name) > 64:
@@ -231,13 +256,16 @@ def path_name(key: str, stem: str) -> str:
 def located(key: str, detail: str) -> str:
     """The detail of a refusal, starting with the record's path."""
     path = printable(key)
-    if detail.startswith((f"{path}: ", f"{path.rpartition('.')[0] or path}.")):  # or the path of its signal file
+    if detail.startswith(
+        (f"{path}: ", f"{path.rpartition('.')[0] or path}.")
+    ):  # or the path of its signal file
         return detail
     return f"{path}: {detail}" if detail else path
 
 
 def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
-    """Header files, and signal files without a header, which will be refused; `names` must be sorted by folder."""
+    """Header files, and signal files without a header, which will be refused; `names` must be
+    sorted by folder."""
     for _, folder in groupby(names, posixpath.dirname):
         has_header: dict[str, bool] = {}
         for name in folder:
@@ -247,9 +275,12 @@ def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
         yield from (stem + (".hea" if has_header[stem] else suffix) for stem in has_header)
 
 
-def read_table(root: Folder, name: str, limit: int, columns: tuple[str, ...]) -> Iterator[dict[str, str]]:
-    """Read only these columns of an archive's CSV table; "" is the first one, whatever its name. Cells missing in a short row
-    are empty. An unreadable table stops the run, because it would make every record fail."""
+def read_table(
+    root: Folder, name: str, limit: int, columns: tuple[str, ...]
+) -> Iterator[dict[str, str]]:
+    """Read only these columns of an archive's CSV table; "" is the first one, whatever its name.
+    Cells missing in a short row are empty. An unreadable table stops the run, because it would
+    make every record fail."""
     try:
         text = root.read(name, limit).decode("utf-8-sig", "replace")
     except ReadError as error:
@@ -260,7 +291,10 @@ def read_table(root: Folder, name: str, limit: int, columns: tuple[str, ...]) ->
         if missing := set(columns) - {"", *fields}:
             raise StorageError(f"{root.url}/{name}: no column {', '.join(sorted(missing))}")
         if "" in columns and fields[0] and fields[0] in columns:
-            raise StorageError(f"{root.url}/{name}: the first column, before {fields[0]}, is missing: restore the file")
+            raise StorageError(
+                f"{root.url}/{name}: the first column, before {fields[0]}, is missing: restore "
+                "the file"
+            )
         for row in reader:
             yield {column: (row[column or fields[0]] or "").strip() for column in columns}
     except csv.Error as error:
@@ -268,7 +302,8 @@ def read_table(root: Folder, name: str, limit: int, columns: tuple[str, ...]) ->
 
 
 def cached(function: Callable[P, T]) -> Callable[P, T]:
-    """lru_cache for threads: if several need a table at once, one fetches it and the others wait."""
+    """lru_cache for threads: if several need a table at once, one fetches it and the others
+    wait."""
     remembered, lock = lru_cache(maxsize=4)(function), threading.Lock()
 
     @wraps(function)

@@ -1,6 +1,8 @@
-"""CODE-15 %: `exams_part<k>.hdf5` (float tracings, 400 Hz, zero padding at both ends) and exams.csv.
+"""CODE-15 %: `exams_part<k>.hdf5` (float tracings, 400 Hz, zero padding at both ends) and
+exams.csv.
 
-Releases and copies have different units, which no file states; the unit is estimated from the amplitudes (`_steps_per_mv`).
+Releases and copies have different units, which no file states; the unit is estimated from the
+amplitudes (`_steps_per_mv`).
 """
 
 import math
@@ -23,7 +25,8 @@ LABELS |= {"SB": "426177001", "ST": "427084000", "AF": "164889003"}
 MAX_EXAMS = 1_000_000  # per part; the release has 20,001
 MAX_CHUNK = 64 * 2**20  # a chunk is always decompressed as a whole
 UNIT_SAMPLE = 200
-# steps per mV for the units of known copies, and the range of the median ECG's largest peak-to-peak amplitude
+# steps per mV for the units of known copies, and the range of the median ECG's largest peak-to-peak
+# amplitude
 UNITS = {"V": 1e-3, "mV": 1.0, "0.1 mV": 10.0, "uV": 1e3}
 TYPICAL_MV = (0.6, 6.0)
 
@@ -52,7 +55,13 @@ class Code15(Source):
     def header(self, key: str) -> Header:
         """Read the tracing, because its length depends on the padding."""
         record = self.read(key)
-        return Header(record.name, self.name, record.signal.shape[1], FS_HZ, record.signal[:, :64].tobytes()[:512])
+        return Header(
+            record.name,
+            self.name,
+            record.signal.shape[1],
+            FS_HZ,
+            record.signal[:, :64].tobytes()[:512],
+        )
 
     def read(self, key: str) -> EcgRecord:
         part, _, row = key.partition("#")
@@ -71,11 +80,27 @@ class Code15(Source):
         signal = tracing[measured[0] : measured[-1] + 1].T
         patient, age, sex, dx = table[exam]
         gain = _steps_per_mv(self.root)
-        return EcgRecord(exam, signal, FS_HZ, LEADS, "mV", gain, source=self.name, patient=patient, age=age, sex=sex, dx=dx)
+        return EcgRecord(
+            exam,
+            signal,
+            FS_HZ,
+            LEADS,
+            "mV",
+            gain,
+            source=self.name,
+            patient=patient,
+            age=age,
+            sex=sex,
+            dx=dx,
+        )
 
     def notes(self) -> list[str]:
         unit = next(name for name, gain in UNITS.items() if gain == _steps_per_mv(self.root))
-        return [f"{self.root.url}: the unit of the tracings is {unit}, estimated from {UNIT_SAMPLE} ECGs", *super().notes()]
+        return [
+            f"{self.root.url}: the unit of the tracings is {unit}, estimated from {UNIT_SAMPLE} "
+            "ECGs",
+            *super().notes(),
+        ]
 
 
 def _parts(root: Folder) -> list[str]:
@@ -87,11 +112,14 @@ def _parts(root: Folder) -> list[str]:
 
 @lru_cache(maxsize=32)
 def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
-    """Return the tracings and their exam ids. Refuses HDF5 that links to other files or could expand to any size."""
+    """Return the tracings and their exam ids. Refuses HDF5 that links to other files or could
+    expand to any size."""
     try:
         import h5py
     except ImportError:
-        raise StorageError("CODE-15 needs the extra formats: pip install 'omnilead[formats]'") from None
+        raise StorageError(
+            "CODE-15 needs the extra formats: pip install 'omnilead[formats]'"
+        ) from None
     if root.remote:
         raise StorageError(f"{root.url}/{part}: copy HDF5 files to a local disk first")
     path = Path(root.url, part)
@@ -99,7 +127,9 @@ def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
         raise ReadError("not a regular file", part)
     try:
         file = h5py.File(path, "r")
-        tracings, exams = (_open_dataset(h5py, file, part, name) for name in ("tracings", "exam_id"))
+        tracings, exams = (
+            _open_dataset(h5py, file, part, name) for name in ("tracings", "exam_id")
+        )
         _check_shapes(part, tracings, exams)
         return tracings, exams[:]
     except (DataError, MemoryError):
@@ -112,14 +142,21 @@ def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
     shape, kinds = tracings.shape, tracings.dtype.kind + exams.dtype.kind
     sound = len(shape) == 3 and 1 <= shape[1] <= 20_000 and shape[2] == 12 and kinds in ("fi", "fu")
     if not sound or exams.shape != shape[:1] or shape[0] > MAX_EXAMS:
-        raise ReadError("unexpected HDF5 shape", f"{part}: {shape} {tracings.dtype}, exam_id {exams.shape} {exams.dtype}")
+        raise ReadError(
+            "unexpected HDF5 shape",
+            f"{part}: {shape} {tracings.dtype}, exam_id {exams.shape} {exams.dtype}",
+        )
     for values in (tracings, exams):
         if values.chunks and math.prod(values.chunks) * values.dtype.itemsize > MAX_CHUNK:
-            raise ReadError("unexpected HDF5 shape", f"{part}: {values.name} {values.shape} in chunks of {values.chunks}")
+            raise ReadError(
+                "unexpected HDF5 shape",
+                f"{part}: {values.name} {values.shape} in chunks of {values.chunks}",
+            )
 
 
 def _open_dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
-    """Open an HDF5 dataset. Its link is checked before it is followed, since even opening the target may do harm."""
+    """Open an HDF5 dataset. Its link is checked before it is followed, since even opening the
+    target may do harm."""
     link = file.get(name, getlink=True)
     if link is None:
         raise ReadError("unexpected HDF5 shape", f"{part}: no {name}")
@@ -143,7 +180,9 @@ def _exams(root: Folder) -> dict[str, tuple[str | None, float | None, str | None
             {"true": "M", "false": "F"}.get(row["is_male"].lower()),
             tuple(code for name, code in LABELS.items() if row[name].lower() == "true"),
         )
-        for row in read_table(root, TABLE, MAX_TABLE, ("exam_id", "patient_id", "age", "is_male", *LABELS))
+        for row in read_table(
+            root, TABLE, MAX_TABLE, ("exam_id", "patient_id", "age", "is_male", *LABELS)
+        )
     }
 
 
@@ -174,4 +213,7 @@ def _steps_per_mv(root: Folder) -> float:
     for gain in UNITS.values():
         if TYPICAL_MV[0] <= median / gain < TYPICAL_MV[1]:
             return gain
-    raise StorageError(f"{root.url}: median tracing of {median:.3g}, not an ECG's amplitude in any of {', '.join(UNITS)}")
+    raise StorageError(
+        f"{root.url}: median tracing of {median:.3g}, not an ECG's amplitude in any of "
+        f"{', '.join(UNITS)}"
+    )

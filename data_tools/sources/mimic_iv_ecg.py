@@ -1,6 +1,8 @@
-"""MIMIC-IV-ECG: `files/p1000/p10001725/s41420867/41420867.dat`, leads in its own order, 200 steps per mV.
+"""MIMIC-IV-ECG: `files/p1000/p10001725/s41420867/41420867.dat`, leads in its own order, 200 steps
+per mV.
 
-record_list.csv lists the records and their patients; only its columns subject_id and path are read, never the time.
+record_list.csv lists the records and their patients; only its columns subject_id and path are read,
+never the time.
 """
 
 import dataclasses
@@ -24,13 +26,18 @@ class MimicIvEcg(WfdbSource):
         return {LIST, "files"} <= names
 
     def keys(self) -> Iterator[str]:
-        """The rows of the list, or the files if there is no list. Rows whose subject contradicts the path are refused later."""
+        """The rows of the list, or the files if there is no list. Rows whose subject contradicts
+        the path are refused later."""
         if not self.root.exists(LIST):
             yield from with_orphans(self.root.names("files"), ".dat")
             return
         for row in read_table(self.root, LIST, MAX_LIST, ("subject_id", "path")):
             found = _PATH.fullmatch(row["path"])
-            yield f"{row['path']}.hea" if found and found[1] == row["subject_id"] else f"{LIST}: {row['path']}.hea"
+            yield (
+                f"{row['path']}.hea"
+                if found and found[1] == row["subject_id"]
+                else f"{LIST}: {row['path']}.hea"
+            )
 
     def places(self) -> list[str]:
         return ["files"]

@@ -1,6 +1,8 @@
-"""PhysioNet/CinC Challenge 2021: `training/<database>/g<k>/<id>.hea` and `.mat` (MATLAB level 4), all databases in one tree.
+"""PhysioNet/CinC Challenge 2021: `training/<database>/g<k>/<id>.hea` and `.mat` (MATLAB level 4),
+all databases in one tree.
 
-Only PTB-XL's own table has the patients of its records (HRnnnnn): put ptbxl_database.csv beside `training`.
+Only PTB-XL's own table has the patients of its records (HRnnnnn): put ptbxl_database.csv beside
+`training`.
 """
 
 import dataclasses
@@ -13,7 +15,16 @@ from omnilead.data_tools.sources.base import WfdbSource, cached, with_orphans
 from omnilead.data_tools.sources.ptbxl import FOLDERS, TABLE, patients
 from omnilead.data_tools.storage import Folder, folder
 
-DATABASES = ("chapman_shaoxing", "cpsc_2018", "cpsc_2018_extra", "georgia", "ningbo", "ptb", "ptb-xl", "st_petersburg_incart")
+DATABASES = (
+    "chapman_shaoxing",
+    "cpsc_2018",
+    "cpsc_2018_extra",
+    "georgia",
+    "ningbo",
+    "ptb",
+    "ptb-xl",
+    "st_petersburg_incart",
+)
 TABLE_PLACES = (TABLE, f"ptb-xl/{TABLE}", f"training/{TABLE}", f"training/ptb-xl/{TABLE}")
 
 
@@ -28,14 +39,23 @@ class PhysioNet2021(WfdbSource):
         return "training" in names or bool(names & set(DATABASES) - {"ptb-xl"})
 
     def keys(self) -> Iterator[str]:
-        """Only headers in database folders, if there are any: other archives (PTB-XL's release) may be in the same folder."""
+        """Only headers in database folders, if there are any: other archives (PTB-XL's release) may
+        be in the same folder."""
         for place in self.places():
             yield from with_orphans(self.root.names(place), ".mat")
 
     def places(self) -> list[str]:
         names = self.root.children()
-        places = ["training"] if "training" in names else [name for name in names if name in DATABASES] or [""]
-        return [name for name in places if name != "ptb-xl" or not any(self.root.exists(f"ptb-xl/{one}") for one in FOLDERS)]
+        places = (
+            ["training"]
+            if "training" in names
+            else [name for name in names if name in DATABASES] or [""]
+        )
+        return [
+            name
+            for name in places
+            if name != "ptb-xl" or not any(self.root.exists(f"ptb-xl/{one}") for one in FOLDERS)
+        ]
 
     def source_of(self, key: str) -> str:
         return _database(self.root.url, key.rpartition("/")[0]) or self.name
@@ -52,9 +72,14 @@ class PhysioNet2021(WfdbSource):
         return repr(sorted(_patients(self.root, self.table).items())).encode()
 
     def notes(self) -> list[str]:
-        if _patients(self.root, self.table) or not any(map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))):
+        if _patients(self.root, self.table) or not any(
+            map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))
+        ):
             return super().notes()
-        why = "so this archive's PTB-XL records have no patient, and no gallery or probe role: pass it with --patients"
+        why = (
+            "so this archive's PTB-XL records have no patient, and no gallery or probe role: pass "
+            "it with --patients"
+        )
         return [f"{self.root.url}: no {TABLE}, {why}", *super().notes()]
 
 

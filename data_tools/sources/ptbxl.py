@@ -1,7 +1,9 @@
-"""PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` and ptbxl_database.csv (patient, age, sex, SCP statements). If
-records500 is missing, `records100/<thousand>/<id>_lr.dat`, the same ECGs at 100 Hz, is read.
+"""PTB-XL's own release: `records500/<thousand>/<id>_hr.dat` and ptbxl_database.csv (patient, age,
+sex, SCP statements). If records500 is missing, `records100/<thousand>/<id>_lr.dat`, the same ECGs
+at 100 Hz, is read.
 
-Records get the Challenge's names (ecg_id 11 is HR00011), so an ECG in both releases counts as one record.
+Records get the Challenge's names (ecg_id 11 is HR00011), so an ECG in both releases counts as one
+record.
 """
 
 import ast
@@ -15,7 +17,9 @@ from omnilead.data_tools.storage import Folder
 
 FOLDERS = ("records500", "records100")
 TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20
-MAX_STATEMENTS = 4096  # characters of scp_codes; limited because the parser in literal_eval recurses
+MAX_STATEMENTS = (
+    4096  # characters of scp_codes; limited because the parser in literal_eval recurses
+)
 
 
 class PtbXl(WfdbSource):
@@ -38,7 +42,10 @@ class PtbXl(WfdbSource):
     def notes(self) -> list[str]:
         if self._folder() == FOLDERS[0]:
             return super().notes()
-        what = "no records500, so records100 is read: 100 Hz, resampled to 500 Hz, with nothing above 50 Hz"
+        what = (
+            "no records500, so records100 is read: 100 Hz, resampled to 500 Hz, with nothing "
+            "above 50 Hz"
+        )
         return [f"{self.root.url}: {what}", *super().notes()]
 
     def tables(self) -> bytes:
@@ -71,7 +78,8 @@ def patients(root: Folder, place: str) -> dict[str, str | None]:
 
 
 def statements(scp_codes: str) -> dict[str, float]:
-    """Parse a cell with a Python dict of {statement: likelihood in per cent}; a likelihood that is not a number becomes 0."""
+    """Parse a cell with a Python dict of {statement: likelihood in per cent}; a likelihood that is
+    not a number becomes 0."""
     try:
         given = ast.literal_eval(scp_codes[:MAX_STATEMENTS])
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -88,6 +96,7 @@ def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
 
 @cached
 def _rows(root: Folder, place: str) -> dict[str, dict[str, str]]:
-    """The six columns that are used, by ecg_id; others (dates, reports, names of staff) are never read."""
+    """The six columns that are used, by ecg_id; others (dates, reports, names of staff) are never
+    read."""
     columns = ("ecg_id", "patient_id", "age", "sex", "scp_codes", "heart_axis")
     return {row["ecg_id"].split(".")[0]: row for row in read_table(root, place, MAX_TABLE, columns)}

@@ -1,4 +1,5 @@
-"""A folder of WFDB records with any format, leads and rate. Known leads are placed by name, other channels are ignored.
+"""A folder of WFDB records with any format, leads and rate. Known leads are placed by name, other
+channels are ignored.
 
 Patients are unknown, and the source of every record is `wfdb`.
 """
@@ -22,8 +23,14 @@ class WfdbFolder(WfdbSource):
         return path_name(key, stem)
 
     def notes(self) -> list[str]:
-        why = "a plain WFDB folder without tables: patients are unknown, so gallery and probe stay empty"
-        note = f"{self.root.url}: {why}. If it belongs to a known archive, pass that as SRC, or set --source"
+        why = (
+            "a plain WFDB folder without tables: patients are unknown, so gallery and probe stay "
+            "empty"
+        )
+        note = (
+            f"{self.root.url}: {why}. If it belongs to a known archive, pass that as SRC, or set "
+            "--source"
+        )
         return [note, *super().notes()]
 
     def check(self, header: WfdbHeader) -> None:

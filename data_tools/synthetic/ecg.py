@@ -1,19 +1,25 @@
-"""The signal model of `synth`: a moving heart dipole projected through each patient's own torso, in closed form.
+"""The signal model of `synth`: a moving heart dipole projected through each patient's own torso, in
+closed form.
 
-A patient is a set of P, QRS and T kernels (Gaussians on the Frank axes X left, Y inferior, Z posterior; Sameni et al.
-2007), an orientation of the heart and a lead field (Dower 1980, perturbed). Block, axis, Q waves, R progression, low
-voltage and pacing stay the same in all sessions. Patients also have a usual rhythm, ectopy and ST-T; a session shows each
-with the probability in KEPT, else a new draw. In each session the electrodes have moved:
+A patient is a set of P, QRS and T kernels (Gaussians on the Frank axes X left, Y inferior, Z
+posterior; Sameni et al. 2007), an orientation of the heart and a lead field (Dower 1980,
+perturbed). Block, axis, Q waves, R progression, low voltage and pacing stay the same in all
+sessions. Patients also have a usual rhythm, ectopy and ST-T; a session shows each with the
+probability in KEPT, else a new draw. In each session the electrodes have moved:
 
-    draw_patients -> [patient kernels] -> _waves -> findings -> one beat [3, time] -> added at every R peak
-                  -> lead field [8, 3 dipole + 3 wander + 1 mains] x sources -> + noise -> integer uV -> 12 leads
+    draw_patients -> [patient kernels] -> _waves -> findings -> one beat [3, time] -> added at every
+    R peak
+                  -> lead field [8, 3 dipole + 3 wander + 1 mains] x sources -> + noise -> integer
+                  uV -> 12 leads
 
-Every draw comes from a generator keyed by (seed, ..., block of BLOCK patients), and a block is drawn as a whole, so a record
-does not depend on the processes or the number of records. 24 of the Challenge's 26 diagnoses occur; BBB and LPR are synonyms
-of some of these. KEPT, SESSION_JITTER and the spread of patients are set so that two sessions are as alike, and two people as
-different, as in PTB-XL. Synthetic and real: same rhythm .68, .68; same set of diagnoses .44, .44; cosine of 12-lead median
-beats with the patient's other session .90, .88, between people with normal ECGs .67, .68, between any people .31, .50 (four in
-five have a finding here, half of them in PTB-XL); own session is the most similar of 438 for .51, .55.
+Every draw comes from a generator keyed by (seed, ..., block of BLOCK patients), and a block is
+drawn as a whole, so a record does not depend on the processes or the number of records. 24 of the
+Challenge's 26 diagnoses occur; BBB and LPR are synonyms of some of these. KEPT, SESSION_JITTER and
+the spread of patients are set so that two sessions are as alike, and two people as different, as in
+PTB-XL. Synthetic and real: same rhythm .68, .68; same set of diagnoses .44, .44; cosine of 12-lead
+median beats with the patient's other session .90, .88, between people with normal ECGs .67, .68,
+between any people .31, .50 (four in five have a finding here, half of them in PTB-XL); own session
+is the most similar of 438 for .51, .55.
 """
 
 from collections.abc import Sequence
@@ -26,27 +32,87 @@ from omnilead.data_tools.record import ABBREVIATIONS
 
 BLOCK = 64  # patients that share one generator
 SESSION_JITTER = 2.0  # multiplies the changes in `simulate` and `_beats`
-KNOT_S, NOISE_COURSE = 2.5, 0.5  # noise strength varies within seconds: time step, standard deviation of its logarithm
+KNOT_S, NOISE_COURSE = (
+    2.5,
+    0.5,
+)  # noise strength varies within seconds: time step, standard deviation of its logarithm
 PATIENT, SESSION, NOISE, DISEASE = 1, 2, 3, 7  # last part of a generator's key: what it is for
 
-# Frank axis, centre (radians of a 1 s beat from R), amplitude (mV), width (radians): Sameni et al. 2007.
-# Three QRS amplitudes (published: -0.32 on Y, -0.4 and 0.46 on Z) were changed to give the R/S ratios of real normal ECGs
-_X = [(-1.09, 0.03, 0.0906), (-0.83, 0.08, 0.1057), (-0.19, -0.13, 0.0453), (-0.07, 0.85, 0.0378), (0.0, 1.11, 0.0332)]
-_X += [(0.06, 0.75, 0.0302), (0.22, 0.06, 0.0378), (1.2, 0.1, 0.604), (1.42, 0.17, 0.302), (1.68, 0.39, 0.1812)]
-_Y = [(-1.1, 0.035, 0.07), (-0.9, 0.015, 0.07), (-0.76, -0.019, 0.04), (-0.11, 0.32, 0.055), (-0.01, 0.51, 0.037)]
+# Frank axis, centre (radians of a 1 s beat from R), amplitude (mV), width (radians): Sameni et al.
+# 2007. Three QRS amplitudes (published: -0.32 on Y, -0.4 and 0.46 on Z) were changed to give the
+# R/S ratios of real normal ECGs
+_X = [
+    (-1.09, 0.03, 0.0906),
+    (-0.83, 0.08, 0.1057),
+    (-0.19, -0.13, 0.0453),
+    (-0.07, 0.85, 0.0378),
+    (0.0, 1.11, 0.0332),
+]
+_X += [
+    (0.06, 0.75, 0.0302),
+    (0.22, 0.06, 0.0378),
+    (1.2, 0.1, 0.604),
+    (1.42, 0.17, 0.302),
+    (1.68, 0.39, 0.1812),
+]
+_Y = [
+    (-1.1, 0.035, 0.07),
+    (-0.9, 0.015, 0.07),
+    (-0.76, -0.019, 0.04),
+    (-0.11, 0.32, 0.055),
+    (-0.01, 0.51, 0.037),
+]
 _Y += [(0.065, -0.13, 0.0604), (0.8, 0.04, 0.45), (1.58, 0.08, 0.3)]
-_Z = [(-1.1, -0.03, 0.03), (-0.93, -0.14, 0.12), (-0.7, -0.035, 0.04), (-0.15, -0.24, 0.045), (0.095, 0.69, 0.05)]
+_Z = [
+    (-1.1, -0.03, 0.03),
+    (-0.93, -0.14, 0.12),
+    (-0.7, -0.035, 0.04),
+    (-0.15, -0.24, 0.045),
+    (0.095, 0.69, 0.05),
+]
 _Z += [(1.05, -0.12, 0.8), (1.25, -0.2, 0.4), (1.55, -0.35, 0.2)]
 _P_END_S, _T_START_S = -0.09, 0.06
 # I, II, V1..V6 from X, Y, Z: Dower et al. 1980
-_DOWER = [[0.632, -0.235, 0.059], [0.235, 1.066, -0.132], [-0.515, 0.157, -0.917], [0.044, 0.164, -1.387]]
-_DOWER += [[0.882, 0.098, -1.277], [1.213, 0.127, -0.601], [1.125, 0.127, -0.086], [0.831, 0.076, 0.230]]
-_SPAN_S = {"P": (-0.12, 0.12), "QRS": (-0.12, 0.18), "T": (-0.22, 0.22), "beat": (-0.46, 0.80)}  # around the wave's centre
+_DOWER = [
+    [0.632, -0.235, 0.059],
+    [0.235, 1.066, -0.132],
+    [-0.515, 0.157, -0.917],
+    [0.044, 0.164, -1.387],
+]
+_DOWER += [
+    [0.882, 0.098, -1.277],
+    [1.213, 0.127, -0.601],
+    [1.125, 0.127, -0.086],
+    [0.831, 0.076, 0.230],
+]
+_SPAN_S = {
+    "P": (-0.12, 0.12),
+    "QRS": (-0.12, 0.18),
+    "T": (-0.22, 0.22),
+    "beat": (-0.46, 0.80),
+}  # around the wave's centre
 _NORMAL, _ATRIAL, _VENTRICULAR = 0, 1, 2  # kinds of beat
 
-# Shares of patients. Tables in VARYING give the usual finding; a session has it with the probability in KEPT, else a new draw
-RHYTHM = {"NSR": 0.45, "SB": 0.13, "STach": 0.12, "SA": 0.08, "AF": 0.12, "AFL": 0.07, "Brady": 0.03}
-CONDUCTION = {"": 0.61, "IAVB": 0.08, "LBBB": 0.06, "RBBB": 0.07, "IRBBB": 0.07, "NSIVCB": 0.05, "LAnFB": 0.06}
+# Shares of patients. Tables in VARYING give the usual finding; a session has it with the
+# probability in KEPT, else a new draw
+RHYTHM = {
+    "NSR": 0.45,
+    "SB": 0.13,
+    "STach": 0.12,
+    "SA": 0.08,
+    "AF": 0.12,
+    "AFL": 0.07,
+    "Brady": 0.03,
+}
+CONDUCTION = {
+    "": 0.61,
+    "IAVB": 0.08,
+    "LBBB": 0.06,
+    "RBBB": 0.07,
+    "IRBBB": 0.07,
+    "NSIVCB": 0.05,
+    "LAnFB": 0.06,
+}
 AXIS = {"": 0.86, "LAD": 0.10, "RAD": 0.04}
 CHRONIC = {"": 0.80, "LQRSV": 0.07, "QAb": 0.07, "PRWP": 0.06}
 REPOLARISATION, PACED = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}, 0.04
@@ -54,9 +120,17 @@ ECTOPY = {"": 0.82, "PAC": 0.09, "PVC": 0.09}
 VARYING = {"rhythm": RHYTHM, "ectopy": ECTOPY, "ST-T": REPOLARISATION}
 KEPT = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
 
-# Standard deviations between patients: log gain of each kernel, log gain of the wave, kernel centre (s), log kernel width
-_SPREAD = {"P": (0.22, 0.18, 0.0036, 0.09), "QRS": (0.27, 0.20, 0.0022, 0.11), "T": (0.22, 0.27, 0.009, 0.11)}
-_TILT_DEG, _FIELD_SPREAD = (7.2, 7.2, 10.8), (0.11, 0.045)  # orientation of the heart; lead field: factor and offset
+# Standard deviations between patients: log gain of each kernel, log gain of the wave, kernel centre
+# (s), log kernel width
+_SPREAD = {
+    "P": (0.22, 0.18, 0.0036, 0.09),
+    "QRS": (0.27, 0.20, 0.0022, 0.11),
+    "T": (0.22, 0.27, 0.009, 0.11),
+}
+_TILT_DEG, _FIELD_SPREAD = (
+    (7.2, 7.2, 10.8),
+    (0.11, 0.045),
+)  # orientation of the heart; lead field: factor and offset
 
 Key = Sequence[int]
 Names = Sequence[str]
@@ -93,12 +167,19 @@ class Recordings:
 
 
 def _kernels() -> dict[str, np.ndarray]:
-    """The published kernels by wave, around the wave's centre: rows of axis, centre (s), width (s), amplitude (mV).
+    """The published kernels by wave, around the wave's centre: rows of axis, centre (s), width (s),
+    amplitude (mV).
 
     The gains per axis give the leads the amplitudes of real archives.
     """
-    rows = [(axis, c / 6.2832, s / 6.2832, a) for axis, table in enumerate((_X, _Y, _Z)) for c, a, s in table]
-    p = [(x, c + 0.149, max(s, 0.014), a * (1.0, 1.8, 0.5)[x]) for x, c, s, a in rows if c < _P_END_S]
+    rows = [
+        (axis, c / 6.2832, s / 6.2832, a)
+        for axis, table in enumerate((_X, _Y, _Z))
+        for c, a, s in table
+    ]
+    p = [
+        (x, c + 0.149, max(s, 0.014), a * (1.0, 1.8, 0.5)[x]) for x, c, s, a in rows if c < _P_END_S
+    ]
     p += [(1, 0.0, 0.02, 0.06), (0, 0.0, 0.02, 0.03)]
     within = [row for row in rows if _P_END_S <= row[1] <= _T_START_S]
     qrs = [(x, c, max(s, 0.0055), a * (0.72, 0.82, 0.66)[x]) for x, c, s, a in within]
@@ -117,7 +198,8 @@ def _choose(rng: np.random.Generator, table: dict[str, float], without: Names) -
 
 
 def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
-    """Draw the block of patients of `key` (seed, ..., block number). `without`: findings that they never have."""
+    """Draw the block of patients of `key` (seed, ..., block number). `without`: findings that they
+    never have."""
     rng = np.random.default_rng([*key, PATIENT])
     shape = {}
     for wave, (spread, common, shift_s, width) in _SPREAD.items():
@@ -128,19 +210,28 @@ def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
     conduction = np.where(paced, "", _choose(rng, CONDUCTION, without))
     axis = np.where(paced | (conduction == "LBBB"), "", _choose(rng, AXIS, without))
     axis = np.where(conduction == "LAnFB", "LAD", axis)
-    other = np.where(paced | np.isin(conduction, ("LBBB", "RBBB")), "", _choose(rng, CHRONIC, without))
-    (factor, added), usual = _FIELD_SPREAD, {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
+    other = np.where(
+        paced | np.isin(conduction, ("LBBB", "RBBB")), "", _choose(rng, CHRONIC, without)
+    )
+    (factor, added), usual = (
+        _FIELD_SPREAD,
+        {kind: _choose(rng, table, without) for kind, table in VARYING.items()},
+    )
     tables = ((CONDUCTION, conduction), (AXIS, axis), (CHRONIC, other))
-    chronic = {name: drawn == name for table, drawn in tables for name in table if name} | {"PR": paced}
+    chronic = {name: drawn == name for table, drawn in tables for name in table if name} | {
+        "PR": paced
+    }
     return SyntheticPatients(
         key=key,
         shape=shape,
         tilt_rad=rng.normal(size=(BLOCK, 3)) * np.deg2rad(_TILT_DEG),
-        field=np.array(_DOWER) * (1 + factor * rng.normal(size=(BLOCK, 8, 3))) + added * rng.normal(size=(BLOCK, 8, 3)),
+        field=np.array(_DOWER) * (1 + factor * rng.normal(size=(BLOCK, 8, 3)))
+        + added * rng.normal(size=(BLOCK, 8, 3)),
         pr_s=np.clip(rng.normal(0.155, 0.014, BLOCK), 0.125, 0.195),
         qtc_s=rng.normal(0.405, 0.018, BLOCK),
         rate_bpm=np.clip(rng.normal(74, 8, BLOCK), 60, 98),
-        ectopic=(ectopic := rng.normal(size=(BLOCK, 3))) / np.linalg.norm(ectopic, axis=1, keepdims=True),
+        ectopic=(ectopic := rng.normal(size=(BLOCK, 3)))
+        / np.linalg.norm(ectopic, axis=1, keepdims=True),
         chronic=chronic,
         usual=usual,
         age=np.clip(rng.normal(60, 17, BLOCK), 18, 95).astype(int),
@@ -148,11 +239,22 @@ def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
     )
 
 
-def _draw_findings(rng: np.random.Generator, patients: SyntheticPatients, without: Names) -> Findings:
-    """Draw a session's findings: rhythm, ectopy, ST-T, and the chronic findings that are visible with this rhythm."""
-    anew, chronic = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}, patients.chronic
-    today = {kind: np.where(rng.random(BLOCK) < KEPT[kind], patients.usual[kind], anew[kind]) for kind in VARYING}
-    present = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS} | {k: v.copy() for k, v in chronic.items()}
+def _draw_findings(
+    rng: np.random.Generator, patients: SyntheticPatients, without: Names
+) -> Findings:
+    """Draw a session's findings: rhythm, ectopy, ST-T, and the chronic findings that are visible
+    with this rhythm."""
+    anew, chronic = (
+        {kind: _choose(rng, table, without) for kind, table in VARYING.items()},
+        patients.chronic,
+    )
+    today = {
+        kind: np.where(rng.random(BLOCK) < KEPT[kind], patients.usual[kind], anew[kind])
+        for kind in VARYING
+    }
+    present = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS} | {
+        k: v.copy() for k, v in chronic.items()
+    }
     rhythm = np.where(chronic["PR"], "", today["rhythm"])
     present |= {name: rhythm == name for name in RHYTHM}
     sinus = np.isin(rhythm, ("NSR", "SB", "STach"))
@@ -167,16 +269,24 @@ def _draw_findings(rng: np.random.Generator, patients: SyntheticPatients, withou
 def _rhythm(
     rng: np.random.Generator, patients: SyntheticPatients, f: Findings, dur_s: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """R peaks (s) and kinds of beat [BLOCK, beats], mean RR (s), flutter rate (Hz), amplitude of each beat (breathing).
+    """R peaks (s) and kinds of beat [BLOCK, beats], mean RR (s), flutter rate (Hz), amplitude of
+    each beat (breathing).
 
-    The ranges touch their neighbours (a sinus bradycardia of 60, a PR interval of 0.2 s), so borderline cases occur.
+    The ranges touch their neighbours (a sinus bradycardia of 60, a PR interval of 0.2 s), so
+    borderline cases occur.
     """
 
     def uniform(low: float, high: float, *shape: int) -> np.ndarray:
         return rng.uniform(low, high, (BLOCK, *shape))
 
     rate = np.clip(patients.rate_bpm + 5 * rng.normal(size=BLOCK), 59, 101)
-    for name, low, high in (("SB", 38, 60), ("STach", 99, 148), ("Brady", 34, 49), ("AF", 60, 140), ("PR", 60, 74)):
+    for name, low, high in (
+        ("SB", 38, 60),
+        ("STach", 99, 148),
+        ("Brady", 34, 49),
+        ("AF", 60, 140),
+        ("PR", 60, 74),
+    ):
         rate = np.where(f[name], uniform(low, high), rate)
     rate = np.where(f["SA"], uniform(58, 85), rate)
     flutter_hz = uniform(4.3, 5.4)
@@ -197,7 +307,9 @@ def _rhythm(
     kind = np.where(early, np.where(f["PVC"][:, None], _VENTRICULAR, _ATRIAL), _NORMAL)
     prematurity = uniform(0.55, 0.72, len(beats))
     rr[:, 1:] *= np.where(early[:, 1:], prematurity[:, 1:], 1)
-    pause = np.where(kind == _VENTRICULAR, 2 - prematurity, 1.05)  # fully compensatory only after a ventricular beat
+    pause = np.where(
+        kind == _VENTRICULAR, 2 - prematurity, 1.05
+    )  # fully compensatory only after a ventricular beat
     rr[:, 1:] = np.where(early[:, :-1], mean_s[:, None] * pause[:, :-1], rr[:, 1:])
     peak_s = np.cumsum(rr, 1) - rr[:, :1] - uniform(0.2, 1.0, 1)
     return peak_s, kind, mean_s, flutter_hz, 1 + 0.05 * breathing
@@ -208,9 +320,14 @@ def _window(wave: str, fs_hz: int) -> np.ndarray:
     return (np.arange(first, last + 1) / fs_hz).astype(np.float32)
 
 
-def _gauss(window_s: np.ndarray, centre_s: np.ndarray | float, width_s: np.ndarray | float) -> np.ndarray:
+def _gauss(
+    window_s: np.ndarray, centre_s: np.ndarray | float, width_s: np.ndarray | float
+) -> np.ndarray:
     """Gaussian bells: float32 [..., len(window_s)]."""
-    centre, width = np.asarray(centre_s, np.float32)[..., None], np.asarray(width_s, np.float32)[..., None]
+    centre, width = (
+        np.asarray(centre_s, np.float32)[..., None],
+        np.asarray(width_s, np.float32)[..., None],
+    )
     bell: np.ndarray = np.exp(np.float32(-0.5) * ((window_s - centre) / width) ** 2)
     return bell
 
@@ -219,7 +336,9 @@ def _waves(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | float = 1.
     """A wave of every patient on the Frank axes: float32 [BLOCK, 3, window]."""
     axis, centre_s, width_s, amp_mv = KERNELS[wave]
     scale = np.reshape(stretch, (-1, 1))
-    bells = _gauss(_window(wave, fs_hz), (centre_s + shape.shift_s) * scale, width_s * shape.width * scale)
+    bells = _gauss(
+        _window(wave, fs_hz), (centre_s + shape.shift_s) * scale, width_s * shape.width * scale
+    )
     bells *= (amp_mv * shape.gain).astype(np.float32)[..., None]
     waves: np.ndarray = (axis == np.arange(3)[:, None]).astype(np.float32) @ bells
     return waves
@@ -234,20 +353,30 @@ def _rotation(angles_rad: np.ndarray) -> np.ndarray:
 
 
 def _shape_findings(
-    own: np.random.Generator, rng: np.random.Generator, f: Findings, qrs: np.ndarray, t: np.ndarray, fs_hz: int
+    own: np.random.Generator,
+    rng: np.random.Generator,
+    f: Findings,
+    qrs: np.ndarray,
+    t: np.ndarray,
+    fs_hz: int,
 ) -> None:
-    """Change QRS and T in place for conduction, infarction and voltage (from `own`, equal in all sessions) and ST-T."""
+    """Change QRS and T in place for conduction, infarction and voltage (from `own`, equal in all
+    sessions) and ST-T."""
     window_s, top_mv = _window("QRS", fs_hz), np.abs(qrs).max((1, 2))
 
     def uniform(low: float, high: float) -> np.ndarray:
         return own.uniform(low, high, BLOCK)
 
     def toward(x: float, y: float, z: float, spread: Sequence[float] = (0, 0, 0)) -> np.ndarray:
-        vector: np.ndarray = (np.array([x, y, z]) + own.normal(size=(BLOCK, 3)) * spread) * top_mv[:, None]
+        vector: np.ndarray = (np.array([x, y, z]) + own.normal(size=(BLOCK, 3)) * spread) * top_mv[
+            :, None
+        ]
         return vector.astype(np.float32)
 
     def add(mask: np.ndarray, vector: np.ndarray, bell: np.ndarray, wave: np.ndarray = qrs) -> None:
-        wave[mask] += vector[mask][:, :, None] * np.broadcast_to(bell, (BLOCK, bell.shape[-1]))[mask][:, None]
+        wave[mask] += (
+            vector[mask][:, :, None] * np.broadcast_to(bell, (BLOCK, bell.shape[-1]))[mask][:, None]
+        )
 
     wide, broad_t = f["LBBB"] | f["PR"], _gauss(_window("T", fs_hz), 0.0, 0.045)
     vector = toward(0.95, 0.12, 0.55, (0.10, 0.25, 0.15))
@@ -264,72 +393,116 @@ def _shape_findings(
     vector = toward(-0.27, 0.03, -0.35, (0.05, 0.05, 0.07))
     add(f["IRBBB"], vector, _gauss(window_s, uniform(0.038, 0.044), uniform(0.008, 0.010)))
     inferior = (own.random(BLOCK) < 0.5)[:, None]
-    vector = np.where(inferior, toward(-0.03, -0.6, 0), toward(-0.3, 0, 0.6)) * uniform(0.7, 1.1)[:, None]
+    vector = (
+        np.where(inferior, toward(-0.03, -0.6, 0), toward(-0.3, 0, 0.6))
+        * uniform(0.7, 1.1)[:, None]
+    )
     add(f["QAb"], vector.astype(np.float32), _gauss(window_s, -0.022, 0.011))
     add(f["PRWP"], toward(-0.25, 0, 0.62), _gauss(window_s, -0.008, 0.013))
     add(f["LAnFB"], toward(-0.18, 0.3, 0), _gauss(window_s, -0.026, 0.007))
     qrs *= np.where(f["LQRSV"], uniform(0.22, 0.36), 1).astype(np.float32)[:, None, None]
     factor = np.where(f["LQRSV"], 0.55, 1) * np.where(f["TInv"], -rng.uniform(0.5, 1.1, BLOCK), 1)
-    t *= np.where(f["TAb"], rng.uniform(-0.15, 0.22, BLOCK), factor).astype(np.float32)[:, None, None]
+    t *= np.where(f["TAb"], rng.uniform(-0.15, 0.22, BLOCK), factor).astype(np.float32)[
+        :, None, None
+    ]
 
 
-def _turn_axis(own: np.random.Generator, f: Findings, qrs: np.ndarray, field: np.ndarray) -> np.ndarray:
+def _turn_axis(
+    own: np.random.Generator, f: Findings, qrs: np.ndarray, field: np.ndarray
+) -> np.ndarray:
     """Rotate the QRS in the frontal plane until leads I and aVF show the axis deviation."""
     area = np.einsum("bls,bs->bl", field[:, :2], qrs.sum(-1))
     now = np.arctan2(2 * (area[:, 1] - area[:, 0] / 2) / np.sqrt(3), area[:, 0])
-    target = np.deg2rad(np.where(f["LAD"], own.uniform(-75, -33, BLOCK), own.uniform(98, 150, BLOCK)))
+    target = np.deg2rad(
+        np.where(f["LAD"], own.uniform(-75, -33, BLOCK), own.uniform(98, 150, BLOCK))
+    )
     turned = _rotation(np.outer(target - now, [0, 0, 1])) @ qrs
     return np.where((f["LAD"] | f["RAD"])[:, None, None], turned, qrs)
 
 
 def _place(beat: np.ndarray, wave: np.ndarray, name: str, centre_s: np.ndarray, fs_hz: int) -> None:
     """Add each patient's wave to their beat [BLOCK, 3, beat], `centre_s` after R."""
-    start = np.round(centre_s * fs_hz).astype(int) + round(_SPAN_S[name][0] * fs_hz) - round(_SPAN_S["beat"][0] * fs_hz)
+    start = (
+        np.round(centre_s * fs_hz).astype(int)
+        + round(_SPAN_S[name][0] * fs_hz)
+        - round(_SPAN_S["beat"][0] * fs_hz)
+    )
     start = np.clip(start, 0, beat.shape[-1] - wave.shape[-1])
     for b, i in enumerate(start):
         beat[b, :, i : i + wave.shape[-1]] += wave[b]
 
 
 def _beats(
-    rng: np.random.Generator, patients: SyntheticPatients, f: Findings, mean_s: np.ndarray, field: np.ndarray, fs_hz: int
+    rng: np.random.Generator,
+    patients: SyntheticPatients,
+    f: Findings,
+    mean_s: np.ndarray,
+    field: np.ndarray,
+    fs_hz: int,
 ) -> np.ndarray:
-    """A session's normal, atrial premature and ventricular beats: float32 [BLOCK, 3 kinds, 3 axes, beat], mV."""
+    """A session's normal, atrial premature and ventricular beats: float32 [BLOCK, 3 kinds, 3 axes,
+    beat], mV."""
     own = np.random.default_rng([*patients.key, DISEASE])
     stretch = np.where(f["NSIVCB"], own.uniform(1.4, 1.75, BLOCK), np.where(f["LAnFB"], 1.12, 1.0))
     waves = []
     for name, change in (("P", 0.06), ("QRS", 0.03), ("T", 0.10)):
-        gain = patients.shape[name].gain * np.exp(SESSION_JITTER * change * rng.normal(size=(BLOCK, 1)))
+        gain = patients.shape[name].gain * np.exp(
+            SESSION_JITTER * change * rng.normal(size=(BLOCK, 1))
+        )
         shape = patients.shape[name]._replace(gain=gain)
         waves.append(_waves(name, shape, fs_hz, stretch if name == "QRS" else 1.0))
     p, qrs, t = waves
     top_mv = np.abs(qrs).max((1, 2))
     _shape_findings(own, rng, f, qrs, t, fs_hz)
-    turn = _rotation(patients.tilt_rad + np.deg2rad(2) * SESSION_JITTER * rng.normal(size=(BLOCK, 3)))
+    turn = _rotation(
+        patients.tilt_rad + np.deg2rad(2) * SESSION_JITTER * rng.normal(size=(BLOCK, 3))
+    )
     p, qrs, t = turn @ p, _turn_axis(own, f, turn @ qrs, field), turn @ t
     spike = (np.abs(_window("QRS", fs_hz) + 0.042) < 0.0025) * np.array([[1.1], [-0.85], [0.6]])
     qrs += f["PR"][:, None, None] * spike.astype(np.float32)
     p[f["AF"] | f["AFL"] | f["PR"] | f["Brady"]] = 0
     focus = (patients.ectopic * top_mv[:, None]).astype(np.float32)[:, :, None]
     window_s = _window("QRS", fs_hz)
-    ventricular = 1.25 * focus * (_gauss(window_s, 0.01, 0.022) + np.float32(0.8) * _gauss(window_s, 0.06, 0.026))
+    ventricular = (
+        1.25
+        * focus
+        * (_gauss(window_s, 0.01, 0.022) + np.float32(0.8) * _gauss(window_s, 0.06, 0.026))
+    )
     ectopic_p = _rotation(np.outer(np.deg2rad(own.uniform(60, 120, BLOCK)), [0, 0, 1])) @ p
 
-    pr_s = np.where(f["IAVB"], own.uniform(0.20, 0.31, BLOCK), patients.pr_s) + 0.006 * rng.normal(size=BLOCK)
-    qtc_s = np.where(f["LQT"], rng.uniform(0.47, 0.56, BLOCK), patients.qtc_s + 0.006 * rng.normal(size=BLOCK))
+    pr_s = np.where(f["IAVB"], own.uniform(0.20, 0.31, BLOCK), patients.pr_s) + 0.006 * rng.normal(
+        size=BLOCK
+    )
+    qtc_s = np.where(
+        f["LQT"], rng.uniform(0.47, 0.56, BLOCK), patients.qtc_s + 0.006 * rng.normal(size=BLOCK)
+    )
     t_peak_s = (qtc_s - 0.115) * np.cbrt(mean_s) - 0.04 + np.where(f["LBBB"] | f["PR"], 0.04, 0)
     beats, zero = np.zeros((BLOCK, 3, 3, len(_window("beat", fs_hz))), np.float32), np.zeros(BLOCK)
     for kind, atrial in ((_NORMAL, p), (_ATRIAL, ectopic_p)):
-        for name, wave, centre_s in (("P", atrial, 0.02 - pr_s), ("QRS", qrs, zero), ("T", t, t_peak_s)):
+        for name, wave, centre_s in (
+            ("P", atrial, 0.02 - pr_s),
+            ("QRS", qrs, zero),
+            ("T", t, t_peak_s),
+        ):
             _place(beats[:, kind], wave, name, centre_s, fs_hz)
     _place(beats[:, _VENTRICULAR], ventricular, "QRS", zero, fs_hz)
-    _place(beats[:, _VENTRICULAR], -0.4 * focus * _gauss(_window("T", fs_hz), 0.0, 0.05), "T", zero + 0.30, fs_hz)
+    _place(
+        beats[:, _VENTRICULAR],
+        -0.4 * focus * _gauss(_window("T", fs_hz), 0.0, 0.05),
+        "T",
+        zero + 0.30,
+        fs_hz,
+    )
     return beats
 
 
 def _atrial_mv(fibrillates: bool, flutter_hz: float, u: np.ndarray, t_s: np.ndarray) -> np.ndarray:
-    """Fibrillation or flutter waves of one record on the Frank axes [3, samples]; `u` are its five random numbers."""
+    """Fibrillation or flutter waves of one record on the Frank axes [3, samples]; `u` are its five
+    random numbers."""
     if fibrillates:
-        phase = 2 * np.pi * ((4.5 + 4 * u[0]) * t_s + u[1]) + 0.8 * np.sin(2 * np.pi * (0.1 + 0.3 * u[2]) * t_s)
+        phase = 2 * np.pi * ((4.5 + 4 * u[0]) * t_s + u[1]) + 0.8 * np.sin(
+            2 * np.pi * (0.1 + 0.3 * u[2]) * t_s
+        )
         wave = np.sin(phase) + 0.45 * np.sin(2 * phase + 0.7) + 0.25 * np.sin(3 * phase + 1.1)
         wave *= 1 + 0.3 * np.sin(2 * np.pi * (0.23 * t_s + u[3]))
         return np.outer((0.03 + 0.06 * u[4]) * np.array([0.35, 0.6, -0.75]), wave)
@@ -339,31 +512,48 @@ def _atrial_mv(fibrillates: bool, flutter_hz: float, u: np.ndarray, t_s: np.ndar
 
 
 def twelve_leads(independent: np.ndarray) -> np.ndarray:
-    """int16 [8, samples] (I, II, V1..V6) -> [samples, 12]: III is exactly II - I, an aV lead within half a unit."""
+    """int16 [8, samples] (I, II, V1..V6) -> [samples, 12]: III is exactly II - I, an aV lead within
+    half a unit."""
     i, ii = independent[:2]
     leads = np.empty((12, independent.shape[1]), np.int16)
     leads[0:2], leads[6:12] = independent[0:2], independent[2:8]
-    leads[2], leads[3], leads[4], leads[5] = ii - i, -((i + ii) >> 1), (2 * i - ii) >> 1, (2 * ii - i) >> 1
+    leads[2], leads[3], leads[4], leads[5] = (
+        ii - i,
+        -((i + ii) >> 1),
+        (2 * i - ii) >> 1,
+        (2 * ii - i) >> 1,
+    )
     return np.ascontiguousarray(leads.T)
 
 
 def _noise(rng: np.random.Generator, samples: int) -> np.ndarray:
-    """Nearly Gaussian low-pass noise of unit variance: float32 [8, samples]. NumPy's normal() would take most of the time."""
-    bits = rng.integers(0, 2**64, 4 * (samples + 1), np.uint64).view(np.int16).reshape(2, 8, samples + 1) >> 1
+    """Nearly Gaussian low-pass noise of unit variance: float32 [8, samples]. NumPy's normal() would
+    take most of the time."""
+    bits = (
+        rng.integers(0, 2**64, 4 * (samples + 1), np.uint64)
+        .view(np.int16)
+        .reshape(2, 8, samples + 1)
+        >> 1
+    )
     pair = (bits[0] + bits[1]) >> 1
-    noise: np.ndarray = (pair[:, 1:] + pair[:, :-1]) * np.float32(np.sqrt(12.0) / 2**15)  # sums of 15-bit uniforms
+    noise: np.ndarray = (pair[:, 1:] + pair[:, :-1]) * np.float32(
+        np.sqrt(12.0) / 2**15
+    )  # sums of 15-bit uniforms
     return noise
 
 
 def _disturbance(rng: np.random.Generator, mains_hz: int, knots: int) -> tuple[np.ndarray, ...]:
-    """Three slow waves (breathing, electrodes) and the mains: gain per lead [BLOCK, 8, 4] (mV), frequency (Hz) and phase
-    (turns) [BLOCK, 4]; muscle noise [BLOCK, 8] (mV); log strength of slow waves and muscle noise over the record
-    [BLOCK, 2, knots], with a burst of muscle noise in one of 20 records."""
+    """Three slow waves (breathing, electrodes) and the mains: gain per lead [BLOCK, 8, 4] (mV),
+    frequency (Hz) and phase (turns) [BLOCK, 4]; muscle noise [BLOCK, 8] (mV); log strength of
+    slow waves and muscle noise over the record [BLOCK, 2, knots], with a burst of muscle noise
+    in one of 20 records."""
     low, high = np.array([0.05, 0.15, 0.35]), np.array([0.15, 0.35, 0.6])
     height = np.array([0.055, 0.045, 0.018]) * np.abs(rng.normal(size=(BLOCK, 3)))
     height = np.concatenate([height, rng.uniform(0, 0.012, (BLOCK, 1))], 1)
     gain_mv = height[:, None] * (1 + 0.4 * rng.normal(size=(BLOCK, 8, 4)))
-    freq_hz = np.concatenate([rng.uniform(low, high, (BLOCK, 3)), np.full((BLOCK, 1), float(mains_hz))], 1)
+    freq_hz = np.concatenate(
+        [rng.uniform(low, high, (BLOCK, 3)), np.full((BLOCK, 1), float(mains_hz))], 1
+    )
     noise_mv = rng.uniform(0.003, 0.018, (BLOCK, 1)) * np.exp(0.3 * rng.normal(size=(BLOCK, 8)))
     course = NOISE_COURSE * rng.normal(size=(BLOCK, 2, knots)).astype(np.float32)
     burst = np.where(rng.random(BLOCK) < 0.05, np.log(rng.uniform(2, 5, BLOCK)), 0)
@@ -372,21 +562,32 @@ def _disturbance(rng: np.random.Generator, mains_hz: int, knots: int) -> tuple[n
 
 
 def simulate(
-    patients: SyntheticPatients, key: Key, who: Sequence[int], samples: int, fs_hz: int, mains_hz: int, without: Names = ()
+    patients: SyntheticPatients,
+    key: Key,
+    who: Sequence[int],
+    samples: int,
+    fs_hz: int,
+    mains_hz: int,
+    without: Names = (),
 ) -> Recordings:
-    """Simulate one session of the patients `who` of a block; `key` is (seed, ..., block, session)."""
+    """Simulate one session of the patients `who` of a block; `key` is (seed, ..., block,
+    session)."""
     rng = np.random.default_rng([*key, SESSION])
     f = _draw_findings(rng, patients, without)
     field = patients.field * (1 + 0.03 * SESSION_JITTER * rng.normal(size=(BLOCK, 8, 3)))
     field += 0.015 * SESSION_JITTER * rng.normal(size=(BLOCK, 8, 3))
     peak_s, kind, mean_s, flutter_hz, amplitude = _rhythm(rng, patients, f, samples / fs_hz)
     beats = _beats(rng, patients, f, mean_s, field, fs_hz)
-    disturbance_mv, freq_hz, phase, noise_mv, knots = _disturbance(rng, mains_hz, max(2, round(samples / fs_hz / KNOT_S) + 1))
+    disturbance_mv, freq_hz, phase, noise_mv, knots = _disturbance(
+        rng, mains_hz, max(2, round(samples / fs_hz / KNOT_S) + 1)
+    )
     gain_uv = (1000 * np.concatenate([field, disturbance_mv], 2)).astype(np.float32)
     top_uv, u = (1000 * noise_mv).astype(np.float32), rng.random((BLOCK, 5))
 
     width, t_s = beats.shape[-1], np.arange(samples) / fs_hz
-    early = width + round(_SPAN_S["beat"][0] * fs_hz)  # `sources` starts one beat's width before the record
+    early = width + round(
+        _SPAN_S["beat"][0] * fs_hz
+    )  # `sources` starts one beat's width before the record
     start = np.round(peak_s * fs_hz).astype(int) + early
     sources = np.empty((7, samples + 2 * width), np.float32)
     within = sources[:, width : width + samples]
@@ -394,7 +595,9 @@ def simulate(
     between = _hats(knots.shape[-1], samples)
     for made, b in zip(digital, who, strict=True):
         sources[:3] = 0
-        for i, which, height in zip(start[b], kind[b], amplitude[b].astype(np.float32), strict=True):
+        for i, which, height in zip(
+            start[b], kind[b], amplitude[b].astype(np.float32), strict=True
+        ):
             if 0 <= i <= samples + width:
                 sources[:3, i : i + width] += height * beats[b, which]
         if f["AF"][b] or f["AFL"][b]:
@@ -408,13 +611,18 @@ def simulate(
         noise_uv *= top_uv[b][:, None]
         noise_uv *= strength[1]
         noise_uv += gain_uv[b] @ within
-        uv = np.rint(noise_uv, out=noise_uv).clip(-10_000, 10_000, out=noise_uv)  # so that three times a value fits int16
+        uv = np.rint(noise_uv, out=noise_uv).clip(
+            -10_000, 10_000, out=noise_uv
+        )  # so that three times a value fits int16
         made[:] = twelve_leads(uv.astype(np.int16))
-    return Recordings(digital, {name: mask[list(who)] for name, mask in f.items()}, 60 / mean_s[list(who)])
+    return Recordings(
+        digital, {name: mask[list(who)] for name, mask in f.items()}, 60 / mean_s[list(who)]
+    )
 
 
 def _hats(knots: int, samples: int) -> np.ndarray:
-    """Hat functions, float32 [knots, samples]: `values @ hats` interpolates linearly between the values."""
+    """Hat functions, float32 [knots, samples]: `values @ hats` interpolates linearly between the
+    values."""
     at = np.linspace(0, knots - 1, samples)
     hats: np.ndarray = np.maximum(0, 1 - np.abs(at - np.arange(knots)[:, None])).astype(np.float32)
     return hats

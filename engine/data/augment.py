@@ -1,15 +1,18 @@
-"""Augmentations of ECG crops. Each is one formula that runs in numpy, in torch on any device and in DALI.
+"""Augmentations of ECG crops. Each is one formula that runs in numpy, in torch on any device and in
+DALI.
 
-    augment_draws.draws(config, seed, epoch, crop) -> parameters p
-    x -> 3KG matrix -> + gain * wave of each noise -> limb leads from I and II -> model's leads -> * window * lead mask -> x
+    augment_draws.draws(config, seed, epoch, crop) -> parameters p x -> 3KG matrix -> + gain * wave
+    of each noise -> limb leads from I and II -> model's leads -> * window * lead mask -> x
 
-`augment` is deterministic: all random numbers are in p. Random lead masking (RLM) comes last, so masked leads and missing leads
-are exactly zero. The formulas are from Oh et al. 2022, appendix B. The variants of the authors' code (kinds authors_*) draw
-their parameters differently and recompute the limb leads from I and II.
+`augment` is deterministic: all random numbers are in p. Random lead masking (RLM) comes last, so
+masked leads and missing leads are exactly zero. The formulas are from Oh et al. 2022, appendix B.
+The variants of the authors' code (kinds authors_*) draw their parameters differently and recompute
+the limb leads from I and II.
 
-Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T] float32 millivolts; p holds
-[B, S, 1 or L, 1 or K]. DALI has no B axis. numpy and torch turn one half (S = 1) into two views if p has parameters for two.
-`python -m omnilead.engine.report.picture augmentations.png --data DATASET` draws every augmentation.
+Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T]
+float32 millivolts; p holds [B, S, 1 or L, 1 or K]. DALI has no B axis. numpy and torch turn one
+half (S = 1) into two views if p has parameters for two. `python -m omnilead.engine.report.picture
+augmentations.png --data DATASET` draws every augmentation.
 """
 
 import functools
@@ -45,7 +48,8 @@ Product = tuple[Array, Array]  # gain [.., S, 1|L, 1], wave [.., S, 1|L, T]
 
 @checked_dataclass(frozen=True, config=STRICT)
 class AmplitudeMv:
-    """Largest amplitude of each kind of noise, as in the paper; the authors' code has 0.1 (tasks/ecg_pretraining.py:136)."""
+    """Largest amplitude of each kind of noise, as in the paper; the authors' code has 0.1
+    (tasks/ecg_pretraining.py:136)."""
 
     powerline: Millivolts = 0.5  # mains hum
     emg: Millivolts = 0.5  # muscle noise
@@ -55,7 +59,8 @@ class AmplitudeMv:
 
 @checked_dataclass(frozen=True, config=STRICT)
 class ThreeKG:
-    """3KG: the heart seen from another angle (Gopal et al. 2021; fairseq-signals perturb_ecg_dataset.py:120-199)."""
+    """3KG: the heart seen from another angle (Gopal et al. 2021; fairseq-signals
+    perturb_ecg_dataset.py:120-199)."""
 
     # largest angle of the dipole's three rotations; each is uniform within +- this
     angle_deg: Annotated[float, Field(ge=0, le=180, allow_inf_nan=False)] = 45.0
@@ -70,28 +75,49 @@ class AugmentConfig:
     # random lead masking: probability of zeroing each lead of each half; 0 = off
     rlm: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     rlm_keep_one: bool = False  # never mask all leads of a half (the paper's masking can)
-    noise: str | tuple[str, ...] = ()  # kinds of noise, or a set: physio3, physio4, authors_physio3, authors_physio4
+    noise: (
+        str | tuple[str, ...]
+    ) = ()  # kinds of noise, or a set: physio3, physio4, authors_physio3, authors_physio4
     amplitude_mv: AmplitudeMv = field(default_factory=AmplitudeMv)
-    powerline_hz: Literal[50, 60] = 50  # 60 in the Americas; authors_powerline picks 50 or 60 at random
-    powerline_components: Annotated[int, Field(ge=1, le=4)] = 1  # number of harmonics of powerline_hz
-    per_lead: bool = False  # draw noise parameters for each lead instead of once for all; white noise always differs by lead
-    dependency: bool | None = None  # recompute the limb leads from I and II after adding noise; None: for authors_* only
+    powerline_hz: Literal[50, 60] = (
+        50  # 60 in the Americas; authors_powerline picks 50 or 60 at random
+    )
+    powerline_components: Annotated[int, Field(ge=1, le=4)] = (
+        1  # number of harmonics of powerline_hz
+    )
+    # draw noise parameters for each lead instead of once for all; white noise always differs by
+    # lead
+    per_lead: bool = False
+    dependency: bool | None = (
+        None  # recompute the limb leads from I and II after adding noise; None: for authors_* only
+    )
     threekg: ThreeKG | None = None
     leads: str | tuple[str, ...] = "12"  # leads that the model uses
     padded: bool = True  # keep the other leads as zeros; false: leave them out
-    extra: str = ""  # your own function(x_BSLT, generator) as file.py:function, applied after the others: engine.data.extra
+    # your own function(x_BSLT, generator) as file.py:function, applied after the others:
+    # engine.data.extra
+    extra: str = ""
 
     def __post_init__(self) -> None:
         if self.rlm == 1 and not self.rlm_keep_one:
-            raise ConfigError("augment.rlm=1: this masks every lead: use less than 1, or rlm_keep_one: true")
+            raise ConfigError(
+                "augment.rlm=1: this masks every lead: use less than 1, or rlm_keep_one: true"
+            )
         for kind in self.kinds:
             if kind not in PAPER_NOISE + AUTHORS_NOISE:
                 known = ", ".join([*PAPER_NOISE, *AUTHORS_NOISE, *NOISE_SETS])
-                raise ConfigError(f"augment.noise={self.noise!r}: unknown kind {kind!r}: use {known}")
+                raise ConfigError(
+                    f"augment.noise={self.noise!r}: unknown kind {kind!r}: use {known}"
+                )
         if len(set(map(formula, self.kinds))) < len(self.kinds):
-            raise ConfigError(f"augment.noise={self.noise!r}: a kind occurs twice: give each once, the paper's or the authors'")
+            raise ConfigError(
+                f"augment.noise={self.noise!r}: a kind occurs twice: give each once, the paper's "
+                "or the authors'"
+            )
         if self.per_lead and any(kind in AUTHORS_NOISE for kind in self.kinds):
-            raise ConfigError("augment.per_lead=True: the authors' kinds fix what is drawn per lead: use false")
+            raise ConfigError(
+                "augment.per_lead=True: the authors' kinds fix what is drawn per lead: use false"
+            )
         if self.extra and not OWN.fullmatch(self.extra):
             raise ConfigError(f"augment.extra={self.extra!r}: must be file.py:function")
         parse_leads(self.leads, "augment.leads")
@@ -99,11 +125,14 @@ class AugmentConfig:
     @property
     def kinds(self) -> tuple[str, ...]:
         names = self.noise.split(",") if isinstance(self.noise, str) else self.noise
-        return tuple(kind for name in names if name for kind in NOISE_SETS.get(name.strip(), (name.strip(),)))
+        return tuple(
+            kind for name in names if name for kind in NOISE_SETS.get(name.strip(), (name.strip(),))
+        )
 
     @property
     def changes_zeros(self) -> bool:
-        """Whether missing leads must be masked explicitly: they would get noise, or be the one lead that rlm_keep_one keeps."""
+        """Whether missing leads must be masked explicitly: they would get noise, or be the one lead
+        that rlm_keep_one keeps."""
         return bool(self.kinds) or self.threekg is not None or self.rlm_keep_one
 
     @property
@@ -134,7 +163,8 @@ class Axis(NamedTuple):
 
     index: Array
     time_s: Array
-    mains_s: Array  # time modulo 0.1 s, the common period of all mains hum: float32 loses the phase of large angles
+    # time modulo 0.1 s, the common period of all mains hum: float32 loses the phase of large angles
+    mains_s: Array
 
 
 @dataclass(frozen=True)
@@ -142,7 +172,9 @@ class Ops:
     """The operations that the three libraries write differently; + - * < & are the same in all."""
 
     constant: Callable[[np.ndarray], Array]
-    cosines: Callable[[Array, Array, Array, Array, int], Array]  # a, f, phi, t, K -> sum_k a_k cos(2 pi f_k t + phi_k)
+    cosines: Callable[
+        [Array, Array, Array, Array, int], Array
+    ]  # a, f, phi, t, K -> sum_k a_k cos(2 pi f_k t + phi_k)
     rows: Callable[[Array, int, int], Array]  # leads i to j
     cat: Callable[[Sequence[Array]], Array]  # along the leads
     mix: Callable[[Array, Array], Array]  # [.., L, L] @ [.., L, T]
@@ -189,7 +221,8 @@ def emg(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> 
 
 
 def wander(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> Product:
-    """n(t) = C sum_k a_k cos(2 pi k df t + phi_k), C ~ N(1, 0.5^2), a_k ~ U(0, max), df ~ U(0.01, 0.2) Hz."""
+    """n(t) = C sum_k a_k cos(2 pi k df t + phi_k), C ~ N(1, 0.5^2), a_k ~ U(0, max), df ~ U(0.01,
+    0.2) Hz."""
     a, f, phi = p["wander_amplitude"], p["wander_hz"], p["wander_phase"]
     return p["wander_gain"], ops.cosines(a, f, phi, time.time_s, WANDER_COMPONENTS)
 
@@ -204,7 +237,9 @@ WAVES = {"powerline": powerline, "emg": emg, "wander": wander, "shift": shift}
 
 def outside_window(p: Mapping[str, Array], time: Axis) -> Array:
     """True outside a cyclic window from start to stop."""
-    return (time.index < p["window_start"]) & (time.index >= p["window_wrap"]) | (time.index >= p["window_stop"])
+    return (time.index < p["window_start"]) & (time.index >= p["window_wrap"]) | (
+        time.index >= p["window_stop"]
+    )
 
 
 def refit_limb_leads(x: Array, ops: Ops) -> Array:
@@ -218,17 +253,25 @@ def _select(x: Array, leads: tuple[int, ...], ops: Ops) -> Array:
     return x if leads == ALL else ops.cat([ops.rows(x, lead, lead + 1) for lead in leads])
 
 
-def _plain_cosines(cos: Callable[[Array], Array], part: Callable[[Array, int], Array]) -> Callable[..., Array]:
+def _plain_cosines(
+    cos: Callable[[Array], Array], part: Callable[[Array, int], Array]
+) -> Callable[..., Array]:
     def cosines(amplitude: Array, hz: Array, phase: Array, time_s: Array, count: int) -> Array:
-        waves = (part(amplitude, k) * cos(TAU * part(hz, k) * time_s + part(phase, k)) for k in range(count))
+        waves = (
+            part(amplitude, k) * cos(TAU * part(hz, k) * time_s + part(phase, k))
+            for k in range(count)
+        )
         return functools.reduce(operator.add, waves)
 
     return cosines
 
 
-def _factored_cosines(amplitude: Array, hz: Array, phase: Array, time_s: Array, count: int) -> Array:
-    """The same with cos(u + v) = cos u cos v - sin u sin v, where u is every 50th sample and v the offset from it, 0 to 49: 50
-    times fewer cosines. It also holds for time modulo 0.1 s, where t is u + v up to a whole number of periods.
+def _factored_cosines(
+    amplitude: Array, hz: Array, phase: Array, time_s: Array, count: int
+) -> Array:
+    """The same with cos(u + v) = cos u cos v - sin u sin v, where u is every 50th sample and v the
+    offset from it, 0 to 49: 50 times fewer cosines. It also holds for time modulo 0.1 s, where t is
+    u + v up to a whole number of periods.
     """
     coarse_s, fine_s = time_s[::FINE], time_s[:FINE]
     total = None
@@ -274,7 +317,9 @@ def torch_ops() -> Ops:
             x = owned(x, total).add_(total)
         for gain, wave in filter(per_lead, products):
             x = owned(x, wave)
-            x = x.add_(wave) if isinstance(gain, float) else x.addcmul_(gain, wave.to(x.dtype))  # the shift's wave is bool
+            x = (
+                x.add_(wave) if isinstance(gain, float) else x.addcmul_(gain, wave.to(x.dtype))
+            )  # the shift's wave is bool
         return x
 
     return Ops(
@@ -289,7 +334,8 @@ def torch_ops() -> Ops:
 
 
 def dali_ops() -> Ops:
-    """For a DALI pipeline, whose samples have no batch axis: x_SLT. On the CPU it is several times slower than torch."""
+    """For a DALI pipeline, whose samples have no batch axis: x_SLT. On the CPU it is several times
+    slower than torch."""
     from nvidia.dali import fn, types
     from nvidia.dali import math as dali_math
 
@@ -306,6 +352,8 @@ def dali_ops() -> Ops:
         rows=lambda x, i, j: x[:, i:j, :],
         cat=lambda parts: fn.cat(*parts, axis=1),
         mix=mix,
-        add=lambda x, products: functools.reduce(operator.add, (gain * wave for gain, wave in products), x),
+        add=lambda x, products: functools.reduce(
+            operator.add, (gain * wave for gain, wave in products), x
+        ),
         mul=operator.mul,
     )

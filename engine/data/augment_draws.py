@@ -1,11 +1,13 @@
-"""Draw the augmentation parameters of a crop with counter-based random numbers: a function of (seed, epoch, crop, view).
+"""Draw the augmentation parameters of a crop with counter-based random numbers: a function of
+(seed, epoch, crop, view).
 
     p = draws(config, seed, epoch_B, crop_B)        arrays for augment.augment, [B, S, 1 or L, 1 or K] float32 or bool
     p["white"] = white(bank, p["white_start"], T)   for the kind emg; call bank = white_bank(seed) once
 
-They do not depend on rank, batch size, order of crops, restarts or which other leads are used. Fresh white noise for each crop
-would cost ten times as much as all other draws, so each lead of each crop gets a random slice of a fixed noise bank.
-Distributions: Oh et al. 2022, appendix B, and fairseq-signals augmentations.py for the kinds authors_*.
+They do not depend on rank, batch size, order of crops, restarts or which other leads are used.
+Fresh white noise for each crop would cost ten times as much as all other draws, so each lead of
+each crop gets a random slice of a fixed noise bank. Distributions: Oh et al. 2022, appendix B, and
+fairseq-signals augmentations.py for the kinds authors_*.
 
 Shapes: B crops, S views, L leads, T samples, K components.
 """
@@ -17,15 +19,25 @@ from typing import Any
 import numpy as np
 
 from omnilead.engine.data import counter
-from omnilead.engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, TAU, WANDER_COMPONENTS, AugmentConfig, ThreeKG
+from omnilead.engine.data.augment import (
+    AUTHORS_NOISE,
+    PAPER_NOISE,
+    TAU,
+    WANDER_COMPONENTS,
+    AugmentConfig,
+    ThreeKG,
+)
 from omnilead.engine.data.counter import RandomStream
 
 Params = dict[str, np.ndarray]
 ONE_FOR_ALL = (0,)  # in place of lead numbers: one draw for all leads
-WHITE_BANK = 2**22  # 16 MiB: fits in a CPU's cache, and the noise of two leads overlaps with probability 0.001
+WHITE_BANK = (
+    2**22
+)  # 16 MiB: fits in a CPU's cache, and the noise of two leads overlaps with probability 0.001
 
-# From I II V1..V6 to Frank's X (left), Y (inferior), Z (posterior): Edenbrandt and Pahlm 1988. Its pseudo-inverse is Dower's
-# matrix to within 0.005 and inverts it exactly, so the dipole of a view is exactly the rotated dipole.
+# From I II V1..V6 to Frank's X (left), Y (inferior), Z (posterior): Edenbrandt and Pahlm 1988. Its
+# pseudo-inverse is Dower's matrix to within 0.005 and inverts it exactly, so the dipole of a view
+# is exactly the rotated dipole.
 INVERSE_DOWER = np.array(
     [
         [0.156, -0.010, -0.172, -0.074, 0.122, 0.231, 0.239, 0.194],
@@ -35,7 +47,9 @@ INVERSE_DOWER = np.array(
 )
 DOWER = np.linalg.pinv(INVERSE_DOWER)
 INDEPENDENT = (0, 1, 6, 7, 8, 9, 10, 11)
-_LIMB = np.array([[1, 0], [0, 1], [-1, 1], [-0.5, -0.5], [1, -0.5], [-0.5, 1]])  # I II III aVR aVL aVF from I and II
+_LIMB = np.array(
+    [[1, 0], [0, 1], [-1, 1], [-0.5, -0.5], [1, -0.5], [-0.5, 1]]
+)  # I II III aVR aVL aVF from I and II
 _TO_12 = np.block([[_LIMB, np.zeros((6, 6))], [np.zeros((6, 2)), np.eye(6)]])
 TO_DIPOLE = np.zeros((3, 12))  # [3, 12]
 TO_DIPOLE[:, INDEPENDENT] = INVERSE_DOWER
@@ -43,18 +57,31 @@ FROM_DIPOLE = _TO_12 @ DOWER  # [12, 3]
 
 
 class _Draw:
-    """Random numbers [B, S, leads, slots]. Slot n is the n-th number that a stream draws for a lead."""
+    """Random numbers [B, S, leads, slots]. Slot n is the n-th number that a stream draws for a
+    lead."""
 
     def __init__(self, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray) -> None:
         epoch, crop = np.broadcast_arrays(np.atleast_1d(epoch_B), np.atleast_1d(crop_B))
-        self.key: tuple[Any, ...] = (epoch[:, None, None, None], crop[:, None, None, None], np.arange(2)[:, None, None])
+        self.key: tuple[Any, ...] = (
+            epoch[:, None, None, None],
+            crop[:, None, None, None],
+            np.arange(2)[:, None, None],
+        )
         self.seed = seed
 
-    def uniform(self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]) -> np.ndarray:
-        return counter.uniform(self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots))
+    def uniform(
+        self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
+    ) -> np.ndarray:
+        return counter.uniform(
+            self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots)
+        )
 
-    def normal(self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]) -> np.ndarray:
-        return counter.normal(self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots))
+    def normal(
+        self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
+    ) -> np.ndarray:
+        return counter.normal(
+            self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots)
+        )
 
 
 def draws(
@@ -65,8 +92,8 @@ def draws(
     samples: int = 2500,
     measured_BL: np.ndarray | None = None,
 ) -> Params:
-    """Draw parameters for both halves or views of each crop. `crop_B`: the augmenter.crop_key of each crop. `measured_BL`:
-    bool [B, 12], which leads were recorded; None: all."""
+    """Draw parameters for both halves or views of each crop. `crop_B`: the augmenter.crop_key of
+    each crop. `measured_BL`: bool [B, 12], which leads were recorded; None: all."""
     draw = _Draw(seed, epoch_B, crop_B)
     p: Params = {}
     if config.threekg:
@@ -77,34 +104,51 @@ def draws(
     if config.rlm or not whole or measured_BL is not None:
         p["keep"] = _keep(draw, config, measured_BL)
     kept = (np.bool_, np.int32)
-    return {name: np.ascontiguousarray(v if v.dtype in kept else v.astype(np.float32)) for name, v in p.items()}
+    return {
+        name: np.ascontiguousarray(v if v.dtype in kept else v.astype(np.float32))
+        for name, v in p.items()
+    }
 
 
 def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) -> np.ndarray:
-    """Random lead masking: each lead of each half is zeroed where u < p (Oh et al. 2022; augmentations.py:199-201)."""
+    """Random lead masking: each lead of each half is zeroed where u < p (Oh et al. 2022;
+    augmentations.py:199-201)."""
     usable = np.isin(config.output_leads, config.seen)[:, None]
     if measured_BL is not None:
         usable = usable & measured_BL[:, None, list(config.output_leads), None]
     u = np.where(usable, draw.uniform(RandomStream.LEAD_MASK, config.output_leads, [0]), -1.0)
     keep: np.ndarray = (u >= config.rlm) & usable
     if config.rlm_keep_one:
-        keep |= (u == u.max(axis=-2, keepdims=True)) & usable  # every lead is equally likely to have the largest u
+        keep |= (
+            u == u.max(axis=-2, keepdims=True)
+        ) & usable  # every lead is equally likely to have the largest u
     return keep
 
 
 def _powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     count, leads = config.powerline_components, _noise_leads(config)
-    amplitude = draw.uniform(RandomStream.POWERLINE, leads, range(2, 2 + count)) * config.amplitude_mv.powerline
-    phase = draw.uniform(RandomStream.POWERLINE, leads, [0]) * TAU  # the same for all components, as in the paper
+    amplitude = (
+        draw.uniform(RandomStream.POWERLINE, leads, range(2, 2 + count))
+        * config.amplitude_mv.powerline
+    )
+    phase = (
+        draw.uniform(RandomStream.POWERLINE, leads, [0]) * TAU
+    )  # the same for all components, as in the paper
     hz = np.full(amplitude.shape, config.powerline_hz) * np.arange(1, 1 + count)
-    return {"powerline_amplitude": amplitude, "powerline_phase": np.broadcast_to(phase, hz.shape), "powerline_hz": hz}
+    return {
+        "powerline_amplitude": amplitude,
+        "powerline_phase": np.broadcast_to(phase, hz.shape),
+        "powerline_hz": hz,
+    }
 
 
 def _authors_powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     """50 or 60 Hz at random (augmentations.py:61)."""
     p = _powerline(draw, config, samples)
     american = draw.uniform(RandomStream.POWERLINE, ONE_FOR_ALL, [1]) >= 0.5
-    return p | {"powerline_hz": p["powerline_hz"] / config.powerline_hz * np.where(american, 60, 50)}
+    return p | {
+        "powerline_hz": p["powerline_hz"] / config.powerline_hz * np.where(american, 60, 50)
+    }
 
 
 def _emg(draw: _Draw, config: AugmentConfig, samples: int, own: bool = False) -> Params:
@@ -126,7 +170,12 @@ def _wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     base_hz = 0.01 + draw.uniform(RandomStream.WANDER, leads, [2 * count]) * 0.19
     gain = 1 + 0.5 * draw.normal(RandomStream.WANDER, leads, [3 * count])
     hz = base_hz * np.arange(1, 1 + count)
-    return {"wander_amplitude": amplitude, "wander_phase": phase, "wander_hz": hz, "wander_gain": gain}
+    return {
+        "wander_amplitude": amplitude,
+        "wander_phase": phase,
+        "wander_hz": hz,
+        "wander_gain": gain,
+    }
 
 
 def _authors_wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
@@ -138,17 +187,23 @@ def _authors_wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 
 
 def _shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
-    """The paper only says "a randomly sampled span". Here: length N(0.2 T, (0.04 T)^2), as the authors' code; any position."""
+    """The paper only says "a randomly sampled span". Here: length N(0.2 T, (0.04 T)^2), as the
+    authors' code; any position."""
     leads = _noise_leads(config)
     amplitude = (2 * draw.uniform(RandomStream.SHIFT, leads, [0]) - 1) * config.amplitude_mv.shift
     length = (0.2 + 0.04 * draw.normal(RandomStream.SHIFT, leads, [1])) * samples
     length = np.clip(length, 1, samples)  # the lower bound is 5 sigma away, the upper 20
     start = np.floor(draw.uniform(RandomStream.SHIFT, leads, [2]) * (samples - length))
-    return {"shift_amplitude": amplitude, "shift_start": start, "shift_stop": np.floor(start + length)}
+    return {
+        "shift_amplitude": amplitude,
+        "shift_start": start,
+        "shift_stop": np.floor(start + length),
+    }
 
 
 def _authors_shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
-    """+1 or -1 mV for each lead, minus one U(0, max) for all (augmentations.py:124-126; they probably meant times)."""
+    """+1 or -1 mV for each lead, minus one U(0, max) for all (augmentations.py:124-126; they
+    probably meant times)."""
     sign = np.where(draw.uniform(RandomStream.SHIFT, config.noise_leads, [3]) < 0.5, 1.0, -1.0)
     subtracted = draw.uniform(RandomStream.SHIFT, ONE_FOR_ALL, [0]) * config.amplitude_mv.shift
     return _shift(draw, config, samples) | {"shift_amplitude": sign - subtracted}
@@ -159,7 +214,9 @@ def _noise_leads(config: AugmentConfig) -> tuple[int, ...]:
 
 
 _NOISE = dict(zip(PAPER_NOISE, (_powerline, _emg, _wander, _shift), strict=True))
-_NOISE |= zip(AUTHORS_NOISE, (_authors_powerline, _authors_emg, _authors_wander, _authors_shift), strict=True)
+_NOISE |= zip(
+    AUTHORS_NOISE, (_authors_powerline, _authors_emg, _authors_wander, _authors_shift), strict=True
+)
 
 
 def _threekg(draw: _Draw, threekg: ThreeKG, leads: tuple[int, ...], samples: int) -> Params:
@@ -174,9 +231,11 @@ def _threekg(draw: _Draw, threekg: ThreeKG, leads: tuple[int, ...], samples: int
 
 
 def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """[..., 12, 12] float64: twelve leads -> dipole -> rotated, then scaled along each axis -> twelve leads.
+    """[..., 12, 12] float64: twelve leads -> dipole -> rotated, then scaled along each axis ->
+    twelve leads.
 
-    The dipole has only three components, so even angle 0 with scale 1 is a projection, not the identity.
+    The dipole has only three components, so even angle 0 with scale 1 is a projection, not the
+    identity.
     """
     stretched = np.asarray(scale)[..., None] * rotation(np.asarray(angle_rad))
     matrix: np.ndarray = FROM_DIPOLE @ stretched @ TO_DIPOLE
@@ -184,8 +243,11 @@ def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def rotation(angle_rad: np.ndarray) -> np.ndarray:
-    """[..., 3] -> [..., 3, 3]: rotate about the fixed axes z, then y, then x (scipy's Rotation.from_euler("zyx"))."""
-    about_z, about_y, about_x = (_about(axis, angle_rad[..., i]) for i, axis in enumerate((2, 1, 0)))
+    """[..., 3] -> [..., 3, 3]: rotate about the fixed axes z, then y, then x (scipy's
+    Rotation.from_euler("zyx"))."""
+    about_z, about_y, about_x = (
+        _about(axis, angle_rad[..., i]) for i, axis in enumerate((2, 1, 0))
+    )
     turned: np.ndarray = about_x @ about_y @ about_z
     return turned
 
@@ -207,7 +269,12 @@ def white_bank(seed: int) -> np.ndarray:
 
 
 def white(bank: Any, start: Any, samples: int) -> Any:
-    """Copy noise [B, S, L, T] from a bank at p["white_start"]; both are numpy arrays, or both torch tensors."""
+    """Copy noise [B, S, L, T] from a bank at p["white_start"]; both are numpy arrays, or both torch
+    tensors."""
     if isinstance(bank, np.ndarray):
         return np.lib.stride_tricks.sliding_window_view(bank, samples)[start[..., 0]]
-    return bank.unfold(0, samples, 1).index_select(0, start.reshape(-1)).view(*start.shape[:-1], samples)
+    return (
+        bank.unfold(0, samples, 1)
+        .index_select(0, start.reshape(-1))
+        .view(*start.shape[:-1], samples)
+    )

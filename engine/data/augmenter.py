@@ -2,10 +2,12 @@
 
     crops_BLT int16 [B, 12, 5000] -> x_BSLT float32 [B, S, L, 2500]
 
-This is the reference for the other backends and the fast path on a CPU. `Augmenter` holds what is the same for all batches;
-everything random is passed in as parameters (augment_draws), so any process can reproduce a batch.
+This is the reference for the other backends and the fast path on a CPU. `Augmenter` holds what is
+the same for all batches; everything random is passed in as parameters (augment_draws), so any
+process can reproduce a batch.
 
-Missing leads are zeros in a crop and must stay zeros under every augmentation: `measured_leads` finds them.
+Missing leads are zeros in a crop and must stay zeros under every augmentation: `measured_leads`
+finds them.
 """
 
 import ctypes
@@ -25,18 +27,33 @@ import torch
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ALL, LEADS
 from omnilead.engine.data import counter
-from omnilead.engine.data.augment import AUTHORS_NOISE, WAVES, AugmentConfig, Axis, Ops, augment, axis, formula, torch_ops
+from omnilead.engine.data.augment import (
+    AUTHORS_NOISE,
+    WAVES,
+    AugmentConfig,
+    Axis,
+    Ops,
+    augment,
+    axis,
+    formula,
+    torch_ops,
+)
 from omnilead.engine.data.augment_draws import Params, draws, white, white_bank
 from omnilead.engine.data.counter import RandomStream
 from omnilead.engine.data.order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3
-CHUNK, WAVES_CHUNK = 16, 64  # crops at a time on a CPU: 4 MB and 1 MB of float32; chosen among 4 to 32 and 4 to 64
+CHUNK, WAVES_CHUNK = (
+    16,
+    64,
+)  # crops at a time on a CPU: 4 MB and 1 MB of float32; chosen among 4 to 32 and 4 to 64
 Views = Literal["halves", "window"]
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
-Write = Callable[[Sequence[int], Sequence[int]], None]  # (places in a buffer of crops, positions in the batch)
+Write = Callable[
+    [Sequence[int], Sequence[int]], None
+]  # (places in a buffer of crops, positions in the batch)
 
 
 @lru_cache(maxsize=4)  # every validation calls this
@@ -46,7 +63,9 @@ def missing_leads(dataset: Dataset) -> np.ndarray:
     for part in dataset.parts(["missing_leads"]):
         missing, bits = part["missing_leads"], np.zeros(len(part), np.uint16)
         lead = pc.index_in(missing.flatten(), pa.array(LEADS)).fill_null(len(LEADS)).to_numpy()
-        np.bitwise_or.at(bits, missing.value_parent_indices().to_numpy(), (1 << lead).astype(np.uint16))
+        np.bitwise_or.at(
+            bits, missing.value_parent_indices().to_numpy(), (1 << lead).astype(np.uint16)
+        )
         found.append(bits)
     return np.concatenate(found)
 
@@ -59,7 +78,8 @@ def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
 
 
 def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
-    """A function that looks up the measured leads of a batch; None if no record has missing leads."""
+    """A function that looks up the measured leads of a batch; None if no record has missing
+    leads."""
     bits = [missing_leads(dataset) for dataset in datasets]
 
     def of(places: Places) -> np.ndarray:
@@ -79,18 +99,28 @@ def crop_key(places: Places) -> np.ndarray:
     return key
 
 
-def parameters(config: AugmentConfig, views: Views, seed: int, places: Places, measured: MeasuredLeads | None = None) -> Params:
+def parameters(
+    config: AugmentConfig,
+    views: Views,
+    seed: int,
+    places: Places,
+    measured: MeasuredLeads | None = None,
+) -> Params:
     """Draw everything that is random about a batch."""
     crop = crop_key(places)
     p = draws(config, seed, places.epoch, crop, measured_BL=measured(places) if measured else None)
     if views == "window":
-        p["start"] = (counter.uniform(seed, RandomStream.WINDOW, places.epoch, crop) * (HALF + 1)).astype(np.int64)
+        p["start"] = (
+            counter.uniform(seed, RandomStream.WINDOW, places.epoch, crop) * (HALF + 1)
+        ).astype(np.int64)
     return p
 
 
 def single_threaded() -> None:
-    """Keep torch from starting OpenMP threads for this thread's operations: they would take cores from the training step."""
-    torch.get_num_threads()  # initialises the thread's setting first: torch would otherwise reset it at the first operation
+    """Keep torch from starting OpenMP threads for this thread's operations: they would take cores
+    from the training step."""
+    # initialises the thread's setting first: torch would otherwise reset it at the first operation
+    torch.get_num_threads()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)
 
@@ -113,29 +143,47 @@ class Augmenter:
 
     @property
     def by_crop(self) -> bool:
-        """Whether the fast writer applies: halves of all 12 leads, with only white noise and noise that all leads share."""
+        """Whether the fast writer applies: halves of all 12 leads, with only white noise and noise
+        that all leads share."""
         c = self.config
-        per_lead = c.refits_limb_leads or c.per_lead or any(kind in AUTHORS_NOISE for kind in c.kinds)
-        return self.views == "halves" and c.threekg is None and c.output_leads == ALL and not (c.kinds and per_lead)
+        per_lead = (
+            c.refits_limb_leads or c.per_lead or any(kind in AUTHORS_NOISE for kind in c.kinds)
+        )
+        return (
+            self.views == "halves"
+            and c.threekg is None
+            and c.output_leads == ALL
+            and not (c.kinds and per_lead)
+        )
 
     def to_device(self, p: Params) -> Tensors:
         """Copy the parameters to the device asynchronously: a few kilobytes for a batch."""
-        return {name: values.to(self.device, non_blocking=True) for name, values in self.pinned(p).items()}
+        return {
+            name: values.to(self.device, non_blocking=True)
+            for name, values in self.pinned(p).items()
+        }
 
     def pinned(self, p: Params) -> Tensors:
         tensors = {name: torch.from_numpy(values) for name, values in p.items()}
-        return {name: values.pin_memory() for name, values in tensors.items()} if self.device.type == "cuda" else tensors
+        return (
+            {name: values.pin_memory() for name, values in tensors.items()}
+            if self.device.type == "cuda"
+            else tensors
+        )
 
     def __call__(self, crops_BLT: torch.Tensor, p: Tensors) -> torch.Tensor:
         x = self.split(crops_BLT, p.get("start")).float()
         if "emg_amplitude" in p:
             p = p | {"white": white(self.bank, p["white_start"], HALF)}
         x = cast(torch.Tensor, augment(x.mul_(MV_PER_UV), p, self.config, self.time, self.ops))
-        return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)  # without augmentation, the window is repeated as two views
+        return (
+            x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)
+        )  # without augmentation, the window is repeated as two views
 
     def writer(self, p: Tensors, out_BSLT: torch.Tensor) -> Callable[[torch.Tensor], Write]:
-        """For a CPU: writer(p, out)(crops)(places, positions) writes a few augmented crops to their positions in `out`. Five
-        times faster than a whole batch at once, where page faults take most of the time."""
+        """For a CPU: writer(p, out)(crops)(places, positions) writes a few augmented crops to
+        their positions in `out`. Five times faster than a whole batch at once, where page faults
+        take most of the time."""
         if self.by_crop:
             return self._crop_writer(p, out_BSLT)
 
@@ -152,7 +200,8 @@ class Augmenter:
         return of
 
     def _crop_writer(self, p: Tensors, out_BSLT: torch.Tensor) -> Callable[[torch.Tensor], Write]:
-        """The fast writer: what the leads of a crop share is computed here first, for many crops at once."""
+        """The fast writer: what the leads of a crop share is computed here first, for many crops at
+        once."""
         keep = p.get("keep", torch.ones(1)).expand(len(out_BSLT), 2, len(ALL), 1)
         scales, keeps, outs = (keep * MV_PER_UV).unbind(), keep.unbind(), out_BSLT.unbind()
         shared = [formula(kind) for kind in self.config.kinds if formula(kind) != "emg"]

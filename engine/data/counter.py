@@ -1,34 +1,45 @@
-"""Counter-based random numbers and permutations: pure functions of a seed and counters, so there is no state to save.
+"""Counter-based random numbers and permutations: pure functions of a seed and counters, so there is
+no state to save.
 
-Every random decision about a crop is drawn here, keyed by (seed, stream, epoch, crop, view, slot). It does not depend on rank,
-batch size, order of calls, restarts or library versions.
+Every random decision about a crop is drawn here, keyed by (seed, stream, epoch, crop, view, slot).
+It does not depend on rank, batch size, order of calls, restarts or library versions.
 
-    u_BVS = uniform(seed, RandomStream.WINDOW, epoch[:, None, None], crop[:, None, None], view[None, :, None], slot)
+    u_BVS = uniform(seed, RandomStream.WINDOW, epoch[:, None, None], crop[:, None, None], view[None,
+    :, None], slot)
 
-Counters are hashed from left to right and broadcast as late as possible, so put the fastest-varying last: above, the first four
-cost one hash per crop. With 512 crops, 2 views and 16 slots on one core: 7 ns per uniform, 40 ns per normal.
+Counters are hashed from left to right and broadcast as late as possible, so put the fastest-varying
+last: above, the first four cost one hash per crop. With 512 crops, 2 views and 16 slots on one
+core: 7 ns per uniform, 40 ns per normal.
 
-`permute` is a keyed bijection of [0, n), from which the order of crops is made: 0.14 ms for 512 elements of any n.
+`permute` is a keyed bijection of [0, n), from which the order of crops is made: 0.14 ms for 512
+elements of any n.
 """
 
 from enum import IntEnum
 
 import numpy as np
 
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: multiples of it are spread over all 64 bits
-_WORD = 0xD1B54A32D192ED03  # makes the result depend on the order of the counters: word k adds (k + 1) times this
+GOLDEN = (
+    0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: multiples of it are spread over all 64 bits
+)
+# makes the result depend on the order of the counters: word k adds (k + 1) times this
+_WORD = 0xD1B54A32D192ED03
 _RADIUS, _ANGLE = 0x8CB92BA72F3D8DD7, 0xAEF17502108EF2D9  # the two uniforms behind a normal
 _ALL_BITS = 2**64 - 1
 
 MAX_SIZE = 2**40  # largest permutation
-HALF_ROUNDS = 8  # with 6, pairs of elements are visibly dependent below n = 50; with 8 only below 17
-TINY = 32  # up to this size, no number of rounds makes all permutations of a Feistel network equally likely
+HALF_ROUNDS = (
+    8  # with 6, pairs of elements are visibly dependent below n = 50; with 8 only below 17
+)
+# up to this size, no number of rounds makes all permutations of a Feistel network equally likely
+TINY = 32
 
 Counter = int | np.integer | np.ndarray
 
 
 class RandomStream(IntEnum):
-    """The purpose of a random number: two purposes never share a draw. Saved runs depend on the values: add, never renumber."""
+    """The purpose of a random number: two purposes never share a draw. Saved runs depend on the
+    values: add, never renumber."""
 
     ORDER = 1
     SHARD_ORDER = 2
@@ -48,8 +59,11 @@ class RandomStream(IntEnum):
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser (Stafford's variant 13), in place: a bijection of uint64 with full avalanche."""
-    shifted = x >> 30  # the only scratch array: allocating fresh pages costs more than the arithmetic
+    """SplitMix64's finaliser (Stafford's variant 13), in place: a bijection of uint64 with full
+    avalanche."""
+    shifted = (
+        x >> 30
+    )  # the only scratch array: allocating fresh pages costs more than the arithmetic
     x ^= shifted
     x *= 0xBF58476D1CE4E5B9
     x ^= np.right_shift(x, 27, out=shifted)
@@ -59,11 +73,13 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def bits(seed: Counter, *counters: Counter) -> np.ndarray:
-    """Random uint64 in the broadcast shape of the counters (integers or integer arrays, taken modulo 2**64)."""
+    """Random uint64 in the broadcast shape of the counters (integers or integer arrays, taken
+    modulo 2**64)."""
     words = [_word(value) for value in (seed, *counters)]
     state = np.zeros(1, np.uint64)  # one element, not a scalar: numpy scalars warn on overflow
     for k, word in enumerate(words):
-        # xor, not addition: with addition, crops with neighbouring states would draw the same numbers, shifted
+        # xor, not addition: with addition, crops with neighbouring states would draw the same
+        # numbers, shifted
         state = mix(state ^ (word * GOLDEN + ((k + 1) * _WORD & _ALL_BITS)))
     return state.reshape(np.broadcast_shapes(*(np.shape(value) for value in (seed, *counters))))
 
@@ -75,7 +91,8 @@ def uniform(seed: Counter, *counters: Counter) -> np.ndarray:
 
 
 def normal(seed: Counter, *counters: Counter) -> np.ndarray:
-    """float64, standard normal, at most 8.6 (Box-Muller). Machines may differ by rounding: log and cos vary by an ulp."""
+    """float64, standard normal, at most 8.6 (Box-Muller). Machines may differ by rounding: log and
+    cos vary by an ulp."""
     drawn = bits(seed, *counters)
     state = drawn.reshape(-1)
     angle = _unit(mix(state ^ _ANGLE))
@@ -104,17 +121,25 @@ def _word(value: Counter) -> np.ndarray:
 
 
 def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
-    """The image (int64) of i in the permutation of [0, n) with this key, for n from 1 to 2**40. The arguments broadcast."""
+    """The image (int64) of i in the permutation of [0, n) with this key, for n from 1 to 2**40. The
+    arguments broadcast."""
     shape = np.broadcast_shapes(np.shape(i), np.shape(n), np.shape(key))
     x = np.broadcast_to(i, shape).reshape(-1)
-    size, keys = (v.reshape(1) if v.size == 1 else np.broadcast_to(v, shape).reshape(-1) for v in (np.asarray(n), bits(key)))
+    size, keys = (
+        v.reshape(1) if v.size == 1 else np.broadcast_to(v, shape).reshape(-1)
+        for v in (np.asarray(n), bits(key))
+    )
     if x.size and (size.min() < 1 or size.max() > MAX_SIZE or x.min() < 0 or (x >= size).any()):
-        raise ValueError(f"permute: element {x.max()} of {size.min()}: 0 <= element < size <= 2**40 must hold")
+        raise ValueError(
+            f"permute: element {x.max()} of {size.min()}: 0 <= element < size <= 2**40 must hold"
+        )
     out = np.empty(x.size, np.uint64)
     tiny = np.broadcast_to(size <= TINY, x.shape)
     for scheme, at in ((_rank, np.flatnonzero(tiny)), (_walk, np.flatnonzero(~tiny))):
         if at.size:
-            out[at] = scheme(x[at].astype(np.uint64), _at(size, at).astype(np.uint64), _at(keys, at))
+            out[at] = scheme(
+                x[at].astype(np.uint64), _at(size, at).astype(np.uint64), _at(keys, at)
+            )
     return out.astype(np.int64).reshape(shape)
 
 
@@ -123,15 +148,16 @@ def _at(value: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Rank the elements by a hash without ties (it is a bijection): every permutation is equally likely."""
+    """Rank the elements by a hash without ties (it is a bijection): every permutation is equally
+    likely."""
     hashes = bits(key[:, None], np.arange(TINY))
     own = bits(key, x)
     return np.asarray(((hashes < own[:, None]) & (np.arange(TINY) < n[:, None])).sum(axis=1))
 
 
 def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A Feistel network on [0, a * b), a = ceil(sqrt n) and b = ceil(n / a), applied until the result is in [0, n): nearly
-    always once, as the domain exceeds n by less than a."""
+    """A Feistel network on [0, a * b), a = ceil(sqrt n) and b = ceil(n / a), applied until the
+    result is in [0, n): nearly always once, as the domain exceeds n by less than a."""
     a = np.ceil(np.sqrt(n)).astype(np.uint64)  # IEEE rounds sqrt the same way on every machine
     b = (n + a - 1) // a
     out = _feistel(x, a, b, key)
@@ -145,7 +171,9 @@ def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
     high, low = np.divmod(x, b)
-    for k in range(0, HALF_ROUNDS, 2):  # 53 bits of each hash, so that the sums do not overflow before the modulus
+    for k in range(
+        0, HALF_ROUNDS, 2
+    ):  # 53 bits of each hash, so that the sums do not overflow before the modulus
         high = (high + (mix(low * GOLDEN ^ (key + k)) >> 11)) % a
         low = (low + (mix(high * GOLDEN ^ (key + (k + 1))) >> 11)) % b
     return np.asarray(high * b + low)

@@ -1,4 +1,5 @@
-"""Crops in device memory: a whole dataset (pipeline.backend=resident), and copies to and from a GPU that overlap computing."""
+"""Crops in device memory: a whole dataset (pipeline.backend=resident), and copies to and from a GPU
+that overlap computing."""
 
 from collections.abc import Callable
 
@@ -15,22 +16,37 @@ READ_CROPS = 1024  # at a time
 
 
 class Resident:
-    """Keeps all rows of an order in device memory; each is read and verified once. On a GPU, one compiled kernel makes a batch:
-    it gathers, scales, adds noise and masks."""
+    """Keeps all rows of an order in device memory; each is read and verified once. On a GPU, one
+    compiled kernel makes a batch: it gathers, scales, adds noise and masks."""
 
-    def __init__(self, order: Order, reader: CropReader, augmenter: Augmenter, spare_bytes: float = 0) -> None:
+    def __init__(
+        self, order: Order, reader: CropReader, augmenter: Augmenter, spare_bytes: float = 0
+    ) -> None:
         """`spare_bytes`: memory that training needs besides the crops."""
-        self.augmenter, self.numbers = augmenter, [rows.row(np.arange(len(rows))) for rows in order.rows]
+        self.augmenter, self.numbers = (
+            augmenter,
+            [rows.row(np.arange(len(rows))) for rows in order.rows],
+        )
         self.offset = np.cumsum([0, *map(len, self.numbers)])
         needed = int(self.offset[-1]) * CROP_BYTES
-        free = torch.cuda.mem_get_info(augmenter.device)[0] if augmenter.device.type == "cuda" else None
+        free = (
+            torch.cuda.mem_get_info(augmenter.device)[0]
+            if augmenter.device.type == "cuda"
+            else None
+        )
         if free is not None and needed + spare_bytes > free:
             raise ConfigError(
-                f"pipeline.backend=resident: {needed / 1e9:.1f} GB of crops and about {spare_bytes / 1e9:.1f} GB for a step "
-                f"do not fit in the GPU's free {free / 1e9:.1f} GB: use pipeline.backend=dali, or lower train.micro_batch"
+                f"pipeline.backend=resident: {needed / 1e9:.1f} GB of crops and about "
+                f"{spare_bytes / 1e9:.1f} GB for a step "
+                f"do not fit in the GPU's free {free / 1e9:.1f} GB: use pipeline.backend=dali, or "
+                "lower train.micro_batch"
             )
-        self.crops = torch.empty((int(self.offset[-1]), *CROP_SHAPE), dtype=torch.int16, device=augmenter.device)
-        self.row = np.concatenate(self.numbers)  # with on_corrupt=skip, a bad row is replaced by another
+        self.crops = torch.empty(
+            (int(self.offset[-1]), *CROP_SHAPE), dtype=torch.int16, device=augmenter.device
+        )
+        self.row = np.concatenate(
+            self.numbers
+        )  # with on_corrupt=skip, a bad row is replaced by another
         self.reasons: dict[tuple[int, int], str] = {}  # why a (dataset, row) is bad
         dataset = np.repeat(np.arange(len(self.numbers)), np.diff(self.offset))
         buffer = np.empty((READ_CROPS, *CROP_SHAPE), np.int16)
@@ -49,8 +65,13 @@ class Resident:
             mine = places.dataset == d
             index[mine] = self.offset[d] + np.searchsorted(numbers, places.row[mine])
         row = self.row[index]
-        replaced = [(int(i), int(places.dataset[i]), int(places.row[i])) for i in np.flatnonzero(row != places.row)]
-        return index, Report(row, tuple(BadCrop(i, d, asked, self.reasons[d, asked]) for i, d, asked in replaced))
+        replaced = [
+            (int(i), int(places.dataset[i]), int(places.row[i]))
+            for i in np.flatnonzero(row != places.row)
+        ]
+        return index, Report(
+            row, tuple(BadCrop(i, d, asked, self.reasons[d, asked]) for i, d, asked in replaced)
+        )
 
     def batch(self, p: Tensors) -> torch.Tensor:
         p = {name: values.to(self.crops.device, non_blocking=True) for name, values in p.items()}
@@ -74,11 +95,15 @@ class Resident:
 
 
 class Upload:
-    """Copies host memory to a GPU on a stream of its own, so that a copy does not wait for queued kernels. Call `wait` before
-    writing to that host memory again."""
+    """Copies host memory to a GPU on a stream of its own, so that a copy does not wait for
+    queued kernels. Call `wait` before writing to that host memory again."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream, self.copied = device, torch.cuda.Stream(device), torch.cuda.Event()
+        self.device, self.stream, self.copied = (
+            device,
+            torch.cuda.Stream(device),
+            torch.cuda.Event(),
+        )
 
     def __call__(self, host: torch.Tensor) -> torch.Tensor:
         pinned = host if host.is_pinned() else host.pin_memory()
@@ -95,7 +120,8 @@ class Upload:
 
 
 def download(x: torch.Tensor) -> Callable[[], np.ndarray]:
-    """Start copying to the host; the returned function waits for the copy. Work queued on the GPU later does not delay it."""
+    """Start copying to the host; the returned function waits for the copy. Work queued on the GPU
+    later does not delay it."""
     if not x.is_cuda:
         return x.cpu().numpy
     host, copied = x.to("cpu", non_blocking=True), torch.cuda.Event()  # to pinned memory

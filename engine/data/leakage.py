@@ -1,12 +1,14 @@
-"""Data leakage: patients in the training set of one dataset and the test set of another; the validation split data.hold_out.
+"""Data leakage: patients in the training set of one dataset and the test set of another; the
+validation split data.hold_out.
 
 find_leak(datasets, "dx_role")                       # None, or a patient trained on in one dataset and held out in another
 conflicting_splits(history, dataset)                 # a model's training datasets that split the same sources differently
 trained, held = validation_split(dataset, 0.05)      # bool [crops] each
 
-`validation_split` holds out patients (records where patients are unknown) for validation in a dataset without roles. The choice
-depends only on a hash of the name: new data does not move a patient, every run holds out the same ones, and a larger share
-includes a smaller one. Copies of a held-out crop are in neither set.
+`validation_split` holds out patients (records where patients are unknown) for validation in a
+dataset without roles. The choice depends only on a hash of the name: new data does not move a
+patient, every run holds out the same ones, and a larger share includes a smaller one. Copies of a
+held-out crop are in neither set.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,13 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import VENDORS, Dataset
 
-SPLIT = ("plan", "seed", "id_share", "role_sources", "pseudonyms")  # with a name, they determine a role: data_tools.splits
+SPLIT = (
+    "plan",
+    "seed",
+    "id_share",
+    "role_sources",
+    "pseudonyms",
+)  # with a name, they determine a role: data_tools.splits
 KEY = b"omnilead data.hold_out"
 OWNER = ("source", "patient", "record")
 
@@ -29,33 +37,54 @@ OWNER = ("source", "patient", "record")
 def split_of(dataset: Dataset) -> dict[str, Any]:
     """How a dataset was split, to be saved with a trained model."""
     sources = [source["name"] for source in dataset.meta.get("sources", ())]
-    return {"fingerprint": dataset.fingerprint, "sources": sources, **{name: dataset.meta.get(name) for name in SPLIT}}
+    return {
+        "fingerprint": dataset.fingerprint,
+        "sources": sources,
+        **{name: dataset.meta.get(name) for name in SPLIT},
+    }
 
 
 def conflicting_splits(history: Any, dataset: Dataset) -> list[list[tuple[str, Any, Any]]]:
-    """Per conflicting dataset: (setting, the model's value, this dataset's). `history`: a list of split_of(...), untrusted."""
+    """Per conflicting dataset: (setting, the model's value, this dataset's). `history`: a list of
+    split_of(...), untrusted."""
     mine, conflicts = split_of(dataset), []
     for one in history if isinstance(history, list) else ():
-        if isinstance(one, dict) and one.get("fingerprint") != dataset.fingerprint and isinstance(one.get("sources"), list):
-            differ = [(name, one.get(name), mine[name]) for name in SPLIT if one.get(name) != mine[name]]
+        if (
+            isinstance(one, dict)
+            and one.get("fingerprint") != dataset.fingerprint
+            and isinstance(one.get("sources"), list)
+        ):
+            differ = [
+                (name, one.get(name), mine[name]) for name in SPLIT if one.get(name) != mine[name]
+            ]
             if differ and any(name in mine["sources"] for name in one["sources"]):
                 conflicts.append(differ)
     return conflicts
 
 
 def find_leak(datasets: Sequence[Dataset], role: str) -> str | None:
-    """Describe a record, patient or waveform that one dataset trains on and another holds out. `role`: dx_role, id_role or
-    pretrain. For pretrain, valid and test of dx_role and gallery and probe of id_role are held out."""
+    """Describe a record, patient or waveform that one dataset trains on and another holds out.
+    `role`: dx_role, id_role or pretrain. For pretrain, valid and test of dx_role and gallery and
+    probe of id_role are held out."""
     sides = [_sides(dataset, role) for dataset in datasets] if len(datasets) > 1 else []
     for a, b in permutations(range(len(sides)), 2):
         if both := _in_both(sides[a][0], sides[b][1]):
-            return f"{both} is trained on in {datasets[a].root.url} and held out in {datasets[b].root.url}"
+            return (
+                f"{both} is trained on in {datasets[a].root.url} and held out in "
+                f"{datasets[b].root.url}"
+            )
     return None
 
 
 def overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
-    """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there is none."""
-    return _in_both(*(_names(one.table([*OWNER, "waveform"]).take(some)) for one, some in ((a, rows), (b, others))))
+    """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there
+    is none."""
+    return _in_both(
+        *(
+            _names(one.table([*OWNER, "waveform"]).take(some))
+            for one, some in ((a, rows), (b, others))
+        )
+    )
 
 
 def _in_both(a: dict[str, pa.Array], b: dict[str, pa.Array]) -> str:
@@ -69,7 +98,10 @@ def _sides(dataset: Dataset, role: str) -> tuple[dict[str, pa.Array], dict[str, 
     table = dataset.table(["source", "patient", "record", "waveform", *columns])
     if role == "pretrain":
         tests = pa.array(["valid", "test"]), pa.array(["gallery", "probe"])
-        trained, held = table[role], pc.or_(pc.is_in(table["dx_role"], tests[0]), pc.is_in(table["id_role"], tests[1]))
+        trained, held = (
+            table[role],
+            pc.or_(pc.is_in(table["dx_role"], tests[0]), pc.is_in(table["id_role"], tests[1])),
+        )
     else:
         trained, held = pc.equal(table[role], "train"), pc.not_equal(table[role], "train")
     return _names(table.filter(trained)), _names(table.filter(held))
@@ -79,8 +111,14 @@ def _names(table: pa.Table) -> dict[str, pa.Array]:
     patients = pc.if_else(pc.not_equal(table["patient"], ""), table["patient"], None)
     named = {"record": table["record"], "patient": patients}
     sources = {"record": table["source"], "patient": _patient_source(table["source"])}
-    names = {kind: pc.binary_join_element_wise(sources[kind], column, "/") for kind, column in named.items()}
-    return {kind: column.drop_null().combine_chunks() for kind, column in (names | {"waveform": table["waveform"]}).items()}
+    names = {
+        kind: pc.binary_join_element_wise(sources[kind], column, "/")
+        for kind, column in named.items()
+    }
+    return {
+        kind: column.drop_null().combine_chunks()
+        for kind, column in (names | {"waveform": table["waveform"]}).items()
+    }
 
 
 def _patient_source(source: pa.Array) -> pa.Array:
@@ -102,7 +140,8 @@ def validation_split(dataset: Dataset, share: float) -> tuple[np.ndarray, np.nda
 
 
 def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
-    """The owner of each crop: source/patient, or source/record if the patient is unknown; and whether it is known."""
+    """The owner of each crop: source/patient, or source/record if the patient is unknown; and
+    whether it is known."""
     known = pc.fill_null(pc.not_equal(part["patient"], ""), False)
     name = pc.if_else(known, part["patient"], part["record"])
     source = pc.if_else(known, _patient_source(part["source"]), part["source"])
@@ -111,17 +150,23 @@ def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
 
 
 def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
-    """For each dataset, an integer id of every crop's patient (its record if the patient is unknown), int64 [crops]. No id is
-    used in two datasets."""
+    """For each dataset, an integer id of every crop's patient (its record if the patient is
+    unknown), int64 [crops]. No id is used in two datasets."""
     ids: list[np.ndarray] = []
     for number, dataset in enumerate(datasets):
         names, known = zip(*map(owners, dataset.parts(OWNER)), strict=True)
-        codes = [part.indices.to_numpy() for part in pa.chunked_array(names).unify_dictionaries().chunks]
-        ids.append(number << 40 | np.concatenate(codes).astype(np.int64) << 1 | np.concatenate(known))
+        codes = [
+            part.indices.to_numpy() for part in pa.chunked_array(names).unify_dictionaries().chunks
+        ]
+        ids.append(
+            number << 40 | np.concatenate(codes).astype(np.int64) << 1 | np.concatenate(known)
+        )
     return ids
 
 
 def uniforms(names: pa.Array) -> np.ndarray:
     """A hash of each name in [0, 1)."""
-    words = b"".join(blake2b(name.encode(), key=KEY, digest_size=8).digest() for name in names.to_pylist())
+    words = b"".join(
+        blake2b(name.encode(), key=KEY, digest_size=8).digest() for name in names.to_pylist()
+    )
     return (np.frombuffer(words, ">u8") >> np.uint64(11)).astype(np.float64) * 2.0**-53

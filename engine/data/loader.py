@@ -1,14 +1,16 @@
 """Batches for training, and the state to resume from: the main interface of engine.data.
 
-    order -> CropReader (threads, read ahead) -> parameters (counter-based) -> views, augmentations -> (batch, state)
+    order -> CropReader (threads, read ahead) -> parameters (counter-based) -> views, augmentations
+    -> (batch, state)
 
     loader = Loader(LoaderConfig(), (Dataset.open("DATASET"),), device=torch.device("cuda"), pretrain=True)
     for batch, state in loader:               # endless; an epoch has steps_per_epoch batches
         ...                                   # save this state with the model that was trained on the batch
     Loader(..., state=state)                  # resumes with the next batch, bit for bit
 
-Backends: `torch` (the reference, and fast on a CPU), `dali` (GPU), `resident` (the dataset in device memory, 120,000 bytes per
-crop, so that input costs nothing). `auto` is DALI on a GPU and torch without one.
+Backends: `torch` (the reference, and fast on a CPU), `dali` (GPU), `resident` (the dataset in
+device memory, 120,000 bytes per crop, so that input costs nothing). `auto` is DALI on a GPU and
+torch without one.
 """
 
 import dataclasses
@@ -53,8 +55,12 @@ from omnilead.engine.data.reader import BadCrop, CropReader, Desk, Report, prefe
 from omnilead.engine.data.staging import Staging
 
 PLANNED_CROPS = 1024  # planned at a time, to share the overhead of numpy calls
-READ_CROPS = 256  # on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops
-THREADS = {"cpu": 1, "cuda": 2}  # a second thread costs a CPU a third more time per crop; it halves the wait for a cold disk
+# on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops
+READ_CROPS = 256
+THREADS = {
+    "cpu": 1,
+    "cuda": 2,
+}  # a second thread costs a CPU a third more time per crop; it halves the wait for a cold disk
 State = dict[str, Any]
 log = logging.getLogger(__name__)
 
@@ -63,14 +69,22 @@ log = logging.getLogger(__name__)
 class PipelineConfig:
     """The section `pipeline` of the settings: how crops are loaded."""
 
-    backend: Literal["auto", "dali", "torch", "resident"] = "auto"  # auto: dali on a GPU; resident: keep data in GPU memory
-    views: Views = "halves"  # the pair to contrast: the two halves of a crop, or two views of one window
+    backend: Literal["auto", "dali", "torch", "resident"] = (
+        "auto"  # auto: dali on a GPU; resident: keep data in GPU memory
+    )
+    views: Views = (
+        "halves"  # the pair to contrast: the two halves of a crop, or two views of one window
+    )
     # 0: shuffle the whole dataset; G: shuffle G shards at a time, for remote data and slow disks
     block_shards: Annotated[int, Field(ge=0)] = 0
     weights: tuple[float, ...] | None = None  # sampling weights of several datasets; None: by size
     source: Literal["tar", "zarr"] | None = None  # format to read if a dataset has both; null: tar
-    check: Literal["first", "always", "never"] = "first"  # verify a crop's checksum at its first read, at every read, or never
-    on_corrupt: Literal["stop", "skip"] = "stop"  # stop at a crop that cannot be read, or skip and count it
+    check: Literal["first", "always", "never"] = (
+        "first"  # verify a crop's checksum at its first read, at every read, or never
+    )
+    on_corrupt: Literal["stop", "skip"] = (
+        "stop"  # stop at a crop that cannot be read, or skip and count it
+    )
     threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: 1, on a GPU 2
     read_ahead: Annotated[int, Field(ge=1)] = 2  # minimum number of prefetched batches
     cache_dir: str | None = None  # local cache directory for datasets on s3://
@@ -82,14 +96,17 @@ class LoaderConfig(PipelineConfig):
     """The section `pipeline` and the settings of other sections that the loader needs."""
 
     batch_crops: int = 512  # over all ranks
-    micro_batch: Annotated[int | None, Field(ge=1)] = None  # crops of a rank contrasted at a time; None: its whole share
+    micro_batch: Annotated[int | None, Field(ge=1)] = (
+        None  # crops of a rank contrasted at a time; None: its whole share
+    )
     seed: Annotated[int, Field(ge=0)] = 0
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    x_BSLT: torch.Tensor  # float32 millivolts on the device; on a CPU (except dali) a buffer that later batches overwrite
+    # float32 millivolts on the device; on a CPU (except dali) a buffer that later batches overwrite
+    x_BSLT: torch.Tensor
     places: Places  # dataset, row and epoch of each crop
     skipped: tuple[BadCrop, ...] = ()  # unreadable crops that were replaced
 
@@ -105,7 +122,8 @@ class Planned(NamedTuple):
 
 
 class StageTimer:
-    """Profile of a loader: how long each stage was busy since the last `snapshot`, in percent of the time.
+    """Profile of a loader: how long each stage was busy since the last `snapshot`, in percent of
+    the time.
 
     plan        choosing crops and drawing their augmentation parameters
     read        reading and verifying crops; with torch on a CPU also `augment`, as the reading threads make the tensors
@@ -119,7 +137,11 @@ class StageTimer:
         self.restart()
 
     def restart(self) -> None:
-        self.crops, self._since, self._busy_s = 0, time.perf_counter(), defaultdict[str, float](float)
+        self.crops, self._since, self._busy_s = (
+            0,
+            time.perf_counter(),
+            defaultdict[str, float](float),
+        )
 
     @contextmanager
     def timed(self, stage: str, without: str = "") -> Iterator[None]:
@@ -139,9 +161,16 @@ class StageTimer:
 
     def snapshot(self) -> dict[str, float]:
         seconds, crops = max(time.perf_counter() - self._since, 1e-9), self.crops
-        shares = {f"data_{stage}_pct": 100 * busy / seconds for stage, busy in sorted(self._busy_s.copy().items())}
+        shares = {
+            f"data_{stage}_pct": 100 * busy / seconds
+            for stage, busy in sorted(self._busy_s.copy().items())
+        }
         self.restart()
-        return {"crops_per_s": crops / seconds, "data_bytes_per_s": crops * CROP_BYTES / seconds, "data_wait_pct": 0.0} | shares
+        return {
+            "crops_per_s": crops / seconds,
+            "data_bytes_per_s": crops * CROP_BYTES / seconds,
+            "data_wait_pct": 0.0,
+        } | shares
 
 
 class Loader:
@@ -160,22 +189,43 @@ class Loader:
         rows: Sequence[np.ndarray] = (),
         **roles: Any,
     ) -> None:
-        """`step`: where to start without a `state`. `spare_bytes`: memory that `resident` leaves free on a GPU. Select crops by
-        `rows` of each dataset, or by `roles` as in DatasetRows.of."""
-        self.config, self.device, self.rank, self.world, self.spare_bytes = config, device, rank, world, spare_bytes
+        """`step`: where to start without a `state`. `spare_bytes`: memory that `resident` leaves
+        free on a GPU. Select crops by `rows` of each dataset, or by `roles` as in
+        DatasetRows.of."""
+        self.config, self.device, self.rank, self.world, self.spare_bytes = (
+            config,
+            device,
+            rank,
+            world,
+            spare_bytes,
+        )
         self.backend: str = config.backend
         if self.backend == "auto":
             self.backend = "dali" if device.type == "cuda" and not config.augment.extra else "torch"
-            log.info("pipeline.backend=auto: %s, because the device is %s", self.backend, device.type)
-        self.extra = ExtraAugmentation(config.augment.extra, config.seed, rank, device) if config.augment.extra else None
+            log.info(
+                "pipeline.backend=auto: %s, because the device is %s", self.backend, device.type
+            )
+        self.extra = (
+            ExtraAugmentation(config.augment.extra, config.seed, rank, device)
+            if config.augment.extra
+            else None
+        )
         if self.extra and self.backend == "dali":
-            raise ConfigError(f"pipeline.backend=dali: cannot run augment.extra={config.augment.extra}: use torch or resident")
+            raise ConfigError(
+                f"pipeline.backend=dali: cannot run augment.extra={config.augment.extra}: use "
+                "torch or resident"
+            )
         given = {"rows": [sha256(mine.tobytes()).hexdigest() for mine in rows]} if rows else {}
         parts = tuple(
-            DatasetRows.of(dataset, rows=mine, **roles) for dataset, mine in zip(datasets, rows or repeat(None), strict=False)
+            DatasetRows.of(dataset, rows=mine, **roles)
+            for dataset, mine in zip(datasets, rows or repeat(None), strict=False)
         )
-        self.order = Order(parts, config.batch_crops, config.seed, config.weights, config.block_shards)
-        self.order.slice(0, rank, world, micro=config.micro_batch)  # fail early if the batch cannot be divided
+        self.order = Order(
+            parts, config.batch_crops, config.seed, config.weights, config.block_shards
+        )
+        self.order.slice(
+            0, rank, world, micro=config.micro_batch
+        )  # fail early if the batch cannot be divided
         self.crops = config.batch_crops // world
         self.recipe = self._recipe(datasets, roles | given)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
@@ -185,7 +235,14 @@ class Loader:
         self.staging = self._staging(datasets)
         self.threads, pin = config.threads or THREADS.get(device.type, 2), device.type == "cuda"
         self.reader = CropReader(
-            datasets, config.check, config.on_corrupt, self.threads, pin, config.source, self.staging, parts
+            datasets,
+            config.check,
+            config.on_corrupt,
+            self.threads,
+            pin,
+            config.source,
+            self.staging,
+            parts,
         )
         self.meter = StageTimer()
 
@@ -200,7 +257,9 @@ class Loader:
 
     def __iter__(self) -> Iterator[tuple[Batch, State]]:
         torch_backend = self._by_cpu if self.device.type == "cpu" else self._by_gpu
-        batches = {"torch": torch_backend, "dali": self._dali, "resident": self._resident}[self.backend]()
+        batches = {"torch": torch_backend, "dali": self._dali, "resident": self._resident}[
+            self.backend
+        ]()
         while True:
             with self.meter.timed("wait", without="gpu_wait"):
                 batch, blob = next(batches)
@@ -209,7 +268,14 @@ class Loader:
                     batch = dataclasses.replace(batch, x_BSLT=self.extra(batch.x_BSLT, self.step))
             self.meter.crops += len(batch.places)
             self.step += 1
-            yield batch, {"crops_seen": self.step * self.config.batch_crops, "recipe": self.recipe, "dali": blob}
+            yield (
+                batch,
+                {
+                    "crops_seen": self.step * self.config.batch_crops,
+                    "recipe": self.recipe,
+                    "dali": blob,
+                },
+            )
 
     def _planned(self, together: int = 1) -> Iterator[Planned]:
         """Plan `together` batches at a time."""
@@ -217,12 +283,16 @@ class Loader:
         steps = max(1, PLANNED_CROPS // crops) * together
         for first in count(self.step, steps):
             with self.meter.timed("plan"):
-                places = self.order.slice(first, self.rank, self.world, steps, self.config.micro_batch)
+                places = self.order.slice(
+                    first, self.rank, self.world, steps, self.config.micro_batch
+                )
                 planned = Planned(places, self._parameters(places))
             yield from map(planned.part, _slices(len(places), crops))
 
     def _parameters(self, places: Places) -> Params:
-        return parameters(self.config.augment, self.config.views, self.config.seed, places, self.measured)
+        return parameters(
+            self.config.augment, self.config.views, self.config.seed, places, self.measured
+        )
 
     def _as_read(self, planned: Planned, report: Report) -> Planned:
         """Draw the parameters again if bad crops were replaced: they depend on the row."""
@@ -245,7 +315,8 @@ class Loader:
                 yield from ((batch, None) for batch in batches)
 
     def _by_cpu(self) -> Iterator[tuple[Batch, None]]:
-        """The thread that reads crops also turns them into tensors, while they are in its core's cache."""
+        """The thread that reads crops also turns them into tensors, while they are in its core's
+        cache."""
         remote = self.staging is not None
 
         def make(planned: Planned, x_BSLT: torch.Tensor) -> Iterable[Batch]:
@@ -261,9 +332,13 @@ class Loader:
 
         return self._ahead(make, 1 if remote else max(1, READ_CROPS // self.crops))
 
-    def _desk(self, planned: Planned, x_BSLT: torch.Tensor, writer: Callable[[torch.Tensor], Write]) -> Desk:
+    def _desk(
+        self, planned: Planned, x_BSLT: torch.Tensor, writer: Callable[[torch.Tensor], Write]
+    ) -> Desk:
         single_threaded()
-        crops = torch.empty((1 if self.augmenter.by_crop else CHUNK, *CROP_SHAPE), dtype=torch.int16)
+        crops = torch.empty(
+            (1 if self.augmenter.by_crop else CHUNK, *CROP_SHAPE), dtype=torch.int16
+        )
         write, asked = writer(crops), planned.places.row.tolist()
 
         def make(positions: list[int], rows: list[int]) -> None:
@@ -291,7 +366,8 @@ class Loader:
         with closing(self._read()) as read:
             while True:
                 with self.meter.timed("read_wait"):
-                    upload.wait()  # before next(read), which returns the last batch's buffer to the reader
+                    # before next(read), which returns the last batch's buffer to the reader
+                    upload.wait()
                     planned, crops, report = next(read)
                 with self.meter.timed("augment"):
                     places, p = self._as_read(planned, report)
@@ -304,7 +380,9 @@ class Loader:
 
         def plan(planned: Planned, _: Any = None) -> tuple[Tensors, Places, Report]:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # per thread; otherwise memory would be pinned for another GPU
+                torch.cuda.set_device(
+                    self.device
+                )  # per thread; otherwise memory would be pinned for another GPU
             with self.meter.timed("plan"):
                 index, report = resident.find(planned.places)
                 places, p = self._as_read(planned, report)
@@ -318,7 +396,9 @@ class Loader:
 
         if self.device.type == "cpu":
             yield from self._ahead(make)
-        with closing(prefetch(self._planned(), plan, range(self.config.read_ahead + 1))) as plans:  # slower than a batch
+        with closing(
+            prefetch(self._planned(), plan, range(self.config.read_ahead + 1))
+        ) as plans:  # slower than a batch
             while True:
                 with self.meter.timed("read_wait"):
                     mine, places, report = next(plans)
@@ -343,7 +423,15 @@ class Loader:
         seed = self.config.seed * 65_537 + self.rank
         with closing(read), closing(feed()) as fed:
             pipeline = dali.Pipeline(
-                self.config.augment, self.config.views, seed, fed, self.crops, example, self.device, self.threads, self._blob
+                self.config.augment,
+                self.config.views,
+                seed,
+                fed,
+                self.crops,
+                example,
+                self.device,
+                self.threads,
+                self._blob,
             )
             with closing(pipeline):
                 while True:
@@ -356,17 +444,29 @@ class Loader:
                     yield Batch(x, places, skipped), self._blob
 
     def _staging(self, datasets: Sequence[Dataset]) -> Staging | None:
-        remote = {d: one for d, one in enumerate(datasets) if self.config.source != "zarr" and one.root.remote and one.shards}
+        remote = {
+            d: one
+            for d, one in enumerate(datasets)
+            if self.config.source != "zarr" and one.root.remote and one.shards
+        }
         if not remote:
             return None
         cache_dir, together = self.config.cache_dir, self.config.block_shards
         if not cache_dir or not together:
             raise ConfigError(
-                "a dataset on s3:// is read through a cache: set pipeline.cache_dir, and pipeline.block_shards to 1 or more"
+                "a dataset on s3:// is read through a cache: set pipeline.cache_dir, and "
+                "pipeline.block_shards to 1 or more"
             )
         needed = shards_needed(self.order, self.step * self.config.batch_crops)
         order = (key for key in needed if key[0] in remote)
-        return Staging(remote, cache_dir, self.config.cache_bytes, order, together, max(4, together) * len(remote))
+        return Staging(
+            remote,
+            cache_dir,
+            self.config.cache_bytes,
+            order,
+            together,
+            max(4, together) * len(remote),
+        )
 
     def _recipe(self, datasets: Sequence[Dataset], roles: dict[str, Any]) -> dict[str, Any]:
         """Everything besides `crops_seen` that determines the next batch, as JSON."""
@@ -380,9 +480,13 @@ class Loader:
             "views": self.config.views,
             "block_shards": self.config.block_shards,
             "weights": list(self.config.weights) if self.config.weights else None,
-            "augment": {name: value for name, value in augment.items() if name != "extra" or value},  # older recipes lack it
+            "augment": {
+                name: value for name, value in augment.items() if name != "extra" or value
+            },  # older recipes lack it
         }
-        if self.backend == "dali":  # its generator state is only valid for the same version, rank and world size
+        if (
+            self.backend == "dali"
+        ):  # its generator state is only valid for the same version, rank and world size
             recipe |= {"dali_version": dali.version(), "rank": self.rank, "world": self.world}
         return recipe
 
@@ -395,15 +499,30 @@ def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
     before: Any = then
     now: Any = recipe
     path: list[str] = []
-    while isinstance(before, dict) and isinstance(now, dict) and before != now:  # find the innermost key that differs
-        path.append(next(key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)))
+    while (
+        isinstance(before, dict) and isinstance(now, dict) and before != now
+    ):  # find the innermost key that differs
+        path.append(
+            next(
+                key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)
+            )
+        )
         before, now = before.get(path[-1]), now.get(path[-1])
     if path:
-        raise ConfigError(f"cannot resume: {'.'.join(path)} changed from {str(before)[:200]} to {now}: set it back")
+        raise ConfigError(
+            f"cannot resume: {'.'.join(path)} changed from {str(before)[:200]} to {now}: set it "
+            "back"
+        )
     if type(seen) is not int or not 0 <= seen < 2**63 or seen % batch_crops:
-        raise ConfigError(f"cannot resume: crops_seen={str(seen)[:40]} is not a whole number of batches: start a new run")
+        raise ConfigError(
+            f"cannot resume: crops_seen={str(seen)[:40]} is not a whole number of batches: start "
+            "a new run"
+        )
     if blob is not None and not (isinstance(blob, str) and blob):
-        raise ConfigError(f"cannot resume: dali={str(blob)[:40]!r} is not a state of DALI's generator: start a new run")
+        raise ConfigError(
+            f"cannot resume: dali={str(blob)[:40]!r} is not a state of DALI's generator: start a "
+            "new run"
+        )
     return seen // batch_crops
 
 

@@ -1,4 +1,5 @@
-"""The order of crops: a pure function of the seed, the position and the datasets. Its only state is `crops_seen`.
+"""The order of crops: a pure function of the seed, the position and the datasets. Its only state is
+`crops_seen`.
 
     rows = DatasetRows.of(Dataset.open("DATASET"), pretrain=True)
     order = Order((rows,), batch_crops=512, seed=0)
@@ -6,14 +7,16 @@
     order.slice(step, rank, world)          # this rank's part of it
     order.places(crops_seen, 512).row       # to resume, start from crops_seen
 
-Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 0.20 ms for 512 of 10**7 crops at any step.
+Nothing is shuffled in memory: a keyed permutation maps a position to a row, in 0.20 ms for 512 of
+10**7 crops at any step.
 
-One dataset: position p of epoch e is permute(p, N, key(seed, e)). The incomplete last batch of an epoch is dropped: different
-rows in each epoch. Several datasets: each has its own epochs and drops nothing; `deal` assigns positions to datasets.
+One dataset: position p of epoch e is permute(p, N, key(seed, e)). The incomplete last batch of an
+epoch is dropped: different rows in each epoch. Several datasets: each has its own epochs and drops
+nothing; `deal` assigns positions to datasets.
 
-Block order (block_shards = G > 0) permutes the shards, then the crops within each block of G shards, so that a batch needs
-only G shards. Crops are in random order across shards, so batches are well mixed for G of 8 and more
-(benchmarks/RESULTS.md, "shuffle quality").
+Block order (block_shards = G > 0) permutes the shards, then the crops within each block of G
+shards, so that a batch needs only G shards. Crops are in random order across shards, so batches are
+well mixed for G of 8 and more (benchmarks/RESULTS.md, "shuffle quality").
 """
 
 import math
@@ -39,16 +42,24 @@ class OrderError(ConfigError):
 
 
 def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset of each position, and how many earlier positions that dataset has: (int16, int64), in closed form.
+    """The dataset of each position, and how many earlier positions that dataset has: (int16,
+    int64), in closed form.
 
-    Quotas are spread as evenly as possible: in any range of positions each dataset has its share to within a few, so every
-    batch and every rank's slice has the same mixture. Each dataset is still read in its own order, which block order needs.
+    Quotas are spread as evenly as possible: in any range of positions each dataset has its share to
+    within a few, so every batch and every rank's slice has the same mixture. Each dataset is still
+    read in its own order, which block order needs.
     """
     cycle, place = np.divmod(position, sum(quotas))
-    dataset, turn = np.full(position.shape, len(quotas) - 1, np.int16), np.empty(position.shape, np.int64)
+    dataset, turn = (
+        np.full(position.shape, len(quotas) - 1, np.int16),
+        np.empty(position.shape, np.int64),
+    )
     left = np.ones(position.shape, bool)
     for d, quota in enumerate(quotas[:-1]):  # each dataset against all later ones
-        before, after = _dealt(place, quota, rest := sum(quotas[d:])), _dealt(place + 1, quota, rest)
+        before, after = (
+            _dealt(place, quota, rest := sum(quotas[d:])),
+            _dealt(place + 1, quota, rest),
+        )
         mine = left & (after > before)
         dataset[mine], turn[mine] = d, (cycle * quota + before)[mine]
         left &= ~mine
@@ -58,13 +69,15 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
 
 
 def _dealt(places: Any, quota: int, rest: int) -> Any:
-    """How many of the first `places` places go to a dataset that gets `quota` of every `rest` (Bresenham)."""
+    """How many of the first `places` places go to a dataset that gets `quota` of every `rest`
+    (Bresenham)."""
     return (places * quota + rest // 2) // rest
 
 
 @dataclass(frozen=True, eq=False)
 class DatasetRows:
-    """The selected rows of one dataset. In a dataset that is only zarr, a shard is one storage object."""
+    """The selected rows of one dataset. In a dataset that is only zarr, a shard is one storage
+    object."""
 
     name: str
     numbers: np.ndarray | None  # row numbers, ascending, 4 bytes each; None: all rows
@@ -83,33 +96,58 @@ class DatasetRows:
         held: bool = False,
         rows: np.ndarray | None = None,
     ) -> "DatasetRows":
-        """Select the rows of a role (Dataset.select), or the given ones; halves=2 drops crops whose second half is empty.
-        `hold_out`: leave out that share of the patients, or with `held` keep only them (leakage.validation_split)."""
+        """Select the rows of a role (Dataset.select), or the given ones; halves=2 drops crops
+        whose second half is empty. `hold_out`: leave out that share of the patients, or with
+        `held` keep only them (leakage.validation_split)."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # only zarr
-            crops = [min(SHARD_CROPS, len(dataset) - start) for start in range(0, len(dataset), SHARD_CROPS)]
+            crops = [
+                min(SHARD_CROPS, len(dataset) - start)
+                for start in range(0, len(dataset), SHARD_CROPS)
+            ]
         if sum(crops) != len(dataset):
-            raise OrderError(f"{name}: {sum(crops)} crops in its shards, {len(dataset)} in its table: run omnilead verify")
-        numbers = rows if (pretrain, dx, identity) == (None,) * 3 else dataset.select(pretrain, dx, identity)
+            raise OrderError(
+                f"{name}: {sum(crops)} crops in its shards, {len(dataset)} in its table: run "
+                "omnilead verify"
+            )
+        numbers = (
+            rows
+            if (pretrain, dx, identity) == (None,) * 3
+            else dataset.select(pretrain, dx, identity)
+        )
         masks = [] if halves is None else [dataset.column("halves") >= halves]
         masks += [validation_split(dataset, hold_out)[held]] if hold_out else []
         for keep in masks:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
-            asked: dict[str, Any] = {"pretrain": pretrain, "dx": dx, "identity": identity, "halves": halves}
+            asked: dict[str, Any] = {
+                "pretrain": pretrain,
+                "dx": dx,
+                "identity": identity,
+                "halves": halves,
+            }
             asked |= {"data.hold_out": hold_out, "held": held} if hold_out else {}
-            text = ", ".join(f"{key}={value!r}" for key, value in asked.items() if value is not None)
-            raise OrderError(f"{name}: no crop has {text}; its roles are {dataset.meta.get('roles')}: select others")
+            text = ", ".join(
+                f"{key}={value!r}" for key, value in asked.items() if value is not None
+            )
+            raise OrderError(
+                f"{name}: no crop has {text}; its roles are {dataset.meta.get('roles')}: select "
+                "others"
+            )
         return cls.among(name, crops, numbers)
 
     @classmethod
-    def among(cls, name: str, shard_crops: Sequence[int], numbers: np.ndarray | None = None) -> "DatasetRows":
+    def among(
+        cls, name: str, shard_crops: Sequence[int], numbers: np.ndarray | None = None
+    ) -> "DatasetRows":
         """Select the given rows of a dataset whose shards have these sizes."""
         shard_first = np.concatenate([[0], np.cumsum(shard_crops, dtype=np.int64)])
         if numbers is None or len(numbers) == shard_first[-1]:
             return cls(name, None, shard_first, shard_first)
         small = numbers.astype(np.int32 if shard_first[-1] < 2**31 else np.int64)
-        return cls(name, small, np.searchsorted(small, shard_first.astype(small.dtype)), shard_first)
+        return cls(
+            name, small, np.searchsorted(small, shard_first.astype(small.dtype)), shard_first
+        )
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -130,7 +168,8 @@ class DatasetRows:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Crops at consecutive positions. `epoch` counts per dataset: (dataset, row, epoch) is the key of the augmentation."""
+    """Crops at consecutive positions. `epoch` counts per dataset: (dataset, row, epoch) is the key
+    of the augmentation."""
 
     dataset: np.ndarray  # int16 [n]
     row: np.ndarray  # int64 [n]
@@ -148,7 +187,9 @@ class Order:
     rows: tuple[DatasetRows, ...]
     batch_crops: int  # over all ranks
     seed: int = 0
-    weights: tuple[float, ...] | None = None  # None: by size, so that every crop is drawn equally often
+    weights: tuple[float, ...] | None = (
+        None  # None: by size, so that every crop is drawn equally often
+    )
     block_shards: int = 0
 
     def __post_init__(self) -> None:
@@ -159,13 +200,22 @@ class Order:
             if not 0 < len(rows) <= MAX_SIZE:
                 raise OrderError(f"{rows.name}: {len(rows)} crops are selected: select 1 to 2**40")
         if not 1 <= self.batch_crops <= total:
-            raise OrderError(f"train.batch_crops={self.batch_crops}: {total} crops are selected: use 1 to {total}")
-        if weights is not None and (len(weights) != len(self.rows) or not all(0 < weight < math.inf for weight in weights)):
             raise OrderError(
-                f"pipeline.weights={weights}: give a positive number for each of {len(self.rows)} datasets, or null"
+                f"train.batch_crops={self.batch_crops}: {total} crops are selected: use 1 to "
+                f"{total}"
+            )
+        if weights is not None and (
+            len(weights) != len(self.rows) or not all(0 < weight < math.inf for weight in weights)
+        ):
+            raise OrderError(
+                f"pipeline.weights={weights}: give a positive number for each of {len(self.rows)} "
+                "datasets, or null"
             )
         if not all(self._quotas):
-            raise OrderError(f"pipeline.weights={weights}: one share is below 2**-30: raise it, or leave the dataset out")
+            raise OrderError(
+                f"pipeline.weights={weights}: one share is below 2**-30: raise it, or leave the "
+                "dataset out"
+            )
 
     @property
     def crops_per_epoch(self) -> int:
@@ -178,7 +228,8 @@ class Order:
 
     @cached_property
     def _quotas(self) -> tuple[int, ...]:
-        """Positions of each dataset in one cycle of `deal`: its size, or its share of 2**30, rounded by largest remainder."""
+        """Positions of each dataset in one cycle of `deal`: its size, or its share of 2**30,
+        rounded by largest remainder."""
         sizes = [len(rows) for rows in self.rows]
         if len(sizes) == 1 or (self.weights is None and sum(sizes) <= DEAL):
             return tuple(sizes)
@@ -197,12 +248,16 @@ class Order:
     def batch(self, step: int) -> Places:
         return self.slice(step, 0, 1)
 
-    def slice(self, step: int, rank: int, world: int, steps: int = 1, micro: int | None = None) -> Places:
-        """A rank's share of `steps` successive global batches. The micro-batches that all ranks process at the same time are
-        adjacent in the global batch, so the same crops are contrasted for any number of ranks."""
+    def slice(
+        self, step: int, rank: int, world: int, steps: int = 1, micro: int | None = None
+    ) -> Places:
+        """A rank's share of `steps` successive global batches. The micro-batches that all ranks
+        process at the same time are adjacent in the global batch, so the same crops are
+        contrasted for any number of ranks."""
         if world < 1 or self.batch_crops % world:
             raise OrderError(
-                f"train.batch_crops={self.batch_crops} cannot be shared equally by {world} ranks: make it a multiple of {world}"
+                f"train.batch_crops={self.batch_crops} cannot be shared equally by {world} ranks: "
+                f"make it a multiple of {world}"
             )
         each = self.batch_crops // world
         micro = micro or each
@@ -217,7 +272,9 @@ class Order:
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
             mine = np.flatnonzero(dataset == d)
-            epoch[mine], i = np.divmod(turn[mine], self.crops_per_epoch if len(self.rows) == 1 else len(rows))
+            epoch[mine], i = np.divmod(
+                turn[mine], self.crops_per_epoch if len(self.rows) == 1 else len(rows)
+            )
             row[mine] = rows.row(self._index(d, epoch[mine], i))
         return Places(dataset, row, epoch)
 
@@ -228,7 +285,9 @@ class Order:
         index = np.empty_like(i)
         for e in np.unique(epoch).tolist():
             now = epoch == e
-            index[now] = _index_in_blocks(_layout(rows, self.seed, dataset, e, self.block_shards), i[now])
+            index[now] = _index_in_blocks(
+                _layout(rows, self.seed, dataset, e, self.block_shards), i[now]
+            )
         return index
 
 
@@ -244,10 +303,17 @@ class _Layout:
 
 @lru_cache(maxsize=64)
 def _layout(rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards: int) -> _Layout:
-    """Computed once per epoch, the only work that grows with the number of shards: 1 to 5 ms for 10,000."""
+    """Computed once per epoch, the only work that grows with the number of shards: 1 to 5 ms for
+    10,000."""
     crops = np.diff(rows.first)
     filled = np.flatnonzero(crops)
-    shard = filled[permute(np.arange(len(filled)), len(filled), bits(seed, RandomStream.SHARD_ORDER, dataset, epoch))]
+    shard = filled[
+        permute(
+            np.arange(len(filled)),
+            len(filled),
+            bits(seed, RandomStream.SHARD_ORDER, dataset, epoch),
+        )
+    ]
     before = np.concatenate([[0], np.cumsum(crops[shard])])
     block_first = np.append(before[:-1:block_shards], before[-1])
     keys = bits(seed, RandomStream.BLOCK_ORDER, dataset, epoch, np.arange(len(block_first) - 1))
@@ -263,7 +329,8 @@ def _index_in_blocks(layout: _Layout, i: np.ndarray) -> np.ndarray:
 
 
 def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
-    """Endless (dataset, shard) in the order in which they are needed after `crops_seen`, each once per epoch of its dataset."""
+    """Endless (dataset, shard) in the order in which they are needed after `crops_seen`, each once
+    per epoch of its dataset."""
     epochs: dict[int, tuple[int, set[int]]] = {}
     for start in count(crops_seen, LOOK_AHEAD):
         places = order.places(start, LOOK_AHEAD)
@@ -271,7 +338,9 @@ def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
         for d, rows in enumerate(order.rows):
             mine = places.dataset == d
             shard[mine] = rows.shard(places.row[mine])
-        needed = dict.fromkeys(zip(places.dataset.tolist(), places.epoch.tolist(), shard.tolist(), strict=True))
+        needed = dict.fromkeys(
+            zip(places.dataset.tolist(), places.epoch.tolist(), shard.tolist(), strict=True)
+        )
         for d, epoch, number in needed:
             if epochs.get(d, (-1,))[0] != epoch:
                 epochs[d] = epoch, set()

@@ -1,11 +1,13 @@
-"""Read crops by offset from the shards into reused buffers, verify them, and prefetch batches in a thread.
+"""Read crops by offset from the shards into reused buffers, verify them, and prefetch batches in a
+thread.
 
-A batch is two arrays, dataset and row. Its reads are sorted by shard and offset and split among threads. Each read is one
-os.preadv of 120,000 bytes straight to the crop's place in the batch, without copies. An open dataset takes 17 bytes of memory
-per crop. Instead of filling a batch, a thread can read into its Desk, where crops become tensors while they are in its cache.
+A batch is two arrays, dataset and row. Its reads are sorted by shard and offset and split among
+threads. Each read is one os.preadv of 120,000 bytes straight to the crop's place in the batch,
+without copies. An open dataset takes 17 bytes of memory per crop. Instead of filling a batch, a
+thread can read into its Desk, where crops become tensors while they are in its cache.
 
-With check="first", a crop's crc32c is verified when this process first reads it, in 5 us. The zarr copy is decoded chunk by
-chunk (data_tools/zarr_reader.py): half the bytes, five times the CPU time.
+With check="first", a crop's crc32c is verified when this process first reads it, in 5 us. The zarr
+copy is decoded chunk by chunk (data_tools/zarr_reader.py): half the bytes, five times the CPU time.
 
     reader = CropReader([dataset])
     report = reader.read(places, out)                            # int16 [n, 12, 5000]
@@ -68,22 +70,29 @@ class Report:
     failed: BadCrop | None = None  # the first bad crop with on_corrupt=stop
 
     def part(self, these: slice) -> "Report":
-        """The report of one of several batches that were read together. Raises if that batch has the bad crop."""
+        """The report of one of several batches that were read together. Raises if that batch has
+        the bad crop."""
         if self.failed and these.start <= self.failed.position < these.stop:
             raise DatasetError(self.failed.reason)
         mine = (bad for bad in self.skipped if these.start <= bad.position < these.stop)
-        return Report(self.row[these], tuple(bad._replace(position=bad.position - these.start) for bad in mine))
+        return Report(
+            self.row[these],
+            tuple(bad._replace(position=bad.position - these.start) for bad in mine),
+        )
 
 
 class Desk(NamedTuple):
     """A reading thread's own buffer for a few crops, and the function that processes them."""
 
     crops: np.ndarray  # int16 [k, 12, 5000]
-    make: Callable[[list[int], list[int]], None]  # positions and rows of the first crops of the buffer
+    make: Callable[
+        [list[int], list[int]], None
+    ]  # positions and rows of the first crops of the buffer
 
 
 class _File:
-    """A file descriptor that is closed after its last use, so that eviction from the cache cannot close it during a read."""
+    """A file descriptor that is closed after its last use, so that eviction from the cache cannot
+    close it during a read."""
 
     def __init__(self, path: str) -> None:
         self.fd = -1
@@ -101,16 +110,25 @@ class _Source:
         formats = dataset.meta["formats"]
         source = source or ("tar" if "tar" in formats else "zarr")
         if source not in formats:
-            raise DatasetError(f"{dataset.root.url}: has {' and '.join(formats)}, not {source}: change pipeline.source")
+            raise DatasetError(
+                f"{dataset.root.url}: has {' and '.join(formats)}, not {source}: change "
+                "pipeline.source"
+            )
         if dataset.root.remote and source == "tar" and not staged:
-            raise DatasetError(f"{dataset.root.url} is remote: its shards are read through a cache (pipeline.cache_dir)")
+            raise DatasetError(
+                f"{dataset.root.url} is remote: its shards are read through a cache "
+                "(pipeline.cache_dir)"
+            )
         if not len(dataset):
             raise DatasetError(f"{dataset.root.url}: the dataset has no crops")
         self.url, self.staged = dataset.root.url, staged and source == "tar"
         self.names = [f"shards/{shard['name']}" for shard in dataset.shards]
         self.shard, self.offset, self.crc = dataset.addresses
         if source == "tar" and not (self.shard.min() >= 0 and self.shard.max() < len(self.names)):
-            raise DatasetError(f"{self.url}: samples.parquet names shards that dataset.json does not list: run omnilead verify")
+            raise DatasetError(
+                f"{self.url}: samples.parquet names shards that dataset.json does not list: run "
+                "omnilead verify"
+            )
         self.checked = np.zeros(len(dataset), bool)
         self.chunks = dataset.chunks if source == "zarr" else None
 
@@ -144,20 +162,35 @@ class CropReader:
         staging: Staging | None = None,
         rows: Sequence[DatasetRows] | None = None,
     ) -> None:
-        """`source`: the format to read; None: tar if the dataset has it. `staging`: for remote datasets. `rows`: the crops of
-        each dataset that may replace a bad one; None: any."""
-        self.check, self.on_corrupt, self.threads, self.staging = check, on_corrupt, threads, staging
+        """`source`: the format to read; None: tar if the dataset has it. `staging`: for remote
+        datasets. `rows`: the crops of each dataset that may replace a bad one; None: any."""
+        self.check, self.on_corrupt, self.threads, self.staging = (
+            check,
+            on_corrupt,
+            threads,
+            staging,
+        )
         self._empty: Callable[[tuple[int, ...]], np.ndarray] = partial(np.empty, dtype=np.int16)
         if pin:  # import now, not later in a thread: a program that exits during an import hangs
             import torch
 
             if torch.cuda.is_available():
-                self._empty = lambda shape: torch.empty(shape, dtype=torch.int16, pin_memory=True).numpy()
+                self._empty = lambda shape: torch.empty(
+                    shape, dtype=torch.int16, pin_memory=True
+                ).numpy()
         staged = staging.datasets if staging else {}
-        self._sources = [_Source(dataset, source, d in staged) for d, dataset in enumerate(datasets)]
-        self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)  # each thread may still hold an evicted one
-        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader")  # the calling thread reads too
-        self._rows = rows or [DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets]
+        self._sources = [
+            _Source(dataset, source, d in staged) for d, dataset in enumerate(datasets)
+        ]
+        self._file = lru_cache(MAX_DESCRIPTORS - threads)(
+            _File
+        )  # each thread may still hold an evicted one
+        self._pool = ThreadPoolExecutor(
+            max(1, threads - 1), "reader"
+        )  # the calling thread reads too
+        self._rows = rows or [
+            DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets
+        ]
         self._bad: set[tuple[int, int]] = set()
 
     @property
@@ -174,11 +207,17 @@ class CropReader:
         return [self._empty((crops, *CROP_SHAPE)) for _ in range(count)]
 
     def read(self, places: Places, out: Out, late: bool = False) -> Report:
-        """Read crops [n] into `out`, int16 [n, 12, 5000] in microvolts, or into each thread's Desk. A bad crop that may not be
-        skipped raises an error (`late`: only in Report.part); `out` is then invalid."""
+        """Read crops [n] into `out`, int16 [n, 12, 5000] in microvolts, or into each thread's
+        Desk. A bad crop that may not be skipped raises an error (`late`: only in Report.part);
+        `out` is then invalid."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
-        if isinstance(out, np.ndarray) and not (out.dtype == np.int16 and out.shape == (len(rows), *CROP_SHAPE)):
-            raise ValueError(f"{out.dtype} {list(out.shape)} cannot hold {len(rows)} crops of int16 {list(CROP_SHAPE)}")
+        if isinstance(out, np.ndarray) and not (
+            out.dtype == np.int16 and out.shape == (len(rows), *CROP_SHAPE)
+        ):
+            raise ValueError(
+                f"{out.dtype} {list(out.shape)} cannot hold {len(rows)} crops of int16 "
+                f"{list(CROP_SHAPE)}"
+            )
         bad = sorted(self._fill(index, rows, out))
         if bad and self.on_corrupt == "stop":
             if late:
@@ -187,7 +226,8 @@ class CropReader:
         return Report(rows, tuple(skip for one in bad for skip in self._substitute(one, rows, out)))
 
     def _substitute(self, bad: BadCrop, rows: np.ndarray, out: Out) -> Iterator[BadCrop]:
-        """Replace a bad crop by the next good selected row: the same one on every rank and after every restart."""
+        """Replace a bad crop by the next good selected row: the same one on every rank and after
+        every restart."""
         p, d, allowed = bad.position, bad.dataset, self._rows[bad.dataset]
         for tries in count(1):
             if (d, bad.row) not in self._bad:
@@ -195,7 +235,9 @@ class CropReader:
                 log.warning("skipped: %s", bad.reason)
             yield bad
             if tries == len(allowed):
-                raise DatasetError(f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read")
+                raise DatasetError(
+                    f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read"
+                )
             rows[p] = allowed.after(int(rows[p]))
             again = self._fill(np.array([d]), rows[p : p + 1], out, p)
             if not again:
@@ -209,8 +251,14 @@ class CropReader:
             source, positions = self._sources[d], np.flatnonzero(index == d)
             mine = rows[positions]
             if mine.min() < 0 or mine.max() >= len(source.checked):
-                raise IndexError(f"{source.url}: rows {mine.min()} to {mine.max()} of {len(source.checked)}")
-            due = np.full(len(mine), self.check == "always") if self.check != "first" else ~source.checked[mine]
+                raise IndexError(
+                    f"{source.url}: rows {mine.min()} to {mine.max()} of {len(source.checked)}"
+                )
+            due = (
+                np.full(len(mine), self.check == "always")
+                if self.check != "first"
+                else ~source.checked[mine]
+            )
             crc = np.where(due, source.crc[mine].astype(np.int64), UNCHECKED)
             shard, offset = source.addresses(mine)
             by = np.lexsort((offset, shard))
@@ -225,27 +273,38 @@ class CropReader:
         return bad
 
     def _read_all(self, reads: list[_Read], out: Out, retry: bool = True) -> list[BadCrop]:
-        """Divide the reads among the threads. Damaged files in the cache are downloaded again, once."""
+        """Divide the reads among the threads. Damaged files in the cache are downloaded again,
+        once."""
         shards = dict.fromkeys(read[:2] for read in reads if self._sources[read.dataset].staged)
-        held: AbstractContextManager[Paths] = self.staging.hold(shards) if self.staging and shards else nullcontext({})
+        held: AbstractContextManager[Paths] = (
+            self.staging.hold(shards) if self.staging and shards else nullcontext({})
+        )
         with held as paths:
             size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
             shares = [reads[at : at + size] for at in range(0, len(reads), size)] or [[]]
-            others = [self._pool.submit(self._read_share, share, out, paths) for share in shares[1:]]
+            others = [
+                self._pool.submit(self._read_share, share, out, paths) for share in shares[1:]
+            ]
             try:
                 bad = self._read_share(shares[0], out, paths)
             finally:
                 wait(others)  # otherwise they could write to a buffer after it was returned
             bad += [one for other in others for one in other.result()]
             positions = {one.position for one in bad}
-            again = [read for read in reads if read.position in positions and isinstance(paths.get(read[:2]), str)]
+            again = [
+                read
+                for read in reads
+                if read.position in positions and isinstance(paths.get(read[:2]), str)
+            ]
             if not (retry and again):
                 return bad
             for path in {str(paths[read[:2]]) for read in again}:
                 log.warning("%s: the cached file is damaged: downloading it again", path)
                 Path(path).unlink(missing_ok=True)
         redone = {read.position for read in again}
-        return [one for one in bad if one.position not in redone] + self._read_all(again, out, retry=False)
+        return [one for one in bad if one.position not in redone] + self._read_all(
+            again, out, retry=False
+        )
 
     def _read_share(self, reads: list[_Read], out: Out, paths: Paths) -> list[BadCrop]:
         bad: list[BadCrop] = []
@@ -275,7 +334,11 @@ class CropReader:
                 what = getattr(error, "strerror", None) or str(error)
             if what:
                 path = paths.get((d, shard))
-                where = f"{path}, downloaded twice: {source.where(read)}" if path else source.where(read)
+                where = (
+                    f"{path}, downloaded twice: {source.where(read)}"
+                    if path
+                    else source.where(read)
+                )
                 bad.append(BadCrop(position, d, row, f"{where}: {what}: restore the file"))
             elif desk:
                 positions.append(position)
@@ -314,24 +377,33 @@ Made = TypeVar("Made")
 
 
 def prefetch(
-    requests: Iterable[R], make: Callable[[R, Buffer], Made], buffers: Sequence[Buffer], in_use: int = 1
+    requests: Iterable[R],
+    make: Callable[[R, Buffer], Made],
+    buffers: Sequence[Buffer],
+    in_use: int = 1,
 ) -> Generator[Made, None, None]:
-    """Run make(request, buffer) in a thread, in the order of the requests. The last `in_use` results stay valid; asking for the
-    next result lets the thread reuse the oldest buffer. The error of a request is raised when its turn comes."""
+    """Run make(request, buffer) in a thread, in the order of the requests. The last `in_use`
+    results stay valid; asking for the next result lets the thread reuse the oldest buffer. The
+    error of a request is raised when its turn comes."""
     free: SimpleQueue[Buffer | None] = SimpleQueue()
     ready: SimpleQueue[tuple[Buffer, Made] | BaseException | None] = SimpleQueue()
     for buffer in buffers:
         free.put(buffer)
-    thread = threading.Thread(target=_keep_making, args=(iter(requests), make, free, ready), name="prefetch", daemon=True)
+    thread = threading.Thread(
+        target=_keep_making, args=(iter(requests), make, free, ready), name="prefetch", daemon=True
+    )
 
     def stop() -> None:
         with suppress(Empty):
             while True:
                 free.get_nowait()
         free.put(None)
-        thread.join(timeout=2)  # longer than a disk read; a thread that waits for the network is abandoned
+        thread.join(
+            timeout=2
+        )  # longer than a disk read; a thread that waits for the network is abandoned
 
-    # A daemon thread inside numpy's C++ code at interpreter exit aborts the process with SIGABRT (in 3 exits of 10).
+    # A daemon thread inside numpy's C++ code at interpreter exit aborts the process with SIGABRT
+    # (in 3 exits of 10).
     atexit.register(stop)
     thread.start()
     used: deque[Buffer] = deque()
@@ -350,7 +422,10 @@ def prefetch(
 
 
 def _keep_making(
-    requests: Iterator[R], make: Callable[[R, Any], Any], free: "SimpleQueue[Any]", ready: "SimpleQueue[Any]"
+    requests: Iterator[R],
+    make: Callable[[R, Any], Any],
+    free: "SimpleQueue[Any]",
+    ready: "SimpleQueue[Any]",
 ) -> None:
     try:
         while (buffer := free.get()) is not None:
@@ -365,9 +440,14 @@ def _keep_making(
 
 
 def read_ahead(
-    requests: Iterable[Places], reader: CropReader, shape: tuple[int, ...], depth: int = 2, in_use: int = 1
+    requests: Iterable[Places],
+    reader: CropReader,
+    shape: tuple[int, ...],
+    depth: int = 2,
+    in_use: int = 1,
 ) -> Generator[tuple[Places, np.ndarray, Report], None, None]:
-    """Prefetch (request, its crops, report), at most `depth` beyond those in use. A request has at most shape[0] crops."""
+    """Prefetch (request, its crops, report), at most `depth` beyond those in use. A request has at
+    most shape[0] crops."""
 
     def fill(request: Places, buffer: np.ndarray) -> tuple[Places, np.ndarray, Report]:
         crops = buffer[: len(request.row)]

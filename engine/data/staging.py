@@ -1,11 +1,14 @@
-"""A bounded local cache of remote shards, which are downloaded before they are needed and verified before they are used.
+"""A bounded local cache of remote shards, which are downloaded before they are needed and verified
+before they are used.
 
-    order of shards -> [4 threads: root.read_range, 8 MiB a part -> sha256 + SHA.partial -> rename] -> SHA.tar -> hold, paths
+    order of shards -> [4 threads: root.read_range, 8 MiB a part -> sha256 + SHA.partial -> rename]
+    -> SHA.tar -> hold, paths
 
-The shards that the order needs next are downloaded while earlier ones are read. The least recently used shard is evicted first,
-but never one in use. Files are named by checksum, so datasets and the ranks of a node can share one directory, on a local disk.
-Locks are flocks, released by the system when a process ends or is killed: the downloading process locks SHA.partial, which has
-its full size from the start; readers lock SHA.tar (shared); a process that makes room locks `lock`.
+The shards that the order needs next are downloaded while earlier ones are read. The least recently
+used shard is evicted first, but never one in use. Files are named by checksum, so datasets and the
+ranks of a node can share one directory, on a local disk. Locks are flocks, released by the system
+when a process ends or is killed: the downloading process locks SHA.partial, which has its full size
+from the start; readers lock SHA.tar (shared); a process that makes room locks `lock`.
 """
 
 import atexit
@@ -34,7 +37,8 @@ Key = tuple[int, int]  # dataset, shard
 
 
 class StagingError(DataError):
-    """A network, disk or space problem, not a damaged dataset: it stops the run, as skipping crops would not help."""
+    """A network, disk or space problem, not a damaged dataset: it stops the run, as skipping crops
+    would not help."""
 
 
 class NoRoom(StagingError):
@@ -52,12 +56,24 @@ class Staging:
         ahead: int = 4,
         timeout_s: float = 60,
     ) -> None:
-        """`order`: shards in the order of use, `together` consecutive ones of each dataset at a time. `ahead`: how many shards
-        to prefetch. `timeout_s`: how long to wait for space that others hold."""
-        self.datasets, self.cache, self.max_bytes, self.timeout_s = datasets, Path(cache_dir), max_bytes, timeout_s
-        self._shards = {(d, s): shard for d, dataset in datasets.items() for s, shard in enumerate(dataset.shards)}
+        """`order`: shards in the order of use, `together` consecutive ones of each dataset at a
+        time. `ahead`: how many shards to prefetch. `timeout_s`: how long to wait for space that
+        others hold."""
+        self.datasets, self.cache, self.max_bytes, self.timeout_s = (
+            datasets,
+            Path(cache_dir),
+            max_bytes,
+            timeout_s,
+        )
+        self._shards = {
+            (d, s): shard
+            for d, dataset in datasets.items()
+            for s, shard in enumerate(dataset.shards)
+        }
         self._order = iter(order)
-        self._current = {d: deque[Key](maxlen=together) for d in datasets}  # the latest shards in the order
+        self._current = {
+            d: deque[Key](maxlen=together) for d in datasets
+        }  # the latest shards in the order
         self._coming = list(islice(self._order, ahead))
         self._tried: set[Key] = set()  # those of _coming that are downloaded or downloading
         self._failed: dict[Key, DatasetError] = {}
@@ -68,18 +84,26 @@ class Staging:
             with self._alone():
                 self._make_room(None, 0, True)  # an earlier run may have had a larger limit
         except OSError as error:
-            raise StagingError(f"pipeline.cache_dir={self.cache}: {error.strerror}: choose another directory") from None
+            raise StagingError(
+                f"pipeline.cache_dir={self.cache}: {error.strerror}: choose another directory"
+            ) from None
         atexit.register(self.close)
-        for _ in range(DOWNLOADS):  # daemons, so that a program can exit without waiting for the network
+        for _ in range(
+            DOWNLOADS
+        ):  # daemons, so that a program can exit without waiting for the network
             threading.Thread(target=self._prefetch, name="staging", daemon=True).start()
 
     @contextmanager
     def hold(self, keys: Iterable[Key]) -> Iterator[dict[Key, str | DatasetError]]:
-        """Local paths of verified shards, or the error of an unusable one. No process evicts them before the end of the block.
-        If processes wait for each other's space, this one releases all its shards and tries again."""
+        """Local paths of verified shards, or the error of an unusable one. No process evicts
+        them before the end of the block. If processes wait for each other's space, this one
+        releases all its shards and tries again."""
         keys = list(keys)
         if (need := sum(map(self._bytes, keys))) > self.max_bytes:
-            raise StagingError(f"{self.cache}: {self.max_bytes} bytes cannot hold the shards of one batch ({need}): {MORE}")
+            raise StagingError(
+                f"{self.cache}: {self.max_bytes} bytes cannot hold the shards of one batch "
+                f"({need}): {MORE}"
+            )
         for left in reversed(range(TRIES)):
             with ExitStack() as held:
                 try:
@@ -93,7 +117,8 @@ class Staging:
             time.sleep(random.random() * WAIT_S)
 
     def close(self) -> None:
-        """Waiting calls raise an error and downloads stop at their next part. The files stay for the next run."""
+        """Waiting calls raise an error and downloads stop at their next part. The files stay for
+        the next run."""
         atexit.unregister(self.close)
         with self._changed:
             self._closing = True
@@ -128,7 +153,10 @@ class Staging:
         while not self._closing:
             with self._changed:
                 waiting = [*chain(*self._current.values()), *self._coming]
-                key = next((one for one in waiting if one not in self._tried and one not in self._failed), None)
+                key = next(
+                    (one for one in waiting if one not in self._tried and one not in self._failed),
+                    None,
+                )
                 if key is None:
                     self._changed.wait()
                     continue
@@ -142,7 +170,8 @@ class Staging:
                     self._tried.discard(key)
 
     def _fetch(self, key: Key, needed: bool) -> int | None:
-        """-> a descriptor with a shared lock on the verified file; None: no space to prefetch it yet."""
+        """-> a descriptor with a shared lock on the verified file; None: no space to prefetch it
+        yet."""
         end = time.monotonic() + self.timeout_s
         try:
             while not self._closing:
@@ -157,13 +186,18 @@ class Staging:
                 elif not room and not needed:
                     return None
                 elif not room and time.monotonic() > end:
-                    raise NoRoom(f"{self.cache}: no space for {self._name(key)}: other processes hold all of it: {MORE}")
+                    raise NoRoom(
+                        f"{self.cache}: no space for {self._name(key)}: other processes hold all "
+                        f"of it: {MORE}"
+                    )
                 else:  # another process downloads it, or holds the space
                     with self._changed:
                         self._changed.wait(POLL_S)
         except OSError as error:  # usually a full disk
             why = error.strerror or str(error)
-            raise StagingError(f"{self.cache}: {why}, for {self._name(key)}: free space, or set pipeline.cache_dir") from None
+            raise StagingError(
+                f"{self.cache}: {why}, for {self._name(key)}: free space, or set pipeline.cache_dir"
+            ) from None
         raise StagingError(f"{self._name(key)}: the cache was closed")
 
     def _is_right(self, key: Key, lock: int) -> bool:
@@ -178,7 +212,8 @@ class Staging:
         return True
 
     def _claim(self, key: Key, needed: bool) -> tuple[int | None, bool]:
-        """-> (descriptor of the locked partial file if this process is to download it, whether there is space)"""
+        """-> (descriptor of the locked partial file if this process is to download it, whether
+        there is space)"""
         partial = self._file(key).with_suffix(".partial")
         with self._alone():
             dead = _open_locked(partial, os.O_RDWR, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,15 +231,23 @@ class Staging:
 
     def _download(self, key: Key, lock: int) -> None:
         """Download to the locked partial file and rename it if its checksum is right; try twice."""
-        partial, size, root = self._file(key).with_suffix(".partial"), self._bytes(key), self.datasets[key[0]].root
+        partial, size, root = (
+            self._file(key).with_suffix(".partial"),
+            self._bytes(key),
+            self.datasets[key[0]].root,
+        )
         try:
             for _ in range(2):
                 sha256 = hashlib.sha256()
                 for start in range(0, size, PART_BYTES):
-                    part = root.read_range(f"shards/{self._shards[key]['name']}", start, min(PART_BYTES, size - start))
+                    part = root.read_range(
+                        f"shards/{self._shards[key]['name']}", start, min(PART_BYTES, size - start)
+                    )
                     if self._closing:
                         return
-                    if missing := min(PART_BYTES, size - start) - len(part):  # the transfer was cut, or the file is too short
+                    if missing := min(PART_BYTES, size - start) - len(
+                        part
+                    ):  # the transfer was cut, or the file is too short
                         break
                     sha256.update(part)
                     os.pwrite(lock, part, start)
@@ -214,7 +257,11 @@ class Staging:
                         os.rename(partial, self._file(key))
                     self._verified.add(key)
                     return
-            what = f"byte {start}: {missing} bytes are missing" if missing else "its bytes fail their sha256"
+            what = (
+                f"byte {start}: {missing} bytes are missing"
+                if missing
+                else "its bytes fail their sha256"
+            )
             raise DatasetError(f"{self._name(key)}: {what}, twice: restore it")
         except FileNotFoundError:
             raise DatasetError(f"{self._name(key)}: no such file: restore it") from None
@@ -223,22 +270,29 @@ class Staging:
             os.close(lock)
 
     def _make_room(self, key: Key | None, need: int, needed: bool) -> bool:
-        """Evict unlocked files, the least recently used first. Shards that the order needs now or next are evicted only for one
-        that is `needed` at once, those needed last first."""
+        """Evict unlocked files, the least recently used first. Shards that the order needs now
+        or next are evicted only for one that is `needed` at once, those needed last first."""
         files = []
         for entry in os.scandir(self.cache):
             if _CACHED.fullmatch(entry.name):
                 with suppress(FileNotFoundError):
                     files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
-        used, present = need + sum(size for _, size, _ in files), {path.stem for _, _, path in files}
+        used, present = (
+            need + sum(size for _, size, _ in files),
+            {path.stem for _, _, path in files},
+        )
         with self._changed:
             order = [*chain(*self._current.values()), *self._coming]
         rank = {self._file(one): i for i, one in reversed(list(enumerate(order, 1)))}
         if not needed:
-            earlier = set(takewhile(lambda one: one != key, order))  # they still need space of their own
+            earlier = set(
+                takewhile(lambda one: one != key, order)
+            )  # they still need space of their own
             used += sum(self._bytes(one) for one in earlier if self._file(one).stem not in present)
             files = [file for file in files if file[2] not in rank]
-        for _, size, path in sorted(files, key=lambda file: (file[2] in rank, -rank.get(file[2], 0), file[0])):
+        for _, size, path in sorted(
+            files, key=lambda file: (file[2] in rank, -rank.get(file[2], 0), file[0])
+        ):
             if used <= self.max_bytes:
                 break
             lock = _open_locked(path, os.O_RDONLY, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,7 +304,8 @@ class Staging:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """A lock between all threads and processes: only one at a time counts, evicts, claims and renames."""
+        """A lock between all threads and processes: only one at a time counts, evicts, claims and
+        renames."""
         with open(self.cache / "lock", "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -266,14 +321,17 @@ class Staging:
 
 
 def _open_locked(path: Path, flags: int, operation: int) -> int | None:
-    """-> a locked descriptor of the file that now has this name; None: it is gone, or another process has locked it."""
+    """-> a locked descriptor of the file that now has this name; None: it is gone, or another
+    process has locked it."""
     try:
         file = os.open(path, flags | os.O_CLOEXEC, 0o644)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(file, operation)
-        if os.path.samestat(os.fstat(file), os.stat(path)):  # not renamed or unlinked between the two
+        if os.path.samestat(
+            os.fstat(file), os.stat(path)
+        ):  # not renamed or unlinked between the two
             return file
     except (BlockingIOError, FileNotFoundError):
         pass

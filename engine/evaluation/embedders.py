@@ -1,11 +1,12 @@
-"""Frozen embeddings to compare: of models, of random weights of their architectures, and the mean beat.
+"""Frozen embeddings to compare: of models, of random weights of their architectures, and the mean
+beat.
 
     first, *others = embedders_of(["A=RUN", "hf://org/name"], args)        # args: code, device, precision, seed
     vectors = embedded(first, dataset, rows, 0.0, "12", Path("OUT/parts"))
 
-Files in `folder` are reused if the model's files, the dataset, the leads and the noise are the same; only missing or damaged
-crops are computed. Noise is physio4 at a multiple of the paper's amplitude, the same for all models.
-B: crops, S: halves.
+Files in `folder` are reused if the model's files, the dataset, the leads and the noise are the
+same; only missing or damaged crops are computed. Noise is physio4 at a multiple of the paper's
+amplitude, the same for all models. B: crops, S: halves.
 """
 
 import hashlib
@@ -37,7 +38,17 @@ from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel, co
 
 MEAN_BEAT, RANDOM = "mean beat", "random weights"
 ANY = ["encoder", "options", "leads"]
-ARCHITECTURE = [*ANY, "conv", "conv_norm", "width", "layers", "heads", "ffn", "position_kernel", "position_groups"]
+ARCHITECTURE = [
+    *ANY,
+    "conv",
+    "conv_norm",
+    "width",
+    "layers",
+    "heads",
+    "ffn",
+    "position_kernel",
+    "position_groups",
+]
 BLOCK = 4096  # crops in a file
 
 
@@ -65,7 +76,8 @@ class Vectors(NamedTuple):
 
 
 def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
-    """`models`: folders, or NAME=FOLDER. Random weights follow the first model of their architecture; the mean beat is last."""
+    """`models`: folders, or NAME=FOLDER. Random weights follow the first model of their
+    architecture; the mean beat is last."""
     found, architectures = dict[str, Embedder](), dict[str, str]()
     for text in models:
         name, equals, place = text.partition("=")
@@ -77,24 +89,36 @@ def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
             raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={place}")
         own = Namespace(**{**vars(args), "model": place, "leads": None})
         model, _ = prepare_model(own)
-        config, batch = config_of(model.config), args.batch or (256 if model.device.type == "cuda" else 16)
+        config, batch = (
+            config_of(model.config),
+            args.batch or (256 if model.device.type == "cuda" else 16),
+        )
         parts = [getattr(config, part) for part in (ANY if config.encoder else ARCHITECTURE)]
         key = repr([parts, model.input, sorted(model.code.items()), own.precision, args.seed])
         random = architectures.setdefault(key, f"{RANDOM} of {name}" if architectures else RANDOM)
-        found[name] = Embedder(name, f"{model.digest} {own.precision}", model.input, model.pooled, model, random, batch)
+        found[name] = Embedder(
+            name, f"{model.digest} {own.precision}", model.input, model.pooled, model, random, batch
+        )
         if random not in found:
             drawn = model.untrained(args.seed)
             digest = hashlib.sha256(key.encode()).hexdigest()
-            found[random] = Embedder(random, digest, model.input, drawn.pooled, drawn, random, batch)
+            found[random] = Embedder(
+                random, digest, model.input, drawn.pooled, drawn, random, batch
+            )
     digest = hashlib.sha256(Path(mean_beat.__file__).read_bytes()).hexdigest()
 
     def beats(x_RLT: Tensor) -> Tensor:
         return torch.from_numpy(mean_beat.mean_beats(x_RLT.numpy()))
 
-    return [*found.values(), Embedder(MEAN_BEAT, digest, Input(ALL, ALL), beats, compared=12 * mean_beat.BEAT)]
+    return [
+        *found.values(),
+        Embedder(MEAN_BEAT, digest, Input(ALL, ALL), beats, compared=12 * mean_beat.BEAT),
+    ]
 
 
-def embedded(one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path) -> Vectors:
+def embedded(
+    one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path
+) -> Vectors:
     """The vectors of these crops, ascending; leads that the model is not shown are set to zero."""
     shown = one.input.limited_to(leads)
     job = json.dumps([one.digest, dataset.fingerprint, shown.seen, noise])
@@ -108,7 +132,12 @@ def embedded(one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: 
             groups = np.split(block, range(one.batch, len(block), one.batch))
             batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
             parts = []
-            for batch, y_RD in predict(noisy(batches, dataset, noise) if noise else batches, shown.halves, one.forward, device):
+            for batch, y_RD in predict(
+                noisy(batches, dataset, noise) if noise else batches,
+                shown.halves,
+                one.forward,
+                device,
+            ):
                 c_BSD = np.zeros((len(batch.crops), 2, y_RD.shape[1]), np.float32)
                 c_BSD[np.arange(2) < batch.halves_B[:, None]] = y_RD
                 parts.append(Vectors(batch.crops, batch.halves_B, c_BSD))
@@ -126,17 +155,27 @@ def embedded(one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: 
 
 def _kept(folder: Path) -> Iterator[Vectors]:
     for path in sorted(folder.glob("*.npz")):
-        with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), np.load(path) as arrays:
+        with (
+            suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
+            np.load(path) as arrays,
+        ):
             yield Vectors(*(arrays[name] for name in Vectors._fields))
 
 
 def noisy(batches: Iterable[CropBatch], dataset: Dataset, strength: float) -> Iterator[CropBatch]:
-    amplitude = AmplitudeMv(**{kind: strength * getattr(AmplitudeMv(), kind) for kind in PAPER_NOISE})
+    amplitude = AmplitudeMv(
+        **{kind: strength * getattr(AmplitudeMv(), kind) for kind in PAPER_NOISE}
+    )
     config = AugmentConfig(rlm=0.0, noise=PAPER_NOISE, amplitude_mv=amplitude)
-    augmenter, measured = Augmenter(config, "halves", 0, torch.device("cpu")), measured_leads([dataset])
+    augmenter, measured = (
+        Augmenter(config, "halves", 0, torch.device("cpu")),
+        measured_leads([dataset]),
+    )
     for batch in batches:
         zeros = np.zeros(len(batch.crops), np.int64)
-        p = parameters(config, "halves", augmenter.seed, Places(zeros, batch.crops, zeros), measured)
+        p = parameters(
+            config, "halves", augmenter.seed, Places(zeros, batch.crops, zeros), measured
+        )
         x_BSLT = augmenter(torch.from_numpy(batch.uv_BLT), augmenter.to_device(p)) / MV_PER_UV
         uv_BLT = x_BSLT.round_().clamp_(-32767, 32767).transpose(1, 2).flatten(2).to(torch.int16)
         yield batch._replace(uv_BLT=uv_BLT.numpy())

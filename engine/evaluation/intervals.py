@@ -1,4 +1,5 @@
-"""Intervals of metrics from few positives or negatives, where a bootstrap says nothing: of two positives it can be 1 to 1.
+"""Intervals of metrics from few positives or negatives, where a bootstrap says nothing: of two
+positives it can be 1 to 1.
 
 if few_patients(labels_NK, patients):
     intervals |= intervals_of_few(metrics, labels_NK, patients)       # exact ones, or NaN
@@ -13,8 +14,18 @@ import numpy as np
 from omnilead.engine.evaluation.metrics import Array, exact_interval
 
 FEW = 10  # patients with the class, or without it
-OF_CLASSES = {"auroc", "auprc", "f_measure", "sensitivity", "specificity", "balanced_accuracy"}  # metrics
-TOO_FEW = f"Fewer than {FEW} patients with or without the class, in every class: AUROC and other metrics of classes"
+OF_CLASSES = {
+    "auroc",
+    "auprc",
+    "f_measure",
+    "sensitivity",
+    "specificity",
+    "balanced_accuracy",
+}  # metrics
+TOO_FEW = (
+    f"Fewer than {FEW} patients with or without the class, in every class: AUROC and other "
+    "metrics of classes"
+)
 
 
 def few_patients(labels_NK: Array, patients: Sequence[Any]) -> bool:
@@ -27,11 +38,17 @@ def few_patients(labels_NK: Array, patients: Sequence[Any]) -> bool:
     return True
 
 
-def intervals_of_few(metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]) -> dict[str, list[float]]:
-    """Exact intervals of the shares of rows, if each row is another patient; otherwise none for metrics of classes."""
+def intervals_of_few(
+    metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]
+) -> dict[str, list[float]]:
+    """Exact intervals of the shares of rows, if each row is another patient; otherwise none for
+    metrics of classes."""
     shares = {"accuracy": int((~np.isnan(labels_NK.astype(float))).any(1).sum())}
     if labels_NK.shape[1] == 1:
-        shares |= {"sensitivity": int((labels_NK == 1).sum()), "specificity": int((labels_NK == 0).sum())}
+        shares |= {
+            "sensitivity": int((labels_NK == 1).sum()),
+            "specificity": int((labels_NK == 0).sum()),
+        }
     independent = len(set(patients)) == len(labels_NK) > 1
     found = {name: [math.nan, math.nan] for name in metrics.keys() & OF_CLASSES}
     for name, n in shares.items():

@@ -1,12 +1,15 @@
-"""Describes an ECG without any training: the median beat of its leads, and the intervals between beats.
+"""Describes an ECG without any training: the median beat of its leads, and the intervals between
+beats.
 
-A baseline for frozen embeddings. R peaks are found where the leads together change fastest, so a blank lead does no harm.
+A baseline for frozen embeddings. R peaks are found where the leads together change fastest, so a
+blank lead does no harm.
 
     x_RLT [R, 12, T] at 500 Hz, uV or mV  ->  mean_beats(x_RLT) [R, 12 * BEAT + 8] float32
 
-The beat runs from 0.25 s before R to 0.45 s after it, filtered to 0.5 to 40 Hz, at 100 Hz, with unit length over all leads: two
-ECGs are compared by cosine of their first 12 * BEAT numbers. The others are logarithms: size of the beat, mean and variation
-of the RR intervals, and residual of each group of leads (I to III, aV, V1 to V3, V4 to V6) after subtracting the median beat.
+The beat runs from 0.25 s before R to 0.45 s after it, filtered to 0.5 to 40 Hz, at 100 Hz, with
+unit length over all leads: two ECGs are compared by cosine of their first 12 * BEAT numbers. The
+others are logarithms: size of the beat, mean and variation of the RR intervals, and residual of
+each group of leads (I to III, aV, V1 to V3, V4 to V6) after subtracting the median beat.
 """
 
 import numpy as np
@@ -25,7 +28,11 @@ Array = np.ndarray
 
 
 def mean_beats(x_RLT: Array) -> Array:
-    return np.stack([_mean_beat(x_LT) for x_LT in x_RLT]) if len(x_RLT) else np.zeros((0, 12 * BEAT + 8), np.float32)
+    return (
+        np.stack([_mean_beat(x_LT) for x_LT in x_RLT])
+        if len(x_RLT)
+        else np.zeros((0, 12 * BEAT + 8), np.float32)
+    )
 
 
 def r_peaks(x_LT: Array) -> Array:
@@ -34,20 +41,32 @@ def r_peaks(x_LT: Array) -> Array:
 
 
 def _filtered(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
-    """Second-order Butterworth band-passes, forwards and backwards; half a second is mirrored at both ends."""
+    """Second-order Butterworth band-passes, forwards and backwards; half a second is mirrored at
+    both ends."""
     pad = FS_HZ // 2
-    before, after = 2 * x_LT[:, :1] - x_LT[:, pad:0:-1], 2 * x_LT[:, -1:] - x_LT[:, -2 : -2 - pad : -1]
+    before, after = (
+        2 * x_LT[:, :1] - x_LT[:, pad:0:-1],
+        2 * x_LT[:, -1:] - x_LT[:, -2 : -2 - pad : -1],
+    )
     x = np.concatenate([before, x_LT, after], 1, dtype=np.float32)
     spectrum, freq_hz = fft.rfft(x), np.maximum(fft.rfftfreq(x.shape[1], 1 / FS_HZ), 1e-6)
-    gains = [1 / ((1 + (low / freq_hz) ** 4) * (1 + (freq_hz / high) ** 4)) for low, high in bands_hz]
-    return [fft.irfft(spectrum * gain.astype(np.float32), x.shape[1])[:, pad:-pad] for gain in gains]
+    gains = [
+        1 / ((1 + (low / freq_hz) ** 4) * (1 + (freq_hz / high) ** 4)) for low, high in bands_hz
+    ]
+    return [
+        fft.irfft(spectrum * gain.astype(np.float32), x.shape[1])[:, pad:-pad] for gain in gains
+    ]
 
 
 def _peaks(qrs_LT: Array) -> Array:
     speed = np.abs(np.diff(qrs_LT)).sum(0)
     speed = np.convolve(speed, np.ones(FS_HZ // 12) / (FS_HZ // 12), "same")
-    seconds = [speed[at : at + FS_HZ].max() for at in range(0, len(speed), FS_HZ)]  # the tallest may be a spike
-    return np.asarray(find_peaks(speed, height=0.45 * np.median(seconds), distance=int(0.3 * FS_HZ))[0])
+    seconds = [
+        speed[at : at + FS_HZ].max() for at in range(0, len(speed), FS_HZ)
+    ]  # the tallest may be a spike
+    return np.asarray(
+        find_peaks(speed, height=0.45 * np.median(seconds), distance=int(0.3 * FS_HZ))[0]
+    )
 
 
 def _mean_beat(x_LT: Array) -> Array:
@@ -62,8 +81,16 @@ def _mean_beat(x_LT: Array) -> Array:
     beat_LT -= beat_LT.mean(1, keepdims=True)
     size, rest = np.linalg.norm(beat_LT), (beats_BLT - beat_LT).std((0, 2)).reshape(4, 3).mean(1)
     rr_s = np.diff(peaks) / FS_HZ if len(peaks) > 2 else np.ones(2)
-    numbers = [size, rr_s.mean(), 0.02 + rr_s.std() / rr_s.mean(), 0.02 + np.abs(np.diff(rr_s)).mean(), *(rest + 1e-3 * size)]
-    return np.concatenate([(beat_LT / max(size, 1e-12)).ravel(), np.log(np.maximum(numbers, 1e-6))]).astype(np.float32)
+    numbers = [
+        size,
+        rr_s.mean(),
+        0.02 + rr_s.std() / rr_s.mean(),
+        0.02 + np.abs(np.diff(rr_s)).mean(),
+        *(rest + 1e-3 * size),
+    ]
+    return np.concatenate(
+        [(beat_LT / max(size, 1e-12)).ravel(), np.log(np.maximum(numbers, 1e-6))]
+    ).astype(np.float32)
 
 
 def _aligned(band_LT: Array, peaks: Array) -> Array:
@@ -72,5 +99,10 @@ def _aligned(band_LT: Array, peaks: Array) -> Array:
     beats_BLT = band_LT[:, peaks[:, None] + offset].transpose(1, 0, 2)
     template = np.median(beats_BLT, 0)
     moves = np.arange(-SHIFT, SHIFT + 1)
-    likeness = np.stack([(band_LT[:, (peaks + move)[:, None] + offset] * template[:, None]).sum((0, 2)) for move in moves])
+    likeness = np.stack(
+        [
+            (band_LT[:, (peaks + move)[:, None] + offset] * template[:, None]).sum((0, 2))
+            for move in moves
+        ]
+    )
     return band_LT[:, (peaks + moves[likeness.argmax(0)])[:, None] + offset].transpose(1, 0, 2)

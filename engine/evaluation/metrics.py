@@ -7,10 +7,12 @@
     mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
     low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients)    95 %, by resampling patients
 
-NaN in y is an unknown label, which is ignored. Means are over the classes (columns) for which a metric is defined.
+NaN in y is an unknown label, which is ignored. Means are over the classes (columns) for which a
+metric is defined.
 
-The Challenge's classes are in the order of challenge_weights.csv, which is its weights.csv (BSD 2-clause, from GitHub:
-physionetchallenges/evaluation-2021). Its weights are multiples of 1/80, so the score's sums are exact integers.
+The Challenge's classes are in the order of challenge_weights.csv, which is its weights.csv (BSD
+2-clause, from GitHub: physionetchallenges/evaluation-2021). Its weights are multiples of 1/80, so
+the score's sums are exact integers.
 
 Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
 """
@@ -32,10 +34,17 @@ Names = Sequence[str]
 Floats = Sequence[float] | None
 METRICS = ("challenge", "auroc", "auprc", "accuracy", "f_measure")  # of diagnosis
 BY_THRESHOLD = ("auroc", "auprc", "accuracy", "f_measure", "sensitivity", "specificity")
-MEASURES = {  # the first is the score of a task; the Challenge's 26 classes have `challenge` before it
+# the first is the score of a task; the Challenge's 26 classes have `challenge` before it
+MEASURES = {
     "binary": BY_THRESHOLD,
     "multilabel": BY_THRESHOLD,  # accuracy: the share of rows with every known class right
-    "multiclass": ("auroc", "auprc", "accuracy", "balanced_accuracy", "f_measure"),  # areas: one class against the rest
+    "multiclass": (
+        "auroc",
+        "auprc",
+        "accuracy",
+        "balanced_accuracy",
+        "f_measure",
+    ),  # areas: one class against the rest
     "regression": ("mae", "rmse", "r2", "pearson"),
 }
 NORMAL = CLASSES.index("NSR")
@@ -55,24 +64,31 @@ class MetricError(OutputError):
 def weights() -> Array:
     """int64 [26, 26], in eightieths: the credit for predicting one class when another is true."""
     lines = (files("omnilead.engine.evaluation") / WEIGHTS).read_text().splitlines()
-    return np.asarray(np.rint(np.genfromtxt(lines, delimiter=",", skip_header=1)[:, 1:] * UNIT), np.int64)
+    return np.asarray(
+        np.rint(np.genfromtxt(lines, delimiter=",", skip_header=1)[:, 1:] * UNIT), np.int64
+    )
 
 
 def predicted(kind: str, scores: Array, thresholds: Floats = None) -> Array:
-    """bool [N, K]: classes strictly above their threshold (fairseq-signals binary_cross_entropy.py:28); for multiclass the
-    most probable one."""
+    """bool [N, K]: classes strictly above their threshold (fairseq-signals
+    binary_cross_entropy.py:28); for multiclass the most probable one."""
     if kind == "multiclass":
         return np.asarray(scores.argmax(1)[:, None] == np.arange(scores.shape[1]))
     return np.asarray(scores > np.asarray(thresholds or THRESHOLD))
 
 
-def measure(kind: str, y_NK: Array, scores_NK: Array, thresholds: Floats = None, classes: Names = ()) -> dict[str, float]:
-    """MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0, 1 or NaN (unknown), or a value."""
+def measure(
+    kind: str, y_NK: Array, scores_NK: Array, thresholds: Floats = None, classes: Names = ()
+) -> dict[str, float]:
+    """MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0, 1 or NaN
+    (unknown), or a value."""
     statistic = statistic_of(kind, y_NK, scores_NK, thresholds, classes)
     return dict(zip(statistic.names, statistic().tolist(), strict=True))
 
 
-def statistic_of(kind: str, y_NK: Any, scores_NK: Any, thresholds: Floats = None, classes: Names = ()) -> "Statistic":
+def statistic_of(
+    kind: str, y_NK: Any, scores_NK: Any, thresholds: Floats = None, classes: Names = ()
+) -> "Statistic":
     y, scores = np.asarray(y_NK), np.asarray(scores_NK)
     classes = classes or [str(k) for k in range(y.shape[-1])]
     if kind == "regression":
@@ -81,8 +97,8 @@ def statistic_of(kind: str, y_NK: Any, scores_NK: Any, thresholds: Floats = None
 
 
 def challenge_score(labels: Array, outputs: Array) -> float:
-    """1: all correct; 0: as good as predicting "normal" for all, or by definition if every label is normal. It has no
-    lower bound."""
+    """1: all correct; 0: as good as predicting "normal" for all, or by definition if every label
+    is normal. It has no lower bound."""
     return challenge_statistic(labels, outputs)(np.ones(len(labels), np.int64))
 
 
@@ -92,20 +108,26 @@ def challenge_statistic(labels: Array, outputs: Array) -> Callable[[Array], floa
 
 
 def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
-    """[3, N] each, predicting outputs, labels or "normal": credit in eightieths, number of classes labelled or predicted."""
+    """[3, N] each, predicting outputs, labels or "normal": credit in eightieths, number of classes
+    labelled or predicted."""
     normal = np.zeros_like(labels)
     normal[:, NORMAL] = True
     y = labels.astype(np.float32)  # exact: sums of up to 676 numbers of up to 80
     worth_NK = y @ weights().astype(np.float32)
     predictions = (outputs, labels, normal)
-    credit_3N = np.array([(worth_NK * predicted).sum(1) for predicted in predictions]).astype(np.int64)
+    credit_3N = np.array([(worth_NK * predicted).sum(1) for predicted in predictions]).astype(
+        np.int64
+    )
     norm_3N = np.array([np.maximum((labels | predicted).sum(1), 1) for predicted in predictions])
     return credit_3N, norm_3N
 
 
 def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
-    """Sums credits by their norm first, as integers, so that the order of the rows does not matter."""
-    sums = np.array([np.bincount(n, c * weight_N, 27) for c, n in zip(credit_3N, norm_3N, strict=True)])
+    """Sums credits by their norm first, as integers, so that the order of the rows does not
+    matter."""
+    sums = np.array(
+        [np.bincount(n, c * weight_N, 27) for c, n in zip(credit_3N, norm_3N, strict=True)]
+    )
     if (sums[1] == sums[2]).all():  # every row is normal or empty: nothing else makes the two equal
         return 0.0
     observed, correct, inactive = (sums / np.maximum(np.arange(27), 1)).sum(1) / UNIT
@@ -113,7 +135,8 @@ def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
 
 
 def summary(labels: Array, outputs: Array, scores: Array) -> dict[str, Any]:
-    """For the Challenge's 26 classes: METRICS; `classes`: figures of each; `without_positives`, `without_negatives`."""
+    """For the Challenge's 26 classes: METRICS; `classes`: figures of each; `without_positives`,
+    `without_negatives`."""
     return Classification(*checked(labels, outputs), scores).summary()
 
 
@@ -122,7 +145,9 @@ def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple
     arrays = []
     for name, array in (("labels", np.asarray(labels)), ("outputs", np.asarray(outputs))):
         if array.ndim != 2 or array.shape[1] != classes or not len(array):
-            raise MetricError(f"{name} of shape {list(array.shape)}, not [n, {classes}] with n at least 1")
+            raise MetricError(
+                f"{name} of shape {list(array.shape)}, not [n, {classes}] with n at least 1"
+            )
         if array.dtype != bool and (wrong := int(((array != 0) & (array != 1)).sum())):
             raise MetricError(f"{name}: {wrong:,} of {array.size:,} are neither 0 nor 1")
         arrays.append(array.astype(bool))
@@ -140,7 +165,9 @@ def ranked(score_N: Array, known_N: Array | None = None) -> tuple[Array, Array]:
     return order, np.flatnonzero(np.append(score[1:] != score[:-1], True))
 
 
-def counts(label_N: Array, order: Array, last: Array, weight_N: Array | None = None) -> tuple[Array, Array]:
+def counts(
+    label_N: Array, order: Array, last: Array, weight_N: Array | None = None
+) -> tuple[Array, Array]:
     """True and false positives at each distinct score as the threshold, from the highest down."""
     weight = np.ones(len(order)) if weight_N is None else weight_N[order]
     true, every = np.cumsum(weight * label_N[order])[last], np.cumsum(weight)[last]
@@ -148,48 +175,75 @@ def counts(label_N: Array, order: Array, last: Array, weight_N: Array | None = N
 
 
 def weighted_areas(y_N: Array, score_N: Array, weight_NB: Array) -> Array:
-    """AUROC and AUPRC [2, B] of a class for B weightings of the rows at once. NaN without positives or negatives."""
+    """AUROC and AUPRC [2, B] of a class for B weightings of the rows at once. NaN without positives
+    or negatives."""
     order, last = ranked(score_N, ~np.isnan(y_N))
     first = np.append(0, last[:-1] + 1)
-    there = np.flatnonzero(np.add.reduceat(y_N[order], first) > 0)  # runs of equal scores with a positive
+    there = np.flatnonzero(
+        np.add.reduceat(y_N[order], first) > 0
+    )  # runs of equal scores with a positive
     positive = np.flatnonzero(y_N[order] > 0)
     if not len(there):
         return np.full((2, weight_NB.shape[1]), np.nan)
     weight_NB = weight_NB[order]
     new = np.add.reduceat(weight_NB[positive], np.searchsorted(positive, first[there]))
     edges = np.unique([0, *first[there], *last[there] + 1])
-    before = np.concatenate([np.zeros_like(new[:1]), np.cumsum(np.add.reduceat(weight_NB, edges[edges < len(order)]), 0)])
-    true, start, end = np.cumsum(new, 0), *(before[np.searchsorted(edges, at)] for at in (first[there], last[there] + 1))
+    before = np.concatenate(
+        [
+            np.zeros_like(new[:1]),
+            np.cumsum(np.add.reduceat(weight_NB, edges[edges < len(order)]), 0),
+        ]
+    )
+    true, start, end = (
+        np.cumsum(new, 0),
+        *(before[np.searchsorted(edges, at)] for at in (first[there], last[there] + 1)),
+    )
     positives, negatives = true[-1], before[-1] - true[-1]
     with np.errstate(invalid="ignore", divide="ignore"):
-        auroc = (new * (negatives - (end - true + start - true + new) / 2)).sum(0) / (positives * negatives)
+        auroc = (new * (negatives - (end - true + start - true + new) / 2)).sum(0) / (
+            positives * negatives
+        )
         auprc = (new * true / np.maximum(end, 1e-9)).sum(0) / positives
     return np.where(positives * negatives > 0, [auroc, auprc], np.nan)
 
 
 class Classification:
-    """Computes MEASURES for any row weights. Rows are sorted once: a bootstrap resample costs a few cumulative sums."""
+    """Computes MEASURES for any row weights. Rows are sorted once: a bootstrap resample costs a few
+    cumulative sums."""
 
     def __init__(
-        self, labels: Array, outputs: Array, scores: Array, classes: Names = CLASSES, kind: str = "multilabel"
+        self,
+        labels: Array,
+        outputs: Array,
+        scores: Array,
+        classes: Names = CLASSES,
+        kind: str = "multilabel",
     ) -> None:
         labels, scores = np.asarray(labels), np.asarray(scores)
         unknown = np.isnan(labels) if labels.dtype.kind == "f" else np.zeros(labels.shape, bool)
         self.labels, outputs = checked(np.where(unknown, 0, labels), outputs, len(classes))
         scores = scores if scores.dtype.kind == "f" else scores.astype(float)
         if scores.shape != self.labels.shape:
-            raise MetricError(f"scores of shape {list(scores.shape)} for labels of shape {list(self.labels.shape)}")
+            raise MetricError(
+                f"scores of shape {list(scores.shape)} for labels of shape "
+                f"{list(self.labels.shape)}"
+            )
         if lost := int(np.isnan(scores).sum()):
             raise MetricError(f"{lost:,} of {scores.size:,} scores are NaN")
         self.known, self.outputs, self.classes = ~unknown, outputs & ~unknown, tuple(classes)
-        self.names = METRICS[:1] * (self.classes == CLASSES and bool(self.known.all())) + MEASURES[kind]
+        self.names = (
+            METRICS[:1] * (self.classes == CLASSES and bool(self.known.all())) + MEASURES[kind]
+        )
         if "challenge" in self.names:
             self.credits = credits(self.labels, self.outputs)
         self.rated_N = self.known.any(1)
         self.right_N = (self.labels == self.outputs).all(1) & self.rated_N
         cells = (self.labels & self.outputs, self.outputs, self.labels, self.known)
         self.cells_NX = np.concatenate(cells, 1).astype(np.float64)
-        self.ranked = [ranked(score_N, known_N) for score_N, known_N in zip(scores.T, self.known.T, strict=True)]
+        self.ranked = [
+            ranked(score_N, known_N)
+            for score_N, known_N in zip(scores.T, self.known.T, strict=True)
+        ]
 
     def __call__(self, weight_N: Array | None = None) -> Array:
         """The metrics `names`, where row i counts weight_N[i] times."""
@@ -214,7 +268,8 @@ class Classification:
             }
 
     def areas(self, weight_N: Array) -> tuple[Array, Array]:
-        """AUROC and AUPRC of each class. NaN without positives; without negatives AUROC is NaN and AUPRC 1."""
+        """AUROC and AUPRC of each class. NaN without positives; without negatives AUROC is NaN and
+        AUPRC 1."""
         found = np.full((2, len(self.classes)), np.nan)
         for k in np.flatnonzero(self.known.any(0)).tolist():
             order, last = self.ranked[k]
@@ -224,18 +279,27 @@ class Classification:
                 new = np.diff(true, prepend=0.0)
                 found[1, k] = (new * true / np.maximum(true + false, 1)).sum() / positives
             if positives and negatives:
-                found[0, k] = (new * (negatives - (false + np.append(0.0, false[:-1])) / 2)).sum() / (positives * negatives)
+                found[0, k] = (
+                    new * (negatives - (false + np.append(0.0, false[:-1])) / 2)
+                ).sum() / (positives * negatives)
         return found[0], found[1]
 
     def summary(self) -> dict[str, Any]:
-        """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those without AUROC."""
+        """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those
+        without AUROC."""
         columns = self.by_class(np.ones(len(self.labels), np.int64))
-        columns |= {"positives": self.labels.sum(0), "predicted": self.outputs.sum(0), "n": self.known.sum(0)}
+        columns |= {
+            "positives": self.labels.sum(0),
+            "predicted": self.outputs.sum(0),
+            "n": self.known.sum(0),
+        }
         classes = table_of(self.classes, columns)
         return dict(zip(self.names, self().tolist(), strict=True)) | {
             "classes": classes,
             "without_positives": [name for name, of in classes.items() if not of["positives"]],
-            "without_negatives": [name for name, of in classes.items() if 0 < of["positives"] == of["n"]],
+            "without_negatives": [
+                name for name, of in classes.items() if 0 < of["positives"] == of["n"]
+            ],
         }
 
 
@@ -264,19 +328,29 @@ class Regression:
             y, shift = self.values - (w * self.values).sum(0) / n, (w * e).sum(0) / n
             p, square = y + e - shift, (w * e * e).sum(0)
             yy, pp, yp = ((w * product).sum(0) for product in (y * y, p * p, y * p))
-            columns = {"mae": (w * abs(e)).sum(0) / n, "rmse": np.sqrt(square / n), "r2": 1 - square / yy}
+            columns = {
+                "mae": (w * abs(e)).sum(0) / n,
+                "rmse": np.sqrt(square / n),
+                "r2": 1 - square / yy,
+            }
             columns |= {"pearson": yp / np.sqrt(yy * pp), "mean_error": shift}
             columns["sd_error"] = np.sqrt(np.maximum(square / n - shift**2, 0))
-        return {name: np.where(np.isfinite(column), column, np.nan) for name, column in columns.items()}
+        return {
+            name: np.where(np.isfinite(column), column, np.nan) for name, column in columns.items()
+        }
 
     def summary(self) -> dict[str, Any]:
         columns = self.by_class(np.ones(len(self.values), np.int64)) | {"n": self.known.sum(0)}
-        return dict(zip(self.names, self().tolist(), strict=True)) | {"classes": table_of(self.classes, columns)}
+        return dict(zip(self.names, self().tolist(), strict=True)) | {
+            "classes": table_of(self.classes, columns)
+        }
 
 
 def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return {name: dict(zip(columns, row, strict=True)) for name, row in zip(classes, rows, strict=True)}
+    return {
+        name: dict(zip(columns, row, strict=True)) for name, row in zip(classes, rows, strict=True)
+    }
 
 
 Statistic = Classification | Regression
@@ -287,16 +361,26 @@ def _mean(values_K: Array) -> float:
     return float(good.mean()) if len(good) else np.nan
 
 
-def identification(gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Array, probe_ids: Sequence[Any]) -> dict[str, Any]:
-    """Whether the gallery entry most similar to a probe (cosine) is of the same patient (paper, "Patient identification").
+def identification(
+    gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Array, probe_ids: Sequence[Any]
+) -> dict[str, Any]:
+    """Whether the gallery entry most similar to a probe (cosine) is of the same patient (paper,
+    "Patient identification").
 
-    A tie counts as the expected result of a random draw among its entries; a zero vector ties with all. `ties`: the share of
-    probes with several best entries; `chance`: the accuracy of a random draw from the gallery; `one_sided`: probes whose
-    patient is not in the gallery, always misses; `cmc`: the share of probes whose patient is among the first 1, 2, ... entries;
-    `hits`, `same`, `other`: for each probe the expected hit, and the highest similarity to the same and to other patients.
+    A tie counts as the expected result of a random draw among its entries; a zero vector ties with
+    all. `ties`: the share of probes with several best entries; `chance`: the accuracy of a random
+    draw from the gallery; `one_sided`: probes whose patient is not in the gallery, always misses;
+    `cmc`: the share of probes whose patient is among the first 1, 2, ... entries; `hits`, `same`,
+    `other`: for each probe the expected hit, and the highest similarity to the same and to other
+    patients.
     """
-    gallery, probes = _units(gallery_PD, gallery_ids, "gallery"), _units(probe_QD, probe_ids, "probe")
-    ids = np.unique(np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)]), return_inverse=True)[1]
+    gallery, probes = (
+        _units(gallery_PD, gallery_ids, "gallery"),
+        _units(probe_QD, probe_ids, "probe"),
+    )
+    ids = np.unique(
+        np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)]), return_inverse=True
+    )[1]
     own, asked = ids[: len(gallery)], ids[len(gallery) :]
     blocks = _compare(gallery, own, probes, asked)
     better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))
@@ -321,7 +405,10 @@ def identification(gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Arra
 def _units(vectors: Array, ids: Sequence[Any], name: str) -> Array:
     array = np.asarray(vectors, np.float64)
     if array.ndim != 2 or not len(array) or len(array) != len(ids):
-        raise MetricError(f"{name} of shape {list(array.shape)} for {len(ids):,} patients: must be [n, width], n at least 1")
+        raise MetricError(
+            f"{name} of shape {list(array.shape)} for {len(ids):,} patients: must be [n, width], "
+            "n at least 1"
+        )
     if lost := int((~np.isfinite(array).all(1)).sum()):
         raise MetricError(f"{lost:,} of {len(array):,} {name} embeddings are not finite")
     return unit_vectors(array)
@@ -330,14 +417,17 @@ def _units(vectors: Array, ids: Sequence[Any], name: str) -> Array:
 def unit_vectors(x_ND: Array) -> Array:
     """Scales rows to length 1; rows of zeros stay zero."""
     largest = np.abs(x_ND).max(1, keepdims=True, initial=0)
-    x_ND = x_ND / np.where(largest > 0, largest, 1)  # otherwise the squares of small numbers underflow
+    x_ND = x_ND / np.where(
+        largest > 0, largest, 1
+    )  # otherwise the squares of small numbers underflow
     length = np.linalg.norm(x_ND, axis=1, keepdims=True)
     return np.asarray(x_ND / np.where(length > 0, length, 1))
 
 
 def _compare(gallery: Array, own: Array, probes: Array, asked: Array) -> Any:
-    """For each block of probes: how many entries are more similar than the patient's best one, how many as similar, how many of
-    those are the patient's, how many share the first place; the highest similarity to the same patient and to others."""
+    """For each block of probes: how many entries are more similar than the patient's best one,
+    how many as similar, how many of those are the patient's, how many share the first place; the
+    highest similarity to the same patient and to others."""
     step = max(1, BLOCK // len(gallery))
     for at in range(0, len(probes), step):
         similarity = probes[at : at + step] @ gallery.T
@@ -357,7 +447,8 @@ def _compare(gallery: Array, own: Array, probes: Array, asked: Array) -> Any:
 
 
 def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array:
-    """[Q, ranks]: the probability that the patient is among the first r, with ties in random order."""
+    """[Q, ranks]: the probability that the patient is among the first r, with ties in random
+    order."""
     missed, found = np.ones(len(better)), np.empty((len(better), ranks))
     for rank in range(ranks):
         drawn = rank - better  # tied entries drawn before this rank
@@ -368,8 +459,8 @@ def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array
 
 
 def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
-    """For each bin of probabilities, over all classes: mean, share of positives, and count; then the expected calibration
-    error."""
+    """For each bin of probabilities, over all classes: mean, share of positives, and count; then
+    the expected calibration error."""
     known = ~np.isnan(labels.astype(float))
     p, y = scores[known].astype(float), labels[known]
     bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
@@ -385,7 +476,9 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
         raise MetricError(f"{list(array)}: an interval needs finite numbers")
     if len(array) == 1:
         return float(array[0]), np.nan
-    return float(array.mean()), float(stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / np.sqrt(len(array)))
+    return float(array.mean()), float(
+        stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / np.sqrt(len(array))
+    )
 
 
 def exact_interval(found: int, people: int) -> list[float]:
@@ -393,12 +486,17 @@ def exact_interval(found: int, people: int) -> list[float]:
     return list(map(float, stats.binomtest(found, people).proportion_ci()))
 
 
-def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int = 1000, seed: int = 0) -> Array:
-    """95 % percentile interval [2, ...] of a statistic, a function of how often each row was drawn. Patients are drawn with
-    all their rows. A resample on which the statistic is undefined (NaN) is left out. NaN if there is only one patient."""
+def bootstrap(
+    statistic: Callable[[Array], Any], groups: Sequence[Any], n: int = 1000, seed: int = 0
+) -> Array:
+    """95 % percentile interval [2, ...] of a statistic, a function of how often each row was
+    drawn. Patients are drawn with all their rows. A resample on which the statistic is undefined
+    (NaN) is left out. NaN if there is only one patient."""
     patient_N = np.unique(np.asarray(groups), return_inverse=True)[1]
     patients, rng = int(patient_N.max()) + 1, np.random.default_rng(seed)
-    draws = (np.bincount(rng.integers(patients, size=patients), minlength=patients) for _ in range(n))
+    draws = (
+        np.bincount(rng.integers(patients, size=patients), minlength=patients) for _ in range(n)
+    )
     drawn = np.array([statistic(drawn_P[patient_N]) for drawn_P in draws], float)
     if patients == 1:
         return np.full((2, *drawn.shape[1:]), np.nan)

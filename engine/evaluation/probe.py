@@ -1,14 +1,17 @@
-"""Scores frozen embeddings: linear probe and k nearest neighbours for any task, and patient identification.
+"""Scores frozen embeddings: linear probe and k nearest neighbours for any task, and patient
+identification.
 
     scores = probe(dataset, halves)      # halves: embeddings of the crops of probe_rows(dataset), one row for each half
     scores = probe(dataset, halves, labels_to_probe(dataset, "", "my.csv"))       # for a label table
     print(report(scores))
 
-Each record is one row, the mean over its halves. Probes are fitted on train, chosen on valid and scored on test. Linear: a
-logistic regression for each class, softmax for exclusive classes, ridge regression for values. Features and values are
-standardised by the training rows. Penalty and number of neighbours minimise the mean squared error of probabilities or values
-on the valid rows, which is defined even for a class without positives. Without a task: diagnosis by the dataset's roles, and
-identification by cosine of the first 5 s of gallery and probe crops (paper, section "Patient identification").
+Each record is one row, the mean over its halves. Probes are fitted on train, chosen on valid and
+scored on test. Linear: a logistic regression for each class, softmax for exclusive classes, ridge
+regression for values. Features and values are standardised by the training rows. Penalty and number
+of neighbours minimise the mean squared error of probabilities or values on the valid rows, which is
+defined even for a class without positives. Without a task: diagnosis by the dataset's roles, and
+identification by cosine of the first 5 s of gallery and probe crops (paper, section "Patient
+identification").
 
 Axes: N rows, D width of an embedding, K classes, H halves. Labels that are NaN are unknown.
 """
@@ -34,7 +37,13 @@ from omnilead.engine.inference.outputs import matrix
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
 
-STRENGTHS = (1.0, 0.1, 0.01, 1e-3, 1e-4)  # of the penalty on the mean loss; strongest first, each starts from the last solution
+STRENGTHS = (
+    1.0,
+    0.1,
+    0.01,
+    1e-3,
+    1e-4,
+)  # of the penalty on the mean loss; strongest first, each starts from the last solution
 NEIGHBOURS = (1, 5, 10, 20, 50, 100)
 BLOCK = 1024  # rows compared at a time
 SPLITS, IDENTITY = ("train", "valid", "test"), ("gallery", "probe")
@@ -55,9 +64,11 @@ class ProbeFit(NamedTuple):
     error: float  # on the valid rows
 
 
-def labels_to_probe(dataset: Dataset, name: str, url: str, splits: Sequence[str] = SPLITS) -> TaskLabels | None:
-    """The labels of the task `name`, or of the table `url`, whose kind is guessed; None if neither is given. ConfigError if one
-    of `splits` has none."""
+def labels_to_probe(
+    dataset: Dataset, name: str, url: str, splits: Sequence[str] = SPLITS
+) -> TaskLabels | None:
+    """The labels of the task `name`, or of the table `url`, whose kind is guessed; None if
+    neither is given. ConfigError if one of `splits` has none."""
     if not (name or url):
         return None
     task = load_task(name) if name else guess(TaskConfig(Path(url).stem[:64], labels=url))
@@ -67,7 +78,8 @@ def labels_to_probe(dataset: Dataset, name: str, url: str, splits: Sequence[str]
     labels = read_task(task, [dataset])
     if empty := [split for split in splits if not len(labels.rows(0, split))]:
         raise ConfigError(
-            f"{labels.name or dataset.root.url}: no record is in the split {empty[0]}: a probe needs {', '.join(splits)}"
+            f"{labels.name or dataset.root.url}: no record is in the split {empty[0]}: a probe "
+            f"needs {', '.join(splits)}"
         )
     for split in (split for split in splits if split != "valid"):
         require_unlike(labels, split, dataset)
@@ -77,7 +89,8 @@ def labels_to_probe(dataset: Dataset, name: str, url: str, splits: Sequence[str]
 def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:
     if not unlike(labels.y[0][labels.rows(0, split)]).any():
         raise ConfigError(
-            f"{labels.name or dataset.root.url}: all labels of the split {split} are the same: nothing to learn or to score"
+            f"{labels.name or dataset.root.url}: all labels of the split {split} are the same: "
+            "nothing to learn or to score"
         )
 
 
@@ -85,7 +98,8 @@ def unlike(y_NK: Array) -> Array:
     """bool [K]: the known labels are not all the same."""
     unknown_NK, inf = np.isnan(y_NK), np.inf
     return np.asarray(
-        np.where(unknown_NK, inf, y_NK).min(0, initial=inf) < np.where(unknown_NK, -inf, y_NK).max(0, initial=-inf)
+        np.where(unknown_NK, inf, y_NK).min(0, initial=inf)
+        < np.where(unknown_NK, -inf, y_NK).max(0, initial=-inf)
     )
 
 
@@ -93,9 +107,13 @@ def probe_rows(dataset: Dataset, labels: TaskLabels | None = None) -> Array:
     """Rows of the crops that the probes need."""
     if labels:
         return np.flatnonzero(labels.split[0])
-    rows = [dataset.select(dx=role) for role in SPLITS] + [dataset.select(identity=role) for role in IDENTITY]
+    rows = [dataset.select(dx=role) for role in SPLITS] + [
+        dataset.select(identity=role) for role in IDENTITY
+    ]
     if not any(map(len, rows)):
-        raise ConfigError(f"{dataset.root.url}: no crop has a role: build it with `omnilead shard --plan paper`")
+        raise ConfigError(
+            f"{dataset.root.url}: no crop has a role: build it with `omnilead shard --plan paper`"
+        )
     return np.unique(np.concatenate(rows))
 
 
@@ -103,36 +121,51 @@ def probe(dataset: Dataset, halves: pa.Table, labels: TaskLabels | None = None) 
     row_H = halves["row"].to_numpy()
     c_HD = matrix(halves)
     of_task = labels or read_task(TaskConfig(), [dataset])
-    scores: dict[str, Any] = {"task": of_task.task.name, "kind": of_task.task.kind} if labels else {}
+    scores: dict[str, Any] = (
+        {"task": of_task.task.name, "kind": of_task.task.kind} if labels else {}
+    )
     of_split = {split: np.flatnonzero(np.isin(row_H, of_task.rows(0, split))) for split in SPLITS}
     if all(map(len, of_split.values())):
-        train, valid, (test_ND, y_NK) = (records(dataset, row_H[at], c_HD[at], of_task.y[0]) for at in of_split.values())
+        train, valid, (test_ND, y_NK) = (
+            records(dataset, row_H[at], c_HD[at], of_task.y[0]) for at in of_split.values()
+        )
         data = ProbeData(*train, *valid, test_ND, of_task.task.kind)
         for name, fit in PROBES.items():
             one = fit_scaled(fit, data)
-            found = measure(data.kind, y_NK, one.scores_NK, classes=of_task.classes) | {"chosen": one.chosen}
+            found = measure(data.kind, y_NK, one.scores_NK, classes=of_task.classes) | {
+                "chosen": one.chosen
+            }
             scores[name] = found if labels else {key: found[key] for key in (*METRICS, "chosen")}
-        scores["records"] = dict(zip(SPLITS, map(len, (data.train_ND, data.valid_ND, test_ND)), strict=True))
+        scores["records"] = dict(
+            zip(SPLITS, map(len, (data.train_ND, data.valid_ND, test_ND)), strict=True)
+        )
     return scores if labels else scores | identified(dataset, row_H, c_HD)
 
 
 def fit_scaled(fit: "Callable[[ProbeData], ProbeFit]", data: ProbeData) -> ProbeFit:
-    """Standardises values by the training rows before the fit, and scales the scores back to their unit."""
+    """Standardises values by the training rows before the fit, and scales the scores back to their
+    unit."""
     if data.kind != "regression":
         return fit(data)
     center, scale = np.nanmean(data.labels_NK, 0), np.nanstd(data.labels_NK, 0)
     scale = np.where(scale > 0, scale, 1.0)
-    labels, valid_labels = ((y_NK - center) / scale for y_NK in (data.labels_NK, data.valid_labels_NK))
+    labels, valid_labels = (
+        (y_NK - center) / scale for y_NK in (data.labels_NK, data.valid_labels_NK)
+    )
     one = fit(data._replace(labels_NK=labels, valid_labels_NK=valid_labels))
     return one._replace(scores_NK=one.scores_NK * scale + center)
 
 
 def identified(dataset: Dataset, row_H: Array, c_HD: Array) -> dict[str, Any]:
     first_H, ids = np.diff(row_H, prepend=-1) != 0, patient_ids([dataset])[0]
-    gallery, probes = (np.flatnonzero(first_H & np.isin(row_H, dataset.select(identity=role))) for role in IDENTITY)
+    gallery, probes = (
+        np.flatnonzero(first_H & np.isin(row_H, dataset.select(identity=role))) for role in IDENTITY
+    )
     if not (len(gallery) and len(probes)):
         return {}
-    found = identification(c_HD[gallery], ids[row_H[gallery]].tolist(), c_HD[probes], ids[row_H[probes]].tolist())
+    found = identification(
+        c_HD[gallery], ids[row_H[gallery]].tolist(), c_HD[probes], ids[row_H[probes]].tolist()
+    )
     names = ("accuracy", "top5", "chance", "n_probes", "n_gallery", "one_sided")
     return {"identification": {name: found[name] for name in names}}
 
@@ -148,26 +181,43 @@ def records(dataset: Dataset, row_H: Array, c_HD: Array, y_NK: Array) -> tuple[A
 def report(scores: dict[str, Any]) -> str:
     lines = []
     if count := scores.get("records"):
-        task, metrics = scores.get("task", "diagnosis"), [name for name in scores["linear"] if name != "chosen"]
-        lines.append(f"{task}, {count['test']:,} records of test ({count['train']:,} train, {count['valid']:,} valid)")
+        task, metrics = (
+            scores.get("task", "diagnosis"),
+            [name for name in scores["linear"] if name != "chosen"],
+        )
+        lines.append(
+            f"{task}, {count['test']:,} records of test ({count['train']:,} train, "
+            f"{count['valid']:,} valid)"
+        )
         width = max(11, *(len(metric) + 2 for metric in metrics))
         lines.append(f"{'':18}" + "".join(f"{metric:>{width}}" for metric in metrics))
         for name, parameter in (("linear", "strength"), ("nearest", "k")):
             numbers = "".join(f"{scores[name][metric]:{width}.4f}" for metric in metrics)
             lines.append(f"{name:18}{numbers}   {parameter} {scores[name]['chosen']:g}")
     if found := scores.get("identification"):
-        against = f"{found['n_probes']:,} probes, {found['n_gallery']:,} in the gallery; chance {found['chance']:.4f}"
-        absent = f"; {found['one_sided']:,} of patients not in the gallery: misses" if found["one_sided"] else ""
+        against = (
+            f"{found['n_probes']:,} probes, {found['n_gallery']:,} in the gallery; chance "
+            f"{found['chance']:.4f}"
+        )
+        absent = (
+            f"; {found['one_sided']:,} of patients not in the gallery: misses"
+            if found["one_sided"]
+            else ""
+        )
         lines.append(f"{'identification':18}{found['accuracy']:11.4f}   {against}{absent}")
     return "\n".join(lines)
 
 
 def linear(data: ProbeData) -> ProbeFit:
-    """Solves all classes together, by L-BFGS, in the basis of the principal components, which changes no solution."""
+    """Solves all classes together, by L-BFGS, in the basis of the principal components, which
+    changes no solution."""
     parts = standardised(data.train_ND, data.valid_ND, data.test_ND)
     variance_D, basis_DD = np.linalg.eigh(parts[0].T @ parts[0])
     train, valid, test = (x_ND @ basis_DD[:, variance_D > 1e-12 * variance_D[-1]] for x_ND in parts)
-    link: Callable[[Array], Array] = {"regression": np.asarray, "multiclass": lambda z: softmax(z, 1)}.get(data.kind, expit)
+    link: Callable[[Array], Array] = {
+        "regression": np.asarray,
+        "multiclass": lambda z: softmax(z, 1),
+    }.get(data.kind, expit)
     fits: list[ProbeFit] = []
     weights = np.zeros((train.shape[1] + 1, data.labels_NK.shape[1]))
     for strength in STRENGTHS:
@@ -181,21 +231,33 @@ def linear(data: ProbeData) -> ProbeFit:
 
 
 def ridge(x_ND: Array, y_NK: Array, strength: float) -> Array:
-    """[1 + D, K], intercepts first: least mean squared error + strength * squared weights (not intercepts)."""
+    """[1 + D, K], intercepts first: least mean squared error + strength * squared weights (not
+    intercepts)."""
     x, penalty = np.insert(x_ND, 0, 1.0, axis=1), strength * np.eye(x_ND.shape[1] + 1)
     penalty[0, 0] = 0
     known = [np.flatnonzero(~np.isnan(y_N)) for y_N in y_NK.T]
-    solve = (np.linalg.solve(x[n].T @ x[n] / len(n) + penalty, x[n].T @ y_NK[n, k] / len(n)) for k, n in enumerate(known))
+    solve = (
+        np.linalg.solve(x[n].T @ x[n] / len(n) + penalty, x[n].T @ y_NK[n, k] / len(n))
+        for k, n in enumerate(known)
+    )
     return np.stack(list(solve), axis=1)
 
 
-def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = None, exclusive: bool = False) -> Array:
-    """[1 + D, K], intercepts first: least mean log loss + strength / 2 * squared weights (not intercepts).
+def logistic(
+    x_ND: Array, y_NK: Array, strength: float, start: Array | None = None, exclusive: bool = False
+) -> Array:
+    """[1 + D, K], intercepts first: least mean log loss + strength / 2 * squared weights (not
+    intercepts).
 
-    Each weight is scaled by the curvature of the loss along it, so that few steps suffice if features are uncorrelated.
+    Each weight is scaled by the curvature of the loss along it, so that few steps suffice if
+    features are uncorrelated.
     """
     y = torch.from_numpy(y_NK.astype(np.float64))
-    known_NK, y, x = (~y.isnan()).double(), y.nan_to_num(), torch.from_numpy(np.insert(x_ND, 0, 1.0, axis=1))
+    known_NK, y, x = (
+        (~y.isnan()).double(),
+        y.nan_to_num(),
+        torch.from_numpy(np.insert(x_ND, 0, 1.0, axis=1)),
+    )
     share_K = ((y.sum(0) + 1) / (known_NK.sum(0) + 2)).clamp(0.5 / len(y), 1 - 0.5 / len(y))
     penalty_D1 = torch.full((x.shape[1], 1), strength, dtype=torch.float64)
     penalty_D1[0] = 0
@@ -214,34 +276,53 @@ def logistic(x_ND: Array, y_NK: Array, strength: float, start: Array | None = No
         return float(value), (gradient_DK * scale_DK).ravel().numpy()
 
     first = np.zeros(tuple(scale_DK.shape)) if start is None else start / scale_DK.numpy()
-    done = minimize(loss, first.ravel(), jac=True, method="L-BFGS-B", options={"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6})
+    done = minimize(
+        loss,
+        first.ravel(),
+        jac=True,
+        method="L-BFGS-B",
+        options={"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6},
+    )
     return np.asarray(done.x.reshape(first.shape) * scale_DK.numpy())
 
 
 def nearest(data: ProbeData) -> ProbeFit:
-    """The share of positives, or the mean value, among the k training rows with the highest cosine."""
-    train, valid, test = (unit_vectors(x) for x in standardised(data.train_ND, data.valid_ND, data.test_ND))
+    """The share of positives, or the mean value, among the k training rows with the highest
+    cosine."""
+    train, valid, test = (
+        unit_vectors(x) for x in standardised(data.train_ND, data.valid_ND, data.test_ND)
+    )
     shares = votes(train, data.labels_NK, valid, [k for k in NEIGHBOURS if k <= len(train)])
     error, k = min((_error(share_NK, data.valid_labels_NK), k) for k, share_NK in shares.items())
     return ProbeFit(votes(train, data.labels_NK, test, [k])[k], k, error)
 
 
-def votes(train_ND: Array, labels_NK: Array, query_ND: Array, neighbours: Sequence[int]) -> dict[int, Array]:
-    """For each k the means of the neighbours' known labels [N, K], or of all rows' if none is known. Of equally similar rows
-    the first counts."""
+def votes(
+    train_ND: Array, labels_NK: Array, query_ND: Array, neighbours: Sequence[int]
+) -> dict[int, Array]:
+    """For each k the means of the neighbours' known labels [N, K], or of all rows' if none is
+    known. Of equally similar rows the first counts."""
     known = ~np.isnan(labels_NK.astype(np.float64))
-    labels, usual_K = np.where(known, labels_NK, 0).astype(np.float64), np.nanmean(labels_NK.astype(np.float64), 0)
+    labels, usual_K = (
+        np.where(known, labels_NK, 0).astype(np.float64),
+        np.nanmean(labels_NK.astype(np.float64), 0),
+    )
     shares: dict[int, list[Array]] = {k: [] for k in neighbours}
     for at in range(0, len(query_ND), BLOCK):
-        order = np.argsort(-(query_ND[at : at + BLOCK] @ train_ND.T), axis=1, kind="stable")[:, : max(neighbours)]
+        order = np.argsort(-(query_ND[at : at + BLOCK] @ train_ND.T), axis=1, kind="stable")[
+            :, : max(neighbours)
+        ]
         for k, blocks in shares.items():
             count = known[order[:, :k]].sum(1)
-            blocks.append(np.where(count > 0, labels[order[:, :k]].sum(1) / np.maximum(count, 1), usual_K))
+            blocks.append(
+                np.where(count > 0, labels[order[:, :k]].sum(1) / np.maximum(count, 1), usual_K)
+            )
     return {k: np.concatenate(blocks) for k, blocks in shares.items()}
 
 
 def standardised(train_ND: Array, *others: Array) -> tuple[Array, ...]:
-    """Standardises by mean and standard deviation of the first; features that are constant there become zero."""
+    """Standardises by mean and standard deviation of the first; features that are constant there
+    become zero."""
     mean, deviation = train_ND.mean(0, dtype=np.float64), train_ND.std(0, dtype=np.float64)
     scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0.0)
     return tuple((x.astype(np.float64) - mean) * scale for x in (train_ND, *others))

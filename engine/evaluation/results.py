@@ -4,9 +4,10 @@
     identify(model, dataset, EvalOptions()).document()["score"]                                          # accuracy
     TaskResult(labels_NK, scores_NK, records, patients).document()                                       # from arrays alone
 
-A sample is a half of 5 s (paper, section "Datasets"). Identification compares the first 5 s of each patient's
-gallery crop and probe crop; with role "valid", the two halves of each crop that was held out of fine-tuning. Intervals are from
-a bootstrap over patients, which draws all halves of a patient together.
+A sample is a half of 5 s (paper, section "Datasets"). Identification compares the first 5 s of each
+patient's gallery crop and probe crop; with role "valid", the two halves of each crop that was held
+out of fine-tuning. Intervals are from a bootstrap over patients, which draws all halves of a
+patient together.
 """
 
 import math
@@ -24,7 +25,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.engine.common import ConfigError, OutputError, describe_leads, environment, find_config, read_yaml, shipped
+from omnilead.engine.common import (
+    ConfigError,
+    OutputError,
+    describe_leads,
+    environment,
+    find_config,
+    read_yaml,
+    shipped,
+)
 from omnilead.engine.data.augmenter import FS_HZ, none_measured
 from omnilead.engine.data.leakage import conflicting_splits, patient_ids
 from omnilead.engine.evaluation.intervals import TOO_FEW, few_patients, intervals_of_few
@@ -39,7 +48,15 @@ from omnilead.engine.evaluation.metrics import (
     statistic_of,
 )
 from omnilead.engine.inference.inputs import DatasetSource, Per, no_leads
-from omnilead.engine.inference.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
+from omnilead.engine.inference.outputs import (
+    RESUMABLE,
+    Output,
+    ParquetParts,
+    make,
+    matrix,
+    vectors,
+    whole,
+)
 from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from omnilead.engine.model.config import validated
@@ -47,7 +64,10 @@ from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
-AGES, AGE_BANDS = (18, 40, 60, 80), np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])  # years
+AGES, AGE_BANDS = (
+    (18, 40, 60, 80),
+    np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"]),
+)  # years
 CHOSEN = "challenge_chosen"
 DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
 
@@ -58,12 +78,15 @@ class EvalOptions:
     leads: str = ""  # as for engine.common.parse_leads; "": all that the model was trained on
     batch: int = 32  # crops encoded at a time
     name: str = "model"  # in the results
-    kept: Path | None = None  # file for the model's outputs, made in parts, so that a killed evaluation can resume
+    kept: Path | None = (
+        None  # file for the model's outputs, made in parts, so that a killed evaluation can resume
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class TaskResult:
-    """Has one row for each half of 5 s. `record`: the metrics of records, whose scores are means over their halves."""
+    """Has one row for each half of 5 s. `record`: the metrics of records, whose scores are means
+    over their halves."""
 
     labels_NK: Array  # 0, 1 or NaN (unknown); for regression, values
     scores_NK: Array  # probabilities; for regression, values
@@ -86,14 +109,19 @@ class TaskResult:
 
     @cached_property
     def groups(self) -> dict[str, dict[str, Any]]:
-        """By age, sex and source: n, patients, positives of each class, metrics and intervals of the records."""
+        """By age, sex and source: n, patients, positives of each class, metrics and intervals of
+        the records."""
         found: dict[str, dict[str, Any]] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
-                one = self._of_records(np.flatnonzero(values_N == value), min(self.resamples, GROUP_RESAMPLES))
+                one = self._of_records(
+                    np.flatnonzero(values_N == value), min(self.resamples, GROUP_RESAMPLES)
+                )
                 shown = {key: one[key] for key in ("n", "patients", "metrics", "intervals")}
                 if self.head.kind != "regression":
-                    shown["positives"] = {label: of["positives"] for label, of in one["classes"].items()}
+                    shown["positives"] = {
+                        label: of["positives"] for label, of in one["classes"].items()
+                    }
                 found.setdefault(name, {})[value] = shown
         return found
 
@@ -102,7 +130,9 @@ class TaskResult:
 
     def of_records(self, rows: Array | slice = slice(None)) -> tuple[Array, Array, list[Any]]:
         """Labels, mean scores and patients of the records in these rows."""
-        records, patients = (np.asarray(each)[rows].tolist() for each in (self.records_N, self.patients_N))
+        records, patients = (
+            np.asarray(each)[rows].tolist() for each in (self.records_N, self.patients_N)
+        )
         return by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
 
     def worst(self, count: int) -> list[int]:
@@ -118,10 +148,15 @@ class TaskResult:
     def remarks(self) -> list[str]:
         remarks, half, labels = list(self.notes), self.half, np.asarray(self.labels_NK)
         if absent := half.get("without_positives"):
-            names = f"{len(absent)} of {len(self.head.classes)} classes have no positives: {', '.join(absent)}"
+            names = (
+                f"{len(absent)} of {len(self.head.classes)} classes have no positives: "
+                f"{', '.join(absent)}"
+            )
             remarks.append(f"{names}. AUROC and AUPRC leave them out.")
         if always := half.get("without_negatives"):
-            remarks.append(f"All samples are positive for {', '.join(always)}: AUROC is not defined there.")
+            remarks.append(
+                f"All samples are positive for {', '.join(always)}: AUROC is not defined there."
+            )
         if labels.dtype.kind == "f" and (unknown := int(np.isnan(labels).sum())):
             remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
         if half["patients"] == 1:
@@ -133,36 +168,70 @@ class TaskResult:
     def document(self) -> dict[str, Any]:
         half, head = {"unit": "half", **self.half}, self.head
         half["score"] = next(iter(half["metrics"].values()))
-        about = {"task": head.task, "kind": head.kind, "thresholds": list(head.thresholds), "value_unit": head.unit}
-        rest = {"record": {"unit": "record", **self.record}, "groups": self.groups, "remarks": self.remarks}
-        return {key: nullable(value) for key, value in {**about, **self.facts, **half, **rest}.items()}
+        about = {
+            "task": head.task,
+            "kind": head.kind,
+            "thresholds": list(head.thresholds),
+            "value_unit": head.unit,
+        }
+        rest = {
+            "record": {"unit": "record", **self.record},
+            "groups": self.groups,
+            "remarks": self.remarks,
+        }
+        return {
+            key: nullable(value) for key, value in {**about, **self.facts, **half, **rest}.items()
+        }
 
 
-def scored(labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo) -> dict[str, Any]:
-    """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first metric is the score."""
+def scored(
+    labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo
+) -> dict[str, Any]:
+    """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first
+    metric is the score."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
-        raise MetricError(f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and the data")
+        raise MetricError(
+            f"the model gave NaN for {broken:,} of {len(scores):,} samples: check its weights and "
+            "the data"
+        )
     statistic = statistic_of(head.kind, labels, scores, head.thresholds, head.classes)
     summary, names = statistic.summary(), statistic.names
     low, high = bootstrap(statistic, patients, resamples).tolist()
-    figures = {name: (summary.pop(name), [a, b]) for name, a, b in zip(names, low, high, strict=True)}
+    figures = {
+        name: (summary.pop(name), [a, b]) for name, a, b in zip(names, low, high, strict=True)
+    }
     if head.chosen and "challenge" in names:
         again = challenge_statistic(labels, scores > np.asarray(head.chosen))
         ends = bootstrap(again, patients, resamples).tolist()
-        figures = {"challenge": figures["challenge"], CHOSEN: (again(np.ones(len(labels), np.int64)), ends)} | figures
-    metrics, intervals = ({name: figure[part] for name, figure in figures.items()} for part in (0, 1))
+        figures = {
+            "challenge": figures["challenge"],
+            CHOSEN: (again(np.ones(len(labels), np.int64)), ends),
+        } | figures
+    metrics, intervals = (
+        {name: figure[part] for name, figure in figures.items()} for part in (0, 1)
+    )
     if head.kind != "regression" and few_patients(labels, patients):
         intervals |= intervals_of_few(metrics, labels, patients)
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold
     if head.kind != "regression":
         metrics["calibration_error"] = calibration(labels, scores)[-1]
-    return {"n": len(labels), "patients": len(set(patients)), "metrics": metrics, "intervals": intervals, **summary}
+    return {
+        "n": len(labels),
+        "patients": len(set(patients)),
+        "metrics": metrics,
+        "intervals": intervals,
+        **summary,
+    }
 
 
-def by_record(labels: Array, scores: Array, records: Sequence[Any], patients: Sequence[Any]) -> tuple[Array, Array, list[Any]]:
+def by_record(
+    labels: Array, scores: Array, records: Sequence[Any], patients: Sequence[Any]
+) -> tuple[Array, Array, list[Any]]:
     """Labels, mean scores and patients of the records, ordered by name."""
-    _, first, record_N, halves = np.unique(np.asarray(records), return_index=True, return_inverse=True, return_counts=True)
+    _, first, record_N, halves = np.unique(
+        np.asarray(records), return_index=True, return_inverse=True, return_counts=True
+    )
     sums = np.zeros((len(first), scores.shape[1]))
     np.add.at(sums, record_N, scores)
     return np.asarray(labels)[first], sums / halves[:, None], np.asarray(patients)[first].tolist()
@@ -177,7 +246,9 @@ class IdentificationResult:
     facts: dict[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
     resamples: int = RESAMPLES
-    untrained: "IdentificationResult | None" = None  # random weights of the same architecture, on the same pairs
+    untrained: "IdentificationResult | None" = (
+        None  # random weights of the same architecture, on the same pairs
+    )
 
     @cached_property
     def scores(self) -> dict[str, Any]:
@@ -188,7 +259,9 @@ class IdentificationResult:
         hits, people = self.scores["hits"], len(set(self.probe_ids))
         if people > 1 and hits.mean() in (0, 1):  # resamples would all agree
             return exact_interval(int(hits[0]) * people, people)
-        ends: list[float] = bootstrap(lambda weight: weight @ hits / weight.sum(), self.probe_ids, self.resamples).tolist()
+        ends: list[float] = bootstrap(
+            lambda weight: weight @ hits / weight.sum(), self.probe_ids, self.resamples
+        ).tolist()
         return ends
 
     @property
@@ -197,11 +270,20 @@ class IdentificationResult:
         if scores["n_gallery"] == 1:
             remarks.append("The gallery has one entry: accuracy and chance say nothing.")
         elif scores["ties"] > 0.5:
-            remarks.append("Most probes are equally similar to several patients: the embeddings have collapsed, or are copies.")
+            remarks.append(
+                "Most probes are equally similar to several patients: the embeddings have "
+                "collapsed, or are copies."
+            )
         if scores["one_sided"]:
-            remarks.append(f"{scores['one_sided']:,} probes are of patients who are not in the gallery: they count as misses.")
+            remarks.append(
+                f"{scores['one_sided']:,} probes are of patients who are not in the gallery: they "
+                "count as misses."
+            )
         if self.untrained and self.untrained.scores["accuracy"] >= scores["accuracy"]:
-            remarks.append("Random weights of the same architecture recognise as many patients: training gains nothing here.")
+            remarks.append(
+                "Random weights of the same architecture recognise as many patients: training "
+                "gains nothing here."
+            )
         return remarks
 
     def document(self) -> dict[str, Any]:
@@ -213,9 +295,18 @@ class IdentificationResult:
             intervals["random_weights"] = self.untrained.interval
         whole = {
             **{"task": "identification", **self.facts, "unit": "patient"},
-            **{"n": scores["n_probes"], "gallery": scores["n_gallery"], "one_sided": scores["one_sided"]},
+            **{
+                "n": scores["n_probes"],
+                "gallery": scores["n_gallery"],
+                "one_sided": scores["one_sided"],
+            },
             **{"metrics": metrics, "intervals": intervals},
-            **{"classes": {}, "cmc": scores["cmc"].tolist(), "score": scores["accuracy"], "remarks": self.remarks},
+            **{
+                "classes": {},
+                "cmc": scores["cmc"].tolist(),
+                "score": scores["accuracy"],
+                "remarks": self.remarks,
+            },
         }
         return {key: nullable(value) for key, value in whole.items()}
 
@@ -229,20 +320,34 @@ def nullable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options: EvalOptions) -> TaskResult:
+def score_task(
+    model: TrainedModel, dataset: Dataset, task: TaskConfig, options: EvalOptions
+) -> TaskResult:
     head = model.head_info
     if model.head is None or head is None:
         kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
-        raise ConfigError(f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead finetune")
+        raise ConfigError(
+            f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead "
+            "finetune"
+        )
     if task.kind != head.kind:
         own = f"the model is fine-tuned for {head.task}, which is {head.kind}"
-        raise ConfigError(f"--task {task.name}: is {task.kind}, {own}: leave --task out, or choose another model")
+        raise ConfigError(
+            f"--task {task.name}: is {task.kind}, {own}: leave --task out, or choose another model"
+        )
     model_input, notes = shown_input(model, dataset, options)
     labels = read_task(task, [dataset])
     unknown = [name for name in labels.classes if name not in model.classes]
     if unknown or (head.kind == "multiclass" and len(labels.classes) < len(model.classes)):
-        differ = f"not {', '.join(unknown[:5])}" if unknown else f"of which the labels have {', '.join(labels.classes)}"
-        raise ConfigError(f"the model knows {len(model.classes)} classes, {differ}: use other --labels, or another model")
+        differ = (
+            f"not {', '.join(unknown[:5])}"
+            if unknown
+            else f"of which the labels have {', '.join(labels.classes)}"
+        )
+        raise ConfigError(
+            f"the model knows {len(model.classes)} classes, {differ}: use other --labels, or "
+            "another model"
+        )
     labelled, y_NK = labels_of(labels, dataset, options.role)
     (rows,), left_out = _measured(dataset, model_input, labelled)
     y_NK = y_NK[np.isin(labelled, rows)]
@@ -250,44 +355,98 @@ def score_task(model: TrainedModel, dataset: Dataset, task: TaskConfig, options:
     scores_RK, crop_R = _outputs(output, dataset, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
     challenge = labels.classes == CLASSES
-    thresholds = [THRESHOLD if challenge else head.thresholds[k] for k in columns] if head.thresholds else []
-    chosen = tuple(head.thresholds[k] for k in columns) if challenge and set(head.thresholds) != {THRESHOLD} else ()
+    thresholds = (
+        [THRESHOLD if challenge else head.thresholds[k] for k in columns] if head.thresholds else []
+    )
+    chosen = (
+        tuple(head.thresholds[k] for k in columns)
+        if challenge and set(head.thresholds) != {THRESHOLD}
+        else ()
+    )
     if chosen:
         notes.append(
-            f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score with chosen "
+            f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the "
+            "Challenge score with chosen "
             "thresholds uses the threshold of each class that had the highest F1 in validation."
         )
     trained = validated(TaskConfig, head.definition, "task") if head.definition else labels.task
     if (trained.split, trained.folds) != (labels.task.split, labels.task.folds):
-        notes.append("Possible leakage: the model was fine-tuned with other folds or another split than the ones scored here.")
-    elif model.history.get("datasets") == [dataset.fingerprint] and head.definition and labels.facts["sha256"] != head.sha256:
-        notes.append("Possible leakage: the model was fine-tuned on this dataset with other labels or another split.")
-    head = replace(head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds), chosen=chosen)
+        notes.append(
+            "Possible leakage: the model was fine-tuned with other folds or another split than "
+            "the ones scored here."
+        )
+    elif (
+        model.history.get("datasets") == [dataset.fingerprint]
+        and head.definition
+        and labels.facts["sha256"] != head.sha256
+    ):
+        notes.append(
+            "Possible leakage: the model was fine-tuned on this dataset with other labels or "
+            "another split."
+        )
+    head = replace(
+        head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds), chosen=chosen
+    )
     known = int((~np.isnan(labels.y[0]).all(1)).sum())
-    if task.labels and known > len(labelled) and dataset.fingerprint not in (model.history.get("datasets") or []):
+    if (
+        task.labels
+        and known > len(labelled)
+        and dataset.fingerprint not in (model.history.get("datasets") or [])
+    ):
         some = f"{len(labelled):,} of {known:,} labelled crops are in the split {options.role}"
-        notes.append(f"{some}. To score all, give the label table a column `split` that says {options.role}.")
+        notes.append(
+            f"{some}. To score all, give the label table a column `split` that says {options.role}."
+        )
     facts = _facts(dataset, options, model_input) | ({"labels": task.labels} if task.labels else {})
     table = dataset.table(["source", "record", "age", "sex"]).take(rows)
-    sources, records, ages, sexes = (np.array(column, object)[crop_R] for column in table.to_pydict().values())
+    sources, records, ages, sexes = (
+        np.array(column, object)[crop_R] for column in table.to_pydict().values()
+    )
     names = [f"{source}/{record}" for source, record in zip(sources, records, strict=True)]
-    bands = AGE_BANDS[np.where(np.isnan(ages.astype(float)), -1, np.digitize(ages.astype(float), AGES))]
-    groups = {"age": bands, "sex": np.array([sex or "unknown" for sex in sexes]), "source": sources.astype(str)}
+    bands = AGE_BANDS[
+        np.where(np.isnan(ages.astype(float)), -1, np.digitize(ages.astype(float), AGES))
+    ]
+    groups = {
+        "age": bands,
+        "sex": np.array([sex or "unknown" for sex in sexes]),
+        "source": sources.astype(str),
+    }
     patients = patient_ids([dataset])[0][rows][crop_R].tolist()
     notes += [*left_out, *(labels.remarks if task.labels else ())]
-    return TaskResult(y_NK[crop_R], scores_RK[:, columns], names, patients, facts, notes, head, rows[crop_R], groups)
+    return TaskResult(
+        y_NK[crop_R],
+        scores_RK[:, columns],
+        names,
+        patients,
+        facts,
+        notes,
+        head,
+        rows[crop_R],
+        groups,
+    )
 
 
 def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, Array]:
     """The crops of a split, and their labels."""
     name, rows = labels.name or dataset.root.url, labels.rows(0, role)
     if labels.role:
-        require(rows, dataset, f"dx={role}", "crops of cpsc_2018 or georgia: shard --dx-sources names others")
+        require(
+            rows,
+            dataset,
+            f"dx={role}",
+            "crops of cpsc_2018 or georgia: shard --dx-sources names others",
+        )
     if not len(rows):
-        raise ConfigError(f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role")
+        raise ConfigError(
+            f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role"
+        )
     y_NK = labels.y[0][rows]
     if labels.task.kind != "regression" and not np.nansum(y_NK):
-        what = f"with dx={role} has a scored diagnosis" if labels.role else f"of the split {role} has a positive label"
+        what = (
+            f"with dx={role} has a scored diagnosis"
+            if labels.role
+            else f"of the split {role} has a positive label"
+        )
         raise ConfigError(f"{name}: none of its {len(rows):,} crops {what}")
     return rows, y_NK
 
@@ -311,7 +470,12 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
     else:
         gallery, probe = (dataset.select(identity=role) for role in ("gallery", "probe"))
         for role, side in (("gallery", gallery), ("probe", probe)):
-            require(side, dataset, f"id={role}", "patients of ptb-xl with two sessions: shard --id-sources names others")
+            require(
+                side,
+                dataset,
+                f"id={role}",
+                "patients of ptb-xl with two sessions: shard --id-sources names others",
+            )
         (gallery, probe), left_out = _measured(dataset, model_input, gallery, probe)
         rows = np.union1d(gallery, probe)
         c_BD, _ = _outputs(output, dataset, rows, model_input, options, "first")
@@ -320,7 +484,9 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
     ids = patients[gallery].tolist(), patients[probe].tolist()
     baseline = IdentificationResult(gallery_PD[:, width:], ids[0], probe_QD[:, width:], ids[1])
     vectors_of = gallery_PD[:, :width], ids[0], probe_QD[:, :width], ids[1]
-    return IdentificationResult(*vectors_of, _facts(dataset, options, model_input), notes, untrained=baseline)
+    return IdentificationResult(
+        *vectors_of, _facts(dataset, options, model_input), notes, untrained=baseline
+    )
 
 
 def load_task(name: str) -> TaskConfig:
@@ -330,18 +496,32 @@ def load_task(name: str) -> TaskConfig:
 
 
 def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
-    """The task of this name, with these labels. auto: the task the model was fine-tuned for, else identification."""
+    """The task of this name, with these labels. auto: the task the model was fine-tuned for, else
+    identification."""
     head = model.head_info
     own = head.task if head else "identification"
     known = head.definition if head and name in ("auto", own) else {}
     if name == "auto" and not known and own not in shipped("tasks"):
-        raise ConfigError(f"the model was fine-tuned for {own!r}, which is no shipped task: name its YAML file with --task")
-    task = validated(TaskConfig, known, "task") if known else load_task(own if name == "auto" else name)
-    if known and task.labels and not labels:  # the model may come from anyone: what it names is not opened
-        raise ConfigError(f"the model does not keep the labels of its task {task.name}, {task.labels}: give them with --labels")
+        raise ConfigError(
+            f"the model was fine-tuned for {own!r}, which is no shipped task: name its YAML file "
+            "with --task"
+        )
+    task = (
+        validated(TaskConfig, known, "task")
+        if known
+        else load_task(own if name == "auto" else name)
+    )
+    if (
+        known and task.labels and not labels
+    ):  # the model may come from anyone: what it names is not opened
+        raise ConfigError(
+            f"the model does not keep the labels of its task {task.name}, {task.labels}: give "
+            "them with --labels"
+        )
     if task.kind == "identity" and labels:
         raise ConfigError(
-            f"--labels {labels}: the model was not fine-tuned for labels: use omnilead finetune, or omnilead probe"
+            f"--labels {labels}: the model was not fine-tuned for labels: use omnilead finetune, "
+            "or omnilead probe"
         )
     return replace(task, labels=labels) if labels else task
 
@@ -352,50 +532,90 @@ def require(rows: Array, dataset: Dataset, what: str, source: str) -> None:
         raise ConfigError(f"{dataset.root.url}: no crop has {what}: {made}")
 
 
-def shown_input(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> tuple[Input, list[str]]:
+def shown_input(
+    model: TrainedModel, dataset: Dataset, options: EvalOptions
+) -> tuple[Input, list[str]]:
     """The model's input, and warnings about the data; data of another rate or unit are refused."""
     for key, value in (("fs_hz", FS_HZ), ("uv_per_lsb", 1.0)):
         if (has := dataset.meta.get(key)) != value:
-            raise ConfigError(f"{dataset.root.url}: {key}={has}, the model takes {value:g}: build the dataset again with shard")
+            raise ConfigError(
+                f"{dataset.root.url}: {key}={has}, the model takes {value:g}: build the dataset "
+                "again with shard"
+            )
     try:
         model_input = model.input.limited_to(options.leads) if options.leads else model.input
     except ConfigError as error:
         raise ConfigError(f"--leads {options.leads}: {error}") from None
     notes, sha256 = [], model.preprocessing.get("sha256")
     if sha256 and sha256 != dataset.meta["preprocessing_sha256"]:
-        notes.append("The data were preprocessed differently from the model's training data: compare dataset.json.")
+        notes.append(
+            "The data were preprocessed differently from the model's training data: compare "
+            "dataset.json."
+        )
     if dataset.meta.get("plan") == "paper-split":
-        notes.append("The split is the authors', which leaks (--plan paper-split): for comparison only.")
+        notes.append(
+            "The split is the authors', which leaks (--plan paper-split): for comparison only."
+        )
     if others := conflicting_splits(model.history.get("splits"), dataset):
         differ = ", ".join(f"{name} {before}, here {now}" for name, before, now in others[0])
-        notes.append(f"Possible leakage: the model was trained on these sources with another split ({differ}).")
+        notes.append(
+            f"Possible leakage: the model was trained on these sources with another split "
+            f"({differ})."
+        )
     return model_input, notes
 
 
 def _measured(dataset: Dataset, model_input: Input, *sides: Array) -> tuple[list[Array], list[str]]:
-    """The crops in which at least one of the model's leads was recorded, and a note on the others."""
+    """The crops in which at least one of the model's leads was recorded, and a note on the
+    others."""
     blank = none_measured(dataset, model_input.seen)
     if any(blank[rows].all() for rows in sides):
         raise ConfigError(f"{dataset.root.url}: {no_leads(model_input)}: choose other --leads")
     without, leads = sum(int(blank[rows].sum()) for rows in sides), describe_leads(model_input.seen)
-    note = f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of {leads} was recorded in them."
+    note = (
+        f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of {leads} was "
+        "recorded in them."
+    )
     return [rows[~blank[rows]] for rows in sides], [note] * (without > 0)
 
 
 def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[str, Any]:
-    data = {"data": dataset.fingerprint, "dataset": dataset.root.url, "plan": dataset.meta.get("plan")}
-    return {"model": options.name, **data, "role": options.role, "leads": describe_leads(model_input.seen)}
+    data = {
+        "data": dataset.fingerprint,
+        "dataset": dataset.root.url,
+        "plan": dataset.meta.get("plan"),
+    }
+    return {
+        "model": options.name,
+        **data,
+        "role": options.role,
+        "leads": describe_leads(model_input.seen),
+    }
 
 
 def _outputs(
-    output: Output, dataset: Dataset, rows: Array, model_input: Input, options: EvalOptions, per: Per = "half"
+    output: Output,
+    dataset: Dataset,
+    rows: Array,
+    model_input: Input,
+    options: EvalOptions,
+    per: Per = "half",
 ) -> tuple[Array, Array]:
-    """Outputs [R, D] of the halves of these crops, and the position in `rows` of each. Ranks share the parts."""
-    model, crop_R = output.model, np.repeat(np.arange(len(rows)), dataset.column("halves")[rows] if per == "half" else 1)
+    """Outputs [R, D] of the halves of these crops, and the position in `rows` of each. Ranks share
+    the parts."""
+    model, crop_R = (
+        output.model,
+        np.repeat(np.arange(len(rows)), dataset.column("halves")[rows] if per == "half" else 1),
+    )
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
     if options.kept is None:
         return matrix(whole(source, output, model_input, per)), crop_R
-    job: dict[str, Any] = {"model": model.digest, "data": dataset.fingerprint, "leads": model_input.seen, "per": per}
+    job: dict[str, Any] = {
+        "model": model.digest,
+        "data": dataset.fingerprint,
+        "leads": model_input.seen,
+        "per": per,
+    }
     job |= {"output": output.forward.__name__, "rows": sha256(rows.tobytes()).hexdigest()}
     job |= {"batch": options.batch, "device": model.device.type}
     with ParquetParts(options.kept, job, *environment()[:2]) as parts:

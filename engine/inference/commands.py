@@ -10,7 +10,13 @@ import torch
 
 from omnilead.data_tools.cli import keep_freed_memory, show, tell
 from omnilead.data_tools.dataset import DataError
-from omnilead.engine.common import ConfigError, OutputError, cores_per_rank, environment, write_result
+from omnilead.engine.common import (
+    ConfigError,
+    OutputError,
+    cores_per_rank,
+    environment,
+    write_result,
+)
 from omnilead.engine.evaluation.probe import labels_to_probe, probe, probe_rows, report
 from omnilead.engine.evaluation.results import nullable
 from omnilead.engine.inference.inputs import dataset_of, dataset_source, open_data
@@ -20,11 +26,23 @@ from omnilead.engine.inference.trained_model import TrainedModel, load
 from omnilead.engine.model.kernels import chosen_device
 
 SHOWN = 8  # numbers in a message
-PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)  # the same command would fail again
+PERMANENT = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOENT,
+    errno.ENOTDIR,
+)  # the same command would fail again
 
 
-def command(name: str, args: argparse.Namespace, work: Callable[[argparse.Namespace], int], flag: str = "--out") -> int:
-    """Runs a command after its arguments are read; returns the exit code. `flag`: the option that args.out comes from."""
+def command(
+    name: str,
+    args: argparse.Namespace,
+    work: Callable[[argparse.Namespace], int],
+    flag: str = "--out",
+) -> int:
+    """Runs a command after its arguments are read; returns the exit code. `flag`: the option that
+    args.out comes from."""
     args.began, resumable = False, RESUMABLE if args.out else ""
     try:
         return work(args)
@@ -57,9 +75,18 @@ def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -
     output = output_of(model)
     if args.out is None:
         if world > 1:
-            raise ConfigError(f"WORLD_SIZE={world}: probes are computed by one process: start it without deepspeed or torchrun")
+            raise ConfigError(
+                f"WORLD_SIZE={world}: probes are computed by one process: start it without "
+                "deepspeed or torchrun"
+            )
         return score(args, output, model_input)
-    job = {"model": model.digest, "leads": args.leads, "per": args.per, "batch": args.batch, "precision": args.precision}
+    job = {
+        "model": model.digest,
+        "leads": args.leads,
+        "per": args.per,
+        "batch": args.batch,
+        "precision": args.precision,
+    }
     job |= {"device": torch.device(args.device).type, "on_corrupt": args.on_corrupt}
     identity, opened = open_data(args, model_input)
     with ParquetParts(args.out, job | output.job | identity, rank, world) as parts:
@@ -70,16 +97,26 @@ def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -
         raise OutputError(f"{args.out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
         numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
-        return show(f"rank {rank} of {world}: done; others compute parts {numbers} (none runs? start the same command again)\n")
+        return show(
+            f"rank {rank} of {world}: done; others compute parts {numbers} (none runs? start the "
+            "same command again)\n"
+        )
     if parts.lacking and (why := model.unprepared()):
         what = f"{parts.lacking:,} of {parts.rows:,} rows lack leads (column {MISSING})"
         tell(f"note: {args.out}: {what}: {why}")
-    return 0 if parts.rows is None else show(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}\n")
+    return (
+        0
+        if parts.rows is None
+        else show(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}\n")
+    )
 
 
 def score(args: argparse.Namespace, output: Output, model_input: Input) -> int:
     if (dataset := dataset_of(args)) is None:
-        raise ConfigError(f"--data {args.data[0]}: a probe needs a dataset with splits: make one with `omnilead shard`")
+        raise ConfigError(
+            f"--data {args.data[0]}: a probe needs a dataset with splits: make one with `omnilead "
+            "shard`"
+        )
     labels = labels_to_probe(dataset, args.task, args.labels)
     source = dataset_source(args, dataset, model_input, probe_rows(dataset, labels))
     halves = whole(source, output, model_input, args.per)
@@ -97,6 +134,8 @@ def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
     keep_freed_memory()
     model = load(args.model, args.code)
     if args.precision == "auto":
-        args.precision = "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"
+        args.precision = (
+            "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"
+        )
     model.to(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
     return model, model.input.limited_to(args.leads) if args.leads else model.input

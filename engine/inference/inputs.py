@@ -1,11 +1,12 @@
-"""Reads ECGs for a trained model: crops of a dataset, or records of archives, files and arrays, in parts of equal batches.
+"""Reads ECGs for a trained model: crops of a dataset, or records of archives, files and arrays, in
+parts of equal batches.
 
     identity, open_it = open_data(args, model.input)        # args: of engine.embed or engine.predict
     for batch in open_it().batches([0, 2], progress):       # CropBatch for engine.inference.predict, of these parts
         ...
 
-A part is always the same PART_BATCHES batches, so results do not depend on where a run was interrupted. Records from files are
-prepared by the dataset builder's own code.
+A part is always the same PART_BATCHES batches, so results do not depend on where a run was
+interrupted. Records from files are prepared by the dataset builder's own code.
 """
 
 import argparse
@@ -40,7 +41,15 @@ from omnilead.data_tools.sources import (
     pseudonymised,
     read_key,
 )
-from omnilead.engine.common import ARRAYS, LEADS, ConfigError, describe_leads, environment, leads_in_order, prefetch
+from omnilead.engine.common import (
+    ARRAYS,
+    LEADS,
+    ConfigError,
+    describe_leads,
+    environment,
+    leads_in_order,
+    prefetch,
+)
 from omnilead.engine.data.augmenter import none_measured
 from omnilead.engine.inference.npz import ArrayError, load_npz, npz_names, open_npy
 from omnilead.engine.inference.predict import CropBatch, dataset_batches
@@ -49,7 +58,13 @@ from omnilead.engine.inference.trained_model import crops
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
-COLUMNS = {"source": pa.string(), "record": pa.string(), "patient": pa.string(), "row": pa.int64(), "start_s": pa.float64()}
+COLUMNS = {
+    "source": pa.string(),
+    "record": pa.string(),
+    "patient": pa.string(),
+    "row": pa.int64(),
+    "start_s": pa.float64(),
+}
 
 
 class EmbeddedCrops(NamedTuple):
@@ -58,49 +73,73 @@ class EmbeddedCrops(NamedTuple):
     part: int
     table: pa.Table  # COLUMNS, one row for each crop
     record_B: np.ndarray  # number of each crop's record, ascending
-    missing_B: np.ndarray | None = None  # one bit for each lead that the model uses but does not get (engine.inference.outputs)
+    missing_B: np.ndarray | None = (
+        # one bit for each lead that the model uses but does not get (engine.inference.outputs)
+        None
+    )
 
 
 class DatasetSource:
-    """Crops of a dataset. A source has `parts`, `count` (units in some of them) and `batches`, which calls `progress` with the
-    number of units read."""
+    """Crops of a dataset. A source has `parts`, `count` (units in some of them) and `batches`,
+    which calls `progress` with the number of units read."""
 
     unit = " crops"
 
-    def __init__(self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, **reading: Any) -> None:
-        """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`: see dataset_batches."""
+    def __init__(
+        self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, **reading: Any
+    ) -> None:
+        """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`:
+        see dataset_batches."""
         self.dataset, self.batch, self.reading = dataset, batch, reading
         self.table = dataset.table([name for name in COLUMNS if name != "row"])
         self.table = self.table.append_column("row", pa.array(np.arange(len(dataset))))
         self.record = np.arange(len(rows))
         if per == "record":
-            chosen = self.table.take(rows).sort_by([(name, "ascending") for name in ("source", "record", "start_s")])
+            chosen = self.table.take(rows).sort_by(
+                [(name, "ascending") for name in ("source", "record", "start_s")]
+            )
             rows = chosen["row"].to_numpy()
-            names = pc.binary_join_element_wise(chosen["source"], chosen["record"], "\t").combine_chunks()
-            self.record = np.cumsum(np.diff(names.dictionary_encode().indices.to_numpy(), prepend=0) != 0)
-        first = np.flatnonzero(np.diff(self.record, prepend=-1))  # a part begins where a record begins
-        begins = first[np.searchsorted(first, np.arange(0, len(rows), batch * PART_BATCHES), side="right") - 1]
+            names = pc.binary_join_element_wise(
+                chosen["source"], chosen["record"], "\t"
+            ).combine_chunks()
+            self.record = np.cumsum(
+                np.diff(names.dictionary_encode().indices.to_numpy(), prepend=0) != 0
+            )
+        first = np.flatnonzero(
+            np.diff(self.record, prepend=-1)
+        )  # a part begins where a record begins
+        begins = first[
+            np.searchsorted(first, np.arange(0, len(rows), batch * PART_BATCHES), side="right") - 1
+        ]
         self.rows, self.begins = rows, np.append(np.unique(begins), len(rows))
         self.parts = len(self.begins) - 1
 
     def count(self, parts: Iterable[int]) -> int:
         return sum(int(self.begins[part + 1] - self.begins[part]) for part in parts)
 
-    def batches(self, parts: Sequence[int], progress: Callable[[int], Any]) -> Generator[CropBatch, None, None]:
+    def batches(
+        self, parts: Sequence[int], progress: Callable[[int], Any]
+    ) -> Generator[CropBatch, None, None]:
         spans = (range(self.begins[part], self.begins[part + 1]) for part in parts)
-        rows = [self.rows[span[at : at + self.batch]] for span in spans for at in range(0, len(span), self.batch)]
+        rows = [
+            self.rows[span[at : at + self.batch]]
+            for span in spans
+            for at in range(0, len(span), self.batch)
+        ]
         position = np.empty(len(self.dataset), np.int64)
         position[self.rows] = np.arange(len(self.rows))
         for batch in dataset_batches(self.dataset, rows, **self.reading):
             at = position[batch.crops]
             part = int(np.searchsorted(self.begins, at[0], side="right")) - 1
-            yield batch._replace(crops=EmbeddedCrops(part, self.table.take(batch.crops), self.record[at]))
+            yield batch._replace(
+                crops=EmbeddedCrops(part, self.table.take(batch.crops), self.record[at])
+            )
             progress(len(at))
 
 
 class RecordSource:
-    """Records by number. `read` is called from several threads and returns a data_tools.sources.Prepared, or None to leave the
-    record out."""
+    """Records by number. `read` is called from several threads and returns a
+    data_tools.sources.Prepared, or None to leave the record out."""
 
     unit = " records"
 
@@ -109,12 +148,16 @@ class RecordSource:
         self.parts = -(-records // (batch * PART_BATCHES))
 
     def _numbers(self, part: int) -> range:
-        return range(self.records)[part * self.batch * PART_BATCHES : (part + 1) * self.batch * PART_BATCHES]
+        return range(self.records)[
+            part * self.batch * PART_BATCHES : (part + 1) * self.batch * PART_BATCHES
+        ]
 
     def count(self, parts: Iterable[int]) -> int:
         return sum(len(self._numbers(part)) for part in parts)
 
-    def batches(self, parts: Sequence[int], progress: Callable[[int], Any]) -> Generator[CropBatch, None, None]:
+    def batches(
+        self, parts: Sequence[int], progress: Callable[[int], Any]
+    ) -> Generator[CropBatch, None, None]:
         numbers = (number for part in parts for number in self._numbers(part))
         with closing(prefetch(self.read, numbers, self.workers)) as records:
             for part in parts:
@@ -122,13 +165,21 @@ class RecordSource:
                 while chunk := list(islice(crops, self.batch)):
                     uv_BLT = np.stack([record.crops_uv[i] for _, record, i in chunk])
                     halves_B = np.array([record.halves[i] for _, record, i in chunk])
-                    columns = zip(*((r.source, r.record, r.patient, None, r.start_s[i]) for _, r, i in chunk), strict=True)
-                    arrays = [pa.array(column, kind) for column, kind in zip(columns, COLUMNS.values(), strict=True)]
+                    columns = zip(
+                        *((r.source, r.record, r.patient, None, r.start_s[i]) for _, r, i in chunk),
+                        strict=True,
+                    )
+                    arrays = [
+                        pa.array(column, kind)
+                        for column, kind in zip(columns, COLUMNS.values(), strict=True)
+                    ]
                     record_B = np.array([number for number, _, _ in chunk])
                     table = pa.Table.from_arrays(arrays, list(COLUMNS))
                     yield CropBatch(uv_BLT, halves_B, EmbeddedCrops(part, table, record_B))
 
-    def _crops(self, part: int, records: Iterator[Any], progress: Callable[[int], Any]) -> Iterator[tuple[int, Any, int]]:
+    def _crops(
+        self, part: int, records: Iterator[Any], progress: Callable[[int], Any]
+    ) -> Iterator[tuple[int, Any, int]]:
         for number, record in zip(self._numbers(part), records, strict=False):
             progress(1)
             yield from ((number, record, i) for i in range(len(record.halves) if record else 0))
@@ -137,7 +188,9 @@ class RecordSource:
 CropSource = DatasetSource | RecordSource
 
 
-def open_data(args: argparse.Namespace, model_input: Input) -> tuple[dict[str, Any], Callable[[], CropSource]]:
+def open_data(
+    args: argparse.Namespace, model_input: Input
+) -> tuple[dict[str, Any], Callable[[], CropSource]]:
     """Facts that identify the ECGs of --data, and a function that opens them."""
     key = read_key(args.pseudonymize) if args.pseudonymize else None
     if (dataset := dataset_of(args)) is not None:
@@ -145,7 +198,9 @@ def open_data(args: argparse.Namespace, model_input: Input) -> tuple[dict[str, A
             made = "a dataset's names are those it was made with: use it with `omnilead shard`"
             raise ConfigError(f"--pseudonymize {args.pseudonymize}: {made}")
         rows = np.arange(len(dataset))
-        return {"data": dataset.fingerprint}, partial(dataset_source, args, dataset, model_input, rows)
+        return {"data": dataset.fingerprint}, partial(
+            dataset_source, args, dataset, model_input, rows
+        )
     records = list(records_of(args, model_input))
     digest = hashlib.sha256(key or b"")  # with a key, nobody without it can guess names and compare
     for record in records:
@@ -166,7 +221,9 @@ def dataset_of(args: argparse.Namespace) -> Dataset | None:
             with suppress(*[DataError] * remote):  # it may be an archive
                 dataset = Dataset.open(url, args.anonymous)
                 if len(args.data) > 1:
-                    raise ConfigError(f"--data {' '.join(args.data)}: give one dataset, or files, but not both")
+                    raise ConfigError(
+                        f"--data {' '.join(args.data)}: give one dataset, or files, but not both"
+                    )
                 return dataset
     return None
 
@@ -179,22 +236,39 @@ def skip(args: argparse.Namespace, name: str, reason: object) -> None:
 
 
 def no_leads(model_input: Input) -> str:
-    return f"no valid lead: the model uses {describe_leads(model_input.seen)}, of which none was recorded"
+    return (
+        f"no valid lead: the model uses {describe_leads(model_input.seen)}, of which none was "
+        "recorded"
+    )
 
 
-def dataset_source(args: argparse.Namespace, dataset: Dataset, model_input: Input, rows: np.ndarray) -> DatasetSource:
-    """Leaves out crops without any of the model's leads. A record that has no other crops counts as unreadable."""
+def dataset_source(
+    args: argparse.Namespace, dataset: Dataset, model_input: Input, rows: np.ndarray
+) -> DatasetSource:
+    """Leaves out crops without any of the model's leads. A record that has no other crops counts as
+    unreadable."""
     if dataset.root.remote and args.per == "record":
-        raise ConfigError(f"--per record of {dataset.root.url}: remote crops are read shard by shard: use crop or half")
+        raise ConfigError(
+            f"--per record of {dataset.root.url}: remote crops are read shard by shard: use crop "
+            "or half"
+        )
     blank = none_measured(dataset, model_input.seen)[rows]
     if blank.all():
-        raise ConfigError(f"--data {dataset.root.url}: {no_leads(model_input)}: choose other --leads")
+        raise ConfigError(
+            f"--data {dataset.root.url}: {no_leads(model_input)}: choose other --leads"
+        )
     if blank.any():
-        names = pc.binary_join_element_wise(*dataset.table(["source", "record"]).take(rows).columns, "/")
+        names = pc.binary_join_element_wise(
+            *dataset.table(["source", "record"]).take(rows).columns, "/"
+        )
         without, others = (names.filter(pa.array(which)) for which in (blank, ~blank))
         for name in without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist():
             skip(args, f"{dataset.root.url}: {name}", no_leads(model_input))
-    reading = {"on_corrupt": args.on_corrupt, "threads": args.workers, "pin": args.device.startswith("cuda")}
+    reading = {
+        "on_corrupt": args.on_corrupt,
+        "threads": args.workers,
+        "pin": args.device.startswith("cuda"),
+    }
     return DatasetSource(dataset, rows[~blank], args.batch, args.per, **reading)
 
 
@@ -212,14 +286,23 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
             yield from arrays(args, Path(url), model_input)
         elif url.lower().endswith((".hea", *ENDINGS)):
             place, _, key = (url if "/" in url else f"./{url}").rpartition("/")
-            source = open_sources(place or "/", "wfdb" if url.endswith(".hea") else "hospital", args.anonymous)[0]
+            source = open_sources(
+                place or "/", "wfdb" if url.endswith(".hea") else "hospital", args.anonymous
+            )[0]
             yield _of_source(source, key, url, source.root.stamp(key))
         elif "://" in url or Path(url).is_dir():
             try:
-                sources = open_sources(url, anonymous=args.anonymous, besides=args.data, private=bool(args.pseudonymize))
+                sources = open_sources(
+                    url,
+                    anonymous=args.anonymous,
+                    besides=args.data,
+                    private=bool(args.pseudonymize),
+                )
             except DataError as error:
                 other = "set its format with `omnilead shard --source`, and give the dataset"
-                raise ConfigError(str(error).replace("set its format with --source", other)) from None
+                raise ConfigError(
+                    str(error).replace("set its format with --source", other)
+                ) from None
             for source in sources:
                 if source.left_out and environment()[0] == 0:
                     tell(f"note: {source.left_out}")
@@ -227,12 +310,18 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
                     stamp = b"" if source.root.remote else source.root.stamp(key)
                     yield _of_source(source, key, f"{source.root.url}/{key}", stamp)
         else:
-            what = "neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file" if Path(url).exists() else "does not exist"
+            what = (
+                "neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file"
+                if Path(url).exists()
+                else "does not exist"
+            )
             raise ConfigError(f"--data {url}: {what}")
 
 
 def _of_source(source: Source, key: str, name: str, stamp: bytes) -> RecordToRead:
-    return RecordToRead(name, stamp, partial(prepared, source, key), source.name_for(key), source.private)
+    return RecordToRead(
+        name, stamp, partial(prepared, source, key), source.name_for(key), source.private
+    )
 
 
 def arrays(args: argparse.Namespace, path: Path, model_input: Input) -> Iterator[RecordToRead]:
@@ -244,22 +333,35 @@ def arrays(args: argparse.Namespace, path: Path, model_input: Input) -> Iterator
         try:
             values = values_of()
             if not args.leads and values.ndim == 2 and len(values) != len(leads):
-                return ReadError(f"has {len(values)} rows, not {len(leads)}: name its rows with --leads")
-            return Prepared("array", label, None, *crops(values, args.fs, leads, args.unit, model_input))
+                return ReadError(
+                    f"has {len(values)} rows, not {len(leads)}: name its rows with --leads"
+                )
+            return Prepared(
+                "array", label, None, *crops(values, args.fs, leads, args.unit, model_input)
+            )
         except (ArrayError, SignalError, OSError) as error:
             return ReadError(str(error))
 
     ecgs: list[tuple[str, str, Callable[[], np.ndarray]]]  # suffix of the name, label, values
     try:
         if zipfile.is_zipfile(path):
-            ecgs = [(f"[{name}]", name, partial(lambda one: load_npz(path, [one])[one], name)) for name in npz_names(path)]
+            ecgs = [
+                (f"[{name}]", name, partial(lambda one: load_npz(path, [one])[one], name))
+                for name in npz_names(path)
+            ]
         else:
             whole = open_npy(path)
             ecgs = [("", path.stem, lambda: whole)] if whole.size else []
             if whole.ndim == 3:
-                ecgs = [(f"[{i}]", f"{path.stem}[{i}]", partial(whole.__getitem__, i)) for i in range(len(whole))]
+                ecgs = [
+                    (f"[{i}]", f"{path.stem}[{i}]", partial(whole.__getitem__, i))
+                    for i in range(len(whole))
+                ]
             elif whole.ndim != 2:
-                raise ConfigError(f"--data {path}: shape {list(whole.shape)}, not [leads, samples] or [ECGs, leads, samples]")
+                raise ConfigError(
+                    f"--data {path}: shape {list(whole.shape)}, not [leads, samples] or [ECGs, "
+                    "leads, samples]"
+                )
         stamp = f"{path.stat().st_size},{path.stat().st_mtime_ns}".encode()
     except (ArrayError, OSError) as error:
         raise ConfigError(f"--data {path}: {error}") from None

@@ -1,6 +1,8 @@
-"""Read arrays from untrusted .npy and .npz files: no pickle, and no more memory than the file can fill.
+"""Read arrays from untrusted .npy and .npz files: no pickle, and no more memory than the file can
+fill.
 
-numpy allocates whatever a header asks for; here the header is checked against the size of the file first.
+numpy allocates whatever a header asks for; here the header is checked against the size of the file
+first.
 """
 
 import math
@@ -66,4 +68,6 @@ def _check_header(file: Any, size: int) -> None:
         raise ValueError(f"version {version} of the .npy format is not supported")
     shape, _, kind = HEADERS[version](file)
     if min(shape, default=0) < 0 or math.prod(shape) * kind.itemsize > size:
-        raise ValueError(f"its header announces {list(shape)} {kind}, more than its {size} bytes can hold")
+        raise ValueError(
+            f"its header announces {list(shape)} {kind}, more than its {size} bytes can hold"
+        )

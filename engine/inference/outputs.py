@@ -1,15 +1,16 @@
-"""A model's outputs for a dataset or single records as a table, made in parts, so that the work can resume after a kill.
+"""A model's outputs for a dataset or single records as a table, made in parts, so that the work can
+resume after a kill.
 
     output = embeddings(model)                                        # or predictions(model)
     with ParquetParts(Path("F.parquet"), job, rank, world) as parts:  # job: all that determines the content, as plain JSON
         missing = make(source, output, model.input, "crop", parts)
     table = whole(source, output, model.input, "half")                # the same without files
 
-`per`: one row for each half of 5 s, each crop's first half, each crop of 10 s (the mean of its halves) or each record (the mean
-of all its halves).
-Parts (engine.inference.inputs) are kept in F.parquet.parts/ until the table is complete; a damaged part is computed again, one
-of another job is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that finishes
-last joins all of them. Ranks share nothing but the folder: none waits for another.
+`per`: one row for each half of 5 s, each crop's first half, each crop of 10 s (the mean of its
+halves) or each record (the mean of all its halves). Parts (engine.inference.inputs) are kept in
+F.parquet.parts/ until the table is complete; a damaged part is computed again, one of another job
+is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that
+finishes last joins all of them. Ranks share nothing but the folder: none waits for another.
 """
 
 import fcntl
@@ -43,7 +44,8 @@ from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"
 VECTOR = "embedding"  # a column
-MISSING = "missing_leads"  # a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
+# a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
+MISSING = "missing_leads"
 KEY = b"omnilead"  # in a parquet file's metadata: the job
 
 
@@ -81,18 +83,31 @@ def predictions(model: TrainedModel) -> Output:
     """Probabilities and the decisions at the model's thresholds, or values in their unit."""
     head = model.head_info
     if head is None or not head.classes:
-        what = "only pre-trained" if head is None else f"fine-tuned for {head.task}, which needs no classes"
-        raise ConfigError(f"the model was {what}: fine-tune it with `omnilead finetune`, or use `omnilead embed`")
+        what = (
+            "only pre-trained"
+            if head is None
+            else f"fine-tuned for {head.task}, which needs no classes"
+        )
+        raise ConfigError(
+            f"the model was {what}: fine-tune it with `omnilead finetune`, or use `omnilead embed`"
+        )
     number = pa.float32()
     if head.kind == "regression":
         fields = [(f"{name}_{head.unit}" if head.unit else name, number) for name in head.classes]
     elif head.kind == "multiclass":
         fields = [("predicted", pa.string()), *((name, number) for name in head.classes)]
     else:
-        fields = [one for name in head.classes for one in ((name, number), (f"{name}_predicted", pa.bool_()))]
+        fields = [
+            one
+            for name in head.classes
+            for one in ((name, number), (f"{name}_predicted", pa.bool_()))
+        ]
     described = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), *fields])
     if twice := [name for name in described.names if described.names.count(name) > 1]:
-        raise ConfigError(f"two columns would be called {twice[0]!r}: fine-tune the model with another name for that label")
+        raise ConfigError(
+            f"two columns would be called {twice[0]!r}: fine-tune the model with another name for "
+            "that label"
+        )
 
     def columns(y_NK: np.ndarray) -> list[pa.Array]:
         scores = [pa.array(y_N) for y_N in y_NK.T]
@@ -103,8 +118,17 @@ def predictions(model: TrainedModel) -> Output:
         decisions = (y_NK > np.array(head.thresholds)).T
         return [one for pair in zip(scores, map(pa.array, decisions), strict=True) for one in pair]
 
-    meaning = {"task": head.task, "kind": head.kind, "classes": head.classes, "thresholds": head.thresholds, "unit": head.unit}
-    what = f"predictions of {head.task} ({', '.join(head.classes[:3])}{', ...' * (len(head.classes) > 3)})"
+    meaning = {
+        "task": head.task,
+        "kind": head.kind,
+        "classes": head.classes,
+        "thresholds": head.thresholds,
+        "unit": head.unit,
+    }
+    what = (
+        f"predictions of {head.task} "
+        f"({', '.join(head.classes[:3])}{', ...' * (len(head.classes) > 3)})"
+    )
     return Output(model, model.scores, described, columns, what, {"predictions": meaning})
 
 
@@ -135,7 +159,9 @@ def tables(
         yield part, output.schema.empty_table()
 
 
-def with_missing_leads(batches: Iterable[CropBatch], used: Input, shown: Input) -> Iterator[CropBatch]:
+def with_missing_leads(
+    batches: Iterable[CropBatch], used: Input, shown: Input
+) -> Iterator[CropBatch]:
     """Notes which of the leads that the model uses were not recorded, or are not shown to it."""
     bit_L = np.array([1 << lead if lead in used.seen else 0 for lead in ALL], np.int16)
     hidden_L = ~np.isin(ALL, shown.seen)
@@ -152,14 +178,26 @@ def _table(given: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) 
     y_HD = np.concatenate([y_HD for _, y_HD in given])
     if not np.isfinite(y_HD).all():
         raise OutputError(NOT_FINITE)
-    group_H = {"half": np.arange(len(crop_H)), "first": crop_H, "crop": crop_H, "record": record_B[crop_H]}[per]
+    group_H = {
+        "half": np.arange(len(crop_H)),
+        "first": crop_H,
+        "crop": crop_H,
+        "record": record_B[crop_H],
+    }[per]
     first = np.flatnonzero(np.diff(group_H, prepend=-1))
-    y_ND = np.add.reduceat(y_HD, first) / np.diff(first, append=len(y_HD))[:, None].astype(np.float32)
+    y_ND = np.add.reduceat(y_HD, first) / np.diff(first, append=len(y_HD))[:, None].astype(
+        np.float32
+    )
     rows = crops.take(crop_H[first])
     if MISSING in output.schema.names:
         missing_B = np.concatenate([batch.crops.missing_B for batch, _ in given])
-        missing_N = np.bitwise_or.reduceat(missing_B[crop_H], first)  # of a record: in any of its crops
-        names = [describe_leads(lead for lead in ALL if bits >> lead & 1) or None for bits in missing_N.tolist()]
+        missing_N = np.bitwise_or.reduceat(
+            missing_B[crop_H], first
+        )  # of a record: in any of its crops
+        names = [
+            describe_leads(lead for lead in ALL if bits >> lead & 1) or None
+            for bits in missing_N.tolist()
+        ]
         rows = rows.append_column(MISSING, pa.array(names, pa.string()))
     if per == "half":
         second_H = np.diff(crop_H, prepend=-1) == 0
@@ -170,7 +208,11 @@ def _table(given: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) 
 
 class ParquetParts:
     def __init__(self, out: Path, job: dict[str, Any], rank: int = 0, world: int = 1) -> None:
-        self.out, self.job, self.folder = out, json.loads(json.dumps(job)), out.with_name(f"{out.name}.parts")
+        self.out, self.job, self.folder = (
+            out,
+            json.loads(json.dumps(job)),
+            out.with_name(f"{out.name}.parts"),
+        )
         self.rank, self.world, self.finished = rank, world, out.exists()
         self.rows: int | None = None  # of `out`, on the rank that has joined it
         self.lacking = 0  # rows with missing leads, on that rank
@@ -196,14 +238,23 @@ class ParquetParts:
 
     def _require_same(self, job: Any, place: Path) -> None:
         before = job if isinstance(job, dict) else {}
-        if differ := sorted(name for name in self.job.keys() | before.keys() if self.job.get(name) != before.get(name)):
+        if differ := sorted(
+            name
+            for name in self.job.keys() | before.keys()
+            if self.job.get(name) != before.get(name)
+        ):
             was, now = (str(job.get(differ[0]))[:60] for job in (before, self.job))
-            raise ConfigError(f"{place}: of another job: {differ[0]} was {was}, now {now}: remove it, or choose another file")
+            raise ConfigError(
+                f"{place}: of another job: {differ[0]} was {was}, now {now}: remove it, or choose "
+                "another file"
+            )
 
     def _read(self, number: int, described: pa.Schema | None = None) -> pa.Table | None:
         """A part's table; None if it is missing or damaged."""
         try:
-            return pq.read_table(self._path(number), schema=described, page_checksum_verification=True)
+            return pq.read_table(
+                self._path(number), schema=described, page_checksum_verification=True
+            )
         except (pa.ArrowException, OSError):
             return None
 
@@ -212,20 +263,32 @@ class ParquetParts:
 
     def missing(self, count: int) -> list[int]:
         """This rank's parts that are still missing or damaged."""
-        numbers = [number for number in range(self.rank, count, self.world) if self._read(number) is None]
-        self.finished = self.out.exists()  # checked last: another rank removes the parts only after this file exists
+        numbers = [
+            number for number in range(self.rank, count, self.world) if self._read(number) is None
+        ]
+        self.finished = (
+            self.out.exists()
+        )  # checked last: another rank removes the parts only after this file exists
         return [] if self.finished else numbers
 
     def write(self, number: int, table: pa.Table) -> None:
         buffer = io.BytesIO()
-        pq.write_table(table.replace_schema_metadata({KEY: json.dumps(self.job)}), buffer, write_page_checksum=True)
+        pq.write_table(
+            table.replace_schema_metadata({KEY: json.dumps(self.job)}),
+            buffer,
+            write_page_checksum=True,
+        )
         write_whole(self._path(number), buffer.getvalue())
 
     def join(self, count: int, described: pa.Schema) -> list[int]:
-        """Joins all parts into one file, atomically. Returns the missing parts, which are other ranks'. Ranks that finish
-        together may all join: they write the same bytes."""
+        """Joins all parts into one file, atomically. Returns the missing parts, which are other
+        ranks'. Ranks that finish together may all join: they write the same bytes."""
         try:
-            missing = [] if self.out.exists() else self._join(count, described.with_metadata({KEY: json.dumps(self.job)}))
+            missing = (
+                []
+                if self.out.exists()
+                else self._join(count, described.with_metadata({KEY: json.dumps(self.job)}))
+            )
         except FileNotFoundError:  # another rank has joined the parts and removed them
             if not self.out.exists():
                 raise
@@ -245,9 +308,15 @@ class ParquetParts:
                     missing.append(number)
                 elif len(table):
                     table = table.replace_schema_metadata(described.metadata)
-                    writer.write_table(without_formulas(table) if as_csv else table)  # one row group in parquet
+                    writer.write_table(
+                        without_formulas(table) if as_csv else table
+                    )  # one row group in parquet
                     rows += len(table)
-                    lacking += len(table) - table[MISSING].null_count if MISSING in table.column_names else 0
+                    lacking += (
+                        len(table) - table[MISSING].null_count
+                        if MISSING in table.column_names
+                        else 0
+                    )
         if missing:
             return missing
         with open(whole, "rb") as file:
@@ -275,8 +344,11 @@ def _job_of(path: Path) -> Any:
         return None
 
 
-def make(source: CropSource, output: Output, model_input: Input, per: Per, parts: ParquetParts) -> list[int]:
-    """Computes this rank's parts, and joins the file if no part is missing. Returns the missing parts."""
+def make(
+    source: CropSource, output: Output, model_input: Input, per: Per, parts: ParquetParts
+) -> list[int]:
+    """Computes this rank's parts, and joins the file if no part is missing. Returns the missing
+    parts."""
     mine = range(parts.rank, source.parts, parts.world)
     missing, total = parts.missing(source.parts), source.count(mine)
     with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
@@ -289,8 +361,16 @@ def whole(source: CropSource, output: Output, model_input: Input, per: Per) -> p
     """The table of all parts, in memory."""
     parts = range(source.parts)
     with progress_bar(source.count(parts), source.unit) as bar:
-        return pa.concat_tables(table for _, table in tables(source, output, model_input, parts, per, bar.update))
+        return pa.concat_tables(
+            table for _, table in tables(source, output, model_input, parts, per, bar.update)
+        )
 
 
 def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[None]":
-    return tqdm(total=total, initial=done, unit=unit, disable=rank > 0 or not interactive(), dynamic_ncols=True)
+    return tqdm(
+        total=total,
+        initial=done,
+        unit=unit,
+        disable=rank > 0 or not interactive(),
+        dynamic_ncols=True,
+    )

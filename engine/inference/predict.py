@@ -1,10 +1,12 @@
-"""Runs a model on stored crops: the only code path for it, used by evaluation, embeddings and validation.
+"""Runs a model on stored crops: the only code path for it, used by evaluation, embeddings and
+validation.
 
     batches = dataset_batches(dataset, np.array_split(rows, 10))
     for batch, y_RD in predict(batches, model.input.halves, model.logits, model.device):
         ...                              # y_RD: one row for each half of 5 s, crop by crop; batch.crops: which crops
 
-Reading, copying and computing overlap: a batch is launched before waiting for the outputs of the previous one.
+Reading, copying and computing overlap: a batch is launched before waiting for the outputs of the
+previous one.
 """
 
 import logging
@@ -43,11 +45,13 @@ def predict(
     forward: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Iterator[tuple[CropBatch, np.ndarray]]:
-    """Yields each batch, without its signal, and forward(prepare(uv_BLT, halves_B)) in float32. `prepare`: returns the halves
-    as the model's input, like engine.inference.preprocess.Input.halves."""
+    """Yields each batch, without its signal, and forward(prepare(uv_BLT, halves_B)) in float32.
+    `prepare`: returns the halves as the model's input, like
+    engine.inference.preprocess.Input.halves."""
     upload = Upload(device) if device.type == "cuda" else None
 
-    @torch.no_grad()  # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards
+    # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards
+    @torch.no_grad()
     def launch(batch: CropBatch) -> tuple[CropBatch, Callable[[], np.ndarray]]:
         host = torch.from_numpy(batch.uv_BLT)
         uv_BLT = upload(host) if upload else host.to(device)
@@ -71,33 +75,48 @@ def dataset_batches(
     threads: int = 2,
     pin: bool = False,
 ) -> Iterator[CropBatch]:
-    """Reads crops by their rows, which become `crops` of each batch. `on_corrupt`: "skip" leaves out unreadable crops. Shards
-    of a remote dataset pass through a temporary cache; if few of their crops are needed, these are read one by one."""
+    """Reads crops by their rows, which become `crops` of each batch. `on_corrupt`: "skip" leaves
+    out unreadable crops. Shards of a remote dataset pass through a temporary cache; if few of
+    their crops are needed, these are read one by one."""
     if not batches:
         return
     halves, staging = dataset.column("halves"), None
     with ExitStack() as stack:
         if dataset.root.remote and "tar" in dataset.meta["formats"]:
             shards = dataset.addresses[0][np.concatenate(batches)]
-            order = [(0, shard) for shard in shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()]
+            order = [
+                (0, shard) for shard in shards[np.flatnonzero(np.diff(shards, prepend=-1))].tolist()
+            ]
             size = {key: int(dataset.shards[key[1]]["bytes"]) for key in order}
             if len(shards) * CROP_BYTES < SPARSE * sum(size.values()):
                 yield from _single_crops(dataset, batches, on_corrupt)
                 return
-            cache = stack.enter_context(TemporaryDirectory(prefix="omnilead-", ignore_cleanup_errors=True))
-            staging = stack.enter_context(closing(Staging({0: dataset}, cache, CACHE_SHARDS * max(size.values()), order)))
-        gather = CropReader([dataset], on_corrupt=on_corrupt, threads=threads, pin=pin, staging=staging)
+            cache = stack.enter_context(
+                TemporaryDirectory(prefix="omnilead-", ignore_cleanup_errors=True)
+            )
+            staging = stack.enter_context(
+                closing(Staging({0: dataset}, cache, CACHE_SHARDS * max(size.values()), order))
+            )
+        gather = CropReader(
+            [dataset], on_corrupt=on_corrupt, threads=threads, pin=pin, staging=staging
+        )
         stack.callback(gather.close)
         requests = (Places(np.zeros(len(rows), np.int64), rows, rows) for rows in batches)
         shape = (max(map(len, batches)), *CROP_SHAPE)
-        for request, uv_BLT, report in stack.enter_context(closing(read_ahead(requests, gather, shape))):
-            good = report.row == request.row  # a bad crop is replaced by another, which was not asked for
+        for request, uv_BLT, report in stack.enter_context(
+            closing(read_ahead(requests, gather, shape))
+        ):
+            good = (
+                report.row == request.row
+            )  # a bad crop is replaced by another, which was not asked for
             rows = request.row[good]
             if len(rows):
                 yield CropBatch(uv_BLT if good.all() else uv_BLT[good], halves[rows], rows)
 
 
-def _single_crops(dataset: Dataset, batches: Sequence[np.ndarray], on_corrupt: str) -> Iterator[CropBatch]:
+def _single_crops(
+    dataset: Dataset, batches: Sequence[np.ndarray], on_corrupt: str
+) -> Iterator[CropBatch]:
     def read(row: int) -> tuple[int, np.ndarray] | None:
         try:
             return row, dataset.read(row)
@@ -111,4 +130,6 @@ def _single_crops(dataset: Dataset, batches: Sequence[np.ndarray], on_corrupt: s
     for batch in batches:
         if good := [crop for crop in islice(crops, len(batch)) if crop]:
             rows = np.array([row for row, _ in good])
-            yield CropBatch(np.stack([uv_LT for _, uv_LT in good]), dataset.column("halves")[rows], rows)
+            yield CropBatch(
+                np.stack([uv_LT for _, uv_LT in good]), dataset.column("halves")[rows], rows
+            )

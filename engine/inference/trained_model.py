@@ -7,10 +7,12 @@
     model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # for segments that are already preprocessed (model.input)
     crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], their start times and their halves
 
-An ECG in memory is cut by `data_tools.prepare`, like a dataset, so a record has the same embedding from either source.
+An ECG in memory is cut by `data_tools.prepare`, like a dataset, so a record has the same embedding
+from either source.
 
-Files whose sha256 differs from config.json are refused (engine.model.folder), as are missing or unexpected weights and wrong
-shapes. Only the quantiser and the projections of pre-training are ignored.
+Files whose sha256 differs from config.json are refused (engine.model.folder), as are missing or
+unexpected weights and wrong shapes. Only the quantiser and the projections of pre-training are
+ignored.
 """
 
 import os
@@ -30,7 +32,14 @@ from torch import Tensor, nn
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.prepare import crop_count, fill, samples_at_500
 from omnilead.data_tools.record import MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, unit_name
-from omnilead.engine.common import LEADS, ConfigError, blaming, describe_leads, leads_in_order, plugin
+from omnilead.engine.common import (
+    LEADS,
+    ConfigError,
+    blaming,
+    describe_leads,
+    leads_in_order,
+    plugin,
+)
 from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF
 from omnilead.engine.inference.preprocess import Input, SignalError
 from omnilead.engine.model.config import ModelConfig, validated
@@ -50,7 +59,11 @@ from omnilead.engine.model.folder import (
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.config import TaskKind
 
-LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01  # limits for a typical lead's median, peak, peak; hearts peak at 0.1 to 10 mV
+LARGE_MV, HUGE_MV, TINY_MV = (
+    20.0,
+    100.0,
+    0.01,
+)  # limits for a typical lead's median, peak, peak; hearts peak at 0.1 to 10 mV
 NOT_MEASURED = -32_768  # in int16
 ROWS = 64  # segments encoded at a time
 NOT_FINITE = "the model's outputs are not finite: its weights are broken"
@@ -65,19 +78,33 @@ class HeadInfo:
     task: str
     kind: TaskKind
     classes: tuple[str, ...] = ()  # [K]; for binary and regression, the label columns
-    thresholds: tuple[float, ...] = ()  # [K] for binary and multilabel: a class is predicted above its threshold
-    chosen: tuple[float, ...] = ()  # [K] thresholds chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
+    thresholds: tuple[
+        float, ...
+    ] = ()  # [K] for binary and multilabel: a class is predicted above its threshold
+    chosen: tuple[
+        float, ...
+    ] = ()  # [K] thresholds chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
     unit: str = ""  # for regression
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[float, ...] = ()
-    definition: dict[str, Any] = field(default_factory=dict)  # settings of the task: labels, split, ...
+    definition: dict[str, Any] = field(
+        default_factory=dict
+    )  # settings of the task: labels, split, ...
     sha256: str = ""  # of the training labels and splits, if they are not the dataset's own
 
     def __post_init__(self) -> None:
-        figures = {"regression": ("center", "scale"), "binary": ("thresholds",), "multilabel": ("thresholds",)}
-        lengths = {name: len(getattr(self, name)) for name in ("classes", *figures.get(self.kind, ()))}
+        figures = {
+            "regression": ("center", "scale"),
+            "binary": ("thresholds",),
+            "multilabel": ("thresholds",),
+        }
+        lengths = {
+            name: len(getattr(self, name)) for name in ("classes", *figures.get(self.kind, ()))
+        }
         if len(set(lengths.values())) > 1 or (self.kind == "identity") != (not self.classes):
-            raise ConfigError(f"{self.kind} with {', '.join(f'{n} {name}' for name, n in lengths.items())}")
+            raise ConfigError(
+                f"{self.kind} with {', '.join(f'{n} {name}' for name, n in lengths.items())}"
+            )
 
     def scores(self, logits_RK: Tensor) -> Tensor:
         """Probabilities, or values in `unit`."""
@@ -87,7 +114,8 @@ class HeadInfo:
 
 
 class TrainedModel(nn.Module):
-    """A trained model in eval mode. R segments of 5 s, L leads, T samples, D `encoder.width`; `digest` identifies its files."""
+    """A trained model in eval mode. R segments of 5 s, L leads, T samples, D `encoder.width`;
+    `digest` identifies its files."""
 
     encoder: Any  # nn.Module with a `width`
 
@@ -100,8 +128,17 @@ class TrainedModel(nn.Module):
         digest: str = "",
     ) -> None:
         super().__init__()
-        self.encoder, self.head, self.config, self.preprocessing, self.digest = encoder, head, config, preprocessing, digest
-        self.input, self.head_info = Input.of(preprocessing, config_of(config).leads), head_of(config)
+        self.encoder, self.head, self.config, self.preprocessing, self.digest = (
+            encoder,
+            head,
+            config,
+            preprocessing,
+            digest,
+        )
+        self.input, self.head_info = (
+            Input.of(preprocessing, config_of(config).leads),
+            head_of(config),
+        )
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
@@ -127,12 +164,17 @@ class TrainedModel(nn.Module):
         return model.to(self.device, next(self.parameters()).dtype)
 
     def unprepared(self) -> str:
-        """Why its predictions are doubtful if some of its leads are missing; "" if it was trained with random lead masking."""
-        masked = self.history.get("rlm")  # unknown for models of other programs and of older versions
+        """Why its predictions are doubtful if some of its leads are missing; "" if it was trained
+        with random lead masking."""
+        masked = self.history.get(
+            "rlm"
+        )  # unknown for models of other programs and of older versions
         if masked:
             return ""
         trained = "was not trained" if masked == 0 else "is not known to have been trained"
-        measure = "measure it with `omnilead evaluate --leads`, or fine-tune it with augment.rlm=0.5"
+        measure = (
+            "measure it with `omnilead evaluate --leads`, or fine-tune it with augment.rlm=0.5"
+        )
         return f"the model {trained} with missing leads: {measure}"
 
     def pooled(self, x_RLT: Tensor) -> Tensor:
@@ -144,7 +186,10 @@ class TrainedModel(nn.Module):
 
     def logits(self, x_RLT: Tensor) -> Tensor:
         if self.head is None:
-            raise ConfigError("this model has no head: logits and scores need a model that was fine-tuned on labels")
+            raise ConfigError(
+                "this model has no head: logits and scores need a model that was fine-tuned on "
+                "labels"
+            )
         y: Tensor = self.head(self.pooled(x_RLT).to(next(self.head.parameters()).dtype))
         return y.float()
 
@@ -154,17 +199,23 @@ class TrainedModel(nn.Module):
         assert self.head_info is not None
         return self.head_info.scores(logits_RK)
 
-    def segments(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV") -> Tensor:
+    def segments(
+        self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
+    ) -> Tensor:
         """The model's input x_RLT for one ECG [L, T]."""
         ecg = crops(signal, fs_hz, leads, unit, self.input)
         return self.input.halves(torch.from_numpy(ecg.uv_BLT), np.array(ecg.halves)).to(self.device)
 
     @torch.inference_mode()
-    def embed(self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV") -> Tensor:
-        """Embed an ECG [L, T] -> [D], or several [B, L, T] -> [B, D] (numpy or torch): the mean over its segments of 5 s.
+    def embed(
+        self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
+    ) -> Tensor:
+        """Embed an ECG [L, T] -> [D], or several [B, L, T] -> [B, D] (numpy or torch): the mean
+        over its segments of 5 s.
 
-        leads: the names of the rows, in any order; other leads are zeros, for which random lead masking has prepared the model.
-        NaN (in int16 -32768) means not measured. `crops` lists what is refused.
+        leads: the names of the rows, in any order; other leads are zeros, for which random lead
+        masking has prepared the model. NaN (in int16 -32768) means not measured. `crops` lists what
+        is refused.
         """
         c_BD = self._means(self.pooled, self.encoder.width, signal, fs_hz, leads, unit)
         return c_BD if getattr(signal, "ndim", None) == 3 else c_BD[0]
@@ -173,21 +224,31 @@ class TrainedModel(nn.Module):
     def predict(
         self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
     ) -> dict[str, float] | list[dict[str, float]]:
-        """{class: probability} or {name: value in `self.unit`} for an ECG [L, T], a list of them for several [B, L, T]: means
-        over segments of 5 s, as `evaluate` scores a record. Arguments: see `embed`. Warns if leads are missing that the model
-        was not trained without."""
+        """{class: probability} or {name: value in `self.unit`} for an ECG [L, T], a list of them
+        for several [B, L, T]: means over segments of 5 s, as `evaluate` scores a record.
+        Arguments: see `embed`. Warns if leads are missing that the model was not trained
+        without."""
         leads = leads if isinstance(leads, str) else tuple(leads)
         missing = set(self.input.seen) - set(leads_in_order(leads))
         if missing and (why := self.unprepared()):
-            warnings.warn(f"without leads {describe_leads(sorted(missing))}: {why}", stacklevel=3)  # 2 is torch's decorator
+            warnings.warn(
+                f"without leads {describe_leads(sorted(missing))}: {why}", stacklevel=3
+            )  # 2 is torch's decorator
         y_BK = self._means(self.scores, len(self.classes), signal, fs_hz, leads, unit)
         found = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
         return found if getattr(signal, "ndim", None) == 3 else found[0]
 
     def _means(
-        self, forward: Callable[[Tensor], Tensor], width: int, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str
+        self,
+        forward: Callable[[Tensor], Tensor],
+        width: int,
+        signal: Any,
+        fs_hz: float,
+        leads: str | Iterable[str],
+        unit: str,
     ) -> Tensor:
-        """[B, width] (B = 1 for one ECG): the output of `forward`, averaged over the segments of each ECG."""
+        """[B, width] (B = 1 for one ECG): the output of `forward`, averaged over the segments of
+        each ECG."""
         leads = leads if isinstance(leads, str) else tuple(leads)
         several, parts = getattr(signal, "ndim", None) == 3, []
         for i, record in enumerate(signal if several else (signal,)):
@@ -204,19 +265,31 @@ class TrainedModel(nn.Module):
         return y_BD
 
 
-def load(path: str | os.PathLike[str], code: bool = False, encoder: Kind = None, head: Kind = None) -> TrainedModel:
-    """Load a model. For a plugged-in encoder or head: `code` runs its file in the folder; `encoder`, `head` pass its class."""
+def load(
+    path: str | os.PathLike[str], code: bool = False, encoder: Kind = None, head: Kind = None
+) -> TrainedModel:
+    """Load a model. For a plugged-in encoder or head: `code` runs its file in the folder;
+    `encoder`, `head` pass its class."""
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
-        classes = len(head_info.classes) if head_info else 0  # 0 for identification: its class vectors are not exported
+        classes = (
+            len(head_info.classes) if head_info else 0
+        )  # 0 for identification: its class vectors are not exported
         if encoder and not config.encoder:
-            raise LoadError(f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: leave it out")
+            raise LoadError(
+                f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: "
+                "leave it out"
+            )
         with torch.device("cpu" if config.encoder else "meta"):
-            own: Any = build_encoder(config, kind=encoder or own_class(folder, config.encoder, code, "encoder"))
+            own: Any = build_encoder(
+                config, kind=encoder or own_class(folder, config.encoder, code, "encoder")
+            )
             top: Any = nn.Linear(own.width, classes) if classes else None
         if head_info and (spec := str(head_info.definition.get("head") or "")):
-            top = build_head(spec, own.width, classes, kind=head or own_class(folder, spec, code, "head"))
+            top = build_head(
+                spec, own.width, classes, kind=head or own_class(folder, spec, code, "head")
+            )
         _load_weights(folder / WEIGHTS, own, top)
         try:
             model = TrainedModel(own, top, document, preprocessing, digest)
@@ -227,16 +300,22 @@ def load(path: str | os.PathLike[str], code: bool = False, encoder: Kind = None,
 
 
 def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
-    """The class in a model folder; None if `spec` is built into omnilead. Code runs only if asked."""
+    """The class in a model folder; None if `spec` is built into omnilead. Code runs only if
+    asked."""
     file, _, name = spec.rpartition(":")
     if not file:
         return None
     give = f"omnilead.load(..., {part}={name})"
     if file not in code_in(folder):
-        raise LoadError(f"{folder / file}: the file with the {part} is not in {CONFIG}: copy the folder again, or {give}")
+        raise LoadError(
+            f"{folder / file}: the file with the {part} is not in {CONFIG}: copy the folder "
+            f"again, or {give}"
+        )
     if not code:
         ask = f"read it, then use --code, omnilead.load(..., code=True), or {give}"
-        raise LoadError(f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: {ask}")
+        raise LoadError(
+            f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: {ask}"
+        )
     with blaming(f"{folder / file}"):
         return plugin(f"{folder / file}:{name}")
 
@@ -273,14 +352,24 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
                 encoder.mask_embedding = None
             model = nn.ModuleDict({"encoder": encoder} | ({"head": head} if head else {}))
             expected = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
-            own = {name: shape for name, shape in shapes.items() if name.startswith(("encoder.", "head."))}
+            own = {
+                name: shape
+                for name, shape in shapes.items()
+                if name.startswith(("encoder.", "head."))
+            }
             if wrong := misfits(own, expected):
                 raise LoadError(f"{path}: the weights do not fit {CONFIG}: {wrong}")
             tensors = {name: file.get_tensor(name) for name in expected}
-            floats = {name: tensor.float() for name, tensor in tensors.items() if tensor.is_floating_point()}
+            floats = {
+                name: tensor.float()
+                for name, tensor in tensors.items()
+                if tensor.is_floating_point()
+            }
             model.load_state_dict(tensors | floats, assign=True)
     except (SafetensorError, OSError) as error:
-        raise LoadError(f"{path}: cannot be read as safetensors: {error}: copy it again".splitlines()[0]) from None
+        raise LoadError(
+            f"{path}: cannot be read as safetensors: {error}: copy it again".splitlines()[0]
+        ) from None
 
 
 class EcgCrops(NamedTuple):
@@ -289,10 +378,13 @@ class EcgCrops(NamedTuple):
     halves: tuple[int, ...]
 
 
-def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input) -> EcgCrops:
-    """Cut one ECG [L, T] into crops from its start, as for a dataset: a remainder of 5 s or more is a crop with one half, less
-    is dropped. An ECG shorter than 5 s is refused. A lead with NaN (in int16 -32768, in a masked array a masked sample) is zero
-    in that whole crop. Crops without a measured lead, or with only flat leads, are left out."""
+def crops(
+    signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input
+) -> EcgCrops:
+    """Cut one ECG [L, T] into crops from its start, as for a dataset: a remainder of 5 s or more
+    is a crop with one half, less is dropped. An ECG shorter than 5 s is refused. A lead with NaN
+    (in int16 -32768, in a masked array a masked sample) is zero in that whole crop. Crops
+    without a measured lead, or with only flat leads, are left out."""
     given = leads_in_order(leads)
     wanted.require(given)
     values, names = _values(signal), tuple(LEADS[lead] for lead in given)
@@ -306,17 +398,24 @@ def crops(signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, want
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
     if not count:
         seconds = samples_at_500(samples, record.fs_hz) / FS_HZ
-        raise SignalError(f"{seconds:g} s of signal: the model takes segments of 5 s: give at least 5 s")
+        raise SignalError(
+            f"{seconds:g} s of signal: the model takes segments of 5 s: give at least 5 s"
+        )
     _plausible(record, unit)
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
     used: list[tuple[float, int]] = []
     for index in range(count):
         body, missing, _ = fill(record, index, uv_BLT[len(used)])
-        flat = body.min(axis=1) == body.max(axis=1)  # a dataset does not take crops with only flat leads either
+        flat = body.min(axis=1) == body.max(
+            axis=1
+        )  # a dataset does not take crops with only flat leads either
         if not (missing[list(wanted.seen)].all() or (flat | missing).all()):
             used.append((index * CROP / FS_HZ, body.shape[1] // HALF))
     if not used:
-        raise SignalError("no valid lead: in every 10 s crop, all leads are flat or all leads that the model uses have NaN")
+        raise SignalError(
+            "no valid lead: in every 10 s crop, all leads are flat or all leads that the model "
+            "uses have NaN"
+        )
     return EcgCrops(uv_BLT[: len(used)], *(tuple(column) for column in zip(*used, strict=True)))
 
 
@@ -332,15 +431,27 @@ def _values(signal: Any) -> np.ndarray:
 
 
 def _plausible(record: EcgRecord, unit: str) -> None:
-    """Refuse signals whose unit is off by a factor of 1,000. Single leads may be off: the median lead decides."""
+    """Refuse signals whose unit is off by a factor of 1,000. Single leads may be off: the median
+    lead decides."""
     mv = MV_PER_UNIT[record.unit]
-    measured = np.isfinite(record.signal) if record.invalid is None else record.signal != record.invalid
+    measured = (
+        np.isfinite(record.signal) if record.invalid is None else record.signal != record.invalid
+    )
     there = record.signal if measured.all() else np.where(measured, record.signal, 0)
-    peaks = mv * np.maximum(there.max(axis=1).astype(np.float64), -there.min(axis=1).astype(np.float64))
+    peaks = mv * np.maximum(
+        there.max(axis=1).astype(np.float64), -there.min(axis=1).astype(np.float64)
+    )
     peak = float(np.median(peaks[measured.any(axis=1)])) if measured.any() else 0.0
     seen = f"a typical lead peaks at {peak:.3g} mV"
-    middle = mv * float(np.median(np.abs(there[measured].astype(np.float64)))) if peaks.max() > LARGE_MV else 0.0
+    middle = (
+        mv * float(np.median(np.abs(there[measured].astype(np.float64))))
+        if peaks.max() > LARGE_MV
+        else 0.0
+    )
     if middle > LARGE_MV or peak > HUGE_MV:
-        raise SignalError(f"unit={unit!r}: {seen} (median {middle:.3g} mV), too large for an ECG: is the unit smaller?")
+        raise SignalError(
+            f"unit={unit!r}: {seen} (median {middle:.3g} mV), too large for an ECG: is the unit "
+            "smaller?"
+        )
     if 0 < peak < TINY_MV:
         raise SignalError(f"unit={unit!r}: {seen}, too small for an ECG: is the unit larger?")

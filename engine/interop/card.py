@@ -37,17 +37,32 @@ PREDICT = """    answers = model.predict(signal, fs_hz=500, leads=["I", "II", "V
 
 
 def model_card(
-    run: Path, config: RunConfig, state: dict[str, Any], weights: dict[str, Tensor], task: type[TrainingTask]
+    run: Path,
+    config: RunConfig,
+    state: dict[str, Any],
+    weights: dict[str, Tensor],
+    task: type[TrainingTask],
 ) -> str:
     title, lines = task.card(config, state)
     leads = config.augment.output_leads
     described = task.described(config, state)
     head, signals = described.get("head"), state.get("input", DEFAULT_INPUT)
-    needed = file_of(described["model"].get("encoder", "")) or (head and file_of(head["definition"].get("head", "")))
+    needed = file_of(described["model"].get("encoder", "")) or (
+        head and file_of(head["definition"].get("head", ""))
+    )
     sources = sorted({name for split in state.get("splits", ()) for name in split["sources"]})
-    validated = next((row for row in StepLog(run / VALIDATION).rows if row["step"] == state["step"]), {})
-    measured = {name: value for name, value in validated.items() if isinstance(value, float) and math.isfinite(value)}
-    rows = "".join(f"| {METRIC_NAMES.get(name, name.replace('_', ' '))} | {value:.4f} |\n" for name, value in measured.items())
+    validated = next(
+        (row for row in StepLog(run / VALIDATION).rows if row["step"] == state["step"]), {}
+    )
+    measured = {
+        name: value
+        for name, value in validated.items()
+        if isinstance(value, float) and math.isfinite(value)
+    }
+    rows = "".join(
+        f"| {METRIC_NAMES.get(name, name.replace('_', ' '))} | {value:.4f} |\n"
+        for name, value in measured.items()
+    )
     card = CARD.format(
         title=title,
         lines="\n".join(f"- {line}" for line in lines),
@@ -57,7 +72,8 @@ def model_card(
         leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
         sources=", ".join(sources) or "unknown sources",
         datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),
-        noise=", ".join([*config.augment.kinds, *filter(None, [portable(config.augment.extra)])]) or "none",
+        noise=", ".join([*config.augment.kinds, *filter(None, [portable(config.augment.extra)])])
+        or "none",
         code=", code=True" * bool(needed),
         table=f"| in validation | |\n|---|---|\n{rows}\n" if rows else "",
         state=state,

@@ -2,11 +2,12 @@
 
     from_theirs(state, config) -> our state_dict    to_theirs(state, config) -> the authors'    settings(cfg) -> ModelConfig
 
-Only names, concatenation and the order of axes change: every number keeps its bits. Source: state dicts of fairseq-signals
-(models/wav2vec2/wav2vec2_cmsc.py and the modules it uses). The weight norm of the positional convolution is named weight_g /
-weight_v before 2025-01-20 and parametrizations.weight.original0 / original1 since then. A classifier
-(models/classification/ecg_transformer_classifier.py) has its encoder under `encoder.`, with or without the mask embedding, and
-a linear layer `proj` instead of the heads of pre-training.
+Only names, concatenation and the order of axes change: every number keeps its bits. Source: state
+dicts of fairseq-signals (models/wav2vec2/wav2vec2_cmsc.py and the modules it uses). The weight norm
+of the positional convolution is named weight_g / weight_v before 2025-01-20 and
+parametrizations.weight.original0 / original1 since then. A classifier
+(models/classification/ecg_transformer_classifier.py) has its encoder under `encoder.`, with or
+without the mask embedding, and a linear layer `proj` instead of the heads of pre-training.
 """
 
 import ast
@@ -69,20 +70,34 @@ FIXED = {  # settings of the authors that change the computation; only these val
 
 
 def spelling(state: Mapping[str, Tensor]) -> str:
-    return "weight_g" if any(name.endswith("conv_pos.pos_conv.0.weight_g") for name in state) else "parametrizations"
+    return (
+        "weight_g"
+        if any(name.endswith("conv_pos.pos_conv.0.weight_g") for name in state)
+        else "parametrizations"
+    )
 
 
 def outputs(state: Mapping[str, Tensor]) -> int:
-    """Number of outputs of a classifier, the authors' or ours; 0 if the model is only pre-trained."""
+    """Number of outputs of a classifier, the authors' or ours; 0 if the model is only
+    pre-trained."""
     theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
     head = state.get("proj.weight" if theirs else "head.weight")
     return len(head) if head is not None and head.ndim else int(theirs)
 
 
-def names(config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False) -> dict[str, list[str]]:
+def names(
+    config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False
+) -> dict[str, list[str]]:
     """Our name -> the authors' names: several if ours is their concatenation."""
-    both = {"encoder.feature_norm": "layer_norm", "encoder.norm": "encoder.layer_norm"}  # modules with weight and bias
-    both |= {"local.quantizer.logits": "quantizer.weight_proj", "local.target": "project_q", "local.context": "final_proj"}
+    both = {
+        "encoder.feature_norm": "layer_norm",
+        "encoder.norm": "encoder.layer_norm",
+    }  # modules with weight and bias
+    both |= {
+        "local.quantizer.logits": "quantizer.weight_proj",
+        "local.target": "project_q",
+        "local.context": "final_proj",
+    }
     if config.feature_width != config.width:
         both["encoder.project"] = "post_extract_proj"
     table = {}
@@ -93,30 +108,55 @@ def names(config: ModelConfig, spelled: str = "parametrizations", classifier: bo
             both[f"{block}.norm"] = f"{their}.2.1" if config.conv_norm == "layer" else f"{their}.2"
     for i in range(config.layers):
         layer, their = f"encoder.layers.{i}.", f"encoder.layers.{i}."
-        both |= {layer + "attention.out": their + "self_attn.out_proj", layer + "norm1": their + "self_attn_layer_norm"}
-        both |= {layer + "fc1": their + "fc1", layer + "fc2": their + "fc2", layer + "norm2": their + "final_layer_norm"}
+        both |= {
+            layer + "attention.out": their + "self_attn.out_proj",
+            layer + "norm1": their + "self_attn_layer_norm",
+        }
+        both |= {
+            layer + "fc1": their + "fc1",
+            layer + "fc2": their + "fc2",
+            layer + "norm2": their + "final_layer_norm",
+        }
         for kind in ("weight", "bias"):
-            table[f"{layer}attention.qkv.{kind}"] = [f"{their}self_attn.{part}_proj.{kind}" for part in "qkv"]
+            table[f"{layer}attention.qkv.{kind}"] = [
+                f"{their}self_attn.{part}_proj.{kind}" for part in "qkv"
+            ]
     for name, their in both.items():
         table |= {f"{name}.{kind}": [f"{their}.{kind}"] for kind in ("weight", "bias")}
     position = {"gain": NORM_KEYS[spelled][0], "direction": NORM_KEYS[spelled][1], "bias": "bias"}
-    table |= {f"encoder.position.{name}": [f"conv_pos.pos_conv.0.{their}"] for name, their in position.items()}
-    table |= {"encoder.mask_embedding": ["mask_emb"], "local.quantizer.codebook": ["quantizer.vars"]}
+    table |= {
+        f"encoder.position.{name}": [f"conv_pos.pos_conv.0.{their}"]
+        for name, their in position.items()
+    }
+    table |= {
+        "encoder.mask_embedding": ["mask_emb"],
+        "local.quantizer.codebook": ["quantizer.vars"],
+    }
     if not classifier:
         return table
-    inner = {name: [f"encoder.{part}" for part in parts] for name, parts in table.items() if name.startswith("encoder.")}
+    inner = {
+        name: [f"encoder.{part}" for part in parts]
+        for name, parts in table.items()
+        if name.startswith("encoder.")
+    }
     return inner | {f"head.{kind}": [f"proj.{kind}"] for kind in ("weight", "bias")}
 
 
 def empty_weights(config: ModelConfig, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All weights of a model, as meta tensors: of a classifier if `like` belong to one, the authors' or ours."""
+    """All weights of a model, as meta tensors: of a classifier if `like` belong to one, the
+    authors' or ours."""
     with torch.device("meta"):
         weights = dict(Pretrainer(config, ObjectiveConfig()).state_dict())
         if not (classes := outputs(like)):
             return weights
-        head = {"head.weight": torch.empty(classes, config.width), "head.bias": torch.empty(classes)}
+        head = {
+            "head.weight": torch.empty(classes, config.width),
+            "head.bias": torch.empty(classes),
+        }
     absent = () if any("mask_emb" in name for name in like) else ("encoder.mask_embedding",)
-    return {name: w for name, w in weights.items() if name.startswith("encoder.") and name not in absent} | head
+    return {
+        name: w for name, w in weights.items() if name.startswith("encoder.") and name not in absent
+    } | head
 
 
 def from_theirs(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -131,14 +171,20 @@ def from_theirs(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     return converted
 
 
-def to_theirs(state: Mapping[str, Tensor], config: ModelConfig, spelled: str = "parametrizations") -> dict[str, Tensor]:
+def to_theirs(
+    state: Mapping[str, Tensor], config: ModelConfig, spelled: str = "parametrizations"
+) -> dict[str, Tensor]:
     _check(state, empty_weights(config, state))
     return _renamed(state, config, spelled)
 
 
 def _table(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> dict[str, list[str]]:
     """The names of the weights in `state`."""
-    return {name: parts for name, parts in names(config, spelled, outputs(state) > 0).items() if name in state}
+    return {
+        name: parts
+        for name, parts in names(config, spelled, outputs(state) > 0).items()
+        if name in state
+    }
 
 
 def _renamed(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> dict[str, Tensor]:
@@ -149,42 +195,72 @@ def _renamed(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> 
             weights = weights.unflatten(1, (config.conv[int(block[1])][1], -1)).transpose(1, 2)
         elif name.endswith("codebook"):
             weights = weights.flatten(0, 1)[None]
-        renamed |= {part: w.contiguous().clone() for part, w in zip(parts, weights.chunk(len(parts)), strict=True)}
+        renamed |= {
+            part: w.contiguous().clone()
+            for part, w in zip(parts, weights.chunk(len(parts)), strict=True)
+        }
     return renamed
 
 
 def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    wrong = misfits(*({name: tuple(w.shape) for name, w in weights.items()} for weights in (state, expected)))
+    wrong = misfits(
+        *({name: tuple(w.shape) for name, w in weights.items()} for weights in (state, expected))
+    )
     if wrong:
         raise ConfigError(f"the weights do not fit the model: {wrong}")
 
 
 def settings(cfg: Mapping[str, Any]) -> ModelConfig:
-    """Read the section `model` of the authors' configuration. A classifier's may contain that of the pre-trained model."""
+    """Read the section `model` of the authors' configuration. A classifier's may contain that of
+    the pre-trained model."""
     for key in ("args", "w2v_args"):
-        cfg = inner["model"] if isinstance(inner := cfg.get(key), dict) and isinstance(inner.get("model"), dict) else cfg
+        cfg = (
+            inner["model"]
+            if isinstance(inner := cfg.get(key), dict) and isinstance(inner.get("model"), dict)
+            else cfg
+        )
     values = {ours: cfg.get(theirs, default) for ours, (theirs, default) in RENAMED.items()}
     missing = [RENAMED[ours][0] for ours, value in values.items() if value is None]
     if missing:
-        raise ConfigError(f"the checkpoint's settings lack model.{missing[0]}: is it a wav2vec 2.0 of fairseq-signals?")
+        raise ConfigError(
+            f"the checkpoint's settings lack model.{missing[0]}: is it a wav2vec 2.0 of "
+            "fairseq-signals?"
+        )
     for key, value in FIXED.items():
         if cfg.get(key, value) != value:
-            raise ConfigError(f"model.{key}={str(cfg[key])[:80]!r} in the checkpoint's settings: only {value!r} can be read")
+            raise ConfigError(
+                f"model.{key}={str(cfg[key])[:80]!r} in the checkpoint's settings: only {value!r} "
+                "can be read"
+            )
     values["projection"] = values["projection"] or values["width"]
     values["code_width"] = values["code_width"] or values["projection"]
-    values["conv_norm"] = _read(cfg, "extractor_mode", "default", MODES.__getitem__, "default or layer_norm")
+    values["conv_norm"] = _read(
+        cfg, "extractor_mode", "default", MODES.__getitem__, "default or layer_norm"
+    )
     stack = "[(width, kernel, stride), ...] with kernel = stride"
     values["conv"] = _read(cfg, "conv_feature_layers", "[(256, 2, 2)] * 4", _blocks, stack)
     values |= _read(cfg, "latent_temp", (2.0, 0.5, 0.999995), _temperatures, "(start, end, decay)")
     return validated(ModelConfig, values, "model")
 
 
-def _read(cfg: Mapping[str, Any], key: str, default: Any, parse: Callable[[Any], Value], form: str) -> Value:
+def _read(
+    cfg: Mapping[str, Any], key: str, default: Any, parse: Callable[[Any], Value], form: str
+) -> Value:
     value = cfg.get(key, default)
     try:
         return parse(value)
-    except (SyntaxError, TypeError, LookupError, ValueError, OverflowError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"model.{key}={repr(value)[:80]} in the checkpoint's settings: must be {form}") from error
+    except (
+        SyntaxError,
+        TypeError,
+        LookupError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+    ) as error:
+        raise ConfigError(
+            f"model.{key}={repr(value)[:80]} in the checkpoint's settings: must be {form}"
+        ) from error
 
 
 def _temperatures(value: Any) -> dict[str, float]:
@@ -204,10 +280,16 @@ def _blocks(value: Any) -> list[tuple[int, int]]:
 
 
 def their_settings(config: ModelConfig) -> dict[str, Any]:
-    """The part of the authors' configuration that is needed to build one of our models: cfg.model, cfg.task, cfg.criterion."""
+    """The part of the authors' configuration that is needed to build one of our models: cfg.model,
+    cfg.task, cfg.criterion."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}
     model |= {theirs: getattr(config, ours) for ours, (theirs, _) in RENAMED.items()} | FIXED
     model["conv_feature_layers"] = str([(width, kernel, kernel) for width, kernel in config.conv])
     model["extractor_mode"] = "layer_norm" if config.conv_norm == "layer" else "default"
     model["latent_temp"] = [config.tau_start, config.tau_end, config.tau_decay]
-    return {"_name": None, "model": model, "task": TASK, "criterion": {"_name": "wav2vec2_with_cmsc"}}
+    return {
+        "_name": None,
+        "model": model,
+        "task": TASK,
+        "criterion": {"_name": "wav2vec2_with_cmsc"},
+    }

@@ -1,4 +1,5 @@
-"""Models on the Hugging Face Hub: `omnilead hub push|pull`, omnilead.load("hf://org/name@revision")."""
+"""Models on the Hugging Face Hub: `omnilead hub push|pull`,
+omnilead.load("hf://org/name@revision")."""
 
 import hashlib
 import re
@@ -35,7 +36,9 @@ ANSWERS = {  # our messages for the errors of huggingface_hub
 }
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
 # An absolute path or the address of a bucket, but not https:// or hf://
-PLACE = re.compile(r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+")
+PLACE = re.compile(
+    r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+"
+)
 
 
 def push(model: str | Path, repo: str, private: bool = False, licence: str | None = None) -> str:
@@ -51,20 +54,36 @@ def push(model: str | Path, repo: str, private: bool = False, licence: str | Non
 
 
 def published(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
-    """{name: content} to upload: the files that config.json names, the model card, and a matching config.json."""
+    """{name: content} to upload: the files that config.json names, the model card, and a matching
+    config.json."""
     document: dict[str, Any] = without_places(document_of(folder / CONFIG))
     sums = document.pop(SHA256, None) or {WEIGHTS: "", PREPROCESSING: ""}
-    files: dict[str, Path | bytes] = {name: folder / name for name in sums if FILE_NAME.fullmatch(name) and name != CONFIG}
-    card = (folder / CARD).read_text() if (folder / CARD).is_file() else f"# {folder.resolve().parent.name}\n"
-    files[CARD] = front_matter({"license": licence} if licence else {}, without_places(card)).encode()
-    digests = {name: hashlib.sha256(c if isinstance(c, bytes) else c.read_bytes()).hexdigest() for name, c in files.items()}
+    files: dict[str, Path | bytes] = {
+        name: folder / name for name in sums if FILE_NAME.fullmatch(name) and name != CONFIG
+    }
+    card = (
+        (folder / CARD).read_text()
+        if (folder / CARD).is_file()
+        else f"# {folder.resolve().parent.name}\n"
+    )
+    files[CARD] = front_matter(
+        {"license": licence} if licence else {}, without_places(card)
+    ).encode()
+    digests = {
+        name: hashlib.sha256(c if isinstance(c, bytes) else c.read_bytes()).hexdigest()
+        for name, c in files.items()
+    }
     return files | {CONFIG: sealed(document, digests).encode()}
 
 
 def without_places(value: Any) -> Any:
-    """Reduce paths and bucket addresses in texts, at any depth, to the last name; `labels` is always treated as a path."""
+    """Reduce paths and bucket addresses in texts, at any depth, to the last name; `labels` is
+    always treated as a path."""
     if isinstance(value, dict):
-        return {key: _last(inner) if key == "labels" and inner else without_places(inner) for key, inner in value.items()}
+        return {
+            key: _last(inner) if key == "labels" and inner else without_places(inner)
+            for key, inner in value.items()
+        }
     if isinstance(value, list):
         return [without_places(inner) for inner in value]
     if not isinstance(value, str):
@@ -81,7 +100,9 @@ def pull(repo: str, out: Path) -> None:
         raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
     with model_folder(f"hf://{repo}") as (folder, _):
         out.mkdir(parents=True, exist_ok=True)
-        for file in sorted(filter(Path.is_file, folder.iterdir()), key=lambda file: file.name == CONFIG):
+        for file in sorted(
+            filter(Path.is_file, folder.iterdir()), key=lambda file: file.name == CONFIG
+        ):
             shutil.copy(file, out)  # config.json last: without it, the folder is no model
 
 
@@ -104,12 +125,16 @@ def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
     try:
         from huggingface_hub import CommitOperationAdd, HfApi, get_token
     except ImportError:
-        raise ConfigError(f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'") from None
+        raise ConfigError(
+            f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'"
+        ) from None
     try:
         yield HfApi(library_name="omnilead", token=get_token()), CommitOperationAdd
     except ConfigError:
         raise
-    except Exception as error:  # also from the Hub's HTTP client, which changes, and for invalid names
+    except (
+        Exception
+    ) as error:  # also from the Hub's HTTP client, which changes, and for invalid names
         denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
         known = (ANSWERS[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ANSWERS)
         text = next(known, WRONG_TOKEN if denied else f"{type(error).__name__}: {error}")

@@ -1,10 +1,12 @@
-"""Export a trained model to ONNX: x [batch, leads, samples] -> embedding [batch, D], logits and scores [batch, K].
+"""Export a trained model to ONNX: x [batch, leads, samples] -> embedding [batch, D], logits and
+scores [batch, K].
 
     omnilead convert to-onnx RUN OUT.onnx
 
-The batch and the segments can have any size. x is the output of `TrainedModel.segments`. The metadata has `preprocessing`
-(leads in order, rate, scale), `config` and `head` (classes, thresholds, unit of the scores) as JSON. The file is written only
-if onnxruntime reproduces PyTorch's numbers at several sizes.
+The batch and the segments can have any size. x is the output of `TrainedModel.segments`. The
+metadata has `preprocessing` (leads in order, rate, scale), `config` and `head` (classes,
+thresholds, unit of the scores) as JSON. The file is written only if onnxruntime reproduces
+PyTorch's numbers at several sizes.
 """
 
 import json
@@ -42,7 +44,8 @@ class Outputs(nn.Module):
 
 
 def to_onnx(model: TrainedModel, out: Path) -> float:
-    """Write the file. Returns the largest difference between onnxruntime and PyTorch (relative if numbers are above 1)."""
+    """Write the file. Returns the largest difference between onnxruntime and PyTorch (relative if
+    numbers are above 1)."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
@@ -51,9 +54,14 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
     outputs, temporary = Outputs(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:
         export(outputs, temporary)
-        worst = float(np.max([difference(outputs, temporary, *size) for size in SIZES]))  # NaN stays NaN
+        worst = float(
+            np.max([difference(outputs, temporary, *size) for size in SIZES])
+        )  # NaN stays NaN
         if not worst <= TOLERANCE:
-            raise ConfigError(f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than {TOLERANCE:g}: not written")
+            raise ConfigError(
+                f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than "
+                f"{TOLERANCE:g}: not written"
+            )
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
@@ -70,14 +78,24 @@ def export(outputs: Outputs, path: Path) -> None:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             program = torch.onnx.export(
-                outputs, (x,), input_names=["x"], output_names=names, dynamic_shapes=sizes, dynamo=True, verbose=False
+                outputs,
+                (x,),
+                input_names=["x"],
+                output_names=names,
+                dynamic_shapes=sizes,
+                dynamo=True,
+                verbose=False,
             )
     except Exception as error:  # the exporter raises many kinds
-        raise ConfigError(f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]) from error
+        raise ConfigError(
+            f"torch.onnx cannot export this model: {type(error).__name__}: {error}".splitlines()[0]
+        ) from error
     assert program is not None
     documents = {"preprocessing": model.preprocessing, "config": model.config}
     documents |= {"head": asdict(model.head_info)} if model.head_info else {}
-    program.model.metadata_props.update({name: json.dumps(document) for name, document in documents.items()})
+    program.model.metadata_props.update(
+        {name: json.dumps(document) for name, document in documents.items()}
+    )
     program.save(path)
 
 
@@ -87,9 +105,16 @@ def difference(outputs: Outputs, path: Path, segments: int, samples: int) -> flo
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    x = np.random.default_rng(segments).normal(0, 0.3, (segments, len(outputs.model.input.leads), samples)).astype(np.float32)
+    x = (
+        np.random.default_rng(segments)
+        .normal(0, 0.3, (segments, len(outputs.model.input.leads), samples))
+        .astype(np.float32)
+    )
     with torch.inference_mode():
         expected = outputs(torch.from_numpy(x))
     pairs = zip(expected, session.run(None, {"x": x}), strict=True)
-    worst = [np.abs(mine.numpy() - other).max() / max(1.0, float(mine.abs().max())) for mine, other in pairs]
+    worst = [
+        np.abs(mine.numpy() - other).max() / max(1.0, float(mine.abs().max()))
+        for mine, other in pairs
+    ]
     return float(np.max(worst))

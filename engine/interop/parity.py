@@ -1,10 +1,11 @@
-"""Compare our model with the authors', quantity by quantity, for the same weights, inputs and random draws.
+"""Compare our model with the authors', quantity by quantity, for the same weights, inputs and
+random draws.
 
     for comparison in compare(DIR): print(comparison.quantity, comparison.error, comparison.holds)
 
-engine/parity.py describes the files in DIR. The three optimiser steps repeat the same batch with the authors' Adam
-(fairseq-signals optim/adam.py:81-209): weight decay on every parameter before the update; eps is added outside the square root
-and before the bias correction.
+engine/parity.py describes the files in DIR. The three optimiser steps repeat the same batch with
+the authors' Adam (fairseq-signals optim/adam.py:81-209): weight decay on every parameter before the
+update; eps is added outside the square root and before the bias correction.
 """
 
 import ast
@@ -71,41 +72,65 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
     model, criterion, optimizer = cfg["model"], cfg["criterion"], cfg["optimizer"]
     if model["logit_temp"] != criterion["temp"]:
         raise ConfigError(
-            f"model.logit_temp={model['logit_temp']} and criterion.temp={criterion['temp']} differ: not supported"
+            f"model.logit_temp={model['logit_temp']} and criterion.temp={criterion['temp']} "
+            "differ: not supported"
         )
     diversity, features = criterion.get("loss_weights") or (0.0, 0.0)
     contrast = criterion.get("cmsc_weights", 1.0)
     objective = ObjectiveConfig(
         diversity=diversity,
         features=features,
-        contrast=1.0 if contrast is None else float(contrast[0] if isinstance(contrast, list) else contrast),
+        contrast=1.0
+        if contrast is None
+        else float(contrast[0] if isinstance(contrast, list) else contrast),
         form="authors",
         temperature=model["logit_temp"],
         negatives=model["num_negatives"],
         gathered=False,
     )
     first, second = map(float, ast.literal_eval(str(optimizer["adam_betas"])))
-    lr, eps, decay = map(float, (cfg["optimization"]["lr"][0], optimizer["adam_eps"], optimizer["weight_decay"]))
+    lr, eps, decay = map(
+        float, (cfg["optimization"]["lr"][0], optimizer["adam_eps"], optimizer["weight_decay"])
+    )
     arrays, state = {}, load_file(folder / f"{name}_state_dict.safetensors")
     for mode in ("eval", "train"):
         if (folder / f"{name}_{mode}.npz").exists():
             arrays[mode] = load_npz(folder / f"{name}_{mode}.npz")
             check_pairs(arrays[mode], f"{name}_{mode}.npz")
-    optional = [f"{name}_train_grads_of_sum_loss.safetensors", f"{name}_state_dict_after_3_steps.safetensors"]
-    gradients, after = (load_file(folder / file) if (folder / file).exists() else {} for file in optional)
-    off = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "dropout_input", "dropout_features"), 0.0)
+    optional = [
+        f"{name}_train_grads_of_sum_loss.safetensors",
+        f"{name}_state_dict_after_3_steps.safetensors",
+    ]
+    gradients, after = (
+        load_file(folder / file) if (folder / file).exists() else {} for file in optional
+    )
+    off = dict.fromkeys(
+        ("dropout", "attention_dropout", "activation_dropout", "dropout_input", "dropout_features"),
+        0.0,
+    )
     config = settings(model | off)  # the reference was made without dropout
     for file, weights in zip(optional, (gradients, after), strict=True):
         if missing := sorted(state.keys() - weights.keys()):
             tell(f"warning: {name}: not compared, as {file} lacks them: {', '.join(missing)}")
-    return ReferenceCase(name, config, objective, Adam(lr, (first, second), eps, decay), state, arrays, gradients, after)
+    return ReferenceCase(
+        name,
+        config,
+        objective,
+        Adam(lr, (first, second), eps, decay),
+        state,
+        arrays,
+        gradients,
+        after,
+    )
 
 
 def check_pairs(arrays: dict[str, np.ndarray], file: str) -> None:
     if not np.array_equal(arrays["segment"], np.arange(len(arrays["source"])) % 2):
         raise ConfigError(f"{file}: segment is not 0, 1, 0, 1, ...: pairs must be adjacent")
     if len(set(arrays["mask_indices"].sum(1).tolist())) != 1:
-        raise ConfigError(f"{file}: mask_indices must mask the same number of tokens in every segment")
+        raise ConfigError(
+            f"{file}: mask_indices must mask the same number of tokens in every segment"
+        )
     if arrays.keys() <= INPUTS:
         raise ConfigError(f"{file}: has only inputs: add results, such as logits_NBM")
 
@@ -115,17 +140,23 @@ def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig) -> Draws:
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, used = len(mask_RN), int(mask_RN.sum(1)[0])
     slot_RM, valid_RM = slots(mask_RN, used)
-    other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - torch.arange(0, rows * used, used)[:, None, None]
+    other_RMK = (
+        torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1)
+        - torch.arange(0, rows * used, used)[:, None, None]
+    )
     if other_RMK.min() < 0 or other_RMK.max() >= used:
         raise ConfigError("neg_idxs: a negative is from another segment, which is not supported")
     noise = None
     if "gumbel_noise" in arrays:
-        noise = torch.from_numpy(arrays["gumbel_noise"]).view(rows, used, config.codebooks, config.codes)
+        noise = torch.from_numpy(arrays["gumbel_noise"]).view(
+            rows, used, config.codebooks, config.codes
+        )
     return Draws(mask_RN, slot_RM, valid_RM, count_negatives(other_RMK, used), noise)
 
 
 class Runner:
-    """One case in one mode: our model with the authors' weights, its losses, and the outputs of its parts."""
+    """One case in one mode: our model with the authors' weights, its losses, and the outputs of its
+    parts."""
 
     def __init__(self, case: ReferenceCase, mode: str) -> None:
         self.case, self.arrays = case, case.arrays[mode]
@@ -133,7 +164,10 @@ class Runner:
         self.model.load_state_dict(from_theirs(case.state, case.config))
         self.draws = draws_of(self.arrays, case.config)
         source = torch.from_numpy(self.arrays["source"])
-        self.x_BSLT, self.ids_B = source.unflatten(0, (-1, 2)), torch.from_numpy(self.arrays["patient_id"])[::2]
+        self.x_BSLT, self.ids_B = (
+            source.unflatten(0, (-1, 2)),
+            torch.from_numpy(self.arrays["patient_id"])[::2],
+        )
         self.tau = torch.tensor(float(self.arrays.get("temp", 1)))
         self.outputs: dict[str, Tensor] = {}
 
@@ -141,7 +175,8 @@ class Runner:
         return dict(self.model(self.x_BSLT, tau=self.tau, ids_B=self.ids_B, draws=self.draws))
 
     def losses_and_outputs(self) -> dict[str, Tensor]:
-        """Compute the losses, and store the output of every part in `outputs` under its name in the reference."""
+        """Compute the losses, and store the output of every part in `outputs` under its name in the
+        reference."""
         encoder, local, config = self.model.encoder, self.model.local, self.case.config
         assert local is not None
         parts: dict[str, tuple[nn.Module, Callable[[Any], Tensor]]] = {
@@ -150,13 +185,22 @@ class Runner:
             "post_extract_proj": (encoder.project, lambda y: y),
             "conv_pos_out": (encoder.position, lambda y: y),
             "encoder_input_ln": (encoder.norm, lambda y: y),
-            "quantizer_logits": (local.quantizer.logits, lambda y: y.reshape(-1, config.codebooks * config.codes)),
+            "quantizer_logits": (
+                local.quantizer.logits,
+                lambda y: y.reshape(-1, config.codebooks * config.codes),
+            ),
             "quantized": (local.quantizer, lambda y: y.values_RMP),
             "projected_targets": (local.target, lambda y: y),
             "final_proj_out": (local.context, lambda y: y),
         }
-        parts |= {f"conv_block{i}": (block, lambda y: y.transpose(1, 2)) for i, block in enumerate(encoder.conv.blocks)}
-        parts |= {f"encoder_layer{i}_TBC": (layer, lambda y: y.transpose(0, 1)) for i, layer in enumerate(encoder.layers)}
+        parts |= {
+            f"conv_block{i}": (block, lambda y: y.transpose(1, 2))
+            for i, block in enumerate(encoder.conv.blocks)
+        }
+        parts |= {
+            f"encoder_layer{i}_TBC": (layer, lambda y: y.transpose(0, 1))
+            for i, layer in enumerate(encoder.layers)
+        }
 
         def keep(name: str, x: Tensor) -> None:
             self.outputs[name] = x
@@ -171,19 +215,29 @@ class Runner:
         for hook in hooks:
             hook.remove()
         last = self.outputs[f"encoder_layer{config.layers - 1}_TBC"]
-        self.outputs |= {"transformer_features": last.transpose(0, 1), "global_mean_pooled": last.mean(0)}
+        self.outputs |= {
+            "transformer_features": last.transpose(0, 1),
+            "global_mean_pooled": last.mean(0),
+        }
         self.outputs["logits_NBM"] = self._logits()
         return losses
 
     def _logits(self) -> Tensor:
         """[1 + K, R, M] logits as the authors gather them, taken from our Gram matrix."""
-        x_RMP, y_RMP = (nn.functional.normalize(self.outputs[key], dim=-1) for key in ("final_proj_out", "projected_targets"))
+        x_RMP, y_RMP = (
+            nn.functional.normalize(self.outputs[key], dim=-1)
+            for key in ("final_proj_out", "projected_targets")
+        )
         s_RMM = torch.bmm(x_RMP, y_RMP.transpose(1, 2)) / self.case.objective.temperature
         codes_RMP = self.outputs["quantized"]
         same_RMM = (codes_RMP[:, :, None] == codes_RMP[:, None]).all(-1)
-        other_RMK = torch.from_numpy(self.arrays["neg_idxs"]).view(*s_RMM.shape[:2], -1) % s_RMM.shape[1]
+        other_RMK = (
+            torch.from_numpy(self.arrays["neg_idxs"]).view(*s_RMM.shape[:2], -1) % s_RMM.shape[1]
+        )
         negative_RMK = s_RMM.masked_fill(same_RMM, -torch.inf).gather(2, other_RMK)
-        return torch.cat([s_RMM.diagonal(dim1=1, dim2=2)[..., None], negative_RMK], -1).permute(2, 0, 1)
+        return torch.cat([s_RMM.diagonal(dim1=1, dim2=2)[..., None], negative_RMK], -1).permute(
+            2, 0, 1
+        )
 
 
 def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
@@ -208,7 +262,9 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
             tell(f"warning: {label}: not compared, unknown names: {', '.join(sorted(unknown))}")
         for quantities, limit in ((runner.outputs, TENSOR), (values, LOSS)):
             for name in (name for name in quantities if name in arrays):
-                yield Comparison(label, name, difference(quantities[name].detach(), arrays[name]), limit)
+                yield Comparison(
+                    label, name, difference(quantities[name].detach(), arrays[name]), limit
+                )
         if mode == "train" and case.gradients:
             yield from compare_gradients(case, runner.model, losses["loss"] * tokens, label)
         if mode == "train" and case.after:
@@ -216,7 +272,8 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
 
 
 def difference(ours: Tensor, reference: np.ndarray | Tensor) -> float:
-    """Largest absolute error divided by the largest number in the reference; infinite if shapes or infinities differ."""
+    """Largest absolute error divided by the largest number in the reference; infinite if shapes or
+    infinities differ."""
     mine, theirs = ours.double(), torch.as_tensor(reference).double()
     if mine.shape != theirs.shape:
         return math.inf
@@ -229,14 +286,21 @@ def difference(ours: Tensor, reference: np.ndarray | Tensor) -> float:
     return float((mine[finite] - theirs[finite]).abs().max() / scale)
 
 
-def compare_gradients(case: ReferenceCase, model: nn.Module, loss: Tensor, label: str) -> Iterator[Comparison]:
+def compare_gradients(
+    case: ReferenceCase, model: nn.Module, loss: Tensor, label: str
+) -> Iterator[Comparison]:
     loss.backward()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    grads = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+    }
     mine = to_theirs(grads, case.config, spelling(case.state))
     scale = max(float(g.abs().max()) for g in case.gradients.values())
     for name, reference in case.gradients.items():
         error = difference(mine[name], reference)
-        if float(reference.abs().max()) < 1e-6 * scale:  # only rounding errors (the key's bias): has no scale
+        if (
+            float(reference.abs().max()) < 1e-6 * scale
+        ):  # only rounding errors (the key's bias): has no scale
             error = float((mine[name] - reference).abs().max()) / scale
         yield Comparison(label, f"gradient of {name}", error, GRADIENT)
 
@@ -247,10 +311,16 @@ def compare_steps(case: ReferenceCase, runner: Runner, label: str) -> Iterator[C
         model.zero_grad()
         runner.losses()["loss"].backward()
         authors_adam(model, case.adam, moments, step)
-    mine = to_theirs({name: p.detach() for name, p in model.named_parameters()}, case.config, spelling(case.state))
+    mine = to_theirs(
+        {name: p.detach() for name, p in model.named_parameters()},
+        case.config,
+        spelling(case.state),
+    )
     changed, wrong = 0.0, 0.0
     for name, reference in case.after.items():
-        yield Comparison(label, f"after {STEPS} steps, {name}", difference(mine[name], reference), PARAMETER)
+        yield Comparison(
+            label, f"after {STEPS} steps, {name}", difference(mine[name], reference), PARAMETER
+        )
         changed += float((reference - case.state[name]).double().square().sum())
         wrong += float((reference - mine[name]).double().square().sum())
     error = math.sqrt(wrong / changed) if changed else math.inf if wrong else 0.0
@@ -258,7 +328,9 @@ def compare_steps(case: ReferenceCase, runner: Runner, label: str) -> Iterator[C
 
 
 @torch.no_grad()
-def authors_adam(model: nn.Module, adam: Adam, moments: dict[str, tuple[Tensor, Tensor]], step: int) -> None:
+def authors_adam(
+    model: nn.Module, adam: Adam, moments: dict[str, tuple[Tensor, Tensor]], step: int
+) -> None:
     for name, p in model.named_parameters():
         if p.grad is None:
             continue
@@ -267,7 +339,11 @@ def authors_adam(model: nn.Module, adam: Adam, moments: dict[str, tuple[Tensor, 
         square.mul_(adam.betas[1]).addcmul_(p.grad, p.grad, value=1 - adam.betas[1])
         corrections = 1 - adam.betas[0] ** step, 1 - adam.betas[1] ** step
         p.mul_(1 - adam.lr * adam.decay)
-        p.addcdiv_(mean, square.sqrt().add_(adam.eps), value=-adam.lr * math.sqrt(corrections[1]) / corrections[0])
+        p.addcdiv_(
+            mean,
+            square.sqrt().add_(adam.eps),
+            value=-adam.lr * math.sqrt(corrections[1]) / corrections[0],
+        )
 
 
 def compare(folder: Path) -> list[Comparison]:
@@ -279,7 +355,12 @@ def compare(folder: Path) -> list[Comparison]:
             comparisons += compare_case(read_case(folder, name))
         except Exception as error:  # many kinds: files are damaged or do not match
             kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-            raise ConfigError(f"{folder}, case {name}: {kind}{error}".splitlines()[0][:500]) from error
+            raise ConfigError(
+                f"{folder}, case {name}: {kind}{error}".splitlines()[0][:500]
+            ) from error
     if not comparisons:
-        raise ConfigError(f"{folder}: no NAME_cfg.json with NAME_state_dict.safetensors and NAME_eval.npz or NAME_train.npz")
+        raise ConfigError(
+            f"{folder}: no NAME_cfg.json with NAME_state_dict.safetensors and NAME_eval.npz or "
+            "NAME_train.npz"
+        )
     return comparisons

@@ -1,7 +1,9 @@
-"""Settings of the model and of the pre-training objectives, and the model's cost in floating-point operations.
+"""Settings of the model and of the pre-training objectives, and the model's cost in floating-point
+operations.
 
-The defaults are the authors' (fairseq-signals w2v_cmsc_rlm.yaml and its dataclasses), described in the paper's section
-"Pre-training": 90,883,072 parameters, 156 tokens for 5 s, 175.9 GFLOP for a 10 s crop, forward and backward.
+The defaults are the authors' (fairseq-signals w2v_cmsc_rlm.yaml and its dataclasses), described in
+the paper's section "Pre-training": 90,883,072 parameters, 156 tokens for 5 s, 175.9 GFLOP for a 10
+s crop, forward and backward.
 
     loss = local * L_local + diversity * L_diversity + features * L_features + contrast * L_global
 
@@ -14,8 +16,8 @@ The defaults are the authors' (fairseq-signals w2v_cmsc_rlm.yaml and its datacla
 | 3KG | local: 0, method: 3kg |
 | as the authors compute it | form: authors, detach_norm: true, gathered: false |
 
-Random lead masking and views are made by the data loader. The diversity loss and the feature penalty belong to the local
-objective: if it is off, so are they.
+Random lead masking and views are made by the data loader. The diversity loss and the feature
+penalty belong to the local objective: if it is off, so are they.
 
 Suffixes of tensor names in engine/model and engine/objectives:
     B crops  S halves or views of a crop  R = B * S rows  L leads  T samples  N tokens  D encoder width  F feature width
@@ -34,7 +36,10 @@ from pydantic.dataclasses import dataclass
 from omnilead.engine.common import OWN, ConfigError
 
 STRICT = ConfigDict(strict=True, extra="forbid")
-ENCODERS = {"": "omnilead.engine.model.encoder:Encoder", "resnet": "omnilead.engine.model.resnet:ResNet"}
+ENCODERS = {
+    "": "omnilead.engine.model.encoder:Encoder",
+    "resnet": "omnilead.engine.model.resnet:ResNet",
+}
 SHOWN = 80  # characters of a wrong value in a message
 SEGMENT = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
@@ -46,16 +51,26 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """The choice of encoder, and the settings of the authors' encoder and of the local objective. Other encoders are configured
-    by `options`; they ignore the settings from `conv` to `input_dropout`, except `kernels`."""
+    """The choice of encoder, and the settings of the authors' encoder and of the local
+    objective. Other encoders are configured by `options`; they ignore the settings from `conv`
+    to `input_dropout`, except `kernels`."""
 
-    encoder: str = ""  # "": the authors'; resnet; or your own, file.py:Class (engine.model.encoders)
-    options: dict[str, Any] = field(default_factory=dict, hash=False)  # arguments of the encoder's class
+    encoder: str = (
+        ""  # "": the authors'; resnet; or your own, file.py:Class (engine.model.encoders)
+    )
+    options: dict[str, Any] = field(
+        default_factory=dict, hash=False
+    )  # arguments of the encoder's class
     leads: Count = 12  # input channels
-    conv: Annotated[tuple[tuple[Count, Annotated[int, Field(ge=1, le=1024)]], ...], Field(min_length=1, max_length=16)] = (
+    conv: Annotated[
+        tuple[tuple[Count, Annotated[int, Field(ge=1, le=1024)]], ...],
+        Field(min_length=1, max_length=16),
+    ] = (
         ((256, 2),) * 4  # (width, kernel = stride) of each block
     )
-    conv_norm: Literal["group", "layer"] = "group"  # group: one group norm, in block 0 (authors); layer: in each block (paper)
+    conv_norm: Literal["group", "layer"] = (
+        "group"  # group: one group norm, in block 0 (authors); layer: in each block (paper)
+    )
     feature_grad: Share = 0.1  # scales the gradient of the convolutions; 0 freezes them
     width: Count = 768  # width of the tokens
     layers: Annotated[int, Field(ge=1, le=1000)] = 12  # transformer layers
@@ -63,8 +78,12 @@ class ModelConfig:
     ffn: Count = 3072  # width of the feed-forward layers
     position_kernel: Count = 128  # kernel size of the positional convolution, in tokens
     position_groups: Count = 16  # groups of the positional convolution
-    kernels: Literal["plain", "auto", "all"] = "auto"  # faster implementations of operations: engine.model.kernels
-    dropout: Probability = 0.1  # dropout on the residual branches, and on the tokens before the first layer
+    kernels: Literal["plain", "auto", "all"] = (
+        "auto"  # faster implementations of operations: engine.model.kernels
+    )
+    dropout: Probability = (
+        0.1  # dropout on the residual branches, and on the tokens before the first layer
+    )
     attention_dropout: Probability = 0.1  # dropout on attention weights
     activation_dropout: Probability = 0.0  # dropout inside the feed-forward layers
     input_dropout: Probability = 0.1  # dropout on the projected features
@@ -73,26 +92,50 @@ class ModelConfig:
     codes: Count = 320  # codes in each codebook
     code_width: Count = 256  # width of a quantised feature: all codebooks together
     projection: Count = 256  # width of the space in which contexts and targets are compared
-    tau_start: Annotated[float, Field(ge=1e-3, le=1e3)] = 2.0  # Gumbel temperature: max(start * decay ** updates, end)
+    tau_start: Annotated[float, Field(ge=1e-3, le=1e3)] = (
+        2.0  # Gumbel temperature: max(start * decay ** updates, end)
+    )
     tau_end: Annotated[float, Field(ge=1e-3, le=1e3)] = 0.5  # lowest Gumbel temperature
-    tau_decay: Annotated[float, Field(gt=0, le=1)] = 0.999995  # decay of the Gumbel temperature per update
-    mask_share: Share = 0.65  # share of tokens in spans if none overlapped; with overlaps about half are masked
+    tau_decay: Annotated[float, Field(gt=0, le=1)] = (
+        0.999995  # decay of the Gumbel temperature per update
+    )
+    mask_share: Share = (
+        0.65  # share of tokens in spans if none overlapped; with overlaps about half are masked
+    )
     mask_span: Count = 10  # length of a masked span, in tokens
-    mask_starts: Literal["count", "bernoulli"] = "count"  # count: a fixed number of spans (authors); bernoulli: random (paper)
-    mask_trim: bool = False  # trim the masked tokens of every row to the smallest count in the batch (authors)
+    mask_starts: Literal["count", "bernoulli"] = (
+        "count"  # count: a fixed number of spans (authors); bernoulli: random (paper)
+    )
+    mask_trim: bool = (
+        False  # trim the masked tokens of every row to the smallest count in the batch (authors)
+    )
 
     def __post_init__(self) -> None:
         if self.encoder not in ENCODERS and not OWN.fullmatch(self.encoder):
             shipped = ", ".join(filter(None, ENCODERS))
-            raise ConfigError(f"model.encoder={self.encoder!r}: use {shipped}, your own file.py:Class, or '' for the authors'")
+            raise ConfigError(
+                f"model.encoder={self.encoder!r}: use {shipped}, your own file.py:Class, or '' "
+                "for the authors'"
+            )
         if self.options and not self.encoder:
-            raise ConfigError(f"model.options={self.options}: the authors' encoder takes no options: set model.encoder")
-        for key, divisor in (("width", "heads"), ("width", "position_groups"), ("code_width", "codebooks")):
+            raise ConfigError(
+                f"model.options={self.options}: the authors' encoder takes no options: set "
+                "model.encoder"
+            )
+        for key, divisor in (
+            ("width", "heads"),
+            ("width", "position_groups"),
+            ("code_width", "codebooks"),
+        ):
             value, by = getattr(self, key), getattr(self, divisor)
             if value % by:
-                raise ConfigError(f"model.{key}={value}: must be a multiple of model.{divisor}={by}")
+                raise ConfigError(
+                    f"model.{key}={value}: must be a multiple of model.{divisor}={by}"
+                )
         if self.tau_start < self.tau_end:
-            raise ConfigError(f"model.tau_start={self.tau_start}: must be at least model.tau_end={self.tau_end}")
+            raise ConfigError(
+                f"model.tau_start={self.tau_start}: must be at least model.tau_end={self.tau_end}"
+            )
 
     @property
     def feature_width(self) -> int:
@@ -101,7 +144,10 @@ class ModelConfig:
     def tokens(self, samples: int) -> int:
         patch = prod(kernel for _, kernel in self.conv)  # samples in a token
         if samples < patch:
-            raise ConfigError(f"model.conv: a token is {patch} samples, the input {samples}: use fewer or shorter blocks")
+            raise ConfigError(
+                f"model.conv: a token is {patch} samples, the input {samples}: use fewer or "
+                "shorter blocks"
+            )
         return samples // patch
 
 
@@ -113,14 +159,20 @@ class ObjectiveConfig:
     contrast: Weight = 1.0  # weight of the global objective
     method: Literal["cmsc", "simclr", "3kg"] = "cmsc"  # global objective
     form: Literal["paper", "authors"] = "paper"  # variant of CMSC
-    temperature: Annotated[float, Field(ge=1e-4, le=1e4)] = 0.1  # temperature of the local and the global objective
+    temperature: Annotated[float, Field(ge=1e-4, le=1e4)] = (
+        0.1  # temperature of the local and the global objective
+    )
     negatives: Annotated[int, Field(ge=1, le=10_000)] = 100  # negatives for each masked token
     gathered: bool = True  # take candidates and code usage from all ranks, with gradient
-    detach_norm: bool = False  # no gradient through the norm of global representations (CMSC's form `authors` never has it)
+    # no gradient through the norm of global representations (CMSC's form `authors` never has it)
+    detach_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.local == 0 and self.contrast == 0:
-            raise ConfigError("objective.local=0 and objective.contrast=0: no loss is left: set at least one above 0")
+            raise ConfigError(
+                "objective.local=0 and objective.contrast=0: no loss is left: set at least one "
+                "above 0"
+            )
 
     @property
     def across_ranks(self) -> bool:
@@ -130,11 +182,14 @@ class ObjectiveConfig:
     @property
     def needs_ids(self) -> bool:
         """Whether the loss needs to know which patient each crop belongs to."""
-        return self.contrast > 0 and (self.method == "3kg" or (self.method == "cmsc" and self.form == "authors"))
+        return self.contrast > 0 and (
+            self.method == "3kg" or (self.method == "cmsc" and self.form == "authors")
+        )
 
 
 def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Kind:
-    """A settings dataclass from a JSON object. ConfigError names the first invalid key as `section.key`."""
+    """A settings dataclass from a JSON object. ConfigError names the first invalid key as
+    `section.key`."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(settings))
     except ValidationError as error:
@@ -145,10 +200,12 @@ def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Ki
 
 
 def flops_per_crop(config: ModelConfig, local: bool = True) -> float:
-    """FLOPs of 10 s, forward and backward (three times forward). Counts matrix products only; a multiply-add is two.
+    """FLOPs of 10 s, forward and backward (three times forward). Counts matrix products only; a
+    multiply-add is two.
 
-    The quantiser and the projections see only masked tokens, about half. This counts the work that the objective needs in any
-    implementation: one cosine for each negative that the authors gather, and one product with the codebook.
+    The quantiser and the projections see only masked tokens, about half. This counts the work that
+    the objective needs in any implementation: one cosine for each negative that the authors gather,
+    and one product with the codebook.
     """
     length, width, flops = SEGMENT, config.leads, 0.0
     for out, kernel in config.conv:
@@ -159,25 +216,34 @@ def flops_per_crop(config: ModelConfig, local: bool = True) -> float:
     if width != d:
         flops += 2 * tokens * width * d
     flops += 2 * tokens * (d // config.position_groups) * config.position_kernel * d
-    flops += config.layers * (2 * tokens * (4 * d * d + 2 * d * config.ffn) + 4 * tokens * tokens * d)
+    flops += config.layers * (
+        2 * tokens * (4 * d * d + 2 * d * config.ffn) + 4 * tokens * tokens * d
+    )
     return 2 * (3 * flops + (local_flops(config, tokens, d, width) if local else 0.0))
 
 
 def local_flops(config: ModelConfig, tokens: int, width: int, feature_width: int) -> float:
-    """FLOPs of the local objective for one segment of 5 s, with an encoder of these widths and 100 negatives."""
-    heads = width * config.projection + feature_width * config.codebooks * config.codes + config.code_width * config.projection
+    """FLOPs of the local objective for one segment of 5 s, with an encoder of these widths and 100
+    negatives."""
+    heads = (
+        width * config.projection
+        + feature_width * config.codebooks * config.codes
+        + config.code_width * config.projection
+    )
     codebook = config.codebooks * config.codes * (config.code_width // config.codebooks)
     return 6 * tokens * masked_share(config, tokens) * (heads + codebook + 101 * config.projection)
 
 
 def kept_per_crop(config: ModelConfig) -> int:
-    """Upper bound on the activations that a training step keeps of a crop for the backward pass: 20 times the encoder width per
-    token and layer (10 of them in the feed-forward), and as much as two layers for everything before them."""
+    """Upper bound on the activations that a training step keeps of a crop for the backward pass:
+    20 times the encoder width per token and layer (10 of them in the feed-forward), and as much
+    as two layers for everything before them."""
     return 20 * 2 * config.tokens(SEGMENT) * config.width * (config.layers + 2)
 
 
 def masked_share(config: ModelConfig, tokens: int) -> float:
-    """Expected share of masked tokens. A token stays unmasked if no span that would cover it is drawn."""
+    """Expected share of masked tokens. A token stays unmasked if no span that would cover it is
+    drawn."""
     starts, rate = tokens - config.mask_span, config.mask_share / config.mask_span
     if config.mask_starts == "bernoulli":
         return 1 - sum((1 - rate) ** min(n + 1, config.mask_span) for n in range(tokens)) / tokens
@@ -185,6 +251,8 @@ def masked_share(config: ModelConfig, tokens: int) -> float:
         return config.mask_share
     unmasked, spans = 0.0, min(rate * tokens, float(starts))
     for n in range(tokens):
-        covering = min(n, starts - 1) - max(0, n - config.mask_span + 1) + 1  # starts whose span covers token n
+        covering = (
+            min(n, starts - 1) - max(0, n - config.mask_span + 1) + 1
+        )  # starts whose span covers token n
         unmasked += prod(max(0.0, 1 - spans / (starts - j)) for j in range(covering))
     return 1 - unmasked / tokens

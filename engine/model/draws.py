@@ -1,11 +1,13 @@
-"""All random draws of a training step except dropout: masked tokens, negatives and the quantiser's noise.
+"""All random draws of a training step except dropout: masked tokens, negatives and the quantiser's
+noise.
 
     keys = row_keys(seed, epoch_B, crop_B, halves=2)          numpy, on the host: one 64-bit key for each half of each crop
     draws = draw(config, keys_R, tokens, negatives)           torch, on any device: a pure function of the keys
 
-All are counter-based: the draws of a crop in an epoch are the same on any rank, at any batch size and after any restart, and
-integers are the same on every device. No shape depends on a draw, so nothing waits for the device: masked tokens fill M slots,
-where M is the largest possible count, and `valid` marks the used ones. A step takes keys, or given draws (parity, tests).
+All are counter-based: the draws of a crop in an epoch are the same on any rank, at any batch size
+and after any restart, and integers are the same on every device. No shape depends on a draw, so
+nothing waits for the device: masked tokens fill M slots, where M is the largest possible count, and
+`valid` marks the used ones. A step takes keys, or given draws (parity, tests).
 
     mask_RN    bool    masked tokens
     slot_RM    int64   token of each slot, ascending; 0 where not valid
@@ -13,11 +15,12 @@ where M is the largest possible count, and `valid` marks the used ones. A step t
     times_RMM  float32 how often slot j was drawn as a negative for slot i; K draws for each i, uniform among the other slots
     noise_RMGV float32 standard Gumbel; None if codes are not sampled
 
-Source: paper, section "Experiments" (spans of 10; each token starts one with p = 0.065: `mask_starts: bernoulli`, where a span
-may run past the last token and a row may have no masked token); fairseq-signals data/data_utils.py:18-142 (share * tokens /
-span spans, rounded at random, starts without replacement, overlapping; `mask_trim`: every row is trimmed at random to the
-smallest count in the batch), models/wav2vec2/wav2vec2.py:157-213 (negatives). The authors round once for all rows of a batch;
-here each row is rounded separately. Shapes: engine.model.config.
+Source: paper, section "Experiments" (spans of 10; each token starts one with p = 0.065:
+`mask_starts: bernoulli`, where a span may run past the last token and a row may have no masked
+token); fairseq-signals data/data_utils.py:18-142 (share * tokens / span spans, rounded at random,
+starts without replacement, overlapping; `mask_trim`: every row is trimmed at random to the smallest
+count in the batch), models/wav2vec2/wav2vec2.py:157-213 (negatives). The authors round once for all
+rows of a batch; here each row is rounded separately. Shapes: engine.model.config.
 """
 
 import math
@@ -34,7 +37,8 @@ from omnilead.engine.model.config import ModelConfig
 
 
 class ModelStream(IntEnum):
-    """Streams in addition to engine.data.counter.RandomStream. Saved runs depend on the values: add, never renumber."""
+    """Streams in addition to engine.data.counter.RandomStream. Saved runs depend on the values:
+    add, never renumber."""
 
     ROW = 100
     SPANS = 101
@@ -55,10 +59,14 @@ class Draws(NamedTuple):
 def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.ndarray:
     """int64 [B, S]. `epoch` and `crop` are integers or arrays [B]."""
     epoch_B1, crop_B1 = np.atleast_1d(epoch)[:, None], np.atleast_1d(crop)[:, None]
-    return bits(seed, int(ModelStream.ROW), epoch_B1, crop_B1, np.arange(halves)[None]).view(np.int64)
+    return bits(seed, int(ModelStream.ROW), epoch_B1, crop_B1, np.arange(halves)[None]).view(
+        np.int64
+    )
 
 
-def draw(config: ModelConfig, keys_R: Tensor, tokens: int, negatives: int, sample_codes: bool = True) -> Draws:
+def draw(
+    config: ModelConfig, keys_R: Tensor, tokens: int, negatives: int, sample_codes: bool = True
+) -> Draws:
     """All draws of a step. `sample_codes` false: no Gumbel noise (evaluation)."""
     count = max_masked(config, tokens)
     mask_RN = draw_mask(config, keys_R, tokens)
@@ -77,7 +85,9 @@ def max_masked(config: ModelConfig, tokens: int) -> int:
     if config.mask_starts == "bernoulli":
         return tokens
     if tokens - config.mask_span < max_spans(config, tokens):
-        raise ConfigError(f"model.mask_span={config.mask_span}: too long for {tokens} tokens: use a smaller one")
+        raise ConfigError(
+            f"model.mask_span={config.mask_span}: too long for {tokens} tokens: use a smaller one"
+        )
     return min(max_spans(config, tokens) * config.mask_span, tokens - 1)
 
 
@@ -92,7 +102,10 @@ def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
 
 def bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Each token is a start with probability share / span, independently."""
-    chance_RN = hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(tokens, device=keys_R.device)) & 0xFFFFFF
+    chance_RN = (
+        hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(tokens, device=keys_R.device))
+        & 0xFFFFFF
+    )
     return (chance_RN < config.mask_share / config.mask_span * 2**24).long()
 
 
@@ -100,8 +113,12 @@ def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Draw starts without replacement: the first few in a random order of all tokens."""
     limit, starts = max_spans(config, tokens), tokens - config.mask_span
     rounding_R = (hashed(keys_R, ModelStream.SPANS) & 0xFFFFFF).float() * 2.0**-24  # in [0, 1)
-    spans_R = (config.mask_share * tokens / config.mask_span + rounding_R).floor().clamp(2, limit).long()
-    order_RN = hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(starts, device=keys_R.device))
+    spans_R = (
+        (config.mask_share * tokens / config.mask_span + rounding_R).floor().clamp(2, limit).long()
+    )
+    order_RN = hashed(
+        keys_R[:, None], ModelStream.STARTS, torch.arange(starts, device=keys_R.device)
+    )
     first_RS = order_RN.topk(limit, dim=1, largest=False).indices
     drawn_RS = torch.arange(limit, device=keys_R.device) < spans_R[:, None]
     return keys_R.new_zeros(len(keys_R), tokens).scatter_(1, first_RS, drawn_RS.long())
@@ -110,24 +127,32 @@ def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
 def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
     """Trim every row at random to the smallest count among these rows."""
     fewest = mask_RN.sum(1).amin()
-    order_RN = hashed(keys_R[:, None], ModelStream.TRIM, torch.arange(mask_RN.shape[1], device=keys_R.device))
+    order_RN = hashed(
+        keys_R[:, None], ModelStream.TRIM, torch.arange(mask_RN.shape[1], device=keys_R.device)
+    )
     order_RN = torch.where(mask_RN, order_RN, torch.iinfo(torch.int64).max)
     rank_RN = order_RN.argsort(1).argsort(1)
     return rank_RN < fewest
 
 
 def slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Those beyond `count` are dropped."""
+    """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Those beyond `count`
+    are dropped."""
     rows, tokens = mask_RN.shape
-    place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count).clamp(max=count)  # the extra place takes all other tokens
+    place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count).clamp(
+        max=count
+    )  # the extra place takes all other tokens
     token_RN = torch.arange(tokens, device=mask_RN.device).expand(rows, tokens)
-    slot_RM = torch.zeros(rows, count + 1, dtype=torch.int64, device=mask_RN.device).scatter_(1, place_RN, token_RN)[:, :count]
+    slot_RM = torch.zeros(rows, count + 1, dtype=torch.int64, device=mask_RN.device).scatter_(
+        1, place_RN, token_RN
+    )[:, :count]
     valid_RM = torch.arange(count, device=mask_RN.device) < mask_RN.sum(1, keepdim=True)
     return slot_RM * valid_RM, valid_RM
 
 
 def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
-    """times_RMM: counts of K draws with replacement for each slot, among the row's other valid slots."""
+    """times_RMM: counts of K draws with replacement for each slot, among the row's other valid
+    slots."""
     count = valid_RM.shape[1]
     others_R11 = (valid_RM.sum(1) - 1).clamp(min=1)[:, None, None]
     counter_MK = torch.arange(count * negatives, device=keys_R.device).view(count, negatives)
@@ -141,23 +166,35 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
 def count_negatives(other_RMK: Tensor, count: int) -> Tensor:
     """Count the drawn slots -> times_RMM. Sums of ones are exact in any order."""
     zeros = torch.zeros(*other_RMK.shape[:2], count, device=other_RMK.device)
-    return zeros.scatter_add_(2, other_RMK, torch.ones((), device=other_RMK.device).expand(other_RMK.shape))
+    return zeros.scatter_add_(
+        2, other_RMK, torch.ones((), device=other_RMK.device).expand(other_RMK.shape)
+    )
 
 
 def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """-log(-log u), where u in (0, 1) has 23 bits: exact in float32, and no logarithm of 0. Each hash gives two numbers."""
+    """-log(-log u), where u in (0, 1) has 23 bits: exact in float32, and no logarithm of 0. Each
+    hash gives two numbers."""
     count = math.prod(shape)
-    random = hashed(keys_R[:, None], ModelStream.GUMBEL, torch.arange((count + 1) // 2, device=keys_R.device))
-    u = torch.cat([random & 0x7FFFFF, random >> 32 & 0x7FFFFF], 1)[:, :count].float().add_(0.5).mul_(2.0**-23)
+    random = hashed(
+        keys_R[:, None], ModelStream.GUMBEL, torch.arange((count + 1) // 2, device=keys_R.device)
+    )
+    u = (
+        torch.cat([random & 0x7FFFFF, random >> 32 & 0x7FFFFF], 1)[:, :count]
+        .float()
+        .add_(0.5)
+        .mul_(2.0**-23)
+    )
     return u.log_().neg_().log_().neg_().view(-1, *shape)
 
 
 def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:
-    """Random int64: output number `counter` of a SplitMix64 generator that starts at the key and stream.
+    """Random int64: output number `counter` of a SplitMix64 generator that starts at the key and
+    stream.
 
-    The step and the finaliser are those of engine.data.counter. int64 wraps like uint64, and shifts become logical by clearing
-    the copied sign bits. The counter is added before the multiplication by _STEP (the key is divided by it first): torch's
-    compiler takes counter * _STEP for a memory address beyond 64 bits, and fails.
+    The step and the finaliser are those of engine.data.counter. int64 wraps like uint64, and shifts
+    become logical by clearing the copied sign bits. The counter is added before the multiplication
+    by _STEP (the key is divided by it first): torch's compiler takes counter * _STEP for a memory
+    address beyond 64 bits, and fails.
     """
     start = _mix(keys ^ (int(stream) * _STEP & (2**63 - 1))) * _STEP_INVERSE
     return _mix((start + counter) * _STEP)

@@ -1,15 +1,19 @@
-"""The wav2vec 2.0 encoder for ECGs, and the interface that other encoders must implement for pre-training.
+"""The wav2vec 2.0 encoder for ECGs, and the interface that other encoders must implement for
+pre-training.
 
     x_RLT -> ConvStack -> z_RNF -> layer norm            (features: the quantiser's input, with the feature penalty)
           -> projection -> dropout -> mask embedding -> + GELU(positional convolution) -> layer norm -> dropout
           -> layers x [attention, + residual, norm, feed-forward, + residual, norm] -> c_RND                      (context)
 
-`pick` replaces plain operations by faster ones (engine.model.kernels). Convolution weights are stored in the layout for matrix
-products, [out, kernel * in]; engine.interop.fairseq converts them to the authors' [out, in, kernel].
+`pick` replaces plain operations by faster ones (engine.model.kernels). Convolution weights are
+stored in the layout for matrix products, [out, kernel * in]; engine.interop.fairseq converts them
+to the authors' [out, in, kernel].
 
-Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py, models/transformer.py:87 (post-norm, no
-norm after the last layer), modules/conv_feature_extraction.py:21-60 (no bias; one group norm, in block 0, with a group for each
-channel), modules/conv_positional_encoding.py:15-28, modules/multi_head_attention.py. Shapes: engine.model.config; K taps.
+Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py,
+models/transformer.py:87 (post-norm, no norm after the last layer),
+modules/conv_feature_extraction.py:21-60 (no bias; one group norm, in block 0, with a group for each
+channel), modules/conv_positional_encoding.py:15-28, modules/multi_head_attention.py. Shapes:
+engine.model.config; K taps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +29,15 @@ from omnilead.engine.model.kernels import pick
 
 @runtime_checkable
 class MaskedEncoder(Protocol):
-    """The interface that the local objective needs. Global objectives need only `width` and forward(x_RLT) -> c_RND."""
+    """The interface that the local objective needs. Global objectives need only `width` and
+    forward(x_RLT) -> c_RND."""
 
     width: int  # D
     feature_width: int  # F
 
     def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
-        """z_RNF, where each token depends only on its own samples; and the mean square of the features before normalisation."""
+        """z_RNF, where each token depends only on its own samples; and the mean square of the
+        features before normalisation."""
 
     def context(self, z_RNF: Tensor, mask_RN: Tensor | None) -> Tensor:
         """c_RND, computed without seeing the masked tokens."""
@@ -74,13 +80,16 @@ class ScaleGradient(torch.autograd.Function):
 class ConvBlock(nn.Module):
     """x [R, T, C] -> [R, T // kernel, out]: convolution, optional norm, GELU.
 
-    The stride equals the kernel size, so with time before channels, patches are views and the convolution a matrix product."""
+    The stride equals the kernel size, so with time before channels, patches are views and the
+    convolution a matrix product."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, norm: str, kernels: str) -> None:
         super().__init__()
         self.kernel, self.over_time, self.kernels = kernel, norm == "group", kernels
         self.weight = nn.Parameter(torch.empty(outputs, kernel * inputs))
-        self.norm = nn.LayerNorm(outputs) if norm else None  # also holds the weights of a group norm
+        self.norm = (
+            nn.LayerNorm(outputs) if norm else None
+        )  # also holds the weights of a group norm
 
     def forward(self, x_RTC: Tensor) -> Tensor:
         rows, length, width = x_RTC.shape
@@ -96,11 +105,14 @@ class ConvBlock(nn.Module):
 
 
 def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
-    """Group norm over time, a group for each channel, then GELU; in float32 as the authors' (modules/fp32_group_norm.py)."""
+    """Group norm over time, a group for each channel, then GELU; in float32 as the authors'
+    (modules/fp32_group_norm.py)."""
     y = y_RTC.float()
     variance_R1C, mean_R1C = torch.var_mean(y, dim=1, correction=0, keepdim=True)
     scale_R1C = torch.rsqrt(variance_R1C + eps) * weight_C.float()
-    return F.gelu(torch.addcmul(bias_C.float() - mean_R1C * scale_R1C, y, scale_R1C).to(y_RTC.dtype))
+    return F.gelu(
+        torch.addcmul(bias_C.float() - mean_R1C * scale_R1C, y, scale_R1C).to(y_RTC.dtype)
+    )
 
 
 class ConvStack(nn.Module):
@@ -110,9 +122,13 @@ class ConvStack(nn.Module):
         super().__init__()
         self.feature_grad = config.feature_grad
         widths = [config.leads, *(width for width, _ in config.conv)]
-        norms = ["layer" if config.conv_norm == "layer" else "group" if i == 0 else "" for i in range(len(config.conv))]
+        norms = [
+            "layer" if config.conv_norm == "layer" else "group" if i == 0 else ""
+            for i in range(len(config.conv))
+        ]
         self.blocks = nn.ModuleList(
-            ConvBlock(widths[i], width, kernel, norms[i], config.kernels) for i, (width, kernel) in enumerate(config.conv)
+            ConvBlock(widths[i], width, kernel, norms[i], config.kernels)
+            for i, (width, kernel) in enumerate(config.conv)
         )
 
     def forward(self, x_RLT: Tensor) -> Tensor:
@@ -127,17 +143,22 @@ class ConvStack(nn.Module):
 
 
 class PositionalConvolution(nn.Module):
-    """x_RND -> GELU(grouped convolution over time), of the same length. A tap's weight is gain * direction / |direction|."""
+    """x_RND -> GELU(grouped convolution over time), of the same length. A tap's weight is gain *
+    direction / |direction|."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.groups, self.kernels = config.position_groups, config.kernels
         self.gain = nn.Parameter(torch.empty(1, 1, config.position_kernel))
-        self.direction = nn.Parameter(torch.empty(config.width, config.width // self.groups, config.position_kernel))
+        self.direction = nn.Parameter(
+            torch.empty(config.width, config.width // self.groups, config.position_kernel)
+        )
         self.bias = nn.Parameter(torch.empty(config.width))
 
     def weight(self) -> Tensor:
-        direction = self.direction.to(torch.promote_types(self.direction.dtype, torch.float32))  # sums thousands of squares
+        direction = self.direction.to(
+            torch.promote_types(self.direction.dtype, torch.float32)
+        )  # sums thousands of squares
         norm = direction.square().sum((0, 1), keepdim=True).sqrt()
         return (direction * (self.gain.to(norm.dtype) / norm)).to(self.direction.dtype)
 
@@ -149,9 +170,12 @@ class PositionalConvolution(nn.Module):
 
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
     taps = weight_DcK.shape[2]
-    x_RDN = F.pad(x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2))  # as the authors: pad alike, drop the last
+    x_RDN = F.pad(
+        x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2)
+    )  # as the authors: pad alike, drop the last
     if weight_DcK.is_cpu and weight_DcK.dtype == torch.bfloat16:
-        # On CPUs with AMX, torch 2.13's bf16 convolution of 4 to 15 channels a group with 16 taps returns other numbers.
+        # On CPUs with AMX, torch 2.13's bf16 convolution of 4 to 15 channels a group with 16 taps
+        # returns other numbers.
         with torch.autocast("cpu", enabled=False):
             y_RDN = F.conv1d(x_RDN.float(), weight_DcK.float(), bias_D.float(), groups=groups)
         return y_RDN.to(x_RND.dtype).transpose(1, 2)
@@ -161,19 +185,28 @@ def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> 
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.dropout, self.kernels = config.heads, config.attention_dropout, config.kernels
+        self.heads, self.dropout, self.kernels = (
+            config.heads,
+            config.attention_dropout,
+            config.kernels,
+        )
         self.qkv = Linear(config.width, 3 * config.width, config.kernels)
         self.out = Linear(config.width, config.width, config.kernels)
 
     def forward(self, x_RND: Tensor) -> Tensor:
         attend = pick("attention", attention, self.kernels, x_RND)
-        y: Tensor = self.out(attend(self.qkv(x_RND), self.heads, self.dropout if self.training else 0.0))
+        y: Tensor = self.out(
+            attend(self.qkv(x_RND), self.heads, self.dropout if self.training else 0.0)
+        )
         return y
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
-    """qkv [R, N, 3 D] -> [R, N, D]. qkv holds queries, keys and values, each with its heads side by side."""
-    q_RHNd, k_RHNd, v_RHNd = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+    """qkv [R, N, 3 D] -> [R, N, D]. qkv holds queries, keys and values, each with its heads side by
+    side."""
+    q_RHNd, k_RHNd, v_RHNd = (
+        part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
+    )
     y_RHNd = F.scaled_dot_product_attention(q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p)
     return y_RHNd.transpose(1, 2).flatten(2)
 
@@ -193,7 +226,9 @@ class Layer(nn.Module):
     def forward(self, x_RND: Tensor) -> Tensor:
         x_RND = self.norm1(x_RND + self.dropout(self.attention(x_RND)))
         hidden_RNI = self.fc1(x_RND)
-        hidden_RNI = self.activation_dropout(pick("gelu", F.gelu, self.kernels, hidden_RNI)(hidden_RNI))
+        hidden_RNI = self.activation_dropout(
+            pick("gelu", F.gelu, self.kernels, hidden_RNI)(hidden_RNI)
+        )
         y: Tensor = self.norm2(x_RND + self.dropout(self.fc2(hidden_RNI)))
         return y
 
@@ -206,8 +241,12 @@ class Encoder(nn.Module):
         self.width, self.feature_width = config.width, config.feature_width
         self.conv = ConvStack(config)
         self.feature_norm = nn.LayerNorm(config.feature_width)
-        same = config.feature_width == config.width  # then the authors have no projection (ecg_transformer.py)
-        self.project: nn.Module = nn.Identity() if same else nn.Linear(config.feature_width, config.width)
+        same = (
+            config.feature_width == config.width
+        )  # then the authors have no projection (ecg_transformer.py)
+        self.project: nn.Module = (
+            nn.Identity() if same else nn.Linear(config.feature_width, config.width)
+        )
         self.input_dropout = Dropout(config.input_dropout, config.kernels)
         self.mask_embedding = nn.Parameter(torch.empty(config.width)) if mask else None
         self.position = PositionalConvolution(config)
@@ -229,7 +268,9 @@ class Encoder(nn.Module):
         """The input of the first layer."""
         x_RND = self.input_dropout(self.project(z_RNF))
         if mask_RN is not None:
-            assert self.mask_embedding is not None, "this encoder was built without a mask embedding"
+            assert self.mask_embedding is not None, (
+                "this encoder was built without a mask embedding"
+            )
             x_RND = torch.where(mask_RN[..., None], self.mask_embedding.to(x_RND.dtype), x_RND)
         y_RND: Tensor = self.dropout(self.norm(x_RND + self.position(x_RND)))
         return y_RND
@@ -238,14 +279,17 @@ class Encoder(nn.Module):
         return self.context(self.features(x_RLT)[0], None)
 
     @staticmethod
-    def select_leads(weights: Mapping[str, Tensor], rows: Sequence[int], of: int) -> dict[str, Tensor]:
-        """Weights for a subset of leads: the output equals that of all leads with the others zero."""
+    def select_leads(
+        weights: Mapping[str, Tensor], rows: Sequence[int], of: int
+    ) -> dict[str, Tensor]:
+        """Weights for a subset of leads: the output equals that of all leads with the others
+        zero."""
         first = "conv.blocks.0.weight"
         by_lead = weights[first].unflatten(1, (-1, of))
         return {**weights, first: by_lead[:, :, list(rows)].flatten(1).contiguous()}
 
 
 def pool(c_RND: Tensor) -> Tensor:
-    """The mean over tokens, in float32. The authors divide by the number of non-zero entries (wav2vec2_cmsc.py:28-37), which is
-    the same: a layer norm's output has no zeros."""
+    """The mean over tokens, in float32. The authors divide by the number of non-zero entries
+    (wav2vec2_cmsc.py:28-37), which is the same: a layer norm's output has no zeros."""
     return c_RND.float().mean(1)

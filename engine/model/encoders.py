@@ -1,4 +1,5 @@
-"""Build the encoder: the authors', one shipped with omnilead, or your own class, `model.encoder: file.py:Class`.
+"""Build the encoder: the authors', one shipped with omnilead, or your own class, `model.encoder:
+file.py:Class`.
 
     class Mine(nn.Module):                            # Mine(leads=12, **model.options)
         width = 128                                   # D
@@ -8,10 +9,11 @@
     examine(encoder, config, masked=False)            # ConfigError if it does not follow this interface
     cost_per_crop(encoder, config, local=False)       # FLOPs of a training step, and the activations it keeps
 
-For the local objective a class also needs `features`, `context` and `feature_width` (engine.model.encoder.MaskedEncoder). With
-select_leads(weights, rows, of), a model of twelve leads can be fine-tuned on fewer channels. The file may import only installed
-packages: it is copied into RUN/code and RUN/model, and runs from there only if you ask for it (`code=True`).
-Shapes: engine.model.config.
+For the local objective a class also needs `features`, `context` and `feature_width`
+(engine.model.encoder.MaskedEncoder). With select_leads(weights, rows, of), a model of twelve leads
+can be fine-tuned on fewer channels. The file may import only installed packages: it is copied into
+RUN/code and RUN/model, and runs from there only if you ask for it (`code=True`). Shapes:
+engine.model.config.
 """
 
 import copy
@@ -30,14 +32,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from omnilead.engine.common import ConfigError, blaming, plugin
 from omnilead.engine.data.augmenter import HALF
-from omnilead.engine.model.config import ENCODERS, ModelConfig, flops_per_crop, kept_per_crop, local_flops
+from omnilead.engine.model.config import (
+    ENCODERS,
+    ModelConfig,
+    flops_per_crop,
+    kept_per_crop,
+    local_flops,
+)
 from omnilead.engine.model.draws import max_masked
 from omnilead.engine.model.encoder import Dropout, Encoder, MaskedEncoder
 from omnilead.engine.model.init_weights import initialise
 
 CODE = "code"  # folder in a run
 ROWS = 4  # segments in the batch that examines an encoder
-AGREE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # relative to the largest number: outputs of a row in two batches
+AGREE = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 5e-2,
+}  # relative to the largest number: outputs of a row in two batches
 
 
 def file_of(spec: str) -> Path | None:
@@ -50,8 +61,11 @@ def portable(spec: str) -> str:
     return f"{file.name}:{spec.rpartition(':')[2]}" if (file := file_of(spec)) else spec
 
 
-def code_of(settings: Mapping[str, str], run: str, others: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
-    """{name: content} of the files that these settings name, and of `others`. `run` may have copies of them."""
+def code_of(
+    settings: Mapping[str, str], run: str, others: Mapping[str, bytes] | None = None
+) -> dict[str, bytes]:
+    """{name: content} of the files that these settings name, and of `others`. `run` may have copies
+    of them."""
     files = dict(others or {})
     for setting, spec in settings.items():
         if file := file_of(spec):
@@ -60,36 +74,54 @@ def code_of(settings: Mapping[str, str], run: str, others: Mapping[str, bytes] |
                 hint = f": the run's copy is {kept}" if kept.is_file() else ""
                 raise ConfigError(f"{setting}={spec}: no such file {file}{hint}")
             if files.setdefault(file.name, content := file.read_bytes()) != content:
-                raise ConfigError(f"{setting}={spec}: the run already has a different {file.name}: rename one of them")
+                raise ConfigError(
+                    f"{setting}={spec}: the run already has a different {file.name}: rename one "
+                    "of them"
+                )
     return files
 
 
 def build_encoder(
-    config: ModelConfig, mask: bool = True, generator: torch.Generator | None = None, kind: Any = None
+    config: ModelConfig,
+    mask: bool = True,
+    generator: torch.Generator | None = None,
+    kind: Any = None,
 ) -> nn.Module:
-    """Build an encoder and draw its weights from `generator`; one that is not the authors' draws its own, from the same seed.
-    `kind`: its class. `mask` false: no mask embedding in the authors' encoder."""
+    """Build an encoder and draw its weights from `generator`; one that is not the authors' draws
+    its own, from the same seed. `kind`: its class. `mask` false: no mask embedding in the
+    authors' encoder."""
     if not config.encoder:
         encoder = Encoder(config, mask)
         initialise(encoder, generator)
         return encoder
-    with blaming(f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"):
+    with blaming(
+        f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"
+    ):
         return _made(
-            kind or plugin(ENCODERS.get(config.encoder, config.encoder)), generator, leads=config.leads, **config.options
+            kind or plugin(ENCODERS.get(config.encoder, config.encoder)),
+            generator,
+            leads=config.leads,
+            **config.options,
         )
 
 
-def build_head(spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None) -> nn.Module:
+def build_head(
+    spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None
+) -> nn.Module:
     """Build `task.head`, your own Class(width, outputs), which maps c_RD to logits_RK."""
     with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
         head = _made(kind or plugin(spec), generator, width, outputs)
         y = copy.deepcopy(head).eval()(torch.randn(ROWS, width))
         if list(y.shape) != [ROWS, outputs] or not y.isfinite().all():
-            raise ConfigError(f"returns {list(y.shape)} or non-finite numbers for input {[ROWS, width]}")
+            raise ConfigError(
+                f"returns {list(y.shape)} or non-finite numbers for input {[ROWS, width]}"
+            )
         return head
 
 
-def _made(kind: Any, generator: torch.Generator | None, *arguments: Any, **options: Any) -> nn.Module:
+def _made(
+    kind: Any, generator: torch.Generator | None, *arguments: Any, **options: Any
+) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         if generator is not None:
             torch.manual_seed(generator.initial_seed())
@@ -102,29 +134,52 @@ def _made(kind: Any, generator: torch.Generator | None, *arguments: Any, **optio
 def prepared(
     config: ModelConfig, masked: bool, dtype: torch.dtype, seed: int, kind: Any = None
 ) -> tuple[nn.Module | None, int]:
-    """Build and examine an encoder that is not the authors' (for theirs: None); and the number of tokens in 5 s."""
+    """Build and examine an encoder that is not the authors' (for theirs: None); and the number of
+    tokens in 5 s."""
     if not config.encoder:
         return None, config.tokens(HALF)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
-    for part in encoder.modules():  # DeepSpeed casts only weights; a batch norm needs statistics of the same type
-        if isinstance(part, _NormBase) and part.running_mean is not None and part.running_var is not None:
-            part.running_mean, part.running_var = part.running_mean.to(dtype), part.running_var.to(dtype)
+    for part in (
+        encoder.modules()
+    ):  # DeepSpeed casts only weights; a batch norm needs statistics of the same type
+        if (
+            isinstance(part, _NormBase)
+            and part.running_mean is not None
+            and part.running_var is not None
+        ):
+            part.running_mean, part.running_var = (
+                part.running_mean.to(dtype),
+                part.running_var.to(dtype),
+            )
     return encoder, examine(encoder, config, masked, dtype)
 
 
 @torch.no_grad()
-def examine(encoder: nn.Module, config: ModelConfig, masked: bool = False, dtype: torch.dtype = torch.float32) -> int:
-    """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in 5 s. `masked`: also examine what
-    the local objective needs."""
+def examine(
+    encoder: nn.Module,
+    config: ModelConfig,
+    masked: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> int:
+    """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in 5
+    s. `masked`: also examine what the local objective needs."""
     generator, own = torch.Generator().manual_seed(0), cast(Any, copy.deepcopy(encoder).eval())
-    x_RLT, other_RLT = (torch.randn(ROWS, config.leads, HALF, generator=generator).to(dtype) for _ in range(2))
-    x_RLT[1], other_RLT[0] = 0, x_RLT[0]  # a row of zeros, as RLM may give; a row that is in both batches
+    x_RLT, other_RLT = (
+        torch.randn(ROWS, config.leads, HALF, generator=generator).to(dtype) for _ in range(2)
+    )
+    x_RLT[1], other_RLT[0] = (
+        0,
+        x_RLT[0],
+    )  # a row of zeros, as RLM may give; a row that is in both batches
     for p in own.parameters():
         p.data = p.data.to(dtype)
 
     def checked(name: str, width: int, y: Tensor) -> Tensor:
         if y.ndim != 3 or len(y) != ROWS or y.shape[2] != width:
-            raise ConfigError(f"{name} returns {list(y.shape)} for {list(x_RLT.shape)}, not [{ROWS}, tokens, {width}]")
+            raise ConfigError(
+                f"{name} returns {list(y.shape)} for {list(x_RLT.shape)}, not [{ROWS}, tokens, "
+                f"{width}]"
+            )
         if not y.isfinite().all():
             raise ConfigError(f"{name} returns NaN or infinity for noise and zeros")
         return y.float()
@@ -132,28 +187,42 @@ def examine(encoder: nn.Module, config: ModelConfig, masked: bool = False, dtype
     def same(a: Tensor, b: Tensor) -> bool:
         return a.shape == b.shape and bool((a - b).abs().max() <= AGREE[dtype] * a.abs().max())
 
-    fewer = "" if config.leads == 12 else f": can it take {config.leads} leads? augment.padded=true gives it 12, others zero"
+    fewer = (
+        ""
+        if config.leads == 12
+        else f": can it take {config.leads} leads? augment.padded=true gives it 12, others zero"
+    )
     with blaming(f"model.encoder={config.encoder}", fewer):
         c_RND, other_RND = (checked("forward", own.width, own(x)) for x in (x_RLT, other_RLT))
         if not same(c_RND[0], other_RND[0]):
-            raise ConfigError("in eval mode a row changes when other rows of the batch change: rows must be independent")
+            raise ConfigError(
+                "in eval mode a row changes when other rows of the batch change: rows must be "
+                "independent"
+            )
         if masked and isinstance(own, MaskedEncoder):
             max_masked(config, c_RND.shape[1])
             z_RNF = checked("features", own.feature_width, own.features(x_RLT)[0]).to(dtype)
             mask_RN = torch.arange(c_RND.shape[1]).expand(ROWS, -1) % 2 == 0
             hidden_RNF = torch.where(mask_RN[..., None], 1 - 2 * z_RNF, z_RNF)
-            first, second = (checked("context", own.width, own.context(z, mask_RN)) for z in (z_RNF, hidden_RNF))
+            first, second = (
+                checked("context", own.width, own.context(z, mask_RN)) for z in (z_RNF, hidden_RNF)
+            )
             if not same(first, second):
-                raise ConfigError("context sees the masked tokens, so the local objective would be too easy")
+                raise ConfigError(
+                    "context sees the masked tokens, so the local objective would be too easy"
+                )
     return int(c_RND.shape[1])
 
 
-def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -> tuple[float, float]:
-    """FLOPs of 10 s, forward and backward, and how many numbers are kept for the backward pass: by formula for the authors'
-    encoder, for others by running a few rows.
+def cost_per_crop(
+    encoder: nn.Module | None, config: ModelConfig, local: bool
+) -> tuple[float, float]:
+    """FLOPs of 10 s, forward and backward, and how many numbers are kept for the backward pass: by
+    formula for the authors' encoder, for others by running a few rows.
 
-    The forward pass is counted, and the backward pass taken as twice that. This avoids errors of torch's counter: it multiplies
-    the weight gradient of a grouped convolution by the groups, and counts fused attention and recurrent layers on a CPU as 0.
+    The forward pass is counted, and the backward pass taken as twice that. This avoids errors of
+    torch's counter: it multiplies the weight gradient of a grouped convolution by the groups, and
+    counts fused attention and recurrent layers on a CPU as 0.
     """
     if not config.encoder or encoder is None:
         return flops_per_crop(config, local), kept_per_crop(config)
@@ -176,23 +245,44 @@ def cost_per_crop(encoder: nn.Module | None, config: ModelConfig, local: bool) -
     weights = {p.untyped_storage().data_ptr() for p in own.parameters()}
     kept = sum(numbers for place, numbers in saved.items() if place not in weights)
     flops = 3 * counter.get_total_flops() / rows
-    flops += local_flops(config, c_RND.shape[1], c_RND.shape[2], int(getattr(own, "feature_width", 0))) if local else 0
+    flops += (
+        local_flops(config, c_RND.shape[1], c_RND.shape[2], int(getattr(own, "feature_width", 0)))
+        if local
+        else 0
+    )
     return 2 * flops, 2 * kept / rows
 
 
 def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) -> bool:
-    """Whether dropout makes training differ from evaluation. `others`: dropout rates outside the encoder."""
-    rates = [config.dropout, config.attention_dropout, config.activation_dropout, config.input_dropout]
+    """Whether dropout makes training differ from evaluation. `others`: dropout rates outside the
+    encoder."""
+    rates = [
+        config.dropout,
+        config.attention_dropout,
+        config.activation_dropout,
+        config.input_dropout,
+    ]
     if encoder is not None:
-        rates = [float(getattr(part, "p", 0)) for part in encoder.modules() if isinstance(part, Dropout | _DropoutNd)]
+        rates = [
+            float(getattr(part, "p", 0))
+            for part in encoder.modules()
+            if isinstance(part, Dropout | _DropoutNd)
+        ]
     return any((*rates, *others))
 
 
 def describe_encoder(config: ModelConfig) -> str:
     """One line for the model card."""
     if not config.encoder:
-        size = f"{len(config.conv)} convolutions, {config.layers} transformer layers of width {config.width}"
+        size = (
+            f"{len(config.conv)} convolutions, {config.layers} transformer layers of width "
+            f"{config.width}"
+        )
         return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
-    about = "with its code in this folder" if file_of(config.encoder) else inspect.getdoc(plugin(ENCODERS[config.encoder]))
+    about = (
+        "with its code in this folder"
+        if file_of(config.encoder)
+        else inspect.getdoc(plugin(ENCODERS[config.encoder]))
+    )
     options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
     return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."

@@ -1,11 +1,12 @@
-"""A model folder, such as RUN/model/: model.safetensors, config.json, preprocessing.json and a model card.
+"""A model folder, such as RUN/model/: model.safetensors, config.json, preprocessing.json and a
+model card.
 
     write(folder, weights, config, preprocessing, card)
     with model_folder("RUN") as (folder, digest):       # RUN, RUN/model, a copy of it, s3://bucket/model, hf://org/name
         ...
 
-config.json has the sha256 of every file (its own hash excludes that entry). model_folder() verifies them, so that a damaged or
-changed model is never loaded. The model card may be edited.
+config.json has the sha256 of every file (its own hash excludes that entry). model_folder() verifies
+them, so that a damaged or changed model is never loaded. The model card may be edited.
 """
 
 import hashlib
@@ -27,7 +28,12 @@ from torch import Tensor
 from omnilead.data_tools.cli import tell
 from omnilead.engine.common import ConfigError, missing_package, parse_yaml
 
-WEIGHTS, CONFIG, PREPROCESSING, CARD = "model.safetensors", "config.json", "preprocessing.json", "README.md"
+WEIGHTS, CONFIG, PREPROCESSING, CARD = (
+    "model.safetensors",
+    "config.json",
+    "preprocessing.json",
+    "README.md",
+)
 SHA256 = "sha256"  # key in config.json
 FORMAT = 1
 SHOWN = 4  # names shown in a message
@@ -46,8 +52,11 @@ def write(
     card: str = "",
     code: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a model folder atomically: to a temporary folder, then renamed. An existing one is replaced. `code`: plug-ins."""
-    temporary, old = (folder.with_name(f".{folder.name}.{kind}{os.getpid()}") for kind in ("", "old."))
+    """Write a model folder atomically: to a temporary folder, then renamed. An existing one is
+    replaced. `code`: plug-ins."""
+    temporary, old = (
+        folder.with_name(f".{folder.name}.{kind}{os.getpid()}") for kind in ("", "old.")
+    )
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -66,7 +75,8 @@ def write(
 
 
 def front_matter(facts: Mapping[str, Any], card: str = "") -> str:
-    """Add the YAML front matter for Hugging Face to a model card; front matter that `card` already has is kept."""
+    """Add the YAML front matter for Hugging Face to a model card; front matter that `card` already
+    has is kept."""
     before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(TAGS)}, card
     if card.startswith("---\n") and "\n---\n" in card:
         head, _, body = card.removeprefix("---\n").partition("\n---\n")
@@ -75,7 +85,8 @@ def front_matter(facts: Mapping[str, Any], card: str = "") -> str:
 
 
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    """Save with the usual permissions: safetensors ignores the umask and lets only the owner read."""
+    """Save with the usual permissions: safetensors ignores the umask and lets only the owner
+    read."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(weights, path, metadata={"format": "pt"})
@@ -84,18 +95,23 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
 
 def seal(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.json with the sha256 of the files in the folder."""
-    sums = {path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CONFIG}
+    sums = {
+        path.name: file_sha256(path) for path in sorted(folder.iterdir()) if path.name != CONFIG
+    }
     (folder / CONFIG).write_text(sealed(config, sums))
 
 
 def sealed(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     """The text of config.json for files with these sha256."""
-    content = json.loads(json.dumps({key: value for key, value in config.items() if key != SHA256}))  # as read back
+    content = json.loads(
+        json.dumps({key: value for key, value in config.items() if key != SHA256})
+    )  # as read back
     return _json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}})
 
 
 def check(folder: Path) -> str:
-    """A digest of all files of the model; LoadError if a file does not match its sha256 in config.json."""
+    """A digest of all files of the model; LoadError if a file does not match its sha256 in
+    config.json."""
     document = document_of(folder / CONFIG)
     sums = document.get(SHA256)
     sums = sums if isinstance(sums, dict) else {}
@@ -109,7 +125,10 @@ def check(folder: Path) -> str:
     for name, digest in actual.items():
         if sums and sums.get(name) != digest:
             differ = f"its sha256 is {digest[:12]}..., {CONFIG} has {str(sums.get(name))[:12]}..."
-            raise LoadError(f"{folder / name}: was changed or damaged ({differ}): copy it again, or run --export RUN")
+            raise LoadError(
+                f"{folder / name}: was changed or damaged ({differ}): copy it again, or run "
+                "--export RUN"
+            )
     if not sums:
         tell(f"warning: {folder / CONFIG}: has no sha256 of the files: damage cannot be detected")
     return hashlib.sha256("".join(actual.values()).encode()).hexdigest()
@@ -119,7 +138,9 @@ def code_in(folder: Path) -> dict[str, bytes]:
     """{name: content} of the plugged-in files that config.json names and that exist."""
     sums = document_of(folder / CONFIG).get(SHA256)
     return {
-        file.name: file.read_bytes() for file in sorted(folder.glob("*.py")) if isinstance(sums, dict) and file.name in sums
+        file.name: file.read_bytes()
+        for file in sorted(folder.glob("*.py"))
+        if isinstance(sums, dict) and file.name in sums
     }
 
 
@@ -157,7 +178,10 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
         if not run.exists():
             raise LoadError(f"{run}: no such folder: give RUN or RUN/model")
         if folder == run and (run / "checkpoints").is_dir():
-            raise LoadError(f"{run}: has checkpoints but no model/ yet: run omnilead pretrain or finetune --export {run}")
+            raise LoadError(
+                f"{run}: has checkpoints but no model/ yet: run omnilead pretrain or finetune "
+                f"--export {run}"
+            )
         raise LoadError(f"{folder}: has no {WEIGHTS}: give RUN or RUN/model")
     yield folder, check(folder)
 
@@ -190,7 +214,9 @@ def document_of(path: Path) -> dict[str, Any]:
 
 def _unreadable(path: Path, error: Exception) -> LoadError:
     if isinstance(error, FileNotFoundError):
-        return LoadError(f"{path}: no such file: a model folder has {WEIGHTS}, {CONFIG} and {PREPROCESSING}")
+        return LoadError(
+            f"{path}: no such file: a model folder has {WEIGHTS}, {CONFIG} and {PREPROCESSING}"
+        )
     if isinstance(error, PermissionError):
         return LoadError(f"{path}: permission denied: ask its owner for access")
     return LoadError(f"{path}: cannot be read: {error}".splitlines()[0])
@@ -207,5 +233,12 @@ def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[
             if name in shapes and shapes[name] != shape
         ],
     }
-    more = {kind: f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "" for kind, names in kinds.items()}
-    return "; ".join(f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{more[kind]}" for kind, names in kinds.items() if names)
+    more = {
+        kind: f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        for kind, names in kinds.items()
+    }
+    return "; ".join(
+        f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{more[kind]}"
+        for kind, names in kinds.items()
+        if names
+    )

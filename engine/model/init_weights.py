@@ -12,8 +12,8 @@
 | codebook | U(0, 1) | modules/gumbel_vector_quantizer.py:40 |
 | every norm | gain 1, bias 0 | |
 
-Without that bias, an ECG of zeros would be zeros in every layer. A layer norm of zeros multiplies the gradient by 316, and five
-of them overflow float32.
+Without that bias, an ECG of zeros would be zeros in every layer. A layer norm of zeros multiplies
+the gradient by 316, and five of them overflow float32.
 """
 
 import math
@@ -40,7 +40,12 @@ def initialise(model: nn.Module, generator: torch.Generator | None = None) -> No
         elif isinstance(module, ConvBlock):
             nn.init.normal_(module.weight, 0, math.sqrt(2 / module.weight.shape[1]), generator)
         elif isinstance(module, PositionalConvolution):
-            nn.init.normal_(module.direction, 0, math.sqrt(4 / (module.gain.numel() * len(module.bias))), generator)
+            nn.init.normal_(
+                module.direction,
+                0,
+                math.sqrt(4 / (module.gain.numel() * len(module.bias))),
+                generator,
+            )
             module.gain.copy_(module.direction.square().sum((0, 1), keepdim=True).sqrt())
             nn.init.zeros_(module.bias)
     for module in model.modules():  # overwrites what was drawn above for their linear layers

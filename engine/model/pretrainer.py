@@ -5,12 +5,13 @@
     losses = model(x_BSLT, keys_BS, torch.tensor(temperature(config, updates)))  # engine.model.quantizer
     losses["loss"].backward()
 
-All halves and views go through the encoder in one batch. Shapes depend only on the input's shape and nothing waits for the
-device, so the step compiles once. Other encoders can replace the authors': one with `features` and `context` (MaskedEncoder)
-for every objective; one with only a `width` that maps x_RLT to c_RND for the global ones.
+All halves and views go through the encoder in one batch. Shapes depend only on the input's shape
+and nothing waits for the device, so the step compiles once. Other encoders can replace the
+authors': one with `features` and `context` (MaskedEncoder) for every objective; one with only a
+`width` that maps x_RLT to c_RND for the global ones.
 
-Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py (project_q, final_proj), wav2vec2_cmsc.py.
-Shapes: engine.model.config.
+Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py (project_q,
+final_proj), wav2vec2_cmsc.py. Shapes: engine.model.config.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +37,8 @@ class LocalOutput(NamedTuple):
 
 
 class LocalHead(nn.Module):
-    """The part that only the local objective uses: projections of contexts and of quantised features of masked tokens."""
+    """The part that only the local objective uses: projections of contexts and of quantised
+    features of masked tokens."""
 
     def __init__(self, config: ModelConfig, width: int, feature_width: int) -> None:
         super().__init__()
@@ -48,18 +50,25 @@ class LocalHead(nn.Module):
     def forward(self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor) -> LocalOutput:
         z_RMF = self.dropout(take(z_RNF, draws.slot_RM))
         quantized = self.quantizer(z_RMF, draws.valid_RM, tau, draws.noise_RMGV)
-        return LocalOutput(self.context(take(c_RND, draws.slot_RM)), self.target(quantized.values_RMP), quantized)
+        return LocalOutput(
+            self.context(take(c_RND, draws.slot_RM)), self.target(quantized.values_RMP), quantized
+        )
 
 
 def take(x_RND: Tensor, slot_RM: Tensor) -> Tensor:
     """Gather the tokens of the slots: x_RMD."""
     rows, tokens, width = x_RND.shape
     first_R1 = torch.arange(0, rows * tokens, tokens, device=x_RND.device)[:, None]
-    return x_RND.reshape(rows * tokens, width).index_select(0, (first_R1 + slot_RM).flatten()).view(rows, -1, width)
+    return (
+        x_RND.reshape(rows * tokens, width)
+        .index_select(0, (first_R1 + slot_RM).flatten())
+        .view(rows, -1, width)
+    )
 
 
 class Pretrainer(nn.Module):
-    encoder: Any  # a MaskedEncoder; for global objectives, any module with a width and forward(x_RLT) -> c_RND
+    # a MaskedEncoder; for global objectives, any module with a width and forward(x_RLT) -> c_RND
+    encoder: Any
 
     def __init__(
         self,
@@ -68,18 +77,26 @@ class Pretrainer(nn.Module):
         encoder: nn.Module | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        """`encoder`: an initialised encoder; None: the one that `config` names. `generator` draws all other weights."""
+        """`encoder`: an initialised encoder; None: the one that `config` names. `generator` draws
+        all other weights."""
         super().__init__()
         self.config, self.objective = config, objective
-        self.draw, self.pool = draw, pool  # attributes, so that they can be replaced by compiled versions
+        self.draw, self.pool = (
+            draw,
+            pool,
+        )  # attributes, so that they can be replaced by compiled versions
         local = objective.local > 0
         self.encoder = build_encoder(config, local, generator) if encoder is None else encoder
         if local and not isinstance(self.encoder, MaskedEncoder):
             raise ConfigError(
-                f"objective.local={objective.local}: {type(self.encoder).__name__} has no features() and context(): implement "
-                "them and feature_width (engine.model.encoder.MaskedEncoder), or set objective.local=0"
+                f"objective.local={objective.local}: {type(self.encoder).__name__} has no "
+                "features() and context(): implement "
+                "them and feature_width (engine.model.encoder.MaskedEncoder), or set "
+                "objective.local=0"
             )
-        self.local = LocalHead(config, self.encoder.width, self.encoder.feature_width) if local else None
+        self.local = (
+            LocalHead(config, self.encoder.width, self.encoder.feature_width) if local else None
+        )
         if self.local is not None:
             initialise(self.local, generator)
 
@@ -93,9 +110,10 @@ class Pretrainer(nn.Module):
     ) -> dict[str, Tensor]:
         """Losses and metrics, all scalars; only `loss` has a gradient.
 
-        keys_BS: int64 keys for the random draws, unless `draws` (rows ordered by crop, then half) are given.
-        tau: Gumbel temperature, a scalar tensor. ids_B: patients, for objectives that need them (ObjectiveConfig.needs_ids).
-        In eval mode codes are not sampled and there is no dropout.
+        keys_BS: int64 keys for the random draws, unless `draws` (rows ordered by crop, then half)
+        are given. tau: Gumbel temperature, a scalar tensor. ids_B: patients, for objectives that
+        need them (ObjectiveConfig.needs_ids). In eval mode codes are not sampled and there is no
+        dropout.
         """
         views, objective = x_BSLT.shape[1], self.objective
         x_RLT = x_BSLT.flatten(0, 1)
@@ -105,7 +123,11 @@ class Pretrainer(nn.Module):
             c_RND: Tensor = self.encoder(x_RLT)
         else:
             parts, c_RND = self._local(x_RLT, keys_BS, tau, draws)
-            loss = loss + objective.local * parts["loss_local"] + objective.diversity * parts["loss_diversity"]
+            loss = (
+                loss
+                + objective.local * parts["loss_local"]
+                + objective.diversity * parts["loss_diversity"]
+            )
             loss = loss + objective.features * parts["loss_features"]
         if objective.contrast > 0:
             g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
@@ -120,11 +142,19 @@ class Pretrainer(nn.Module):
         z_RNF, penalty = self.encoder.features(x_RLT)
         if draws is None:
             assert keys_BS is not None, "the local objective needs keys or draws"
-            draws = self.draw(self.config, keys_BS.flatten(), z_RNF.shape[1], self.objective.negatives, self.training)
+            draws = self.draw(
+                self.config,
+                keys_BS.flatten(),
+                z_RNF.shape[1],
+                self.objective.negatives,
+                self.training,
+            )
         c_RND = self.encoder.context(z_RNF, draws.mask_RN)
         tau = torch.ones((), device=z_RNF.device) if tau is None else tau
         loss, accuracy, q = self.compare(c_RND, z_RNF, draws, tau)
-        unused, prob_perplexity, code_perplexity = diversity(q.share_GV, q.hard_GV, q.tokens, self.objective.gathered)
+        unused, prob_perplexity, code_perplexity = diversity(
+            q.share_GV, q.hard_GV, q.tokens, self.objective.gathered
+        )
         return {
             "loss_local": loss,
             "loss_diversity": unused,
@@ -136,7 +166,9 @@ class Pretrainer(nn.Module):
             "masked_share": q.tokens / draws.mask_RN.numel(),
         }, c_RND
 
-    def compare(self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor) -> tuple[Tensor, Tensor, Quantized]:
+    def compare(
+        self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor
+    ) -> tuple[Tensor, Tensor, Quantized]:
         """The local objective: loss, accuracy and the quantised targets."""
         assert self.local is not None
         context_RMP, target_RMP, q = self.local(c_RND, z_RNF, draws, tau)
@@ -146,7 +178,10 @@ class Pretrainer(nn.Module):
     def _global(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
         o = self.objective
         if o.needs_ids and ids_B is None:
-            raise ValueError(f"objective.method={o.method!r}, form={o.form!r} needs the patient of each crop: pass ids_B")
+            raise ValueError(
+                f"objective.method={o.method!r}, form={o.form!r} needs the patient of each crop: "
+                "pass ids_B"
+            )
         if o.method == "3kg" and ids_B is not None:
             return threekg_loss(g_BSD, ids_B, o.temperature, o.gathered, o.detach_norm)
         if o.method == "cmsc" and o.form == "authors" and ids_B is not None:

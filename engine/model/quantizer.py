@@ -1,13 +1,16 @@
-"""Gumbel product quantiser: each feature is replaced by one code of each codebook, chosen with Gumbel softmax.
+"""Gumbel product quantiser: each feature is replaced by one code of each codebook, chosen with
+Gumbel softmax.
 
-    z_RMF -> logits_RMGV -> (+ noise) / tau -> softmax -> code = argmax -> codebook[g, code], concatenated over g -> q_RMP
+    z_RMF -> logits_RMGV -> (+ noise) / tau -> softmax -> code = argmax -> codebook[g, code],
+    concatenated over g -> q_RMP
 
-The forward pass looks up the chosen vectors; the gradient is that of the softmax-weighted sum (straight-through). The authors
-get the same values by multiplying one-hot vectors by the codebook, [R * M, G * V, P / G] numbers.
+The forward pass looks up the chosen vectors; the gradient is that of the softmax-weighted sum
+(straight-through). The authors get the same values by multiplying one-hot vectors by the codebook,
+[R * M, G * V, P / G] numbers.
 
-Source: paper, section "Pre-training", Wav2Vec 2.0 (two groups of 320 codes, section "Experiments"); fairseq-signals
-modules/gumbel_vector_quantizer.py:90-94 (temperature), :130-200 (straight-through, perplexities). Shapes:
-engine.model.config.
+Source: paper, section "Pre-training", Wav2Vec 2.0 (two groups of 320 codes, section "Experiments");
+fairseq-signals modules/gumbel_vector_quantizer.py:90-94 (temperature), :130-200 (straight-through,
+perplexities). Shapes: engine.model.config.
 """
 
 from typing import Any, NamedTuple
@@ -19,12 +22,14 @@ from omnilead.engine.model.config import ModelConfig
 
 
 def temperature(config: ModelConfig, updates: int) -> float:
-    """tau for an update, counted from 0. Pass it to a step as a tensor; as a number, it would be compiled again each step."""
+    """tau for an update, counted from 0. Pass it to a step as a tensor; as a number, it would be
+    compiled again each step."""
     return max(config.tau_start * config.tau_decay**updates, config.tau_end)
 
 
 class LookUp(torch.autograd.Function):
-    """codebook_GVd[g, codes_AG] -> [A, G, d]. The gradient for soft is that of soft_AGV @ codebook; for codebook, the usual."""
+    """codebook_GVd[g, codes_AG] -> [A, G, d]. The gradient for soft is that of soft_AGV @ codebook;
+    for codebook, the usual."""
 
     @staticmethod
     def forward(soft_AGV: Tensor, codebook_GVd: Tensor, codes_AG: Tensor) -> Tensor:
@@ -41,8 +46,13 @@ class LookUp(torch.autograd.Function):
         codebook_GVd, codes_AG = ctx.saved_tensors
         grad_GAd = grads[0].to(codebook_GVd.dtype).transpose(0, 1)
         grad_soft_AGV = torch.bmm(grad_GAd, codebook_GVd.transpose(1, 2)).transpose(0, 1)
-        chosen_GVA = codes_AG.t()[:, None, :] == torch.arange(codebook_GVd.shape[1], device=codes_AG.device)[:, None]
-        grad_codebook = torch.bmm(chosen_GVA.to(codebook_GVd.dtype), grad_GAd)  # sums in a fixed order, unlike scatter_add
+        chosen_GVA = (
+            codes_AG.t()[:, None, :]
+            == torch.arange(codebook_GVd.shape[1], device=codes_AG.device)[:, None]
+        )
+        grad_codebook = torch.bmm(
+            chosen_GVA.to(codebook_GVd.dtype), grad_GAd
+        )  # sums in a fixed order, unlike scatter_add
         return grad_soft_AGV.to(ctx.soft_dtype), grad_codebook, None
 
 
@@ -59,15 +69,21 @@ class Quantizer(nn.Module):
         super().__init__()
         self.books, self.codes = config.codebooks, config.codes
         self.logits = nn.Linear(feature_width, self.books * self.codes)
-        self.codebook = nn.Parameter(torch.empty(self.books, self.codes, config.code_width // self.books))
+        self.codebook = nn.Parameter(
+            torch.empty(self.books, self.codes, config.code_width // self.books)
+        )
 
-    def forward(self, z_RMF: Tensor, valid_RM: Tensor, tau: Tensor, noise_RMGV: Tensor | None) -> Quantized:
+    def forward(
+        self, z_RMF: Tensor, valid_RM: Tensor, tau: Tensor, noise_RMGV: Tensor | None
+    ) -> Quantized:
         """noise: standard Gumbel; None: take the most probable code, as in evaluation."""
         rows, slots, _ = z_RMF.shape
         logits_AGV = self.logits(z_RMF).float().view(rows * slots, self.books, self.codes)
         weight_A = valid_RM.reshape(-1).float()
         best_AG = logits_AGV.detach().argmax(-1)
-        share_GV = (logits_AGV.softmax(-1) * weight_A[:, None, None]).sum(0)  # not a matmul: autocast would use bf16
+        share_GV = (logits_AGV.softmax(-1) * weight_A[:, None, None]).sum(
+            0
+        )  # not a matmul: autocast would use bf16
         if noise_RMGV is None:
             codes_AG = best_AG
             values = self.codebook[torch.arange(self.books, device=codes_AG.device), codes_AG]
@@ -76,7 +92,16 @@ class Quantizer(nn.Module):
             codes_AG = noisy_AGV.detach().argmax(-1)
             values = LookUp.apply(noisy_AGV.softmax(-1), self.codebook, codes_AG)
         at_AG = best_AG + self.codes * torch.arange(self.books, device=best_AG.device)
-        counts = torch.zeros(self.books * self.codes, device=best_AG.device)  # sums of 0 and 1 are exact in any order
-        counts = counts.scatter_add(0, at_AG.reshape(-1), weight_A[:, None].expand_as(at_AG).reshape(-1))
-        codes_RMG, hard_GV = codes_AG.view(rows, slots, self.books), counts.view(self.books, self.codes)
-        return Quantized(values.reshape(rows, slots, -1), codes_RMG, share_GV, weight_A.sum(), hard_GV)
+        counts = torch.zeros(
+            self.books * self.codes, device=best_AG.device
+        )  # sums of 0 and 1 are exact in any order
+        counts = counts.scatter_add(
+            0, at_AG.reshape(-1), weight_A[:, None].expand_as(at_AG).reshape(-1)
+        )
+        codes_RMG, hard_GV = (
+            codes_AG.view(rows, slots, self.books),
+            counts.view(self.books, self.codes),
+        )
+        return Quantized(
+            values.reshape(rows, slots, -1), codes_RMG, share_GV, weight_A.sum(), hard_GV
+        )

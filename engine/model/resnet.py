@@ -1,8 +1,10 @@
 """A 1-D residual network, the encoder of most published ECG models: `model.encoder: resnet`.
 
-    x_RLT -> convolution -> four residual blocks, each dividing the length by four -> c_RND, 10 tokens for 5 s
+    x_RLT -> convolution -> four residual blocks, each dividing the length by four -> c_RND, 10
+    tokens for 5 s
 
-    block: a, y -> h = convolution(dropout(ReLU(norm(convolution(a))))) + 1x1(max pool(y)) -> dropout(ReLU(norm(h))), h
+    block: a, y -> h = convolution(dropout(ReLU(norm(convolution(a))))) + 1x1(max pool(y)) ->
+    dropout(ReLU(norm(h))), h
 
 | `model.options` | parameters | GFLOP per crop, forward and backward |
 |---|---|---|
@@ -10,12 +12,14 @@
 | none: [64, 128, 192, 256, 320] | 6.7 M | 14.1 |
 | {widths: [96, 192, 320, 448, 576]} | 20.1 M | 35.2 |
 
-The architecture is that of Ribeiro et al. 2020 (Nature Communications 11:1760, antonior92/automatic-ecg-diagnosis model.py),
-with two changes. Widths are multiples of 16, which suits tensor cores. Group norms replace batch norms: a row's output does not
-depend on the rest of the batch (which a contrastive loss can exploit without looking at the ECG) nor on the number of ranks,
-and there are no running statistics, which bf16 would round.
+The architecture is that of Ribeiro et al. 2020 (Nature Communications 11:1760,
+antonior92/automatic-ecg-diagnosis model.py), with two changes. Widths are multiples of 16, which
+suits tensor cores. Group norms replace batch norms: a row's output does not depend on the rest of
+the batch (which a contrastive loss can exploit without looking at the ECG) nor on the number of
+ranks, and there are no running statistics, which bf16 would round.
 
-Convolutions are two-dimensional over one row, because torch has channels-last kernels only for those.
+Convolutions are two-dimensional over one row, because torch has channels-last kernels only for
+those.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,27 +44,41 @@ class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.conv1, self.norm1 = convolution(inputs, outputs), nn.GroupNorm(GROUPS, outputs)
-        self.conv2, self.norm2 = convolution(outputs, outputs, stride=STRIDE), nn.GroupNorm(GROUPS, outputs)
+        self.conv2, self.norm2 = (
+            convolution(outputs, outputs, stride=STRIDE),
+            nn.GroupNorm(GROUPS, outputs),
+        )
         self.skip = convolution(inputs, outputs, kernel=1)
         self.dropout = Dropout(dropout, "auto")
 
     def forward(self, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The output of the block after and before the activation."""
         h = self.conv2(self.dropout(F.relu(self.norm1(self.conv1(a)))))
-        h = h + self.skip(F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2)))  # same length as conv2's
+        h = h + self.skip(
+            F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2))
+        )  # same length as conv2's
         return self.dropout(F.relu(self.norm2(h))), h
 
 
 class ResNet(nn.Module):
     """a 1-D residual network after Ribeiro et al. 2020, with group norms"""
 
-    def __init__(self, leads: int = 12, widths: Sequence[int] = (64, 128, 192, 256, 320), dropout: float = 0.2) -> None:
+    def __init__(
+        self,
+        leads: int = 12,
+        widths: Sequence[int] = (64, 128, 192, 256, 320),
+        dropout: float = 0.2,
+    ) -> None:
         super().__init__()
-        if len(widths) < 2 or any(type(width) is not int or width < GROUPS or width % GROUPS for width in widths):
+        if len(widths) < 2 or any(
+            type(width) is not int or width < GROUPS or width % GROUPS for width in widths
+        ):
             raise ValueError(f"widths={list(widths)}: must be two or more multiples of {GROUPS}")
         self.width = widths[-1]
         self.stem, self.norm = convolution(leads, widths[0]), nn.GroupNorm(GROUPS, widths[0])
-        self.blocks = nn.ModuleList(ResidualBlock(inputs, outputs, dropout) for inputs, outputs in pairwise(widths))
+        self.blocks = nn.ModuleList(
+            ResidualBlock(inputs, outputs, dropout) for inputs, outputs in pairwise(widths)
+        )
 
     def forward(self, x_RLT: Tensor) -> Tensor:
         y = self.stem(x_RLT.unsqueeze(2).contiguous(memory_format=channels_last))
@@ -70,6 +88,9 @@ class ResNet(nn.Module):
         return a.squeeze(2).transpose(1, 2)
 
     @staticmethod
-    def select_leads(weights: Mapping[str, Tensor], rows: Sequence[int], of: int) -> dict[str, Tensor]:
-        """Weights for a subset of leads: the output equals that of all leads with the others zero."""
+    def select_leads(
+        weights: Mapping[str, Tensor], rows: Sequence[int], of: int
+    ) -> dict[str, Tensor]:
+        """Weights for a subset of leads: the output equals that of all leads with the others
+        zero."""
         return {**weights, "stem.weight": weights["stem.weight"][:, list(rows)].contiguous()}

@@ -1,4 +1,5 @@
-"""Global objectives: representations of two views of the same heart should agree, those of different hearts should not.
+"""Global objectives: representations of two views of the same heart should agree, those of
+different hearts should not.
 
     s_ij = cos(g_i, g_j) / temperature;  loss_i = log sum_{j != i} exp s_ij - s_ip;  p is the other view of the same crop
 
@@ -9,13 +10,15 @@
 | CMSC as the authors compute it | first against second halves, in both directions | the local micro-batch |
 | 3KG | rotated views, and all views of the same patient | views of other patients, gathered from all ranks |
 
-Source: paper, section "Pre-training", CMSC and L_global, and "Experiments" (baselines); Kiyasseh et al. 2021 (CLOCS), Chen et
-al. 2020 (SimCLR), Gopal et al. 2021 (3KG); fairseq-signals criterions/{cmsc,simclr,3kg}_criterion.py, where SimCLR's loss is a
-sum that the trainer divides by the number of rows. Shapes: engine.model.config.
+Source: paper, section "Pre-training", CMSC and L_global, and "Experiments" (baselines); Kiyasseh et
+al. 2021 (CLOCS), Chen et al. 2020 (SimCLR), Gopal et al. 2021 (3KG); fairseq-signals
+criterions/{cmsc,simclr,3kg}_criterion.py, where SimCLR's loss is a sum that the trainer divides by
+the number of rows. Shapes: engine.model.config.
 
-Tensors of all ranks are gathered and summed with exact gradients: the mean of the ranks' losses is the loss of the global
-batch, and its gradient is that loss's gradient, as the engine divides the summed gradients of the weights by the number of
-ranks. Every rank must have the same number of rows. Without a process group the gathers return their input.
+Tensors of all ranks are gathered and summed with exact gradients: the mean of the ranks' losses is
+the loss of the global batch, and its gradient is that loss's gradient, as the engine divides the
+summed gradients of the weights by the number of ranks. Every rank must have the same number of
+rows. Without a process group the gathers return their input.
 """
 
 from collections.abc import Iterator
@@ -45,7 +48,11 @@ def single_process() -> Iterator[None]:
 
 
 def world_size() -> int:
-    return dist.get_world_size() if not _single_process and dist.is_available() and dist.is_initialized() else 1
+    return (
+        dist.get_world_size()
+        if not _single_process and dist.is_available() and dist.is_initialized()
+        else 1
+    )
 
 
 def all_gather_no_grad(x: Tensor) -> Tensor:
@@ -64,35 +71,50 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def unit(g: Tensor, detach: bool = False) -> Tensor:
-    """g / |g| in float32. `detach`: no gradient through the norm (authors: criterions/cmsc_criterion.py:45)."""
+    """g / |g| in float32. `detach`: no gradient through the norm (authors:
+    criterions/cmsc_criterion.py:45)."""
     g = g.float()
-    return g / g.detach().norm(dim=-1, keepdim=True).clamp(min=1e-8) if detach else F.normalize(g, dim=-1, eps=1e-8)
+    return (
+        g / g.detach().norm(dim=-1, keepdim=True).clamp(min=1e-8)
+        if detach
+        else F.normalize(g, dim=-1, eps=1e-8)
+    )
 
 
-def similarities(g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool) -> tuple[Tensor, Tensor]:
-    """s [A, C] between own rows and all candidates, -inf between a row and itself; and the column of each own row."""
+def similarities(
+    g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool
+) -> tuple[Tensor, Tensor]:
+    """s [A, C] between own rows and all candidates, -inf between a row and itself; and the column
+    of each own row."""
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
         g_AD = unit(g_AD, detach_norm)
         all_CD = torch.cat(_all_gather(g_AD.contiguous())) if gathered else g_AD
         s_AC = g_AD @ all_CD.t() / temperature
-    own_A = torch.arange(len(g_AD), device=g_AD.device) + (dist.get_rank() * len(g_AD) if gathered else 0)
+    own_A = torch.arange(len(g_AD), device=g_AD.device) + (
+        dist.get_rank() * len(g_AD) if gathered else 0
+    )
     itself_AC = own_A[:, None] == torch.arange(len(all_CD), device=g_AD.device)
     return s_AC.masked_fill(itself_AC, -torch.inf), own_A
 
 
-def nt_xent(g_BSD: Tensor, temperature: float, gathered: bool, detach_norm: bool = False) -> tuple[Tensor, Tensor]:
+def nt_xent(
+    g_BSD: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
+) -> tuple[Tensor, Tensor]:
     """Loss, and the share of rows whose other view is the nearest candidate."""
     views = g_BSD.shape[1]
     if views != 2:
         raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
     s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
-    other_A = own_A ^ 1  # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
+    other_A = (
+        own_A ^ 1
+    )  # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
     return F.cross_entropy(s_AC, other_A), (s_AC.argmax(1) == other_A).float().mean()
 
 
 def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """-log softmax, averaged over rows and columns and over all pairs of crops with the same id; and the accuracy."""
+    """-log softmax, averaged over rows and columns and over all pairs of crops with the same id;
+    and the accuracy."""
     with torch.autocast(g_BSD.device.type, enabled=False):
         first_BD, second_BD = unit(g_BSD, detach=True).unbind(1)
         s_BB = first_BD @ second_BD.t() / temperature
@@ -107,8 +129,9 @@ def threekg_loss(
 ) -> tuple[Tensor, Tensor]:
     """Loss, and the share of rows whose nearest candidate is of the same patient.
 
-    The loss is averaged over all pairs of a row i and a positive p: log(exp s_ip + sum_{j of other patients} exp s_ij) - s_ip.
-    Unlike in the authors' CMSC, the patient's other positives are not in the denominator."""
+    The loss is averaged over all pairs of a row i and a positive p: log(exp s_ip + sum_{j of
+    other patients} exp s_ij) - s_ip. Unlike in the authors' CMSC, the patient's other positives
+    are not in the denominator."""
     ids_A = ids_B.repeat_interleave(g_BSD.shape[1])
     s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
     ids_C = all_gather_no_grad(ids_A) if gathered else ids_A
@@ -116,8 +139,14 @@ def threekg_loss(
     positive_AC = alike_AC & (own_A[:, None] != torch.arange(len(ids_C), device=own_A.device))
     nearest_A1 = s_AC.detach().argmax(1, keepdim=True)
     others_A1 = s_AC.masked_fill(alike_AC, -torch.inf).logsumexp(1, keepdim=True)
-    s_AC = s_AC.masked_fill(~positive_AC, 0.0)  # before logaddexp: an infinite entry would give a NaN gradient
+    s_AC = s_AC.masked_fill(
+        ~positive_AC, 0.0
+    )  # before logaddexp: an infinite entry would give a NaN gradient
     loss_AC = torch.where(positive_AC, torch.logaddexp(s_AC, others_A1) - s_AC, 0.0)
-    pairs = (ids_C[:, None] == ids_C).sum() - len(ids_C)  # over all ranks: a rank with more pairs weighs more
+    pairs = (ids_C[:, None] == ids_C).sum() - len(
+        ids_C
+    )  # over all ranks: a rank with more pairs weighs more
     ranks = world_size() if gathered else 1
-    return loss_AC.sum() * ranks / pairs.clamp(min=1), positive_AC.gather(1, nearest_A1).float().mean()
+    return loss_AC.sum() * ranks / pairs.clamp(min=1), positive_AC.gather(
+        1, nearest_A1
+    ).float().mean()

@@ -1,4 +1,5 @@
-"""Writes a comparison of models as tables and a figure: bench.json, bench.md, bench.csv and bench.png.
+"""Writes a comparison of models as tables and a figure: bench.json, bench.md, bench.csv and
+bench.png.
 
 write(document, Path("OUT"))        # the tables are aligned for a terminal
 """
@@ -18,7 +19,10 @@ from omnilead.data_tools.dataset import as_csv
 from omnilead.engine.common import write_whole
 
 MAIN = {"auroc": "AUROC", "auprc": "AUPRC", "mae": "mean absolute error"}
-MAIN |= {"challenge": "Challenge score at 0.5", "challenge_chosen": "Challenge score, chosen thresholds"}
+MAIN |= {
+    "challenge": "Challenge score at 0.5",
+    "challenge_chosen": "Challenge score, chosen thresholds",
+}
 MAIN |= {"accuracy": "accuracy, cosine", "accuracy_whitened": "accuracy, whitened"}
 KEYS = ("model", "task", "leads", "share", "noise")
 OVER = (
@@ -26,8 +30,18 @@ OVER = (
     "not over the gallery, the labelled patients of a share drawn once, or the seed of pre-training"
 )
 INTERVALS = f"In brackets: 95 % intervals {OVER}. Differences use the same resamples."
-OF_TUNED = "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito: for colour blindness
+OF_TUNED = (
+    "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
+)
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#000000",
+)  # Okabe and Ito: for colour blindness
 MARKS, CROSSES = "os^Dv<>", "x+*dPXp"
 Row = dict[str, Any]
 
@@ -35,11 +49,16 @@ Row = dict[str, Any]
 def write(document: Row, out: Path) -> None:
     lines: list[Sequence[Any]] = [[*KEYS, "metric", "against", "value", "low", "high", "class"]]
     for row in document["rows"]:
-        lines += [[*_key(row), name, "", value, *row["intervals"][name], ""] for name, value in row["metrics"].items()]
+        lines += [
+            [*_key(row), name, "", value, *row["intervals"][name], ""]
+            for name, value in row["metrics"].items()
+        ]
         for name, of in row.get("per_class", {}).items():
             lines += [[*_key(row), name, "", value, "", "", label] for label, value in of.items()]
     for gap in document["differences"]:
-        lines.append([*_key(gap), gap["metric"], gap["against"], gap["difference"], *gap["interval"], ""])
+        lines.append(
+            [*_key(gap), gap["metric"], gap["against"], gap["difference"], *gap["interval"], ""]
+        )
     picture(document).savefig(image := io.BytesIO(), format="png", dpi=150)
     write_whole(out / "bench.md", markdown(document))
     write_whole(out / "bench.csv", as_csv(lines))
@@ -62,7 +81,17 @@ def markdown(document: Row) -> str:
     kind, intervals = ("Fine-tuned models", OF_TUNED) if tuned else ("Frozen embeddings", INTERVALS)
     text = [f"# {kind}: {document['data']}", "", intervals]
     for (task, metric), rows in panels(document).items():
-        table = [["leads", "share", "noise", "model", MAIN[metric], "minus random weights", f"minus {first}"]]
+        table = [
+            [
+                "leads",
+                "share",
+                "noise",
+                "model",
+                MAIN[metric],
+                "minus random weights",
+                f"minus {first}",
+            ]
+        ]
         table[0] += ["of each seed"] * tuned
         for row in rows:
             cells = [_cell(row["metrics"][metric], row["intervals"][metric])]
@@ -73,13 +102,20 @@ def markdown(document: Row) -> str:
             cells += [", ".join(map(_cell, row["each"][metric]))] if tuned else []
             table.append([row["leads"], share, f"{row['noise']:g}", row["model"], *cells])
         lost = {row["share"]: ", ".join(row["left_out"]) for row in rows if row.get("left_out")}
-        unit = f"probes against {rows[0]['gallery']:,} in the gallery" if "gallery" in rows[0] else "records"
+        unit = (
+            f"probes against {rows[0]['gallery']:,} in the gallery"
+            if "gallery" in rows[0]
+            else "records"
+        )
         about = "".join(f"; share {share:g} without {names}" for share, names in lost.items())
         count = f"{rows[0]['n']:,} {unit}, of {rows[0]['patients']:,} patients{about}."
         text += ["", f"## {task}: {MAIN[metric]}", "", count, ""]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, ["-" * width for width in widths])
-        text += ["| " + " | ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)) + " |" for line in table]
+        text += [
+            "| " + " | ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)) + " |"
+            for line in table
+        ]
     return "\n".join([*text, "", *(f"- {note}" for note in document["notes"])]).rstrip() + "\n"
 
 
@@ -90,47 +126,97 @@ def _key(row: Row) -> tuple[Any, ...]:
 def _cell(value: float | None, ends: Sequence[float | None] = (None,), sign: str = "") -> str:
     if value is None:
         return "-"
-    return f"{value:{sign}.3f}" + ("" if None in ends else f" ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})")
+    return f"{value:{sign}.3f}" + (
+        "" if None in ends else f" ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})"
+    )
 
 
 def picture(document: Row) -> Figure:
-    """A row of panels for each task and metric, a column for each set of leads and level of noise."""
+    """A row of panels for each task and metric, a column for each set of leads and level of
+    noise."""
     found, models = panels(document), document["models"]
     columns = list(dict.fromkeys((row["leads"], row["noise"]) for row in document["rows"]))
-    trained, drawn = ([name for name, of in models.items() if of and (of == name) == random] for random in (False, True))
-    plot_style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.parse_math": False}
+    trained, drawn = (
+        [name for name, of in models.items() if of and (of == name) == random]
+        for random in (False, True)
+    )
+    plot_style: Any = {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "text.parse_math": False,
+    }
     with matplotlib.rc_context(plot_style):
-        figure = Figure((max(5.5, 3.4 * len(columns)), 2.2 * len(found) + 0.8), layout="constrained")
+        figure = Figure(
+            (max(5.5, 3.4 * len(columns)), 2.2 * len(found) + 0.8), layout="constrained"
+        )
         grid = figure.subplots(len(found), len(columns), squeeze=False, sharey="row")
         for ((task, metric), rows), line in zip(found.items(), grid, strict=True):
             for (leads, noise), axes in zip(columns, line, strict=True):
-                for name, random in models.items():  # trained models in colours; the others in grey and black, broken lines
+                for (
+                    name,
+                    random,
+                ) in (
+                    models.items()
+                ):  # trained models in colours; the others in grey and black, broken lines
                     i = (trained if name in trained else [*drawn, name]).index(name)
-                    style: Row = {"color": "#777777" if random else "#111111", "ls": "--" if random else ":"}
+                    style: Row = {
+                        "color": "#777777" if random else "#111111",
+                        "ls": "--" if random else ":",
+                    }
                     if name in trained:
                         style = {"color": COLOURS[i % len(COLOURS)], "ls": "-"}
                     style["marker"] = (MARKS if name in trained else CROSSES)[i % len(MARKS)]
-                    mine = [row for row in rows if (row["model"], row["leads"], row["noise"]) == (name, leads, noise)]
-                    _draw(axes, mine, metric, list(models).index(name), {"label": name, "ms": 4, "lw": 1.5, **style})
-                label = {"12": "12 leads", "1": "lead I"}.get(leads, f"leads {leads}" if "," in leads else f"{leads} leads")
-                axes.set_title(f"{task}, {label}" + (f", noise {noise:g}" if noise else ""), fontsize=9, loc="left")
+                    mine = [
+                        row
+                        for row in rows
+                        if (row["model"], row["leads"], row["noise"]) == (name, leads, noise)
+                    ]
+                    _draw(
+                        axes,
+                        mine,
+                        metric,
+                        list(models).index(name),
+                        {"label": name, "ms": 4, "lw": 1.5, **style},
+                    )
+                label = {"12": "12 leads", "1": "lead I"}.get(
+                    leads, f"leads {leads}" if "," in leads else f"{leads} leads"
+                )
+                axes.set_title(
+                    f"{task}, {label}" + (f", noise {noise:g}" if noise else ""),
+                    fontsize=9,
+                    loc="left",
+                )
             line[0].set_ylabel(MAIN[metric])
-        handles = {name: line for axes in grid.flat for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=4, frameon=False)
+        handles = {
+            name: line
+            for axes in grid.flat
+            for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            handles.values(), handles.keys(), loc="outside upper left", ncols=4, frameon=False
+        )
     return figure
 
 
 def _draw(axes: Axes, rows: list[Row], metric: str, position: int, style: Row) -> None:
-    """A curve with its band over the shares of labels; for a single share, or none, a dot with its interval."""
-    values = np.array([[row["metrics"][metric], *row["intervals"][metric]] for row in rows], float)  # None: NaN, not drawn
+    """A curve with its band over the shares of labels; for a single share, or none, a dot with its
+    interval."""
+    values = np.array(
+        [[row["metrics"][metric], *row["intervals"][metric]] for row in rows], float
+    )  # None: NaN, not drawn
     if len(rows) > 1:
         shares = [row["share"] for row in rows]
         axes.plot(shares, values[:, 0], **style)
-        axes.fill_between(shares, values[:, 1], values[:, 2], color=style["color"], alpha=0.13, lw=0)
+        axes.fill_between(
+            shares, values[:, 1], values[:, 2], color=style["color"], alpha=0.13, lw=0
+        )
         axes.set(xscale="log", xlabel="patients with labels")
         axes.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
         axes.set_xticks([], minor=True)
     elif rows:
-        axes.errorbar([position], values[:, 0], abs(values[:, 1:] - values[:, :1]).T, capsize=3, **style)
+        axes.errorbar(
+            [position], values[:, 0], abs(values[:, 1:] - values[:, :1]).T, capsize=3, **style
+        )
         axes.set_xticks([])
         axes.margins(x=0.15)

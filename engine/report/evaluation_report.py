@@ -3,7 +3,8 @@
     html = build(TaskResult(labels_NK, scores_NK, records, patients, facts), dataset)      # of any kind but identity
     html = build(IdentificationResult(gallery_PD, gallery_ids, probe_QD, probe_ids, facts))
 
-`facts`: the model, the data, the role and the leads. `dataset`: used to draw the ECGs with the largest errors.
+`facts`: the model, the data, the role and the leads. `dataset`: used to draw the ECGs with the
+largest errors.
 """
 
 import math
@@ -29,16 +30,25 @@ NO_INTERVAL = "no interval"
 OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
 NAMES = {
     **{"positives": "Positives", "predicted": "Predicted", "n": "Known", "threshold": "Threshold"},
-    **{"challenge": "Challenge score at 0.5", "challenge_chosen": "Challenge score, thresholds of validation"},
+    **{
+        "challenge": "Challenge score at 0.5",
+        "challenge_chosen": "Challenge score, thresholds of validation",
+    },
     **{"auroc": "AUROC", "auprc": "AUPRC", "accuracy": "Accuracy", "f_measure": "F measure"},
-    **{"balanced_accuracy": "Balanced accuracy", "sensitivity": "Sensitivity", "specificity": "Specificity"},
+    **{
+        "balanced_accuracy": "Balanced accuracy",
+        "sensitivity": "Sensitivity",
+        "specificity": "Specificity",
+    },
     **{"mae": "Mean absolute error", "rmse": "RMSE", "r2": "R\u00b2", "pearson": "Pearson r"},
     **{"mean_error": "Mean error", "sd_error": "SD of the error"},
 }
 
 
 def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = None) -> str:
-    kind, counts, sections = scored(result, dataset) if isinstance(result, TaskResult) else identification(result)
+    kind, counts, sections = (
+        scored(result, dataset) if isinstance(result, TaskResult) else identification(result)
+    )
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [counts, *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts)]
     sections.append(ReportSection("The evaluation", table=list(readable(facts))))
@@ -52,15 +62,29 @@ def shown(value: float | None, percent: bool = False) -> str:
 
 
 def interval(ends: list[float], percent: bool = False) -> str:
-    return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}" if math.isfinite(ends[0]) else NO_INTERVAL
+    return (
+        f"{shown(ends[0], percent)} to {shown(ends[1], percent)}"
+        if math.isfinite(ends[0])
+        else NO_INTERVAL
+    )
 
 
 def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
     half, record, head = result.half, result.record, result.head
-    means = "AUROC, AUPRC and F are means over the classes for which they are defined; unknown labels are ignored."
-    how = {"multiclass": f"The most probable class is predicted. {means}", "regression": f"In {head.unit or 'its own unit'}."}
-    note = "Of whole records: the mean over the halves of 5 s. Small: 95 % bootstrap intervals over patients. " + how.get(
-        head.kind, f"A class is predicted where its probability is above its threshold. {means}"
+    means = (
+        "AUROC, AUPRC and F are means over the classes for which they are defined; unknown labels "
+        "are ignored."
+    )
+    how = {
+        "multiclass": f"The most probable class is predicted. {means}",
+        "regression": f"In {head.unit or 'its own unit'}.",
+    }
+    note = (
+        "Of whole records: the mean over the halves of 5 s. Small: 95 % bootstrap intervals over "
+        "patients. "
+        + how.get(
+            head.kind, f"A class is predicted where its probability is above its threshold. {means}"
+        )
     )
     y_NK, scores_NK, _ = result.of_records()
     compared = agreement if head.kind == "regression" else decisions
@@ -68,7 +92,10 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
         ReportSection("Records", tiles=list(tiles(record)), note=note, remarks=result.remarks),
         ReportSection("Halves of 5 s, as in the paper", tiles=list(tiles(half))),
         *compared(head, np.asarray(y_NK, float), scores_NK),
-        ReportSection("By class" if head.kind != "regression" else "By column", grid=list(class_table(record["classes"]))),
+        ReportSection(
+            "By class" if head.kind != "regression" else "By column",
+            grid=list(class_table(record["classes"])),
+        ),
     ]
     for name, groups in result.groups.items():
         grid = list(group_table(name.capitalize(), groups, list(record["intervals"])))
@@ -79,8 +106,16 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
         sections.append(ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes)))
     if dataset is not None and result.crops_N is not None:
         charts = [ecg(result, dataset, row) for row in result.worst(WORST)]
-        sections.append(ReportSection(f"The {len(charts)} records with the largest errors", charts=charts, columns=2))
-    return f"{head.task}, {head.kind}", f"{record['n']:,} records, {half['n']:,} halves of 5 s", sections
+        sections.append(
+            ReportSection(
+                f"The {len(charts)} records with the largest errors", charts=charts, columns=2
+            )
+        )
+    return (
+        f"{head.task}, {head.kind}",
+        f"{record['n']:,} records, {half['n']:,} halves of 5 s",
+        sections,
+    )
 
 
 def tiles(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -94,12 +129,19 @@ def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Sequence[s
     yield ["Class", *(NAMES[key] for key in columns)]
     for name, of in classes.items():
         label = f"{name} (no positives)" if of.get("positives") == 0 else name
-        yield [label, *(f"{of[key]:,}" if isinstance(of[key], int) else shown(of[key]) for key in columns)]
+        yield [
+            label,
+            *(f"{of[key]:,}" if isinstance(of[key], int) else shown(of[key]) for key in columns),
+        ]
 
 
-def group_table(name: str, groups: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[Sequence[str]]:
+def group_table(
+    name: str, groups: Mapping[str, Any], metrics: Sequence[str]
+) -> Iterator[Sequence[str]]:
     first, *others = metrics
-    counted = ["Records", "Patients"] + ["Positives"] * any("positives" in of for of in groups.values())
+    counted = ["Records", "Patients"] + ["Positives"] * any(
+        "positives" in of for of in groups.values()
+    )
     yield [name, *counted, NAMES[first], "95 % interval", *(NAMES[key] for key in others)]
     for value, of in groups.items():
         counts = [f"{of['n']:,}", f"{of['patients']:,}"]
@@ -119,13 +161,19 @@ def decisions(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
     """Curves, calibration and confusions."""
     names = list(head.classes)
     outputs = predicted(head.kind, scores, head.thresholds) & ~np.isnan(y)
-    yield ReportSection("ROC and precision-recall curves", charts=list(threshold_charts(y, scores, names)), columns=4)
+    yield ReportSection(
+        "ROC and precision-recall curves",
+        charts=list(threshold_charts(y, scores, names)),
+        columns=4,
+    )
     labels, kept = y == 1, np.sort(np.argsort(-(y == 1).sum(0), kind="stable")[:CONFUSED])
     if len(names) == 1:  # no and yes as two classes
         known = ~np.isnan(y[:, 0])
         labels, outputs = (np.concatenate([~of, of], 1)[known] for of in (labels, outputs))
         names, kept = [f"not {names[0]}", names[0]], np.arange(2)
-    confusions = score_plots.confusion_chart(labels[:, kept], outputs[:, kept], [names[k] for k in kept])
+    confusions = score_plots.confusion_chart(
+        labels[:, kept], outputs[:, kept], [names[k] for k in kept]
+    )
     charts = [score_plots.calibration_chart(*calibration(y, scores)), confusions]
     few = f" of the {CONFUSED} most frequent classes" * (len(names) > CONFUSED)
     yield ReportSection(f"Calibration and confusions{few}", charts=charts)
@@ -146,17 +194,27 @@ def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
     for k, name in enumerate(head.classes):
         known = np.isfinite(y[:, k])
         if known.any():
-            charts = score_plots.agreement_charts(name, y[known, k], scores[known, k].astype(float), head.unit)
+            charts = score_plots.agreement_charts(
+                name, y[known, k], scores[known, k].astype(float), head.unit
+            )
             yield ReportSection(f"Predicted {name}", charts=charts)
 
 
 def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
     assert result.crops_N is not None
-    crop, y_K, score_K = int(result.crops_N[row]), np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
+    crop, y_K, score_K = (
+        int(result.crops_N[row]),
+        np.asarray(result.labels_NK, float)[row],
+        result.scores_NK[row],
+    )
     halves = int(dataset.column("halves")[crop])
-    facts = ", ".join(str(values[row]) for name, values in result.groups_N.items() if name != "source")
+    facts = ", ".join(
+        str(values[row]) for name, values in result.groups_N.items() if name != "source"
+    )
     mv_LT = dataset.read(crop)[:, : halves * HALF] * 1e-3
-    return score_plots.clinical_chart(f"{result.records_N[row]}: {facts}", reading(result.head, y_K, score_K), mv_LT)
+    return score_plots.clinical_chart(
+        f"{result.records_N[row]}: {facts}", reading(result.head, y_K, score_K), mv_LT
+    )
 
 
 def reading(head: HeadInfo, y_K: Array, score_K: Array) -> str:
@@ -164,7 +222,10 @@ def reading(head: HeadInfo, y_K: Array, score_K: Array) -> str:
     names = head.classes
     if head.kind == "multiclass":
         true, best = int(np.nanargmax(y_K)), int(score_K.argmax())
-        return f"labelled {names[true]} ({score_K[true]:.3f}), predicted {names[best]} ({score_K[best]:.3f})"
+        return (
+            f"labelled {names[true]} ({score_K[true]:.3f}), predicted {names[best]} "
+            f"({score_K[best]:.3f})"
+        )
     k = int(np.nanargmax(np.abs(score_K - y_K)))
     if head.kind == "regression":
         return f"{names[k]} {y_K[k]:.4g}, predicted {score_K[k]:.4g} {head.unit}"
@@ -181,8 +242,10 @@ def identification(result: IdentificationResult) -> tuple[str, str, list[ReportS
         ("Not in the gallery", f"{found['one_sided']:,}", "probes, counted as misses"),
     ]
     note = (
-        "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; a tie counts as the "
-        "expected result of a random draw among its entries. Small: 95 % bootstrap interval over patients."
+        "A probe is a hit if the gallery entry most similar to it (cosine) is of the same "
+        "patient; a tie counts as the "
+        "expected result of a random draw among its entries. Small: 95 % bootstrap interval over "
+        "patients."
     )
     if result.untrained:
         share, ends = result.untrained.scores["accuracy"], interval(result.untrained.interval, True)
@@ -196,7 +259,11 @@ def identification(result: IdentificationResult) -> tuple[str, str, list[ReportS
     if result.untrained:
         lines.append(Line("untrained", "random weights", ranks, result.untrained.scores["cmc"], 2))
     style = LineStyle(percent=True, floor=0, smooth=False, x_label="rank")
-    groups = [("same patient", found["same"]), ("other patients", other_pairs(result)), ("most similar other", found["other"])]
+    groups = [
+        ("same patient", found["same"]),
+        ("other patients", other_pairs(result)),
+        ("most similar other", found["other"]),
+    ]
     similarity = plots.histogram("Similarity to the gallery (cosine)", groups)
     charts = [plots.line_chart("Patient among the most similar", lines, style), similarity]
     counts = f"{found['n_probes']:,} probes against {found['n_gallery']:,} in the gallery"
@@ -212,6 +279,8 @@ def other_pairs(result: IdentificationResult) -> Array:
     rng = np.random.default_rng(0)
     p, q = (rng.integers(0, n, OTHER_PAIRS) for n in (len(result.gallery_PD), len(result.probe_QD)))
     differ = np.asarray(result.gallery_ids)[p] != np.asarray(result.probe_ids)[q]
-    gallery, probes = (unit_vectors(np.asarray(c, float)) for c in (result.gallery_PD, result.probe_QD))
+    gallery, probes = (
+        unit_vectors(np.asarray(c, float)) for c in (result.gallery_PD, result.probe_QD)
+    )
     blocks = np.array_split(np.stack([p[differ], q[differ]]), 50, axis=1)
     return np.concatenate([np.einsum("nd,nd->n", gallery[p], probes[q]) for p, q in blocks])

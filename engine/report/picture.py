@@ -1,7 +1,8 @@
-"""Draw every augmentation of an ECG: grey before, colour after. Modelled on figure 1B of Oh et al. 2022.
+"""Draw every augmentation of an ECG: grey before, colour after. Modelled on figure 1B of Oh et al.
+2022.
 
-Upper rows: one lead of the first half, with a panel and the drawn parameters for each kind of noise. Below: twelve leads under
-random lead masking, and the two views of 3KG.
+Upper rows: one lead of the first half, with a panel and the drawn parameters for each kind of
+noise. Below: twelve leads under random lead masking, and the two views of 3KG.
 
     python -m omnilead.engine.report.picture augmentations.png --data DATASET [--crop 0]
 """
@@ -19,7 +20,16 @@ from matplotlib.ticker import MultipleLocator
 from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import DataError, Dataset
 from omnilead.engine.common import LEADS, ConfigError, Parser, interruptible
-from omnilead.engine.data.augment import AUTHORS_NOISE, PAPER_NOISE, AugmentConfig, ThreeKG, augment, axis, formula, numpy_ops
+from omnilead.engine.data.augment import (
+    AUTHORS_NOISE,
+    PAPER_NOISE,
+    AugmentConfig,
+    ThreeKG,
+    augment,
+    axis,
+    formula,
+    numpy_ops,
+)
 from omnilead.engine.data.augment_draws import Params, draws, white, white_bank
 
 FS_HZ, HALF = 500.0, 2500
@@ -32,9 +42,25 @@ STYLE: Any = {
     "axes.edgecolor": "none",
     "axes.axisbelow": True,
 }
-STYLE |= {"xtick.labelsize": 8, "ytick.labelsize": 8, "xtick.labelcolor": GREY, "ytick.labelcolor": GREY}
-STYLE |= {"xtick.major.size": 0, "ytick.major.size": 0, "ytick.minor.size": 0, "grid.color": "#ececf0", "grid.linewidth": 0.6}
-TITLES = {"powerline": "Powerline", "emg": "Electromyographic", "wander": "Baseline wander", "shift": "Baseline shift"}
+STYLE |= {
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "xtick.labelcolor": GREY,
+    "ytick.labelcolor": GREY,
+}
+STYLE |= {
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "grid.color": "#ececf0",
+    "grid.linewidth": 0.6,
+}
+TITLES = {
+    "powerline": "Powerline",
+    "emg": "Electromyographic",
+    "wander": "Baseline wander",
+    "shift": "Baseline shift",
+}
 SETS = {
     "": "",
     "physio3": "powerline, EMG and wander",
@@ -50,9 +76,14 @@ def figure(ecg: np.ndarray, title: str) -> Figure:
     halves = np.ascontiguousarray(ecg.reshape(12, 2, HALF).swapaxes(0, 1)[None])  # [B = 1, S, L, T]
     page = Figure(figsize=(13.5, 13), dpi=120, facecolor="white")
     page.text(0.05, 0.975, title, size=14, weight="bold", color=INK)
-    legend = f"Grey: before. Colour: after. Upper rows: lead {LEADS[LEAD]} of the first half, mV over s. Seed {SEED}."
+    legend = (
+        f"Grey: before. Colour: after. Upper rows: lead {LEADS[LEAD]} of the first half, mV over "
+        f"s. Seed {SEED}."
+    )
     page.text(0.05, 0.957, legend, size=9.5, color=GREY)
-    upper = page.add_gridspec(3, 4, left=0.05, right=0.99, top=0.92, bottom=0.525, hspace=0.46, wspace=0.06)
+    upper = page.add_gridspec(
+        3, 4, left=0.05, right=0.99, top=0.92, bottom=0.525, hspace=0.46, wspace=0.06
+    )
     panels: Any = upper.subplots(sharey=True)
     for axes, noise in zip(panels.flat, [*SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
         after, p = apply(halves, AugmentConfig(rlm=0, noise=noise))
@@ -68,7 +99,11 @@ def figure(ecg: np.ndarray, title: str) -> Figure:
     first, second = p["keep"].sum(axis=(2, 3))[0]
     axes = page.add_subplot(lower[0, :2])
     _draw_leads(axes, np.hstack(halves[0]), np.hstack(masked[0]), MASK)
-    _title(axes, "Random lead masking", f"{first} of 12 leads left in the first half, {second} in the second")
+    _title(
+        axes,
+        "Random lead masking",
+        f"{first} of 12 leads left in the first half, {second} in the second",
+    )
     axes.axvline(5, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
     for i, view in enumerate(views[0]):
         axes = page.add_subplot(lower[0, 2 + i])
@@ -87,14 +122,20 @@ def apply(halves: np.ndarray, config: AugmentConfig) -> tuple[np.ndarray, Params
 
 def _describe(kind: str, p: Params) -> str:
     """The parameters of one kind of noise, as drawn for the lead shown."""
-    drawn = {name.removeprefix(f"{kind}_"): values[0, 0, LEAD % values.shape[2]] for name, values in p.items()}
+    drawn = {
+        name.removeprefix(f"{kind}_"): values[0, 0, LEAD % values.shape[2]]
+        for name, values in p.items()
+    }
     a = " ".join(f"{value:.2f}" for value in drawn["amplitude"])
     if kind == "powerline":
         return f"{drawn['hz'][0]:.0f} Hz, a = {a} mV"
     if kind == "emg":
         return f"a = {a} mV"
     if kind == "wander":
-        return f"{' '.join(f'{hz:.2f}' for hz in drawn['hz'])} Hz, a = {a} mV, C = {drawn['gain'][0]:.2f}"
+        return (
+            f"{' '.join(f'{hz:.2f}' for hz in drawn['hz'])} Hz, a = {a} mV, C = "
+            f"{drawn['gain'][0]:.2f}"
+        )
     return f"{a} mV from {drawn['start'][0] / FS_HZ:.1f} to {drawn['stop'][0] / FS_HZ:.1f} s"
 
 
@@ -124,24 +165,39 @@ def _draw_leads(axes: Axes, before: np.ndarray, after: np.ndarray, colour: str) 
 
 def _title(axes: Axes, title: str, subtitle: str) -> None:
     axes.set_title(title, loc="left", pad=15, fontsize=10, color=INK, weight="bold")
-    axes.annotate(subtitle, (0, 1), (0, 4), "axes fraction", "offset points", fontsize=8, color=GREY)
+    axes.annotate(
+        subtitle, (0, 1), (0, 4), "axes fraction", "offset points", fontsize=8, color=GREY
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m omnilead.engine.report.picture", description="draw each augmentation of an ECG")
+    parser = Parser(
+        prog="python -m omnilead.engine.report.picture",
+        description="draw each augmentation of an ECG",
+    )
     parser.add_argument("out", metavar="OUT.png")
     parser.add_argument("--data", metavar="DATASET", required=True, help="a dataset")
-    parser.add_argument("--crop", type=int, default=0, metavar="N", help="crop of the dataset (default 0)")
+    parser.add_argument(
+        "--crop", type=int, default=0, metavar="N", help="crop of the dataset (default 0)"
+    )
     given = parser.parse_args(arguments)
     try:
         dataset = Dataset.open(given.data)
         if not 0 <= given.crop < len(dataset):
-            raise ConfigError(f"--crop {given.crop}: {given.data} has {len(dataset)} crops: use 0 to {len(dataset) - 1}")
+            raise ConfigError(
+                f"--crop {given.crop}: {given.data} has {len(dataset)} crops: use 0 to "
+                f"{len(dataset) - 1}"
+            )
         ecg = dataset.read(given.crop).astype(np.float32) * np.float32(1e-3)
         with matplotlib.rc_context(STYLE):
             page = figure(ecg, f"Augmentations of crop {given.crop} of {given.data}")
             page.savefig(given.out, metadata={"Software": None})
-    except (ConfigError, DataError, OSError, ValueError) as error:  # ValueError: matplotlib does not know the suffix
+    except (
+        ConfigError,
+        DataError,
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: matplotlib does not know the suffix
         tell(f"omnilead.engine.report.picture: {' '.join(str(error).split())}")
         return 2
     return 0

@@ -2,8 +2,9 @@
 
     python -m omnilead.engine.report.run_report RUN
 
-Curves come from metrics.jsonl; validation.jsonl, run.json, config.yaml and diagnostics.npz (run_files.py) are added if they
-exist. An unfinished run has a report too: what was not logged is left out, what is not finite is marked.
+Curves come from metrics.jsonl; validation.jsonl, run.json, config.yaml and diagnostics.npz
+(run_files.py) are added if they exist. An unfinished run has a report too: what was not logged is
+left out, what is not finite is marked.
 """
 
 import argparse
@@ -23,7 +24,15 @@ from omnilead.data_tools.cli import echo, say, tell
 from omnilead.engine.common import LEADS, Parser, flatten, interruptible, write_whole
 from omnilead.engine.report import plots
 from omnilead.engine.report.plots import Line, LineStyle
-from omnilead.engine.training.files import LOWER_IS_BETTER, METRICS, VALID, ReportError, RunFiles, StepLog, number
+from omnilead.engine.training.files import (
+    LOWER_IS_BETTER,
+    METRICS,
+    VALID,
+    ReportError,
+    RunFiles,
+    StepLog,
+    number,
+)
 
 REPORT, RESULT = "report.html", "result.json"
 PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
@@ -38,16 +47,24 @@ class ReportSection:
     tiles: Sequence[tuple[str, str, str]] = ()  # label, value, detail
     charts: Sequence[str] = ()
     columns: int = 3
-    grid: Sequence[Sequence[str]] = ()  # rows of numbers under a row of names; a row whose second cell is "0" is grey
+    grid: Sequence[
+        Sequence[str]
+    ] = ()  # rows of numbers under a row of names; a row whose second cell is "0" is grey
     table: Sequence[tuple[str, str]] = ()
     config: str = ""
     note: str = ""
     remarks: Sequence[str] = ()
 
 
-def render(title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[ReportSection]) -> str:
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string((files("omnilead.engine.report") / "report.html").read_text())
+def render(
+    title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[ReportSection]
+) -> str:
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(
+        (files("omnilead.engine.report") / "report.html").read_text()
+    )
     return template.render(title=title, kind=kind, name=name, facts=facts, sections=sections) + "\n"
 
 
@@ -71,8 +88,14 @@ def _both(key: str) -> tuple[Curve, ...]:
     return Curve(key, "training"), Curve(key, "held out", True)
 
 
-PERPLEXITIES = Curve("code_perplexity", "perplexity of codes"), Curve("prob_perplexity", "of probabilities")
-BY_CLASS = tuple(Curve(key, label, True) for key, label in (("auroc", "AUROC"), ("auprc", "AUPRC"), ("f_measure", "F")))
+PERPLEXITIES = (
+    Curve("code_perplexity", "perplexity of codes"),
+    Curve("prob_perplexity", "of probabilities"),
+)
+BY_CLASS = tuple(
+    Curve(key, label, True)
+    for key, label in (("auroc", "AUROC"), ("auprc", "AUPRC"), ("f_measure", "F"))
+)
 SHARE = LineStyle(percent=True, floor=0)
 SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Loss": (
@@ -80,8 +103,14 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Accuracy of halves", _both("accuracy"), SHARE),
         Chart("Local loss", _both("loss_local"), LineStyle("nats a masked token")),
         Chart("Global loss", _both("loss_global"), LineStyle("nats a half")),
-        Chart("Diversity loss", _one("loss_diversity", "training"), LineStyle("share of unused codes", percent=True)),
-        Chart("Feature penalty", _one("loss_features", "training"), LineStyle("mean square", log=True)),
+        Chart(
+            "Diversity loss",
+            _one("loss_diversity", "training"),
+            LineStyle("share of unused codes", percent=True),
+        ),
+        Chart(
+            "Feature penalty", _one("loss_features", "training"), LineStyle("mean square", log=True)
+        ),
     ),
     "Accuracy": (
         Chart("Masked tokens, among their negatives", _both("accuracy_local"), SHARE),
@@ -90,7 +119,11 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     ),
     "Validation": (
         Chart("AUROC, AUPRC, F-measure", BY_CLASS, LineStyle("mean of classes", floor=0)),
-        Chart("Mean absolute error", (Curve("mae", "held out", True),), LineStyle("of the label", floor=0)),
+        Chart(
+            "Mean absolute error",
+            (Curve("mae", "held out", True),),
+            LineStyle("of the label", floor=0),
+        ),
         Chart("R2", (Curve("r2", "held out", True),), LineStyle("share of the variance")),
         Chart("CinC score", (Curve("challenge", "held out", True),), LineStyle(smooth=False)),
     ),
@@ -102,7 +135,9 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
     "Optimisation": (
         Chart("Learning rate", _one("lr", "learning rate"), LineStyle(floor=0, smooth=False)),
         Chart("Gradient norm", _one("grad_norm", "norm"), LineStyle(log=True)),
-        Chart("Skipped steps", _one("skipped_steps", "not finite"), LineStyle(floor=0, smooth=False)),
+        Chart(
+            "Skipped steps", _one("skipped_steps", "not finite"), LineStyle(floor=0, smooth=False)
+        ),
     ),
     "Throughput": (
         Chart("Crops per second", _one("crops_per_s", "all ranks"), LineStyle(floor=0)),
@@ -119,11 +154,20 @@ CARDS = {
     "r2": ("R2", ".3f"),
     "accuracy_local": ("Local accuracy", ".1%"),
     "accuracy_global": ("Global accuracy", ".1%"),
-    RECOGNISED: ("Patients recognised", ".1%"),  # random weights recognise patients far above chance: step 0 is shown beside
+    RECOGNISED: (
+        "Patients recognised",
+        ".1%",
+    ),  # random weights recognise patients far above chance: step 0 is shown beside
 }
 SIMILARITIES = {
-    "Cosine of contexts and targets": {"positive_similarity": "own target", "negative_similarity": "negatives"},
-    "Cosine of pooled encodings": {"same_similarity": "same crop or patient", "other_similarity": "others"},
+    "Cosine of contexts and targets": {
+        "positive_similarity": "own target",
+        "negative_similarity": "negatives",
+    },
+    "Cosine of pooled encodings": {
+        "same_similarity": "same crop or patient",
+        "other_similarity": "others",
+    },
 }
 
 
@@ -136,13 +180,23 @@ def build(run: Path) -> str:
     ]
     if isinstance(rates := files.fact("rates"), list):
         names = ("Learning rate", "Best step", f"{chosen_by(files)[0]} there", "Converged")
-        sections.append(ReportSection("Learning rates", grid=[names, *([str(cell) for cell in row] for row in rates)]))
+        sections.append(
+            ReportSection(
+                "Learning rates", grid=[names, *([str(cell) for cell in row] for row in rates)]
+            )
+        )
     for title, charts in SECTIONS.items():
         drawn = [draw(chart, files, best, absent) for chart in charts]
         note = validation_note(files) if title == "Loss" else ""
         sections.append(ReportSection(title, charts=list(filter(None, drawn)), note=note))
-    sections.append(ReportSection("Similarities", charts=list(diagnostic_charts(files.diagnostics))))
-    sections.append(ReportSection("Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2))
+    sections.append(
+        ReportSection("Similarities", charts=list(diagnostic_charts(files.diagnostics)))
+    )
+    sections.append(
+        ReportSection(
+            "Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2
+        )
+    )
     table = [
         (key, value)
         for key, value in readable(files.facts)
@@ -150,7 +204,9 @@ def build(run: Path) -> str:
     ]
     missing = f"Not logged in this run: {', '.join(absent)}." if absent else ""
     sections.append(ReportSection("The run", table=table, config=files.config, note=missing))
-    return render(f"{files.name}: report", kind_of(files), files.name, list(progress(files)), sections)
+    return render(
+        f"{files.name}: report", kind_of(files), files.name, list(progress(files)), sections
+    )
 
 
 def kind_of(files: RunFiles) -> str:
@@ -160,7 +216,9 @@ def kind_of(files: RunFiles) -> str:
 
 def progress(files: RunFiles) -> Iterator[str]:
     metrics, total = files.metrics, number(files.fact("steps"))
-    yield f"step {metrics.steps[-1]:,.0f}" + (f" of {total:,.0f}" if total >= metrics.steps[-1] else "")
+    yield f"step {metrics.steps[-1]:,.0f}" + (
+        f" of {total:,.0f}" if total >= metrics.steps[-1] else ""
+    )
     if math.isfinite(crops := metrics.last("crops_seen")):
         yield f"{crops:,.0f} crops of 10 s"
     if math.isfinite(epoch := metrics.last("epoch")):
@@ -169,24 +227,37 @@ def progress(files: RunFiles) -> Iterator[str]:
         spans = np.diff(metrics.column("crops_seen"), prepend=0) / metrics.column("crops_per_s")
     minutes, seconds = divmod(round(float(spans[np.isfinite(spans) & (spans > 0)].sum())), 60)
     if minutes or seconds:
-        time = f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {seconds:02d} s"
+        time = (
+            f"{minutes // 60} h {minutes % 60:02d} min"
+            if minutes >= 60
+            else f"{minutes} min {seconds:02d} s"
+        )
         yield f"{time} of training"
 
 
 def warnings(files: RunFiles, best: float | None) -> Iterator[str]:
     metrics, (_, loss) = files.metrics, files.metrics.curve("loss")
     if broken := int((~np.isfinite(loss)).sum()):
-        yield f"The loss was not finite in {broken} of {len(loss)} logged steps; they are marked on its axis."
+        yield (
+            f"The loss was not finite in {broken} of {len(loss)} logged steps; they are marked on "
+            "its axis."
+        )
     if (skipped := metrics.last("skipped_steps")) > 0:
         yield f"{skipped:.0f} steps were skipped because the loss or a gradient was not finite."
     if (wait := metrics.median("data_wait_pct")) > 5 and len(metrics.rows) > 1:
-        yield f"Training waited for data {wait:.0f} % of the time: raise pipeline.threads or choose another pipeline.backend."
+        yield (
+            f"Training waited for data {wait:.0f} % of the time: raise pipeline.threads or choose "
+            "another pipeline.backend."
+        )
     if metrics.unreadable:
         yield f"{metrics.unreadable} lines of {METRICS} could not be read."
     name, sign = chosen_by(files)
     before, after = files.held_out.at(name, 0), files.held_out.at(name, best)
     if best is not None and sign * (before - after) >= 0:
-        yield f"No step is better than step 0, before training: {name} {before:.3f}, and {after:.3f} at step {best:,.0f}."
+        yield (
+            f"No step is better than step 0, before training: {name} {before:.3f}, and "
+            f"{after:.3f} at step {best:,.0f}."
+        )
     if (ended := result(files)) and not ended["converged"]:
         yield f"N{ended['text'][1:]}: raise train.steps or train.epochs."
 
@@ -196,13 +267,22 @@ def validation_note(files: RunFiles) -> str:
     if not isinstance(differs, list) or not differs or not files.held_out.rows:
         return ""
     how = "; ".join(map(str, differs))
-    return f"Held-out loss can be lower than training loss, because it is measured differently. In validation {how}."
+    return (
+        f"Held-out loss can be lower than training loss, because it is measured differently. In "
+        f"validation {how}."
+    )
 
 
 def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str]]:
     """The main figures of the exported step, held-out ones rather than training ones."""
     metrics, held_out = files.metrics, files.held_out
-    step = best if kind_of(files) != "Pre-training" else float(held_out.steps[-1]) if held_out.rows else None
+    step = (
+        best
+        if kind_of(files) != "Pre-training"
+        else float(held_out.steps[-1])
+        if held_out.rows
+        else None
+    )
     if math.isfinite(loss := metrics.recent("loss")):
         yield "Training loss", f"{loss:.3f}", f"{metrics.finite('loss')[0]:.3f} at first"
     if math.isfinite(loss := held_out.at("loss", step)):
@@ -215,12 +295,26 @@ def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str
             guess = number(files.fact("chance", prefix + key))
             before = held_out.at(key, 0) if prefix and key == RECOGNISED else math.nan
             where += f", chance {guess:{form}}" if math.isfinite(guess) else ""
-            yield name, f"{value:{form}}", where + (f", {before:{form}} before training" if math.isfinite(before) else "")
+            yield (
+                name,
+                f"{value:{form}}",
+                where + (f", {before:{form}} before training" if math.isfinite(before) else ""),
+            )
     if ended := result(files):
-        yield "Converged", "yes" if ended["converged"] else "no", f"{ended['validations_since']} validations since the best"
+        yield (
+            "Converged",
+            "yes" if ended["converged"] else "no",
+            f"{ended['validations_since']} validations since the best",
+        )
     if math.isfinite(used := metrics.last("code_perplexity")):
-        codes = number(files.fact("config", "model", "codebooks")) * number(files.fact("config", "model", "codes"))
-        yield "Codes in use", f"{used:,.0f}", f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity"
+        codes = number(files.fact("config", "model", "codebooks")) * number(
+            files.fact("config", "model", "codes")
+        )
+        yield (
+            "Codes in use",
+            f"{used:,.0f}",
+            f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity",
+        )
     if math.isfinite(rate := metrics.median("crops_per_s")):
         wait = metrics.median("data_wait_pct")
         waited = f"{wait:.1f} % data wait" if wait >= 0 else ""
@@ -230,7 +324,8 @@ def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str
 
 
 def chosen_by(files: RunFiles) -> tuple[str, int]:
-    """The metric that chooses the best step, and 1 if higher is better, else -1. A damaged run.json does not name it."""
+    """The metric that chooses the best step, and 1 if higher is better, else -1. A damaged run.json
+    does not name it."""
     name = str(files.fact("best") or "loss")
     return name, -1 if name in LOWER_IS_BETTER else 1
 
@@ -244,8 +339,8 @@ def best_step(files: RunFiles) -> float | None:
 
 
 def result(files: RunFiles) -> dict[str, Any]:
-    """How a fine-tuning ended: its best validation, whether validation has stopped improving, and the curve. Empty before the
-    end, or if nothing was validated."""
+    """How a fine-tuning ended: its best validation, whether validation has stopped improving,
+    and the curve. Empty before the end, or if nothing was validated."""
     (name, sign), best = chosen_by(files), best_step(files)
     if best is None or kind_of(files) == "Pre-training":
         return {}
@@ -255,20 +350,36 @@ def result(files: RunFiles) -> dict[str, Any]:
     if not converged and files.metrics.steps[-1] < number(files.fact("steps")):
         return {}
     after = f"and {since} validations since without improvement" if since else "the last validation"
-    text = f"{'' if converged else 'not '}converged: best {name} {value:.4f} at step {best:,.0f}, {after}"
-    curve = [[int(step), value] for step, value in zip(*files.held_out.curve(name), strict=True) if math.isfinite(value)]
-    found = {"metric": name, "higher_is_better": sign > 0, "best": value, "step": int(best), "validations_since": since}
+    text = (
+        f"{'' if converged else 'not '}converged: best {name} {value:.4f} at step {best:,.0f}, "
+        f"{after}"
+    )
+    curve = [
+        [int(step), value]
+        for step, value in zip(*files.held_out.curve(name), strict=True)
+        if math.isfinite(value)
+    ]
+    found = {
+        "metric": name,
+        "higher_is_better": sign > 0,
+        "best": value,
+        "step": int(best),
+        "validations_since": since,
+    }
     return found | {"converged": converged, "text": text, "curve": curve}
 
 
 def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -> str:
-    """The chart, or "" if none of its curves was logged; keys that were logged as null are added to `absent`."""
+    """The chart, or "" if none of its curves was logged; keys that were logged as null are added to
+    `absent`."""
     lines: list[Line] = []
     for curve in chart.curves:
         log: StepLog = files.held_out if curve.held_out else files.metrics
         x, y = log.curve(curve.key)
         if not len(x):
-            absent += [curve.key] * (not curve.held_out and any(curve.key in row for row in log.rows))
+            absent += [curve.key] * (
+                not curve.held_out and any(curve.key in row for row in log.rows)
+            )
             continue
         if curve.held_out:
             x, y = x[np.isfinite(y)], y[np.isfinite(y)]
@@ -276,10 +387,18 @@ def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -
         beside_training = curve.held_out and not all(other.held_out for other in chart.curves)
         chance = number(files.fact("chance", key))
         level = chance if math.isfinite(chance) else None
-        lines.append(Line(key, curve.label, x, y, 1 if beside_training else len(lines), beside_training, level))
+        lines.append(
+            Line(
+                key, curve.label, x, y, 1 if beside_training else len(lines), beside_training, level
+            )
+        )
     held_out = any(line.key.startswith(VALID) for line in lines)
     marks = [(best, f"best at step {best:,.0f}", "best")] if held_out and best is not None else []
-    return plots.line_chart(chart.title, lines, chart.style, files.metrics.steps, marks) if lines else ""
+    return (
+        plots.line_chart(chart.title, lines, chart.style, files.metrics.steps, marks)
+        if lines
+        else ""
+    )
 
 
 def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
@@ -288,19 +407,28 @@ def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
         if groups:
             yield plots.histogram(title, groups)
         if "positive_similarity" in names and "code_usage" in arrays:
-            yield plots.rank_chart("Usage of codes", np.nan_to_num(arrays["code_usage"], posinf=0, neginf=0).clip(0))
+            yield plots.rank_chart(
+                "Usage of codes", np.nan_to_num(arrays["code_usage"], posinf=0, neginf=0).clip(0)
+            )
 
 
 def sample_charts(samples: np.ndarray | None) -> Iterator[str]:
     for i, mv_SLT in enumerate(samples[:SAMPLES_SHOWN] if samples is not None else ()):
-        names = LEADS if len(mv_SLT[0]) == len(LEADS) else [str(lead + 1) for lead in range(len(mv_SLT[0]))]
+        names = (
+            LEADS
+            if len(mv_SLT[0]) == len(LEADS)
+            else [str(lead + 1) for lead in range(len(mv_SLT[0]))]
+        )
         yield plots.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ)
 
 
 def readable(tree: Any) -> Iterator[tuple[str, str]]:
     for key, value in flatten(tree).items() if isinstance(tree, dict) else ():
         if value != {}:
-            yield key, " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+            yield (
+                key,
+                " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value),
+            )
 
 
 def write_report(run: Path) -> Path:
@@ -314,7 +442,11 @@ def write_report(run: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     name = "omnilead.engine.report.run_report"
-    parser = Parser(prog=f"python -m {name}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        prog=f"python -m {name}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     try:
         echo(write_report(parser.parse_args(arguments).run))

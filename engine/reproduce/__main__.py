@@ -1,4 +1,5 @@
-"""Reproduce the paper's tables: pre-train, fine-tune and evaluate their models, and print our scores beside the paper's.
+"""Reproduce the paper's tables: pre-train, fine-tune and evaluate their models, and print our
+scores beside the paper's.
 
     omnilead reproduce --table 1 --data DATASET --out DIR --dry-run              the commands, and how long they take
     omnilead reproduce --table 1 --data DATASET --out DIR --scale small --jobs 4
@@ -6,15 +7,15 @@
     omnilead reproduce --table 1 --out DIR --collect-only                        the tables, from the scores in DIR
 
 Scales: smoke (minutes: does it work?), small (hours on a small machine), paper (the paper's
-configurations), or your own file like configs/reproduce/scales/*.yaml. After a kill or a failure, run the same command again to
-continue. DIR/table-N.md, .csv and .json are updated after each score. Exit 0: all done, or stopped by SIGTERM; 130: by Ctrl-C.
-Exit 1: jobs failed. Exit 2: a setting or a file is wrong.
+configurations), or your own file like configs/reproduce/scales/*.yaml. After a kill or a failure,
+run the same command again to continue. DIR/table-N.md, .csv and .json are updated after each score.
+Exit 0: all done, or stopped by SIGTERM; 130: by Ctrl-C. Exit 1: jobs failed. Exit 2: a setting or a
+file is wrong.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from omnilead.data_tools.cli import tell
 from omnilead.engine.common import ConfigError, Parser, interruptible, positive
@@ -31,7 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         return _say(error, 2)
     except OSError as error:
-        return _say(f"{error.filename or options.out}: {error.strerror or error}: use another --out, or free disk space", 2)
+        return _say(
+            f"{error.filename or options.out}: {error.strerror or error}: use another --out, or "
+            "free disk space",
+            2,
+        )
     except KeyboardInterrupt:  # while no job runs
         return _say("interrupted; run the same command again to continue", 130)
 
@@ -42,20 +47,76 @@ def _say(error: object, code: int) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser("omnilead reproduce", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        "omnilead reproduce",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
-    add("--table", type=int, nargs="+", choices=TABLES, required=True, metavar="N", help="1, 2, 3, 4: one or several")
-    add("--out", required=True, metavar="DIR", help="folder for runs, scores and tables of one dataset and one scale")
+    add(
+        "--table",
+        type=int,
+        nargs="+",
+        choices=TABLES,
+        required=True,
+        metavar="N",
+        help="1, 2, 3, 4: one or several",
+    )
+    add(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="folder for runs, scores and tables of one dataset and one scale",
+    )
     add("--data", metavar="DATASET", help="a folder or s3:// address, built with --plan paper")
     add("--scale", default="paper", help="smoke, small, paper (the default), or a YAML file")
     add("--seeds", type=positive, default=3, metavar="K", help="fine-tunings per cell (3)")
-    add("--rows", nargs="+", default=(), metavar="NAME", help="only these rows of the tables, such as W2V+CMSC+RLM")
-    add("--leads", nargs="+", type=int, choices=LEADS, default=(), metavar="N", help="only these columns: 12 6 3 2 1")
-    add("--tasks", nargs="+", choices=sorted(TASKS), default=(), metavar="T", help="only this task: Dx or Id")
-    add("--dry-run", action="store_true", help="print every job's command and its expected time, and run nothing")
-    add("--collect-only", action="store_true", help="make the tables from the scores in DIR, and run nothing")
-    add("--jobs", type=positive, default=1, metavar="N", help="jobs at a time on this machine, each on one GPU (1)")
-    add("--cluster", metavar="ADDRESS", help="run jobs on a Dask cluster instead, one per worker thread")
+    add(
+        "--rows",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="only these rows of the tables, such as W2V+CMSC+RLM",
+    )
+    add(
+        "--leads",
+        nargs="+",
+        type=int,
+        choices=LEADS,
+        default=(),
+        metavar="N",
+        help="only these columns: 12 6 3 2 1",
+    )
+    add(
+        "--tasks",
+        nargs="+",
+        choices=sorted(TASKS),
+        default=(),
+        metavar="T",
+        help="only this task: Dx or Id",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print every job's command and its expected time, and run nothing",
+    )
+    add(
+        "--collect-only",
+        action="store_true",
+        help="make the tables from the scores in DIR, and run nothing",
+    )
+    add(
+        "--jobs",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="jobs at a time on this machine, each on one GPU (1)",
+    )
+    add(
+        "--cluster",
+        metavar="ADDRESS",
+        help="run jobs on a Dask cluster instead, one per worker thread",
+    )
     return parser.parse_args(arguments)
 
 

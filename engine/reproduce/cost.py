@@ -1,8 +1,10 @@
-"""Estimate how long a plan takes: at first from the speed of a training step, then from the finished jobs.
+"""Estimate how long a plan takes: at first from the speed of a training step, then from the
+finished jobs.
 
     seconds = expected_seconds(plan, folder, flops_per_s(config))       # of each unfinished job
 
-A job's work is crops x FLOPs per crop. Once jobs of a kind are done, the others of that kind are expected to run at their rate.
+A job's work is crops x FLOPs per crop. Once jobs of a kind are done, the others of that kind are
+expected to run at their rate.
 """
 
 import time
@@ -26,14 +28,18 @@ MEASURE_S = 3.0
 def expected_seconds(plan: JobPlan, folder: WorkDir, flops_per_s: float) -> dict[str, float]:
     rates = {kind: _rate(plan, folder, kind) for kind in PROGRAMS}
     return {
-        job.name: job.flops / rate if (rate := rates[job.kind]) else STARTUP_S + job.flops / flops_per_s
+        job.name: job.flops / rate
+        if (rate := rates[job.kind])
+        else STARTUP_S + job.flops / flops_per_s
         for job in folder.missing(plan)
     }
 
 
 def _rate(plan: JobPlan, folder: WorkDir, kind: str) -> float:
     """FLOP/s of the finished jobs of a kind, start-up included; 0 if there are none."""
-    done = [job for job in plan.ordered if job.kind == kind and folder.done(job) and folder.seconds(job)]
+    done = [
+        job for job in plan.ordered if job.kind == kind and folder.done(job) and folder.seconds(job)
+    ]
     return sum(job.flops for job in done) / (sum(map(folder.seconds, done)) or 1.0)
 
 
@@ -42,7 +48,9 @@ def flops_per_s(config: Config) -> float:
     try:
         return _measure(config)
     except RuntimeError as error:  # for example, the GPU's memory is in use
-        raise ConfigError(f"measuring the speed of a training step failed: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"measuring the speed of a training step failed: {str(error).splitlines()[0]}"
+        ) from None
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,11 +1,13 @@
-"""Run the jobs of a plan, each in a process of its own, several at a time: on this machine or on a Dask cluster.
+"""Run the jobs of a plan, each in a process of its own, several at a time: on this machine or on a
+Dask cluster.
 
     with on_this_machine(4) as executor:                          # or distributed's client.get_executor()
         failed, interrupted = run_jobs(plan, folder, executor, lambda: 4, on_done=print)
 
-A job is done when its result exists. If a worker dies, so does the process of its job; Dask then runs the job on another
-worker, where it resumes from its last checkpoint. A job's process holds jobs/NAME.lock, so that two commands on one folder, or
-a worker that has lost its cluster, never run the same job at the same time.
+A job is done when its result exists. If a worker dies, so does the process of its job; Dask then
+runs the job on another worker, where it resumes from its last checkpoint. A job's process holds
+jobs/NAME.lock, so that two commands on one folder, or a worker that has lost its cluster, never run
+the same job at the same time.
 """
 
 import fcntl
@@ -31,8 +33,12 @@ from omnilead.engine.reproduce.workdir import WorkDir, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
-# `python -ISc CHILD ...` is `python ...`, but the kernel kills it when the thread that started it ends
-CHILD = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+# `python -ISc CHILD ...` is `python ...`, but the kernel kills it when the thread that started it
+# ends
+CHILD = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.executable, "
+    "[sys.executable, *sys.argv[1:]])"
+)
 STOPPED = "stopped"
 THREAD = threading.local()  # .environment: for the jobs that this thread starts
 
@@ -40,7 +46,11 @@ THREAD = threading.local()  # .environment: for the jobs that this thread starts
 def on_this_machine(jobs: int) -> ThreadPoolExecutor:
     """Each thread starts its jobs with its share of the cores, and of the GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [str(i) for i in range(torch.cuda.device_count())] if visible is None else list(filter(None, visible.split(",")))
+    gpus = (
+        [str(i) for i in range(torch.cuda.device_count())]
+        if visible is None
+        else list(filter(None, visible.split(",")))
+    )
     threads, numbers = max(1, len(os.sched_getaffinity(0)) // jobs), itertools.count()
 
     def start_thread() -> None:
@@ -52,10 +62,15 @@ def on_this_machine(jobs: int) -> ThreadPoolExecutor:
 
 
 def run_jobs(
-    plan: JobPlan, folder: WorkDir, executor: Executor, slots: Callable[[], int], on_done: Callable[[Job], None]
+    plan: JobPlan,
+    folder: WorkDir,
+    executor: Executor,
+    slots: Callable[[], int],
+    on_done: Callable[[Job], None],
 ) -> tuple[dict[str, str], bool]:
-    """Runs up to slots() jobs at a time until none is left that can run, or SIGTERM or Ctrl-C stops them. Returns why jobs
-    failed, by name, and whether it was Ctrl-C. A job that needs a failed one does not run."""
+    """Runs up to slots() jobs at a time until none is left that can run, or SIGTERM or Ctrl-C
+    stops them. Returns why jobs failed, by name, and whether it was Ctrl-C. A job that needs a
+    failed one does not run."""
     waiting, running = folder.missing(plan), dict[Future[str], Job]()
     failed, total = dict[str, str](), len(plan.jobs)
     done = set(plan.jobs) - {job.name for job in waiting}
@@ -69,11 +84,15 @@ def run_jobs(
                 return failed, signal.SIGINT in signals
             for future in wait(running, POLL_S * 5, FIRST_COMPLETED).done:
                 job = running.pop(future)
-                error = future.exception()  # of the worker, not of the job: it died repeatedly, for example
+                error = (
+                    future.exception()
+                )  # of the worker, not of the job: it died repeatedly, for example
                 why = f"{type(error).__name__}: {error}" if error else future.result()
                 if not why:
                     done.add(job.name)
-                    say(f"[{len(done)}/{total}] {job.name}: done in {duration(folder.seconds(job))}")
+                    say(
+                        f"[{len(done)}/{total}] {job.name}: done in {duration(folder.seconds(job))}"
+                    )
                     on_done(job)
                 elif why == STOPPED:
                     say(f"{job.name}: stopped")
@@ -85,7 +104,8 @@ def run_jobs(
 
 @contextmanager
 def _stop_file(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
-    """A path that exists after SIGTERM or Ctrl-C, and these signals. Unlike them, it reaches workers on other machines."""
+    """A path that exists after SIGTERM or Ctrl-C, and these signals. Unlike them, it reaches
+    workers on other machines."""
     signals: list[int] = []
     stop = folder.path / "jobs" / f"stop-{socket.gethostname()}-{os.getpid()}"
 
@@ -122,13 +142,21 @@ def run_job(folder: WorkDir, job: Job, stop: Path) -> str:
         code = child.wait()
     if folder.done(job):
         write_json(folder.file(job, "json"), {"seconds": round(time.monotonic() - started, 3)})
-        if job.kind == "finetune":  # its checkpoints are no longer needed, and hundreds of them would fill a disk
+        if (
+            job.kind == "finetune"
+        ):  # its checkpoints are no longer needed, and hundreds of them would fill a disk
             shutil.rmtree((folder.path / job.result).parent / "checkpoints", ignore_errors=True)
         return ""
     if stop.exists() and code <= 0:
         return STOPPED
-    lines = folder.file(job, "err").read_text(errors="replace").split("\n") if code else [f"left no valid {job.result}"]
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), f"exit code {code}")
+    lines = (
+        folder.file(job, "err").read_text(errors="replace").split("\n")
+        if code
+        else [f"left no valid {job.result}"]
+    )
+    return next(
+        (line.strip()[:300] for line in reversed(lines) if line.strip()), f"exit code {code}"
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""The paper's tables (configs/reproduce/paper.yaml) and the scales to reproduce them at (configs/reproduce/scales/*.yaml).
+"""The paper's tables (configs/reproduce/paper.yaml) and the scales to reproduce them at
+(configs/reproduce/scales/*.yaml).
 
 tables()[1].rows["W2V"].printed["Dx"][12]             # [0.714, 0.011]
 ReproductionScale.read("small").settings["pretrain"]  # {"model.width": 128, ...}: set over configs/pretrain/METHOD.yaml
@@ -13,7 +14,10 @@ from typing import Any
 from omnilead.engine.common import CONFIGS, ConfigError, find_config, flatten, read_yaml
 
 HERE = CONFIGS / "reproduce"
-TASKS = {"Dx": "diagnosis", "Id": "identification"}  # as the paper calls them: configs/finetune/TASK.yaml
+TASKS = {
+    "Dx": "diagnosis",
+    "Id": "identification",
+}  # as the paper calls them: configs/finetune/TASK.yaml
 LEADS = (12, 6, 3, 2, 1)
 TABLES = (1, 2, 3, 4)
 STAGES = ("pretrain", *TASKS.values())
@@ -23,10 +27,14 @@ STAGES = ("pretrain", *TASKS.values())
 class Row:
     name: str
     pretrain: str  # the method: configs/pretrain/NAME.yaml
-    printed: Mapping[str, Mapping[int, list[float] | None]]  # by task and leads: mean, half of the interval; None: no cell
+    printed: Mapping[
+        str, Mapping[int, list[float] | None]
+    ]  # by task and leads: mean, half of the interval; None: no cell
     random: bool = False  # random weights instead of pre-trained ones
     against: str = ""  # the row it is compared with, where the table shows gains
-    finetune: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # by task: settings of this row alone
+    finetune: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # by task: settings of this row alone
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,13 @@ class Table:
 @cache
 def tables() -> dict[int, Table]:
     return {
-        number: Table(**table | {"number": number, "rows": {name: Row(name, **row) for name, row in table["rows"].items()}})
+        number: Table(
+            **table
+            | {
+                "number": number,
+                "rows": {name: Row(name, **row) for name, row in table["rows"].items()},
+            }
+        )
         for number, table in read_yaml(HERE / "paper.yaml")["tables"].items()
     }
 
@@ -71,9 +85,13 @@ class ReproductionScale:
             base: dict[str, Any] = {}
             if "base" in section:
                 kind = "pretrain" if stage == "pretrain" else "finetune"
-                base = read_yaml(find_config(str(section.pop("base")), kind, f"{path}: base", path.parent), kind)
+                base = read_yaml(
+                    find_config(str(section.pop("base")), kind, f"{path}: base", path.parent), kind
+                )
             both = flatten(base) | flatten(section)  # each job sets its own run folder and data
-            settings[stage] = {key: value for key, value in both.items() if key not in ("run", "data.datasets")}
+            settings[stage] = {
+                key: value for key, value in both.items() if key not in ("run", "data.datasets")
+            }
         return cls(path.stem if path.parent == HERE / "scales" else str(path), settings)
 
 

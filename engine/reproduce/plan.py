@@ -1,11 +1,13 @@
-"""The jobs a table needs: pre-train, fine-tune, evaluate. A job that several cells or tables need is in the plan once.
+"""The jobs a table needs: pre-train, fine-tune, evaluate. A job that several cells or tables need
+is in the plan once.
 
     plan = make_plan([tables()[1]], ReproductionScale.read("small"), data, out, seeds=3)
     plan.ordered                               # every job, after the jobs it needs
     plan.cells[1, "W2V", "Dx", 3]              # names of the evaluations behind a cell, one per seed
 
-A method is pre-trained once for each set of leads, with its config's seed; the seeds of a cell are those of fine-tuning.
-Tables 1, 3 and 4 fine-tune the 12-lead model in every column; table 2 has a model for each set of leads.
+A method is pre-trained once for each set of leads, with its config's seed; the seeds of a cell are
+those of fine-tuning. Tables 1, 3 and 4 fine-tune the 12-lead model in every column; table 2 has a
+model for each set of leads.
 """
 
 import math
@@ -21,7 +23,14 @@ from omnilead.engine.common import ConfigError, flatten, read_yaml
 from omnilead.engine.config import CONFIGS, Config, FinetuneConfig, check, load
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.reproduce.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments
+from omnilead.engine.reproduce.paper import (
+    LEADS,
+    TASKS,
+    ReproductionScale,
+    Row,
+    Table,
+    as_arguments,
+)
 
 PROGRAMS = {kind: ("-m", f"engine.{kind}") for kind in ("pretrain", "finetune", "evaluate")}
 GROUPS = {"Dx": "dx", "Id": "id"}  # of roles, in dataset.json
@@ -55,7 +64,11 @@ class Job:
     @property
     def result(self) -> str:
         """The path below DIR that exists once the job is done."""
-        return f"scores/{self.name.partition('/')[2]}.json" if self.kind == "evaluate" else f"{self.name}/model"
+        return (
+            f"scores/{self.name.partition('/')[2]}.json"
+            if self.kind == "evaluate"
+            else f"{self.name}/model"
+        )
 
 
 @dataclass
@@ -64,10 +77,18 @@ class JobPlan:
     data: DatasetInfo
     out: Path
     jobs: dict[str, Job] = field(default_factory=dict)
-    cells: dict[tuple[int, str, str, int], list[str]] = field(default_factory=dict)  # by table, row, task, leads
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)  # by method or task, scale included
-    models: dict[str, Config] = field(default_factory=dict)  # by the path below DIR that fine-tuning starts from
-    starts: dict[str, dict[str, Any]] = field(default_factory=dict)  # the YAML files among these: models with random weights
+    cells: dict[tuple[int, str, str, int], list[str]] = field(
+        default_factory=dict
+    )  # by table, row, task, leads
+    settings: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # by method or task, scale included
+    models: dict[str, Config] = field(
+        default_factory=dict
+    )  # by the path below DIR that fine-tuning starts from
+    starts: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # the YAML files among these: models with random weights
 
     @property
     def ordered(self) -> list[Job]:
@@ -80,13 +101,35 @@ class JobPlan:
         model = self.models[start].model
         padded = model.leads == 12
         cell = f"{Path(start).stem}/{TASKS[task]}-{'P-' if padded and leads < 12 else ''}{leads}-seed{seed}"
-        own = {"start": str(self.out / start), "augment.leads": leads, "augment.padded": padded, "train.seed": seed}
-        finetune, evaluate = self._finetune(f"finetune/{cell}", row, task, model, own), f"evaluate/{cell}"
-        crops = sum(self.data.count(GROUPS[task], role) for role in (("test",) if task == "Dx" else ("gallery", "probe")))
+        own = {
+            "start": str(self.out / start),
+            "augment.leads": leads,
+            "augment.padded": padded,
+            "train.seed": seed,
+        }
+        finetune, evaluate = (
+            self._finetune(f"finetune/{cell}", row, task, model, own),
+            f"evaluate/{cell}",
+        )
+        crops = sum(
+            self.data.count(GROUPS[task], role)
+            for role in (("test",) if task == "Dx" else ("gallery", "probe"))
+        )
         flops = crops * flops_per_crop(model, local=False) / 3  # without the backward pass
-        command = ["--model", str(self.out / finetune), "--data", self.data.path, "--leads", str(leads), "--role", "test"]
+        command = [
+            "--model",
+            str(self.out / finetune),
+            "--data",
+            self.data.path,
+            "--leads",
+            str(leads),
+            "--role",
+            "test",
+        ]
         job = Job(evaluate, (*PROGRAMS["evaluate"], *command), (finetune,), flops, 4096)
-        self.jobs[evaluate] = replace(job, command=(*job.command, "--json", str(self.out / job.result)))
+        self.jobs[evaluate] = replace(
+            job, command=(*job.command, "--json", str(self.out / job.result))
+        )
         return evaluate
 
     def _start(self, row: Row, leads: int) -> str:
@@ -94,7 +137,10 @@ class JobPlan:
         start = f"starts/random-{leads}.yaml" if row.random else f"pretrain/{row.pretrain}-{leads}"
         if start in self.models:
             return start
-        path, settings = CONFIGS / "pretrain" / f"{row.pretrain}.yaml", dict(self.scale.settings["pretrain"])
+        path, settings = (
+            CONFIGS / "pretrain" / f"{row.pretrain}.yaml",
+            dict(self.scale.settings["pretrain"]),
+        )
         self.settings[f"pretrain-{row.pretrain}"] = flatten(read_yaml(path)) | settings
         if leads < 12:
             settings |= {"augment.leads": leads, "augment.padded": False, "model.leads": leads}
@@ -102,33 +148,66 @@ class JobPlan:
         check(config, 1)
         self.models[start] = config
         if row.random:
-            self.starts[start] = {key: value for key, value in config.tree().items() if key not in ("run", "data")}
+            self.starts[start] = {
+                key: value for key, value in config.tree().items() if key not in ("run", "data")
+            }
             return start
         t, size = config.train, 4 * parameters(config.model)
-        steps = t.steps or math.ceil((t.epochs or 0) * max(1, self.data.count("pretrain") // t.batch_crops))
-        flops = steps * t.batch_crops * flops_per_crop(config.model, local=config.objective.local > 0)
+        steps = t.steps or math.ceil(
+            (t.epochs or 0) * max(1, self.data.count("pretrain") // t.batch_crops)
+        )
+        flops = (
+            steps * t.batch_crops * flops_per_crop(config.model, local=config.objective.local > 0)
+        )
         command = self._training(start, path, settings)
         self.jobs[start] = Job(start, command, (), flops, size + (t.keep + 1) * ADAM * size)
         return start
 
-    def _finetune(self, name: str, row: Row, task: str, model: ModelConfig, own: dict[str, Any]) -> str:
+    def _finetune(
+        self, name: str, row: Row, task: str, model: ModelConfig, own: dict[str, Any]
+    ) -> str:
         path, stage = CONFIGS / "finetune" / f"{TASKS[task]}.yaml", TASKS[task]
         settings = {**row.finetune.get(stage, {}), **self.scale.settings[stage]}
         key = f"{stage}-random" if row.random else stage
-        if key not in self.settings:  # an invalid setting is an error now, not after days of pre-training
-            check(load(path, as_arguments({**settings, **own, "data.datasets": [self.data.path]}), FinetuneConfig), 1)
+        if (
+            key not in self.settings
+        ):  # an invalid setting is an error now, not after days of pre-training
+            check(
+                load(
+                    path,
+                    as_arguments({**settings, **own, "data.datasets": [self.data.path]}),
+                    FinetuneConfig,
+                ),
+                1,
+            )
             self.settings[key] = flatten(read_yaml(path)) | settings
-        steps, batch, epochs = (self.settings[key].get(f"train.{name}") or 1 for name in ("steps", "batch_crops", "epochs"))
-        crops = steps * batch if self.settings[key].get("train.steps") else epochs * self.data.count(GROUPS[task], "train")
+        steps, batch, epochs = (
+            self.settings[key].get(f"train.{name}") or 1
+            for name in ("steps", "batch_crops", "epochs")
+        )
+        crops = (
+            steps * batch
+            if self.settings[key].get("train.steps")
+            else epochs * self.data.count(GROUPS[task], "train")
+        )
         needs = () if row.random else (f"pretrain/{name.split('/')[1]}",)
         command = self._training(name, path, settings | own)
-        self.jobs[name] = Job(name, command, needs, crops * flops_per_crop(model, local=False), 4 * parameters(model))
+        self.jobs[name] = Job(
+            name, command, needs, crops * flops_per_crop(model, local=False), 4 * parameters(model)
+        )
         return name
 
     def _training(self, name: str, path: Path, settings: dict[str, Any]) -> tuple[str, ...]:
-        pairs = as_arguments(settings | {"run": str(self.out / name), "data.datasets": [self.data.path]})
+        pairs = as_arguments(
+            settings | {"run": str(self.out / name), "data.datasets": [self.data.path]}
+        )
         program = PROGRAMS[name.partition("/")[0]]
-        return *program, "--config", path.stem, *(word for pair in pairs for word in ("--set", pair))
+        return (
+            *program,
+            "--config",
+            path.stem,
+            *(word for pair in pairs for word in ("--set", pair)),
+        )
 
 
 def make_plan(
@@ -139,7 +218,9 @@ def make_plan(
     names = list(dict.fromkeys(name for table in chosen for name in table.rows))
     if unknown := [name for name in rows if name not in names]:
         numbers = ", ".join(str(table.number) for table in chosen)
-        raise ConfigError(f"--rows {unknown[0]!r}: table {numbers} has no such row: use {', '.join(names)}")
+        raise ConfigError(
+            f"--rows {unknown[0]!r}: table {numbers} has no such row: use {', '.join(names)}"
+        )
     plan = JobPlan(scale, data, out)
     for table in chosen:
         for row in table.rows.values():

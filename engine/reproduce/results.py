@@ -13,7 +13,14 @@ from omnilead.data_tools.dataset import as_csv
 from omnilead.engine.common import flatten, read_yaml, write_whole
 from omnilead.engine.config import CONFIGS, Config, load
 from omnilead.engine.evaluation.metrics import over_seeds
-from omnilead.engine.reproduce.paper import LEADS, TASKS, ReproductionScale, Row, Table, as_arguments
+from omnilead.engine.reproduce.paper import (
+    LEADS,
+    TASKS,
+    ReproductionScale,
+    Row,
+    Table,
+    as_arguments,
+)
 from omnilead.engine.reproduce.plan import DatasetInfo, Job, JobPlan, parameters
 from omnilead.engine.reproduce.workdir import WorkDir, write_json
 
@@ -23,14 +30,22 @@ LEGEND = {
     "failed": "failed: run the same command again to retry.",
 }
 # Settings that do not influence scores or are mentioned elsewhere.
-UNMENTIONED = {f"train.{name}" for name in ("log_every", "save_every_minutes", "keep", "zero_stage", "deepspeed", "best")}
+UNMENTIONED = {
+    f"train.{name}"
+    for name in ("log_every", "save_every_minutes", "keep", "zero_stage", "deepspeed", "best")
+}
 
 
 Cell = dict[str, Any]  # a line of the csv
 
 
 def table_cells(folder: WorkDir, table: Table, plan: JobPlan) -> list[Cell]:
-    cells = [_cell(folder, table, row, task, leads, plan) for row in table.rows.values() for task in TASKS for leads in LEADS]
+    cells = [
+        _cell(folder, table, row, task, leads, plan)
+        for row in table.rows.values()
+        for task in TASKS
+        for leads in LEADS
+    ]
     for cell in cells:
         cell["bold"] = _is_bold(cell, table, cells)
     return cells
@@ -43,13 +58,32 @@ def _cell(folder: WorkDir, table: Table, row: Row, task: str, leads: int, plan: 
     if scores:
         state = "done" if len(scores) == len(jobs) else "part"
     elif jobs:
-        state = "failed" if any(folder.failure(job) for last in jobs for job in _with_needs(plan, last)) else "not yet"
+        state = (
+            "failed"
+            if any(folder.failure(job) for last in jobs for job in _with_needs(plan, last))
+            else "not yet"
+        )
     else:
         state = "not asked" if printed else "none in the paper"
-    cell = {"table": table.number, "row": row.name, "task": task, "leads": leads, "column": table.column(leads)}
-    cell |= _spread(scores) | {"bold": False, "seeds_done": len(scores), "seeds_asked": len(jobs), "state": state}
-    cell |= dict(zip(("paper_mean", "paper_interval"), printed or (None, None), strict=True)) | {"scores": scores}
-    areas = [area for job in jobs if task == "Dx" and (area := folder.score(job, "auroc")) is not None]
+    cell = {
+        "table": table.number,
+        "row": row.name,
+        "task": task,
+        "leads": leads,
+        "column": table.column(leads),
+    }
+    cell |= _spread(scores) | {
+        "bold": False,
+        "seeds_done": len(scores),
+        "seeds_asked": len(jobs),
+        "state": state,
+    }
+    cell |= dict(zip(("paper_mean", "paper_interval"), printed or (None, None), strict=True)) | {
+        "scores": scores
+    }
+    areas = [
+        area for job in jobs if task == "Dx" and (area := folder.score(job, "auroc")) is not None
+    ]
     return cell | _spread(areas, "auroc", "auroc_interval")  # which the paper does not print
 
 
@@ -64,8 +98,12 @@ def _with_needs(plan: JobPlan, job: Job) -> list[Job]:
 
 def _is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
     """By the rule in the table's caption, with the scores as printed."""
-    column = [other for other in cells if (other["task"], other["leads"]) == (cell["task"], cell["leads"])]
-    scores = {other["row"]: round(other["mean"], 3) for other in column if other["mean"] is not None}
+    column = [
+        other for other in cells if (other["task"], other["leads"]) == (cell["task"], cell["leads"])
+    ]
+    scores = {
+        other["row"]: round(other["mean"], 3) for other in column if other["mean"] is not None
+    }
     mine = scores.pop(cell["row"], None)
     if table.bold == "gain":
         return mine is not None and mine > scores.get(table.rows[cell["row"]].against, mine)
@@ -75,28 +113,65 @@ def _is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
 def write_table(folder: WorkDir, table: Table, plan: JobPlan, seeds: int) -> None:
     cells, text = table_cells(folder, table, plan), protocol(plan.scale, plan.data, seeds)
     path = folder.path / f"table-{table.number}"
-    about = {"table": table.number, "title": table.title, "protocol": text, "scale": plan.scale.name, "data": asdict(plan.data)}
+    about = {
+        "table": table.number,
+        "title": table.title,
+        "protocol": text,
+        "scale": plan.scale.name,
+        "data": asdict(plan.data),
+    }
     write_json(path.with_suffix(".json"), about | {"cells": cells})
     lines = [cell | {"scores": " ".join(map(repr, cell["scores"]))} for cell in cells]
-    write_whole(path.with_suffix(".csv"), as_csv([list(cells[0]), *(list(line.values()) for line in lines)]))
+    write_whole(
+        path.with_suffix(".csv"), as_csv([list(cells[0]), *(list(line.values()) for line in lines)])
+    )
     write_whole(path.with_suffix(".md"), markdown(table, cells, text))
 
 
 def markdown(table: Table, cells: list[Cell], text: str) -> str:
     """The requested rows and columns."""
-    asked = [cell for cell in cells if cell["state"] not in ("not asked", "none in the paper")] or cells
+    asked = [
+        cell for cell in cells if cell["state"] not in ("not asked", "none in the paper")
+    ] or cells
     tasks = [task for task in TASKS if any(cell["task"] == task for cell in asked)]
     columns = [leads for leads in LEADS if any(cell["leads"] == leads for cell in asked)]
     head = ["Methods", "", *(table.column(leads) for leads in columns)]
-    lines = [f"# Table {table.number}: {table.title}", "", text, "", _line(head), _line(["---"] * len(head))]
+    lines = [
+        f"# Table {table.number}: {table.title}",
+        "",
+        text,
+        "",
+        _line(head),
+        _line(["---"] * len(head)),
+    ]
     for row in dict.fromkeys(cell["row"] for cell in asked):
         for task in tasks:
-            own = [cell for cell in cells if (cell["row"], cell["task"]) == (row, task) and cell["leads"] in columns]
-            lines.append(_line([row if task == tasks[0] else "", f"{task}.", *map(_cell_text, own)]))
+            own = [
+                cell
+                for cell in cells
+                if (cell["row"], cell["task"]) == (row, task) and cell["leads"] in columns
+            ]
+            lines.append(
+                _line([row if task == tasks[0] else "", f"{task}.", *map(_cell_text, own)])
+            )
             if any(cell["auroc"] is not None for cell in own):
-                lines.append(_line(["", "AUROC", *(_number(cell["auroc"], cell["auroc_interval"]) for cell in own)]))
-    bold = "the best of its column" if table.bold == "best" else "better than without random lead masking"
-    legend = [text for state, text in LEGEND.items() if any(cell["state"] == state for cell in asked)]
+                lines.append(
+                    _line(
+                        [
+                            "",
+                            "AUROC",
+                            *(_number(cell["auroc"], cell["auroc_interval"]) for cell in own),
+                        ]
+                    )
+                )
+    bold = (
+        "the best of its column"
+        if table.bold == "best"
+        else "better than without random lead masking"
+    )
+    legend = [
+        text for state, text in LEGEND.items() if any(cell["state"] == state for cell in asked)
+    ]
     lines += ["", " ".join([f"Each cell: ours / the paper's. Bold: {bold}, among ours.", *legend])]
     return "\n".join(lines) + "\n"
 
@@ -108,7 +183,9 @@ def _line(parts: list[str]) -> str:
 def _cell_text(cell: Cell) -> str:
     if cell["state"] == "none in the paper":
         return "-"
-    ours = {"failed": "failed", "not yet": "...", "not asked": ""}.get(cell["state"]) or _number(cell["mean"], cell["interval"])
+    ours = {"failed": "failed", "not yet": "...", "not asked": ""}.get(cell["state"]) or _number(
+        cell["mean"], cell["interval"]
+    )
     ours = f"**{ours}**" if cell["bold"] else ours
     part = f" [{cell['seeds_done']}/{cell['seeds_asked']}]" if cell["state"] == "part" else ""
     return f"{ours}{part} / {_number(cell['paper_mean'], cell['paper_interval'])}".strip()
@@ -123,17 +200,30 @@ def _number(mean: float | None, interval: float | None) -> str:
 def protocol(scale: ReproductionScale, data: DatasetInfo, seeds: int) -> str:
     """How this differs from the paper, in one paragraph."""
     dx = " / ".join(f"{data.count('dx', role):,}" for role in ("train", "valid", "test"))
-    leak = ", split by crop as in the authors' code: crops of one ECG are on both sides" if data.split == "paper-split" else ""
-    over = f"{seeds} seeds of fine-tuning ± half of the 95 % interval (Student's t)" if seeds > 1 else "1 seed of fine-tuning"
+    leak = (
+        ", split by crop as in the authors' code: crops of one ECG are on both sides"
+        if data.split == "paper-split"
+        else ""
+    )
+    over = (
+        f"{seeds} seeds of fine-tuning ± half of the 95 % interval (Student's t)"
+        if seeds > 1
+        else "1 seed of fine-tuning"
+    )
     best = scale.settings["diagnosis"].get("train.best", "auroc")
     changes = "; ".join(_changes(scale)) or "nothing"
     return (
-        f"Scale `{scale.name}`, dataset {data.fingerprint[:12]}: {data.count('pretrain'):,} crops of 10 s for pre-training "
-        f"(the paper: about 85,000), {dx} for training, validation and test of diagnosis (the paper: 32,640 / 4,079 / 4,079 "
-        f"halves), {data.count('id', 'probe'):,} probes for identification (the paper: 2,127){leak}. "
-        f"A cell is the mean over {over}, from one pre-trained model. Dx. is the CinC score, AUROC the mean over the classes "
+        f"Scale `{scale.name}`, dataset {data.fingerprint[:12]}: {data.count('pretrain'):,} crops "
+        "of 10 s for pre-training "
+        f"(the paper: about 85,000), {dx} for training, validation and test of diagnosis (the "
+        "paper: 32,640 / 4,079 / 4,079 "
+        f"halves), {data.count('id', 'probe'):,} probes for identification (the paper: "
+        f"2,127){leak}. "
+        f"A cell is the mean over {over}, from one pre-trained model. Dx. is the CinC score, "
+        "AUROC the mean over the classes "
         "of the same outputs, Id. the accuracy of identification. "
-        f"Dx. keeps the step with the best {'CinC score' if best == 'challenge' else best.upper()} in validation. "
+        f"Dx. keeps the step with the best "
+        f"{'CinC score' if best == 'challenge' else best.upper()} in validation. "
         f"Changed from the paper's configurations: {changes}."
     )
 
@@ -144,7 +234,11 @@ def _changes(scale: ReproductionScale) -> Iterator[str]:
     files |= {stage: CONFIGS / "finetune" / f"{stage}.yaml" for stage in TASKS.values()}
     for stage, path in files.items():
         base, settings = flatten(read_yaml(path)), scale.settings[stage]
-        changed = {key: value for key, value in settings.items() if value is not None and value != base.get(key)}
+        changed = {
+            key: value
+            for key, value in settings.items()
+            if value is not None and value != base.get(key)
+        }
         shown = [f"{key} {value}" for key, value in changed.items() if key not in UNMENTIONED]
         if stage == "pretrain" and shown:
             config: Config = load(path, as_arguments(settings))

@@ -1,4 +1,5 @@
-"""Reproduces tables: plans the jobs, runs the missing ones, writes the tables. See engine/reproduce.py.
+"""Reproduces tables: plans the jobs, runs the missing ones, writes the tables. See
+engine/reproduce.py.
 
 run(parse(["--table", "1", "--data", "DATASET", "--out", "DIR"]))      # -> exit code
 """
@@ -34,7 +35,9 @@ def run(options: argparse.Namespace) -> int:
         scale, data = _started_with(folder)
     else:
         scale, data = ReproductionScale.read(options.scale), _open(options.data)
-    plan = make_plan(chosen, scale, data, folder.path, options.seeds, options.rows, options.leads, options.tasks)
+    plan = make_plan(
+        chosen, scale, data, folder.path, options.seeds, options.rows, options.leads, options.tasks
+    )
     if options.dry_run:
         return _show(plan, folder)
 
@@ -70,14 +73,20 @@ def _executor(options: argparse.Namespace) -> Iterator[tuple[Executor, Callable[
 
 def _open(url: str | None) -> DatasetInfo:
     if not url:
-        raise ConfigError("--data is missing: name a dataset made by omnilead shard SRC --out DATASET")
+        raise ConfigError(
+            "--data is missing: name a dataset made by omnilead shard SRC --out DATASET"
+        )
     dataset = Dataset.open(url)
     path = url if "://" in url else str(Path(url).absolute())
     data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
     for group, role in NEEDED_ROLES:
         if not data.count(group, role):
-            built = f"it was built with --plan {data.split}: use --plan paper and the paper's sources"
-            raise ConfigError(f"--data {url}: no crop has the role {f'{group} {role}'.strip()}: {built}")
+            built = (
+                f"it was built with --plan {data.split}: use --plan paper and the paper's sources"
+            )
+            raise ConfigError(
+                f"--data {url}: no crop has the role {f'{group} {role}'.strip()}: {built}"
+            )
     return data
 
 
@@ -87,14 +96,19 @@ def _started_with(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
     try:
         return ReproductionScale.read(str(settings.pop("scale"))), DatasetInfo(**settings)
     except (KeyError, TypeError):
-        raise ConfigError(f"{path}: missing or damaged: run without --collect-only first, or use another --out") from None
+        raise ConfigError(
+            f"{path}: missing or damaged: run without --collect-only first, or use another --out"
+        ) from None
 
 
 def _show(plan: JobPlan, folder: WorkDir) -> int:
     expected = expected_seconds(plan, folder, flops_per_s(next(iter(plan.models.values()))))
     for job in plan.ordered:
         state = f"about {duration(expected[job.name])}" if job.name in expected else "done"
-        echo(f"# {job.name}: {state}\nomnilead {job.kind} {shlex.join(job.command[len(PROGRAMS[job.kind]) :])}")
+        echo(
+            f"# {job.name}: {state}\nomnilead {job.kind} "
+            f"{shlex.join(job.command[len(PROGRAMS[job.kind]) :])}"
+        )
     echo(f"# {_forecast(plan, expected, 1)}")
     return 0
 
@@ -104,7 +118,10 @@ def _forecast(plan: JobPlan, expected: dict[str, float], workers: int) -> str:
     total = sum(expected.values())
     many = f" on one worker, {duration(total / workers)} on {workers}" if workers > 1 else ""
     disk = sum(plan.jobs[name].disk for name in expected) / 1e9
-    return f"{len(plan.jobs)} jobs ({each}), {len(expected)} to run: about {duration(total)}{many}; {disk:.1f} GB of results"
+    return (
+        f"{len(plan.jobs)} jobs ({each}), {len(expected)} to run: about {duration(total)}{many}; "
+        f"{disk:.1f} GB of results"
+    )
 
 
 def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[str, str]) -> None:
@@ -112,7 +129,14 @@ def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[s
         tell(f"omnilead reproduce: {name} failed: {why}")
     paths = [folder.path / f"table-{table.number}.md" for table in chosen]
     for path in paths:
-        echo("\n".join(line for line in path.read_text().splitlines() if line.startswith(("#", "|", "Each cell"))) + "\n")
+        echo(
+            "\n".join(
+                line
+                for line in path.read_text().splitlines()
+                if line.startswith(("#", "|", "Each cell"))
+            )
+            + "\n"
+        )
     done = len(plan.jobs) - len(folder.missing(plan))
     again = "" if done == len(plan.jobs) else "; run the same command again to continue"
     echo(f"{', '.join(map(str, paths))}: {done} of {len(plan.jobs)} jobs done{again}")

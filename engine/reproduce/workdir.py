@@ -27,13 +27,18 @@ class WorkDir:
         return self.path / "jobs" / f"{job.name.replace('/', '_')}.{suffix}"
 
     def done(self, job: Job) -> bool:
-        return self.score(job) is not None if job.kind == "evaluate" else (self.path / job.result).exists()
+        return (
+            self.score(job) is not None
+            if job.kind == "evaluate"
+            else (self.path / job.result).exists()
+        )
 
     def missing(self, plan: JobPlan) -> list[Job]:
         return [job for job in plan.ordered if not self.done(job)]
 
     def score(self, job: Job, metric: str = "") -> float | None:
-        """The evaluation's main score, or another of its metrics. None if it has not been measured or is not a number."""
+        """The evaluation's main score, or another of its metrics. None if it has not been measured
+        or is not a number."""
         tree = read_json(self.path / job.result)
         value = tree.get("metrics", {}).get(metric) if metric else tree.get("score")
         return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
@@ -50,14 +55,24 @@ class WorkDir:
         """Creates the folder, or refuses one that was started with other data or settings."""
         for name in ("jobs", "settings", "starts"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        for name, settings in {"data": {"scale": plan.scale.name} | asdict(plan.data), **plan.settings}.items():
+        for name, settings in {
+            "data": {"scale": plan.scale.name} | asdict(plan.data),
+            **plan.settings,
+        }.items():
             path = self.path / "settings" / f"{name}.json"
             old, new = read_json(path), json.loads(json.dumps(settings))
-            changed = [key for key in {**old, **new} if old and old.get(key) != new.get(key) and key != "path"]
+            changed = [
+                key
+                for key in {**old, **new}
+                if old and old.get(key) != new.get(key) and key != "path"
+            ]
             if changed:
                 key = changed[0]
                 change = f"{key} was {str(old.get(key))[:40]} and is {str(new.get(key))[:40]}"
-                raise ConfigError(f"--out {self.path}: was started with other settings ({name}: {change}): use another --out")
+                raise ConfigError(
+                    f"--out {self.path}: was started with other settings ({name}: {change}): use "
+                    "another --out"
+                )
             write_json(path, new)
         for start, tree in plan.starts.items():
             write_whole(self.path / start, yaml.safe_dump(tree, sort_keys=False))

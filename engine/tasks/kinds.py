@@ -1,4 +1,5 @@
-"""Losses, scores and class weights of each kind of task, from the logits of R samples for K outputs.
+"""Losses, scores and class weights of each kind of task, from the logits of R samples for K
+outputs.
 
 loss_R, share_R = loss("multilabel", logits_RK, y_RK)        # unknown labels (NaN) are ignored
 scores("multiclass", logits_RK)                              # probabilities; for regression, the logits
@@ -14,8 +15,9 @@ WITH_THRESHOLDS = ("binary", "multilabel")
 
 
 def cell_losses(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each label, and which are known: [R, K], for multiclass [R, 1]. A regression's labels are standardised:
-    beyond one deviation its loss grows linearly (smooth L1), so that a few wrong labels do not dominate."""
+    """The loss of each label, and which are known: [R, K], for multiclass [R, 1]. A regression's
+    labels are standardised: beyond one deviation its loss grows linearly (smooth L1), so that a
+    few wrong labels do not dominate."""
     known_RK, y_RK = ~y_RK.isnan(), y_RK.nan_to_num()
     if kind == "multiclass":
         return F.cross_entropy(logits_RK, y_RK, reduction="none")[:, None], known_RK[:, :1]
@@ -23,9 +25,12 @@ def cell_losses(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor
     return each(logits_RK, y_RK, reduction="none"), known_RK
 
 
-def loss(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor, weights_RK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """For each sample: the summed loss of its known labels divided by the number of all labels, and the share that is known.
-    The sum of the first divided by the sum of the second is the mean over known labels."""
+def loss(
+    kind: TaskKind, logits_RK: Tensor, y_RK: Tensor, weights_RK: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """For each sample: the summed loss of its known labels divided by the number of all labels,
+    and the share that is known. The sum of the first divided by the sum of the second is the
+    mean over known labels."""
     loss_RK, known_RK = cell_losses(kind, logits_RK, y_RK)
     loss_RK = loss_RK if weights_RK is None else loss_RK * weights_RK
     return (loss_RK * known_RK).sum(1) / loss_RK.shape[1], known_RK.float().mean(1)
@@ -48,7 +53,9 @@ def balanced(kind: TaskKind, y_NK: np.ndarray) -> np.ndarray:
     """[2, K]: weights of negative and positive labels, inverse to their frequency, 1 on average."""
     known_K = np.maximum((~np.isnan(y_NK)).sum(0), 1)
     counts_2K = np.maximum([(y_NK == 0).sum(0), (y_NK > 0).sum(0)], 1)
-    return np.asarray(known_K / (y_NK.shape[1] if kind == "multiclass" else 2) / counts_2K, np.float32)
+    return np.asarray(
+        known_K / (y_NK.shape[1] if kind == "multiclass" else 2) / counts_2K, np.float32
+    )
 
 
 def weights(kind: TaskKind, y_NK: np.ndarray, balanced_2K: np.ndarray) -> np.ndarray:

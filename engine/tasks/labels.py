@@ -5,8 +5,9 @@
     labels.rows(0, "train")             # crops of the first dataset in the training split that have a known label
     guess(TaskConfig(labels="my.csv"))  # sets the kind that the columns suggest
 
-A table is CSV (commas, semicolons or tabs) or parquet: `record`, `source` where databases share names, the labels, and `fold`
-or `split`. An empty cell is unknown. A record is named as in the dataset, or by its path in the archive.
+A table is CSV (commas, semicolons or tabs) or parquet: `record`, `source` where databases share
+names, the labels, and `fold` or `split`. An empty cell is unknown. A record is named as in the
+dataset, or by its path in the archive.
 """
 
 import csv
@@ -31,7 +32,17 @@ from omnilead.engine.data.leakage import OWNER, find_leak, owners, patient_ids, 
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
-SPLIT_OF = {"": 0, "train": 1, "valid": 2, "val": 2, "validation": 2, "dev": 2, "test": 3, "gallery": 3, "probe": 3}
+SPLIT_OF = {
+    "": 0,
+    "train": 1,
+    "valid": 2,
+    "val": 2,
+    "validation": 2,
+    "dev": 2,
+    "test": 3,
+    "gallery": 3,
+    "probe": 3,
+}
 RESERVED = ("record", "source", "patient", "fold", "split")
 USED = ("record", "source", "fold", "split")
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
@@ -42,7 +53,8 @@ SHOWN = 3  # names in a message
 MAX_VALUES = 100  # classes of multiclass, and folds
 ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
 PTBXL = (r"^(\d{5})_[hl]r$", r"HR\1")  # file names of PTB-XL to record names of the Challenge
-# Ways a table may name a record: as in the dataset, or by its path in the archive, perhaps with folders joined by _
+# Ways a table may name a record: as in the dataset, or by its path in the archive, perhaps with
+# folders joined by _
 FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDERS, PTBXL))
 
 
@@ -50,7 +62,9 @@ FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDER
 class TaskLabels:
     task: TaskConfig  # with columns, classes and folds filled in
     classes: tuple[str, ...]  # names of the K outputs; empty for identity
-    y: list[np.ndarray]  # by dataset [crops, K] float32; multiclass: one-hot; identity: patients, int64 [crops]
+    y: list[
+        np.ndarray
+    ]  # by dataset [crops, K] float32; multiclass: one-hot; identity: patients, int64 [crops]
     split: list[np.ndarray]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
     remarks: list[str] = field(default_factory=list)
     name: str = ""  # of the table in messages; "": the labels are roles of the datasets
@@ -65,21 +79,33 @@ class TaskLabels:
 
     @property
     def role(self) -> str:
-        """The role, as an argument of Dataset.select, that alone decides the split; "" if labels or folds do."""
-        own = not self.task.labels and not self.task.columns and self.task.split in ("auto", "roles")
+        """The role, as an argument of Dataset.select, that alone decides the split; "" if labels or
+        folds do."""
+        own = (
+            not self.task.labels and not self.task.columns and self.task.split in ("auto", "roles")
+        )
         return ("identity" if self.task.kind == "identity" else "dx") if own else ""
 
     @property
     def facts(self) -> dict[str, Any]:
         """Facts that must not change when a training is resumed, as JSON."""
-        definition = json.loads(json.dumps(asdict(replace(self.task, labels=self.task.labels.rpartition("/")[2]))))
+        definition = json.loads(
+            json.dumps(asdict(replace(self.task, labels=self.task.labels.rpartition("/")[2])))
+        )
         arrays = [] if self.role else [*self.y, *self.split]
-        digest = sha256(b"".join(sha256(np.ascontiguousarray(array).data).digest() for array in arrays)).hexdigest()
-        return {"definition": definition, "classes": list(self.classes), "sha256": digest if arrays else ""}
+        digest = sha256(
+            b"".join(sha256(np.ascontiguousarray(array).data).digest() for array in arrays)
+        ).hexdigest()
+        return {
+            "definition": definition,
+            "classes": list(self.classes),
+            "sha256": digest if arrays else "",
+        }
 
 
 class LabelTable(NamedTuple):
-    name: str  # in messages; also says so if few of its records are in the data, the likely cause of any error
+    # in messages; also says so if few of its records are in the data, the likely cause of any error
+    name: str
     cells: pa.Table  # of text, null: unknown
     row: list[np.ndarray]  # by dataset, the row of each crop; -1: none
     remarks: list[str]
@@ -96,9 +122,14 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     y = [y_NK[row] for row in table.row]
     known = np.concatenate([~np.isnan(one).all(1) for one in y])
     if not known.any():
-        raise ConfigError(f"{table.name}: no record has a known label in {', '.join(task.columns)}: fill in the cells")
+        raise ConfigError(
+            f"{table.name}: no record has a known label in {', '.join(task.columns)}: fill in the "
+            "cells"
+        )
     task, split_N, remarks = _splits(task, table, datasets, known)
-    split = np.split(np.where(known, split_N, 0).astype(np.int8), np.cumsum([len(one) for one in y])[:-1])
+    split = np.split(
+        np.where(known, split_N, 0).astype(np.int8), np.cumsum([len(one) for one in y])[:-1]
+    )
     used = [name for name in table.cells.column_names if name in (*USED, *task.columns)]
     kept = table.cells.select(used) if task.labels else None
     return TaskLabels(task, classes, y, split, [*table.remarks, *remarks], table.name, kept)
@@ -108,19 +139,35 @@ def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     """The paper's tasks: labels and splits are in the dataset."""
     identity = task.kind == "identity"
     if identity and (task.labels or task.columns):
-        raise ConfigError(f"task.kind=identity: its labels are the dataset's patients, not {task.labels or task.columns}")
+        raise ConfigError(
+            f"task.kind=identity: its labels are the dataset's patients, not "
+            f"{task.labels or task.columns}"
+        )
     if task.kind not in ("identity", "multilabel"):
-        raise ConfigError(f"task.kind={task.kind}: name a label table: --labels my.csv, or --set task.columns=[age]")
+        raise ConfigError(
+            f"task.kind={task.kind}: name a label table: --labels my.csv, or --set "
+            "task.columns=[age]"
+        )
     if task.split not in ("auto", "roles"):
-        raise ConfigError(f"task.split={task.split}: the split of a label table: name one with --labels, or use roles")
+        raise ConfigError(
+            f"task.split={task.split}: the split of a label table: name one with --labels, or use "
+            "roles"
+        )
     split = _by_role(datasets, "id_role" if identity else "dx_role")
-    y = patient_ids(datasets) if identity else [dataset.labels.astype(np.float32) for dataset in datasets]
+    y = (
+        patient_ids(datasets)
+        if identity
+        else [dataset.labels.astype(np.float32) for dataset in datasets]
+    )
     return TaskLabels(task, () if identity else CLASSES, y, split)
 
 
 def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     if unknown := [name for name in task.columns if name not in OWN_COLUMNS]:
-        raise ConfigError(f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a table: --labels")
+        raise ConfigError(
+            f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a "
+            "table: --labels"
+        )
     parts = [dataset.table(["record", *task.columns]) for dataset in datasets]
     ends = np.cumsum([0, *map(len, parts)])
     rows = [np.arange(*ends[n : n + 2]) for n in range(len(parts))]
@@ -139,7 +186,10 @@ def guess(task: TaskConfig) -> TaskConfig:
     elif len(columns) == 1 and (text or len(values[columns[0]]) <= FEW):
         kind = "multiclass"
     elif text:
-        raise ConfigError(f"{task.labels}: {text[0]!r} is not 0, 1 or a number: choose columns: --columns {columns[0]}")
+        raise ConfigError(
+            f"{task.labels}: {text[0]!r} is not 0, 1 or a number: choose columns: --columns "
+            f"{columns[0]}"
+        )
     return replace(task, kind=kind, columns=columns)
 
 
@@ -157,12 +207,17 @@ def read_table(url: str) -> pa.Table:
     except FileNotFoundError:
         raise ConfigError(f"{url}: no such file: name a CSV or parquet file of labels") from None
     except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
-        raise ConfigError(f"{url}: cannot be read as CSV or parquet: {' '.join(str(error).split())[:200]}") from None
+        raise ConfigError(
+            f"{url}: cannot be read as CSV or parquet: {' '.join(str(error).split())[:200]}"
+        ) from None
     names = cells.column_names
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{url}: two columns are called {twice[0]!r}: rename one")
     if "record" not in names or not len(cells):
-        raise ConfigError(f"{url}: {len(cells)} rows of {', '.join(names[:10])}: a column `record` must name the ECGs")
+        raise ConfigError(
+            f"{url}: {len(cells)} rows of {', '.join(names[:10])}: a column `record` must name "
+            "the ECGs"
+        )
     return cells
 
 
@@ -176,9 +231,13 @@ def _csv(data: bytes) -> pa.Table:
             break
     read = pa_csv.ReadOptions(column_names=names, skip_rows=reader.line_num)
     parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
-    convert = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True)
+    convert = pa_csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True
+    )
     cells = pa_csv.read_csv(io.BytesIO(data), read, parse, convert)
-    return pa.table([pc.replace_substring_regex(column, QUOTED, r"\1") for column in cells.columns], names)
+    return pa.table(
+        [pc.replace_substring_regex(column, QUOTED, r"\1") for column in cells.columns], names
+    )
 
 
 def _name(column: str) -> str:
@@ -188,13 +247,23 @@ def _name(column: str) -> str:
 def _as_text(cells: pa.Table) -> pa.Table:
     text = [pc.utf8_trim_whitespace(pc.cast(column, pa.string())) for column in cells.columns]
     empty = pa.array(pa_csv.ConvertOptions().null_values)
-    return pa.table([pc.if_else(pc.is_in(column, empty), None, column) for column in text], cells.column_names)
+    return pa.table(
+        [pc.if_else(pc.is_in(column, empty), None, column) for column in text], cells.column_names
+    )
 
 
 def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
-    every = tuple(column for column in cells.column_names if column not in RESERVED and not INDEX.fullmatch(column))
-    if absent := [column for column in task.columns if column not in every] or ["of labels"] * (not every):
-        raise ConfigError(f"{name}: no column {absent[0]!r}: its label columns are {', '.join(every) or 'none'}")
+    every = tuple(
+        column
+        for column in cells.column_names
+        if column not in RESERVED and not INDEX.fullmatch(column)
+    )
+    if absent := [column for column in task.columns if column not in every] or ["of labels"] * (
+        not every
+    ):
+        raise ConfigError(
+            f"{name}: no column {absent[0]!r}: its label columns are {', '.join(every) or 'none'}"
+        )
     return task.columns or every
 
 
@@ -202,7 +271,11 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     """Finds the table's row for each crop by the name of its record."""
     url, cells = task.labels, read_table(task.labels)
     crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
-    key = pc.binary_join_element_wise(crops["source"], crops["record"], "/").combine_chunks().dictionary_encode()
+    key = (
+        pc.binary_join_element_wise(crops["source"], crops["record"], "/")
+        .combine_chunks()
+        .dictionary_encode()
+    )
     keys, key_of_crop = key.dictionary, key.indices.to_numpy()
     first = np.unique(key_of_crop, return_index=True)[1]
     by_source, record = "source" in cells.column_names, cells["record"].combine_chunks()
@@ -213,26 +286,45 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
         names = record.take(left)
         for pattern, new in form:
             names = pc.replace_substring_regex(names, pattern, new)
-        names = pc.binary_join_element_wise(cells["source"].take(left), names, "/") if by_source else names
+        names = (
+            pc.binary_join_element_wise(cells["source"].take(left), names, "/")
+            if by_source
+            else names
+        )
         found[left] = pc.fill_null(pc.index_in(names, targets), -1).to_numpy(zero_copy_only=False)
-    target = targets.dictionary_encode().indices.to_numpy()  # equal for records of two databases that share a name
+    target = (
+        targets.dictionary_encode().indices.to_numpy()
+    )  # equal for records of two databases that share a name
     rows = np.flatnonzero(found >= 0)
     named = np.bincount(target[found[rows]], minlength=len(keys))
     if len(shared := np.flatnonzero((named > 0) & (np.bincount(target, minlength=len(keys)) > 1))):
         twice = keys.take(pa.array(np.flatnonzero(target == shared[0]))).to_pylist()
-        raise ConfigError(f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the table")
+        raise ConfigError(
+            f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the "
+            "table"
+        )
     if len(again := np.flatnonzero(named > 1)):
         lines = rows[target[found[rows]] == again[0]] + 1
-        raise ConfigError(f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one of them")
+        raise ConfigError(
+            f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one "
+            "of them"
+        )
     if not len(rows):
         here, there = (", ".join(map(str, some[:SHOWN].to_pylist())) for some in (record, targets))
-        raise ConfigError(f"{url}: none of its {len(record):,} records is in the data: it names {here}, the data {there}")
+        raise ConfigError(
+            f"{url}: none of its {len(record):,} records is in the data: it names {here}, the "
+            f"data {there}"
+        )
     row_of_key = np.full(len(keys), -1)
     row_of_key[found[rows]] = rows
     missing, bare = np.flatnonzero(found < 0), np.flatnonzero(row_of_key < 0)
     absent = f"{url}: {_some(missing, record)} of {len(record):,} records are not in the data"
     remarks = [absent] if len(missing) else []
-    remarks += [f"{url}: has no row for {_some(bare, keys)} of {len(keys):,} records of the data"] if len(bare) else []
+    remarks += (
+        [f"{url}: has no row for {_some(bare, keys)} of {len(keys):,} records of the data"]
+        if len(bare)
+        else []
+    )
     ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
     name = url
     if len(missing) > len(rows):
@@ -260,23 +352,36 @@ def _in_order(values: Sequence[str]) -> list[str]:
 def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str, ...], np.ndarray]:
     """The task with its classes, the names of the K outputs, and y [rows, K]."""
     if task.kind in ("binary", "multiclass") and len(task.columns) != 1:
-        raise ConfigError(f"{table.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: --columns NAME")
+        raise ConfigError(
+            f"{table.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
+            "--columns NAME"
+        )
     columns = [table.cells[name].combine_chunks() for name in task.columns]
     if task.kind != "multiclass":
-        y = [_parsed(task, table, name, column) for name, column in zip(task.columns, columns, strict=True)]
+        y = [
+            _parsed(task, table, name, column)
+            for name, column in zip(task.columns, columns, strict=True)
+        ]
         return task, task.columns, np.stack(y, axis=1)
     used = np.zeros(len(table.cells) + 1, bool)
     used[np.concatenate(table.row)] = True
     of_data = columns[0].filter(pa.array(used[:-1]))
     classes = task.classes or tuple(_in_order(pc.drop_null(of_data).unique().to_pylist()))
     if len(classes) > MAX_VALUES:
-        raise ConfigError(f"{table.name}: {task.columns[0]} has {len(classes):,} values: use at most {MAX_VALUES} classes")
-    code = pc.fill_null(pc.index_in(columns[0], pa.array(classes, pa.string())), -1).to_numpy(zero_copy_only=False)
+        raise ConfigError(
+            f"{table.name}: {task.columns[0]} has {len(classes):,} values: use at most "
+            f"{MAX_VALUES} classes"
+        )
+    code = pc.fill_null(pc.index_in(columns[0], pa.array(classes, pa.string())), -1).to_numpy(
+        zero_copy_only=False
+    )
     unknown = used[:-1] & (code < 0) & columns[0].is_valid().to_numpy(zero_copy_only=False)
     if unknown.any():
         cell = _cell(table, task.columns[0], int(unknown.argmax()))
         raise ConfigError(f"{cell} is not one of its classes {', '.join(classes)}")
-    y_NK = np.concatenate([np.eye(len(classes), dtype=np.float32), np.full((1, len(classes)), np.nan, np.float32)])[code]
+    y_NK = np.concatenate(
+        [np.eye(len(classes), dtype=np.float32), np.full((1, len(classes)), np.nan, np.float32)]
+    )[code]
     return replace(task, classes=classes), classes, y_NK
 
 
@@ -286,18 +391,26 @@ def _parsed(task: TaskConfig, table: LabelTable, name: str, column: pa.Array) ->
     if task.kind == "regression":
         values, mend = [float(text) if _numbers([text]) else np.inf for text in texts], "a number"
     else:
-        values, mend = [BOOLEANS.get(text.lower(), np.inf) for text in texts], "0 or 1, true or false, yes or no"
+        values, mend = (
+            [BOOLEANS.get(text.lower(), np.inf) for text in texts],
+            "0 or 1, true or false, yes or no",
+        )
     with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused
         numbers = np.array([*values, np.nan], np.float32)
     number_N = numbers[pc.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)]
     wrong_N = np.isinf(number_N)
     if wrong_N.any():
-        raise ConfigError(f"{_cell(table, name, int(wrong_N.argmax()))} is not {mend}; leave it empty if unknown")
+        raise ConfigError(
+            f"{_cell(table, name, int(wrong_N.argmax()))} is not {mend}; leave it empty if unknown"
+        )
     return np.asarray(number_N)
 
 
 def _cell(table: LabelTable, column: str, row: int) -> str:
-    return f"{table.name}: column {column!r} of record {table.cells['record'][row]}: {str(table.cells[column][row])[:40]!r}"
+    return (
+        f"{table.name}: column {column!r} of record {table.cells['record'][row]}: "
+        f"{str(table.cells[column][row])[:40]!r}"
+    )
 
 
 def _coded(split: pa.ChunkedArray) -> np.ndarray:
@@ -312,65 +425,114 @@ def _splits(
 ) -> tuple[TaskConfig, np.ndarray, list[str]]:
     """The task with its folds, the split of each crop of all datasets, and remarks."""
     columns = [name for name in ("fold", "split") if name in table.cells.column_names]
-    how = task.split if task.split != "auto" else "column" if columns else "8:1:1" if task.labels else "roles"
+    how = (
+        task.split
+        if task.split != "auto"
+        else "column"
+        if columns
+        else "8:1:1"
+        if task.labels
+        else "roles"
+    )
     if how == "roles":
         return task, np.concatenate(_by_role(datasets, "dx_role")), []
     if how == "column" and not columns:
-        raise ConfigError(f"{table.name}: task.split=column, but it has neither `fold` nor `split`: use task.split=8:1:1")
+        raise ConfigError(
+            f"{table.name}: task.split=column, but it has neither `fold` nor `split`: use "
+            "task.split=8:1:1"
+        )
     chunks = [owners(part)[0] for dataset in datasets for part in dataset.parts(OWNER)]
     owner = pa.chunked_array(chunks).unify_dictionaries().combine_chunks()
     names, owner_N = owner.dictionary, owner.indices.to_numpy()
     if how == "column":
         task, split = _by_column(task, table, columns[0], known, names, owner_N)
     else:
-        split = 3 - np.digitize(uniforms(names), (0.1, 0.2))[owner_N]  # first come those whom data.hold_out holds out: test
-    waveform, before = np.concatenate([dataset.column("waveform") for dataset in datasets]), split.copy()
+        split = (
+            3 - np.digitize(uniforms(names), (0.1, 0.2))[owner_N]
+        )  # first come those whom data.hold_out holds out: test
+    waveform, before = (
+        np.concatenate([dataset.column("waveform") for dataset in datasets]),
+        split.copy(),
+    )
     for side in (3, 2):  # copies of test ECGs are not used for training or validation
-        split[(split > 0) & (split < side) & known & np.isin(waveform, waveform[known & (split == side)])] = 0
+        split[
+            (split > 0)
+            & (split < side)
+            & known
+            & np.isin(waveform, waveform[known & (split == side)])
+        ] = 0
     remarks = []
     if left_out := int((split != before).sum()):
         remarks.append(f"{left_out:,} crops are left out: copies of ECGs in valid or test")
     if nowhere := int((known & (before == 0)).sum()):
-        remarks.append(f"{nowhere:,} crops are left out: their {columns[0]} is not for train, valid or test")
+        remarks.append(
+            f"{nowhere:,} crops are left out: their {columns[0]} is not for train, valid or test"
+        )
     if "patient" in table.cells.column_names and any(
         part.null_count for d in datasets for part in d.table(["patient"]).columns
     ):
-        remarks.append(f"{task.labels}: column `patient` is not read: ECGs without a patient in the dataset count as one each")
+        remarks.append(
+            f"{task.labels}: column `patient` is not read: ECGs without a patient in the dataset "
+            "count as one each"
+        )
     return task, split, remarks
 
 
 def _by_role(datasets: Sequence[Dataset], role: str) -> list[np.ndarray]:
     if leak := find_leak(datasets, role):
-        raise ConfigError(f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out")
+        raise ConfigError(
+            f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out"
+        )
     return [_coded(dataset.table([role])[role]) for dataset in datasets]
 
 
 def _by_column(
-    task: TaskConfig, table: LabelTable, column: str, known: np.ndarray, names: pa.Array, owner_N: np.ndarray
+    task: TaskConfig,
+    table: LabelTable,
+    column: str,
+    known: np.ndarray,
+    names: pa.Array,
+    owner_N: np.ndarray,
 ) -> tuple[TaskConfig, np.ndarray]:
     """The task with its folds, and the split of each crop. A patient in two folds is an error."""
     cells = table.cells[column].combine_chunks().dictionary_encode()
     values: list[str] = cells.dictionary.to_pylist()
     if len(values) > MAX_VALUES:
-        raise ConfigError(f"{table.name}: {column} has {len(values):,} values: use at most {MAX_VALUES}")
+        raise ConfigError(
+            f"{table.name}: {column} has {len(values):,} values: use at most {MAX_VALUES}"
+        )
     if column == "split":
         number = _coded(pa.chunked_array([cells.dictionary]))
         if (number < 0).any():
-            raise ConfigError(f"{table.name}: split {values[int(number.argmin())]!r}: write train, valid or test")
+            raise ConfigError(
+                f"{table.name}: split {values[int(number.argmin())]!r}: write train, valid or test"
+            )
     else:
         ordered = _in_order(values)
         if not task.folds and len(ordered) < 3:
-            raise ConfigError(f"{table.name}: folds {', '.join(ordered)}: at least 3 are needed, for train, valid and test")
-        last: Any = dict(zip(SPLITS[1:], map(tuple, (ordered[:-2], ordered[-2:-1], ordered[-1:])), strict=True))
+            raise ConfigError(
+                f"{table.name}: folds {', '.join(ordered)}: at least 3 are needed, for train, "
+                "valid and test"
+            )
+        last: Any = dict(
+            zip(SPLITS[1:], map(tuple, (ordered[:-2], ordered[-2:-1], ordered[-1:])), strict=True)
+        )
         task = replace(task, folds=task.folds or last)
         of = {value: SPLIT_OF[split] for split, some in task.folds.items() for value in some}
-        number = np.array([of.get(value, of.get(value.removesuffix(".0"), 0)) for value in values], np.int8)
-    code = np.append(pc.fill_null(cells.indices, len(values)).to_numpy(zero_copy_only=False), len(values))  # of a row
+        number = np.array(
+            [of.get(value, of.get(value.removesuffix(".0"), 0)) for value in values], np.int8
+        )
+    code = np.append(
+        pc.fill_null(cells.indices, len(values)).to_numpy(zero_copy_only=False), len(values)
+    )  # of a row
     fold_N = code[np.concatenate(table.row)]
     seen = np.zeros((len(names), len(values) + 1), bool)
     seen[owner_N[known], fold_N[known]] = True
     seen[:, -1] = False
     if len(twice := np.flatnonzero(seen.sum(1) > 1)):
         folds = " and ".join(values[fold] for fold in np.flatnonzero(seen[twice[0]])[:2])
-        raise ConfigError(f"{table.name}: patient {names[int(twice[0])]} is in {column}s {folds}: put each patient in one")
+        raise ConfigError(
+            f"{table.name}: patient {names[int(twice[0])]} is in {column}s {folds}: put each "
+            "patient in one"
+        )
     return task, np.append(number, 0)[fold_N]

@@ -1,8 +1,10 @@
-"""Settings for fine-tuning without a config file: the kind of the labels, and a schedule that suits their number.
+"""Settings for fine-tuning without a config file: the kind of the labels, and a schedule that suits
+their number.
 
-config = finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
-config = finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})
-config = finetuning("diagnosis", ["start=RUN", "data.datasets=[DATASET]", "run=DX"])
+config = finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv",
+"run": "OUT"}) config = finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name":
+"sex", "run": "OUT"}) config = finetuning("diagnosis", ["start=RUN", "data.datasets=[DATASET]",
+"run=DX"])
 """
 
 import os
@@ -11,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from omnilead.data_tools.cli import say
-from omnilead.engine.common import ConfigError, find_config, merge, overridden, read_mapping, read_yaml
+from omnilead.engine.common import (
+    ConfigError,
+    find_config,
+    merge,
+    overridden,
+    read_mapping,
+    read_yaml,
+)
 from omnilead.engine.config import FinetuneConfig, build, check, load
 from omnilead.engine.tasks.finetuning import read_start
 from omnilead.engine.tasks.labels import guess, read_task
@@ -23,9 +32,12 @@ PATIENCE = 10  # validations
 LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at most LR
 
 
-def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]) -> FinetuneConfig:
-    """The settings of `config`, or without it, those of the task that task.name or task.labels names. What is not set is chosen
-    from the data: the kind of the labels, the batch size, the length of the training."""
+def finetuning(
+    config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
+) -> FinetuneConfig:
+    """The settings of `config`, or without it, those of the task that task.name or task.labels
+    names. What is not set is chosen from the data: the kind of the labels, the batch size, the
+    length of the training."""
     if config is not None:
         return load(config, overrides, FinetuneConfig)
     tree = overridden({}, overrides)
@@ -35,13 +47,22 @@ def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str
     elif labels := task.get("labels"):
         task["name"] = Path(labels).stem
     else:
-        raise ConfigError("no task is given: use --labels my.csv, --task NAME (age, sex, ...) or --config diagnosis")
+        raise ConfigError(
+            "no task is given: use --labels my.csv, --task NAME (age, sex, ...) or --config "
+            "diagnosis"
+        )
     length = {} if {"steps", "epochs"} & given else {"epochs": EPOCHS}
     wanted = build(merge({"train": length}, tree), FinetuneConfig)
     check(wanted, world := environment()[1])
-    learnt = guess(wanted.task) if wanted.task.labels and "kind" not in tree["task"] else wanted.task
+    learnt = (
+        guess(wanted.task) if wanted.task.labels and "kind" not in tree["task"] else wanted.task
+    )
     crops = len(read_task(learnt, open_datasets(wanted)).of("train"))
-    batch = wanted.train.batch_crops if "batch_crops" in given else max(1, min(BATCH, crops // 10) // world) * world
+    batch = (
+        wanted.train.batch_crops
+        if "batch_crops" in given
+        else max(1, min(BATCH, crops // 10) // world) * world
+    )
     epoch = max(1, crops // batch)
     chosen: dict[str, Any] = {
         "batch_crops": batch,
@@ -51,17 +72,28 @@ def finetuning(config: str | Path | None, overrides: Sequence[str] | Mapping[str
     }
     chosen |= {"steps": min(EPOCHS * epoch, STEPS)} if length else {}
     model = read_start(wanted.start, wanted.code).model
-    chosen |= {"lr": LR if model.encoder else min(LR, LR_WIDTH / model.width), "schedule": "warmup_cosine", "precision": "auto"}
-    if (before := Path(wanted.run, "config.yaml")).is_file():  # resuming, perhaps with another number of ranks
+    chosen |= {
+        "lr": LR if model.encoder else min(LR, LR_WIDTH / model.width),
+        "schedule": "warmup_cosine",
+        "precision": "auto",
+    }
+    if (
+        before := Path(wanted.run, "config.yaml")
+    ).is_file():  # resuming, perhaps with another number of ranks
         saved = read_mapping(before).get("train") or {}
         chosen |= {name: saved[name] for name in chosen if name in saved}
     settled = build(merge({"train": chosen, "task": {"kind": learnt.kind}}, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
-        t, kind = settled.train, learnt.kind + " (--kind if it is not)" * (learnt is not wanted.task)
+        t, kind = (
+            settled.train,
+            learnt.kind + " (--kind if it is not)" * (learnt is not wanted.task),
+        )
         rates = ", ".join(f"{rate:.2g}" for rate in settled.rates or (t.lr,))
         length_text = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} epochs"
         say(
-            f"{learnt.name}: {kind}. {crops:,} training crops: at most {length_text} of {t.batch_crops} crops, lr {rates}; "
-            f"stops early after {t.patience} validations (one every {t.validate_every} steps) without improvement"
+            f"{learnt.name}: {kind}. {crops:,} training crops: at most {length_text} of "
+            f"{t.batch_crops} crops, lr {rates}; "
+            f"stops early after {t.patience} validations (one every {t.validate_every} steps) "
+            "without improvement"
         )
     return settled

@@ -4,12 +4,13 @@
     path = newest(run)                        # the one `latest` names; if that is damaged or missing, the newest complete one
     load(engine, path, universal=False)       # universal=True after to_universal(path)
 
-All ranks write. Then rank 0 writes manifest.json (size and crc32c of every file), syncs it to disk, and only then replaces
-`latest`: a kill at any moment leaves the last checkpoint valid. state.json beside the weights holds the training progress,
-loader-rankR.json the loader's state.
+All ranks write. Then rank 0 writes manifest.json (size and crc32c of every file), syncs it to disk,
+and only then replaces `latest`: a kill at any moment leaves the last checkpoint valid. state.json
+beside the weights holds the training progress, loader-rankR.json the loader's state.
 
-To resume on another number of ranks, ZeRO's partitions are first converted to DeepSpeed's universal format.
-DeepSpeed's files are pickles. They are read with weights_only, by DeepSpeed too, so no code in them is ever run.
+To resume on another number of ranks, ZeRO's partitions are first converted to DeepSpeed's universal
+format. DeepSpeed's files are pickles. They are read with weights_only, by DeepSpeed too, so no code
+in them is ever run.
 """
 
 import json
@@ -33,16 +34,30 @@ from omnilead.data_tools.cli import UserError, is_memory
 from omnilead.engine.common import locked_by_another, sync, write_whole
 from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
-LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = "latest", "best", "manifest.json", "state.json", "universal", ".lock"
-LATEST_UNIVERSAL = "latest_universal"  # written by DeepSpeed's conversion, which a kill may interrupt
+LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = (
+    "latest",
+    "best",
+    "manifest.json",
+    "state.json",
+    "universal",
+    ".lock",
+)
+LATEST_UNIVERSAL = (
+    "latest_universal"  # written by DeepSpeed's conversion, which a kill may interrupt
+)
 RESTORE = "restore the file, or begin a new run with --out NEW"
 CHUNK_BYTES = 16 * 2**20
-CLASSES = (  # DeepSpeed's checkpoints hold only these besides tensors and plain containers; they just keep values
+# DeepSpeed's checkpoints hold only these besides tensors and plain containers; they just keep
+# values
+CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch.load refuses to have both set
+FORCE, FORBID = (
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+)  # torch.load refuses to have both set
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 _LOCKS: dict[Path, os.stat_result] = {}  # lock files of the runs that this process trains
 
@@ -74,7 +89,14 @@ def _lock(run: Path, held: ExitStack) -> None:
     held.callback(_LOCKS.pop, run)
 
 
-def save(engine: Any, run: Path, state: dict[str, Any], loader_state: dict[str, Any], ranks: Ranks, keep: int) -> None:
+def save(
+    engine: Any,
+    run: Path,
+    state: dict[str, Any],
+    loader_state: dict[str, Any],
+    ranks: Ranks,
+    keep: int,
+) -> None:
     """Called by all ranks at the same step."""
     root = run / "checkpoints"
     path = root / f"step-{state['step']}"
@@ -90,14 +112,21 @@ def save(engine: Any, run: Path, state: dict[str, Any], loader_state: dict[str, 
             raise
         good = _named(root, LATEST)
         last = f"the last good checkpoint is {good.name}" if good else "there is no checkpoint yet"
-        raise WriteError(f"{path}: {str(error).splitlines()[0]}: free disk space and start again; {last}") from error
+        raise WriteError(
+            f"{path}: {str(error).splitlines()[0]}: free disk space and start again; {last}"
+        ) from error
 
 
 def _make_room(root: Path, path: Path) -> None:
     """Removes unfinished checkpoints that a kill left behind."""
     lock = root.parent / LOCK
-    if root.parent in _LOCKS and not (lock.exists() and os.path.samestat(lock.stat(), _LOCKS[root.parent])):
-        raise WriteError(f"{root.parent}: was moved or deleted during training: run the same command to start anew")
+    if root.parent in _LOCKS and not (
+        lock.exists() and os.path.samestat(lock.stat(), _LOCKS[root.parent])
+    ):
+        raise WriteError(
+            f"{root.parent}: was moved or deleted during training: run the same command to start "
+            "anew"
+        )
     root.mkdir(exist_ok=True)
     for unfinished in root.glob("step-*"):
         if step_of(unfinished) >= 0 and not (unfinished / MANIFEST).is_file():
@@ -109,11 +138,20 @@ def _make_room(root: Path, path: Path) -> None:
 
 def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
     write_whole(path / STATE, json.dumps(state, indent=1))
-    expected, parts = state["world"] if state["zero_stage"] else 0, len(list(path.glob("*optim_states.pt")))
+    expected, parts = (
+        state["world"] if state["zero_stage"] else 0,
+        len(list(path.glob("*optim_states.pt"))),
+    )
     if parts != expected:
-        raise CheckpointError(f"{path}: {parts} of {expected} ranks wrote their part: put RUN on a disk that all ranks share")
+        raise CheckpointError(
+            f"{path}: {parts} of {expected} ranks wrote their part: put RUN on a disk that all "
+            "ranks share"
+        )
     files = sorted(path.iterdir())
-    manifest = {file.name: {"bytes": file.stat().st_size, "crc32c": crc32c(file, sync=True)} for file in files}
+    manifest = {
+        file.name: {"bytes": file.stat().st_size, "crc32c": crc32c(file, sync=True)}
+        for file in files
+    }
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
     sync(path)
     write_whole(root / LATEST, path.name)
@@ -123,7 +161,8 @@ def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
 
 
 def _prune(root: Path, newest: Path, keep: int) -> None:
-    """Keeps the last `keep` up to `newest`, the best, and any of later steps, which this run has not reached."""
+    """Keeps the last `keep` up to `newest`, the best, and any of later steps, which this run has
+    not reached."""
     for path in [path for path in _complete(root) if step_of(path) <= step_of(newest)][keep:]:
         if path != _named(root, BEST):
             (path / MANIFEST).unlink()  # without it the folder is no checkpoint
@@ -157,7 +196,9 @@ def _named(root: Path, pointer: str) -> Path | None:
 
 def _complete(root: Path) -> list[Path]:
     """Finished checkpoints, the newest first."""
-    complete = (path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file())
+    complete = (
+        path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file()
+    )
     return sorted(complete, key=step_of, reverse=True)
 
 
@@ -165,7 +206,9 @@ def fault(path: Path) -> str | None:
     """What is missing or damaged in a checkpoint; None if it is intact."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        there = {file.name for file in path.iterdir() if file.is_file() and not file.name.startswith(".")}
+        there = {
+            file.name for file in path.iterdir() if file.is_file() and not file.name.startswith(".")
+        }
         if unlisted := sorted({*there, STATE} - {*manifest, MANIFEST, LATEST_UNIVERSAL}):
             return f"{path / unlisted[0]}: damaged: not listed in {MANIFEST}"
         for name, expected in manifest.items():
@@ -180,7 +223,8 @@ def fault(path: Path) -> str | None:
 
 
 def newest(run: Path, warn: Any = None) -> Path | None:
-    """The checkpoint that `latest` names, else the newest complete one; `warn` is called with what was skipped and why."""
+    """The checkpoint that `latest` names, else the newest complete one; `warn` is called with what
+    was skipped and why."""
     root = run / "checkpoints"
     latest, complete = _named(root, LATEST), _complete(root)
     if latest is None and not complete and not (root / LATEST).exists():
@@ -190,7 +234,10 @@ def newest(run: Path, warn: Any = None) -> Path | None:
         why = fault(path)
         if why is None:
             if warn and skipped:
-                warn(f"{'; '.join(skipped)}: resuming from {path.name}, the newest complete checkpoint")
+                warn(
+                    f"{'; '.join(skipped)}: resuming from {path.name}, the newest complete "
+                    "checkpoint"
+                )
             return path
         skipped.append(why)
     raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: {RESTORE}")
@@ -217,7 +264,9 @@ class _State(BaseModel):
     preprocessing_sha256: str
     datasets: list[str]
     splits: list[dict[str, Any]] = []
-    code: dict[Annotated[str, Field(pattern=r"^[^/\x00]+\.py$")], str] = {}  # names of plugged-in files
+    code: dict[
+        Annotated[str, Field(pattern=r"^[^/\x00]+\.py$")], str
+    ] = {}  # names of plugged-in files
     config: dict[str, Any]
 
 
@@ -231,17 +280,23 @@ def read_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE}: {key}={value}: {wrong['msg']}: {RESTORE}") from None
     ranks = len(list(path.glob("loader-rank*.json")))
     if state["world"] != ranks:
-        raise CheckpointError(f"{path / STATE}: world={state['world']}, but {ranks} ranks wrote loader-rankR.json: {RESTORE}")
+        raise CheckpointError(
+            f"{path / STATE}: world={state['world']}, but {ranks} ranks wrote loader-rankR.json: "
+            f"{RESTORE}"
+        )
     return {"best": {}} | state
 
 
 def read_loader_state(path: Path, ranks: Ranks, world_then: int) -> dict[str, Any]:
-    """The loader's state for this rank. If the number of ranks has changed: rank 0's, without what is specific to a rank."""
+    """The loader's state for this rank. If the number of ranks has changed: rank 0's, without what
+    is specific to a rank."""
     same = world_then == ranks.world
     file = path / f"loader-rank{ranks.rank if same else 0}.json"
     state = _read_json(file)
     recipe = state.get("recipe")
-    if not isinstance(recipe, dict) or (same and recipe.get("backend") == "dali" and state.get("dali") is None):
+    if not isinstance(recipe, dict) or (
+        same and recipe.get("backend") == "dali" and state.get("dali") is None
+    ):
         raise CheckpointError(f"{file}: is incomplete, so the next crops are unknown: {RESTORE}")
     if not same:
         of_rank = {"rank": ranks.rank, "world": ranks.world}
@@ -269,8 +324,15 @@ def to_universal(path: Path) -> None:
     done, temporary = path / UNIVERSAL, path / f".{UNIVERSAL}"
     for old in (done, temporary):  # left by an earlier resume; not covered by the manifest
         shutil.rmtree(old, ignore_errors=True)
-    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
-    arguments = Namespace(input_folder=str(path), output_folder=str(temporary), inject_missing_state=True, **options)
+    options = {
+        "num_extract_workers": 1,
+        "num_merge_workers": 1,
+        "keep_temp_folder": False,
+        "strict": True,
+    }
+    arguments = Namespace(
+        input_folder=str(path), output_folder=str(temporary), inject_missing_state=True, **options
+    )
     with _reading(path):
         try:
             with _silence():
@@ -278,7 +340,10 @@ def to_universal(path: Path) -> None:
         except (OSError, RuntimeError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
             reason = str(error).splitlines()[0]
-            raise WriteError(f"{path}: cannot be converted for another number of ranks: {reason}: free disk space") from error
+            raise WriteError(
+                f"{path}: cannot be converted for another number of ranks: {reason}: free disk "
+                "space"
+            ) from error
     (path / LATEST_UNIVERSAL).unlink(missing_ok=True)
     os.replace(temporary, done)
 
@@ -290,29 +355,39 @@ def load(engine: Any, path: Path, universal: bool) -> None:
         with _reading(source):
             loaded, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     finally:
-        engine._config.load_universal_checkpoint = False  # otherwise DeepSpeed writes the next checkpoint in that format
+        engine._config.load_universal_checkpoint = (
+            False  # otherwise DeepSpeed writes the next checkpoint in that format
+        )
     if loaded is None:
         raise CheckpointError(f"{source}: DeepSpeed cannot read it: {RESTORE}")
 
 
 def full_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All weights in float32, by the model's own names. Frozen weights have the precision of training."""
+    """All weights in float32, by the model's own names. Frozen weights have the precision of
+    training."""
     stage = read_state(path)["zero_stage"]
     weights: dict[str, torch.Tensor] = {}
     with _reading(path), _silence():
         if stage < 2:  # stages 2 and 3 keep the frozen weights in the optimizer's files
-            weights = torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True)["module"]
+            weights = torch.load(
+                path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True
+            )["module"]
         if stage > 0:
             from deepspeed.utils import zero_to_fp32  # type: ignore[import-untyped]
 
-            weights |= zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-        floats = {name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()}
+            weights |= zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+                str(path.parent), tag=path.name
+            )
+        floats = {
+            name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()
+        }
         return {name: tensor.contiguous().clone() for name, tensor in (weights | floats).items()}
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Runs no code in a checkpoint, and turns whatever DeepSpeed cannot read into a one-line CheckpointError."""
+    """Runs no code in a checkpoint, and turns whatever DeepSpeed cannot read into a one-line
+    CheckpointError."""
     try:
         with weights_only():
             yield
@@ -322,14 +397,17 @@ def _reading(path: Path) -> Iterator[None]:
         reason = " ".join(f"cannot be read: {type(error).__name__}: {error}".split())[:200]
         if isinstance(error, pickle.UnpicklingError):
             name = re.search(r"GLOBAL (\S+)", str(error))
-            reason = f"would run code when it is read ({name[1]})" if name else "holds more than weights"
+            reason = (
+                f"would run code when it is read ({name[1]})" if name else "holds more than weights"
+            )
         raise CheckpointError(f"{path}: {reason}: {RESTORE}") from error
 
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Every torch.load in this process reads tensors, plain containers and CLASSES, and refuses everything else. DeepSpeed asks
-    for weights_only=False, which an environment variable of PyTorch overrides."""
+    """Every torch.load in this process reads tensors, plain containers and CLASSES, and refuses
+    everything else. DeepSpeed asks for weights_only=False, which an environment variable of
+    PyTorch overrides."""
     quiet_deepspeed()
     before = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
     os.environ[FORCE] = "1"
@@ -343,5 +421,9 @@ def weights_only() -> Iterator[None]:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    with open(os.devnull, "w", errors="replace") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with (
+        open(os.devnull, "w", errors="replace") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
         yield

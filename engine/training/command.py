@@ -1,4 +1,5 @@
-"""The command line of `pretrain` and `finetune`. PyTorch is imported only once the arguments are known.
+"""The command line of `pretrain` and `finetune`. PyTorch is imported only once the arguments are
+known.
 
 main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)      # classes() -> Config, PretrainTask, load
 main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
@@ -16,12 +17,26 @@ from typing import Any
 from omnilead.data_tools.cli import say, show, tell
 from omnilead.engine.common import Parser, positive
 
-Shortcut = tuple[str, dict[str, Any]]  # the setting that an option sets, and its arguments for argparse
+Shortcut = tuple[
+    str, dict[str, Any]
+]  # the setting that an option sets, and its arguments for argparse
 SHORTCUTS: dict[str, Shortcut] = {
-    "--start": ("start", {"metavar": "RUN", "help": "a run or model folder whose weights training starts from"}),
-    "--data": ("data.datasets", {"nargs": "+", "metavar": "DATASET", "help": "one or more datasets; s3:// works too"}),
-    "--out": ("run", {"metavar": "RUN", "help": "the run's folder; a run that was interrupted is resumed"}),
-    "--anonymous": ("data.anonymous", {"action": "store_const", "const": True, "help": "s3:// data without credentials"}),
+    "--start": (
+        "start",
+        {"metavar": "RUN", "help": "a run or model folder whose weights training starts from"},
+    ),
+    "--data": (
+        "data.datasets",
+        {"nargs": "+", "metavar": "DATASET", "help": "one or more datasets; s3:// works too"},
+    ),
+    "--out": (
+        "run",
+        {"metavar": "RUN", "help": "the run's folder; a run that was interrupted is resumed"},
+    ),
+    "--anonymous": (
+        "data.anonymous",
+        {"action": "store_const", "const": True, "help": "s3:// data without credentials"},
+    ),
 }
 
 
@@ -51,23 +66,42 @@ def command(
     shortcuts: Mapping[str, Shortcut],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Parses the arguments and trains. `default`: the default config, for --help. Errors are one line and an exit code."""
-    parser = TrainingParser(f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Parses the arguments and trains. `default`: the default config, for --help. Errors are one
+    line and an exit code."""
+    parser = TrainingParser(
+        f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.kind, parser.shortcuts = lambda: classes()[0], shortcuts
     add = parser.add_argument
     which = f" (default: {default})" if default else ""
     add("--config", metavar="NAME|F", help=f"a shipped config by its name, or a YAML file{which}")
     for option, (setting, how) in shortcuts.items():
         add(option, **how | {"help": f"{how['help']}; --set {setting}=..."})
-    add("--set", action="append", default=[], metavar="a.b=c", help="one setting; may be given many times")
-    traced = "trace N steps after a warm-up into RUN/profile, print the slowest operations, and continue training"
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=c",
+        help="one setting; may be given many times",
+    )
+    traced = (
+        "trace N steps after a warm-up into RUN/profile, print the slowest operations, and "
+        "continue training"
+    )
     add("--profile", type=positive, metavar="N", help=traced)
     add("--export", metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)  # added by deepspeed's launcher; LOCAL_RANK is used instead
+    add(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # added by deepspeed's launcher; LOCAL_RANK is used instead
     args = parser.parse_args(arguments)
-    settings = ((setting, getattr(args, option.removeprefix("--"))) for option, (setting, _) in shortcuts.items())
-    overrides = [f"{setting}={json.dumps(value)}" for setting, value in settings if value is not None]
+    settings = (
+        (setting, getattr(args, option.removeprefix("--")))
+        for option, (setting, _) in shortcuts.items()
+    )
+    overrides = [
+        f"{setting}={json.dumps(value)}" for setting, value in settings if value is not None
+    ]
 
     from omnilead.engine.config import schema
     from omnilead.engine.training.rates import train_rates
@@ -84,7 +118,9 @@ def command(
             train_rates(read(args.config, [*overrides, *args.set]), task, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)
-        if code == 1 or os.environ.get("RANK", "0") == "0":  # bad input fails on every rank: only rank 0 reports it
+        if (
+            code == 1 or os.environ.get("RANK", "0") == "0"
+        ):  # bad input fails on every rank: only rank 0 reports it
             with suppress(OSError):
                 tell(f"omnilead {name}: {' '.join(message.split())}")
         return code

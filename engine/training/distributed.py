@@ -45,7 +45,9 @@ class Ranks:
 
 def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     rank, world, local = environment()
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)})  # DeepSpeed reads them
+    os.environ.update(
+        {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
+    )  # DeepSpeed reads them
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
     if deterministic:
@@ -56,14 +58,22 @@ def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         if local >= torch.cuda.device_count():
-            raise ConfigError(f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs: start one rank for each")
+            raise ConfigError(
+                f"LOCAL_RANK={local}: this machine has {torch.cuda.device_count()} GPUs: start "
+                "one rank for each"
+            )
         torch.cuda.set_device(device)
     backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=timeout_s)
     if world == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return Ranks(rank, world, device, None)
     _join(backend, timeout, device if cuda else None)
-    return Ranks(rank, world, device, dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD)
+    return Ranks(
+        rank,
+        world,
+        device,
+        dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD,
+    )
 
 
 def _join(backend: str, timeout: timedelta, device: torch.device | None = None) -> None:
@@ -71,12 +81,18 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
         dist.init_process_group(backend, timeout=timeout, device_id=device)
     except (RuntimeError, ValueError) as error:
         rank, world, _ = environment()
-        port, reason = f"MASTER_PORT={os.environ.get('MASTER_PORT', '')!r}", str(error).splitlines()[0][:200]
-        raise ConfigError(f"{port}: rank {rank} cannot join {world} ranks: {reason}: try another --master_port") from None
+        port, reason = (
+            f"MASTER_PORT={os.environ.get('MASTER_PORT', '')!r}",
+            str(error).splitlines()[0][:200],
+        )
+        raise ConfigError(
+            f"{port}: rank {rank} cannot join {world} ranks: {reason}: try another --master_port"
+        ) from None
 
 
 def share_work() -> int:
-    """Returns the rank. With several ranks it also creates a process group, so that they can wait for each other."""
+    """Returns the rank. With several ranks it also creates a process group, so that they can wait
+    for each other."""
     rank, world, _ = environment()
     if world > 1:
         torch.set_num_threads(cores_per_rank())
@@ -87,7 +103,11 @@ def share_work() -> int:
 @contextmanager
 def process_restored() -> Iterator[None]:
     """Restores what a training changes in its process, which may be a notebook's."""
-    environment, threads, hook = dict(os.environ), torch.get_num_threads(), sys.excepthook  # torch.distributed replaces it
+    environment, threads, hook = (
+        dict(os.environ),
+        torch.get_num_threads(),
+        sys.excepthook,
+    )  # torch.distributed replaces it
     deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
     cudnn: Any = torch.backends.cudnn
     tf32 = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
@@ -96,7 +116,9 @@ def process_restored() -> Iterator[None]:
         try:
             yield
         finally:
-            if "torch._dynamo" in sys.modules:  # compiled graphs keep the model alive, and a function has at most eight
+            if (
+                "torch._dynamo" in sys.modules
+            ):  # compiled graphs keep the model alive, and a function has at most eight
                 torch.compiler.reset()
             for name in os.environ.keys() - environment.keys():
                 del os.environ[name]
@@ -110,7 +132,8 @@ def process_restored() -> Iterator[None]:
 
 
 def quiet_deepspeed() -> Any:
-    """Imports DeepSpeed without log lines and without compiling its own replacement of gloo (80 s; needs a compiler)."""
+    """Imports DeepSpeed without log lines and without compiling its own replacement of gloo (80 s;
+    needs a compiler)."""
     deprecated = r".*_all_gather_base|.*all_gather_into_tensor|.*reduce_scatter|torch.distributed.nn.functional"
     warnings.filterwarnings("ignore", category=FutureWarning, message=deprecated)
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -123,11 +146,14 @@ def quiet_deepspeed() -> Any:
 
 def lost_a_rank(error: Exception) -> bool:
     """Whether a collective failed because another rank did not answer."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "Connection closed"))
+    return isinstance(error, dist.DistError) or any(
+        word in str(error) for word in ("gloo", "NCCL", "Connection closed")
+    )
 
 
 def close() -> None:
-    """Closes all process groups, so that this process can train again. DeepSpeed's own are closed by its own function."""
+    """Closes all process groups, so that this process can train again. DeepSpeed's own are closed
+    by its own function."""
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()
@@ -152,7 +178,8 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 class AnyRank:
-    """Tells all ranks which flags any rank has set, one step later: the exchange overlaps with that step."""
+    """Tells all ranks which flags any rank has set, one step later: the exchange overlaps with that
+    step."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.group = ranks.control
@@ -162,7 +189,10 @@ class AnyRank:
         if self.group is None:
             return list(flags)
         before, flags_F = self.finish(), torch.tensor(flags, dtype=torch.int32)
-        self.pending = dist.all_reduce(flags_F, dist.ReduceOp.MAX, self.group, async_op=True), flags_F
+        self.pending = (
+            dist.all_reduce(flags_F, dist.ReduceOp.MAX, self.group, async_op=True),
+            flags_F,
+        )
         return before or [False] * len(flags)
 
     def finish(self) -> list[bool]:

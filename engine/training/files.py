@@ -20,8 +20,14 @@ METRICS, VALIDATION, DIAGNOSTICS = "metrics.jsonl", "validation.jsonl", "diagnos
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
 DIAGNOSTIC_AXES = {
-    **{"positive_similarity": 1, "negative_similarity": 1},  # cosines of contexts with their own and with other targets
-    **{"same_similarity": 1, "other_similarity": 1},  # of pooled encodings: of one crop or patient, of different ones
+    **{
+        "positive_similarity": 1,
+        "negative_similarity": 1,
+    },  # cosines of contexts with their own and with other targets
+    **{
+        "same_similarity": 1,
+        "other_similarity": 1,
+    },  # of pooled encodings: of one crop or patient, of different ones
     "code_usage": 2,  # [G, V]: how often each code of each codebook was chosen
     "samples_mv": 4,  # [n, S, L, T]: augmented crops as the model saw them, in millivolts
 }
@@ -35,7 +41,8 @@ class ReportError(Exception):
 
 
 class StepLog:
-    """Columns of a file with one JSON object for each step; what is not a number is NaN. Without a file, no rows."""
+    """Columns of a file with one JSON object for each step; what is not a number is NaN. Without a
+    file, no rows."""
 
     def __init__(self, path: Path) -> None:
         by_step: dict[float, dict[str, Any]] = {}
@@ -89,8 +96,14 @@ def number(value: Any) -> float:
 class RunFiles:
     def __init__(self, run: Path) -> None:
         if not (run / METRICS).is_file():
-            raise ReportError(f"{run}: no {METRICS}: give the directory of a run of omnilead pretrain or finetune")
-        self.name, self.metrics, self.held_out = run.resolve().name, StepLog(run / METRICS), StepLog(run / VALIDATION)
+            raise ReportError(
+                f"{run}: no {METRICS}: give the directory of a run of omnilead pretrain or finetune"
+            )
+        self.name, self.metrics, self.held_out = (
+            run.resolve().name,
+            StepLog(run / METRICS),
+            StepLog(run / VALIDATION),
+        )
         if not self.metrics.rows:
             raise ReportError(f"{run / METRICS}: has no step yet: wait for the first log line")
         self.facts: Any = {}

@@ -1,15 +1,18 @@
-"""Metrics of a run: progress lines, RUN's files, and TensorBoard, Weights & Biases or MLflow (train.track).
+"""Metrics of a run: progress lines, RUN's files, and TensorBoard, Weights & Biases or MLflow
+(train.track).
 
     require_installed(config)                 # before any work
     logger = RunLogger(run, config, keys, facts, resumed_step, total)      # on rank 0 only
     logger.log({"step": 10, "loss": 4.2, ...})
     logger.close()
 
-MFU: the floating-point operations that the model needs by formula (engine.model.config.flops_per_crop, forward and backward),
-divided by the peak of the devices: train.peak_tflops, or a matrix product timed at the start, which is below the data sheet.
-Project and account are set by the services' own environment variables: WANDB_PROJECT, MLFLOW_TRACKING_URI,
-MLFLOW_EXPERIMENT_NAME. A resumed run keeps its id there (RUN/boards.json). If a service fails, it is dropped and training
-continues. Lines of steps that a resumed run repeats move to metrics.cut.jsonl and validation.cut.jsonl.
+MFU: the floating-point operations that the model needs by formula
+(engine.model.config.flops_per_crop, forward and backward), divided by the peak of the devices:
+train.peak_tflops, or a matrix product timed at the start, which is below the data sheet. Project
+and account are set by the services' own environment variables: WANDB_PROJECT, MLFLOW_TRACKING_URI,
+MLFLOW_EXPERIMENT_NAME. A resumed run keeps its id there (RUN/boards.json). If a service fails, it
+is dropped and training continues. Lines of steps that a resumed run repeats move to
+metrics.cut.jsonl and validation.cut.jsonl.
 """
 
 import importlib
@@ -39,8 +42,19 @@ from omnilead.engine.training.files import METRICS, VALID, VALIDATION
 
 SERVICE_IDS = "boards.json"
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
-MLFLOW_PARAMS, MLFLOW_LETTERS = 100, 500  # MLflow's limits: parameters per call, characters per value
-PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "nvidia-dali-cuda130", "nvidia-dali-cuda120")
+MLFLOW_PARAMS, MLFLOW_LETTERS = (
+    100,
+    500,
+)  # MLflow's limits: parameters per call, characters per value
+PACKAGES = (
+    "torch",
+    "deepspeed",
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "nvidia-dali-cuda130",
+    "nvidia-dali-cuda120",
+)
 Row = dict[str, Any]
 
 
@@ -49,7 +63,9 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
         return config.peak_tflops
     size = 8192 if device.type == "cuda" else 768
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    a = torch.randn(size, size, dtype=dtype, device=device)  # random, because zeros and ones cost a GPU less power
+    a = torch.randn(
+        size, size, dtype=dtype, device=device
+    )  # random, because zeros and ones cost a GPU less power
     best_s = float("inf")
     for _ in range(MATMULS):
         started = _now(device)
@@ -106,17 +122,29 @@ def open_wandb(run: Path, config: RunConfig, step: int, run_id: str | None) -> S
     wandb: Any = importlib.import_module("wandb")
     project = os.environ.get("WANDB_PROJECT", "omnilead")
     name = run.resolve().name
-    opened = wandb.init(project=project, dir=str(run), id=run_id, resume="allow", name=name, config=config.tree())
-    return Service(str(opened.id), lambda values, step: opened.log(values, step=step), opened.finish)
+    opened = wandb.init(
+        project=project, dir=str(run), id=run_id, resume="allow", name=name, config=config.tree()
+    )
+    return Service(
+        str(opened.id), lambda values, step: opened.log(values, step=step), opened.finish
+    )
 
 
 def open_mlflow(run: Path, config: RunConfig, step: int, run_id: str | None) -> Service:
     mlflow: Any = importlib.import_module("mlflow")
     opened = mlflow.start_run(run_id=run_id, run_name=run.resolve().name)
-    settings = [(key, str(value)[:MLFLOW_LETTERS]) for key, value in flatten(config.tree()).items()] if run_id is None else []
+    settings = (
+        [(key, str(value)[:MLFLOW_LETTERS]) for key, value in flatten(config.tree()).items()]
+        if run_id is None
+        else []
+    )
     for at in range(0, len(settings), MLFLOW_PARAMS):
         mlflow.log_params(dict(settings[at : at + MLFLOW_PARAMS]))
-    return Service(str(opened.info.run_id), lambda values, step: mlflow.log_metrics(values, step=step), mlflow.end_run)
+    return Service(
+        str(opened.info.run_id),
+        lambda values, step: mlflow.log_metrics(values, step=step),
+        mlflow.end_run,
+    )
 
 
 SERVICES = {"tensorboard": open_tensorboard, "wandb": open_wandb, "mlflow": open_mlflow}
@@ -128,13 +156,25 @@ def is_installed(name: str) -> bool:
 
 def require_installed(config: RunConfig) -> None:
     for name in config.train.track:
-        if name != "tensorboard" and not is_installed(name):  # TensorBoard is on by default, so it may be missing
-            raise ConfigError(f"train.track={list(config.train.track)}: {name} is not installed: pip install 'omnilead[track]'")
+        if name != "tensorboard" and not is_installed(
+            name
+        ):  # TensorBoard is on by default, so it may be missing
+            raise ConfigError(
+                f"train.track={list(config.train.track)}: {name} is not installed: pip install "
+                "'omnilead[track]'"
+            )
 
 
 class RunLogger:
-    def __init__(self, run: Path, config: RunConfig, keys: tuple[str, ...], facts: Row, step: int, total: int) -> None:
-        self.keys, self.total, self.first_step, self.started_s = keys, total, step, time.perf_counter()
+    def __init__(
+        self, run: Path, config: RunConfig, keys: tuple[str, ...], facts: Row, step: int, total: int
+    ) -> None:
+        self.keys, self.total, self.first_step, self.started_s = (
+            keys,
+            total,
+            step,
+            time.perf_counter(),
+        )
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
         write_whole(run / "run.json", json.dumps(facts | environment(), indent=1) + "\n")
@@ -142,7 +182,9 @@ class RunLogger:
         for name in (METRICS, VALIDATION):
             move_repeated_lines(run / name, step)
         self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
-        self.bar = tqdm(total=total, initial=step, unit=" steps", desc=run.name) if in_notebook() else None
+        self.bar = (
+            tqdm(total=total, initial=step, unit=" steps", desc=run.name) if in_notebook() else None
+        )
 
     def _open_services(self, run: Path, config: RunConfig, step: int) -> dict[str, Service]:
         path = run / SERVICE_IDS
@@ -155,7 +197,9 @@ class RunLogger:
             try:
                 services[name] = SERVICES[name](run, config, step, ids.get(name))
             except Exception as error:  # no account, no network
-                raise ConfigError(f"train.track: {name} failed to start: {' '.join(str(error).split())[:250]}") from None
+                raise ConfigError(
+                    f"train.track: {name} failed to start: {' '.join(str(error).split())[:250]}"
+                ) from None
         ids |= {name: service.id for name, service in services.items() if service.id}
         if ids:
             write_whole(path, json.dumps(ids) + "\n")
@@ -164,16 +208,29 @@ class RunLogger:
     def log(self, row: Row) -> None:
         line = {key: row.get(key) for key in self.keys}
         self._write(METRICS, line, row)
-        left_s = (time.perf_counter() - self.started_s) / max(row["step"] - self.first_step, 1) * (self.total - row["step"])
+        left_s = (
+            (time.perf_counter() - self.started_s)
+            / max(row["step"] - self.first_step, 1)
+            * (self.total - row["step"])
+        )
         if self.bar is None:
             say(progress_line(line, self.total, left_s))
         else:
-            self.bar.set_postfix_str(f"loss {row['loss']:.4f}, {row['crops_per_s']:.1f} crops/s", refresh=False)
+            self.bar.set_postfix_str(
+                f"loss {row['loss']:.4f}, {row['crops_per_s']:.1f} crops/s", refresh=False
+            )
             self.bar.update(row["step"] - self.bar.n)
 
     def log_validation(self, row: Row) -> None:
         self._write(VALIDATION, row, {f"{VALID}{key}": value for key, value in row.items()})
-        say("  ".join(["  validation", *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen"))]))
+        say(
+            "  ".join(
+                [
+                    "  validation",
+                    *(f"{k} {v:.4g}" for k, v in row.items() if k not in ("step", "crops_seen")),
+                ]
+            )
+        )
 
     def close(self) -> None:
         if self.bar is not None:
@@ -184,8 +241,15 @@ class RunLogger:
 
     def _write(self, name: str, line: Row, curves: Row) -> None:
         """`line` goes to the file, `curves` to the services."""
-        self.files[name].write(json.dumps({k: v if _is_finite(v) else None for k, v in line.items()}, allow_nan=False) + "\n")
-        shown = {k: v for k, v in curves.items() if not k.endswith("step") and v is not None and _is_finite(v)}
+        self.files[name].write(
+            json.dumps({k: v if _is_finite(v) else None for k, v in line.items()}, allow_nan=False)
+            + "\n"
+        )
+        shown = {
+            k: v
+            for k, v in curves.items()
+            if not k.endswith("step") and v is not None and _is_finite(v)
+        }
         self._each(lambda service: service.log(shown, int(line["step"])))
 
     def _each(self, call: Callable[[Service], None]) -> None:
@@ -193,7 +257,10 @@ class RunLogger:
             try:
                 call(service)
             except Exception as error:  # whatever a service raises, training goes on
-                say(f"warning: {name} failed and is no longer used: {' '.join(str(error).split())[:200]}")
+                say(
+                    f"warning: {name} failed and is no longer used: "
+                    f"{' '.join(str(error).split())[:200]}"
+                )
                 del self.services[name]
 
 
@@ -202,14 +269,25 @@ def _is_finite(value: Any) -> bool:
 
 
 def progress_line(row: Row, total: int, left_s: float) -> str:
-    parts = ", ".join(f"{key[5:]} {row[key]:.3f}" for key in row if key.startswith("loss_") and row[key] is not None)
-    speed = f"{row['crops_per_s']:.1f} crops/s, data wait {row['data_wait_pct']:.1f} %, MFU {100 * row['mfu']:.1f} %"
+    parts = ", ".join(
+        f"{key[5:]} {row[key]:.3f}"
+        for key in row
+        if key.startswith("loss_") and row[key] is not None
+    )
+    speed = (
+        f"{row['crops_per_s']:.1f} crops/s, data wait {row['data_wait_pct']:.1f} %, MFU "
+        f"{100 * row['mfu']:.1f} %"
+    )
     loss = f"loss {row['loss']:.4f}" + (f" ({parts})" if parts else "")
-    return f"step {row['step']}/{total}  {loss}  lr {row['lr']:.2g}  {speed}  {timedelta(seconds=int(left_s))} left"
+    return (
+        f"step {row['step']}/{total}  {loss}  lr {row['lr']:.2g}  {speed}  "
+        f"{timedelta(seconds=int(left_s))} left"
+    )
 
 
 def move_repeated_lines(path: Path, step: int) -> None:
-    """Moves lines after `step`, and one that a kill truncated, to NAME.cut.jsonl: those steps are repeated."""
+    """Moves lines after `step`, and one that a kill truncated, to NAME.cut.jsonl: those steps are
+    repeated."""
     if not path.is_file():
         return
     kept: list[bytes] = []

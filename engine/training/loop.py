@@ -2,9 +2,9 @@
 
     Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, logger).train()
 
-Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change nothing and are counted
-(engine.training.optimizer); after train.max_nonfinite in a row the run ends. SIGTERM: a checkpoint at the next step, exit 0;
-Ctrl-C: the same, exit 130.
+Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change
+nothing and are counted (engine.training.optimizer); after train.max_nonfinite in a row the run
+ends. SIGTERM: a checkpoint at the next step, exit 0; Ctrl-C: the same, exit 130.
 """
 
 import signal
@@ -50,7 +50,9 @@ class Progress:
     crops_seen: int = 0
     skipped_steps: int = 0
     in_a_row: int = 0  # consecutive steps skipped up to now
-    best: dict[str, Any] = field(default_factory=dict)  # the best step, its validation metric, and values chosen there
+    best: dict[str, Any] = field(
+        default_factory=dict
+    )  # the best step, its validation metric, and values chosen there
     stale: int = 0  # validations since the best
 
 
@@ -80,8 +82,13 @@ class Loop:
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
 
     def train(self, tracer: Any = None) -> bool:
-        """True when all steps are done; False if the run was asked to stop. `tracer`: see engine.training.profiler."""
-        asking = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        """True when all steps are done; False if the run was asked to stop. `tracer`: see
+        engine.training.profiler."""
+        asking = (
+            (signal.SIGTERM, signal.SIGINT)
+            if threading.current_thread() is threading.main_thread()
+            else ()
+        )
         before = {number: signal.signal(number, self._on_signal) for number in asking}
         any_rank = AnyRank(self.ranks)
         self.engine.train()
@@ -89,7 +96,9 @@ class Loop:
         try:
             if self.config.train.validate_every and self.progress.step == 0:
                 self._validate()  # the untrained model: the first point of the curves
-            while self.progress.step < self.total and not 0 < patience <= self.progress.stale:  # early stopping
+            while (
+                self.progress.step < self.total and not 0 < patience <= self.progress.stale
+            ):  # early stopping
                 batch = self._next_batch(batches)
                 losses = self._step(batch)
                 self._after_step(losses, batch)
@@ -118,7 +127,9 @@ class Loop:
         try:
             batch, self.loader_state = next(batches)
         except DataError as error:
-            if self.ranks.world > 1:  # no checkpoint: the other ranks only see that this rank is gone
+            if (
+                self.ranks.world > 1
+            ):  # no checkpoint: the other ranks only see that this rank is gone
                 raise TrainError(f"rank {self.ranks.rank}: {error}") from None
             self._save()
             raise TrainError(str(error)) from None
@@ -129,11 +140,15 @@ class Loop:
         step, t = self.progress.step, self.config.train
         for group in self.adam.param_groups:
             group["lr"] = lr_at(t, step, self.total)
-        torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)  # the same dropout after a resume
+        torch.manual_seed(
+            int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1
+        )  # the same dropout after a resume
         arguments = self.task.arguments(batch, step, self.total)
         calls, reports = self.adam.calls, []
         for start in range(0, len(batch.places), self.micro):
-            part = (a if a is None or a.ndim == 0 else a[start : start + self.micro] for a in arguments)
+            part = (
+                a if a is None or a.ndim == 0 else a[start : start + self.micro] for a in arguments
+            )
             losses = self.engine(*part)
             self.engine.backward(losses["loss"])
             self.engine.step()
@@ -157,7 +172,9 @@ class Loop:
 
     def _log(self, reports: list[dict[str, Tensor]], batch: Batch) -> None:
         names = list(reports[0])
-        mean = torch.stack([torch.stack([report[name].float() for name in names]) for report in reports]).mean(0)
+        mean = torch.stack(
+            [torch.stack([report[name].float() for name in names]) for report in reports]
+        ).mean(0)
         values = dict(zip(names, (sum_over_ranks(mean) / self.ranks.world).tolist(), strict=True))
         if self.logger is None:
             return
@@ -185,26 +202,39 @@ class Loop:
         crops = []
         for step, places in list(self.recent)[-3:]:
             rows = ", ".join(map(str, places.row[:8].tolist()))
-            crops.append(f"step {step + 1}: rows {rows} ... of {self.datasets[int(places.dataset[0])].root.url}")
+            crops.append(
+                f"step {step + 1}: rows {rows} ... of "
+                f"{self.datasets[int(places.dataset[0])].root.url}"
+            )
         return (
-            f"loss or gradient was not finite in {self.config.train.max_nonfinite} steps in a row (train.max_nonfinite): lower "
-            f"train.lr, set train.clip_norm, or inspect the crops (rank {self.ranks.rank}): {'; '.join(crops)}"
+            f"loss or gradient was not finite in {self.config.train.max_nonfinite} steps in a row "
+            "(train.max_nonfinite): lower "
+            f"train.lr, set train.clip_norm, or inspect the crops (rank {self.ranks.rank}): "
+            f"{'; '.join(crops)}"
         )
 
     def _validate(self) -> None:
         started_s = time.perf_counter()
-        with torch.compiler.set_stance("force_eager"):  # another graph for a few batches is not worth compiling
+        with torch.compiler.set_stance(
+            "force_eager"
+        ):  # another graph for a few batches is not worth compiling
             row = self.task.validate(self.engine)
         name, sign = self.task.best
         value, best = row.get(name, np.nan), self.progress.best.get(name, -sign * np.inf)
-        if self.progress.step > 0 and np.isfinite(value) and sign * (value - best) > 0:  # the untrained model is never best
+        if (
+            self.progress.step > 0 and np.isfinite(value) and sign * (value - best) > 0
+        ):  # the untrained model is never best
             self.progress.best = {"step": self.progress.step, name: value} | self.task.chosen()
             self.progress.stale = 0
             self._save()
-        elif self.progress.step > 0 and (np.isfinite(value) or self.progress.best):  # a metric may be undefined on these crops
+        elif self.progress.step > 0 and (
+            np.isfinite(value) or self.progress.best
+        ):  # a metric may be undefined on these crops
             self.progress.stale += 1
         if self.logger is not None and row:
-            self.logger.log_validation({"step": self.progress.step, "crops_seen": self.progress.crops_seen} | row)
+            self.logger.log_validation(
+                {"step": self.progress.step, "crops_seen": self.progress.crops_seen} | row
+            )
         self.loader.meter.pause(time.perf_counter() - started_s)
 
     def _diagnose(self, batch: Batch) -> None:
@@ -221,9 +251,18 @@ class Loop:
     def _save(self) -> None:
         if self.saved_at_step == self.progress.step:  # writing it again would delete it first
             return
-        self.progress.skipped_steps, self.progress.in_a_row = int(self.adam.skipped), int(self.adam.in_a_row)
-        state = run_facts(self.config, self.datasets, self.ranks) | self.task.facts() | vars(self.progress)
-        checkpoint.save(self.engine, self.run, state, self.loader_state, self.ranks, self.config.train.keep)
+        self.progress.skipped_steps, self.progress.in_a_row = (
+            int(self.adam.skipped),
+            int(self.adam.in_a_row),
+        )
+        state = (
+            run_facts(self.config, self.datasets, self.ranks)
+            | self.task.facts()
+            | vars(self.progress)
+        )
+        checkpoint.save(
+            self.engine, self.run, state, self.loader_state, self.ranks, self.config.train.keep
+        )
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
 
 

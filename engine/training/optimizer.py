@@ -1,16 +1,19 @@
-"""AdamW that clips gradients and skips non-finite steps without waiting for the device; learning-rate schedules.
+"""AdamW that clips gradients and skips non-finite steps without waiting for the device;
+learning-rate schedules.
 
     adam = GuardedAdamW(model.parameters(), lr=..., clip_norm=1.0, partitioned=stage > 0)
     ... engine.step() ...
     adam.norm, adam.skipped, adam.in_a_row                  # tensors: read them only when logging
     lr_at(config.train, step, total)                        # a pure function of the step, which counts from 0
 
-DeepSpeed calls `step` once gradients are averaged. With ZeRO each rank holds a part of them (`partitioned`), so squares are
-summed over ranks, and all skip the same steps. torch's fused kernels take the clipping factor and the decision to skip as
-tensors (`grad_scale`, `found_inf`, made for loss scaling): a skipped step leaves weights, moments and step count unchanged.
+DeepSpeed calls `step` once gradients are averaged. With ZeRO each rank holds a part of them
+(`partitioned`), so squares are summed over ranks, and all skip the same steps. torch's fused
+kernels take the clipping factor and the decision to skip as tensors (`grad_scale`, `found_inf`,
+made for loss scaling): a skipped step leaves weights, moments and step count unchanged.
 
-Schedules. fixed: as the authors pre-train. warmup_cosine: linear from start_factor to 1 over the first `warmup` of all steps,
-then half a cosine to end_factor. tri_stage (fairseq): linear, constant over `hold`, then exponential to end_factor.
+Schedules. fixed: as the authors pre-train. warmup_cosine: linear from start_factor to 1 over the
+first `warmup` of all steps, then half a cosine to end_factor. tri_stage (fairseq): linear, constant
+over `hold`, then exponential to end_factor.
 """
 
 import math
@@ -25,7 +28,13 @@ from omnilead.engine.config import TrainConfig
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    def __init__(self, params: Iterable[Tensor], clip_norm: float = 0.0, partitioned: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        clip_norm: float = 0.0,
+        partitioned: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(params, fused=True, **options)
         self.clip_norm, self.partitioned = clip_norm, partitioned
         device = self.param_groups[0]["params"][0].device
@@ -35,7 +44,9 @@ class GuardedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.calls += 1
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         norms = torch._foreach_norm(grads)
         square = torch.stack([norm.float() for norm in norms]).square().sum()
         if self.partitioned and dist.get_world_size() > 1:
@@ -65,7 +76,9 @@ def lr_at(config: TrainConfig, step: int, total: int) -> float:
         return config.lr * (config.start_factor + (1 - config.start_factor) * step / warmup)
     if config.schedule == "warmup_cosine":
         done = min(1.0, (step - warmup) / max(total - warmup, 1))
-        return config.lr * (config.end_factor + (1 - config.end_factor) * (1 + math.cos(math.pi * done)) / 2)
+        return config.lr * (
+            config.end_factor + (1 - config.end_factor) * (1 + math.cos(math.pi * done)) / 2
+        )
     if step < warmup + hold:
         return config.lr
     done = min(1.0, (step - warmup - hold) / max(total - warmup - hold, 1))

@@ -24,7 +24,9 @@ ALLOCATIONS = 10**5  # of the memory snapshot
 @contextmanager
 def profiled(steps: int, folder: Path, device: torch.device) -> Iterator[Any]:
     """Yields an object whose step() is called after each training step."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences the profiler's own messages on standard error
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "5"
+    )  # silences the profiler's own messages on standard error
     cuda = device.type == "cuda"
     by = f"self_{device.type}_time_total"
 
@@ -32,7 +34,9 @@ def profiled(steps: int, folder: Path, device: torch.device) -> Iterator[Any]:
         folder.mkdir(exist_ok=True)
         trace.export_chrome_trace(str(folder / "trace.json"))
         table = trace.key_averages()
-        (folder / "operators.txt").write_text(table.table(sort_by=by, row_limit=FILE_ROWS, max_name_column_width=80) + "\n")
+        (folder / "operators.txt").write_text(
+            table.table(sort_by=by, row_limit=FILE_ROWS, max_name_column_width=80) + "\n"
+        )
         if cuda:
             torch.cuda.memory._dump_snapshot(str(folder / "memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)

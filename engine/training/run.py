@@ -1,4 +1,5 @@
-"""Training from Python: trains or resumes a run, or finds it finished; errors are exceptions with one-line messages.
+"""Training from Python: trains or resumes a run, or finds it finished; errors are exceptions with
+one-line messages.
 
 run = trained(Config, PretrainTask, load, "w2v_cmsc_rlm", "DATASET", "RUN", {"train.steps": 1000})
 run.model().embed(...), run.validation[-1], run.report
@@ -27,7 +28,8 @@ Data = str | os.PathLike[str] | Dataset
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A finished run. Pass it wherever a path to a run is expected: omnilead.load(run), omnilead.finetune(run, ...)."""
+    """A finished run. Pass it wherever a path to a run is expected: omnilead.load(run),
+    omnilead.finetune(run, ...)."""
 
     path: Path
 
@@ -65,17 +67,25 @@ def trained(
     out: str | os.PathLike[str],
     settings: Mapping[str, Any],
 ) -> TrainingRun:
-    """Implements engine.pretrain and engine.finetune; the first three arguments come from their commands."""
+    """Implements engine.pretrain and engine.finetune; the first three arguments come from their
+    commands."""
     datasets = [data] if isinstance(data, str | os.PathLike | Dataset) else data
     urls = [one.root.url if isinstance(one, Dataset) else os.fspath(one) for one in datasets]
-    given = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in settings.items()}
+    given = {
+        key: os.fspath(value) if isinstance(value, os.PathLike) else value
+        for key, value in settings.items()
+    }
     try:
-        finished = train_rates(read(config, {"data.datasets": urls, "run": os.fspath(out), **given}), task)
+        finished = train_rates(
+            read(config, {"data.datasets": urls, "run": os.fspath(out), **given}), task
+        )
     except Exception as error:
         message, code = explain(error)
         if message == str(error):
             raise
         raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error
     if not finished:
-        raise KeyboardInterrupt(f"{os.fspath(out)}: stopped after a checkpoint: the same call resumes")
+        raise KeyboardInterrupt(
+            f"{os.fspath(out)}: stopped after a checkpoint: the same call resumes"
+        )
     return TrainingRun(Path(out))

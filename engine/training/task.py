@@ -1,4 +1,5 @@
-"""A task: what is trained, how it is validated and what is exported. The training loop knows nothing else about it.
+"""A task: what is trained, how it is validated and what is exported. The training loop knows
+nothing else about it.
 
 class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in engine.tasks.finetuning
 train(config, PretrainTask)               # engine.training.train
@@ -35,8 +36,12 @@ METRIC_NAMES = {
 class TrainingTask(ABC):
     keys: ClassVar[tuple[str, ...]]  # of each line in metrics.jsonl
     exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
-    best: tuple[str, int]  # the validation metric that chooses the best step; 1: higher is better, -1: lower
-    roles: dict[str, Any]  # of the crops to train on, as arguments of engine.data.order.DatasetRows.of
+    best: tuple[
+        str, int
+    ]  # the validation metric that chooses the best step; 1: higher is better, -1: lower
+    roles: dict[
+        str, Any
+    ]  # of the crops to train on, as arguments of engine.data.order.DatasetRows.of
     flops_per_crop: float
     kept_per_crop: float  # numbers per crop that a training step keeps in memory
     remarks: Sequence[str] = ()  # printed at the start
@@ -48,11 +53,13 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> nn.Module:
-        """The model with initial weights. Called with `arguments`, it returns a dict of scalars with the key `loss`."""
+        """The model with initial weights. Called with `arguments`, it returns a dict of scalars
+        with the key `loss`."""
 
     @abstractmethod
     def arguments(self, batch: Batch, step: int, total: int) -> tuple[Tensor | None, ...]:
-        """The model's arguments in step `step` of `total`: tensors with one row per crop, scalars, None."""
+        """The model's arguments in step `step` of `total`: tensors with one row per crop, scalars,
+        None."""
 
     @abstractmethod
     def validate(self, engine: Any) -> dict[str, float]:
@@ -64,8 +71,8 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def explained(self) -> dict[str, Any]:
-        """For run.json: `chance`, the value of each curve when guessing (validation: valid/NAME); `validation`, how validation
-        differs from training."""
+        """For run.json: `chance`, the value of each curve when guessing (validation:
+        valid/NAME); `validation`, how validation differs from training."""
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
         """Called by all ranks at the end, with the last batch: arrays for RUN/diagnostics.npz."""
@@ -73,7 +80,10 @@ class TrainingTask(ABC):
 
     def facts(self) -> dict[str, Any]:
         """Further facts that must not change when a run is resumed."""
-        sums = {name: f"sha256 {hashlib.sha256(content).hexdigest()[:16]}" for name, content in self.code.items()}
+        sums = {
+            name: f"sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+            for name, content in self.code.items()
+        }
         return {"code": sums} if sums else {}
 
     def extra_metrics(self, step: int) -> dict[str, float | None]:
@@ -100,10 +110,13 @@ class TrainingTask(ABC):
 
 
 def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
-    """`TrainingTask.best` from train.best; by default the first of the task's validation metrics."""
+    """`TrainingTask.best` from train.best; by default the first of the task's validation
+    metrics."""
     name = {"f1": "f_measure"}.get(name or metrics[0], name or metrics[0])
     if name not in metrics:
-        raise ConfigError(f"train.best={name}: this task does not measure it: use {', '.join(metrics)}")
+        raise ConfigError(
+            f"train.best={name}: this task does not measure it: use {', '.join(metrics)}"
+        )
     return name, -1 if name in LOWER_IS_BETTER else 1
 
 
@@ -117,4 +130,7 @@ def best_step_text(best: Mapping[str, float]) -> str:
     name = next((name for name in best if name != "step"), None)
     if name is None:
         return "There was no validation."
-    return f"Best {METRIC_NAMES.get(name, name)} in validation: {best[name]:.4f}, at step {best['step']:,}."
+    return (
+        f"Best {METRIC_NAMES.get(name, name)} in validation: {best[name]:.4f}, at step "
+        f"{best['step']:,}."
+    )

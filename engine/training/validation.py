@@ -1,4 +1,5 @@
-"""Validation during training: loss on held-out crops, patient identification, and similarities for RUN/diagnostics.npz.
+"""Validation during training: loss on held-out crops, patient identification, and similarities for
+RUN/diagnostics.npz.
 
 ValidationLoss(config, datasets, ranks).measure(engine)      # the same crops, masks and negatives every time
 PatientProbe(config, datasets, ranks).accuracy(engine)       # share of patients identified; needs no labels
@@ -33,7 +34,12 @@ from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.pretrainer import LocalOutput
-from omnilead.engine.objectives.contrastive import all_gather_no_grad, single_process, sum_over_ranks, world_size
+from omnilead.engine.objectives.contrastive import (
+    all_gather_no_grad,
+    single_process,
+    sum_over_ranks,
+    world_size,
+)
 from omnilead.engine.training.distributed import Ranks
 
 BATCH = 16  # crops encoded at a time
@@ -53,20 +59,25 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 def model_inputs(
     batch: Batch, config: Config, patients: list[np.ndarray] | None, tau: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
-    """A batch as arguments of engine.model.pretrainer.Pretrainer. `patients`: patient_ids of the datasets."""
+    """A batch as arguments of engine.model.pretrainer.Pretrainer. `patients`: patient_ids of the
+    datasets."""
     x, places = batch.x_BSLT, batch.places
-    keys = to_device(row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1]), x.device)
+    keys = to_device(
+        row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1]), x.device
+    )
     ids = None
     if patients:
         crops = zip(places.dataset.tolist(), places.row.tolist(), strict=True)
-        ids = to_device(np.array([patients[dataset][row] for dataset, row in crops], np.int64), x.device)
+        ids = to_device(
+            np.array([patients[dataset][row] for dataset, row in crops], np.int64), x.device
+        )
     return x.to(dtype_of(config)), keys, tau, ids
 
 
 @contextmanager
 def eval_mode(engine: Any) -> Iterator[None]:
-    """Called by all ranks. Running statistics, which a plugged-in encoder may have, are taken from rank 0, as in
-    checkpoints."""
+    """Called by all ranks. Running statistics, which a plugged-in encoder may have, are taken
+    from rank 0, as in checkpoints."""
     engine.eval()
     for buffer in engine.module.buffers() if world_size() > 1 else ():
         dist.broadcast(buffer, 0)
@@ -78,7 +89,9 @@ def eval_mode(engine: Any) -> Iterator[None]:
 
 def training_roles(config: Config) -> dict[str, Any]:
     """Which crops pre-training draws, as arguments of engine.data.order.DatasetRows.of."""
-    roles: dict[str, Any] = {name: value for name, value in config.data.train if value is not None} | {"halves": 2}
+    roles: dict[str, Any] = {
+        name: value for name, value in config.data.train if value is not None
+    } | {"halves": 2}
     return roles | ({"hold_out": config.data.hold_out} if config.data.hold_out else {})
 
 
@@ -89,11 +102,16 @@ def count_crops(dataset: Dataset, roles: dict[str, Any], also: dict[str, Any] | 
     except OrderError:  # no crop has the role
         return 0
     some = [rows.numbers for rows in selected if rows.numbers is not None]
-    return len(np.intersect1d(some[0], some[1], assume_unique=True)) if len(some) == 2 else min(map(len, selected))
+    return (
+        len(np.intersect1d(some[0], some[1], assume_unique=True))
+        if len(some) == 2
+        else min(map(len, selected))
+    )
 
 
 class ValidationLoss:
-    """The loss on held-out crops. `crops`: crops in a batch; 0 if there are too few to validate on."""
+    """The loss on held-out crops. `crops`: crops in a batch; 0 if there are too few to validate
+    on."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
@@ -107,16 +125,28 @@ class ValidationLoss:
         largest = candidates(config, ranks.world) if contrasted else config.train.batch_crops
         self.crops = min(largest, sum(counts)) if sum(counts) > contrasted else 0
         self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
-        self.patients = patient_ids(self.datasets) if self.crops and config.objective.needs_ids else None
+        self.patients = (
+            patient_ids(self.datasets) if self.crops and config.objective.needs_ids else None
+        )
 
     def trained_on(self) -> int:
         """How many of the validation crops are trained on as well."""
-        return sum(count_crops(dataset, self.roles, training_roles(self.config)) for dataset in self.datasets)
+        return sum(
+            count_crops(dataset, self.roles, training_roles(self.config))
+            for dataset in self.datasets
+        )
 
     def measure(self, engine: Any) -> dict[str, float]:
-        """Means over at most train.valid_batches batches. Each rank takes whole batches, so the result depends neither on the
-        number of ranks nor on the micro-batch; all ranks call the engine equally often, as ZeRO stage 3 requires."""
-        settings = replace(self.config.loader, backend="torch", batch_crops=self.crops, micro_batch=None, weights=None)
+        """Means over at most train.valid_batches batches. Each rank takes whole batches, so the
+        result depends neither on the number of ranks nor on the micro-batch; all ranks call the
+        engine equally often, as ZeRO stage 3 requires."""
+        settings = replace(
+            self.config.loader,
+            backend="torch",
+            batch_crops=self.crops,
+            micro_batch=None,
+            weights=None,
+        )
         share = -(-self.batches // self.ranks.world)
         first = self.ranks.rank * share
         loader = Loader(settings, self.datasets, self.ranks.device, step=first, **self.roles)
@@ -124,34 +154,49 @@ class ValidationLoss:
         try:
             with eval_mode(engine), torch.no_grad(), single_process():
                 for number, (batch, _) in enumerate(islice(loader, share), first):
-                    for name, value in engine(*model_inputs(batch, self.config, self.patients)).items():
-                        counted = value.float() if number < self.batches else torch.zeros_like(value, dtype=torch.float32)
+                    for name, value in engine(
+                        *model_inputs(batch, self.config, self.patients)
+                    ).items():
+                        counted = (
+                            value.float()
+                            if number < self.batches
+                            else torch.zeros_like(value, dtype=torch.float32)
+                        )
                         sums[name] = sums.get(name, 0) + counted
         finally:
             loader.close()
         means = sum_over_ranks(torch.stack(list(sums.values()))) / self.batches
-        return {name: value for name, value in zip(sums, means.tolist(), strict=True) if name in LOGGED}
+        return {
+            name: value for name, value in zip(sums, means.tolist(), strict=True) if name in LOGGED
+        }
 
 
 class PatientProbe:
-    """Patient identification (paper, section "Patient identification") for the first patients with a gallery and a probe crop.
-    Embeddings are means over the tokens of the first 5 s."""
+    """Patient identification (paper, section "Patient identification") for the first patients
+    with a gallery and a probe crop. Embeddings are means over the tokens of the first 5 s."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.pairs: list[tuple[Dataset, int, int]] = []  # dataset, gallery row, probe row
         for dataset, patients in zip(datasets, patient_ids(datasets), strict=True):
             gallery, probe = (
-                {patients[row]: row for row in dataset.select(identity=role).tolist()} for role in ("gallery", "probe")
+                {patients[row]: row for row in dataset.select(identity=role).tolist()}
+                for role in ("gallery", "probe")
             )
-            self.pairs += [(dataset, gallery[patient], probe[patient]) for patient in gallery if patient in probe]
+            self.pairs += [
+                (dataset, gallery[patient], probe[patient])
+                for patient in gallery
+                if patient in probe
+            ]
         self.pairs = self.pairs[: config.train.probe_patients]
 
     def accuracy(self, engine: Any) -> float:
         crops = [(dataset, row) for dataset, *rows in self.pairs for row in rows]
         encoder, ids = engine.module.encoder, range(len(self.pairs))
         with eval_mode(engine):
-            c_RD = predict_on_ranks(self.config, self.ranks, crops, lambda x_RLT: pool(encoder(x_RLT)), halves=1).numpy()
+            c_RD = predict_on_ranks(
+                self.config, self.ranks, crops, lambda x_RLT: pool(encoder(x_RLT)), halves=1
+            ).numpy()
         return float(identification(c_RD[::2], ids, c_RD[1::2], ids)["accuracy"])
 
 
@@ -163,25 +208,32 @@ def predict_on_ranks(
     halves: int = 2,
     model_input: Input | None = None,
 ) -> Tensor:
-    """forward(x_RLT) of the first `halves` halves of all crops, in order, on the CPU of every rank. Ranks share the work and
-    call the model equally often."""
+    """forward(x_RLT) of the first `halves` halves of all crops, in order, on the CPU of every
+    rank. Ranks share the work and call the model equally often."""
     share = math.ceil(len(crops) / ranks.world)
-    mine = [crops[min(i, len(crops) - 1)] for i in range(ranks.rank * share, (ranks.rank + 1) * share)]
+    mine = [
+        crops[min(i, len(crops) - 1)] for i in range(ranks.rank * share, (ranks.rank + 1) * share)
+    ]
 
     def batches() -> Iterator[CropBatch]:
         for at in range(0, share, BATCH):
             uv_BLT = np.stack([dataset.read(row) for dataset, row in mine[at : at + BATCH]])
             yield CropBatch(uv_BLT, np.full(len(uv_BLT), halves))
 
-    model_input, dtype = model_input or Input(config.augment.output_leads, config.augment.seen), dtype_of(config)
-    outputs = predict(batches(), model_input.halves, lambda x_RLT: forward(x_RLT.to(dtype)), ranks.device)
+    model_input, dtype = (
+        model_input or Input(config.augment.output_leads, config.augment.seen),
+        dtype_of(config),
+    )
+    outputs = predict(
+        batches(), model_input.halves, lambda x_RLT: forward(x_RLT.to(dtype)), ranks.device
+    )
     y_RD = torch.from_numpy(np.concatenate([y for _, y in outputs])).to(ranks.device)
     return all_gather_no_grad(y_RD)[: halves * len(crops)].cpu()
 
 
 class Capture:
-    """Captures what the encoder and the local head of a Pretrainer computed in the last forward pass. It uses a hook, which
-    also works when ZeRO has partitioned the weights."""
+    """Captures what the encoder and the local head of a Pretrainer computed in the last forward
+    pass. It uses a hook, which also works when ZeRO has partitioned the weights."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -208,7 +260,9 @@ class Capture:
         assert self.c_RND is not None
         arrays = {}
         if self.compared is not None and self.draws is not None:
-            arrays["positive_similarity"], arrays["negative_similarity"] = contexts(self.compared, self.draws)
+            arrays["positive_similarity"], arrays["negative_similarity"] = contexts(
+                self.compared, self.draws
+            )
             arrays["code_usage"] = sum_over_ranks(self.compared.quantized.hard_GV).cpu().numpy()
         crop_R = torch.arange(len(self.c_RND), device=self.c_RND.device) // views
         arrays["same_similarity"], arrays["other_similarity"] = pairs(pool(self.c_RND), crop_R)

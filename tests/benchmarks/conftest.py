@@ -26,7 +26,9 @@ model:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every case still runs in its own process, without importing everything again."""
     monkeypatch.setattr(
-        measure, "multiprocessing", SimpleNamespace(**vars(multiprocessing) | {"get_context": lambda _: CONTEXT})
+        measure,
+        "multiprocessing",
+        SimpleNamespace(**vars(multiprocessing) | {"get_context": lambda _: CONTEXT}),
     )
 
 

@@ -1,4 +1,5 @@
-"""Fine-tuned models are scored as `omnilead evaluate` scores them; starts are compared seed by seed, patient by patient."""
+"""Fine-tuned models are scored as `omnilead evaluate` scores them; starts are compared seed by
+seed, patient by patient."""
 
 import json
 from pathlib import Path
@@ -13,20 +14,33 @@ from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.evaluation.results import EvalOptions, identify, score_task
 from tests.conftest import save_model
 
-DIAGNOSIS = {"task": "diagnosis", "kind": "multilabel", "classes": list(CLASSES), "thresholds": [0.5] * 25 + [0.9]}
+DIAGNOSIS = {
+    "task": "diagnosis",
+    "kind": "multilabel",
+    "classes": list(CLASSES),
+    "thresholds": [0.5] * 25 + [0.9],
+}
 Row = dict[str, Any]
 
 
 def run_of(folder: Path, name: str, converged: bool = True, **model: Any) -> str:
     save_model(folder / name / "model", **model)
-    (folder / name / "result.json").write_text(json.dumps({"converged": converged, "validations_since": 10 * converged}))
+    (folder / name / "result.json").write_text(
+        json.dumps({"converged": converged, "validations_since": 10 * converged})
+    )
     return f"{name}={folder / name}"
 
 
 def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path) -> None:
     runs = [run_of(tmp_path, f"diagnosis-12-random-{seed}", head=DIAGNOSIS) for seed in (1, 2)]
-    runs += [run_of(tmp_path, f"diagnosis-12-w2v-x-{n + 1}", not n, head=DIAGNOSIS, layers=2 - n) for n in (0, 1)]
-    runs += [run_of(tmp_path, "diagnosis-1-random-1", head=DIAGNOSIS), run_of(tmp_path, "identification-12-random-1")]
+    runs += [
+        run_of(tmp_path, f"diagnosis-12-w2v-x-{n + 1}", not n, head=DIAGNOSIS, layers=2 - n)
+        for n in (0, 1)
+    ]
+    runs += [
+        run_of(tmp_path, "diagnosis-1-random-1", head=DIAGNOSIS),
+        run_of(tmp_path, "identification-12-random-1"),
+    ]
     tried = [["0.0001", 25, "0.9", "yes"], ["1e-05", 25, "0.8", "yes"]]
     facts = {"config": {"train": {"lr": 1e-4}}, "rates": tried}
     (tmp_path / "diagnosis-12-w2v-x-1/run.json").write_text(json.dumps(facts))
@@ -47,7 +61,9 @@ def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path
     assert [gap["metric"] for gap in gaps] == list(tuned["metrics"])
     for gap in gaps:
         of = tuned["each"][gap["metric"]]
-        assert gap["model"] == "w2v-x" and of[0] == pytest.approx(random["each"][gap["metric"]][0], abs=1e-9)
+        assert gap["model"] == "w2v-x" and of[0] == pytest.approx(
+            random["each"][gap["metric"]][0], abs=1e-9
+        )
         assert gap["difference"] == pytest.approx((of[1] - of[0]) / 2, abs=1e-6)
         assert gap["interval"][0] <= gap["difference"] <= gap["interval"][1]
     assert found["notes"][1:] == [
@@ -56,19 +72,34 @@ def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path
     ]
     text = (tmp_path / "out/bench.md").read_text()
     assert (
-        f"{tuned['each']['auroc'][0]:.3f}, {tuned['each']['auroc'][1]:.3f}" in text and "over test patients and seeds" in text
+        f"{tuned['each']['auroc'][0]:.3f}, {tuned['each']['auroc'][1]:.3f}" in text
+        and "over test patients and seeds" in text
     )
 
     assert finetuned.main([*runs, *words, "identification"]) == 0
     (row,) = json.loads((tmp_path / "out/bench.json").read_text())["rows"]
-    probes = identify(omnilead.load(str(tmp_path / "identification-12-random-1")), dataset, EvalOptions(leads="12")).scores
-    assert row["metrics"]["accuracy"] == pytest.approx(np.mean(probes["hits"])) and row["n"] == probes["n_probes"]
+    probes = identify(
+        omnilead.load(str(tmp_path / "identification-12-random-1")),
+        dataset,
+        EvalOptions(leads="12"),
+    ).scores
+    assert (
+        row["metrics"]["accuracy"] == pytest.approx(np.mean(probes["hits"]))
+        and row["n"] == probes["n_probes"]
+    )
 
 
-def test_wrong_runs_are_one_line(dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_runs_are_one_line(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--task", "diagnosis", "--data", dataset.root.url, "--out", str(tmp_path)]
     assert finetuned.main(["a=b", *words]) == 2
-    assert capsys.readouterr().err == "benchmarks.finetuned: no run is named diagnosis-12-START-SEED\n"
+    assert (
+        capsys.readouterr().err == "benchmarks.finetuned: no run is named diagnosis-12-START-SEED\n"
+    )
     runs = [f"diagnosis-12-{name}=RUN" for name in ("random-1", "random-2", "w2v-1")]
     assert finetuned.main([*runs, *words]) == 2
-    assert capsys.readouterr().err == "benchmarks.finetuned: seeds random 1 2; w2v 1: name the same for each\n"
+    assert (
+        capsys.readouterr().err
+        == "benchmarks.finetuned: seeds random 1 2; w2v 1: name the same for each\n"
+    )

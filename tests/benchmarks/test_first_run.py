@@ -42,7 +42,10 @@ def test_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["smoke torch quickstart"]["step"] == 2
     profile = found["profile"]
     assert profile["backend"] == "torch" and profile["step_ms"] >= profile["host_ms"] > 0
-    assert len(profile["kernels"]) == first_run.TOP and sum(kernel["ms"] for kernel in profile["kernels"]) <= profile["busy_ms"]
+    assert (
+        len(profile["kernels"]) == first_run.TOP
+        and sum(kernel["ms"] for kernel in profile["kernels"]) <= profile["busy_ms"]
+    )
     assert list(tmp_path.glob("profile-*.trace.json.gz"))
     train = found["train"]
     assert train["last"]["step"] >= train["first"]["step"] == 1

@@ -1,4 +1,5 @@
-"""Cases in fresh processes: turns, time limits, what is kept if one fails, and figures with their spread."""
+"""Cases in fresh processes: turns, time limits, what is kept if one fails, and figures with their
+spread."""
 
 import multiprocessing
 import os
@@ -46,13 +47,21 @@ def measures_itself(value: float) -> dict[str, Any]:
 
 
 def test_cases_take_turns_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    results, left_out, _ = run_cases({"a": (works, (10.0,)), "b": (works, (20.0,)), "c": (measures_itself, (3.0,))}, 3)
+    results, left_out, _ = run_cases(
+        {"a": (works, (10.0,)), "b": (works, (20.0,)), "c": (measures_itself, (3.0,))}, 3
+    )
     lines = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
     assert lines == ["a", "b", "c", "a", "b", "a", "b"] and not left_out
     assert (
-        results["a"]["repeats"] == 3 and results["b"]["units"] == pytest.approx(20, rel=1e-3) and results["c"] == {"value": 3.0}
+        results["a"]["repeats"] == 3
+        and results["b"]["units"] == pytest.approx(20, rel=1e-3)
+        and results["c"] == {"value": 3.0}
     )
-    assert results["a"]["per_cpu_s"]["low"] <= results["a"]["per_cpu_s"]["median"] <= results["a"]["per_cpu_s"]["high"]
+    assert (
+        results["a"]["per_cpu_s"]["low"]
+        <= results["a"]["per_cpu_s"]["median"]
+        <= results["a"]["per_cpu_s"]["high"]
+    )
 
 
 def test_repeats_in_one_process() -> None:
@@ -63,14 +72,18 @@ def test_repeats_in_one_process() -> None:
 def test_a_failing_case_does_not_affect_others() -> None:
     kept: list[set[str]] = []
     cases = {"a": (fails, (1.0,)), "b": (works, (2.0,)), "c": (dies, (3.0,))}
-    results, left_out, partial = run_cases(cases, 3, keep=lambda outcome: kept.append({*outcome.results, *outcome.left_out}))
+    results, left_out, partial = run_cases(
+        cases, 3, keep=lambda outcome: kept.append({*outcome.results, *outcome.left_out})
+    )
     assert set(results) == {"b"} and results["b"]["repeats"] == 3 and not partial
     assert left_out == {"a": "MemoryError: no room for this", "c": "its process died"}
     assert kept[:3] == [{"a"}, {"a"}, {"a", "c"}] and kept[-1] == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize(("enough", "kept"), [(7, {"a": 4, "b": 3}), (5, {"a": 3}), (4, {})])
-def test_measurements_before_the_deadline_are_kept(enough: int, kept: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_before_the_deadline_are_kept(
+    enough: int, kept: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is time for some repeats; three are enough for a spread."""
     most = enough - 1.0
 
@@ -85,7 +98,9 @@ def test_measurements_before_the_deadline_are_kept(enough: int, kept: dict[str, 
     results, left_out, partial = run_cases({"a": (works, (1.0,)), "b": (works, (2.0,))}, 9)
     asked = most + 1
     assert {name: len(each) for name, each in partial.items()} == {
-        name: repeats for name, repeats in (("a", (asked + 1) // 2), ("b", asked // 2)) if name not in kept
+        name: repeats
+        for name, repeats in (("a", (asked + 1) // 2), ("b", asked // 2))
+        if name not in kept
     }
     assert {name: result["repeats"] for name, result in results.items()} == kept
     assert not results or results["a"]["peak_mb"] == most  # of all repeats
@@ -104,12 +119,18 @@ def slows_down(place: Path) -> Generator[float, bool, None]:
             return
 
 
-def test_repeats_before_a_time_limit_are_kept_and_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_before_a_time_limit_are_kept_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All repeats of a process, as on a GPU."""
     monkeypatch.setattr(measure, "limit_s", 2.0)
     cases = {"a": (slows_down, (tmp_path / "begun",))}
     results, left_out, partial = run_cases(cases, 3, at_once=True)
-    assert not results and left_out == {"a": measure.OVER_TIME} and [each["units"] for each in partial["a"]] == [1, 2]
+    assert (
+        not results
+        and left_out == {"a": measure.OVER_TIME}
+        and [each["units"] for each in partial["a"]] == [1, 2]
+    )
     results, left_out, again = run_cases(cases, 3, at_once=True, partial=partial)
     assert results["a"]["repeats"] == 3 and not left_out and not again
     results, left_out, again = run_cases({"a": (fails, (1.0,))}, 3, partial=partial)
@@ -131,9 +152,14 @@ def test_a_bug_is_told_from_what_a_machine_cannot_do(
 ) -> None:
     cases = {"a": (has_a_bug, (1.0,)), "b": (finds_no_package, (1.0,)), "c": (works, (1.0,))}
     results, left_out, _ = run_cases(cases, 3, at_once=True)
-    assert set(results) == {"c"} and left_out["b"] == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert (
+        set(results) == {"c"}
+        and left_out["b"] == "ModuleNotFoundError: No module named 'no_such_package'"
+    )
     assert left_out["a"].startswith(f"{measure.BUG}AttributeError: module 'numpy' has no attribute")
-    with pytest.raises(CaseError, match=r"\Abug: AttributeError: "):  # also if a case calls another process
+    with pytest.raises(
+        CaseError, match=r"\Abug: AttributeError: "
+    ):  # also if a case calls another process
         call_fresh(call_fresh, has_a_bug, 1.0)
     monkeypatch.setattr(measure, "signal", MagicMock())  # what its process prints
     sent: list[measure.Answer] = []
@@ -154,7 +180,9 @@ def test_a_hanging_case_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def starts_another(place: Path) -> None:
-    place.write_text(str(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(10**6)"]).pid))
+    place.write_text(
+        str(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(10**6)"]).pid)
+    )
     time.sleep(10**6)
 
 
@@ -202,14 +230,18 @@ def test_the_sync_debug_mode_is_always_reset(monkeypatch: pytest.MonkeyPatch) ->
     def set_mode(mode: str) -> None:
         modes.append(mode)
         if modes.count("error") == 1 and mode == "error":
-            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+            warnings.warn(
+                "Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1
+            )
         if mode == "wrong":
             raise ValueError(mode)
 
     monkeypatch.setattr("torch.cuda.set_sync_debug_mode", set_mode)
     with measure.sync_debug_mode("error"):
         assert modes[-1] == "error"
-        with pytest.raises(UserWarning, match="waits"):  # warnings of the code under test stay what they are
+        with pytest.raises(
+            UserWarning, match="waits"
+        ):  # warnings of the code under test stay what they are
             warnings.warn("waits", UserWarning, stacklevel=1)
     assert modes[-1] == "default"
     for mode in ("error", "wrong"):
@@ -226,13 +258,20 @@ def test_sides_are_measured_in_alternating_order() -> None:
 
     rows = measure.take_turns({"a": side("a"), "b": side("b")}, 3)
     assert called == list("ba" + "ab" + "ba" + "ab")  # the first two are not counted
-    assert [len(rows[name]) for name in "ab"] == [3, 3] and set(rows["a"][0]) == {"wall_s", "cpu_s", "waited_s"}
+    assert [len(rows[name]) for name in "ab"] == [3, 3] and set(rows["a"][0]) == {
+        "wall_s",
+        "cpu_s",
+        "waited_s",
+    }
 
 
 def test_the_interval_of_a_median() -> None:
-    """Of a hundred values, from about the 40th to the 60th: it contains the true median in 95 of 100 samples."""
+    """Of a hundred values, from about the 40th to the 60th: it contains the true median in 95 of
+    100 samples."""
     assert measure.interval([3, 1, 2]) == {"median": 2, "low": 1, "high": 3}
-    lows = [measure.interval(range(n))["low"] for n in (5, 6, 8, 9, 60)]  # of 8, the 2nd to the 7th would be 93 %
+    lows = [
+        measure.interval(range(n))["low"] for n in (5, 6, 8, 9, 60)
+    ]  # of 8, the 2nd to the 7th would be 93 %
     assert lows == [0, 0, 0, 1, 21] and measure.interval(range(60))["high"] == 38
     draws = np.random.default_rng(0).exponential(size=(400, 60))
     intervals = [measure.interval(row) for row in draws]

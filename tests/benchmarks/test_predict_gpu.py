@@ -1,4 +1,5 @@
-"""Predictions for a GPU that need not exist: the bytes of a small kernel, and the kernels of a step."""
+"""Predictions for a GPU that need not exist: the bytes of a small kernel, and the kernels of a
+step."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,11 @@ def test_a_step_is_predicted_from_the_bytes_of_its_kernels(tiny: str) -> None:
     rows: dict[str, Any] = {line[:28].strip(): line[28:].split() for line in lines}
     parts = {"1 x features", "1 x draw", "1 x enter", "2 x layer", "1 x compare", "1 x pool"}
     assert set(rows) >= parts | {f"{part}, backward" for part in parts}
-    assert rows["2 x layer"] == ["6", "1.00", "0.23"] and rows["2 x layer, backward"] == ["4", "3.00", "0.70"]
+    assert rows["2 x layer"] == ["6", "1.00", "0.23"] and rows["2 x layer, backward"] == [
+        "4",
+        "3.00",
+        "0.70",
+    ]
     assert "all: 14.00 GB, 3.3 ms, and" in lines[-2] and "a step of 4 crops" in lines[-1]
 
 
@@ -43,4 +48,8 @@ def test_an_unknown_model_is_one_line(
     with pytest.raises(SystemExit) as ended:
         predict_gpu.main(["--model", str(tmp_path / "nope.yaml")])
     error = capsys.readouterr().err
-    assert ended.value.code == 2 and "nope.yaml: no such file" in error and len(error.splitlines()) == 1
+    assert (
+        ended.value.code == 2
+        and "nope.yaml: no such file" in error
+        and len(error.splitlines()) == 1
+    )

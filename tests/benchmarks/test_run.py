@@ -21,7 +21,10 @@ from benchmarks.measure import Benchmark, CaseError
 from tests.waiting import until
 
 ROOT = Path(run.__file__).parents[1]
-SECONDS = {"seconds": {"median": 2.0, "low": 1.0, "high": 3.0}, "cpu_seconds": {"median": 2.0, "low": 1.0, "high": 3.0}}
+SECONDS = {
+    "seconds": {"median": 2.0, "low": 1.0, "high": 3.0},
+    "cpu_seconds": {"median": 2.0, "low": 1.0, "high": 3.0},
+}
 INPUT = {"archive": "synthetic", "dataset": "0" * 64}
 
 
@@ -81,18 +84,28 @@ def test_a_wrong_option_is_a_one_line_error_before_any_work(
     assert not list((tmp_path / "results").glob("*"))
 
 
-def test_a_missing_gpu_is_refused(cases: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_gpu_is_refused(
+    cases: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(run.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
     with pytest.raises(SystemExit):
         run.main(["suite", "--device", "cuda"])
-    assert capsys.readouterr().err == "benchmarks.run: --device cuda: torch finds no CUDA device: use --device cpu\n"
+    assert (
+        capsys.readouterr().err
+        == "benchmarks.run: --device cuda: torch finds no CUDA device: use --device cpu\n"
+    )
 
 
-def test_records_are_never_overwritten(cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_never_overwritten(
+    cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(3):
         assert run.main(["start"]) == 0
     first, *others = sorted(path.stem for path in (tmp_path / "results").iterdir())
-    assert others == [f"{first}-2", f"{first}-3"] and "| first step: a | 2.0 | 1 to 3 | 2.0 |" in capsys.readouterr().out
+    assert (
+        others == [f"{first}-2", f"{first}-3"]
+        and "| first step: a | 2.0 | 1 to 3 | 2.0 |" in capsys.readouterr().out
+    )
     (part,) = report.newest(report.every(tmp_path / "results")).values()
     assert part["results"] == {"first step: a": SECONDS | {"repeats": 3}}
     assert [run.main(["start", "--out", str(tmp_path / "mine.json")]) for _ in range(2)] == [0, 0]
@@ -109,10 +122,15 @@ def test_a_record_that_cannot_be_written_is_printed(
     assert run.main(["start"]) == 1
     printed = capsys.readouterr()
     assert "No space left on device" in printed.err
-    assert json.loads(printed.out[printed.out.index("\n{") :])["results"]["first step: a"]["repeats"] == 3
+    assert (
+        json.loads(printed.out[printed.out.index("\n{") :])["results"]["first step: a"]["repeats"]
+        == 3
+    )
 
 
-def test_without_a_result_no_record_is_written(cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_result_no_record_is_written(
+    cases: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cases["first step: a"] = (fails, ("no luck",))
     for name in ("start", "suite"):
         assert run.main([name]) == 1
@@ -120,13 +138,17 @@ def test_without_a_result_no_record_is_written(cases: Any, tmp_path: Path, capsy
     assert not [path for path in (tmp_path / "results").iterdir() if "suite" not in path.name]
 
 
-def test_why_explain_measured_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_explain_measured_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def measure(options: Any) -> Any:
         raise CaseError("out of memory")
 
     monkeypatch.setattr("benchmarks.explain.measure", measure)
     assert run.main(["explain"]) == 1
-    assert capsys.readouterr().err == "benchmarks.run: nothing was measured: explain: out of memory\n"
+    assert (
+        capsys.readouterr().err == "benchmarks.run: nothing was measured: explain: out of memory\n"
+    )
 
 
 INTERRUPTED = """
@@ -151,7 +173,11 @@ def test_ctrl_c_is_one_line() -> None:
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-c", INTERRUPTED]
     process = subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
-    sleeping = until(lambda: [one for one in psutil.Process(process.pid).children() if "spawn_main" in words_of(one)])
+    sleeping = until(
+        lambda: [
+            one for one in psutil.Process(process.pid).children() if "spawn_main" in words_of(one)
+        ]
+    )
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate()
     assert (process.returncode, error) == (130, "benchmarks.run: interrupted: run it again\n")
@@ -170,10 +196,16 @@ def test_a_record_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("visible", "option"), [(None, []), ("2,0", ["--id=2,0"]), ("", None)])
-def test_the_gpus_of_a_record_are_the_visible_ones(visible: str | None, option: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_of_a_record_are_the_visible_ones(
+    visible: str | None, option: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[list[str]] = []
     rows = "A, 570, 1 MiB, 700 W, 1980 MHz\nB, 570, 1 MiB, 700 W, 1980 MHz\n"
-    monkeypatch.setattr(run.subprocess, "run", lambda words, **_: asked.append(words) or SimpleNamespace(stdout=rows))
+    monkeypatch.setattr(
+        run.subprocess,
+        "run",
+        lambda words, **_: asked.append(words) or SimpleNamespace(stdout=rows),
+    )
     monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     gpus = run.gpu_facts()
     assert [gpu["name"] for gpu in gpus] == ([] if option is None else ["A", "B"])
@@ -181,12 +213,16 @@ def test_the_gpus_of_a_record_are_the_visible_ones(visible: str | None, option: 
     assert all(list(gpu) == list(run.GPU_FACTS) for gpu in gpus)
 
 
-def test_a_suite_continues_where_it_stopped(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_continues_where_it_stopped(
+    cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "record.json"
     words = ["suite", "--out", str(out)]
     cases["first step: b"] = (fails, ("no luck",))
     monkeypatch.setattr(run, "CPU", (("broken", "embed"), ("start", "start")))
-    monkeypatch.setitem(sys.modules, "benchmarks.embed", SimpleNamespace(prepare=lambda *_: fails("no room")))
+    monkeypatch.setitem(
+        sys.modules, "benchmarks.embed", SimpleNamespace(prepare=lambda *_: fails("no room"))
+    )
     assert run.main(words) == 0
     record = json.loads(out.read_text())
     (part,) = record["parts"]
@@ -209,20 +245,30 @@ def test_a_bug_in_a_case_fails_the_command(
         out.unlink(missing_ok=True)
         assert run.main([words, "--out", str(out)]) == 1
         prefix = "start: " if words == "suite" else ""
-        assert f"benchmarks.run: {prefix}first step: b: bug: TypeError: result() missing" in capsys.readouterr().err
-        assert json.loads(out.read_text())["left_out"][f"{prefix}first step: b"].startswith("bug: TypeError")
+        assert (
+            f"benchmarks.run: {prefix}first step: b: bug: TypeError: result() missing"
+            in capsys.readouterr().err
+        )
+        assert json.loads(out.read_text())["left_out"][f"{prefix}first step: b"].startswith(
+            "bug: TypeError"
+        )
     part = json.loads(out.read_text())["parts"][0]
     assert set(part["results"]) == {"first step: a"}
     cases["first step: b"] = (result, ("",))
     assert run.main(["suite", "--out", str(out)]) == 0
 
 
-def test_a_case_over_its_time_limit_waits_for_all_others(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its repeats are kept, and it is tried again at the end of the same command and of the next one."""
+def test_a_case_over_its_time_limit_waits_for_all_others(
+    cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its repeats are kept, and it is tried again at the end of the same command and of the next
+    one."""
     measured: list[str] = []
     sample = {"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0}
 
-    def call_fresh(timed: Any, case: Any, arguments: Any, repeats: int, keep: Callable[[Any], None]) -> Any:
+    def call_fresh(
+        timed: Any, case: Any, arguments: Any, repeats: int, keep: Callable[[Any], None]
+    ) -> Any:
         (name,) = arguments
         measured.append(name)
         if name == "slow" and measured.count(name) < 4:
@@ -257,7 +303,9 @@ def test_a_case_over_its_time_limit_waits_for_all_others(cases: Any, tmp_path: P
     assert part["results"]["first step: slow"]["repeats"] == 3 and record["partial"]["start"] == {}
 
 
-def test_no_stage_starts_after_the_time_limit(cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_stage_starts_after_the_time_limit(
+    cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "LEAST_S", 10**6)
     assert run.main(["suite", "--minutes", "1", "--out", str(tmp_path / "record.json")]) == 1
     assert measure.deadline is not None and measure.deadline <= time.monotonic() + 60
@@ -275,23 +323,30 @@ def test_another_record_is_not_continued(
         assert "record.json: is not a record of this command" in capsys.readouterr().err
 
 
-def test_an_unfinished_record_of_today_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_record_of_today_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     new = run.environment() | {"benchmark": "suite", "config": {"device": "cpu"}, "left_out": {}}
     path, _ = run.resumed(None, new)
     unfinished = new | {"left_out": {"b": measure.OUT_OF_TIME}}
     for old, continued in ((unfinished, True), (new, False), (unfinished | {"config": {}}, False)):
         path.write_text(json.dumps(old))
-        assert run.resumed(None, new) == ((path, old) if continued else (path.with_stem(f"{path.stem}-2"), new))
+        assert run.resumed(None, new) == (
+            (path, old) if continued else (path.with_stem(f"{path.stem}-2"), new)
+        )
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", run.CPU), ("cuda", run.GPU)])
-def test_a_suites_stages_are_commands(device: str, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suites_stages_are_commands(
+    device: str, rows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parsed = [run.parse([*shlex.split(words), "--device", device]) for _, words in rows]
     measured = {options.benchmark for options in parsed}
-    assert measured == {*run.NAMES} - {"suite"} - ({"ingest", "scaling"} if device == "cuda" else set())
-    chosen: Callable[..., Any] = lambda options: step.runs(step.base_run(options), step.BATCHES[device])  # noqa: E731
-    names = [one.name for one in chosen(parsed[0])]
+    assert measured == {*run.NAMES} - {"suite"} - (
+        {"ingest", "scaling"} if device == "cuda" else set()
+    )
+    names = [one.name for one in step.runs(step.base_run(parsed[0]), step.BATCHES[device])]
     assert len(set(names)) == len(names)
     if device == "cuda":
         import re
@@ -301,10 +356,14 @@ def test_a_suites_stages_are_commands(device: str, rows: Any, monkeypatch: pytes
         assert names[:6] == [
             "matrix product: bf16",
             f"{ours}layers compiled, 256 crops",  # with the positions convolved in blocks
-            f"{ours}plain kernels, layers compiled, 256 crops",  # with the library's grouped convolution
+            # with the library's grouped convolution
+            f"{ours}plain kernels, layers compiled, 256 crops",
             f"{ours}256 crops",
             f"{ours}step compiled, 256 crops",
             f"{ours}all kernels, layers compiled, 256 crops",
         ]
         assert {*names[:6]} < first < set(names)
-        assert {name.split(", ")[-1] for name in names if "fp32" in name} == {"matrix product: fp32", "64 crops"}
+        assert {name.split(", ")[-1] for name in names if "fp32" in name} == {
+            "matrix product: fp32",
+            "64 crops",
+        }

@@ -1,4 +1,5 @@
-"""The re-creation of the authors' step gives our loss and gradients for the same weights and draws; what is compared."""
+"""The re-creation of the authors' step gives our loss and gradients for the same weights and draws;
+what is compared."""
 
 import argparse
 import time
@@ -19,11 +20,21 @@ from omnilead.engine.interop.parity import authors_adam
 from omnilead.engine.model.config import ModelConfig
 
 torch.set_num_threads(1)
-SMALL: dict[str, Any] = {"width": 48, "layers": 2, "heads": 4, "ffn": 96, "codes": 16, "projection": 32, "code_width": 32}
+SMALL: dict[str, Any] = {
+    "width": 48,
+    "layers": 2,
+    "heads": 4,
+    "ffn": 96,
+    "codes": 16,
+    "projection": 32,
+    "code_width": 32,
+}
 SMALL |= {"conv": ((32, 2),) * 4, "position_kernel": 16}
 CONFIGS = {
     "small": ModelConfig(**SMALL),
-    "one codebook, odd kernel, other spans": ModelConfig(**SMALL | {"codebooks": 1, "position_kernel": 15, "mask_span": 6}),
+    "one codebook, odd kernel, other spans": ModelConfig(
+        **SMALL | {"codebooks": 1, "position_kernel": 15, "mask_span": 6}
+    ),
     "plain kernels": ModelConfig(**SMALL | {"kernels": "plain"}),
     "no projection": ModelConfig(**SMALL | {"conv": ((48, 2),) * 4}),
 }
@@ -41,7 +52,9 @@ def test_the_recreation_gives_our_loss_and_gradients(config: ModelConfig) -> Non
     largest = max(float(grad(p).abs().max()) for p in again.parameters())
     for name, p in again.named_parameters():
         scale = float(grad(p).abs().max())
-        scale = largest if scale < 1e-6 * largest else scale  # the key's bias: zero but for rounding
+        scale = (
+            largest if scale < 1e-6 * largest else scale
+        )  # the key's bias: zero but for rounding
         assert float((mine[name] - grad(p)).abs().max()) <= 1e-4 * scale, name
 
 
@@ -94,7 +107,9 @@ def test_adam_is_the_authors_and_for_small_eps_torchs() -> None:
         (step.RECREATION, "autocast"),
     ],
 )
-def test_each_case_trains(side: str, precision: str, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_case_trains(
+    side: str, precision: str, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made: list[nn.Module] = []
     for name in ("Pretrainer", "AuthorsStep"):
         monkeypatch.setattr(step, name, remember(getattr(step, name), made))
@@ -106,7 +121,9 @@ def test_each_case_trains(side: str, precision: str, tiny: str, monkeypatch: pyt
     assert {p.dtype for p in after} == {torch.bfloat16 if precision == "bf16" else torch.float32}
     assert sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) > 0.6 * len(after)
     assert all(p.isfinite().all() for p in after)
-    assert torch.backends.cudnn.allow_tf32 == (side == step.RECREATION)  # torch's own, which our programs turn off
+    assert torch.backends.cudnn.allow_tf32 == (
+        side == step.RECREATION
+    )  # torch's own, which our programs turn off
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +169,10 @@ def test_the_bare_step_never_waits(tiny: str) -> None:
 
 def part_of(rates: dict[str, float], on: str = "cpu", **facts: Any) -> dict[str, Any]:
     spreads = {name: {"median": rate, "low": rate, "high": rate} for name, rate in rates.items()}
-    results = {name: {"per_s": each, "per_cpu_s": each, "peak_mb": 1024.0} for name, each in spreads.items()}
+    results = {
+        name: {"per_s": each, "per_cpu_s": each, "peak_mb": 1024.0}
+        for name, each in spreads.items()
+    }
     config = {"device": on, "repeats": 3}
     return {
         "benchmark": "step",
@@ -164,15 +184,33 @@ def part_of(rates: dict[str, float], on: str = "cpu", **facts: Any) -> dict[str,
 
 def test_ratios_compare_equal_batches_and_the_best_way_counts() -> None:
     rates = {run.name: 1.0 for run in step.runs(replace(BASE, compiled="step"), [4, 8])}
-    rates |= {"matrix product: fp32": 352.0, "matrix product: bf16": 1760.0, "omnilead: fp32, 4 crops": 1.05}
-    rates |= {"omnilead: bf16, step compiled, 4 crops": 3.2, "omnilead: bf16, step compiled, 8 crops": 9.0}
+    rates |= {
+        "matrix product: fp32": 352.0,
+        "matrix product: bf16": 1760.0,
+        "omnilead: fp32, 4 crops": 1.05,
+    }
+    rates |= {
+        "omnilead: bf16, step compiled, 4 crops": 3.2,
+        "omnilead: bf16, step compiled, 8 crops": 9.0,
+    }
     rates["re-creation of fairseq-signals' step: fp32, 8 crops"] = 3.0
     table, fastest, note = tables.step(part_of(rates))
     assert fastest == "Fastest in bf16: omnilead: bf16, step compiled, 8 crops."
-    assert "| omnilead: bf16, step compiled, 4 crops | 3.2 | 3.2 | 3.2 to 3.2 | 32 % | 3.20x | 1.0 GB |" in table
-    assert "| omnilead: bf16, step compiled, 8 crops | 9 | 9 | 9 to 9 | 90 % | 3.00x |" in table and "as released" in note
-    judged = [(case, value) for case, value, _ in report.judged(part_of(rates))]  # the fewest crops are compared
-    assert judged == [("omnilead: bf16, step compiled, 4 crops", 3.2), ("omnilead: fp32, 4 crops", 1.05)]
+    assert (
+        "| omnilead: bf16, step compiled, 4 crops | 3.2 | 3.2 | 3.2 to 3.2 | 32 % | 3.20x | 1.0 "
+        "GB |" in table
+    )
+    assert (
+        "| omnilead: bf16, step compiled, 8 crops | 9 | 9 | 9 to 9 | 90 % | 3.00x |" in table
+        and "as released" in note
+    )
+    judged = [
+        (case, value) for case, value, _ in report.judged(part_of(rates))
+    ]  # the fewest crops are compared
+    assert judged == [
+        ("omnilead: bf16, step compiled, 4 crops", 3.2),
+        ("omnilead: fp32, 4 crops", 1.05),
+    ]
     for device, measured in (("NVIDIA H200", True), ("NVIDIA A100", False)):
         ((case, value, bar),) = report.judged(part_of(rates, "cuda", device=device))
         assert bool(case) == measured and not bar.met(value)
@@ -184,11 +222,15 @@ def test_on_a_gpu_the_authors_autocast_is_also_a_baseline() -> None:
     runs = step.runs(replace(BASE, device="cuda"), [64])
     assert len({run.name for run in runs}) == len(runs)
     rates = {run.name: 2.0 if run.precision == "autocast" else 1.0 for run in runs}
-    assert "| 1.00x 0.50x (its autocast) |" in next(tables.step(part_of(rates, "cuda", device="NVIDIA H200")))
+    assert "| 1.00x 0.50x (its autocast) |" in next(
+        tables.step(part_of(rates, "cuda", device="NVIDIA H200"))
+    )
 
 
 @pytest.mark.parametrize("difference", [2e-4, float("nan")])
-def test_nothing_is_timed_while_the_sides_disagree(difference: float, tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_timed_while_the_sides_disagree(
+    difference: float, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(step, "call_fresh", lambda *_: difference)
     options = argparse.Namespace(device="cpu", model=tiny, batch=2, steps=None)
     with pytest.raises(SystemExit, match="nothing was timed"):
@@ -212,10 +254,15 @@ def test_a_suite_compiles_its_cases_in_parallel(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(step, "call_fresh", call_fresh)
     monkeypatch.setattr(step, "describe", lambda run: {})
     monkeypatch.setattr(measure, "deadline", time.monotonic() + 100)
-    prepared = step.prepare(Path(), argparse.Namespace(device="cuda", model="small", batch=None, steps=None))
+    prepared = step.prepare(
+        Path(), argparse.Namespace(device="cuda", model="small", batch=None, steps=None)
+    )
     names = [name for name in prepared.cases if "64 crops" in name]
     prepared.warm_up(names)
-    assert sorted(name for name, _ in filled) == sorted(name for name in names if "compiled" in name) and len(filled) == 3
+    assert (
+        sorted(name for name, _ in filled) == sorted(name for name in names if "compiled" in name)
+        and len(filled) == 3
+    )
     assert all(30 < seconds <= 100 * step.FILL_SHARE for _, seconds in filled)
     monkeypatch.setattr(measure, "deadline", time.monotonic())
     prepared.warm_up(names)

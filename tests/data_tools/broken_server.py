@@ -12,16 +12,25 @@ from tests.waiting import until
 
 STALL_S = 1.4
 ERRORS = {
-    "404": ("404 Not Found", b"<Error><Code>NoSuchKey</Code><Message>The specified key does not exist.</Message></Error>")
+    "404": (
+        "404 Not Found",
+        b"<Error><Code>NoSuchKey</Code><Message>The specified key does not "
+        b"exist.</Message></Error>",
+    )
 }
-ERROR_500 = ("500 Internal Server Error", b"<Error><Code>InternalError</Code><Message>try again</Message></Error>")
+ERROR_500 = (
+    "500 Internal Server Error",
+    b"<Error><Code>InternalError</Code><Message>try again</Message></Error>",
+)
 
 
 @dataclass
 class Fault:
     """`times` requests of this method, for a path that matches, end `how` they should not."""
 
-    how: str  # 500, 404, stall, drop, cut (fewer bytes than announced), lie (fewer bytes, and announced so), kill (the client)
+    # 500, 404, stall, drop, cut (fewer bytes than announced), lie (fewer bytes, and announced so),
+    # kill (the client)
+    how: str
     method: str
     path: str
     times: float = 1
@@ -58,7 +67,14 @@ class Server:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         with self.lock:
             self.log.append((method, path, "HTTP_AUTHORIZATION" in environ))
-            fault = next((f for f in self.faults if f.times and f.method == method and re.search(f.path, path)), None)
+            fault = next(
+                (
+                    f
+                    for f in self.faults
+                    if f.times and f.method == method and re.search(f.path, path)
+                ),
+                None,
+            )
             if fault:
                 fault.times -= 1
         if not fault:
@@ -79,7 +95,10 @@ class Server:
         head: list[Any] = []
         body = b"".join(self.app(environ, lambda *given: head.extend(given)))
         half = body[: len(body) // 2]
-        headers = [(k, str(len(half)) if k.lower() == "content-length" and fault.how == "lie" else v) for k, v in head[1]]
+        headers = [
+            (k, str(len(half)) if k.lower() == "content-length" and fault.how == "lie" else v)
+            for k, v in head[1]
+        ]
         start_response(head[0], [(k, v) for k, v in headers if "checksum" not in k.lower()])
         return [half]
 

@@ -10,7 +10,8 @@ from omnilead.data_tools.sources.physionet2021 import PhysioNet2021
 
 
 class Fatal(PhysioNet2021):
-    """Reading the record that ARCHIVE.fatal names kills, once, the process with the id given there, or the reading one."""
+    """Reading the record that ARCHIVE.fatal names kills, once, the process with the id given there,
+    or the reading one."""
 
     def read(self, key: str) -> EcgRecord:
         trap = Path(f"{self.root.url}.fatal")

@@ -1,5 +1,5 @@
-"""Records and archives written byte by byte from the formats' documentation, without the project's own writers; helpers that
-build datasets and read them back."""
+"""Records and archives written byte by byte from the formats' documentation, without the
+project's own writers; helpers that build datasets and read them back."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,11 +12,19 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.sources import open_sources
 
-GEORGIA = "# Age: 78|# Sex: Female|# Dx: 426783006|# Rx: Unknown|# Hx: Unknown|# Sx: Unknown".split("|")  # noqa: SIM905
+GEORGIA = [
+    "# Age: 78",
+    "# Sex: Female",
+    "# Dx: 426783006",
+    "# Rx: Unknown",
+    "# Hx: Unknown",
+    "# Sx: Unknown",
+]
 
 
 def ecg(samples: int = 5000, seed: int = 0) -> np.ndarray:
-    """int16 [12, samples], microvolts: no lead flat, limb leads as Einthoven wants them, all divisible by 10."""
+    """int16 [12, samples], microvolts: no lead flat, limb leads as Einthoven wants them, all
+    divisible by 10."""
     x = np.random.default_rng(seed).integers(-90, 90, (12, samples)) * 20
     i, ii = x[0], x[1]
     x[2], x[3], x[4], x[5] = ii - i, -(i + ii) // 2, i - ii // 2, ii - i // 2
@@ -36,7 +44,10 @@ def header(
     """`form` is all between a signal line's file name and its first value."""
     sums = x.astype(np.int64).sum(axis=1).astype(np.uint16 if unsigned else np.int16)
     rows = zip(leads, x[:, 0], sums, strict=True)
-    lines = [f"{file or name + '.mat'} {form} {first} {checksum} 0 {lead}" for lead, first, checksum in rows]
+    lines = [
+        f"{file or name + '.mat'} {form} {first} {checksum} 0 {lead}"
+        for lead, first, checksum in rows
+    ]
     return "\n".join([f"{name} {len(x)} {fs} {x.shape[1]}", *lines, *comments, ""])
 
 
@@ -62,7 +73,11 @@ def build(archive: Path | str, out: Path | str, **options: Any) -> Dataset:
 
 def files(root: Path) -> dict[str, bytes]:
     """Relative path -> contents."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 def flip(path: Path, at: int, bit: int = 0x10) -> None:
@@ -75,7 +90,9 @@ def crops_of(dataset: Dataset) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """(source, record) -> its rows of samples.parquet in order, each with its samples as `x`."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row, facts in enumerate(dataset.table().to_pylist()):
-        found.setdefault((facts["source"], facts["record"]), []).append(facts | {"x": dataset.read(row)})
+        found.setdefault((facts["source"], facts["record"]), []).append(
+            facts | {"x": dataset.read(row)}
+        )
     return {name: sorted(rows, key=lambda row: row["start_s"]) for name, rows in found.items()}
 
 
@@ -87,4 +104,6 @@ def rejected(dataset: Dataset) -> list[tuple[str, str]]:
 def everything_in(dataset: Dataset) -> bytes:
     """All bytes of all files, their names, and what the compressed tables say."""
     table, content = dataset.table(), files(Path(dataset.root.url))
-    return b"\n".join([*content.values(), str([*content, table.to_pydict(), table.schema.metadata]).encode()])
+    return b"\n".join(
+        [*content.values(), str([*content, table.to_pydict(), table.schema.metadata]).encode()]
+    )

@@ -19,16 +19,33 @@ from omnilead.data_tools.hospital.files import FORMATS
 from omnilead.data_tools.sources.base import Decoded
 
 SHARED = Path(__file__).parents[3] / "shared" / "formats"
-SECRET, BORN, BORN_ISO = "Quijote SECRET", "19370521", "1937-05-21"  # a name, a birth date; the age is to be no secret
+SECRET, BORN, BORN_ISO = (
+    "Quijote SECRET",
+    "19370521",
+    "1937-05-21",
+)  # a name, a birth date; the age is to be no secret
 SECRETS = (*SECRET.split(), BORN, BORN_ISO)
 
 
 def leads_uv(samples: int = 2500, seed: int = 0, step: float = 5.0) -> dict[str, np.ndarray]:
-    """Twelve leads in microvolts, whole multiples of `step`, which Einthoven's equations hold for."""
+    """Twelve leads in microvolts, whole multiples of `step`, which Einthoven's equations hold
+    for."""
     draw = np.random.default_rng(seed)
     i, ii = (2 * draw.integers(-40, 40, samples) for _ in range(2))
-    limb = {"I": i, "II": ii, "III": ii - i, "aVR": -(i + ii) // 2, "aVL": i - ii // 2, "aVF": ii - i // 2}
-    return {lead: step * x for lead, x in (limb | {f"V{n}": draw.integers(-80, 80, samples) for n in range(1, 7)}).items()}
+    limb = {
+        "I": i,
+        "II": ii,
+        "III": ii - i,
+        "aVR": -(i + ii) // 2,
+        "aVL": i - ii // 2,
+        "aVF": ii - i // 2,
+    }
+    return {
+        lead: step * x
+        for lead, x in (
+            limb | {f"V{n}": draw.integers(-80, 80, samples) for n in range(1, 7)}
+        ).items()
+    }
 
 
 def decoded(kind: str, data: bytes) -> Decoded | ReadError:
@@ -52,10 +69,18 @@ def check_real(kind: str, file: str) -> Decoded:
 
 
 def check_private(
-    place: Path, kind: str, content: bytes, patient: str, age: float | None = None, sex: str | None = None
+    place: Path,
+    kind: str,
+    content: bytes,
+    patient: str,
+    age: float | None = None,
+    sex: str | None = None,
 ) -> None:
-    """No byte of a dataset holds a secret of the file, nor, with a key, the patient's id or the file's name."""
-    assert all(word.encode() in content or word.encode("utf-16-le") in content for word in (SECRET, BORN))
+    """No byte of a dataset holds a secret of the file, nor, with a key, the patient's id or the
+    file's name."""
+    assert all(
+        word.encode() in content or word.encode("utf-16-le") in content for word in (SECRET, BORN)
+    )
     for name in ("plain/one", f"keyed/{SECRET}/{SECRET}"):
         (place / name).parent.mkdir(parents=True)
         (place / name).write_bytes(content)
@@ -71,7 +96,11 @@ def check_private(
 
 def _check_absent(dataset: Dataset, words: tuple[str, ...]) -> None:
     everything = everything_in(dataset)
-    assert [word for word in words if word.encode() in everything or word.encode("utf-16-le") in everything] == []
+    assert [
+        word
+        for word in words
+        if word.encode() in everything or word.encode("utf-16-le") in everything
+    ] == []
 
 
 class Damage(NamedTuple):
@@ -91,19 +120,33 @@ class Damage(NamedTuple):
             at, end = at + spare.stop - spare.start, end + spare.stop - spare.start
         part = content[at:end]
         flipped = bytes([part[0] ^ 1 << self.bit]) + part[1:]
-        new = {"flip": flipped, "junk": (self.junk * 12)[: len(part)], "repeat": 2 * part, "gap": b"", "cut": b""}[self.how]
+        new = {
+            "flip": flipped,
+            "junk": (self.junk * 12)[: len(part)],
+            "repeat": 2 * part,
+            "gap": b"",
+            "cut": b"",
+        }[self.how]
         return content[:at] + new + (b"" if self.how == "cut" else content[end:])
 
 
 HOW = st.sampled_from(["flip", "junk", "repeat", "gap", "cut"])
 DAMAGE = st.builds(
-    Damage, HOW, st.integers(0, 10**6), st.integers(1, 12), st.integers(0, 7), st.binary(min_size=1, max_size=12)
+    Damage,
+    HOW,
+    st.integers(0, 10**6),
+    st.integers(1, 12),
+    st.integers(0, 7),
+    st.binary(min_size=1, max_size=12),
 )
 
 
-def check_damage(kind: str, data: bytes, truth: Mapping[str, np.ndarray], fs_hz: float, rate: bytes = b"") -> None:
-    """Refused, or every lead that is read is right up to scale and offset: damage may turn a gain into another valid one. The
-    sampling rate is right, too, unless the damage is in `rate`, the bytes that state it."""
+def check_damage(
+    kind: str, data: bytes, truth: Mapping[str, np.ndarray], fs_hz: float, rate: bytes = b""
+) -> None:
+    """Refused, or every lead that is read is right up to scale and offset: damage may turn a
+    gain into another valid one. The sampling rate is right, too, unless the damage is in `rate`,
+    the bytes that state it."""
     found = decoded(kind, data)
     if isinstance(found, ReadError):
         return
@@ -114,4 +157,6 @@ def check_damage(kind: str, data: bytes, truth: Mapping[str, np.ndarray], fs_hz:
             assert len(uv) == len(truth[lead])
             x, y = truth[lead][measured], uv[measured]
             slope, offset = np.polyfit(x, y, 1)
-            np.testing.assert_allclose(y, slope * x + offset, atol=1e-6 * max(1.0, abs(slope)) * np.abs(x).max())
+            np.testing.assert_allclose(
+                y, slope * x + offset, atol=1e-6 * max(1.0, abs(slope)) * np.abs(x).max()
+            )

@@ -23,7 +23,8 @@ SECRET = "Dr. Dolores Quijote saw this on 3 May"
 
 @dataclass
 class Made:
-    """A record about to be written; `x` is what it means, in microvolts. None: no such file is written."""
+    """A record about to be written; `x` is what it means, in microvolts. None: no such file is
+    written."""
 
     place: Path
     name: str
@@ -59,7 +60,9 @@ def edit(old: str, new: str, count: int = -1) -> Change:
 
 
 def record_line(line: str) -> Change:
-    return lambda made: setattr(made, "hea", "\n".join([line.replace("NAME", made.name), *str(made.hea).split("\n")[1:]]))
+    return lambda made: setattr(
+        made, "hea", "\n".join([line.replace("NAME", made.name), *str(made.hea).split("\n")[1:]])
+    )
 
 
 def put(**files: object) -> Change:
@@ -113,7 +116,10 @@ def leads(new: dict[str, str]) -> Change:
 
     def change(made: Made) -> None:
         lines = [line.rpartition(" ") for line in str(made.hea).split("\n")]
-        made.hea = "\n".join(f"{head}{blank}{new.get(last, last) if '.mat' in head else last}" for head, blank, last in lines)
+        made.hea = "\n".join(
+            f"{head}{blank}{new.get(last, last) if '.mat' in head else last}"
+            for head, blank, last in lines
+        )
 
     return change
 
@@ -123,7 +129,8 @@ def one_more(made: Made) -> None:
 
 
 GAIN = "1000.0(0)/mV"
-# name: (what is done to a good record, reason of the refusal[, the reason as a plain WFDB folder, or the leads it then lacks])
+# name: (what is done to a good record, reason of the refusal[, the reason as a plain WFDB folder,
+# or the leads it then lacks])
 REFUSED: dict[str, tuple[Change, str] | tuple[Change, str, str | tuple[str, ...]]] = {
     "negative gain": (edit(GAIN, "-1000(0)/mV", 1), "gain"),
     "unit kV": (edit("/mV", "/kV"), "unknown unit"),
@@ -136,29 +143,56 @@ REFUSED: dict[str, tuple[Change, str] | tuple[Change, str, str | tuple[str, ...]
     "offset 22": (edit("+24", "+22"), "file too large"),
     "offset 26": (edit("+24", "+26"), "signal file size"),
     "val transposed": (put(mat=lambda made: level_4(30, made.x.T)), "not the expected MATLAB file"),
-    "another variable": (put(mat=lambda made: level_4(30, made.x, b"ecg\0")), "not the expected MATLAB file"),
-    "a longer variable name": (put(mat=lambda made: level_4(30, made.x, b"value\0")), "file too large"),
-    "a complex matrix": (put(mat=lambda made: level_4(30, made.x, imaginary=1)), "not the expected MATLAB file"),
+    "another variable": (
+        put(mat=lambda made: level_4(30, made.x, b"ecg\0")),
+        "not the expected MATLAB file",
+    ),
+    "a longer variable name": (
+        put(mat=lambda made: level_4(30, made.x, b"value\0")),
+        "file too large",
+    ),
+    "a complex matrix": (
+        put(mat=lambda made: level_4(30, made.x, imaginary=1)),
+        "not the expected MATLAB file",
+    ),
     "unsigned samples": (put(mat=lambda made: level_4(40, made.x)), "not the expected MATLAB file"),
     "big-endian": (put(mat=lambda made: level_4(1030, made.x)), "not the expected MATLAB file"),
-    "float64 mat": (put(mat=lambda made: level_4(0, made.x)[:24] + made.x.T.astype("<f8").tobytes()), "file too large"),
+    "float64 mat": (
+        put(mat=lambda made: level_4(0, made.x)[:24] + made.x.T.astype("<f8").tobytes()),
+        "file too large",
+    ),
     "MATLAB level 5": (put(mat=level_5), "file too large"),
     "text in the mat": (put(mat=b"<html>404 Not Found</html>"), "signal file size"),
     "empty mat": (put(mat=b""), "signal file size"),
-    **{f"format {code} of a mat": (edit("16x1+24", f"{code}+24"), "not the expected MATLAB file") for code in (212, 80, 99)},
+    **{
+        f"format {code} of a mat": (edit("16x1+24", f"{code}+24"), "not the expected MATLAB file")
+        for code in (212, 80, 99)
+    },
     "two formats": (edit("16x1+24", "212+24", 1), "mixed signal formats"),
     "two offsets": (edit("16x1+24", "16x1+0", 1), "not the expected MATLAB file"),
     "duplicated lead": (leads({"II": "I"}), "not twelve leads", "duplicated lead"),
     "unknown lead": (leads({"V6": "V7"}), "not twelve leads", ("V6",)),
-    "only unknown leads": (leads({lead: f"ch{i}" for i, lead in enumerate(LEADS)}), "not twelve leads", "no known lead"),
-    "eleven signals": (lambda made: made.redo(made.x[:11], leads=LEADS[:11]), "not twelve leads", ("V6",)),
+    "only unknown leads": (
+        leads({lead: f"ch{i}" for i, lead in enumerate(LEADS)}),
+        "not twelve leads",
+        "no known lead",
+    ),
+    "eleven signals": (
+        lambda made: made.redo(made.x[:11], leads=LEADS[:11]),
+        "not twelve leads",
+        ("V6",),
+    ),
     "thirteen signals": (one_more, "not twelve leads", ()),
     "a huge token": (put(hea=lambda made: made.hea + "x" * 100_000), "file too large"),
     "empty header": (put(hea=""), "empty header"),
     "another name inside": (record_line("NAMEx 12 500 5000"), "record name differs from file name"),
     "a path upwards": (edit("NAME.mat", "../g1/NAME.mat"), "signal file name"),
     "another file": (edit("NAME.mat", "elsewhere.mat"), "signal file name", "missing file"),
-    "two files": (edit("NAME.mat", "NAMEb.mat", 1), "signal file name", "not the expected MATLAB file"),
+    "two files": (
+        edit("NAME.mat", "NAMEb.mat", 1),
+        "signal file name",
+        "not the expected MATLAB file",
+    ),
     "no mat": (put(mat=None), "missing file"),
     "mat links inside": (link("mat", "../../../linked/inside.mat"), "not a regular file"),
     "mat links outside": (link("mat", "../../../../outside/secret.mat"), "not a regular file"),
@@ -168,8 +202,14 @@ REFUSED: dict[str, tuple[Change, str] | tuple[Change, str, str | tuple[str, ...]
     "mat is a folder": (instead("mat", Path.mkdir), "not a regular file"),
     "under 5 s": (lambda made: made.redo(ecg(2499)), "too short"),
     "all invalid": (lambda made: made.redo(np.full_like(made.x, -32768)), "no valid lead"),
-    **{f"all {uv}": (lambda made, uv=uv: made.redo(np.full_like(made.x, uv)), "no valid lead") for uv in (0, 7)},
-    "half flat, half invalid": (lambda made: made.redo(np.repeat([3, -32768], 6)[:, None] + 0 * made.x), "no valid lead"),
+    **{
+        f"all {uv}": (lambda made, uv=uv: made.redo(np.full_like(made.x, uv)), "no valid lead")
+        for uv in (0, 7)
+    },
+    "half flat, half invalid": (
+        lambda made: made.redo(np.repeat([3, -32768], 6)[:, None] + 0 * made.x),
+        "no valid lead",
+    ),
 }
 # Files that are no record at all: nothing a folder of WFDB headers would even look at.
 ORPHANS: dict[str, tuple[Change, str]] = {

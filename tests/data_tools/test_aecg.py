@@ -5,7 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, check_private, check_real, decoded, leads_uv
+from hospital_cases import (
+    BORN,
+    DAMAGE,
+    SECRET,
+    SHARED,
+    Damage,
+    check_damage,
+    check_private,
+    check_real,
+    decoded,
+    leads_uv,
+)
 from hypothesis import given, settings
 
 from omnilead.data_tools.errors import ReadError
@@ -26,7 +37,9 @@ SUBJECT = f"""<id root="1.2.3" extension="4711"/><subjectDemographicPerson><name
 
 def sequence(code: str, digits: object = "", **quantities: tuple[str, str]) -> str:
     """`quantities`: value and unit of origin, scale or increment."""
-    parts = "".join(f'<{tag} value="{value}" unit="{unit}"/>' for tag, (value, unit) in quantities.items())
+    parts = "".join(
+        f'<{tag} value="{value}" unit="{unit}"/>' for tag, (value, unit) in quantities.items()
+    )
     text = " ".join(map(str, digits)) if isinstance(digits, np.ndarray) else digits
     value = f'<value xsi:type="SLIST_PQ">{parts}<digits>{text}</digits></value>'
     return f'<component><sequence><code code="{code}" displayName="{SECRET}"/>{value}</sequence></component>'
@@ -34,7 +47,11 @@ def sequence(code: str, digits: object = "", **quantities: tuple[str, str]) -> s
 
 def lead(name: str, digits: object = None, **quantities: tuple[str, str]) -> str:
     digits = np.rint(TRUTH[name] / 2.5).astype(int) if digits is None else digits
-    return sequence(f"MDC_ECG_LEAD_{name.upper()}", digits, **({"origin": ("0", "uV"), "scale": ("2.5", "uV")} | quantities))
+    return sequence(
+        f"MDC_ECG_LEAD_{name.upper()}",
+        digits,
+        **({"origin": ("0", "uV"), "scale": ("2.5", "uV")} | quantities),
+    )
 
 
 def leads(names: tuple[str, ...] = LEADS, **quantities: tuple[str, str]) -> str:
@@ -50,7 +67,9 @@ def series(sequences: str, code: str = "RHYTHM", more: str = "") -> str:
 
 
 BEAT = series(TIME + leads(("I",)), "REPRESENTATIVE_BEAT").replace("series>", "derivedSeries>")
-DERIVED = f"<derivation>{BEAT.removeprefix('<component>').removesuffix('</component>')}</derivation>"
+DERIVED = (
+    f"<derivation>{BEAT.removeprefix('<component>').removesuffix('</component>')}</derivation>"
+)
 
 
 def aecg(waveforms: str = "", age: tuple[str, str] = ("46", "a"), subject: str = SUBJECT) -> str:
@@ -59,7 +78,9 @@ def aecg(waveforms: str = "", age: tuple[str, str] = ("46", "a"), subject: str =
     for tag in ("subjectAssignment", "componentOf", "timepointEvent", "componentOf"):
         place = f"<{tag}>{place}</{tag}>"
     stated = f'<code code="21612-7"/><value xsi:type="PQ" value="{age[0]}" unit="{age[1]}"/>'
-    control = f"<controlVariable><relatedObservation>{stated}</relatedObservation></controlVariable>"
+    control = (
+        f"<controlVariable><relatedObservation>{stated}</relatedObservation></controlVariable>"
+    )
     comment = f"<pertainsTo><subjectFindingComment><text>{SECRET}</text></subjectFindingComment></pertainsTo>"
     names = 'xmlns="urn:hl7-org:v3" xmlns:xsi="http://www.w3.org/2001/XMLSchema-instance"'
     return f'<?xml version="1.0" encoding="UTF-8"?><AnnotatedECG {names}>{place}{control}{comment}{waveforms}</AnnotatedECG>'
@@ -86,33 +107,72 @@ def check_truth(found: Decoded) -> None:
         ("philips_104_ad4d_as_aecg.xml", (12, 5500, "20044", None, "F")),
     ],
 )
-def test_real_files_give_the_right_microvolts(file: str, facts: tuple[int, int, str, float | None, str]) -> None:
+def test_real_files_give_the_right_microvolts(
+    file: str, facts: tuple[int, int, str, float | None, str]
+) -> None:
     found = check_real(KIND, file)
-    assert (len(found.signals), len(found.signals["I"]), found.patient, found.age, found.sex) == facts
+    assert (
+        len(found.signals),
+        len(found.signals["I"]),
+        found.patient,
+        found.age,
+        found.sex,
+    ) == facts
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        aecg().replace("<", "<hl7:").replace("<hl7:/", "</hl7:").replace("<hl7:?", "<?").replace("xmlns=", "xmlns:hl7="),
+        aecg()
+        .replace("<", "<hl7:")
+        .replace("<hl7:/", "</hl7:")
+        .replace("<hl7:?", "<?")
+        .replace("xmlns=", "xmlns:hl7="),
         aecg(series(TIME + leads(LEADS[::-1]))),
-        aecg(series(TIME + leads(origin=("1", "mV"), scale=("0.0025", "mV"))).replace('"1" unit="mV"', '"0" unit="uV"')),
+        aecg(
+            series(TIME + leads(origin=("1", "mV"), scale=("0.0025", "mV"))).replace(
+                '"1" unit="mV"', '"0" unit="uV"'
+            )
+        ),
         aecg(series(sequence("TIME_RELATIVE", increment=("2", "ms")) + leads())),
-        aecg(series(TIME + leads() + lead("I").replace("LEAD_I", "LEAD_V4R") + sequence("MDC_ECG_LEAD_X", "?"))),
+        aecg(
+            series(
+                TIME
+                + leads()
+                + lead("I").replace("LEAD_I", "LEAD_V4R")
+                + sequence("MDC_ECG_LEAD_X", "?")
+            )
+        ),
         aecg(series("", "REPRESENTATIVE_BEAT") + series(TIME + leads())),
         "\ufeff" + aecg(),
         aecg().replace("UTF-8", "UTF-16").encode("utf-16"),
-        aecg().replace("UTF-8", "latin-1").replace("</AnnotatedECG>", "<x>é</x></AnnotatedECG>").encode("latin-1"),
+        aecg()
+        .replace("UTF-8", "latin-1")
+        .replace("</AnnotatedECG>", "<x>é</x></AnnotatedECG>")
+        .encode("latin-1"),
         aecg().replace(" ", "\n \t"),
     ],
-    ids=["namespaces", "order", "mV", "ms", "other leads", "beat first", "BOM", "UTF-16", "Latin-1", "spaces"],
+    ids=[
+        "namespaces",
+        "order",
+        "mV",
+        "ms",
+        "other leads",
+        "beat first",
+        "BOM",
+        "UTF-16",
+        "Latin-1",
+        "spaces",
+    ],
 )
 def test_equivalent_files_give_the_same_ecg(text: str | bytes) -> None:
     check_truth(read(text))
 
 
 def test_leads_derived_from_easi_are_not_read_as_measured() -> None:
-    derived = "".join(lead(name).replace(f"LEAD_{name}", f"LEAD_d{name}") for name in ("I", "II", "III"))
+    derived = "".join(
+        lead(name).replace(f"LEAD_{name}", f"LEAD_d{name}") for name in ("I", "II", "III")
+    )
     assert set(read(aecg(series(TIME + derived + lead("V1")))).signals) == {"V1"}
     check_truth(read(aecg(series(TIME + leads() + derived))))
     check_truth(read(aecg(series(TIME + leads().replace("LEAD_AV", "LEAD_aV")))))
@@ -128,19 +188,36 @@ def test_a_real_file_with_13_samples_is_refused(tmp_path: Path) -> None:
 def test_origins_are_added_and_unmeasured_samples_are_nan() -> None:
     gap = np.array([3, MISSING, 7])
     found = read(
-        aecg(series(TIME + lead("I", gap, origin=("0.1", "mV"), scale=("5", "uV")) + lead("V2", "1 2 3") + lead("V3", " ")))
+        aecg(
+            series(
+                TIME
+                + lead("I", gap, origin=("0.1", "mV"), scale=("5", "uV"))
+                + lead("V2", "1 2 3")
+                + lead("V3", " ")
+            )
+        )
     )
     np.testing.assert_array_equal(found.signals["I"], [115, np.nan, 135])
-    assert {name: len(uv) for name, uv in found.signals.items()} == {"I": 3, "V2": 3, "V3": 0} and not found.warnings
+    assert {name: len(uv) for name, uv in found.signals.items()} == {
+        "I": 3,
+        "V2": 3,
+        "V3": 0,
+    } and not found.warnings
 
 
 def test_further_waveforms_give_a_warning() -> None:
     found = read(aecg(series(TIME + leads()) + series(TIME + leads(("I",)))))
     check_truth(found)
-    assert found.warnings == (("further waveforms", "the first of 2 sequence sets was read"),) and found.warnings[0][0] in FLAGS
+    assert (
+        found.warnings == (("further waveforms", "the first of 2 sequence sets was read"),)
+        and found.warnings[0][0] in FLAGS
+    )
 
 
-@pytest.mark.parametrize(("age", "years"), [(("18", "mo"), 1.5), (("", "a"), None), (("46", ""), None), (("old", "a"), None)])
+@pytest.mark.parametrize(
+    ("age", "years"),
+    [(("18", "mo"), 1.5), (("", "a"), None), (("46", ""), None), (("old", "a"), None)],
+)
 def test_ages_are_converted_to_years(age: tuple[str, str], years: float | None) -> None:
     assert read(aecg(age=age)).age == years
 
@@ -200,7 +277,10 @@ def test_invalid_files_are_refused_with_a_reason(text: str, reason: str) -> None
 
 SHORT = {"I": leads_uv(40, step=2.5)["I"]}
 SMALL = aecg(series(TIME + lead("I", np.rint(SHORT["I"] / 2.5).astype(int)), more=DERIVED)).encode()
-DIGITS = slice(SMALL.index(b"<digits>", SMALL.index(b"LEAD_I")) + 8, SMALL.index(b"</digits>", SMALL.index(b"LEAD_I")))
+DIGITS = slice(
+    SMALL.index(b"<digits>", SMALL.index(b"LEAD_I")) + 8,
+    SMALL.index(b"</digits>", SMALL.index(b"LEAD_I")),
+)
 
 
 RATE = SMALL[SMALL.index(b'"RHYTHM"') : SMALL.index(b"<digits>")]

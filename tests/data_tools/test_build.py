@@ -1,4 +1,5 @@
-"""Whole datasets: their bytes, reading them (with data_tools, tarfile, webdataset, DALI, zarr), and repeated builds."""
+"""Whole datasets: their bytes, reading them (with data_tools, tarfile, webdataset, DALI, zarr), and
+repeated builds."""
 
 import csv
 import errno
@@ -40,10 +41,34 @@ def test_the_order_is_a_permutation_that_depends_on_the_seed(count: int) -> None
 
 def test_a_dataset_has_the_documented_files_and_dataset_json(dataset: Dataset) -> None:
     root = Path(dataset.root.url)
-    assert {path.name for path in root.iterdir()} == {"dataset.json", "samples.parquet", "rejects.csv", "shards", "store.zarr"}
+    assert {path.name for path in root.iterdir()} == {
+        "dataset.json",
+        "samples.parquet",
+        "rejects.csv",
+        "shards",
+        "store.zarr",
+    }
     meta = json.loads((root / "dataset.json").read_text())
-    assert (meta["format_version"], meta["fs_hz"], meta["uv_per_lsb"], meta["crop_samples"]) == (1, 500, 1.0, 5000)
-    assert meta["leads"] == ["I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6"]
+    assert (meta["format_version"], meta["fs_hz"], meta["uv_per_lsb"], meta["crop_samples"]) == (
+        1,
+        500,
+        1.0,
+        5000,
+    )
+    assert meta["leads"] == [
+        "I",
+        "II",
+        "III",
+        "aVR",
+        "aVL",
+        "aVF",
+        "V1",
+        "V2",
+        "V3",
+        "V4",
+        "V5",
+        "V6",
+    ]
     assert sum(entry["crops"] for entry in meta["shards"]) == meta["crops"] == len(dataset)
     assert dataset.table().schema.names == COLUMNS.names
 
@@ -54,7 +79,11 @@ def test_rows_hold_the_values_of_the_headers(archive: Path, dataset: Dataset) ->
         for key in list(source.keys())[::7]:
             record = source.read(key)
             row = rows[(record.source, record.name, 0.0)]
-            assert (row["age"], row["sex"], row["patient"]) == (record.age, record.sex, record.patient)
+            assert (row["age"], row["sex"], row["patient"]) == (
+                record.age,
+                record.sex,
+                record.patient,
+            )
             assert (tuple(row["dx"]), row["labels"]) == (record.dx, class_row(record.dx))
             assert row["fs_source_hz"] == record.fs_hz
 
@@ -63,7 +92,9 @@ def test_webdataset_reads_the_tars(dataset: Dataset) -> None:
     rows = dataset.table().to_pylist()
     urls = [f"{dataset.root.url}/shards/{entry['name']}" for entry in dataset.shards]
     for number, sample in enumerate(webdataset.WebDataset(urls, shardshuffle=False)):
-        np.testing.assert_array_equal(np.frombuffer(sample["ecg"], "<i2").reshape(CROP_SHAPE), dataset.read(number))
+        np.testing.assert_array_equal(
+            np.frombuffer(sample["ecg"], "<i2").reshape(CROP_SHAPE), dataset.read(number)
+        )
         facts = json.loads(sample["json"])
         assert all(facts[name] == rows[number][name] for name in ("source", "record", "start_s"))
     assert number + 1 == len(dataset)
@@ -77,8 +108,12 @@ def test_tarfile_and_index_agree_on_every_offset(dataset: Dataset) -> None:
             assert all(m.isreg() and m.mtime == 0 for m in tar.getmembers())
         head, *lines = path.with_suffix(".idx").read_text().splitlines()
         words = [line.split() for line in lines]
-        assert head == f"v1.2 {len(lines)}" and {(line[0], line[4], len(line)) for line in words} == {("ecg", "json", 8)}
-        assert [(name, int(at), int(size)) for line in words for at, size, name in (line[1:4], line[5:])] == members
+        assert head == f"v1.2 {len(lines)}" and {
+            (line[0], line[4], len(line)) for line in words
+        } == {("ecg", "json", 8)}
+        assert [
+            (name, int(at), int(size)) for line in words for at, size, name in (line[1:4], line[5:])
+        ] == members
         assert {size for name, _, size in members if name.endswith(".ecg")} == {CROP_BYTES}
 
 
@@ -97,14 +132,22 @@ def test_dali_reads_the_tars(dataset: Dataset) -> None:
     for batch in range(3):
         (crops,) = pipeline.run()
         for i in range(16):
-            np.testing.assert_array_equal(np.array(crops.at(i)).reshape(CROP_SHAPE), dataset.read(16 * batch + i))
+            np.testing.assert_array_equal(
+                np.array(crops.at(i)).reshape(CROP_SHAPE), dataset.read(16 * batch + i)
+            )
 
 
-def test_the_zarr_copy_has_the_same_bytes_as_zarr_python_writes(dataset: Dataset, tmp_path: Path) -> None:
+def test_the_zarr_copy_has_the_same_bytes_as_zarr_python_writes(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     import zarr
     from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
-    inner = (BytesCodec(endian="little"), BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=2), Crc32cCodec())
+    inner = (
+        BytesCodec(endian="little"),
+        BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=2),
+        Crc32cCodec(),
+    )
     theirs = zarr.create_array(
         tmp_path / "store.zarr",
         shape=(len(dataset), *CROP_SHAPE),
@@ -121,14 +164,20 @@ def test_the_zarr_copy_has_the_same_bytes_as_zarr_python_writes(dataset: Dataset
 
 
 def test_a_dataset_may_have_only_a_zarr_copy(small: Path, tmp_path: Path) -> None:
-    lone, both = build(small, tmp_path / "z", format="zarr"), build(small, tmp_path / "both", format="both")
+    lone, both = (
+        build(small, tmp_path / "z", format="zarr"),
+        build(small, tmp_path / "both", format="both"),
+    )
     assert not (tmp_path / "z" / "shards").exists() and lone.shards == []
     for row in range(-1, len(both)):
         np.testing.assert_array_equal(lone.read(row), both.read(row))
 
 
-def test_same_input_gives_the_same_dataset_and_other_options_are_refused(small: Path, tmp_path: Path) -> None:
-    """A copy of the archive with other times gives the same bytes; another table of patients does not."""
+def test_same_input_gives_the_same_dataset_and_other_options_are_refused(
+    small: Path, tmp_path: Path
+) -> None:
+    """A copy of the archive with other times gives the same bytes; another table of patients does
+    not."""
     first = build(small, tmp_path / "a", format="both")
     before = files(tmp_path / "a")
     shutil.copytree(small, tmp_path / "copy", copy_function=shutil.copyfile)
@@ -141,7 +190,9 @@ def test_same_input_gives_the_same_dataset_and_other_options_are_refused(small: 
     other = build(small, tmp_path / "c", seed=1)
     assert other.fingerprint != first.fingerprint
     assert sorted(other.column("waveform")) == sorted(first.column("waveform"))
-    copy = (tmp_path / "copy").rename(tmp_path / "corrected")  # tables are read once per process and place
+    copy = (tmp_path / "copy").rename(
+        tmp_path / "corrected"
+    )  # tables are read once per process and place
     table = copy / "ptbxl_database.csv"
     table.write_text(table.read_text().replace("\n2,", "\n90002,"))
     with pytest.raises(DatasetError, match="other input"):
@@ -159,14 +210,25 @@ def test_several_archives_make_one_dataset(small: Path, tmp_path: Path) -> None:
 
 def refusals(dataset: Dataset) -> tuple[list[str], dict[str, int]]:
     """The paths of the refused records in rejects.csv, and the counts in dataset.json."""
-    used = {(row["source"], row["record"]) for row in dataset.table(["source", "record"]).to_pylist()}
-    details = {(source, name): detail for source, name, _, detail in dataset.rejects() if (source, name) not in used}
-    return sorted(detail.split(":")[0] for detail in details.values()), dataset.meta["sources"][0]["records"]
+    used = {
+        (row["source"], row["record"]) for row in dataset.table(["source", "record"]).to_pylist()
+    }
+    details = {
+        (source, name): detail
+        for source, name, _, detail in dataset.rejects()
+        if (source, name) not in used
+    }
+    return sorted(detail.split(":")[0] for detail in details.values()), dataset.meta["sources"][0][
+        "records"
+    ]
 
 
 @pytest.mark.parametrize("layout", ["folders", "training/georgia"])
-def test_every_refused_record_has_its_row_and_its_path(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused while planning or while reading, or because another record has its name; in two archives alike."""
+def test_every_refused_record_has_its_row_and_its_path(
+    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused while planning or while reading, or because another record has its name; in two
+    archives alike."""
     src = tmp_path / "src" / layout
     for number in range(5):
         (src / f"g{number}").mkdir(parents=True)
@@ -181,15 +243,22 @@ def test_every_refused_record_has_its_row_and_its_path(layout: str, tmp_path: Pa
     headers = [f"{layout}/g{number}/rec_1.hea" for number in range(5)]
     doubles = [f"{layout}/h/rec_{number}.hea" for number in (1, 2, 3)]
     assert paths == sorted([*headers, *headers, *doubles, doubles[2]])
-    assert counts == {"seen": 16, "used": 2, "refused": len(paths)} and f"\n{len(paths)} records refused" in words
+    assert (
+        counts == {"seen": 16, "used": 2, "refused": len(paths)}
+        and f"\n{len(paths)} records refused" in words
+    )
     assert made.meta["sources"][0]["dropped_s"] == 6.0
     again = build(tmp_path / "src", tmp_path / "key", pseudonym_key=b"k" * 32)
-    assert refusals(again)[1] == {"seen": 8, "used": 2, "refused": 6} and len(refusals(again)[0]) == 6
+    assert (
+        refusals(again)[1] == {"seen": 8, "used": 2, "refused": 6} and len(refusals(again)[0]) == 6
+    )
 
 
 def test_pseudonyms_depend_only_on_the_key(small: Path, tmp_path: Path) -> None:
     keys = (b"a" * 32, b"a" * 32, b"k" * 32, None)
-    made = [build(small, tmp_path / str(i), pseudonym_key=key, seed=i) for i, key in enumerate(keys)]
+    made = [
+        build(small, tmp_path / str(i), pseudonym_key=key, seed=i) for i, key in enumerate(keys)
+    ]
     names = [{row["record"] for row in one.table(["record"]).to_pylist()} for one in made]
     assert names[0] == names[1] and len(names[0]) == len(names[3])
     assert not names[0] & names[2] and not names[0] & names[3]
@@ -217,7 +286,9 @@ def test_a_folder_with_other_files_is_left_alone(small: Path, tmp_path: Path) ->
     assert (tmp_path / "mine" / "shards").read_text() == "precious"
 
 
-def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(small: Path, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(
+    small: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     left = ("shards/00009.tar", "shards/00009.idx", "store.zarr/zarr.json", "store.zarr/c/9/0/0")
     for name in (*left, "shards/notes.txt", ".build/x"):
@@ -228,7 +299,8 @@ def test_leftovers_of_a_killed_run_are_removed_and_nothing_else(small: Path, tmp
     assert files(out) == files(tmp_path / "fresh") | {"shards/notes.txt": b"of another run"}
 
 
-# Threads of C++ libraries that are alive when a build has failed: while Python shuts down, they could abort the process
+# Threads of C++ libraries that are alive when a build has failed: while Python shuts down, they
+# could abort the process
 THREADS_LEFT = """
 import os, sys, threading
 from handmade import build
@@ -244,9 +316,15 @@ except StorageError as error:
 
 
 def test_an_archive_without_a_usable_crop_is_one_line_and_leaves_no_thread(tmp_path: Path) -> None:
-    write_challenge(tmp_path / "a" / "training" / "georgia" / "g1", "E1", np.zeros((12, 5000), np.int16))
+    write_challenge(
+        tmp_path / "a" / "training" / "georgia" / "g1", "E1", np.zeros((12, 5000), np.int16)
+    )
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", THREADS_LEFT, tmp_path / "a", tmp_path / "out"]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     why = "no valid lead (training/georgia/g1/E1.hea: at 0 s)"
@@ -275,11 +353,16 @@ def test_if_all_records_are_refused_the_error_says_why_and_they_are_listed(
     with open(out / "rejects.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["record"] for row in rows] == ["one", "two"] and rows[0]["reason"] in said
-    if not (out / "shards").exists():  # refused for the header alone; then object storage has no folder .build
+    if not (
+        out / "shards"
+    ).exists():  # refused for the header alone; then object storage has no folder .build
         shutil.rmtree(out / ".build")
     with pytest.raises(StorageError) as hidden:
         build(src, out, pseudonym_key=b"k" * 32)
-    assert "one" not in str(hidden.value).replace(str(out), "") and "one.hea" not in (out / "rejects.csv").read_text()
+    assert (
+        "one" not in str(hidden.value).replace(str(out), "")
+        and "one.hea" not in (out / "rejects.csv").read_text()
+    )
     for name in ("one", "two"):
         write_challenge(src, name, ecg())
     assert build(src, out).meta["sources"][0]["records"] == {"seen": 2, "used": 2, "refused": 0}
@@ -301,7 +384,10 @@ def test_a_file_system_without_locks_is_used_with_a_note(
     assert capsys.readouterr().err == ""
     refuse(errno.ENOTSUP)
     assert len(build(small, tmp_path / "out")) == 15
-    assert capsys.readouterr().err == f"note: {tmp_path}/out: its file system has no locks: never let two runs write there\n"
+    assert (
+        capsys.readouterr().err
+        == f"note: {tmp_path}/out: its file system has no locks: never let two runs write there\n"
+    )
 
 
 def test_a_tar_header_fits_or_is_refused() -> None:
@@ -316,15 +402,28 @@ def test_real_ecgs_are_read_bit_for_bit(real_ecgs: Path, tmp_path: Path) -> None
     import scipy.io
 
     real = build(real_ecgs, tmp_path / "real")
-    used = {"chapman_shaoxing": 300, "cpsc_2018": 112, "cpsc_2018_extra": 29, "georgia": 58, "ningbo": 55, "ptb-xl": 309}
+    used = {
+        "chapman_shaoxing": 300,
+        "cpsc_2018": 112,
+        "cpsc_2018_extra": 29,
+        "georgia": 58,
+        "ningbo": 55,
+        "ptb-xl": 309,
+    }
     assert {s["name"]: s["records"]["used"] for s in real.meta["sources"]} == used
     rows = real.table().to_pylist()
     for number, row in enumerate(rows):
         if row["source"] == "chapman_shaoxing" and row["start_s"] == 0 and number % 5 == 0:
             (path,) = (real_ecgs / "training" / "chapman_shaoxing").glob(f"g*/{row['record']}.mat")
-            np.testing.assert_array_equal(real.read(number), scipy.io.loadmat(path)["val"][:, :5000])
+            np.testing.assert_array_equal(
+                real.read(number), scipy.io.loadmat(path)["val"][:, :5000]
+            )
     with open(real_ecgs / "RECORDS.csv") as file:
-        codes = {Path(row["path"]).name: row["dx_codes"] for row in csv.DictReader(file) if row["path"].startswith("training/")}
+        codes = {
+            Path(row["path"]).name: row["dx_codes"]
+            for row in csv.DictReader(file)
+            if row["path"].startswith("training/")
+        }
     for row in rows:
         if codes.get(row["record"]):
             assert set(row["dx"]) == set(codes[row["record"]].split(";")), row["record"]

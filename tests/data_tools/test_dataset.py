@@ -1,4 +1,5 @@
-"""A dataset as a sequence of ECGs, and CSV tables that are safe in a spreadsheet: no formulas, numbers stay numbers."""
+"""A dataset as a sequence of ECGs, and CSV tables that are safe in a spreadsheet: no formulas,
+numbers stay numbers."""
 
 import csv
 import io
@@ -28,26 +29,43 @@ def test_a_carriage_return_does_not_start_a_new_line() -> None:
 
 def test_an_arrow_table_has_the_same_cells_and_names_as_rows() -> None:
     texts = [None, *FORMULAS, *KEPT]
-    table = without_formulas(pa.table({"=a": texts, "-5": [-1.5] * len(texts), "b": ["plain"] * len(texts)}))
-    header, *rows = csv.reader(io.StringIO(as_csv([["=a", "-5", "b"], *([text, -1.5, "plain"] for text in texts)]), newline=""))
+    table = without_formulas(
+        pa.table({"=a": texts, "-5": [-1.5] * len(texts), "b": ["plain"] * len(texts)})
+    )
+    header, *rows = csv.reader(
+        io.StringIO(
+            as_csv([["=a", "-5", "b"], *([text, -1.5, "plain"] for text in texts)]), newline=""
+        )
+    )
     assert table.column_names == header == ["'=a", "-5", "b"]
-    assert [[text or "", str(number), plain] for text, number, plain in zip(*table.to_pydict().values(), strict=True)] == rows
+    assert [
+        [text or "", str(number), plain]
+        for text, number, plain in zip(*table.to_pydict().values(), strict=True)
+    ] == rows
 
 
 def test_a_dataset_is_a_sequence_of_ecgs(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     last, rows = len(dataset) - 1, dataset.table().to_pylist()
     for row in (0, last, int(np.flatnonzero(dataset.column("halves") == 1)[0])):
         ecg, facts = dataset[row], rows[row]
-        assert np.array_equal(ecg.signal_uv, dataset.read(row)) and ecg.signal_mv.dtype == np.float32
+        assert (
+            np.array_equal(ecg.signal_uv, dataset.read(row)) and ecg.signal_mv.dtype == np.float32
+        )
         np.testing.assert_allclose(ecg.signal_mv, ecg.signal_uv / 1000, rtol=1e-6)
         names = ("record", "patient", "age", "sex", "dx", "halves", "missing_leads")
         assert [getattr(ecg, name) for name in names] == [facts[name] for name in names]
-        assert ecg.labels == [name for name, has in zip(CLASSES, facts["labels"], strict=True) if has]
-    assert dataset[-1].row == last == dataset[np.int64(last)].row and [ecg.row for ecg in islice(dataset, 3)] == [0, 1, 2]
+        assert ecg.labels == [
+            name for name, has in zip(CLASSES, facts["labels"], strict=True) if has
+        ]
+    assert dataset[-1].row == last == dataset[np.int64(last)].row and [
+        ecg.row for ecg in islice(dataset, 3)
+    ] == [0, 1, 2]
     for row in (last + 1, -last - 2):
         with pytest.raises(IndexError, match=f"row {row}: .* has crops 0 to {last}"):
             dataset[row]
-    assert repr(dataset).startswith(f"Dataset({dataset.root.url!r}: {last + 1:,} crops of ") and "\n" not in repr(dataset)
+    assert repr(dataset).startswith(
+        f"Dataset({dataset.root.url!r}: {last + 1:,} crops of "
+    ) and "\n" not in repr(dataset)
     assert "signal" not in repr(dataset[0])
 
 
@@ -63,6 +81,8 @@ def test_row_groups_are_read_only_once(dataset: Dataset, monkeypatch: pytest.Mon
 def test_an_ecg_can_be_plotted(dataset: Dataset) -> None:
     figure = dataset.plot(3)
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
-    texts = {text.get_text() for axes in figure.axes for text in axes.texts} | {text.get_text() for text in figure.texts}
+    texts = {text.get_text() for axes in figure.axes for text in axes.texts} | {
+        text.get_text() for text in figure.texts
+    }
     assert "aVR" in texts and any(dataset[3].record in text for text in texts)
     assert plots.dataset_figure(dataset)._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]

@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, check_private, check_real, decoded, leads_uv
+from hospital_cases import (
+    BORN,
+    DAMAGE,
+    SECRET,
+    SHARED,
+    Damage,
+    check_damage,
+    check_private,
+    check_real,
+    decoded,
+    leads_uv,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +30,16 @@ from omnilead.data_tools.sources.base import Decoded
 pydicom = pytest.importorskip("pydicom")
 IMPLICIT, EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"
 ECG_CLASS, HEMODYNAMIC = "1.2.840.10008.5.1.4.1.1.9.1.1", "1.2.840.10008.5.1.4.1.1.9.2.1"
-CODES = {"I": 1, "II": 2, "III": 61, "aVR": 62, "aVL": 63, "aVF": 64, **{f"V{n}": n + 2 for n in range(1, 7)}, "V4R": 12}
+CODES = {
+    "I": 1,
+    "II": 2,
+    "III": 61,
+    "aVR": 62,
+    "aVL": 63,
+    "aVF": 64,
+    **{f"V{n}": n + 2 for n in range(1, 7)},
+    "V4R": 12,
+}
 TRUTH = leads_uv()
 Tree = dict[int, tuple[str, Any]]  # tag: value representation, and text, number, bytes or items
 
@@ -32,10 +52,14 @@ def encoded(tree: Tree, explicit: bool = True, open_ends: bool = False) -> bytes
             parts = [encoded(item, explicit, open_ends) for item in value]
             if open_ends:
                 ends = struct.pack("<HHI", 0xFFFE, 0xE00D, 0)
-                value = b"".join(struct.pack("<HHI", 0xFFFE, 0xE000, 2**32 - 1) + part + ends for part in parts)
+                value = b"".join(
+                    struct.pack("<HHI", 0xFFFE, 0xE000, 2**32 - 1) + part + ends for part in parts
+                )
                 value, size = value + struct.pack("<HHI", 0xFFFE, 0xE0DD, 0), 2**32 - 1
             else:
-                value = b"".join(struct.pack("<HHI", 0xFFFE, 0xE000, len(part)) + part for part in parts)
+                value = b"".join(
+                    struct.pack("<HHI", 0xFFFE, 0xE000, len(part)) + part for part in parts
+                )
         elif isinstance(value, int):
             value = value.to_bytes({"US": 2, "UL": 4}[kind], "little")
         elif isinstance(value, str):
@@ -55,17 +79,42 @@ def encoded(tree: Tree, explicit: bool = True, open_ends: bool = False) -> bytes
 
 def channel(lead: str, **more: Any) -> Tree:
     """`more`: tags as x003a0213, with their type and value; None leaves one out."""
-    source = {0x00080100: ("SH", f"5.6.3-9-{CODES[lead]}"), 0x00080102: ("SH", "SCPECG"), 0x00080104: ("LO", SECRET)}
-    tree: Tree = {0x003A0208: ("SQ", [source]), 0x003A0210: ("DS", "2.5"), 0x003A0212: ("DS", "1"), 0x003A0213: ("DS", "0")}
-    tree |= {0x003A0211: ("SQ", [{0x00080100: ("SH", "uV")}]), 0x003A0215: ("DS", "0"), 0x003A021A: ("US", 16)}
+    source = {
+        0x00080100: ("SH", f"5.6.3-9-{CODES[lead]}"),
+        0x00080102: ("SH", "SCPECG"),
+        0x00080104: ("LO", SECRET),
+    }
+    tree: Tree = {
+        0x003A0208: ("SQ", [source]),
+        0x003A0210: ("DS", "2.5"),
+        0x003A0212: ("DS", "1"),
+        0x003A0213: ("DS", "0"),
+    }
+    tree |= {
+        0x003A0211: ("SQ", [{0x00080100: ("SH", "uV")}]),
+        0x003A0215: ("DS", "0"),
+        0x003A021A: ("US", 16),
+    }
     return changed(tree, more)
 
 
 def group(leads: dict[str, np.ndarray], each: dict[str, Any] | None = None, **more: Any) -> Tree:
     steps = np.array([np.rint(uv / 2.5) for uv in leads.values()]).T.astype("<i2")
-    tree: Tree = {0x003A0004: ("CS", "ORIGINAL"), 0x003A0005: ("US", len(leads)), 0x003A0010: ("UL", len(steps))}
-    tree |= {0x003A001A: ("DS", "500"), 0x003A0020: ("SH", "RHYTHM"), 0x54001004: ("US", 16), 0x54001006: ("CS", "SS")}
-    tree |= {0x003A0200: ("SQ", [channel(lead, **each or {}) for lead in leads]), 0x54001010: ("OW", steps.tobytes())}
+    tree: Tree = {
+        0x003A0004: ("CS", "ORIGINAL"),
+        0x003A0005: ("US", len(leads)),
+        0x003A0010: ("UL", len(steps)),
+    }
+    tree |= {
+        0x003A001A: ("DS", "500"),
+        0x003A0020: ("SH", "RHYTHM"),
+        0x54001004: ("US", 16),
+        0x54001006: ("CS", "SS"),
+    }
+    tree |= {
+        0x003A0200: ("SQ", [channel(lead, **each or {}) for lead in leads]),
+        0x54001010: ("OW", steps.tobytes()),
+    }
     return changed(tree, more)
 
 
@@ -88,7 +137,9 @@ def file(*groups: Tree, syntax: str = EXPLICIT, open_ends: bool = False, **more:
     }
     tree[0x54000100] = ("SQ", list(groups or (median(), group(TRUTH))))
     meta = encoded({0x00020010: ("UI", syntax)})
-    return b"\0" * 128 + b"DICM" + meta + encoded(changed(tree, more), syntax != IMPLICIT, open_ends)
+    return (
+        b"\0" * 128 + b"DICM" + meta + encoded(changed(tree, more), syntax != IMPLICIT, open_ends)
+    )
 
 
 def same(found: Decoded | ReadError, truth: dict[str, np.ndarray] = TRUTH) -> Decoded:
@@ -108,7 +159,9 @@ def test_real_files_give_the_right_microvolts(name: str) -> None:
 
 @pytest.mark.parametrize("open_ends", [False, True])
 @pytest.mark.parametrize("syntax", [IMPLICIT, EXPLICIT])
-def test_both_transfer_syntaxes_are_read_with_and_without_lengths(syntax: str, open_ends: bool) -> None:
+def test_both_transfer_syntaxes_are_read_with_and_without_lengths(
+    syntax: str, open_ends: bool
+) -> None:
     content = file(syntax=syntax, open_ends=open_ends)
     found = same(decoded("dicom", content))
     assert found._replace(signals={}) == Decoded({}, 500.0, "4711", 61.0, "F")
@@ -146,7 +199,10 @@ def test_valid_variants_are_read(content: bytes) -> None:
 def test_mdc_codes_are_read_and_a_class_that_is_not_ecg_is_flagged() -> None:
     channels = group(TRUTH)[0x003A0200][1]
     for one, lead in zip(channels, TRUTH, strict=True):
-        one[0x003A0208] = ("SQ", [{0x00080100: ("SH", f"2:{CODES[lead]}"), 0x00080102: ("SH", "MDC")}])
+        one[0x003A0208] = (
+            "SQ",
+            [{0x00080100: ("SH", f"2:{CODES[lead]}"), 0x00080102: ("SH", "MDC")}],
+        )
     content = file(group(TRUTH, x003a0200=("SQ", channels)), x00080016=("UI", HEMODYNAMIC))
     assert same(decoded("dicom", content)).warnings[0][0] == "SOP class"
 
@@ -156,7 +212,11 @@ def test_unmeasured_samples_are_nan_and_late_channels_are_aligned() -> None:
     leads["V2"][7], leads["V3"][9] = -32768 * 2.5, 333 * 2.5
     found = decoded("dicom", file(group(leads, x5400100a=("OW", struct.pack("<h", 333)))))
     assert isinstance(found, Decoded)
-    assert {lead: np.flatnonzero(np.isnan(uv)).tolist() for lead, uv in found.signals.items() if np.isnan(uv).any()} == {
+    assert {
+        lead: np.flatnonzero(np.isnan(uv)).tolist()
+        for lead, uv in found.signals.items()
+        if np.isnan(uv).any()
+    } == {
         "V2": [7],
         "V3": [9],
     }
@@ -175,11 +235,16 @@ def test_unmeasured_samples_are_nan_and_late_channels_are_aligned() -> None:
 @pytest.mark.parametrize("status", ["DISCONNECTED", "OK\\TEST DATA", "invalid", "UNCALIBRATED"])
 def test_channels_that_state_that_they_are_unusable_are_left_out(status: str) -> None:
     statuses = {"I": "OK", "II": "QUESTIONABLE", "V2": status, "V3": status}
-    channels = [channel(lead, x003a0205=("CS", statuses[lead])) if lead in statuses else channel(lead) for lead in TRUTH]
+    channels = [
+        channel(lead, x003a0205=("CS", statuses[lead])) if lead in statuses else channel(lead)
+        for lead in TRUTH
+    ]
     found = decoded("dicom", file(group(TRUTH, x003a0200=("SQ", channels))))
     word = status.rpartition("\\")[2].upper()
     same(found, {lead: uv for lead, uv in TRUTH.items() if lead not in ("V2", "V3")})
-    assert isinstance(found, Decoded) and found.warnings == (("channel status", f"left out: V2 {word}, V3 {word}"),)
+    assert isinstance(found, Decoded) and found.warnings == (
+        ("channel status", f"left out: V2 {word}, V3 {word}"),
+    )
     assert found.warnings[0][0] in FLAGS
     every = [channel(lead, x003a0205=("CS", status)) for lead in TRUTH]
     refused = str(decoded("dicom", file(group(TRUTH, x003a0200=("SQ", every)))))
@@ -190,10 +255,14 @@ def test_of_two_rates_the_one_with_more_leads_is_read() -> None:
     slow = {"x003a001a": ("DS", "250")}
     found = decoded("dicom", file(group(TRUTH), group({"II": TRUTH["II"]}, **slow)))
     assert same(found).fs_hz == 500
-    assert str(decoded("dicom", file(group(LIMB), group(V, **slow)))).startswith("rhythm waveform: 2 of 2")
+    assert str(decoded("dicom", file(group(LIMB), group(V, **slow)))).startswith(
+        "rhythm waveform: 2 of 2"
+    )
 
 
-@pytest.mark.parametrize(("age", "years"), [("006M", 0.5), ("012W", 84 / 365.25), ("61", None), ("0x1Y", None)])
+@pytest.mark.parametrize(
+    ("age", "years"), [("006M", 0.5), ("012W", 84 / 365.25), ("61", None), ("0x1Y", None)]
+)
 def test_ages_are_converted_to_years(age: str, years: float | None) -> None:
     found = same(decoded("dicom", file(x00101010=("AS", age))))
     assert found.age == (years if years is None else pytest.approx(years))
@@ -230,15 +299,27 @@ LONG = {lead: np.zeros(300_100) for lead in ("I", "II")}
         (file(group(TRUTH, {"x003a0210": ("DS", "-1")})), "gain"),
         (file(group(TRUTH, {"x003a0213": ("DS", "inf")})), "gain"),
         (file(group(TRUTH, {"x003a0215": ("DS", "1e9")})), "skew"),
-        (file(group(TRUTH, {"x003a0215": ("DS", "3"), "x003a0214": ("DS", "0.012")})), "skew: 3 and 6 samples"),
+        (
+            file(group(TRUTH, {"x003a0215": ("DS", "3"), "x003a0214": ("DS", "0.012")})),
+            "skew: 3 and 6 samples",
+        ),
         (file(group(TRUTH, x003a001a=("DS", "30000"))), "sampling rate: 30000.0 Hz"),
         (file(group(TRUTH, {"x003a0205": ("CS", "TEST DATA")})), "channel status: I TEST DATA"),
-        (file(group(TRUTH, x54001004=("UN", [{}])), open_ends=True), "malformed DICOM: (5400,1004) is a sequence"),
-        (file(group(TRUTH, x5400100a=("UN", [{}])), open_ends=True), "malformed DICOM: (5400,100a) is a sequence"),
+        (
+            file(group(TRUTH, x54001004=("UN", [{}])), open_ends=True),
+            "malformed DICOM: (5400,1004) is a sequence",
+        ),
+        (
+            file(group(TRUTH, x5400100a=("UN", [{}])), open_ends=True),
+            "malformed DICOM: (5400,100a) is a sequence",
+        ),
         (file()[:-100], "malformed DICOM"),
         (file(open_ends=True)[:-8], "malformed DICOM"),
         (file(open_ends=True, x0040b020=("SQ", [{}] * 60_000)), "malformed DICOM"),
-        (file(x0040b020=("UN", b"")).replace(b"UN\0\0\0\0\0\0", b"UN\0\0" + b"\xff" * 4), "malformed DICOM"),
+        (
+            file(x0040b020=("UN", b"")).replace(b"UN\0\0\0\0\0\0", b"UN\0\0" + b"\xff" * 4),
+            "malformed DICOM",
+        ),
     ],
 )
 def test_invalid_files_are_refused_with_a_reason(content: bytes, reason: str) -> None:
@@ -250,14 +331,30 @@ def test_deeply_nested_sequences_are_refused() -> None:
     tree: Tree = {}
     for _ in range(40):
         tree = {0x0040B020: ("SQ", [tree])}
-    assert "nested sequences" in str(decoded("dicom", file(**{"x0040b020": tree[0x0040B020]}, open_ends=True)))
+    assert "nested sequences" in str(
+        decoded("dicom", file(**{"x0040b020": tree[0x0040B020]}, open_ends=True))
+    )
 
 
 def test_only_id_age_and_sex_of_the_patient_are_read(tmp_path: Path) -> None:
-    """Every element of DICOM's dictionary that holds text, and private ones, are full of secrets."""
-    kinds = {"PN": SECRET, "LO": SECRET, "SH": SECRET, "ST": SECRET, "LT": SECRET, "UT": SECRET, "DA": BORN, "DT": BORN}
+    """Every element of DICOM's dictionary that holds text, and private ones, are full of
+    secrets."""
+    kinds = {
+        "PN": SECRET,
+        "LO": SECRET,
+        "SH": SECRET,
+        "ST": SECRET,
+        "LT": SECRET,
+        "UT": SECRET,
+        "DA": BORN,
+        "DT": BORN,
+    }
     entries = pydicom.datadict.DicomDictionary.items()
-    known = {tag: (kind, kinds[kind]) for tag, (kind, *_) in entries if kind in kinds and 0x00080000 < tag < 0x54000000}
+    known = {
+        tag: (kind, kinds[kind])
+        for tag, (kind, *_) in entries
+        if kind in kinds and 0x00080000 < tag < 0x54000000
+    }
     for tag in (0x00080100, 0x00080102, 0x00100020):
         known.pop(tag)
     assert len(known) > 500 and {0x00100010, 0x00100030, 0x00080090} <= known.keys()
@@ -284,16 +381,23 @@ def test_damaged_files_are_refused_or_read_correctly(damage: Damage) -> None:
     st.binary(max_size=8),
 )
 @settings(max_examples=40)
-def test_damaged_channels_are_refused_or_read_correctly(row: int, tag: int, how: str, junk: bytes) -> None:
+def test_damaged_channels_are_refused_or_read_correctly(
+    row: int, tag: int, how: str, junk: bytes
+) -> None:
     channels = [channel(lead) for lead in TRUTH]
     kind, value = channels[row][tag]
     one = {"drop": None, "empty": (kind, ""), "twice": (kind, value * 2), "junk": (kind, junk)}[how]
-    channels[row] = changed(channels[row], {f"x{tag:08x}": one if not isinstance(value, int) or how != "twice" else None})
+    channels[row] = changed(
+        channels[row],
+        {f"x{tag:08x}": one if not isinstance(value, int) or how != "twice" else None},
+    )
     check_damage("dicom", file(group(TRUTH, x003a0200=("SQ", channels))), TRUTH, 500)
 
 
 def test_a_dicomdir_is_not_taken_for_an_ecg() -> None:
-    assert dicom.FORMAT.looks_like(BASE, "IM000001") and not dicom.FORMAT.looks_like(BASE, "DICOMDIR")
+    assert dicom.FORMAT.looks_like(BASE, "IM000001") and not dicom.FORMAT.looks_like(
+        BASE, "DICOMDIR"
+    )
 
 
 def test_messages_never_repeat_text_of_a_file() -> None:

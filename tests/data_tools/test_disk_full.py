@@ -1,4 +1,5 @@
-"""Without space or permission: a one-line error, no wrong file, and the same command can finish later."""
+"""Without space or permission: a one-line error, no wrong file, and the same command can finish
+later."""
 
 import errno
 import os
@@ -35,14 +36,18 @@ def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
 
     def set_up(options: str) -> Path:
         options = f"remount,{options}" if place.is_mount() else options
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, text=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, text=True
+        )
         if done.returncode:
             pytest.skip(f"mounting a small file system is not allowed here: {done.stderr.strip()}")
         return place
 
     yield set_up
     if place.is_mount():
-        subprocess.run(["umount", "--lazy", place], check=True)  # at once, though somebody may look into it just now
+        subprocess.run(
+            ["umount", "--lazy", place], check=True
+        )  # at once, though somebody may look into it just now
 
 
 def command(archive: Path, out: Path) -> list[str]:
@@ -54,7 +59,10 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-@pytest.mark.parametrize("room", [0, 700_000, 2_400_000, "00001.idx", "00001.parquet", "zarr-00000", SAMPLES, REJECTS, META])
+@pytest.mark.parametrize(
+    "room",
+    [0, 700_000, 2_400_000, "00001.idx", "00001.parquet", "zarr-00000", SAMPLES, REJECTS, META],
+)
 def test_a_full_disk_gives_a_one_line_error_and_leaves_no_wrong_file(
     small: Path,
     right: dict[str, bytes],
@@ -63,7 +71,8 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_no_wrong_file(
     capsys: pytest.CaptureFixture[str],
     room: int | str,
 ) -> None:
-    """After so many bytes (in the first shard, the second, the zarr twin), or when this file's turn comes."""
+    """After so many bytes (in the first shard, the second, the zarr twin), or when this file's turn
+    comes."""
     place = mount("size=64m")
     write = LocalFolder.write
 
@@ -89,11 +98,16 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_no_wrong_file(
 
 def fill(place: Path, room: int) -> None:
     with open(place / "filler", "wb") as filler:
-        os.posix_fallocate(filler.fileno(), 0, os.statvfs(place).f_bavail * os.statvfs(place).f_bsize - room)
+        os.posix_fallocate(
+            filler.fileno(), 0, os.statvfs(place).f_bavail * os.statvfs(place).f_bsize - room
+        )
 
 
-def test_a_read_only_disk_gives_a_one_line_error(small: Path, mount: Mount, capsys: pytest.CaptureFixture[str]) -> None:
-    """Refused before anything is read; a finished dataset there can still be verified, shown, and be the answer again."""
+def test_a_read_only_disk_gives_a_one_line_error(
+    small: Path, mount: Mount, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before anything is read; a finished dataset there can still be verified, shown, and
+    be the answer again."""
     place = mount("size=64m")
     assert main(command(small, place / "out")) == 0
     mount("ro")
@@ -107,7 +121,9 @@ def test_a_read_only_disk_gives_a_one_line_error(small: Path, mount: Mount, caps
 
 
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/nothing", "/dev/null"])
-def test_an_invalid_path_is_a_one_line_error(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+def test_an_invalid_path_is_a_one_line_error(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
     (tmp_path / "file").write_text("not a folder")
     assert main(command(small, tmp_path / out)) == 2
     assert "omnilead shard: " in one_line(capsys)

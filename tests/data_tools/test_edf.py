@@ -1,4 +1,5 @@
-"""EDF: the microvolts that the header states, and no file read wrongly or beyond what is needed of it."""
+"""EDF: the microvolts that the header states, and no file read wrongly or beyond what is needed of
+it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,16 @@ import numpy as np
 import pytest
 from binary_ecgs import edf
 from handmade import build, ecg, rejected
-from hospital_cases import BORN, DAMAGE, SECRET, SHARED, Damage, check_damage, check_private, check_real
+from hospital_cases import (
+    BORN,
+    DAMAGE,
+    SECRET,
+    SHARED,
+    Damage,
+    check_damage,
+    check_private,
+    check_real,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,18 +39,37 @@ def test_a_real_file_states_a_wrong_scale() -> None:
     found = check_real("edf", "edf_contec.edf")
     noted = HospitalFiles(folder(SHARED)).read("edf_contec.edf").warnings
     assert [reason for reason, _ in noted] == ["implausible amplitude"]
-    assert (found.patient, [lead for lead, uv in found.signals.items() if np.ptp(uv)]) == (None, list(LEADS[:6]))
+    assert (found.patient, [lead for lead, uv in found.signals.items() if np.ptp(uv)]) == (
+        None,
+        list(LEADS[:6]),
+    )
 
 
 def test_leads_are_found_by_their_labels_and_units_are_stated() -> None:
     named = ("ECG I", "EKG II", "ECG_Lead V1", "ecg avr", "Lead V6", "V2", "SpO2", "ECG", "Event")
-    signals = dict.fromkeys(named, X["I"]) | {"V2": np.full(5000, 7), "SpO2": np.arange(10)}  # a rate of its own
+    signals = dict.fromkeys(named, X["I"]) | {
+        "V2": np.full(5000, 7),
+        "SpO2": np.arange(10),
+    }  # a rate of its own
     found = decode(edf(signals, unit="mV", scale=(-3.2767, 3.2768, -32767, 32768)))
-    assert not np.ptp(found.signals.pop("V2")) and list(found.signals) == ["I", "II", "V1", "aVR", "V6"]
-    assert (found.fs_hz, found.patient, found.sex, found.warnings) == (500.0, "MCH-0234567", "F", ())
+    assert not np.ptp(found.signals.pop("V2")) and list(found.signals) == [
+        "I",
+        "II",
+        "V1",
+        "aVR",
+        "V6",
+    ]
+    assert (found.fs_hz, found.patient, found.sex, found.warnings) == (
+        500.0,
+        "MCH-0234567",
+        "F",
+        (),
+    )
     for uv in found.signals.values():
         np.testing.assert_allclose(uv, 0.1 * X["I"], atol=1e-9)
-    inverted = decode(edf(I, unit="\u00b5V", scale=(1000, -1000, -32768, 32767), records=5, duration="2.0")).signals["I"]
+    inverted = decode(
+        edf(I, unit="\u00b5V", scale=(1000, -1000, -32768, 32767), records=5, duration="2.0")
+    ).signals["I"]
     np.testing.assert_allclose(inverted, 1000 - (X["I"] + 32768.0) * 2000 / 65535)
 
 
@@ -50,18 +79,27 @@ SIGNS |= {"ECG-aVR": 1, "EKG - I": 1, "ECG- I": 1, "ECG-Lead V1": 1, "ECGII": 1}
 
 @pytest.mark.parametrize("label", SIGNS)
 def test_the_sign_of_a_lead_is_read(tmp_path: Path, label: str) -> None:
-    sign, lead = SIGNS[label], next(lead for lead in reversed(LEADS) if label.upper().endswith(lead.upper()))
+    sign, lead = (
+        SIGNS[label],
+        next(lead for lead in reversed(LEADS) if label.upper().endswith(lead.upper())),
+    )
     (tmp_path / "one.edf").write_bytes(edf({label: sign * X[lead], "V6": X["V6"]}))
     made = build(tmp_path, tmp_path / "out", plan="all")
     np.testing.assert_array_equal(made[0].signal_uv[LEADS.index(lead)], X[lead])
-    noted = [(reason, detail) for _, _, reason, detail in made.rejects() if reason == "inverted lead"]
-    assert noted == ([("inverted lead", f"{lead}: labelled with a minus, inverted again")] if sign < 0 else [])
+    noted = [
+        (reason, detail) for _, _, reason, detail in made.rejects() if reason == "inverted lead"
+    ]
+    assert noted == (
+        [("inverted lead", f"{lead}: labelled with a minus, inverted again")] if sign < 0 else []
+    )
     assert verify(made, open_sources(str(tmp_path), "edf")) == []
 
 
 def test_another_reader_agrees(tmp_path: Path) -> None:
     kit = pytest.importorskip("ecgdatakit", reason="needs ecgdatakit, of the group test")
-    (tmp_path / "one.edf").write_bytes(edf(X, records=4, duration="2.5", scale=(-900, 2100, -2048, 2047)))
+    (tmp_path / "one.edf").write_bytes(
+        edf(X, records=4, duration="2.5", scale=(-900, 2100, -2048, 2047))
+    )
     found = decode((tmp_path / "one.edf").read_bytes())
     for lead in kit.FileParser.parse(tmp_path / "one.edf", units="uV").leads:
         np.testing.assert_allclose(found.signals[lead.label], lead.samples)
@@ -74,12 +112,18 @@ def test_another_reader_agrees(tmp_path: Path) -> None:
         ("MCH-0234567 M 02-MAY-1951 Haagse_Harry", "EDF+C", ("MCH-0234567", "M")),
         ("X X X X", "EDF+C", (None, "X")),
         ("MCH-0234567 F X X other fields", "EDF+C", ("MCH-0234567", "F")),
-        ("Harry van der Haag", "EDF+C", (None, None)),  # not as EDF+ demands: no name is taken for a code
+        (
+            "Harry van der Haag",
+            "EDF+C",
+            (None, None),
+        ),  # not as EDF+ demands: no name is taken for a code
         ("Haag F 1951 Harry", "EDF+C", (None, None)),
         ("MCH-0234567 M 02-MAY-1951 Haagse_Harry", "", (None, None)),
     ],
 )
-def test_only_the_code_and_the_sex_of_a_patient(patient: str, kind: str, known: tuple[str | None, str | None]) -> None:
+def test_only_the_code_and_the_sex_of_a_patient(
+    patient: str, kind: str, known: tuple[str | None, str | None]
+) -> None:
     found = decode(edf(I, patient=patient, kind=kind))
     assert (found.patient, found.sex) == known and found.age is None
 
@@ -122,7 +166,13 @@ def test_refused(name: str) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 13 * 256 - 8), st.sampled_from(["", "0", "-1", "3", "1e300", "I", "\xb5V"])), max_size=3)
+    st.lists(
+        st.tuples(
+            st.integers(0, 13 * 256 - 8),
+            st.sampled_from(["", "0", "-1", "3", "1e300", "I", "\xb5V"]),
+        ),
+        max_size=3,
+    )
 )
 def test_any_header(changes: list[tuple[int, str]]) -> None:
     data = bytearray(GOOD)
@@ -145,7 +195,9 @@ def test_damaged_bytes(damage: Damage) -> None:
 def test_names_stay_out_of_a_dataset(tmp_path: Path) -> None:
     secret = f"{SECRET} {BORN}"
     notes = {"EDF Annotations": np.frombuffer(f"{secret:30}".encode() * 10, "<i2"), SECRET: X["I"]}
-    content = edf(X | notes, patient=f"4711 M 21-MAY-1937 {secret}", kind=f"EDF+C {secret}", free=secret)
+    content = edf(
+        X | notes, patient=f"4711 M 21-MAY-1937 {secret}", kind=f"EDF+C {secret}", free=secret
+    )
     check_private(tmp_path, "edf", content, "4711", None, "M")
 
 

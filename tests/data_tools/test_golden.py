@@ -1,5 +1,5 @@
-"""An archive always gives the same bytes, rows and roles, so that existing datasets stay valid. A hash here may change only
-together with an entry in CHANGELOG.md."""
+"""An archive always gives the same bytes, rows and roles, so that existing datasets stay valid.
+A hash here may change only together with an entry in CHANGELOG.md."""
 
 import hashlib
 import json
@@ -19,7 +19,8 @@ RATES = ("500", "257", "1000", "400")
 
 
 def signal(number: int, samples: int) -> np.ndarray:
-    """Whole numbers from products and remainders only, so they do not depend on a library's generator or cosine."""
+    """Whole numbers from products and remainders only, so they do not depend on a library's
+    generator or cosine."""
     at = np.arange(12)[:, None] * 977 + np.arange(samples) * (131 + number)
     x = (at % 1009 + at % 97 * 11 - 1000) // 2 * 2
     if number % 17:
@@ -33,16 +34,26 @@ def signal(number: int, samples: int) -> np.ndarray:
 def made(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     root = tmp_path_factory.mktemp("golden")
     for number in range(120):
-        folder, letter = (("cpsc_2018", "A"), ("georgia", "E"), ("ningbo", "JS"), ("ptb-xl", "HR"))[number % 4]
+        folder, letter = (("cpsc_2018", "A"), ("georgia", "E"), ("ningbo", "JS"), ("ptb-xl", "HR"))[
+            number % 4
+        ]
         x = signal(number, 2600 + 433 * (number % 29))
         if number % 19 == 3:
             x[number % 12, 7] = -32768  # not measured
         rate = RATES[number // 4 % 4] if number % 7 == 0 else "500"
-        gain = "488.3(-3)/mV" if number % 5 == 1 else "20(0)/mV" if number % 31 == 9 else "1000.0(0)/mV"
+        gain = (
+            "488.3(-3)/mV"
+            if number % 5 == 1
+            else "20(0)/mV"
+            if number % 31 == 9
+            else "1000.0(0)/mV"
+        )
         place = root / "archive" / "training" / folder / f"g{number // 40 + 1}"
         write_challenge(place, f"{letter}{number:05d}", x, fs=rate, form=f"16x1+24 {gain} 16 0")
     rows = "".join(f"{number},{number // 12}.0,50,0,{{}},\n" for number in range(3, 120, 4))
-    (root / "archive" / "ptbxl_database.csv").write_text(f"ecg_id,patient_id,age,sex,scp_codes,heart_axis\n{rows}")
+    (root / "archive" / "ptbxl_database.csv").write_text(
+        f"ecg_id,patient_id,age,sex,scp_codes,heart_axis\n{rows}"
+    )
     return shard(open_sources(str(root / "archive")), ShardOptions(str(root / "out"), quiet=True))
 
 
@@ -54,9 +65,25 @@ def test_bytes_and_rows_never_change(made: Dataset) -> None:
     assert len(made) == 217
     assert [one["sha256"][:16] for one in made.meta["shards"]] == ["e0ce29e9d4423f79"]
     rows = made.table().to_pylist()
-    assert digest(json.dumps([[row["waveform"], row["crc32c"], row["offset"]] for row in rows])) == "a62ef70aa5c55e84"
-    columns = ("source", "record", "patient", "start_s", "halves", "missing_leads", "flags", "dx", "labels", "fs_source_hz")
-    assert digest(json.dumps([[row[name] for name in columns] for row in rows])) == "6998bf6270a94c06"
+    assert (
+        digest(json.dumps([[row["waveform"], row["crc32c"], row["offset"]] for row in rows]))
+        == "a62ef70aa5c55e84"
+    )
+    columns = (
+        "source",
+        "record",
+        "patient",
+        "start_s",
+        "halves",
+        "missing_leads",
+        "flags",
+        "dx",
+        "labels",
+        "fs_source_hz",
+    )
+    assert (
+        digest(json.dumps([[row[name] for name in columns] for row in rows])) == "6998bf6270a94c06"
+    )
     assert digest(Path(made.root.url, "rejects.csv").read_text()) == "0489953901749419"
 
 
@@ -68,9 +95,16 @@ def test_bytes_and_rows_never_change(made: Dataset) -> None:
         ("paper-split", 0, "f2d1bfc311074c53", "62c01a550f78e0ae"),
     ],
 )
-def test_roles_never_change(plan: str, seed: int, everybody: str, default: str, made: Dataset) -> None:
-    for sources, roles in ((RoleSources(pretrain=("all",), id_share=1.0), everybody), (RoleSources(), default)):
-        table = assign_roles(made.table(), plan, seed, sources).select(["pretrain", "dx_role", "id_role"])
+def test_roles_never_change(
+    plan: str, seed: int, everybody: str, default: str, made: Dataset
+) -> None:
+    for sources, roles in (
+        (RoleSources(pretrain=("all",), id_share=1.0), everybody),
+        (RoleSources(), default),
+    ):
+        table = assign_roles(made.table(), plan, seed, sources).select(
+            ["pretrain", "dx_role", "id_role"]
+        )
         assert digest(json.dumps(table.to_pylist())) == roles
 
 

@@ -1,4 +1,5 @@
-"""Folders of hospitals' files: formats mixed, files that are none, names, and XML of unknown origin."""
+"""Folders of hospitals' files: formats mixed, files that are none, names, and XML of unknown
+origin."""
 
 import errno
 import itertools
@@ -60,26 +61,49 @@ def mixed(root: Path) -> Path:
 
 
 def test_a_mixed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["shard", str(mixed(tmp_path / "src")), "--out", str(tmp_path / "out"), "--workers", "1"]
+    command = [
+        "shard",
+        str(mixed(tmp_path / "src")),
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "1",
+    ]
     assert main(command) == 0
     messages = capsys.readouterr().err
     assert "--pseudonymize KEYFILE" in messages and messages.count("were left out") == 1
     assert "3 files of no known format were left out (1 .pdf, 1 .txt, 1 no ending)" in messages
     made = Dataset.open(str(tmp_path / "out"))
     named = f"a_b_{UID.replace('.', '_')}"
-    assert set(crops_of(made)) == {("muse-xml", "a_one"), ("dicom", "two"), ("dicom", named), ("dicom", f"{named}9")}
+    assert set(crops_of(made)) == {
+        ("muse-xml", "a_one"),
+        ("dicom", "two"),
+        ("dicom", named),
+        ("dicom", f"{named}9"),
+    }
     assert sorted(made.rejects()) == [
         ("dicom", "a_IM1", "file too large", f"a/IM1: {2**24 + 1} bytes"),
         ("dicom", "cut", "malformed DICOM", "cut.dcm: cut off"),
-        ("hospital", "a_other", "unknown format", "a/other.xml: its root is html: none of " + ", ".join(FORMATS)),
+        (
+            "hospital",
+            "a_other",
+            "unknown format",
+            "a/other.xml: its root is html: none of " + ", ".join(FORMATS),
+        ),
     ]
-    assert main(["verify", str(tmp_path / "out"), "--archive", str(tmp_path / "src"), "--workers", "1"]) == 0
+    assert (
+        main(
+            ["verify", str(tmp_path / "out"), "--archive", str(tmp_path / "src"), "--workers", "1"]
+        )
+        == 0
+    )
 
 
 def test_with_a_key_no_message_names_a_file_or_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder that cannot be listed, files of no known format, and an archive of which nothing is known."""
+    """A folder that cannot be listed, files of no known format, and an archive of which nothing is
+    known."""
     src, key = mixed(tmp_path / "src"), tmp_path / "key"
     key.write_bytes(bytes(32))
     key.chmod(0o600)
@@ -103,28 +127,61 @@ def test_with_a_key_no_message_names_a_file_or_folder(
     for name in ("unknown", "link"):
         assert main(["shard", str(tmp_path / name), *options]) == 2
     said = capsys.readouterr()
-    assert f"cannot list a folder in {src} (`find {src} -type d ! -readable` names it): Permission denied" in said.err
+    assert (
+        f"cannot list a folder in {src} (`find {src} -type d ! -readable` names it): Permission "
+        "denied" in said.err
+    )
     assert "4 files of no known format were left out\n" in said.err and "one is a link" in said.err
     content = everything_in(Dataset.open(str(tmp_path / "out"))).decode("latin-1")
     for text in (said.out, said.err, content):
-        assert not re.search("john|1951", text, re.IGNORECASE) and "--pseudonymize KEYFILE" not in text
+        assert (
+            not re.search("john|1951", text, re.IGNORECASE) and "--pseudonymize KEYFILE" not in text
+        )
 
 
-def test_with_a_key_no_error_of_object_storage_names_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_key_no_error_of_object_storage_names_an_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0)
     root = folder("memory://private", private=True)
-    for error in (PermissionError("private/JOHN_DOE"), TimeoutError("no answer for private/JOHN_DOE")):
+    for error in (
+        PermissionError("private/JOHN_DOE"),
+        TimeoutError("no answer for private/JOHN_DOE"),
+    ):
         monkeypatch.setattr(type(root.fs), "find", mock.Mock(side_effect=error))
-        with pytest.raises(StorageError, match=r"memory://private: .*(PermissionError|TimeoutError)") as said:
+        with pytest.raises(
+            StorageError, match=r"memory://private: .*(PermissionError|TimeoutError)"
+        ) as said:
             list(root.names("JOHN_DOE"))
         assert "JOHN" not in str(said.value)
 
 
-def test_beside_wfdb_records_they_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beside_wfdb_records_they_are_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_wfdb(mixed(tmp_path / "src"), "rec_1", "16", LEADS)
-    assert main(["shard", f"{tmp_path}/src", "--out", f"{tmp_path}/out", "--plan", "all", "--workers", "1"]) == 0
-    message = "left out 4 files that look like ECGs, first a/one.xml: `omnilead shard --source hospital` reads them instead"
-    assert message in capsys.readouterr().err and {kind for kind, _ in crops_of(Dataset.open(f"{tmp_path}/out"))} == {"wfdb"}
+    assert (
+        main(
+            [
+                "shard",
+                f"{tmp_path}/src",
+                "--out",
+                f"{tmp_path}/out",
+                "--plan",
+                "all",
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
+    message = (
+        "left out 4 files that look like ECGs, first a/one.xml: `omnilead shard --source "
+        "hospital` reads them instead"
+    )
+    assert message in capsys.readouterr().err and {
+        kind for kind, _ in crops_of(Dataset.open(f"{tmp_path}/out"))
+    } == {"wfdb"}
 
 
 def test_beside_a_known_archive_they_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -133,7 +190,10 @@ def test_beside_a_known_archive_they_are_left_out_and_counted(tmp_path: Path) ->
         (tmp_path / "src" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "src" / name).write_bytes(b"")
     (source,) = open_sources(f"{tmp_path}/src")
-    assert source.name == "physionet2021" and "left out 2 files that look like ECGs, first one.xml" in source.notes()[-1]
+    assert (
+        source.name == "physionet2021"
+        and "left out 2 files that look like ECGs, first one.xml" in source.notes()[-1]
+    )
 
 
 def test_a_folder_named_training_is_no_archive_without_records(tmp_path: Path) -> None:
@@ -175,9 +235,15 @@ def test_a_file_that_a_store_denies_once_is_not_left_out(monkeypatch: pytest.Mon
 def test_show_draws_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mixed(tmp_path / "src")
     assert main(["show", f"{tmp_path}/src/two.DCM", "--png", f"{tmp_path}/one.png"]) == 0
-    assert "two.DCM: 12 leads, 500 Hz, 5 s" in capsys.readouterr().out and (tmp_path / "one.png").stat().st_size > 10_000
+    assert (
+        "two.DCM: 12 leads, 500 Hz, 5 s" in capsys.readouterr().out
+        and (tmp_path / "one.png").stat().st_size > 10_000
+    )
     assert main(["show", f"{tmp_path}/src/notes.txt"]) == 2
-    assert "notes.txt would be refused: unknown format: none of muse-xml, dicom" in capsys.readouterr().err
+    assert (
+        "notes.txt would be refused: unknown format: none of muse-xml, dicom"
+        in capsys.readouterr().err
+    )
 
 
 def test_show_prints_one_line_for_a_damaged_file(
@@ -194,27 +260,59 @@ def test_show_prints_one_line_for_a_damaged_file(
 
 def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path: Path) -> None:
     source, long = HospitalFiles(folder(tmp_path)), "x" * 64
-    same = {"a (1).xml": "a_1_", "1.2.3/4.5": "1_2_3_4_5", f"{long}.xml": long, "ward 7/Smith, J.xml": "ward_7_Smith_J"}
+    same = {
+        "a (1).xml": "a_1_",
+        "1.2.3/4.5": "1_2_3_4_5",
+        f"{long}.xml": long,
+        "ward 7/Smith, J.xml": "ward_7_Smith_J",
+    }
     assert {key: source.name_for(key) for key in same} == same
-    keys = ["李四.xml", "王五.xml", "a [1].xml", "a {1}.xml", "Jürgen.xml", "Jörgen.xml", "李/1.xml", "王/1.xml", "\udce4.xml"]
-    names = [source.name_for(key) for key in [*same, *keys, f"{long}1.xml", f"{long}2.xml", f"ward/{long}"]]
+    keys = [
+        "李四.xml",
+        "王五.xml",
+        "a [1].xml",
+        "a {1}.xml",
+        "Jürgen.xml",
+        "Jörgen.xml",
+        "李/1.xml",
+        "王/1.xml",
+        "\udce4.xml",
+    ]
+    names = [
+        source.name_for(key)
+        for key in [*same, *keys, f"{long}1.xml", f"{long}2.xml", f"ward/{long}"]
+    ]
     assert len(set(names)) == len(names) and max(map(len, names)) == 64
     assert all(re.fullmatch("[A-Za-z0-9_-]+", name) for name in names)
     for seed, name in enumerate(keys[:2]):
-        (tmp_path / name).write_text(muse("".join(lead_xml(lead, one + seed) for lead, one in steps().items())))
+        (tmp_path / name).write_text(
+            muse("".join(lead_xml(lead, one + seed) for lead, one in steps().items()))
+        )
     made = build(tmp_path, tmp_path / "out", plan="all")
     assert not made.rejects() and len(set(made.column("record"))) == 2
 
 
-@pytest.mark.parametrize(("factor", "plausible"), [(0.03, False), (0.2, True), (1, True), (8, False)])
-def test_amplitudes_that_no_heart_has_are_noted_in_every_format(tmp_path: Path, factor: float, plausible: bool) -> None:
-    leads = "".join(lead_xml(name, one, LeadAmplitudeUnitsPerBit=4.88 * factor) for name, one in steps().items())
+@pytest.mark.parametrize(
+    ("factor", "plausible"), [(0.03, False), (0.2, True), (1, True), (8, False)]
+)
+def test_amplitudes_that_no_heart_has_are_noted_in_every_format(
+    tmp_path: Path, factor: float, plausible: bool
+) -> None:
+    leads = "".join(
+        lead_xml(name, one, LeadAmplitudeUnitsPerBit=4.88 * factor) for name, one in steps().items()
+    )
     (tmp_path / "one.xml").write_text(muse(leads))
-    (tmp_path / "one.dcm").write_bytes(dicom_file(group(TRUTH, {"x003a0210": ("DS", str(2.5 * factor))})))
+    (tmp_path / "one.dcm").write_bytes(
+        dicom_file(group(TRUTH, {"x003a0210": ("DS", str(2.5 * factor))}))
+    )
     x = dict(zip(LEADS, ecg() // 2, strict=True))
-    (tmp_path / "one.edf").write_bytes(edf(x, scale=(-32768 * factor, round(32767 * factor), -32768, 32767)))
+    (tmp_path / "one.edf").write_bytes(
+        edf(x, scale=(-32768 * factor, round(32767 * factor), -32768, 32767))
+    )
     for record in HospitalFiles(folder(tmp_path)):
-        assert [reason for reason, _ in record.warnings] == ([] if plausible else ["implausible amplitude"])
+        assert [reason for reason, _ in record.warnings] == (
+            [] if plausible else ["implausible amplitude"]
+        )
 
 
 @pytest.mark.parametrize("plan", ["all", "paper", "paper-split"])
@@ -222,14 +320,21 @@ def test_records_of_an_implausible_amplitude_are_for_pre_training_only_if_asked_
     tmp_path: Path, plan: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "src").mkdir()
-    for number, high in enumerate((32767, 327670, 32767)):  # the second file states ten times the scale
+    for number, high in enumerate(
+        (32767, 327670, 32767)
+    ):  # the second file states ten times the scale
         x = dict(zip(LEADS, ecg(seed=number) // 2, strict=True))
-        (tmp_path / "src" / f"{number}.edf").write_bytes(edf(x, scale=(-high - 1, high, -32768, 32767)))
+        (tmp_path / "src" / f"{number}.edf").write_bytes(
+            edf(x, scale=(-high - 1, high, -32768, 32767))
+        )
     command = ["shard", f"{tmp_path}/src", "--plan", plan, "--workers", "1", "--out"]
     for option, pretrained in (([], {"0", "2"}), (["--pretrain-implausible"], {"0", "1", "2"})):
         out = f"{tmp_path}/out{len(option)}"
         assert main([*command, out, *option]) == 0
-        noted = "note: 1 crop left out of pre-training: no heart has such an amplitude" in capsys.readouterr().err
+        noted = (
+            "note: 1 crop left out of pre-training: no heart has such an amplitude"
+            in capsys.readouterr().err
+        )
         assert noted == (not option)
         rows = Dataset.open(out).table().to_pylist()
         assert {row["record"] for row in rows if "implausible" in row["flags"]} == {"1"}
@@ -255,7 +360,22 @@ def test_long_names_are_shortened_and_stay_different(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "Anonymous", "000000", "xxx", "0", "-", "UNK", "NoID", "No ID", "Unidentified", "TEST", "not available"]
+    "text",
+    [
+        "",
+        " ",
+        "Anonymous",
+        "000000",
+        "xxx",
+        "0",
+        "-",
+        "UNK",
+        "NoID",
+        "No ID",
+        "Unidentified",
+        "TEST",
+        "not available",
+    ],
 )
 def test_what_stands_for_an_unknown_patient_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "one").write_bytes(dicom_file(x00100020=("LO", text)))
@@ -263,18 +383,45 @@ def test_what_stands_for_an_unknown_patient_is_none(tmp_path: Path, text: str) -
 
 
 def test_patients_of_different_ids_stay_different(tmp_path: Path) -> None:
-    ids = ["4711", f"{UID}.1", f"{UID}.2", "A/7", "B/7", "7", "Ü 7", "Ö 7", "x.1", "x.2", "7" * 63 + "8", "7" * 64 + "8"]
+    ids = [
+        "4711",
+        f"{UID}.1",
+        f"{UID}.2",
+        "A/7",
+        "B/7",
+        "7",
+        "Ü 7",
+        "Ö 7",
+        "x.1",
+        "x.2",
+        "7" * 63 + "8",
+        "7" * 64 + "8",
+    ]
     for number, text in enumerate(ids):
         (tmp_path / f"{number}.xml").write_text(muse().replace("4711", text), encoding="utf-8")
     found = build(tmp_path, tmp_path / "out", plan="all").table(["record", "patient"]).to_pylist()
     patients = {row["record"]: row["patient"] for row in found}
-    assert len(set(patients.values())) == len(ids) and patients["0"] == "4711" and max(map(len, patients.values())) == 64
+    assert (
+        len(set(patients.values())) == len(ids)
+        and patients["0"] == "4711"
+        and max(map(len, patients.values())) == 64
+    )
 
 
 def test_a_constant_lead_was_not_measured_and_nothing_is_computed_from_it(tmp_path: Path) -> None:
     flat = steps() | {"I": np.zeros_like(steps()["I"])}
-    (tmp_path / "one.xml").write_text(muse("".join(lead_xml(name, one) for name, one in flat.items())))
-    assert HospitalFiles(folder(tmp_path)).read("one.xml").leads == ("II", "V1", "V2", "V3", "V4", "V5", "V6")
+    (tmp_path / "one.xml").write_text(
+        muse("".join(lead_xml(name, one) for name, one in flat.items()))
+    )
+    assert HospitalFiles(folder(tmp_path)).read("one.xml").leads == (
+        "II",
+        "V1",
+        "V2",
+        "V3",
+        "V4",
+        "V5",
+        "V6",
+    )
     (tmp_path / "two.dcm").write_bytes(dicom_file(x00100020=("LO", "12")))
     whole = HospitalFiles(folder(tmp_path)).read("two.dcm")
     assert set(whole.leads) == set(LEADS) and np.ptp(whole.signal, axis=1).all()
@@ -305,7 +452,9 @@ def test_a_patient_has_one_role_whatever_the_format(tmp_path: Path, key: bytes |
 
 
 def test_the_sources_that_share_patients_are_the_formats() -> None:
-    assert set(VENDORS) == set(FORMATS) and VENDORS[0] == "muse-xml"  # whose pseudonyms all of them have
+    assert (
+        set(VENDORS) == set(FORMATS) and VENDORS[0] == "muse-xml"
+    )  # whose pseudonyms all of them have
 
 
 @given(st.binary(max_size=300), st.sampled_from(["", "one.xml", "one.scp", "one.edf"]))
@@ -313,12 +462,22 @@ def test_the_sources_that_share_patients_are_the_formats() -> None:
 def test_no_bytes_make_a_format_fail(data: bytes, name: str) -> None:
     """Looking at a file never raises, and decoding it raises a ReadError only."""
     for kind, one in FORMATS.items():
-        head = b"" if len(data) % 2 else (BASE[:140] if kind == "dicom" else b"<RestingECG>" if "xml" in kind else b"0       ")
+        head = (
+            b""
+            if len(data) % 2
+            else (
+                BASE[:140] if kind == "dicom" else b"<RestingECG>" if "xml" in kind else b"0       "
+            )
+        )
         one.looks_like(head + data, name)
         assert isinstance(decoded(kind, head + data), ReadError)
 
 
-TRIPLE = {"hl7-aecg": "aecg_fda_example.xml", "dicom": "same_as_aecg.dcm", "scp-ecg": "same_as_aecg.scp"}
+TRIPLE = {
+    "hl7-aecg": "aecg_fda_example.xml",
+    "dicom": "same_as_aecg.dcm",
+    "scp-ecg": "same_as_aecg.scp",
+}
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")

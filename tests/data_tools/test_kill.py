@@ -1,7 +1,9 @@
-"""kill -9 at any moment of sharding: no file under a final name is ever wrong, and another run gives the same bytes.
+"""kill -9 at any moment of sharding: no file under a final name is ever wrong, and another run
+gives the same bytes.
 
-Run as a script, this file starts the processes to kill: a process without threads forks them, so that they need no imports.
-Half of them are killed after a random time of work, half at a random file-system call; both are seeded.
+Run as a script, this file starts the processes to kill: a process without threads forks them, so
+that they need no imports. Half of them are killed after a random time of work, half at a random
+file-system call; both are seeded.
 """
 
 import contextlib
@@ -43,7 +45,9 @@ if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: ma
     write = LocalFolder.write
 
     def write_or_hang(self: LocalFolder, name: str, data: bytes) -> None:
-        if len(list(Path(self.url).glob(".build/*.parquet"))) >= int(os.environ.get("HANG_AT", 10**6)):
+        if len(list(Path(self.url).glob(".build/*.parquet"))) >= int(
+            os.environ.get("HANG_AT", 10**6)
+        ):
             time.sleep(10**6)
         write(self, name, data)
 
@@ -53,17 +57,23 @@ if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: ma
 def test_killed_over_and_over(small: Path, tmp_path: Path) -> None:
     result = _script("storm", small, tmp_path, KILLS, SEED)
     assert result["kills"] >= KILLS
-    assert min(result["during"][phase] for phase in ("shards", "zarr", "tables")) >= 5  # kills fell where something can break
+    assert (
+        min(result["during"][phase] for phase in ("shards", "zarr", "tables")) >= 5
+    )  # kills fell where something can break
 
 
 def test_killing_a_run_also_ends_its_worker_processes(small: Path, tmp_path: Path) -> None:
-    """Kill the whole group, then only the parent: its workers must not keep writing where the next run writes."""
+    """Kill the whole group, then only the parent: its workers must not keep writing where the next
+    run writes."""
     assert _script("workers", small, tmp_path, 2, SEED) == {"kills": 3, "orphans": 0}
 
 
-def test_a_second_run_is_refused_until_the_first_ends(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second run is refused with one line and changes nothing. After the first is killed, a run with other settings may
-    use the folder, and nothing of the killed run stays: its parts have plain names, and the next run has a key."""
+def test_a_second_run_is_refused_until_the_first_ends(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run is refused with one line and changes nothing. After the first is killed, a
+    run with other settings may use the folder, and nothing of the killed run stays: its parts
+    have plain names, and the next run has a key."""
     out, (command, environment) = tmp_path / "out", _command("held", small, tmp_path / "out", 8, 1)
     run = subprocess.Popen(command, env=environment)
     try:
@@ -83,12 +93,19 @@ def test_a_second_run_is_refused_until_the_first_ends(small: Path, tmp_path: Pat
     assert not [name for name in named if name.startswith(("HR", "A0", "JS", "E0"))]
 
 
-def test_ctrl_c_is_one_line_and_the_run_can_be_finished(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C for the whole group gives one line, no traceback of any process, and exit code 130; another run finishes."""
+def test_ctrl_c_is_one_line_and_the_run_can_be_finished(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C for the whole group gives one line, no traceback of any process, and exit code 130;
+    another run finishes."""
     command, environment = _command("typed", small, tmp_path / "out", 2, SEED)
     environment["HANG_AT"] = "3"
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # or, begun by `command &`, nobody here would hear it
-    run = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # or, begun by `command &`, nobody here would hear it
+    run = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     signal.signal(signal.SIGINT, before)
     until(lambda: len(list(tmp_path.glob("out/.build/*.parquet"))) >= 3)
     os.killpg(run.pid, signal.SIGINT)
@@ -96,7 +113,21 @@ def test_ctrl_c_is_one_line_and_the_run_can_be_finished(small: Path, tmp_path: P
     assert (run.returncode, error) == (130, "interrupted: run the same command again to continue\n")
     assert members(run.pid) == []
     monkeypatch.setattr(plan, "SHARD_CROPS", 4)
-    assert main(["shard", str(small), "--out", str(tmp_path / "out"), "--format", "both", "--workers", "1"]) == 0
+    assert (
+        main(
+            [
+                "shard",
+                str(small),
+                "--out",
+                str(tmp_path / "out"),
+                "--format",
+                "both",
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
 
 
 def _command(*arguments: object) -> tuple[list[str], dict[str, str]]:
@@ -143,15 +174,21 @@ def die_at_call(number: int, out: Path) -> None:
 
 
 def phase(out: Path) -> str:
-    for name, mark in (("after", META), ("tables", "samples.parquet"), ("zarr", "store.zarr"), ("shards", "shards")):
+    for name, mark in (
+        ("after", META),
+        ("tables", "samples.parquet"),
+        ("zarr", "store.zarr"),
+        ("shards", "shards"),
+    ):
         if (out / name if name == mark else out / mark).exists():
             return name
     return "plan"
 
 
 def reference(archive: str, out: Path) -> tuple[float, int, list[int]]:
-    """An uninterrupted build, which opens no file for writing under its final name. -> its CPU seconds, its file-system calls,
-    and which of them are the worst to die at: every rename and the last ones. What it imports lazily is imported here."""
+    """An uninterrupted build, which opens no file for writing under its final name. -> its CPU
+    seconds, its file-system calls, and which of them are the worst to die at: every rename and
+    the last ones. What it imports lazily is imported here."""
     notes = out.parent / "calls.json"
 
     def recorded() -> None:
@@ -165,7 +202,11 @@ def reference(archive: str, out: Path) -> tuple[float, int, list[int]]:
 
         sys.addaudithook(hook)
         build(archive, out, format="both")
-        assert [name for name in opened if not name.startswith(".build/") and not name.endswith(".partial")] == []
+        assert [
+            name
+            for name in opened
+            if not name.startswith(".build/") and not name.endswith(".partial")
+        ] == []
         notes.write_text(json.dumps([calls, sorted(set(sys.modules) - {"__main__"})]))
 
     for _ in range(2):
@@ -175,14 +216,21 @@ def reference(archive: str, out: Path) -> tuple[float, int, list[int]]:
         calls, modules = json.loads(notes.read_text())
         for name in modules:
             with contextlib.suppress(ImportError):  # Cython's own are no modules
-                if not name.startswith("_"):  # theirs who import them: _asyncio before asyncio breaks both
+                if not name.startswith(
+                    "_"
+                ):  # theirs who import them: _asyncio before asyncio breaks both
                     importlib.import_module(name)
     last = range(len(calls) - LAST_CALLS, len(calls))
-    return seconds, len(calls), [1 + i for i, event in enumerate(calls) if event == "os.rename" or i in last]
+    return (
+        seconds,
+        len(calls),
+        [1 + i for i, event in enumerate(calls) if event == "os.rename" or i in last],
+    )
 
 
 def check_unfinished(out: Path, right: dict[str, bytes]) -> None:
-    """What a killed run left: every file that has a final name is the right one; finished only if it verifies."""
+    """What a killed run left: every file that has a final name is the right one; finished only if
+    it verifies."""
     for name, data in files(out).items() if out.exists() else ():
         if not name.startswith(".build/") and not name.endswith(".partial"):
             assert right[name] == data, name
@@ -222,7 +270,14 @@ def storm(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
             check_unfinished(out, right)
         assert files(out) == right, f"dataset {datasets} of seed {seed}"
         shutil.rmtree(out)
-    return {"seed": seed, "kills": during.total(), "datasets": datasets, "during": during, "calls": calls, "seconds": seconds}
+    return {
+        "seed": seed,
+        "kills": during.total(),
+        "datasets": datasets,
+        "during": during,
+        "calls": calls,
+        "seconds": seconds,
+    }
 
 
 def members(group: int) -> list[int]:
@@ -269,7 +324,9 @@ def workers(archive: str, root: Path, kills: int, seed: int) -> dict[str, Any]:
 
 def typed(archive: str, out: Path, workers: int, seed: int) -> int:
     """As the command line runs it."""
-    return main(["shard", archive, "--out", str(out), "--format", "both", "--workers", str(workers)])
+    return main(
+        ["shard", archive, "--out", str(out), "--format", "both", "--workers", str(workers)]
+    )
 
 
 def held(archive: str, out: Path, crops: int, parts: int) -> None:

@@ -1,4 +1,5 @@
-"""Files that look like ECGs and that no source of a folder reads are counted, whichever command opens the folder."""
+"""Files that look like ECGs and that no source of a folder reads are counted, whichever command
+opens the folder."""
 
 from pathlib import Path
 
@@ -36,7 +37,9 @@ def opened(root: Path, *besides: Path) -> tuple[list[tuple[str, int]], str]:
     return [(source.name, len(list(source.keys()))) for source in sources], (noted or [""])[0]
 
 
-def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(tmp_path: Path) -> None:
+def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(
+    tmp_path: Path,
+) -> None:
     challenge(tmp_path / "training", records=3)
     plain(tmp_path / "mywfdb" / "day 1", 21)
     found, note = opened(tmp_path)
@@ -45,7 +48,10 @@ def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(t
     assert note == f"{tmp_path}: left out 21 files that look like ECGs, {where}"
     assert opened(tmp_path, tmp_path / "mywfdb") == (found, "")
     assert opened(tmp_path / "mywfdb") == ([("wfdb", 21)], "")
-    without_names = f"{tmp_path}: left out 21 files that look like ECGs: `omnilead shard --source wfdb` reads them instead"
+    without_names = (
+        f"{tmp_path}: left out 21 files that look like ECGs: `omnilead shard --source wfdb` reads "
+        "them instead"
+    )
     assert open_sources(str(tmp_path), private=True)[0].left_out == without_names
 
 
@@ -64,14 +70,26 @@ def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path: Path) ->
     challenge(tmp_path / "ptb-xl" / "more")
     (tmp_path / "mimic" / "files" / "one.XML").touch()
     found, note = opened(tmp_path, tmp_path / "georgia", tmp_path / "copies")
-    assert len(found) == 4 and "left out 2 files that look like ECGs, first ptb-xl/more/georgia/g1/E00000.hea: " in note
+    assert (
+        len(found) == 4
+        and "left out 2 files that look like ECGs, first ptb-xl/more/georgia/g1/E00000.hea: "
+        in note
+    )
     assert note.endswith(f"give {tmp_path}/ptb-xl/more as well")
-    note = opened(tmp_path, tmp_path / "georgia", tmp_path / "copies", tmp_path / "ptb-xl" / "more")[1]
-    assert note.endswith("first mimic/files/one.XML: `omnilead shard --source hospital` reads them instead")
+    note = opened(
+        tmp_path, tmp_path / "georgia", tmp_path / "copies", tmp_path / "ptb-xl" / "more"
+    )[1]
+    assert note.endswith(
+        "first mimic/files/one.XML: `omnilead shard --source hospital` reads them instead"
+    )
 
 
-@pytest.mark.parametrize("place", ["ptb-xl", "ptb-xl/records500/00000", "georgia", "training", "training/georgia"])
-def test_a_folder_with_an_archives_name_and_other_records_is_a_wfdb_folder(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["ptb-xl", "ptb-xl/records500/00000", "georgia", "training", "training/georgia"]
+)
+def test_a_folder_with_an_archives_name_and_other_records_is_a_wfdb_folder(
+    tmp_path: Path, place: str
+) -> None:
     plain(tmp_path / place, 2)
     assert opened(tmp_path) == ([("wfdb", 2)], "")
     assert opened(tmp_path / place) == ([("wfdb", 2)], "")
@@ -85,7 +103,9 @@ def test_a_folder_of_headers_alone_is_opened(tmp_path: Path) -> None:
     assert opened(tmp_path) == ([("wfdb", 2)], "")
 
 
-def test_a_folder_that_may_not_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     challenge(tmp_path / "training")
     (tmp_path / "lost+found").mkdir()
     names = LocalFolder.names
@@ -128,13 +148,21 @@ def test_a_bucket_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     store.put(str(tmp_path), "/left", recursive=True)
     listed: list[str] = []
     find = type(store).find
-    monkeypatch.setattr(type(store), "find", lambda self, path, **options: listed.append(path) or find(self, path, **options))
+    monkeypatch.setattr(
+        type(store),
+        "find",
+        lambda self, path, **options: listed.append(path) or find(self, path, **options),
+    )
     (source,) = open_sources("memory://left")
-    assert source.left_out.endswith("v1.0/mywfdb/00000_hr.hea: to read them, too, give memory://left/v1.0 as well")
+    assert source.left_out.endswith(
+        "v1.0/mywfdb/00000_hr.hea: to read them, too, give memory://left/v1.0 as well"
+    )
     assert listed == ["memory://left"]
 
 
-def test_every_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_says_what_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = tmp_path / "src", tmp_path / "out"
     challenge(source / "training", records=2)
     plain(source / "mywfdb")
@@ -144,14 +172,23 @@ def test_every_command_says_what_it_leaves_out(tmp_path: Path, capsys: pytest.Ca
     commands = {
         "shard": lambda: main(["shard", str(source), "--out", str(out), "--workers", "1"]),
         "verify": lambda: main(["verify", str(out), "--archive", str(source), "--workers", "1"]),
-        "predict": lambda: predict.main(["--model", model, *data, "--out", str(tmp_path / "dx.csv")]),
-        "embed": lambda: embed.main(["--model", model, *data, "--out", str(tmp_path / "x.parquet")]),
+        "predict": lambda: predict.main(
+            ["--model", model, *data, "--out", str(tmp_path / "dx.csv")]
+        ),
+        "embed": lambda: embed.main(
+            ["--model", model, *data, "--out", str(tmp_path / "x.parquet")]
+        ),
     }
     for name, run in commands.items():
         assert run() == 0, name
         assert capsys.readouterr().err.count(note) == 1, name
-    assert main(["shard", str(source), f"{source}/mywfdb", "--out", f"{out}2", "--workers", "1"]) == 0
+    assert (
+        main(["shard", str(source), f"{source}/mywfdb", "--out", f"{out}2", "--workers", "1"]) == 0
+    )
     assert "left out" not in capsys.readouterr().err
     more = [*data, f"{source}/mywfdb", "--out", str(tmp_path / "all.csv")]
     assert predict.main(["--model", model, *more]) == 0
-    assert "left out" not in capsys.readouterr().err and (tmp_path / "all.csv").read_text().count("\n") == 4
+    assert (
+        "left out" not in capsys.readouterr().err
+        and (tmp_path / "all.csv").read_text().count("\n") == 4
+    )

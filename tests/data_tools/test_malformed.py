@@ -1,7 +1,9 @@
-"""Malformed records that are known to have fooled readers are refused with a reason, or read as intended.
+"""Malformed records that are known to have fooled readers are refused with a reason, or read as
+intended.
 
-All are in one archive with good records. Each is read alone, within a second and 200 MB, as part of a Challenge archive and of
-a plain folder of WFDB records. Then the whole archive is made into a dataset with the command that a user would type.
+All are in one archive with good records. Each is read alone, within a second and 200 MB, as part of
+a Challenge archive and of a plain folder of WFDB records. Then the whole archive is made into a
+dataset with the command that a user would type.
 """
 
 import os
@@ -34,7 +36,8 @@ PLACE = "training/georgia/g1"
 
 @pytest.fixture(scope="module")
 def traced() -> Iterator[None]:
-    """Once for all: Python 3.11's tracemalloc.stop() may crash the process if another thread takes memory just then."""
+    """Once for all: Python 3.11's tracemalloc.stop() may crash the process if another thread takes
+    memory just then."""
     tracemalloc.start()
     yield
     tracemalloc.stop()
@@ -64,10 +67,16 @@ def read_all(source: Source, key: str) -> tuple[EcgRecord, list[np.ndarray], lis
         raise ReadError("too short")
     record = source.read(key)
     crops = [np.empty(CROP_SHAPE, "<i2") for _ in range(crop_count(plan.samples, plan.fs_hz))]
-    return record, crops, [prepare_crop(record, index, crop).missing for index, crop in enumerate(crops)]
+    return (
+        record,
+        crops,
+        [prepare_crop(record, index, crop).missing for index, crop in enumerate(crops)],
+    )
 
 
-def bounded(source: Source, key: str) -> tuple[EcgRecord, list[np.ndarray], list[tuple[str, ...]]] | str:
+def bounded(
+    source: Source, key: str
+) -> tuple[EcgRecord, list[np.ndarray], list[tuple[str, ...]]] | str:
     """What comes of a record, or the reason of its refusal, in bounded time and memory."""
     tracemalloc.reset_peak()
     before, started = tracemalloc.get_traced_memory()[0], time.process_time()
@@ -84,7 +93,9 @@ def bounded(source: Source, key: str) -> tuple[EcgRecord, list[np.ndarray], list
 def same(crops: list[np.ndarray], x: np.ndarray, missing: tuple[str, ...] = ()) -> None:
     """Crops of 10 s; a last one of 5 s if as much is left."""
     parts = [x[:, start : start + 5000] for start in range(0, x.shape[1], 5000)]
-    parts = [part if part.shape[1] == 5000 else part[:, :2500] for part in parts if part.shape[1] >= 2500]
+    parts = [
+        part if part.shape[1] == 5000 else part[:, :2500] for part in parts if part.shape[1] >= 2500
+    ]
     assert len(crops) == len(parts)
     for crop, part in zip(crops, parts, strict=True):
         meant = np.pad(part, ((0, 12 - len(part)), (0, 5000 - part.shape[1])))
@@ -93,8 +104,11 @@ def same(crops: list[np.ndarray], x: np.ndarray, missing: tuple[str, ...] = ()) 
 
 
 @pytest.mark.parametrize("case", REFUSED | ORPHANS)
-def test_malformed_records_are_refused_with_their_reason(written: tuple[Path, dict[str, Made]], case: str) -> None:
-    """Of the Challenge's archive; a plain folder has another reason, or reads it by the names of its leads."""
+def test_malformed_records_are_refused_with_their_reason(
+    written: tuple[Path, dict[str, Made]], case: str
+) -> None:
+    """Of the Challenge's archive; a plain folder has another reason, or reads it by the names of
+    its leads."""
     root, cases = written
     _, reason, *other = (REFUSED | ORPHANS)[case]
     key = f"{PLACE}/{NAMES[case]}.{'mat' if case in ORPHANS else 'hea'}"
@@ -112,7 +126,9 @@ def test_malformed_records_are_refused_with_their_reason(written: tuple[Path, di
 
 @pytest.mark.parametrize("kind", [PhysioNet2021, WfdbFolder])
 @pytest.mark.parametrize("case", READ)
-def test_unusual_records_are_read_correctly(written: tuple[Path, dict[str, Made]], case: str, kind: type[Source]) -> None:
+def test_unusual_records_are_read_correctly(
+    written: tuple[Path, dict[str, Made]], case: str, kind: type[Source]
+) -> None:
     root, cases = written
     found = bounded(kind(folder(root)), f"{PLACE}/{NAMES[case]}.hea")
     assert not isinstance(found, str), found
@@ -125,13 +141,17 @@ def test_unusual_records_are_read_correctly(written: tuple[Path, dict[str, Made]
 
 
 @pytest.fixture(scope="module")
-def dataset(written: tuple[Path, dict[str, Made]], tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def dataset(
+    written: tuple[Path, dict[str, Made]], tmp_path_factory: pytest.TempPathFactory
+) -> Dataset:
     out = tmp_path_factory.mktemp("malformed") / "dataset"
     assert main(["shard", str(written[0]), "--out", str(out), "--workers", "1"]) == 0
     return Dataset.open(str(out))
 
 
-def test_the_archive_becomes_a_dataset_of_its_good_records(dataset: Dataset, written: tuple[Path, dict[str, Made]]) -> None:
+def test_the_archive_becomes_a_dataset_of_its_good_records(
+    dataset: Dataset, written: tuple[Path, dict[str, Made]]
+) -> None:
     crops, (_, cases) = crops_of(dataset), written
     assert set(crops) == {("georgia", NAMES[case]) for case in READ}
     for case, (_, missing, _, dx) in READ.items():
@@ -207,7 +227,13 @@ class Floats(Source):
         return iter(["good", *self.wrong])
 
     def read(self, key: str) -> EcgRecord:
-        plain = {"signal": ecg() / 1000.0, "fs_hz": 500.0, "leads": LEADS, "source": "own", "age": 64.3}
+        plain = {
+            "signal": ecg() / 1000.0,
+            "fs_hz": 500.0,
+            "leads": LEADS,
+            "source": "own",
+            "age": 64.3,
+        }
         facts = plain | self.wrong.get(key, ({}, ""))[0]
         if "at" in facts:
             lead, sample, value = facts.pop("at")  # type: ignore[misc]

@@ -1,4 +1,5 @@
-"""Philips XML: right microvolts from real files and from files made here; no damaged file is read wrongly."""
+"""Philips XML: right microvolts from real files and from files made here; no damaged file is read
+wrongly."""
 
 import base64
 import struct
@@ -6,7 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hospital_cases import BORN_ISO, DAMAGE, SECRET, SHARED, Damage, check_damage, check_private, check_real, decoded, leads_uv
+from hospital_cases import (
+    BORN_ISO,
+    DAMAGE,
+    SECRET,
+    SHARED,
+    Damage,
+    check_damage,
+    check_private,
+    check_real,
+    decoded,
+    leads_uv,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,8 +32,19 @@ KIND, RATE = "philips-xml", 250
 TRUTH = leads_uv(ECG_S * RATE)
 PERSON = f"""<patientid>4711</patientid><name><lastname>{SECRET}</lastname></name><sex>Female</sex>
 <age defaultage="50"><dateofbirth>{BORN_ISO}</dateofbirth><months>18</months></age><race code="{SECRET}">{SECRET}</race>"""
-WAVE = {"dataencoding": "Base64", "compression": "XLI", "numberofleads": "12", "leadlabels": " ".join(LEADS), "resolution": "5"}
-WAVE |= {"durationperchannel": "11000", "samplespersecond": f"{RATE}", "signaloffset": "0", "signalsigned": "True"}
+WAVE = {
+    "dataencoding": "Base64",
+    "compression": "XLI",
+    "numberofleads": "12",
+    "leadlabels": " ".join(LEADS),
+    "resolution": "5",
+}
+WAVE |= {
+    "durationperchannel": "11000",
+    "samplespersecond": f"{RATE}",
+    "signaloffset": "0",
+    "signalsigned": "True",
+}
 WAVE |= {"bitspersample": "16"}
 
 
@@ -34,14 +57,21 @@ def with_pulse(leads: dict[str, np.ndarray], height: int = 200) -> dict[str, np.
 
 
 def stored(leads: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """What the file holds in place of III, aVR, aVL and aVF is how far they are from what I, II and III let expect."""
+    """What the file holds in place of III, aVR, aVL and aVF is how far they are from what I, II and
+    III let expect."""
     i, ii, iii = (leads[name] for name in LEADS[:3])
-    expected = {"III": ii - i, "aVR": -((i + ii) // 2), "aVL": (i - iii) // 2, "aVF": (ii + iii) // 2}
+    expected = {
+        "III": ii - i,
+        "aVR": -((i + ii) // 2),
+        "aVL": (i - iii) // 2,
+        "aVF": (ii + iii) // 2,
+    }
     return [expected[name] - x if name in expected else x for name, x in leads.items()]
 
 
 def chunk(x: np.ndarray) -> bytes:
-    """One lead in XLI: its second differences, high bytes before low bytes, in LZW with codes of 10 bits."""
+    """One lead in XLI: its second differences, high bytes before low bytes, in LZW with codes of 10
+    bits."""
     second = np.diff(x, 2)
     steps = np.concatenate((x[:2], 64 - second[1:], [64])).astype(np.int16).view(np.uint16)
     codes, known, word = [], {bytes([i]): i for i in range(256)}, b""
@@ -66,9 +96,18 @@ CHUNKS = [chunk(x) for x in stored(with_pulse(TRUTH))]
 SPARE = chunk(np.zeros((ECG_S + 1) * RATE, int))  # some files hold more leads than they name
 
 
-def philips(chunks: list[bytes] = CHUNKS, version: str = "1.04", more: str = "", inner: str = "", **wave: str | None) -> str:
-    """`wave`: attributes of the waveforms, None leaves one out; `more`: before them; `inner`: in the signal's description."""
-    attributes = " ".join(f'{name}="{text}"' for name, text in (WAVE | wave).items() if text is not None)
+def philips(
+    chunks: list[bytes] = CHUNKS,
+    version: str = "1.04",
+    more: str = "",
+    inner: str = "",
+    **wave: str | None,
+) -> str:
+    """`wave`: attributes of the waveforms, None leaves one out; `more`: before them; `inner`: in
+    the signal's description."""
+    attributes = " ".join(
+        f'{name}="{text}"' for name, text in (WAVE | wave).items() if text is not None
+    )
     return f"""<?xml version="1.0" encoding="UTF-8"?><restingecgdata xmlns="http://www3.medical.philips.com">
 <documentinfo><documentname>{SECRET}</documentname><documenttype>PhilipsECG</documenttype>
 <documentversion>{version}</documentversion></documentinfo>
@@ -106,41 +145,74 @@ def check_truth(found: Decoded) -> None:
         ("philips_10401_wrong_encoding.xml", (None, None, "")),
     ],
 )
-def test_real_files_give_the_right_microvolts(file: str, person: tuple[str | None, float | None, str | None]) -> None:
+def test_real_files_give_the_right_microvolts(
+    file: str, person: tuple[str | None, float | None, str | None]
+) -> None:
     found = check_real(KIND, file)
-    assert (found.patient, found.age, found.sex) == person and {len(uv) for uv in found.signals.values()} == {5000}
+    assert (found.patient, found.age, found.sex) == person and {
+        len(uv) for uv in found.signals.values()
+    } == {5000}
 
 
 def test_ecgdatakit_reads_the_same_microvolts(tmp_path: Path) -> None:
     kit = pytest.importorskip("ecgdatakit", reason="needs ecgdatakit, of the group test")
     (tmp_path / "one.xml").write_text(philips(inner=f"<samplingrate>{RATE}</samplingrate>"))
-    leads = {lead.label: lead.samples for lead in kit.FileParser.parse(tmp_path / "one.xml", units="uV").leads}
+    leads = {
+        lead.label: lead.samples
+        for lead in kit.FileParser.parse(tmp_path / "one.xml", units="uV").leads
+    }
     for name, uv in TRUTH.items():
         np.testing.assert_allclose(leads[name][: ECG_S * RATE], uv)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1", "utf-8 that says utf-16"])
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1", "utf-8 that says utf-16"]
+)
 def test_all_encodings_are_read(encoding: str) -> None:
     name = encoding.split()[0]
-    text = philips(more="<x>é</x>").replace("UTF-8", {"utf-8-sig": "UTF-8"}.get(encoding, encoding.split()[-1]))
+    text = philips(more="<x>é</x>").replace(
+        "UTF-8", {"utf-8-sig": "UTF-8"}.get(encoding, encoding.split()[-1])
+    )
     check_truth(read(text.encode(name)))
 
 
 def test_version_1_03_is_read_without_lead_names_or_resolution() -> None:
-    old = {"compression": None, "compressmethod": "XLI", "bitspersample": None, "nbitspersample": "16", "leadlabels": None}
+    old = {
+        "compression": None,
+        "compressmethod": "XLI",
+        "bitspersample": None,
+        "nbitspersample": "16",
+        "leadlabels": None,
+    }
     old |= {"numberofleads": None, "resolution": None}
     channels = "<numberchannelsallocated>12</numberchannelsallocated>"
     check_truth(read(philips(version="1.03", inner=channels, **old)))
-    check_truth(read(philips(version="1.03", inner=f"{channels}<signalresolution>5</signalresolution>", **old)))
-    found = decoded(KIND, philips(version="1.03", inner=channels.replace("12", "8"), **old).encode())
+    check_truth(
+        read(
+            philips(
+                version="1.03", inner=f"{channels}<signalresolution>5</signalresolution>", **old
+            )
+        )
+    )
+    found = decoded(
+        KIND, philips(version="1.03", inner=channels.replace("12", "8"), **old).encode()
+    )
     assert isinstance(found, ReadError) and found.reason == "signal count"
 
 
 def test_files_with_more_or_fewer_leads_or_no_pulse_are_read() -> None:
-    fifteen = philips([*CHUNKS, *CHUNKS[6:9]], leadlabels=f"{' '.join(LEADS)} V3R V4R V7", numberofleads="15")
+    fifteen = philips(
+        [*CHUNKS, *CHUNKS[6:9]], leadlabels=f"{' '.join(LEADS)} V3R V4R V7", numberofleads="15"
+    )
     check_truth(read(fifteen))
     seven = [name for name in LEADS if name not in ("III", "aVR", "aVL", "aVF", "V3")]
-    some = read(philips([CHUNKS[LEADS.index(name)] for name in seven], leadlabels=" ".join(seven), numberofleads="7"))
+    some = read(
+        philips(
+            [CHUNKS[LEADS.index(name)] for name in seven],
+            leadlabels=" ".join(seven),
+            numberofleads="7",
+        )
+    )
     assert list(some.signals) == seven
     off = read(philips([*CHUNKS[:11], SPARE]))
     assert not off.signals["V6"].any() and off.signals["V5"].any()
@@ -148,27 +220,39 @@ def test_files_with_more_or_fewer_leads_or_no_pulse_are_read() -> None:
     check_truth(ten := read(philips([*plain, SPARE], durationperchannel="10000")))
     eleven = read(philips([SPARE] * 12))
     for found, seconds in ((ten, "10 s"), (eleven, "11 s")):
-        assert [(reason, detail[:4]) for reason, detail in found.warnings] == [("no calibration pulse", seconds)]
+        assert [(reason, detail[:4]) for reason, detail in found.warnings] == [
+            ("no calibration pulse", seconds)
+        ]
     assert ten.warnings[0][0] in FLAGS and not off.warnings
 
 
 def test_the_medical_record_number_replaces_a_missing_patient_id() -> None:
-    assert read(philips().replace("<patientid>4711</patientid>", "<patientid/><MRN>12</MRN>")).patient == "12"
+    assert (
+        read(philips().replace("<patientid>4711</patientid>", "<patientid/><MRN>12</MRN>")).patient
+        == "12"
+    )
 
 
 YOUNG = [("<years>0</years><months>6</months>", 0.5), ("<years>0</years><months/>", 0.0)]
-YOUNG += [("<years>3</years><months>5</months>", 3.0), ("<years>0</years><months>0</months><days>7</days>", 7 / 365.25)]
+YOUNG += [
+    ("<years>3</years><months>5</months>", 3.0),
+    ("<years>0</years><months>0</months><days>7</days>", 7 / 365.25),
+]
 
 
 @pytest.mark.parametrize(
-    ("age", "years"), [("<years>50</years>", 50.0), ("<days></days>", None), ("<years>?</years>", None), *YOUNG]
+    ("age", "years"),
+    [("<years>50</years>", 50.0), ("<days></days>", None), ("<years>?</years>", None), *YOUNG],
 )
 def test_ages_are_converted_to_years(age: str, years: float | None) -> None:
     assert read(philips().replace("<months>18</months>", age)).age == years
 
 
 def test_only_id_age_and_sex_of_the_patient_are_copied(tmp_path: Path) -> None:
-    content = philips().replace(BORN_ISO, BORN_ISO.replace("-", "")).encode() + f"<!-- {BORN_ISO} {SECRET} -->".encode()
+    content = (
+        philips().replace(BORN_ISO, BORN_ISO.replace("-", "")).encode()
+        + f"<!-- {BORN_ISO} {SECRET} -->".encode()
+    )
     check_private(tmp_path, KIND, content, patient="4711", age=1.5, sex="F")
 
 
@@ -182,8 +266,14 @@ MIXED = [*CHUNKS[:7], LOW[7], *CHUNKS[8:]]
         ("", "malformed XML"),
         (philips()[:-40], "malformed XML"),
         ("<sapphire/>", "unknown format"),
-        *((philips(version=version), "format version") for version in ("1.02", "1.04.02", "1.045", "")),
-        (philips().replace("<parsedwaveforms", "<parsedwaveforms/><parsedwaveforms"), "rhythm waveform"),
+        *(
+            (philips(version=version), "format version")
+            for version in ("1.02", "1.04.02", "1.045", "")
+        ),
+        (
+            philips().replace("<parsedwaveforms", "<parsedwaveforms/><parsedwaveforms"),
+            "rhythm waveform",
+        ),
         (philips(compression="None"), "compression"),
         (philips(compression=None), "compression"),
         (philips(dataencoding="Plain"), "dataencoding"),
@@ -211,7 +301,10 @@ MIXED = [*CHUNKS[:7], LOW[7], *CHUNKS[8:]]
         (philips([*CHUNKS[:11], CHUNKS[11][:-400]]), "signal count"),
         (philips([*CHUNKS[:11], struct.pack("<IHh", 2**31, 1, 0)]), "signal count"),
         (philips([*CHUNKS[:11], struct.pack("<IHh", 5, 1, 0) + b"\xff" * 5]), "sample data"),
-        (philips([*CHUNKS[:11], struct.pack("<IHh", 5, 1, 0) + b"\x00\x7f" * 2 + b"\xff"]), "sample data"),
+        (
+            philips([*CHUNKS[:11], struct.pack("<IHh", 5, 1, 0) + b"\x00\x7f" * 2 + b"\xff"]),
+            "sample data",
+        ),
         (philips().replace("</parsedwaveforms>", "!</parsedwaveforms>"), "base64"),
     ],
     ids=lambda text: text if len(text) < 30 else "text",

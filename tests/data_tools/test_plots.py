@@ -18,7 +18,8 @@ PX_PER_MM = 10
 
 
 def square_waves(mv: float = 1.0) -> np.ndarray:
-    """0 and `mv` by turns, half a second each, in all leads, in microvolts; a little more often 0, so that 0 is the median."""
+    """0 and `mv` by turns, half a second each, in all leads, in microvolts; a little more often 0,
+    so that 0 is the median."""
     t = np.arange(5000) / FS_HZ
     return np.tile(np.int16(1000 * mv) * (t % 1.0 >= 0.52), (len(LEADS), 1))
 
@@ -43,7 +44,9 @@ def test_the_page_is_a4_with_10_mm_per_mv_and_25_mm_per_second() -> None:
     assert image.shape[:2] == (2100, 2970)
     corners = [(TRACE_X_MM + 14, ROWS_Y_MM[3] - 8), (TRACE_X_MM + 249, ROWS_Y_MM[3] + 16)]
     (left, bottom), (right, top) = figure.axes[0].transData.transform(corners).round().astype(int)
-    ink = (image.max(axis=2) < 110)[2100 - top : 2100 - bottom, left:right]  # the grid is too pale to count
+    ink = (image.max(axis=2) < 110)[
+        2100 - top : 2100 - bottom, left:right
+    ]  # the grid is too pale to count
     rows = np.flatnonzero(ink.sum(axis=1) > ink.shape[1] // 4)  # the two levels of the wave
     upper, lower = rows[rows < rows.mean()], rows[rows > rows.mean()]
     assert lower.mean() - upper.mean() == pytest.approx(10 * PX_PER_MM, abs=1)
@@ -76,7 +79,9 @@ def test_columns_are_contiguous_in_time() -> None:
         start_s = 2.5 * (i // 3)
         assert trace[0, 0] == pytest.approx(TRACE_X_MM + 25 * start_s)
         assert trace[-1, 0] == pytest.approx(TRACE_X_MM + 25 * min(start_s + 2.5, 4999 / FS_HZ))
-        assert trace[0, 1] == pytest.approx(ROWS_Y_MM[i % 3] + 10 * (-1 + 2 * start_s * FS_HZ / 4999))
+        assert trace[0, 1] == pytest.approx(
+            ROWS_Y_MM[i % 3] + 10 * (-1 + 2 * start_s * FS_HZ / 4999)
+        )
     assert [words(figure.axes[0])[i] for i in range(13)] == [*LEADS, "II"]
     assert len(lines(figure, "separator")) == 9
     assert "25 mm/s   10 mm/mV   500 Hz" in words(figure)
@@ -87,7 +92,11 @@ def test_a_missing_lead_is_dashed_and_labelled() -> None:
     assert words(figure.axes[0]).count("missing") == 2
     for lead in ("V1", "V5"):
         (line,) = lines(figure, f"missing {lead}")
-        assert line.is_dashed() and np.ptp(points(line)[:, 0]) == 62.5 and np.ptp(points(line)[:, 1]) == 0
+        assert (
+            line.is_dashed()
+            and np.ptp(points(line)[:, 0]) == 62.5
+            and np.ptp(points(line)[:, 1]) == 0
+        )
         assert not lines(figure, f"trace {lead}")
     assert "missing" not in words(ecg_figure(square_waves(), 2).axes[0])
 
@@ -100,7 +109,9 @@ def test_half_gain_is_used_only_when_needed_and_stated() -> None:
         return " | ".join(words(figure))
 
     assert "   10 mm/mV   " in footer(3.0) and "half gain" not in footer(3.0)
-    assert "   5 mm/mV   " in footer(6.0) and "half gain" in footer(6.0) and "cut" not in footer(6.0)
+    assert (
+        "   5 mm/mV   " in footer(6.0) and "half gain" in footer(6.0) and "cut" not in footer(6.0)
+    )
     assert "   5 mm/mV   " in footer(30.0) and "cut at the edge" in footer(30.0)
     uv = square_waves()
     uv[0, 3000:] = 30_000  # lead I is printed up to 2.5 s only
@@ -113,8 +124,12 @@ def test_a_short_record_starts_again_in_later_columns() -> None:
     assert points(lines(figure, "trace II")[1])[:, 0].max() <= TRACE_X_MM + 125  # the rhythm strip
     assert any("5 s long" in text for text in words(figure))
     for lead, like, columns in (("V1", "I", 2), ("V4", "aVR", 2)):
-        moved = points(lines(figure, f"trace {lead}")[0]) - points(lines(figure, f"trace {like}")[0])
-        np.testing.assert_allclose(moved, np.tile([columns * 62.5, 0.0], (len(moved), 1)), atol=1e-9)
+        moved = points(lines(figure, f"trace {lead}")[0]) - points(
+            lines(figure, f"trace {like}")[0]
+        )
+        np.testing.assert_allclose(
+            moved, np.tile([columns * 62.5, 0.0], (len(moved), 1)), atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("how", ["flat", "missing"])
@@ -136,7 +151,9 @@ def test_the_offset_is_removed_without_changing_the_input() -> None:
 
 
 def test_title_and_caption_are_plain_text_and_stay_on_the_page() -> None:
-    figure = ecg_figure(square_waves(), 2, title=r"cost $5\nonsense{ and $6 " * 20, caption="SNOMED 164889003 " * 60)
+    figure = ecg_figure(
+        square_waves(), 2, title=r"cost $5\nonsense{ and $6 " * 20, caption="SNOMED 164889003 " * 60
+    )
     figure.canvas.draw()
     page = figure.get_window_extent()
     for text in figure.texts:
@@ -162,8 +179,14 @@ def test_the_summary_shows_all_names_and_counts(sources: int) -> None:
     lengths = np.array([[bar.get_width() for bar in group] for group in left.containers])
     assert lengths.sum(axis=0).tolist() == [totals[source] for source in tick_names(left)]
     legend = [text.get_text() for text in left.get_legend().get_texts()]  # type: ignore[union-attr]
-    assert legend == [f"{role}  {sum(part.get(role, 0) for part in counts.values()):,}" for role in ("train", "valid", "test")]
-    assert tick_names(right)[:12] == list(reversed(ABBREVIATIONS[:12])) and len(tick_names(right)) == 26
+    assert legend == [
+        f"{role}  {sum(part.get(role, 0) for part in counts.values()):,}"
+        for role in ("train", "valid", "test")
+    ]
+    assert (
+        tick_names(right)[:12] == list(reversed(ABBREVIATIONS[:12]))
+        and len(tick_names(right)) == 26
+    )
     assert words(right) == [f"{classes.get(name, 0):,}" for name in tick_names(right)]
     figure.canvas.draw()
     for text in (text for axes in (left, right) for text in (*axes.texts, *axes.get_yticklabels())):
@@ -172,7 +195,9 @@ def test_the_summary_shows_all_names_and_counts(sources: int) -> None:
 
 
 @pytest.mark.parametrize("counts", [{}, {"a": {}}, {"a": {"train": 5}}])
-def test_the_summary_can_be_drawn_without_labels_or_sources(counts: dict[str, dict[str, int]]) -> None:
+def test_the_summary_can_be_drawn_without_labels_or_sources(
+    counts: dict[str, dict[str, int]],
+) -> None:
     figure = summary_figure(counts, {}, "t")
     figure.canvas.draw()
     assert words(figure.axes[1]) == ["no diagnosis labels"]
@@ -194,9 +219,15 @@ def test_save_is_deterministic_and_leaves_nothing_else(tmp_path: Path, suffix: s
 
 
 @pytest.mark.parametrize(
-    "name, error", [("a.nonsense", ".nonsense is not a picture format: use .png, .svg or .pdf"), ("a.png", "no room")]
+    "name, error",
+    [
+        ("a.nonsense", ".nonsense is not a picture format: use .png, .svg or .pdf"),
+        ("a.png", "no room"),
+    ],
 )
-def test_a_failed_save_keeps_the_old_file(name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_old_file(
+    name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Figure, file: IO[bytes], **_: Any) -> None:
         file.write(b"half")
         raise OSError("no room")

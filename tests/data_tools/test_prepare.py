@@ -1,4 +1,5 @@
-"""Records of any form become crops of one form: bit for bit if no conversion is needed, else right to the last bit."""
+"""Records of any form become crops of one form: bit for bit if no conversion is needed, else right
+to the last bit."""
 
 import numpy as np
 import pytest
@@ -6,12 +7,26 @@ from handmade import ecg
 
 from omnilead.data_tools.dataset import CROP_SHAPE
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.prepare import CROP, FS_HZ, HALF, crop_count, dropped_s, prepare_crop, samples_at_500
+from omnilead.data_tools.prepare import (
+    CROP,
+    FS_HZ,
+    HALF,
+    crop_count,
+    dropped_s,
+    prepare_crop,
+    samples_at_500,
+)
 from omnilead.data_tools.record import LEADS, EcgRecord
 
 
 def record(signal: np.ndarray, **changes: object) -> EcgRecord:
-    given = {"name": "r", "signal": signal, "fs_hz": 500.0, "leads": LEADS, "gain": 1000.0} | changes
+    given = {
+        "name": "r",
+        "signal": signal,
+        "fs_hz": 500.0,
+        "leads": LEADS,
+        "gain": 1000.0,
+    } | changes
     return EcgRecord(**given)  # type: ignore[arg-type]
 
 
@@ -37,7 +52,9 @@ def test_canonical_samples_are_copied_bit_for_bit() -> None:
         (1.0, {"leads": [*LEADS]}),
     ],
 )
-def test_any_gain_and_unit_give_the_same_microvolts(scale: float, changes: dict[str, object]) -> None:
+def test_any_gain_and_unit_give_the_same_microvolts(
+    scale: float, changes: dict[str, object]
+) -> None:
     x = ecg()
     np.testing.assert_array_equal(prepared(record(x * scale, **changes))[1], x)
 
@@ -53,7 +70,9 @@ def test_baseline_is_subtracted_before_the_gain_divides() -> None:
 def test_leads_are_placed_by_name_and_absent_ones_are_listed() -> None:
     x = ecg()
     order = [3, 1, 0, 11]
-    facts, out = prepared(record(np.vstack([x[order], x[:1] + 9]), leads=(*(LEADS[i].lower() for i in order), "resp")))
+    facts, out = prepared(
+        record(np.vstack([x[order], x[:1] + 9]), leads=(*(LEADS[i].lower() for i in order), "resp"))
+    )
     np.testing.assert_array_equal(out[order], x[order])
     absent = [i for i in range(12) if i not in order]
     assert facts.missing == tuple(LEADS[i] for i in absent)
@@ -79,7 +98,11 @@ def test_records_are_cut_from_their_start_and_remainders_follow_the_rule() -> No
 @pytest.mark.parametrize("marker", ["int16", "nan", "wide"])
 def test_a_lead_with_an_invalid_sample_is_zero_and_missing_in_that_crop_only(marker: str) -> None:
     x = ecg(2 * CROP)
-    signal, invalid = {"int16": (x.copy(), -32768), "nan": (x / 1.0, np.nan), "wide": (x.astype(np.int32), -(2**31))}[marker]
+    signal, invalid = {
+        "int16": (x.copy(), -32768),
+        "nan": (x / 1.0, np.nan),
+        "wide": (x.astype(np.int32), -(2**31)),
+    }[marker]
     signal[7, 123] = invalid
     source = record(signal, invalid=None if marker == "nan" else invalid)
     facts, out = prepared(source, 0)
@@ -99,7 +122,9 @@ def test_the_lowest_int16_is_a_sample_unless_it_means_not_measured() -> None:
     assert prepared(record(x, invalid=-32768))[0].missing == ("V3",)
 
 
-@pytest.mark.parametrize("signal", [np.repeat(np.arange(12.0)[:, None], CROP, axis=1), np.full((12, CROP), np.nan)])
+@pytest.mark.parametrize(
+    "signal", [np.repeat(np.arange(12.0)[:, None], CROP, axis=1), np.full((12, CROP), np.nan)]
+)
 def test_a_crop_without_a_valid_lead_is_refused(signal: np.ndarray) -> None:
     with pytest.raises(ReadError, match="no valid lead"):
         prepared(record(signal, gain=1.0))
@@ -119,7 +144,9 @@ def test_unusual_crops_are_flagged() -> None:
     assert out[8, 10] == 25000
 
 
-@pytest.mark.parametrize(("uv", "flags"), [(20_000, ()), (20_001, ("large",)), (-20_000, ()), (-20_001, ("large",))])
+@pytest.mark.parametrize(
+    ("uv", "flags"), [(20_000, ()), (20_001, ("large",)), (-20_000, ()), (-20_001, ("large",))]
+)
 def test_large_is_flagged_only_beyond_its_threshold(uv: int, flags: tuple[str, ...]) -> None:
     x = ecg()
     x[7, 100] = uv
@@ -140,17 +167,22 @@ def test_einthoven_is_flagged_only_beyond_its_threshold(lead: int, missing: int 
 
 @pytest.mark.parametrize("fs_hz", [100.0, 128.0, 240.0, 250.0, 257.0, 360.0, 400.0, 977.0, 1000.0])
 def test_resampling_keeps_amplitude_and_phase_of_a_sine(fs_hz: float) -> None:
-    """Amplitude and phase of sines well below both Nyquist rates, to 2 uV of 1 mV, away from the record's ends."""
+    """Amplitude and phase of sines well below both Nyquist rates, to 2 uV of 1 mV, away from the
+    record's ends."""
     t, t_500 = np.arange(round(10 * fs_hz) + 3) / fs_hz, np.arange(CROP) / FS_HZ
     hz = np.array([0.5, 1, 2, 3, 5, 7, 9, 11, 13, 15, 17, 20])[:, None]
     _, out = prepared(record(np.sin(2 * np.pi * hz * t), fs_hz=fs_hz, gain=1.0))
     inner = slice(100, -100)
-    np.testing.assert_allclose(out[:, inner], 1000 * np.sin(2 * np.pi * hz * t_500)[:, inner], atol=4)
+    np.testing.assert_allclose(
+        out[:, inner], 1000 * np.sin(2 * np.pi * hz * t_500)[:, inner], atol=4
+    )
 
 
 def test_resampling_suppresses_aliases() -> None:
     t = np.arange(10_000) / 1000.0
-    x = np.stack([np.sin(2 * np.pi * 5 * t)] + [np.sin(2 * np.pi * (300 + 10 * k) * t) for k in range(11)])
+    x = np.stack(
+        [np.sin(2 * np.pi * 5 * t)] + [np.sin(2 * np.pi * (300 + 10 * k) * t) for k in range(11)]
+    )
     _, out = prepared(record(x, fs_hz=1000.0, gain=1.0))
     assert np.abs(out[0, 100:-100]).max() > 990
     assert np.abs(out[1:, 100:-100]).max() < 10  # -40 dB
@@ -183,7 +215,10 @@ def test_resampling_keeps_a_constant_constant_up_to_both_ends() -> None:
 def test_a_rate_that_rounds_to_500_counts_as_500(fs_hz: float, gain: float) -> None:
     """Whether the samples can be taken as they are or not."""
     x = ecg()
-    (facts, out), (plain_facts, plain) = prepared(record(x, fs_hz=fs_hz, gain=gain)), prepared(record(x, gain=gain))
+    (facts, out), (plain_facts, plain) = (
+        prepared(record(x, fs_hz=fs_hz, gain=gain)),
+        prepared(record(x, gain=gain)),
+    )
     assert facts == plain_facts
     np.testing.assert_array_equal(out, plain)
 

@@ -24,5 +24,7 @@ def test_each_code_belongs_to_exactly_one_class() -> None:
         ("", (), 0),
     ],
 )
-def test_free_text_diagnoses_are_counted_and_not_copied(text: str, codes: tuple[str, ...], dropped: int) -> None:
+def test_free_text_diagnoses_are_counted_and_not_copied(
+    text: str, codes: tuple[str, ...], dropped: int
+) -> None:
     assert only_codes(parse_dx(text)) == (codes, dropped)

@@ -1,6 +1,8 @@
-"""Archives and datasets in an object store give the same bytes as local ones, also over a bad network.
+"""Archives and datasets in an object store give the same bytes as local ones, also over a bad
+network.
 
-The store is moto behind a real HTTP server on loopback; a proxy before it counts the requests and breaks some of them.
+The store is moto behind a real HTTP server on loopback; a proxy before it counts the requests and
+breaks some of them.
 """
 
 import json
@@ -66,8 +68,17 @@ def right(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Da
 @pytest.fixture(scope="module")
 def environment(server: Server, small: Path) -> Iterator[pytest.MonkeyPatch]:
     """Credentials of the store, and none of the machine's; the archive in a public bucket."""
-    keys = {"ENDPOINT_URL": server.url, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret", "DEFAULT_REGION": "us-east-1"}
-    keys |= {"CONFIG_FILE": os.devnull, "SHARED_CREDENTIALS_FILE": os.devnull, "EC2_METADATA_DISABLED": "true"}
+    keys = {
+        "ENDPOINT_URL": server.url,
+        "ACCESS_KEY_ID": "key",
+        "SECRET_ACCESS_KEY": "secret",
+        "DEFAULT_REGION": "us-east-1",
+    }
+    keys |= {
+        "CONFIG_FILE": os.devnull,
+        "SHARED_CREDENTIALS_FILE": os.devnull,
+        "EC2_METADATA_DISABLED": "true",
+    }
     keys |= {"MAX_ATTEMPTS": "1"}  # botocore's own: ours are tested
     with pytest.MonkeyPatch.context() as patch:
         for name, value in keys.items():
@@ -81,13 +92,17 @@ def environment(server: Server, small: Path) -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture
-def s3(server: Server, environment: pytest.MonkeyPatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+def s3(
+    server: Server, environment: pytest.MonkeyPatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Server]:
     """With an empty bucket; waits are short; the scratch folder is the test's own."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(plan, "SHARD_CROPS", 5)
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 60)  # a busy machine's late answer is not a store that stalls
+    monkeypatch.setattr(
+        s3fs.S3FileSystem, "read_timeout", 60
+    )  # a busy machine's late answer is not a store that stalls
     forget()
     fs = storage._connect(BUCKET, False)
     if fs.exists(BUCKET):
@@ -115,12 +130,20 @@ def forget() -> None:
 
 def s3_files(url: str) -> dict[str, bytes]:
     fs = storage._connect(url, False)
-    return {name.removeprefix(url.removeprefix("s3://") + "/"): fs.cat_file(name) for name in fs.find(url)}
+    return {
+        name.removeprefix(url.removeprefix("s3://") + "/"): fs.cat_file(name)
+        for name in fs.find(url)
+    }
 
 
 def without_recipe(made: dict[str, bytes]) -> dict[str, Any]:
-    """dataset.json's recipe holds the files' times of change, which an object store does not keep."""
-    meta = {name: value for name, value in json.loads(made[META]).items() if name not in ("recipe", "fingerprint")}
+    """dataset.json's recipe holds the files' times of change, which an object store does not
+    keep."""
+    meta = {
+        name: value
+        for name, value in json.loads(made[META]).items()
+        if name not in ("recipe", "fingerprint")
+    }
     return made | {META: meta}
 
 
@@ -134,20 +157,35 @@ def test_labels_are_the_same_as_on_a_disk(s3: Server, small: Path, tmp_path: Pat
     assert s3_files(f"{BUCKET}/labels") == files(tmp_path / "labels")
 
 
-@pytest.mark.parametrize(("source", "out", "kind"), [("s3", "local", "both"), ("local", "s3", "tar"), ("s3", "s3", "both")])
+@pytest.mark.parametrize(
+    ("source", "out", "kind"),
+    [("s3", "local", "both"), ("local", "s3", "tar"), ("s3", "s3", "both")],
+)
 def test_archives_and_datasets_in_a_bucket_give_the_same_bytes(
-    s3: Server, small: Path, right: dict[str, Dataset], tmp_path: Path, source: str, out: str, kind: str
+    s3: Server,
+    small: Path,
+    right: dict[str, Dataset],
+    tmp_path: Path,
+    source: str,
+    out: str,
+    kind: str,
 ) -> None:
     place = f"{BUCKET}/made" if out == "s3" else str(tmp_path / "made")
     build(ARCHIVE if source == "s3" else small, place, format=kind)
-    made, local = s3_files(place) if out == "s3" else files(Path(place)), files(Path(right[kind].root.url))
-    assert without_recipe(made) == without_recipe(local)  # which also says that nothing else lies there
+    made, local = (
+        s3_files(place) if out == "s3" else files(Path(place)),
+        files(Path(right[kind].root.url)),
+    )
+    assert without_recipe(made) == without_recipe(
+        local
+    )  # which also says that nothing else lies there
     assert source == "s3" or made == local
     assert list(tmp_path.glob("omnilead-*/*")) == []
 
 
 def test_requests_run_concurrently(s3: Server, small: Path) -> None:
-    """Headers for the plan, records for a shard and crops for the zarr copy are requested concurrently."""
+    """Headers for the plan, records for a shard and crops for the zarr copy are requested
+    concurrently."""
     dataset, sources = build(small, f"{BUCKET}/made"), open_sources(ARCHIVE)
     for work in (
         lambda: plan.make_plan(sources, 0),
@@ -160,9 +198,12 @@ def test_requests_run_concurrently(s3: Server, small: Path) -> None:
 
 
 def test_the_number_of_requests_is_small(s3: Server, small: Path) -> None:
-    """A record needs its header for the plan, then header and signal; a crop needs one range. No request is repeated."""
+    """A record needs its header for the plan, then header and signal; a crop needs one range. No
+    request is repeated."""
     sources = open_sources(ARCHIVE)
-    notes = [note for source in sources for note in source.notes()]  # as the command line asks for them
+    notes = [
+        note for source in sources for note in source.notes()
+    ]  # as the command line asks for them
     made = shard(sources, ShardOptions(f"{BUCKET}/made", quiet=True))
     crops, records = len(made), len(list(small.rglob("*.hea")))
     assert notes == []
@@ -170,16 +211,24 @@ def test_the_number_of_requests_is_small(s3: Server, small: Path) -> None:
     assert s3.count("GET", "[.]mat$") <= crops
     assert s3.count("HEAD", "[.](hea|mat)$") == 0
     assert s3.count("GET", "csv$") == 1
-    assert s3.count("GET", "(ecg-bucket|archives)$") + s3.count("HEAD", "") <= 12 + 6 * len(made.shards)
+    assert s3.count("GET", "(ecg-bucket|archives)$") + s3.count("HEAD", "") <= 12 + 6 * len(
+        made.shards
+    )
     s3.log.clear()
     again = Dataset.open(f"{BUCKET}/made")
     for row in range(5):
         again.read(row)
-    assert Counter(method for method, *_ in s3.log) == {"GET": 7}  # dataset.json, samples.parquet, five crops
+    assert Counter(method for method, *_ in s3.log) == {
+        "GET": 7
+    }  # dataset.json, samples.parquet, five crops
 
 
 def test_a_remote_dataset_is_verified_drawn_and_read_in_place(
-    s3: Server, small: Path, right: dict[str, Dataset], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    s3: Server,
+    small: Path,
+    right: dict[str, Dataset],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """verify, show and read, as on a disk."""
     local = right["both"]
@@ -204,8 +253,11 @@ def test_a_remote_dataset_is_verified_drawn_and_read_in_place(
     assert "shards/00001.tar" in capsys.readouterr().out
 
 
-def test_public_bucket(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without credentials, --anonymous sends unsigned requests; without it there is an error at once."""
+def test_public_bucket(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without credentials, --anonymous sends unsigned requests; without it there is an error at
+    once."""
     public, made = f"{BUCKET}/public", str(tmp_path / "made")
     build(ARCHIVE, public, format="both")
     fs = storage._connect(BUCKET, False)
@@ -228,8 +280,11 @@ def test_public_bucket(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("how", ["500", "drop", "cut", "lie", "stall"])
-def test_bad_network_is_harmless(s3: Server, right: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Every kind of request fails a few times, for reads and for writes, and the bytes stay the same."""
+def test_bad_network_is_harmless(
+    s3: Server, right: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Every kind of request fails a few times, for reads and for writes, and the bytes stay the
+    same."""
     if how == "stall":
         impatient(monkeypatch)
     reads, writes = ["hea$", "mat$", "tar$"], ["tar$", "/c/0/0/0$", "dataset.json$"]
@@ -261,19 +316,30 @@ def test_crops_read_over_a_bad_network_are_right(
     path = {"tar": "0000[01].tar$", "zarr": "/c/[01]/0/0$"}[source]
     s3.faults = [Fault(how, "GET", path, 1 if how == "lie" else 3)]
     s3.faults += [Fault(how, "HEAD", path, 1)] if how in ("500", "404") and source == "zarr" else []
-    staging = Staging({0: dataset}, str(tmp_path / "cache"), 2**30, [(0, shard) for shard in range(len(dataset.shards))])
+    staging = Staging(
+        {0: dataset},
+        str(tmp_path / "cache"),
+        2**30,
+        [(0, shard) for shard in range(len(dataset.shards))],
+    )
     out = np.empty((len(rows), *CROP_SHAPE), np.int16)
     with closing(staging), closing(CropReader([dataset], source=source, staging=staging)) as reader:
         reader.read(Places(rows * 0, rows, rows), out)
     assert [fault for fault in s3.faults if fault.times] == []
-    assert all(np.array_equal(crop, local.read(row)) for crop, row in zip(out, rows.tolist(), strict=True))
+    assert all(
+        np.array_equal(crop, local.read(row)) for crop, row in zip(out, rows.tolist(), strict=True)
+    )
     if how not in ("404", "lie"):  # those that never end take their time
         return
     s3.faults = [Fault(how, "GET", path, float("inf"))]
     monkeypatch.setattr(storage, "RETRIES", 2)
     staging = Staging({0: dataset}, str(tmp_path / "empty"), 2**30)
     reader = CropReader([dataset], source=source, staging=staging)
-    with closing(staging), closing(reader), pytest.raises(DataError, match=rf"^{BUCKET}/made/[^\n]*$"):
+    with (
+        closing(staging),
+        closing(reader),
+        pytest.raises(DataError, match=rf"^{BUCKET}/made/[^\n]*$"),
+    ):
         reader.read(Places(rows[:1] * 0, rows[:1], rows[:1]), out[:1])
 
 
@@ -283,10 +349,15 @@ def test_crops_read_over_a_bad_network_are_right(
     + [("lie", "GET", path) for path in ("csv$", "HR00001.hea$", "00000.parquet$")],
 )
 def test_a_dead_network_gives_a_one_line_error_and_the_run_can_be_finished(
-    s3: Server, right: dict[str, Dataset], capsys: pytest.CaptureFixture[str], how: str, method: str, path: str
+    s3: Server,
+    right: dict[str, Dataset],
+    capsys: pytest.CaptureFixture[str],
+    how: str,
+    method: str,
+    path: str,
 ) -> None:
-    """The run ends with one line; when the network is back, the same command finishes. A truncated response is noticed even if
-    its stated length matches."""
+    """The run ends with one line; when the network is back, the same command finishes. A
+    truncated response is noticed even if its stated length matches."""
     command = ["shard", ARCHIVE, "--out", f"{BUCKET}/made", "--format", "both", "--workers", "1"]
     s3.faults = [Fault(how, method, path, float("inf"))]
     assert main(command) == 2
@@ -309,17 +380,25 @@ def test_short_responses_are_requested_again(s3: Server, small: Path) -> None:
     s3.faults = [Fault("lie", "GET", "tar$", float("inf"))]
     with pytest.raises(StorageError, match="after 6 tries: 60000 of 120000 bytes arrived"):
         dataset.read(0)
-    s3.faults = [Fault("lie", "GET", path, 1) for path in ("tar$", "idx$", "samples.parquet$", "rejects.csv$")]
+    s3.faults = [
+        Fault("lie", "GET", path, 1)
+        for path in ("tar$", "idx$", "samples.parquet$", "rejects.csv$")
+    ]
     assert verify(dataset) == []
     assert [fault for fault in s3.faults if fault.times] == []
 
 
 @pytest.mark.parametrize("path", ["00001.tar$", "store.zarr/c/0/0/0$", "dataset.json$"])
-def test_a_killed_upload_can_be_finished(s3: Server, small: Path, right: dict[str, Dataset], tmp_path: Path, path: str) -> None:
-    """An unfinished dataset is recognized as such; another run finishes it and removes the killed run's temporary files."""
+def test_a_killed_upload_can_be_finished(
+    s3: Server, small: Path, right: dict[str, Dataset], tmp_path: Path, path: str
+) -> None:
+    """An unfinished dataset is recognized as such; another run finishes it and removes the killed
+    run's temporary files."""
     fault = Fault("kill", "PUT", path)
     s3.faults = [fault]
-    fault.victim = started(build_small, str(small), f"{BUCKET}/made", out=tmp_path / "output", env=dict(os.environ))
+    fault.victim = started(
+        build_small, str(small), f"{BUCKET}/made", out=tmp_path / "output", env=dict(os.environ)
+    )
     fault.victim.join()
     assert fault.victim.exitcode == -9 and not fault.times
     with pytest.raises(DatasetError, match="unfinished"):
@@ -348,7 +427,8 @@ def test_names_are_listed_in_the_same_order_as_on_a_disk(s3: Server, tmp_path: P
 
 
 def test_broken_records_are_refused_as_on_a_disk(s3: Server, small: Path, tmp_path: Path) -> None:
-    """An empty header, an empty signal and a missing signal: three rows in rejects.csv; other records are read."""
+    """An empty header, an empty signal and a missing signal: three rows in rejects.csv; other
+    records are read."""
     broken = tmp_path / "archive"
     shutil.copytree(small, broken)
     first, second, third = sorted(broken.rglob("HR*.hea"))[:3]
@@ -362,16 +442,31 @@ def test_broken_records_are_refused_as_on_a_disk(s3: Server, small: Path, tmp_pa
     assert all(path.stem in rejects.decode() for path in (first, second, third))
 
 
-@pytest.mark.parametrize("url", ["s3://no-such-bucket/x", f"{BUCKET}/nothing", "s3://", "s3:///x", "nosuch://x/y", "http://"])
-def test_wrong_addresses_fail(s3: Server, url: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["shard", url, "--out", str(tmp_path / "made")], ["verify", url], ["show", url]):
+@pytest.mark.parametrize(
+    "url",
+    ["s3://no-such-bucket/x", f"{BUCKET}/nothing", "s3://", "s3:///x", "nosuch://x/y", "http://"],
+)
+def test_wrong_addresses_fail(
+    s3: Server, url: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (
+        ["shard", url, "--out", str(tmp_path / "made")],
+        ["verify", url],
+        ["show", url],
+    ):
         assert main(command) == 2
-    assert main(["shard", str(small), "--out", url, "--workers", "1"]) == (0 if url.startswith(BUCKET) else 2)
-    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+    assert main(["shard", str(small), "--out", url, "--workers", "1"]) == (
+        0 if url.startswith(BUCKET) else 2
+    )
+    errors = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")
+    ]
     assert len(errors) == (3 if url.startswith(BUCKET) else 4)
 
 
-def test_a_store_that_does_not_answer_gives_an_error_after_retries(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_gives_an_error_after_retries(
+    s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     forget()
     with pytest.raises(StorageError, match="after 6 tries"):

@@ -6,14 +6,25 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from omnilead.data_tools.splits import GALLERY, PROBE, TEST, TRAIN, VALID, Records, RoleSources, assign, leaks
+from omnilead.data_tools.splits import (
+    GALLERY,
+    PROBE,
+    TEST,
+    TRAIN,
+    VALID,
+    Records,
+    RoleSources,
+    assign,
+    leaks,
+)
 
 SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
 EVERYBODY = RoleSources(id_share=1.0)  # all patients with two sessions are tested
 
 
 def archive(records: int, seed: int = 0, duplicates: int = 0) -> Records:
-    """Records with 1 to 3 crops; a third of PTB-XL's patients have several sessions; some waveforms stand twice."""
+    """Records with 1 to 3 crops; a third of PTB-XL's patients have several sessions; some waveforms
+    stand twice."""
     rng = np.random.default_rng(seed)
     source = rng.integers(0, 4, records).astype(np.int16)
     names = [f"{SOURCES[s]}{i:06d}" for i, s in enumerate(source)]
@@ -24,11 +35,22 @@ def archive(records: int, seed: int = 0, duplicates: int = 0) -> Records:
     waveform = np.arange(len(crop_record), dtype=np.uint64) + 1000
     for a, b in rng.integers(0, len(waveform), (duplicates, 2)):
         waveform[a] = waveform[b]
-    return Records(source, SOURCES, pa.array(names), pa.array(patients, pa.string()), crop_record, crop_start, waveform)
+    return Records(
+        source,
+        SOURCES,
+        pa.array(names),
+        pa.array(patients, pa.string()),
+        crop_record,
+        crop_start,
+        waveform,
+    )
 
 
 def records_of(
-    sources: list[str], patients: list[str | None], waveform: list[int] | None = None, names: list[str] | None = None
+    sources: list[str],
+    patients: list[str | None],
+    waveform: list[int] | None = None,
+    names: list[str] | None = None,
 ) -> Records:
     """One crop per record."""
     order, count = tuple(sorted(set(sources))), len(sources)
@@ -73,7 +95,9 @@ def test_the_roles_have_the_shares_of_the_paper() -> None:
     trained = np.isin(roles.identity, (TRAIN, VALID))
     assert ((roles.dx != 0) == in_dx).all() and (trained <= roles.pretrain).all()
     shares = [np.mean(roles.dx[in_dx] == role) for role in (TRAIN, VALID, TEST)]
-    assert [*shares, np.mean(roles.identity[trained] == TRAIN)] == pytest.approx([0.8, 0.1, 0.1, 0.8], abs=0.015)
+    assert [*shares, np.mean(roles.identity[trained] == TRAIN)] == pytest.approx(
+        [0.8, 0.1, 0.1, 0.8], abs=0.015
+    )
 
 
 def test_gallery_and_probe_have_one_crop_of_two_sessions_of_each_patient_with_two() -> None:
@@ -83,7 +107,8 @@ def test_gallery_and_probe_have_one_crop_of_two_sessions_of_each_patient_with_tw
     for patient in set(patients.tolist()) - {None}:
         owned = np.flatnonzero(patients == patient)
         gallery, probe = (
-            np.flatnonzero((roles.identity == role) & (patients[records.crop_record] == patient)) for role in (GALLERY, PROBE)
+            np.flatnonzero((roles.identity == role) & (patients[records.crop_record] == patient))
+            for role in (GALLERY, PROBE)
         )
         assert len(gallery) == len(probe) == (len(owned) >= 2)
         assert not records.crop_start[[*gallery, *probe]].any()
@@ -95,15 +120,22 @@ def test_gallery_and_probe_have_one_crop_of_two_sessions_of_each_patient_with_tw
 def patients_of(sessions: np.ndarray) -> Records:
     """One source, whose patients have so many sessions of one crop each."""
     patients = [f"p{p}" for p in np.repeat(np.arange(len(sessions)), sessions)]
-    return records_of(["ptb-xl"] * len(patients), patients, names=[f"HR{i:05d}" for i in range(len(patients))])
+    return records_of(
+        ["ptb-xl"] * len(patients), patients, names=[f"HR{i:05d}" for i in range(len(patients))]
+    )
 
 
 def drawn(records: Records, **sources: float) -> set[str]:
     roles = assign(records, "paper", 0, RoleSources(**sources))  # type: ignore[arg-type]
     assert leaks(records, roles) == []
-    gallery, probe = (np.array(records.patients)[roles.identity == role].tolist() for role in (GALLERY, PROBE))
+    gallery, probe = (
+        np.array(records.patients)[roles.identity == role].tolist() for role in (GALLERY, PROBE)
+    )
     assert sorted(gallery) == sorted(probe) and len(set(gallery)) == len(gallery)
-    assert roles.pretrain.sum() == len(records.names) - np.isin(np.array(records.patients), gallery).sum()
+    assert (
+        roles.pretrain.sum()
+        == len(records.names) - np.isin(np.array(records.patients), gallery).sum()
+    )
     return set(gallery)
 
 
@@ -112,7 +144,9 @@ def test_at_most_id_share_of_the_patients_are_in_gallery_and_probe(returning: fl
     """Where all have two sessions, pre-training would else get nobody."""
     sessions = np.where(np.arange(2000) < 2000 * returning, 2, 1)
     for share in (0.0, 0.05, 0.15):
-        assert share / 2.5 * 2000 <= len(drawn(patients_of(sessions), id_share=share)) <= share * 2000
+        assert (
+            share / 2.5 * 2000 <= len(drawn(patients_of(sessions), id_share=share)) <= share * 2000
+        )
     assert drawn(patients_of(sessions)) == drawn(patients_of(sessions), id_share=0.15)
     assert len(drawn(patients_of(sessions), id_share=1.0)) == 2000 * returning
 
@@ -133,14 +167,19 @@ def test_the_share_is_computed_for_each_source() -> None:
     few, many = patients_of(np.where(np.arange(500) < 50, 2, 1)), patients_of(np.full(400, 2))
     names = [*few.names.to_pylist(), *many.names.to_pylist()]
     patients = [*few.patients.to_pylist(), *many.patients.to_pylist()]
-    both = records_of(["clinic"] * len(few.names) + ["ptb-xl"] * len(many.names), patients, names=names)
+    both = records_of(
+        ["clinic"] * len(few.names) + ["ptb-xl"] * len(many.names), patients, names=names
+    )
     roles = assign(both, "paper", 0, RoleSources(id=("clinic", "ptb-xl")))
-    of = [int(((roles.identity == GALLERY) & both.is_from(name)).sum()) for name in both.source_names]
+    of = [
+        int(((roles.identity == GALLERY) & both.is_from(name)).sum()) for name in both.source_names
+    ]
     assert of[0] == 50 and of[1] == len(drawn(many))
 
 
 def test_ptb_and_incart_are_for_pretraining_only_if_named() -> None:
-    """Sources of one's own pre-train, whatever lies beside them: what is added later takes nobody out."""
+    """Sources of one's own pre-train, whatever lies beside them: what is added later takes nobody
+    out."""
     names = ("clinic", "georgia", "ptb", "st_petersburg_incart")
     of = records_of([name for name in names for _ in range(10)], [None] * 40)
 
@@ -156,26 +195,36 @@ def test_ptb_and_incart_are_for_pretraining_only_if_named() -> None:
 
 def test_the_same_patient_id_in_two_sources_means_two_patients() -> None:
     records = records_of(["ningbo", "ptb-xl"], ["7", "7"])
-    assert not np.isin(assign(records, "paper", 0, RoleSources(id=("ningbo", "ptb-xl"))).identity, (GALLERY, PROBE)).any()
+    assert not np.isin(
+        assign(records, "paper", 0, RoleSources(id=("ningbo", "ptb-xl"))).identity, (GALLERY, PROBE)
+    ).any()
 
 
 def test_two_files_with_the_same_waveform_count_as_one_session() -> None:
     for waveform, expected in (([5, 5], 0), ([5, 6], 1)):
         roles = assign(records_of(["ptb-xl"] * 2, ["p", "p"], waveform), "paper", 0, EVERYBODY)
-        assert [int((roles.identity == role).sum()) for role in (GALLERY, PROBE)] == [expected, expected]
+        assert [int((roles.identity == role).sum()) for role in (GALLERY, PROBE)] == [
+            expected,
+            expected,
+        ]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_adding_data_changes_no_role(seed: int) -> None:
-    """Single-session records keep every role when a fifth more of other records comes; duplicates in other sources too."""
+    """Single-session records keep every role when a fifth more of other records comes; duplicates
+    in other sources too."""
     full = archive(1000, seed)
     old = np.random.default_rng(seed).random(1000) < 0.8
     before, after = assign(part(full, old), "paper", 0), assign(full, "paper", 0)
     kept = old[full.crop_record]
-    lonely = ~full.is_from("ptb-xl")[full.crop_record]  # a patient's second session makes a gallery of the first: by definition
+    lonely = ~full.is_from("ptb-xl")[
+        full.crop_record
+    ]  # a patient's second session makes a gallery of the first: by definition
     chosen = lonely[kept]
     for field in ("pretrain", "dx", "identity"):
-        np.testing.assert_array_equal(getattr(before, field)[chosen], getattr(after, field)[kept & lonely])
+        np.testing.assert_array_equal(
+            getattr(before, field)[chosen], getattr(after, field)[kept & lonely]
+        )
 
 
 def test_a_duplicate_from_another_source_does_not_move_a_diagnosis_record() -> None:
@@ -193,7 +242,10 @@ def test_every_kind_of_leakage_is_found() -> None:
     of_two = np.flatnonzero(np.bincount(records.crop_record) >= 2)
     dx_record = next(r for r in of_two if records.is_from("cpsc_2018")[r])
     first, second = np.flatnonzero(records.crop_record == dx_record)[:2]
-    test_crop, gallery = np.flatnonzero(clean.dx == TEST)[0], np.flatnonzero(clean.identity == GALLERY)[0]
+    test_crop, gallery = (
+        np.flatnonzero(clean.dx == TEST)[0],
+        np.flatnonzero(clean.identity == GALLERY)[0],
+    )
     for finding, field, values in (
         ("train, valid and test", "dx", {first: TRAIN, second: TEST}),
         ("pre-training and diagnosis", "pretrain", {test_crop: True}),

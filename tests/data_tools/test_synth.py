@@ -1,4 +1,5 @@
-"""Synthetic archives are reproducible and readable by other libraries, and their ECGs match their labels."""
+"""Synthetic archives are reproducible and readable by other libraries, and their ECGs match their
+labels."""
 
 import ast
 import csv
@@ -31,7 +32,9 @@ def challenge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ptbxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ptbxl") / "archive"
-    assert synth.synthesise(out, PATIENTS, seed=5, layout="ptbxl", progress=False) == {"ptb-xl": PATIENTS + TWICE}
+    assert synth.synthesise(out, PATIENTS, seed=5, layout="ptbxl", progress=False) == {
+        "ptb-xl": PATIENTS + TWICE
+    }
     return out
 
 
@@ -41,7 +44,9 @@ def sessions() -> list[tuple]:
     made = []
     for block in range(4):
         patients = draw_patients((11, block))
-        made.append(tuple(simulate(patients, (11, block, s), range(BLOCK), 5000, 500, 50) for s in range(2)))
+        made.append(
+            tuple(simulate(patients, (11, block, s), range(BLOCK), 5000, 500, 50) for s in range(2))
+        )
     return made
 
 
@@ -52,7 +57,9 @@ def headers(folder: Path) -> list[Path]:
 def samples_of(header: Path) -> np.ndarray:
     """Our own digital values, [samples, 12]."""
     mat = header.with_suffix(".mat")
-    words = np.frombuffer(mat.read_bytes()[24:] if mat.exists() else header.with_suffix(".dat").read_bytes(), "<i2")
+    words = np.frombuffer(
+        mat.read_bytes()[24:] if mat.exists() else header.with_suffix(".dat").read_bytes(), "<i2"
+    )
     return words.reshape(-1, 12)
 
 
@@ -69,24 +76,33 @@ def mean_beat(digital: np.ndarray) -> np.ndarray:
     return beat / np.linalg.norm(beat)
 
 
-def test_the_same_seed_gives_the_same_bytes_for_any_number_of_workers(challenge: Path, tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_bytes_for_any_number_of_workers(
+    challenge: Path, tmp_path: Path
+) -> None:
     synth.synthesise(tmp_path / "two", PATIENTS, seed=5, workers=2, progress=False)
     first = files(challenge)
     assert files(tmp_path / "two") == first
     synth.synthesise(tmp_path / "other", 3, seed=6, progress=False)
-    signals = [name for name in files(tmp_path / "other") if name.endswith(".mat") and name in first]
+    signals = [
+        name for name in files(tmp_path / "other") if name.endswith(".mat") and name in first
+    ]
     assert len(signals) >= 6
     assert all((tmp_path / "other" / name).read_bytes() != first[name] for name in signals)
 
 
 def test_a_larger_archive_keeps_the_patients_of_a_smaller_one() -> None:
-    few, many = (next(synth.sessions_of(synth.plan(n, share, 5, "ptbxl")[0])) for n, share in ((10, 0), (PATIENTS, 1)))
+    few, many = (
+        next(synth.sessions_of(synth.plan(n, share, 5, "ptbxl")[0]))
+        for n, share in ((10, 0), (PATIENTS, 1))
+    )
     assert few[1].shape == (10, 5000, 12)
     assert np.array_equal(few[1], many[1][:10])
     assert few[2] == many[2][:10]
 
 
-def test_stored_samples_match_einthovens_equations_and_their_headers(challenge: Path, ptbxl: Path) -> None:
+def test_stored_samples_match_einthovens_equations_and_their_headers(
+    challenge: Path, ptbxl: Path
+) -> None:
     unsigned = 0
     for header in headers(challenge) + headers(ptbxl):
         digital = samples_of(header).astype(int)
@@ -95,7 +111,9 @@ def test_stored_samples_match_einthovens_equations_and_their_headers(challenge: 
         for lead, twice in ((avr, -(i + ii)), (avl, 2 * i - ii), (avf, 2 * ii - i)):
             assert np.abs(2 * lead - twice).max() <= 1, header
         lines = header.read_text().splitlines()[1:13]
-        stated = np.array([line.split()[-4:-1] for line in lines]).astype(int)  # initial value, checksum, block size
+        stated = np.array([line.split()[-4:-1] for line in lines]).astype(
+            int
+        )  # initial value, checksum, block size
         assert np.array_equal(stated[:, 0], digital[0])
         assert not ((stated[:, 1] - digital.sum(0)) % 65_536).any()
         if header.name.endswith("_hr.hea"):
@@ -105,7 +123,9 @@ def test_stored_samples_match_einthovens_equations_and_their_headers(challenge: 
         else:
             assert np.abs(stated[:, 1]).max() <= 32_768
     assert unsigned > 100
-    extreme = np.full((8, 2), 10_000, np.int16) * np.array([[1, -1], [-1, 1]] + [[1, 1]] * 6, np.int16)
+    extreme = np.full((8, 2), 10_000, np.int16) * np.array(
+        [[1, -1], [-1, 1]] + [[1, 1]] * 6, np.int16
+    )
     assert twelve_leads(extreme)[:, 4].tolist() == [15_000, -15_000]
 
 
@@ -123,14 +143,28 @@ def test_wfdb_and_scipy_read_the_same_samples(challenge: Path, ptbxl: Path) -> N
         if header.with_suffix(".mat").exists():
             assert np.array_equal(scipy.io.loadmat(f"{name}.mat")["val"], ours.T)
     by_name = {path.name: wfdb.rdheader(str(headers(path)[0].with_suffix(""))) for path in groups}
-    assert {name: header.fs for name, header in by_name.items()} == {n: d.fs_hz for n, d in synth.DATABASES.items()}
+    assert {name: header.fs for name, header in by_name.items()} == {
+        n: d.fs_hz for n, d in synth.DATABASES.items()
+    }
     assert (by_name["ptb"].sig_len, by_name["st_petersburg_incart"].sig_len) == (30_000, 15_420)
     assert (by_name["ptb-xl"].units[0], by_name["ningbo"].units[0]) == ("mv", "mV")
-    assert {len(samples_of(h)) / 500 for h in headers(challenge / "training/cpsc_2018")} <= {6, 10, 12, 15, 20, 30, 60}
+    assert {len(samples_of(h)) / 500 for h in headers(challenge / "training/cpsc_2018")} <= {
+        6,
+        10,
+        12,
+        15,
+        20,
+        30,
+        60,
+    }
 
 
-def test_both_layouts_have_the_same_records_and_the_csv_matches_the_headers(challenge: Path, ptbxl: Path) -> None:
-    assert (challenge / "ptbxl_database.csv").read_bytes() == (ptbxl / "ptbxl_database.csv").read_bytes()
+def test_both_layouts_have_the_same_records_and_the_csv_matches_the_headers(
+    challenge: Path, ptbxl: Path
+) -> None:
+    assert (challenge / "ptbxl_database.csv").read_bytes() == (
+        ptbxl / "ptbxl_database.csv"
+    ).read_bytes()
     assert "seed=5" in (ptbxl / "SYNTHETIC.txt").read_text()
     with open(challenge / "ptbxl_database.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -149,12 +183,17 @@ def test_both_layouts_have_the_same_records_and_the_csv_matches_the_headers(chal
         assert np.array_equal(samples_of(header), samples_of(ptbxl / f"{row['filename_hr']}.hea"))
         assert stated["Sex"] == ("Female" if row["sex"] == "1" else "Male")
         assert float(row["age"]) == (300 if int(stated["Age"]) > 89 else int(stated["Age"]))
-        codes = {SCP_CODES[name] for name in scp if name in SCP_CODES} | {HEART_AXIS_CODES.get(row["heart_axis"], "")}
+        codes = {SCP_CODES[name] for name in scp if name in SCP_CODES} | {
+            HEART_AXIS_CODES.get(row["heart_axis"], "")
+        }
         assert codes - {""} == set(stated["Dx"].split(",")) - {"428750005"}
 
 
 def test_the_archives_have_the_quirks_of_the_real_ones(challenge: Path) -> None:
-    for name, mark, form in (("ptb-xl", "# Age: ", "16x1+24 1000.0(0)/mv"), ("chapman_shaoxing", "#Age: ", "16+24 1000/mV")):
+    for name, mark, form in (
+        ("ptb-xl", "# Age: ", "16x1+24 1000.0(0)/mv"),
+        ("chapman_shaoxing", "#Age: ", "16+24 1000/mV"),
+    ):
         text = headers(challenge / "training" / name)[0].read_text()
         assert f"\n{mark}" in text and f".mat {form} 16 0 " in text
     georgia = [comments(header) for header in headers(challenge / "training/georgia")]
@@ -167,7 +206,13 @@ def test_the_archives_have_the_quirks_of_the_real_ones(challenge: Path) -> None:
 
 
 def test_all_classes_occur_and_labels_are_noisy(challenge: Path, sessions: list[tuple]) -> None:
-    shown = {name for pair in sessions for made in pair for name, mask in made.present.items() if mask.any()}
+    shown = {
+        name
+        for pair in sessions
+        for made in pair
+        for name, mask in made.present.items()
+        if mask.any()
+    }
     assert shown == set(ABBREVIATIONS) - {"BBB", "LPR"}
     codes = [comments(header)["Dx"].split(",") for header in headers(challenge)]
     stated = [{CLASS_OF[code] for code in row if code in CLASS_OF} for row in codes]
@@ -176,9 +221,14 @@ def test_all_classes_occur_and_labels_are_noisy(challenge: Path, sessions: list[
     wrong = right = 0
     for block, pair in enumerate(sessions):
         for s, made in enumerate(pair):
-            for i, written in enumerate(synth._read((11, block, s), list(range(BLOCK)), made.present, ())):
+            for i, written in enumerate(
+                synth._read((11, block, s), list(range(BLOCK)), made.present, ())
+            ):
                 present = {name for name, mask in made.present.items() if mask[i]}
-                wrong, right = wrong + len(present ^ set(written)), right + len(present & set(written))
+                wrong, right = (
+                    wrong + len(present ^ set(written)),
+                    right + len(present & set(written)),
+                )
     assert 0.02 < wrong / (wrong + right) < 0.10
 
 
@@ -186,7 +236,9 @@ def test_the_heart_rate_matches_the_label(sessions: list[tuple]) -> None:
     for name, low, high in (("SB", 36, 62), ("STach", 96, 152)):
         within = []
         for made in (made for pair in sessions for made in pair):
-            for i in np.flatnonzero(made.present[name] & ~made.present["PAC"] & ~made.present["PVC"]):
+            for i in np.flatnonzero(
+                made.present[name] & ~made.present["PAC"] & ~made.present["PVC"]
+            ):
                 rate = 60 * 500 / np.median(np.diff(r_peaks(made.digital[i].T)))
                 within.append(low <= rate <= high and abs(rate - made.rate_bpm[i]) < 6)
         assert len(within) > 30
@@ -206,8 +258,12 @@ def test_normal_ecgs_look_normal(sessions: list[tuple]) -> None:
     r_over_s = qrs.max(0)[6:] / -qrs.min(0)[6:]
     assert r_over_s[0] < 1 < r_over_s[3]
     assert r_over_s[0] < r_over_s[2] < r_over_s[4]
-    assert beats[50:125, 1].max() - beats[:40, 1].mean() > 0.005  # a P wave in II; a beat's norm is 1
-    assert beats[220:320, [0, 1, 9, 10]].max(0).min() > -beats[220:320, [0, 1, 9, 10]].min(0).max()  # T upright
+    assert (
+        beats[50:125, 1].max() - beats[:40, 1].mean() > 0.005
+    )  # a P wave in II; a beat's norm is 1
+    assert (
+        beats[220:320, [0, 1, 9, 10]].max(0).min() > -beats[220:320, [0, 1, 9, 10]].min(0).max()
+    )  # T upright
     std_mv = np.median([digital.std(0) for digital in normal], axis=0) / 1000
     assert (std_mv > 0.07).all()
     assert (std_mv < 0.4).all()
@@ -218,18 +274,32 @@ def pairs() -> list[tuple[list[np.ndarray], list[list[str]]]]:
     """Two sessions of 448 patients of a PTB-XL: [(median beats, diagnoses)]."""
     made: list[tuple[list[np.ndarray], list[list[str]]]] = [([], []), ([], [])]
     for block in synth.plan(448, 1.0, 0, "ptbxl"):
-        for (beats, names), (_, digital, diagnoses, _) in zip(made, synth.sessions_of(block), strict=True):
+        for (beats, names), (_, digital, diagnoses, _) in zip(
+            made, synth.sessions_of(block), strict=True
+        ):
             beats.append(mean_beats(digital.transpose(0, 2, 1))[:, : 12 * BEAT])
             names += diagnoses
     return made
 
 
-def test_two_sessions_are_as_alike_as_real_ones(pairs: list[tuple[list[np.ndarray], list[list[str]]]]) -> None:
+def test_two_sessions_are_as_alike_as_real_ones(
+    pairs: list[tuple[list[np.ndarray], list[list[str]]]],
+) -> None:
     """Against the figures of real PTB-XL patients with two sessions."""
     (first, before), (second, after) = pairs
     rhythms = {*RHYTHM, "PR"}
-    assert abs(np.mean([set(a) & rhythms == set(b) & rhythms for a, b in zip(before, after, strict=True)]) - 0.68) < 0.12
-    assert abs(np.mean([set(a) == set(b) for a, b in zip(before, after, strict=True)]) - 0.44) < 0.12
+    assert (
+        abs(
+            np.mean(
+                [set(a) & rhythms == set(b) & rhythms for a, b in zip(before, after, strict=True)]
+            )
+            - 0.68
+        )
+        < 0.12
+    )
+    assert (
+        abs(np.mean([set(a) == set(b) for a, b in zip(before, after, strict=True)]) - 0.44) < 0.12
+    )
     cosine = (np.concatenate(first) @ np.concatenate(second).T)[:438, :438]
     own, others = np.diag(cosine), cosine[~np.eye(438, dtype=bool)]
     assert 0.40 < (cosine.argmax(0) == np.arange(438)).mean() < 0.65
@@ -239,7 +309,12 @@ def test_two_sessions_are_as_alike_as_real_ones(pairs: list[tuple[list[np.ndarra
 
 def test_noise_differs_between_the_halves_of_a_record(sessions: list[tuple]) -> None:
     """Otherwise a model could tell from the noise level which halves belong together."""
-    fast = np.diff(np.concatenate([made.digital for pair in sessions for made in pair])[:, :, 6:].astype(np.float32), axis=1)
+    fast = np.diff(
+        np.concatenate([made.digital for pair in sessions for made in pair])[:, :, 6:].astype(
+            np.float32
+        ),
+        axis=1,
+    )
     level = np.log(np.median(np.abs(np.stack(np.split(fast[:, :4998], 2, axis=1))), axis=(2, 3)))
     ratio = (level[0] - level[1]).std() / level[0].std()
     assert 0.3 < ratio < 1.2

@@ -26,7 +26,9 @@ def small_shards() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def unfinished(small: Path, small_shards: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def unfinished(
+    small: Path, small_shards: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """A dataset in four shards and four storage objects: whole, and killed before dataset.json."""
     whole, killed = (tmp_path_factory.mktemp("unfinished") / name for name in ("whole", "killed"))
     write = LocalFolder.write
@@ -44,11 +46,19 @@ def unfinished(small: Path, small_shards: None, tmp_path_factory: pytest.TempPat
     return whole, killed
 
 
-def test_flipped_bits_are_repaired(small: Path, unfinished: tuple[Path, Path], tmp_path: Path) -> None:
+def test_flipped_bits_are_repaired(
+    small: Path, unfinished: tuple[Path, Path], tmp_path: Path
+) -> None:
     whole, killed = unfinished
     right, draw = files(whole), random.Random(0)
     names = sorted(name for name, data in files(killed).items() if data)
-    assert {name.split("/")[0] for name in names} == {".build", "rejects.csv", "samples.parquet", "shards", "store.zarr"}
+    assert {name.split("/")[0] for name in names} == {
+        ".build",
+        "rejects.csv",
+        "samples.parquet",
+        "shards",
+        "store.zarr",
+    }
     for turn in range(FLIPS // AT_ONCE):
         out = tmp_path / str(turn)
         shutil.copytree(killed, out)
@@ -59,7 +69,9 @@ def test_flipped_bits_are_repaired(small: Path, unfinished: tuple[Path, Path], t
         shutil.rmtree(out)
 
 
-def test_shards_that_are_whole_are_not_written_again(small: Path, unfinished: tuple[Path, Path], tmp_path: Path) -> None:
+def test_shards_that_are_whole_are_not_written_again(
+    small: Path, unfinished: tuple[Path, Path], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     shutil.copytree(unfinished[1], out)
     (out / "shards/00002.tar").unlink()

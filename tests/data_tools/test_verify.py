@@ -108,7 +108,9 @@ def forged(text: bytes) -> Damage:
         end = data.index(b"\0", start)
         data[start:end] = text.ljust(end - start)
         (root / TAR).write_bytes(data)
-        rewritten(lambda meta: meta["shards"][0].update(sha256=hashlib.sha256(data).hexdigest()))(root)
+        rewritten(lambda meta: meta["shards"][0].update(sha256=hashlib.sha256(data).hexdigest()))(
+            root
+        )
 
     return damage
 
@@ -138,22 +140,46 @@ DAMAGES: dict[str, tuple[Damage, str]] = {  # damage, words of the finding
     "another unit": (meta_with(uv_per_lsb=4.88), "uv_per_lsb"),
     "leads reversed": (rewritten(lambda meta: meta["leads"].reverse()), "leads"),
     "another length": (meta_with(crop_samples=2500), "crop_samples"),
-    "another filter": (rewritten(lambda meta: meta["preprocessing"].update(filter="band")), "preprocessing fails"),
+    "another filter": (
+        rewritten(lambda meta: meta["preprocessing"].update(filter="band")),
+        "preprocessing fails",
+    ),
     "a source's crops": (rewritten(lambda meta: meta["sources"][0].update(crops=99)), "counts of"),
-    "a source's records": (rewritten(lambda meta: meta["sources"][0]["records"].update(seen=10**6)), "counts of"),
-    "a source renamed": (rewritten(lambda meta: meta["sources"][0].update(name="mine")), "missing in sources"),
+    "a source's records": (
+        rewritten(lambda meta: meta["sources"][0]["records"].update(seen=10**6)),
+        "counts of",
+    ),
+    "a source renamed": (
+        rewritten(lambda meta: meta["sources"][0].update(name="mine")),
+        "missing in sources",
+    ),
     "no plan": (rewritten(lambda meta: meta.pop("plan")), "plan is missing"),
     "no rejects": (rewritten(lambda meta: meta.pop("rejects")), "has no entry `rejects`"),
-    "another column": (with_table(lambda table: table.append_column("name", table["record"])), "name"),
-    "a column less": (with_table(lambda table: table.drop_columns("waveform")), "waveform is missing"),
-    "rows without an address": (column("offset", lambda values: [None, *values[1:]]), "offset is missing in some rows"),
+    "another column": (
+        with_table(lambda table: table.append_column("name", table["record"])),
+        "name",
+    ),
+    "a column less": (
+        with_table(lambda table: table.drop_columns("waveform")),
+        "waveform is missing",
+    ),
+    "rows without an address": (
+        column("offset", lambda values: [None, *values[1:]]),
+        "offset is missing in some rows",
+    ),
     "nulls": (column("dx", lambda values: [None, *values[1:]]), "dx is missing in some rows"),
     "flipped rejects": (flipped("rejects.csv", 3), "rejects.csv: fails its sha256"),
     "missing rejects": (lambda root: (root / "rejects.csv").unlink(), "rejects.csv: missing file"),
-    "longer rejects": (lambda root: (root / "rejects.csv").open("a").write("a,b,c,d\n"), "file too large"),
+    "longer rejects": (
+        lambda root: (root / "rejects.csv").open("a").write("a,b,c,d\n"),
+        "file too large",
+    ),
     "rejects without columns": (forged_rejects("source\nptb\n"), "rejects.csv: not enough values"),
     "rejects in Latin": (forged_rejects("source,record,reason,detail\na,b,\xe9,d\n"), "utf-8"),
-    "a huge field": (forged_rejects("source,record,reason,detail\na,b,c," + "x" * 200_000), "larger than field limit"),
+    "a huge field": (
+        forged_rejects("source,record,reason,detail\na,b,c," + "x" * 200_000),
+        "larger than field limit",
+    ),
     "JSON that is a list": (forged(b"[]"), "invalid tar member"),
     "JSON that is none": (forged(b"{"), "invalid tar member"),
     "missing zarr": (lambda root: shutil.rmtree(root / "store.zarr"), "store.zarr"),
@@ -163,7 +189,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {  # damage, words of the finding
     "zarr.json that is a list": (write("store.zarr/zarr.json", b"[]"), "store.zarr"),
     "zarr with another key": (edited("store.zarr/zarr.json", "endian", "endman"), "store.zarr"),
     "zarr with another shape": (edited("store.zarr/zarr.json", "5000", "2500"), "shape"),
-    "zarr with more": (edited("store.zarr/zarr.json", '"attributes": {', '"attributes": {"a": 1'), "zarr.json: has entries"),
+    "zarr with more": (
+        edited("store.zarr/zarr.json", '"attributes": {', '"attributes": {"a": 1'),
+        "zarr.json: has entries",
+    ),
     "role moved": (column("pretrain", lambda values: [True] * len(values)), "pretrain"),
     "rows swapped": (column("record", swap), "is in its place"),
     "addresses swapped": (column("offset", swap), "crc32c"),
@@ -225,7 +254,11 @@ def test_swapped_files_and_files_of_another_dataset_are_found(
     small: Path, pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two files of a dataset swapped, and files of another dataset."""
-    for name, other in ((TAR, "shards/00001.tar"), ("shards/00000.idx", "shards/00001.idx"), (ZARR, "store.zarr/c/1/0/0")):
+    for name, other in (
+        (TAR, "shards/00001.tar"),
+        ("shards/00000.idx", "shards/00001.idx"),
+        (ZARR, "store.zarr/c/1/0/0"),
+    ):
         root = Path(shutil.copytree(pieces, tmp_path / "copy", dirs_exist_ok=True))
         shutil.copy(pieces / other, root / name)
         shutil.copy(pieces / name, root / other)
@@ -236,7 +269,9 @@ def test_swapped_files_and_files_of_another_dataset_are_found(
     make(small, tmp_path / "other", format="both", seed=1, pseudonym_key=b"k" * 32)
     for name in ("samples.parquet", "rejects.csv", "store.zarr/c/1/0/0"):
         root = Path(shutil.copytree(pieces, tmp_path / "copy", dirs_exist_ok=True))
-        (root / name).write_bytes((tmp_path / "other" / name).read_bytes() + b"," * (name == "rejects.csv"))
+        (root / name).write_bytes(
+            (tmp_path / "other" / name).read_bytes() + b"," * (name == "rejects.csv")
+        )
         assert any(name in line for line in verify(Dataset.open(str(root))))
 
 
@@ -244,18 +279,44 @@ def test_fast_checks_sizes_without_reading_samples(copy: Path) -> None:
     flip(copy / TAR, 70_000)
     flip(copy / ZARR, 40_000)
     assert verify(Dataset.open(str(copy)), fast=True) == []
-    for damage in (truncate(TAR, 1), cut_in_the_middle, lambda root: (root / "shards/00000.idx").unlink()):
+    for damage in (
+        truncate(TAR, 1),
+        cut_in_the_middle,
+        lambda root: (root / "shards/00000.idx").unlink(),
+    ):
         damage(copy)
     found = verify(Dataset.open(str(copy)), fast=True)
     assert [line.split(":")[0] for line in found] == [TAR, "shards/00000.idx", ZARR]
 
 
 SHARD = {"name": "00000.tar", "crops": 1, "bytes": 1, "sha256": "0" * 64}
-INVALID = [  # facts of dataset.json, whose fingerprint is right. A shard's name and sha256 become file names
-    *[("crops", "9"), ("formats", ["hdf5"]), ("samples", {"bytes": 1}), ("shards", None), ("shards", [{"name": 3}])],
-    *[("rejects", 3), ("seed", "x"), ("plan", "mine"), ("roles", []), ("sources", 3), ("sources", [{"name": "x"}])],
-    *[("role_sources", {"dx": 3}), ("role_sources", {"q": ["a"]}), ("role_sources", 3), ("id_share", 1.5)],
-    *[("shards", [SHARD | {"name": name}]) for name in ("../../outside.tar", "/etc/outside.tar", "a.tar\n")],
+# facts of dataset.json, whose fingerprint is right. A shard's name and sha256 become file names
+INVALID = [
+    *[
+        ("crops", "9"),
+        ("formats", ["hdf5"]),
+        ("samples", {"bytes": 1}),
+        ("shards", None),
+        ("shards", [{"name": 3}]),
+    ],
+    *[
+        ("rejects", 3),
+        ("seed", "x"),
+        ("plan", "mine"),
+        ("roles", []),
+        ("sources", 3),
+        ("sources", [{"name": "x"}]),
+    ],
+    *[
+        ("role_sources", {"dx": 3}),
+        ("role_sources", {"q": ["a"]}),
+        ("role_sources", 3),
+        ("id_share", 1.5),
+    ],
+    *[
+        ("shards", [SHARD | {"name": name}])
+        for name in ("../../outside.tar", "/etc/outside.tar", "a.tar\n")
+    ],
     *[("shards", [SHARD | {"sha256": text}]) for text in ("/home/somebody/precious", "A" * 64)],
     *[("shards", [SHARD | {name: -1}]) for name in ("bytes", "crops")],
 ]
@@ -270,23 +331,35 @@ INVALID = [  # facts of dataset.json, whose fingerprint is right. A shard's name
         (write("dataset.json", b"\xff"), "not JSON"),
         (lambda root: (root / "dataset.json").unlink(), "unfinished"),
         (edited("dataset.json", '"seed": 0', '"seed": 3'), "fingerprint"),
-        (edited("dataset.json", '"format_version": 1', '"format_version": 2'), "format version 2, this program reads 1"),
+        (
+            edited("dataset.json", '"format_version": 1', '"format_version": 2'),
+            "format version 2, this program reads 1",
+        ),
         (meta_with(crops=9), "contradicts itself"),
         (meta_with(formats=["zarr"]), "contradicts itself"),
         (rewritten(lambda meta: meta["shards"][0].update(crops=10**30)), "dataset.json"),
-        (rewritten(lambda meta: meta["shards"].append(meta["shards"][0] | {"crops": 0})), "contradicts itself"),
+        (
+            rewritten(lambda meta: meta["shards"].append(meta["shards"][0] | {"crops": 0})),
+            "contradicts itself",
+        ),
     ],
 )
-def test_a_damaged_dataset_json_does_not_open(damage: Damage, words: str, whole: Dataset, tmp_path: Path) -> None:
+def test_a_damaged_dataset_json_does_not_open(
+    damage: Damage, words: str, whole: Dataset, tmp_path: Path
+) -> None:
     shutil.copy(Path(whole.root.url, "dataset.json"), tmp_path)
     damage(tmp_path)
     with pytest.raises(DatasetError, match=rf"\A[^\n]*{words}[^\n]*\Z"):
         Dataset.open(str(tmp_path))
 
 
-def test_extra_json_entries_are_found(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_json_entries_are_found(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "row_of", lambda *facts: row_of(*facts) | {"name": "Bob"})
-    assert verify(make(small, tmp_path / "out"))[0].endswith("JSON and samples.parquet differ in name")
+    assert verify(make(small, tmp_path / "out"))[0].endswith(
+        "JSON and samples.parquet differ in name"
+    )
 
 
 def test_a_sound_dataset_passes_every_check(archive: Path, dataset: Dataset) -> None:
@@ -308,7 +381,8 @@ def test_a_wrong_byte_never_reaches_the_reader(whole: Dataset, copy: Path) -> No
 
 
 def test_a_changed_archive_is_found(tmp_path: Path) -> None:
-    """Changed samples, a missing record, a record that was never read, and longer and shorter records."""
+    """Changed samples, a missing record, a record that was never read, and longer and shorter
+    records."""
     place, x = tmp_path / "a" / "training" / "georgia" / "g1", ecg(30_000)
     x[:, 10_000:15_000] = 7  # a crop that has to be refused is not missed
     y = ecg(10_000)
@@ -324,7 +398,9 @@ def test_a_changed_archive_is_found(tmp_path: Path) -> None:
     assert found() == ["georgia/E1 at 60 s: a crop of the archive is not in samples.parquet"]
     write_challenge(place, "E1", x)
     write_challenge(place, "E4", y[:, :5000])
-    assert found() == ["georgia/E4 at 10 s: the archive has no such crop: too short: no crop 1 in 10 s"]
+    assert found() == [
+        "georgia/E4 at 10 s: the archive has no such crop: too short: no crop 1 in 10 s"
+    ]
     write_challenge(place, "E4", ecg(10_000, seed=1))
     assert found() == [f"georgia/E4 at {at} s: the archive has other samples" for at in (0, 10)]
     (place / "E4.hea").unlink()
@@ -332,14 +408,23 @@ def test_a_changed_archive_is_found(tmp_path: Path) -> None:
     write_challenge(place, "E4", y)
     write_challenge(place, "E3", ecg(seed=3))
     missed = ["georgia/E3 is in the archive, but neither in samples.parquet nor in rejects.csv"]
-    for reason, lines in {"flat lead": missed, "gain": []}.items():  # a flag in rejects.csv excuses nothing
+    for reason, lines in {
+        "flat lead": missed,
+        "gain": [],
+    }.items():  # a flag in rejects.csv excuses nothing
         forged_rejects(f"source,record,reason,detail\ngeorgia,E3,{reason},x\n")(tmp_path / "out")
         assert found() == lines
 
 
 @pytest.mark.parametrize("key", [None, b"k" * 32], ids=["plain", "pseudonyms"])
-def test_columns_that_differ_from_the_archive_are_named(key: bytes | None, archive: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(archive, tmp_path / "0", ignore=shutil.ignore_patterns("ningbo", "cpsc*", "chapman*")))
+def test_columns_that_differ_from_the_archive_are_named(
+    key: bytes | None, archive: Path, tmp_path: Path
+) -> None:
+    copy = Path(
+        shutil.copytree(
+            archive, tmp_path / "0", ignore=shutil.ignore_patterns("ningbo", "cpsc*", "chapman*")
+        )
+    )
     made = make(copy, tmp_path / "out", pseudonym_key=key)
     assert verify(made, open_sources(str(copy)), key=key) == []
     header = "training/georgia/g1/E00001.hea"
@@ -357,13 +442,20 @@ def test_columns_that_differ_from_the_archive_are_named(key: bytes | None, archi
         text = (place / name).read_text()
         edited(name, old, new)(place)
         found = verify(made, open_sources(str(place)), key=key)
-        assert found and all(line.endswith(f" at 0 s: the archive differs in {words}") for line in found)
+        assert found and all(
+            line.endswith(f" at 0 s: the archive differs in {words}") for line in found
+        )
         (place / name).write_text(text)
         copy = place
 
 
 def test_the_readme_lists_all_flags() -> None:
-    flagged = (ROOT / "data_tools" / "README.md").read_text().partition("Used, but flagged:")[2].replace("\n", " ")
+    flagged = (
+        (ROOT / "data_tools" / "README.md")
+        .read_text()
+        .partition("Used, but flagged:")[2]
+        .replace("\n", " ")
+    )
     assert sorted(re.findall("`([^`]+)`", flagged)) == sorted(FLAGS)
 
 
@@ -371,16 +463,26 @@ def test_findings_that_are_not_listed_are_counted(copy: Path) -> None:
     for number in range(MAX_FINDINGS + 5):
         (copy / "shards" / f"copy-{number:02d}.tar").touch()
     found = verify(Dataset.open(str(copy)), fast=True)
-    assert found[-2:] == ["shards/copy-19.tar: not a part of the dataset", "shards/: 5 more findings like these are not listed"]
+    assert found[-2:] == [
+        "shards/copy-19.tar: not a part of the dataset",
+        "shards/: 5 more findings like these are not listed",
+    ]
     assert len(found) == MAX_FINDINGS + 1
     (copy / "shards" / "copy-24.tar").unlink()
-    assert verify(Dataset.open(str(copy)), fast=True)[-1] == "shards/: 4 more findings like these are not listed"
+    assert (
+        verify(Dataset.open(str(copy)), fast=True)[-1]
+        == "shards/: 4 more findings like these are not listed"
+    )
 
 
-def test_the_command_prints_findings_and_exits_1(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_findings_and_exits_1(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for fast in ((), ("--fast",)):
         assert main(["verify", str(copy), "--workers", "1", *fast]) == 0
-        assert ("not read: the contents of shards/ and store.zarr" in capsys.readouterr().out) == bool(fast)
+        assert (
+            "not read: the contents of shards/ and store.zarr" in capsys.readouterr().out
+        ) == bool(fast)
     (copy / TAR).unlink()
     assert main(["verify", str(copy), "--workers", "1"]) == 1
     assert f"{TAR}: missing file" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""A header is read exactly or refused; broken text never gives a wrong value or another exception."""
+"""A header is read exactly or refused; broken text never gives a wrong value or another
+exception."""
 
 import math
 import re
@@ -14,7 +15,17 @@ from omnilead.data_tools.record import LEADS, only_codes, parse_dx
 from omnilead.data_tools.sources.wfdb_header import MAX_SAMPLES, WfdbHeader, parse_header, peek
 
 SLOWEST_S = 1.0
-MV = {"V": 1e3, "mV": 1.0, "mv": 1.0, "MV": 1.0, "uV": 1e-3, "UV": 1e-3, "µV": 1e-3, "nV": 1e-6, "": 1.0}
+MV = {
+    "V": 1e3,
+    "mV": 1.0,
+    "mv": 1.0,
+    "MV": 1.0,
+    "uV": 1e-3,
+    "UV": 1e-3,
+    "µV": 1e-3,
+    "nV": 1e-6,
+    "": 1.0,
+}
 
 
 @dataclass
@@ -32,7 +43,17 @@ class Signal:
     lead: str = "I"
 
     def line(self) -> str:
-        words = (self.file, self.form, self.gain, self.resolution, self.zero, self.first, self.checksum, self.block, self.lead)
+        words = (
+            self.file,
+            self.form,
+            self.gain,
+            self.resolution,
+            self.zero,
+            self.first,
+            self.checksum,
+            self.block,
+            self.lead,
+        )
         return " ".join(word for word in words if word)
 
 
@@ -44,16 +65,23 @@ class Text:
     samples: str = "5000"
     rest: str = ""
     signals: list[Signal] = field(default_factory=lambda: [Signal(lead=lead) for lead in LEADS])
-    comments: list[str] = field(default_factory=lambda: ["# Age: 78", "# Sex: Female", "# Dx: 426783006,164889003"])
+    comments: list[str] = field(
+        default_factory=lambda: ["# Age: 78", "# Sex: Female", "# Dx: 426783006,164889003"]
+    )
 
     def render(self) -> bytes:
         words = (self.name, self.count, self.fs, self.samples, self.rest)
-        lines = [" ".join(word for word in words if word), *(signal.line() for signal in self.signals), *self.comments]
+        lines = [
+            " ".join(word for word in words if word),
+            *(signal.line() for signal in self.signals),
+            *self.comments,
+        ]
         return ("\n".join(lines) + "\n").encode()
 
 
 def parse(data: bytes) -> WfdbHeader | str:
-    """The header, or the reason of its refusal; any other exception and any slowness fail the test."""
+    """The header, or the reason of its refusal; any other exception and any slowness fail the
+    test."""
     start = time.process_time()
     try:
         found: WfdbHeader | str = parse_header(data)
@@ -82,7 +110,9 @@ def parsed(data: bytes) -> WfdbHeader:
         ([], None, None, ()),
     ],
 )
-def test_comments_give_age_sex_and_dx(comments: list[str], age: float | None, sex: str | None, codes: tuple[str, ...]) -> None:
+def test_comments_give_age_sex_and_dx(
+    comments: list[str], age: float | None, sex: str | None, codes: tuple[str, ...]
+) -> None:
     header = parsed(Text(comments=comments).render())
     assert (header.age, header.sex, only_codes(parse_dx(header.dx))[0]) == (age, sex, codes)
 
@@ -105,16 +135,33 @@ SIGNAL_FIELDS = {
 }
 
 
-@pytest.mark.parametrize(("where", "meant"), SIGNAL_FIELDS.items(), ids=lambda value: " ".join(value))
-def test_all_valid_spellings_of_a_field_are_read(where: tuple[str, str], meant: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("where", "meant"), SIGNAL_FIELDS.items(), ids=lambda value: " ".join(value)
+)
+def test_all_valid_spellings_of_a_field_are_read(
+    where: tuple[str, str], meant: dict[str, object]
+) -> None:
     text = Text()
     for signal in text.signals:
         setattr(signal, where[0], where[1])
-        signal.gain = signal.gain.replace("(0)", "") if where[0] == "zero" else signal.gain  # no baseline: the ADC's zero
+        signal.gain = (
+            signal.gain.replace("(0)", "") if where[0] == "zero" else signal.gain
+        )  # no baseline: the ADC's zero
     header, plain = parsed(text.render()), parsed(Text().render())
-    for name in ("files", "formats", "offsets", "gains", "baselines", "initials", "checksums", "leads"):
+    for name in (
+        "files",
+        "formats",
+        "offsets",
+        "gains",
+        "baselines",
+        "initials",
+        "checksums",
+        "leads",
+    ):
         expected = (meant[name],) * 12 if name in meant else getattr(plain, name)
-        assert getattr(header, name) == (pytest.approx(expected, rel=1e-12) if name == "gains" else expected), name
+        assert getattr(header, name) == (
+            pytest.approx(expected, rel=1e-12) if name == "gains" else expected
+        ), name
 
 
 def test_a_record_name_may_end_in_mat_and_a_rate_may_have_a_counter() -> None:
@@ -128,15 +175,28 @@ def each(name: str, reason: str, words: str, form: str = "{}") -> list[tuple[str
 
 # (field, hostile text, the reason of the refusal); "" drops the field
 HOSTILE_SIGNAL = [
-    *each("gain", "gain", "0 0.0 nan inf -inf -1000 1e-300 1e400 1e10 0x10 1_000 \uff11000 --1 1e", "{}(0)/mV"),
-    *each("gain", "gain", "(0)/mV /mV mV 1000(/mV 1000(1.5)/mV 1000(99999999999)/mV 1000()/mV 1000(0)mV"),
+    *each(
+        "gain",
+        "gain",
+        "0 0.0 nan inf -inf -1000 1e-300 1e400 1e10 0x10 1_000 \uff11000 --1 1e",
+        "{}(0)/mV",
+    ),
+    *each(
+        "gain",
+        "gain",
+        "(0)/mV /mV mV 1000(/mV 1000(1.5)/mV 1000(99999999999)/mV 1000()/mV 1000(0)mV",
+    ),
     *each("gain", "unknown unit", "kV mmHg m ADU 1/mV m\0V", "1000/{}"),
     ("gain", "1000.0(0) /mV", "signal line"),
     *[(name, "", "signal line") for name in vars(Signal())],
     *each("form", "signal format", "x 16x 16+ 16++24 1600 16.0 -16 +24 16+24+24 16:+24 1\uff16"),
     *each("form", "several samples a frame", "16x2+24 16x0+24 212x4"),
     *each("form", "skewed signal", "16:1+24 16x1:300+24"),
-    *each("file", "signal file name", "../x.mat ../../etc/passwd /etc/passwd a/b.mat http://x/y.mat s3://x/y ~x.mat"),
+    *each(
+        "file",
+        "signal file name",
+        "../x.mat ../../etc/passwd /etc/passwd a/b.mat http://x/y.mat s3://x/y ~x.mat",
+    ),
     *each("file", "signal file name", "~ .. . .mat a..mat a.b.mat a\\b.mat \xe9.mat a\0b.mat"),
     *each("zero", "signal line", "nan 1.5 99999999999 0x7 \uff11"),
     *each("checksum", "signal line", "x 1234567 1e3"),
@@ -145,7 +205,11 @@ HOSTILE_SIGNAL = [
     ("file", "x" * 100_000, "header too large"),
 ]
 HOSTILE_RECORD = [
-    *each("fs", "sampling rate", "0 -500 nan inf 1e400 1e-3 49.9 2000.1 5_00 5\uff10\uff10 x /500 500Hz"),
+    *each(
+        "fs",
+        "sampling rate",
+        "0 -500 nan inf 1e400 1e-3 49.9 2000.1 5_00 5\uff10\uff10 x /500 500Hz",
+    ),
     *each("samples", "sample count", "-1 0 2000001 1000000000000 1e3 5000.0 5_000 x 05-Feb-2020"),
     *each("count", "signal count", "0 -1 11 13 65 100000000 99999999999999 1.2 1_2 x"),
     *each("name", "record name", "E00001/3 ../E00001 /etc/passwd .. a.b a.mat.mat \xe9 ~ s3://a/b"),
@@ -156,7 +220,11 @@ HOSTILE_RECORD = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "reason"), HOSTILE_SIGNAL + HOSTILE_RECORD, ids=lambda value: ascii(value)[:30])
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    HOSTILE_SIGNAL + HOSTILE_RECORD,
+    ids=lambda value: ascii(value)[:30],
+)
 def test_a_hostile_field_refuses_the_header(name: str, value: str, reason: str) -> None:
     for row in (0, 11):
         text = Text()
@@ -184,7 +252,10 @@ GOOD = Text().render()
         (GOOD.split(b"\n", 1)[1], "signal count"),  # its record line lost
         (b"\n".join([GOOD, GOOD]), "signal count"),  # two headers in one file
         (b"E00001 64 500 5000\n" + b"E00001.mat 16 1000 16 0 0 0 0 x\n" * 65, "signal count"),
-        *[(b"\n".join(GOOD.split(b"\n")[:lines]) + b"\n", "signal count") for lines in range(1, 13)],  # cut off
+        *[
+            (b"\n".join(GOOD.split(b"\n")[:lines]) + b"\n", "signal count")
+            for lines in range(1, 13)
+        ],  # cut off
     ],
 )
 def test_text_that_is_not_a_header_is_refused(data: bytes, reason: str) -> None:
@@ -193,7 +264,15 @@ def test_text_that_is_not_a_header_is_refused(data: bytes, reason: str) -> None:
 
 @pytest.mark.parametrize(
     "filler",
-    [b"#", b"# ", b"#" + b" " * 60_000 + b"Age", b"#Dx:" + b"," * 60_000, b"#Age: " + b"1" * 60_000, b"#Age: 1\n", b" \n"],
+    [
+        b"#",
+        b"# ",
+        b"#" + b" " * 60_000 + b"Age",
+        b"#Dx:" + b"," * 60_000,
+        b"#Age: " + b"1" * 60_000,
+        b"#Age: 1\n",
+        b" \n",
+    ],
     ids=lambda filler: ascii(filler[:8]),
 )
 def test_long_comments_are_fast_and_do_not_change_the_signals(filler: bytes) -> None:
@@ -218,7 +297,10 @@ def headers(draw: st.DrawFn) -> bytes:
     signals = []
     for _ in range(draw(st.integers(1, 12))):
         unit = draw(st.sampled_from(sorted(MV)))
-        number, baseline = draw(st.floats(1e-2, 1e8)) * MV[unit], draw(st.sampled_from(["", "(0)", "(-512)"]))
+        number, baseline = (
+            draw(st.floats(1e-2, 1e8)) * MV[unit],
+            draw(st.sampled_from(["", "(0)", "(-512)"])),
+        )
         gain = f"{number!r}{baseline}{'/' * bool(unit)}{unit}"
         form = draw(st.sampled_from(["16x1+24", "16", "212", "80+5", "999x1"]))
         zero, first, checksum = (str(draw(st.integers(-32768, 32767))) for _ in range(3))
@@ -226,7 +308,10 @@ def headers(draw: st.DrawFn) -> bytes:
         signals.append(Signal("a_file-1.dat", form, gain, "16", zero, first, checksum, "0", lead))
     rest = draw(st.sampled_from(["", "11:39:16", "05-Feb-2020 11:39:16"]))
     comment = draw(st.sampled_from(["", "# Dx: 427393009,", "# Hx: Age: 5"]))
-    fs, samples = str(draw(st.floats(50, 2000) | st.integers(50, 2000))), str(draw(st.integers(1, MAX_SAMPLES)))
+    fs, samples = (
+        str(draw(st.floats(50, 2000) | st.integers(50, 2000))),
+        str(draw(st.integers(1, MAX_SAMPLES))),
+    )
     return Text("E1.mat", str(len(signals)), fs, samples, rest, signals, [comment]).render()
 
 
@@ -242,7 +327,8 @@ NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 
 
 def plain_reading(data: bytes) -> list[object]:
-    """What a text says, by the format's rules alone: words between blanks, numbers in ASCII. Fails where it says nothing."""
+    """What a text says, by the format's rules alone: words between blanks, numbers in ASCII. Fails
+    where it says nothing."""
     lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
     record, *signals = [line for line in lines if line and not line.startswith("#")]
     name, count, fs, samples = record.split()[:4]
@@ -252,8 +338,12 @@ def plain_reading(data: bytes) -> list[object]:
     said: list[object] = [name.removesuffix(".mat"), float(fs.split("/")[0]), int(samples)]
     for line in signals:
         file, form, gain, _, zero, first, checksum, _, lead = line.split(None, 8)
-        code, _, offset = form.removesuffix("x1").replace("x1+", "+").replace("x01+", "+").partition("+")
-        mv_baseline = _in_mv(gain) if lead.upper() in map(str.upper, LEADS) else None  # nobody asks what others measure
+        code, _, offset = (
+            form.removesuffix("x1").replace("x1+", "+").replace("x01+", "+").partition("+")
+        )
+        mv_baseline = (
+            _in_mv(gain) if lead.upper() in map(str.upper, LEADS) else None
+        )  # nobody asks what others measure
         assert "/" not in file
         assert ".." not in file
         gain_zero = mv_baseline and (mv_baseline[0], int(mv_baseline[1] or zero))
@@ -262,22 +352,38 @@ def plain_reading(data: bytes) -> list[object]:
 
 
 def _in_mv(gain: str) -> tuple[float, str | None]:
-    number, baseline, unit = re.fullmatch(rf"({NUMBER})(?:\((-?\d+)\))?(?:/(\S+))?", gain, re.ASCII).groups()  # type: ignore[union-attr]
+    number, baseline, unit = re.fullmatch(
+        rf"({NUMBER})(?:\((-?\d+)\))?(?:/(\S+))?", gain, re.ASCII
+    ).groups()  # type: ignore[union-attr]
     known = {spelling.lower(): factor for spelling, factor in MV.items()} | {"μv": 1e-3}
     return float(number) / known[(unit or "").lower()], baseline
 
 
 def as_read(header: WfdbHeader) -> list[object]:
     known = [lead.upper() in map(str.upper, LEADS) for lead in header.leads]
-    gains = [both if lead else None for both, lead in zip(zip(header.gains, header.baselines, strict=True), known, strict=True)]
-    columns = (header.files, header.formats, header.offsets, gains, header.initials, header.checksums, header.leads)
+    gains = [
+        both if lead else None
+        for both, lead in zip(zip(header.gains, header.baselines, strict=True), known, strict=True)
+    ]
+    columns = (
+        header.files,
+        header.formats,
+        header.offsets,
+        gains,
+        header.initials,
+        header.checksums,
+        header.leads,
+    )
     return [header.name, header.fs_hz, header.samples, *zip(*columns, strict=True)]
 
 
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
     """A good header after one to four accidents."""
-    data = Text(count=str(count := draw(st.integers(1, 12))), signals=[Signal(lead=lead) for lead in LEADS[:count]]).render()
+    data = Text(
+        count=str(count := draw(st.integers(1, 12))),
+        signals=[Signal(lead=lead) for lead in LEADS[:count]],
+    ).render()
     for _ in range(draw(st.integers(1, 4))):
         start = draw(st.integers(0, max(0, len(data) - 1)))
         stop = start + draw(st.integers(0, 12))
@@ -289,9 +395,17 @@ def damaged(draw: st.DrawFn) -> bytes:
             case 2:
                 data = data[:start] + draw(st.binary(max_size=8)) + data[start:]
             case 3:
-                data = data[:start] + draw(st.binary(min_size=stop - start, max_size=stop - start)) + data[stop:]
+                data = (
+                    data[:start]
+                    + draw(st.binary(min_size=stop - start, max_size=stop - start))
+                    + data[stop:]
+                )
             case 4:
-                likely = draw(st.sampled_from([*"0123456789.-+eExX:/()\t\n _#naif", "mV", "uV", "\uff11", "\x85"]))
+                likely = draw(
+                    st.sampled_from(
+                        [*"0123456789.-+eExX:/()\t\n _#naif", "mV", "uV", "\uff11", "\x85"]
+                    )
+                )
                 data = data[:start] + likely.encode() + data[start + draw(st.integers(0, 1)) :]
             case 5:
                 words = re.split(rb"(\s+)", data)
@@ -305,7 +419,9 @@ def damaged(draw: st.DrawFn) -> bytes:
     return data
 
 
-A_CHANNEL = b"E 1 500 5000\nE.mat 16x1+24 \x001000.0(0)/mV 1 16 0 -68 1250 0 aVL\n"  # called "0 aVL"
+A_CHANNEL = (
+    b"E 1 500 5000\nE.mat 16x1+24 \x001000.0(0)/mV 1 16 0 -68 1250 0 aVL\n"  # called "0 aVL"
+)
 
 
 @settings(max_examples=1500, derandomize=True)
@@ -318,7 +434,10 @@ def test_a_damaged_header_is_refused_or_read_as_written(data: bytes) -> None:
         assert all(math.isfinite(gain) and gain > 0 for gain in found.gains)
         assert 50 <= found.fs_hz <= 2000
         assert 1 <= found.samples <= MAX_SAMPLES
-        assert found.dx == "" or any(line.rstrip().endswith(found.dx) for line in data.decode("utf-8", "replace").splitlines())
+        assert found.dx == "" or any(
+            line.rstrip().endswith(found.dx)
+            for line in data.decode("utf-8", "replace").splitlines()
+        )
 
 
 @settings(max_examples=300, derandomize=True)

@@ -1,8 +1,8 @@
 """Training steps on a fake GPU: torch's fake tensors have shapes and devices, but no values.
 
-A tensor left on the CPU is an error, and so is anything that waits for the device, since it would need a value. The device is
-called `gpu`, because a build of torch without CUDA has no other. The name holds for the whole process, so test_fake_gpu.py
-calls `errors` in a process of its own.
+A tensor left on the CPU is an error, and so is anything that waits for the device, since it would
+need a value. The device is called `gpu`, because a build of torch without CUDA has no other. The
+name holds for the whole process, so test_fake_gpu.py calls `errors` in a process of its own.
 """
 
 import json
@@ -57,13 +57,21 @@ def pretrain(path: Path, dtype: torch.dtype) -> None:
         p = {name: torch.from_numpy(values).to(GPU) for name, values in drawn.items()}
         x_BSLT = augmenter(torch.empty(CROPS, 12, 5000, dtype=torch.int16), p)
         model = Pretrainer(replace(config.model, **SMALL, position_groups=4), config.objective)
-        keys_BS, tau, ids_B = torch.empty(x_BSLT.shape[:2], dtype=torch.int64), torch.ones(()), torch.arange(CROPS)
+        keys_BS, tau, ids_B = (
+            torch.empty(x_BSLT.shape[:2], dtype=torch.int64),
+            torch.ones(()),
+            torch.arange(CROPS),
+        )
     train(model, dtype, x_BSLT.to(dtype), keys_BS, tau, ids_B)
 
 
 def finetune(kind: TaskKind, dtype: torch.dtype) -> None:
     with GPU:
-        model = Classifier(Encoder(ModelConfig(**SMALL, position_groups=4), mask=False), TaskConfig(kind=kind), CLASSES)
+        model = Classifier(
+            Encoder(ModelConfig(**SMALL, position_groups=4), mask=False),
+            TaskConfig(kind=kind),
+            CLASSES,
+        )
         labels = torch.ones(CROPS, CLASSES) if kind != "identity" else torch.arange(CROPS)
         x_BSLT, there_BS = torch.empty(CROPS, 2, 12, 2500, dtype=dtype), torch.ones(CROPS, 2)
     train(model, dtype, x_BSLT, labels, there_BS)
@@ -99,7 +107,9 @@ def errors(out: Path) -> None:
     cases: dict[str, Callable[[], None]] = {"wait": wait, "leave behind": leave_behind}
     for path in (CONFIGS / "pretrain").glob("*.yaml"):
         cases[f"pretrain {path.stem}"] = partial(pretrain, path, torch.bfloat16)
-    cases["pretrain fp32"] = partial(pretrain, CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml", torch.float32)
+    cases["pretrain fp32"] = partial(
+        pretrain, CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml", torch.float32
+    )
     for precision, dtype in PRECISIONS.items():
         for kind in get_args(TaskKind):
             cases[f"finetune {kind} {precision}"] = partial(finetune, kind, dtype)

@@ -1,4 +1,5 @@
-"""The part of the Hugging Face Hub's API that huggingface_hub calls to push and pull a model, on loopback."""
+"""The part of the Hugging Face Hub's API that huggingface_hub calls to push and pull a model, on
+loopback."""
 
 import base64
 import hashlib
@@ -41,24 +42,43 @@ class Api(BaseHTTPRequestHandler):
             return self.answer(401, {"error": "Invalid username or password."})
         if path == "/api/repos/create":
             asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
+            name = (
+                f"{asked['organization']}/{asked['name']}"
+                if asked.get("organization")
+                else asked["name"]
+            )
             if name in self.server.repos:
-                return self.answer(409, {"error": "You already created this model repo", "url": f"{self.server.url}/{name}"})
+                return self.answer(
+                    409,
+                    {
+                        "error": "You already created this model repo",
+                        "url": f"{self.server.url}/{name}",
+                    },
+                )
             self.server.repos[name] = {}
-            if asked.get("private") or asked.get("visibility") == "private":  # of huggingface_hub 1, of 2
+            if (
+                asked.get("private") or asked.get("visibility") == "private"
+            ):  # of huggingface_hub 1, of 2
                 self.server.private.add(name)
             return self.answer(200, {"url": f"{self.server.url}/{name}"})
         found = re.fullmatch(r"/api/models/(.+)/(preupload|commit)/main", path)
         if not found or found[1] not in self.server.repos:
             return self.answer(404, {"error": "Repository not found"}, "RepoNotFound")
         if found[2] == "preupload":
-            files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for f in json.loads(body)["files"]
+            ]
             return self.answer(200, {"files": files})
         for line in map(json.loads, body.splitlines()):
             if line["key"] == "file":
-                self.server.repos[found[1]][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+                self.server.repos[found[1]][line["value"]["path"]] = base64.b64decode(
+                    line["value"]["content"]
+                )
         url = f"{self.server.url}/{found[1]}/commit/{COMMIT}"
-        return self.answer(200, {"success": True, "commitOid": COMMIT, "commitUrl": url, "hookOutput": ""})
+        return self.answer(
+            200, {"success": True, "commitOid": COMMIT, "commitUrl": url, "hookOutput": ""}
+        )
 
     def do_GET(self) -> None:
         found = re.fullmatch(r"/(.+)/resolve/([^/]+)/([^/]+)", self.path.partition("?")[0])

@@ -28,7 +28,9 @@ DATA = "data.datasets=[D]"
 
 @pytest.mark.parametrize("path", [*PRETRAIN, *FINETUNE], ids=lambda path: path.stem)
 def test_shipped_files_are_valid_and_say_what_to_expect(path: Path) -> None:
-    config: Any = load(path, [DATA]) if path in PRETRAIN else load(path, [DATA, "start=RUN"], FinetuneConfig)
+    config: Any = (
+        load(path, [DATA]) if path in PRETRAIN else load(path, [DATA, "start=RUN"], FinetuneConfig)
+    )
     assert build(config.tree(), type(config)) == config
     for world in (1, 2, 4, 8):
         check(config, world)
@@ -38,7 +40,10 @@ def test_shipped_files_are_valid_and_say_what_to_expect(path: Path) -> None:
     comment = path.read_text().split("\n")[:3]
     assert all(line.startswith("# ") for line in comment)
     assert (
-        "able" in comment[0] and "Expected time" in comment[1] and "estimate" in comment[1] and "Expected score" in comment[2]
+        "able" in comment[0]
+        and "Expected time" in comment[1]
+        and "estimate" in comment[1]
+        and "Expected score" in comment[2]
     )
 
 
@@ -56,18 +61,27 @@ def test_the_methods_of_the_paper_are_all_there_and_differ() -> None:
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("data.datasets=DIR", "data.datasets='DIR': input should be a valid array: write data.datasets=[DIR]"),
+        (
+            "data.datasets=DIR",
+            "data.datasets='DIR': input should be a valid array: write data.datasets=[DIR]",
+        ),
         ("code=true", "code: no such setting here: it belongs to omnilead finetune"),
         ("train.stepz=3", "train.stepz: no such setting: did you mean train.steps?"),
         ("model.widht=3", "model.widht: no such setting: did you mean model.width?"),
         ("lr=1e-4", "lr: no such setting: did you mean train.lr?"),
-        ("train.learning_rate=1e-4", "train.learning_rate: no such setting: did you mean train.lr?"),
+        (
+            "train.learning_rate=1e-4",
+            "train.learning_rate: no such setting: did you mean train.lr?",
+        ),
         ("batch_size=8", "batch_size: no such setting: did you mean train.batch_crops?"),
         ("augment.amplitude_mv.emgs=1", "did you mean augment.amplitude_mv.emg?"),
         ("train.lr=fast", "train.lr='fast': "),
         ("train.steps=2.5", "train.steps=2.5: "),
         ("train.steps='3'", "train.steps='3': "),
-        ("train.precision=fp16", "train.precision='fp16': input should be 'auto', 'bf16' or 'fp32'"),
+        (
+            "train.precision=fp16",
+            "train.precision='fp16': input should be 'auto', 'bf16' or 'fp32'",
+        ),
         ("train.seed=-1", "train.seed=-1: "),
         ("pipeline.threads=0", "pipeline.threads=0: "),
         ("train.betas=[0.9, 1.0]", "train.betas.1=1.0: "),
@@ -96,12 +110,21 @@ def test_a_wrong_setting_is_one_line(override: str, says: str) -> None:
     ],
 )
 def test_precision_auto_follows_the_hardware(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: bool, emulated: bool, flags: str, resolved: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    cuda: bool,
+    emulated: bool,
+    flags: str,
+    resolved: str,
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags} sse\n")
     monkeypatch.setattr("omnilead.engine.config.CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or not emulated)
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation: including_emulation or not emulated,
+    )
     assert build({"train": {"precision": "auto"}}).tree()["train"]["precision"] == resolved
 
 
@@ -114,20 +137,52 @@ def test_precision_auto_follows_the_hardware(
         ([], 3, "train.batch_crops=512: must be a multiple of the 3 ranks"),
         (["train.micro_batch=100"], 2, "train.micro_batch=100: must divide"),
         (["train.deepspeed=null", "train.zero_stage=0"], 1, "train.zero_stage=0"),
-        (["train.zero_stage=2"], 1, "train.zero_stage=2, but configs/deepspeed/zero1.json has stage 1"),
+        (
+            ["train.zero_stage=2"],
+            1,
+            "train.zero_stage=2, but configs/deepspeed/zero1.json has stage 1",
+        ),
         (["train.deepspeed=nowhere.json"], 1, "train.deepspeed='nowhere.json': no such file"),
-        (["augment.leads=3", "augment.padded=false"], 1, "model.leads=12: augment.leads='3' needs 3"),
+        (
+            ["augment.leads=3", "augment.padded=false"],
+            1,
+            "model.leads=12: augment.leads='3' needs 3",
+        ),
         (["model.mask_span=155"], 1, "model.mask_span=155"),
-        (["model.conv=[[32, 1000], [32, 10]]", "objective.local=0"], 1, "model.conv: a token is 10000"),
+        (
+            ["model.conv=[[32, 1000], [32, 10]]", "objective.local=0"],
+            1,
+            "model.conv: a token is 10000",
+        ),
         (["pipeline.views=window"], 1, "objective.method=cmsc needs halves"),
         (["objective.method=simclr"], 1, "objective.method=simclr needs window"),
-        (["objective.method=simclr", "pipeline.views=window", "augment.rlm=0"], 1, "pipeline.views='window'"),
+        (
+            ["objective.method=simclr", "pipeline.views=window", "augment.rlm=0"],
+            1,
+            "pipeline.views='window'",
+        ),
         (["pipeline.weights=[1.0, 2.0]"], 1, "pipeline.weights=(1.0, 2.0)"),
         (["train.schedule=tri_stage", "train.warmup=0.9"], 1, "train.warmup=0.9, train.hold=0.2"),
-        (["train.batch_crops=1"], 1, "train.batch_crops=1, train.micro_batch=None: a crop is contrasted"),
-        (["train.micro_batch=1", "objective.gathered=false"], 2, "train.micro_batch=1: a crop is contrasted"),
-        (["train.micro_batch=1", "objective.form=authors"], 2, "train.micro_batch=1: a crop is contrasted"),
-        (["train.deepspeed=null", "train.zero_stage=3", "train.compile=layers"], 1, "train.compile=layers"),
+        (
+            ["train.batch_crops=1"],
+            1,
+            "train.batch_crops=1, train.micro_batch=None: a crop is contrasted",
+        ),
+        (
+            ["train.micro_batch=1", "objective.gathered=false"],
+            2,
+            "train.micro_batch=1: a crop is contrasted",
+        ),
+        (
+            ["train.micro_batch=1", "objective.form=authors"],
+            2,
+            "train.micro_batch=1: a crop is contrasted",
+        ),
+        (
+            ["train.deepspeed=null", "train.zero_stage=3", "train.compile=layers"],
+            1,
+            "train.compile=layers",
+        ),
         (["run=''"], 1, "run=''"),
         (["run=s3://bucket/run"], 1, "run='s3://bucket/run': must be a local folder"),
     ],
@@ -142,7 +197,13 @@ def test_contradictory_settings_are_one_line(overrides: list[str], world: int, s
 def test_fewer_leads_padded_or_dropped() -> None:
     """Table 2 of the paper: a model for each set of leads."""
     check(load(CONFIGS / "pretrain" / "w2v.yaml", [DATA, "augment.leads=2"]), 1)
-    check(load(CONFIGS / "pretrain" / "w2v.yaml", [DATA, "augment.leads=2", "augment.padded=false", "model.leads=2"]), 1)
+    check(
+        load(
+            CONFIGS / "pretrain" / "w2v.yaml",
+            [DATA, "augment.leads=2", "augment.padded=false", "model.leads=2"],
+        ),
+        1,
+    )
 
 
 def test_fine_tuning_masks_no_leads_by_default() -> None:
@@ -150,16 +211,27 @@ def test_fine_tuning_masks_no_leads_by_default() -> None:
         assert build({"augment": augment}, FinetuneConfig).augment.rlm == 0
     assert build({"augment": {"rlm": 0.5}}, FinetuneConfig).augment.rlm == 0.5
     shipped = [load(path, [], FinetuneConfig) for path in FINETUNE]
-    assert {(c.train.weight_decay, c.train.eps, c.encoder.feature_grad, c.augment.rlm) for c in shipped} == {(0, 1e-8, 0, 0)}
+    assert {
+        (c.train.weight_decay, c.train.eps, c.encoder.feature_grad, c.augment.rlm) for c in shipped
+    } == {(0, 1e-8, 0, 0)}
 
 
 def test_the_global_batch_does_not_depend_on_the_world_size() -> None:
     config = load(CONFIGS / "pretrain" / "authors.yaml")
-    assert [micro_batch(config, world) for world in (1, 2, 4, 8)] == [(64, 8), (64, 4), (64, 2), (64, 1)]
+    assert [micro_batch(config, world) for world in (1, 2, 4, 8)] == [
+        (64, 8),
+        (64, 4),
+        (64, 2),
+        (64, 1),
+    ]
     for world in (1, 8):
         d = deepspeed_json(config, world)
         assert d["train_micro_batch_size_per_gpu"] * d["gradient_accumulation_steps"] * world == 512
-        assert d["gradient_clipping"] == 0 and not d["bf16"]["enabled"] and d["zero_optimization"]["stage"] == 1
+        assert (
+            d["gradient_clipping"] == 0
+            and not d["bf16"]["enabled"]
+            and d["zero_optimization"]["stage"] == 1
+        )
 
 
 def test_a_deepspeed_file_holds_communication_only(tmp_path: Path) -> None:
@@ -174,9 +246,17 @@ def test_a_deepspeed_file_holds_communication_only(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError) as error:
             zero_stage(config)
-        assert "train.deepspeed=" in str(error.value) and says in str(error.value).lower() and "\n" not in str(error.value)
+        assert (
+            "train.deepspeed=" in str(error.value)
+            and says in str(error.value).lower()
+            and "\n" not in str(error.value)
+        )
     file.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
-    assert deepspeed_json(config, 1)["zero_optimization"] == {"stage": 2, "overlap_comm": True, "compute_grad_norm": False}
+    assert deepspeed_json(config, 1)["zero_optimization"] == {
+        "stage": 2,
+        "overlap_comm": True,
+        "compute_grad_norm": False,
+    }
     for path in (CONFIGS / "deepspeed").glob("*.json"):
         assert zero_stage(build({"train": {"deepspeed": str(path)}})) == int(path.stem[-1])
 
@@ -198,10 +278,35 @@ MERGED = "a0: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [{NINE[n]}]}}" for n
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"train: &a {lr: *a}", b"&a [*a]", b"data: {datasets: &a [*a]}", BOMB.encode(), MERGED.encode()),
-        *(b"train: " + b"[" * 5000, b"{a: " * 5000, b"train: {steps: " + b"9" * 400 + b"}", b"train: {steps: 0x" + b"f" * 9000),
-        *("run: \u00e9".encode("latin-1"), bytes(range(256)), b'run: "\\ud800"', b'base: "a\\0b"', b"#" * 2**21, b"3", b"3: 4"),
-        *(b"run: 2020-99-99", b"train: {steps: 0x_}", b"train: {steps: !!int ''}", b"run: !!bool x", b"run: 2020-01-01"),
+        *(
+            b"train: &a {lr: *a}",
+            b"&a [*a]",
+            b"data: {datasets: &a [*a]}",
+            BOMB.encode(),
+            MERGED.encode(),
+        ),
+        *(
+            b"train: " + b"[" * 5000,
+            b"{a: " * 5000,
+            b"train: {steps: " + b"9" * 400 + b"}",
+            b"train: {steps: 0x" + b"f" * 9000,
+        ),
+        *(
+            "run: \u00e9".encode("latin-1"),
+            bytes(range(256)),
+            b'run: "\\ud800"',
+            b'base: "a\\0b"',
+            b"#" * 2**21,
+            b"3",
+            b"3: 4",
+        ),
+        *(
+            b"run: 2020-99-99",
+            b"train: {steps: 0x_}",
+            b"train: {steps: !!int ''}",
+            b"run: !!bool x",
+            b"run: 2020-01-01",
+        ),
     ],
     ids=lambda content: repr(content[:20]),
 )
@@ -214,25 +319,37 @@ def test_a_hostile_file_is_one_line(content: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "line", "key"),
-    [("train:\n  lr: 1.0e-3\n  steps: 7\n  lr: 0.5\n", 4, "lr"), ("run: r\ntrain: {keep: 1, 'keep': 2}", 2, "keep")],
+    [
+        ("train:\n  lr: 1.0e-3\n  steps: 7\n  lr: 0.5\n", 4, "lr"),
+        ("run: r\ntrain: {keep: 1, 'keep': 2}", 2, "keep"),
+    ],
 )
-def test_a_key_that_stands_twice_is_an_error(content: str, line: int, key: str, tmp_path: Path) -> None:
+def test_a_key_that_stands_twice_is_an_error(
+    content: str, line: int, key: str, tmp_path: Path
+) -> None:
     (tmp_path / "f.yaml").write_text(content)
-    with pytest.raises(ConfigError, match=rf"f\.yaml: not valid YAML: line {line}: the key '{key}' stands twice: remove one$"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"f\.yaml: not valid YAML: line {line}: the key '{key}' stands twice: remove one$",
+    ):
         load(tmp_path / "f.yaml")
     with pytest.raises(ConfigError, match=r"--set train: not valid YAML: .* 'lr' stands twice"):
         load("cmsc", [DATA, "train={lr: 1, lr: 1}"])
 
 
 def test_a_key_may_stand_in_several_mappings_and_override_a_merged_one(tmp_path: Path) -> None:
-    (tmp_path / "f.yaml").write_text("train: &t {keep: 1, log_every: 7}\ndata: {train: {dx: test}}\n")
+    (tmp_path / "f.yaml").write_text(
+        "train: &t {keep: 1, log_every: 7}\ndata: {train: {dx: test}}\n"
+    )
     assert load(tmp_path / "f.yaml").train.keep == 1
     (tmp_path / "f.yaml").write_text("{<<: &t {run: a}, run: b}")
     assert load(tmp_path / "f.yaml").run == "b"
 
 
 def test_aliases_and_other_encodings_are_read(tmp_path: Path) -> None:
-    (tmp_path / "f.yaml").write_bytes("run: r\u00e9\ntrain: {log_every: &n 7, keep: *n}".encode("utf-16"))
+    (tmp_path / "f.yaml").write_bytes(
+        "run: r\u00e9\ntrain: {log_every: &n 7, keep: *n}".encode("utf-16")
+    )
     config = load(tmp_path / "f.yaml")
     assert (config.run, config.train.log_every, config.train.keep) == ("r\u00e9", 7, 7)
     (tmp_path / "f.yaml").write_bytes(b"\xef\xbb\xbfrun: r")
@@ -240,20 +357,37 @@ def test_aliases_and_other_encodings_are_read(tmp_path: Path) -> None:
 
 
 def test_the_schema_for_editors() -> None:
-    assert json.loads(schema())["properties"]["train"] and json.loads(schema(FinetuneConfig))["properties"]["start"]
+    assert (
+        json.loads(schema())["properties"]["train"]
+        and json.loads(schema(FinetuneConfig))["properties"]["start"]
+    )
 
 
-def test_shipped_files_are_found_by_name_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_files_are_found_by_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cmsc").mkdir()  # a folder of that name, perhaps a run, is no config
-    for name in ("cmsc", "cmsc.yaml", "pretrain/cmsc", "configs/pretrain/cmsc.yaml", CONFIGS / "pretrain" / "cmsc.yaml"):
+    for name in (
+        "cmsc",
+        "cmsc.yaml",
+        "pretrain/cmsc",
+        "configs/pretrain/cmsc.yaml",
+        CONFIGS / "pretrain" / "cmsc.yaml",
+    ):
         assert load(name, [DATA]) == load(CONFIGS / "pretrain" / "cmsc.yaml", [DATA])
-    assert load("cmsc", [DATA, "train.steps=3"]).train.epochs is None  # the length that is given counts
+    assert (
+        load("cmsc", [DATA, "train.steps=3"]).train.epochs is None
+    )  # the length that is given counts
     (tmp_path / "mine.yaml").write_text("base: cmsc\ntrain: {deepspeed: zero2}")
     mine = load("mine.yaml", [DATA])
     assert mine.objective.local == 0 and zero_stage(mine) == 2
     (tmp_path / "cmsc.yaml").write_text("base: mine.yaml\ntrain: {lr: 1}")  # the nearer one of two
     assert load("cmsc.yaml", [DATA]).train.lr == 1 and load("cmsc", [DATA]).train.lr != 1
-    for name, says in (("w2v_cmcs", "did you mean w2v_cmsc"), ("xyz", "use authors, cmsc"), ("", "use ")):
+    for name, says in (
+        ("w2v_cmcs", "did you mean w2v_cmsc"),
+        ("xyz", "use authors, cmsc"),
+        ("", "use "),
+    ):
         with pytest.raises(ConfigError, match=says):
             load(name)

@@ -1,4 +1,5 @@
-"""omnilead.engine.convert: exact both ways, strict about names, and never runs what is pickled in a checkpoint."""
+"""omnilead.engine.convert: exact both ways, strict about names, and never runs what is pickled in a
+checkpoint."""
 
 import argparse
 import collections
@@ -29,7 +30,15 @@ from omnilead.engine.model.pretrainer import Pretrainer
 ROOT = Path(__file__).parents[2]
 REAL = ROOT.parent / "shared" / "parity" / "small_checkpoint.pt"
 CONFIG = ModelConfig(
-    conv=((16, 2), (32, 2)), width=24, layers=1, heads=2, ffn=32, position_kernel=8, position_groups=4, codes=8, code_width=16
+    conv=((16, 2), (32, 2)),
+    width=24,
+    layers=1,
+    heads=2,
+    ffn=32,
+    position_kernel=8,
+    position_groups=4,
+    codes=8,
+    code_width=16,
 )
 
 
@@ -39,7 +48,12 @@ def weights(spelled: str = "parametrizations") -> dict[str, Tensor]:
 
 
 def saved(path: Path, **changes: Any) -> Path:
-    content = {"args": None, "cfg": their_settings(CONFIG), "model": weights(), "optimizer_history": [{"num_updates": 7}]}
+    content = {
+        "args": None,
+        "cfg": their_settings(CONFIG),
+        "model": weights(),
+        "optimizer_history": [{"num_updates": 7}],
+    }
     torch.save(content | changes, path)
     return path
 
@@ -63,16 +77,22 @@ def back(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def same(one: Any, other: Any) -> bool:
-    return list(one) == list(other) and all(torch.equal(one[k], other[k]) and one[k].dtype == other[k].dtype for k in one)
+    return list(one) == list(other) and all(
+        torch.equal(one[k], other[k]) and one[k].dtype == other[k].dtype for k in one
+    )
 
 
 def test_a_checkpoint_is_a_local_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "s3://b/x.pt: download the checkpoint first" in refused(capsys, "from-fairseq", "s3://b/x.pt", tmp_path / "out")
+    assert "s3://b/x.pt: download the checkpoint first" in refused(
+        capsys, "from-fairseq", "s3://b/x.pt", tmp_path / "out"
+    )
 
 
 @pytest.mark.parametrize("spelled", ["parametrizations", "weight_g"])
 def test_round_trip_is_exact(spelled: str, tmp_path: Path) -> None:
-    first = saved(tmp_path / "a.pt", model={k: v.half() for k, v in reversed(weights(spelled).items())})
+    first = saved(
+        tmp_path / "a.pt", model={k: v.half() for k, v in reversed(weights(spelled).items())}
+    )
     one, other = torch.load(first, weights_only=True), back(first, tmp_path / "out")
     assert same(one["model"], other["model"])
     assert (one["cfg"], one["optimizer_history"]) == (other["cfg"], other["optimizer_history"])
@@ -94,12 +114,22 @@ def test_our_run_becomes_their_checkpoint(tmp_path: Path) -> None:
     """RUN/model has nothing of theirs in its config.json; the output folder is created."""
     conversion.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "run" / "model")
     edited(tmp_path / "run" / "model", fairseq=None)
-    assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "no" / "such" / "b.pt")]) == 0
-    assert convert.main(["from-fairseq", str(tmp_path / "no" / "such" / "b.pt"), str(tmp_path / "again")]) == 0
+    assert (
+        convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "no" / "such" / "b.pt")])
+        == 0
+    )
+    assert (
+        convert.main(
+            ["from-fairseq", str(tmp_path / "no" / "such" / "b.pt"), str(tmp_path / "again")]
+        )
+        == 0
+    )
     assert same(*(load_file(tmp_path / p / "model.safetensors") for p in ("run/model", "again")))
     fsspec.filesystem("memory").put(str(tmp_path / "run"), "/converted/run", recursive=True)
     assert convert.main(["to-fairseq", "memory://converted/run", str(tmp_path / "c.pt")]) == 0
-    assert same(*(torch.load(tmp_path / p, weights_only=False)["model"] for p in ("c.pt", "no/such/b.pt")))
+    assert same(
+        *(torch.load(tmp_path / p, weights_only=False)["model"] for p in ("c.pt", "no/such/b.pt"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,18 +142,25 @@ def test_our_run_becomes_their_checkpoint(tmp_path: Path) -> None:
         ({"normalize": True}, "millivolt", "millivolt"),
     ],
 )
-def test_the_scale_of_the_input_is_recorded(section: dict[str, Any], given: str, expected: str, tmp_path: Path) -> None:
-    path = saved(tmp_path / "a.pt", cfg=their_settings(CONFIG) | {"task": {"sample_rate": 500} | section})
+def test_the_scale_of_the_input_is_recorded(
+    section: dict[str, Any], given: str, expected: str, tmp_path: Path
+) -> None:
+    path = saved(
+        tmp_path / "a.pt", cfg=their_settings(CONFIG) | {"task": {"sample_rate": 500} | section}
+    )
     assert convert.main(["from-fairseq", str(path), str(tmp_path / "out"), "--input", given]) == 0
     document = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
     assert (document["scale"], document["fs_hz"], document["leads"][3]) == (expected, 500, "aVR")
 
 
 class Content:
-    """Settings as OmegaConf stores them: a class of another package, with nodes that hold values."""
+    """Settings as OmegaConf stores them: a class of another package, with nodes that hold
+    values."""
 
     def __init__(self, content: Any) -> None:
-        self._content = {k: Content(v) if isinstance(v, dict) else Value(v) for k, v in content.items()}
+        self._content = {
+            k: Content(v) if isinstance(v, dict) else Value(v) for k, v in content.items()
+        }
 
 
 class Value:
@@ -135,7 +172,13 @@ def test_pickled_settings_are_read_without_their_classes(tmp_path: Path) -> None
     for name, changes in (
         ("namespace", {"cfg": None, "args": argparse.Namespace(**their_settings(CONFIG)["model"])}),
         ("nodes", {"cfg": Content(their_settings(CONFIG))}),
-        ("ordered", {"model": collections.OrderedDict(weights()), "extra_state": {"meters": Content({"a": 1})}}),
+        (
+            "ordered",
+            {
+                "model": collections.OrderedDict(weights()),
+                "extra_state": {"meters": Content({"a": 1})},
+            },
+        ),
     ):
         path = saved(tmp_path / f"{name}.pt", **changes)
         assert same(back(path, tmp_path / name)["model"], weights())
@@ -152,8 +195,13 @@ class Malice:
 def test_code_in_a_pickle_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "executed"
     path = saved(tmp_path / "a.pt", task_state=Malice(exec, f"open({str(trace)!r}, 'w')"))
-    assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 0  # its weights are sound
-    for changes in ({"task_state": Malice(os.system, f"touch {trace}")}, {"model": Malice(exec, f"open({str(trace)!r}, 'w')")}):
+    assert (
+        convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 0
+    )  # its weights are sound
+    for changes in (
+        {"task_state": Malice(os.system, f"touch {trace}")},
+        {"model": Malice(exec, f"open({str(trace)!r}, 'w')")},
+    ):
         refused(capsys, "from-fairseq", saved(tmp_path / "b.pt", **changes), tmp_path / "other")
     assert not trace.exists() and not (tmp_path / "other").exists()
 
@@ -211,7 +259,9 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = saved(tmp_path / "a.pt")
     for content in (path.read_bytes()[:5000], b"hello"):
         path.write_bytes(content)
-        assert "a.pt: not a PyTorch checkpoint" in refused(capsys, "from-fairseq", path, tmp_path / "out")
+        assert "a.pt: not a PyTorch checkpoint" in refused(
+            capsys, "from-fairseq", path, tmp_path / "out"
+        )
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/b", "c")
     assert "a.pt" in refused(capsys, "from-fairseq", path, tmp_path / "out")
@@ -223,16 +273,27 @@ def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
     state, cfg = weights(), their_settings(CONFIG)
     state["layer_norm.bias"] = state["layer_norm.weight"]
     cfg["model"]["extra"] = torch.ones(2)
-    path = saved(tmp_path / "a.pt", model=state, cfg=cfg, optimizer_history=[defaultdict(list, best=torch.tensor(1.0))])
+    path = saved(
+        tmp_path / "a.pt",
+        model=state,
+        cfg=cfg,
+        optimizer_history=[defaultdict(list, best=torch.tensor(1.0))],
+    )
     again = back(path, tmp_path / "out")
     assert same(again["model"], state) and again["optimizer_history"] == [{"best": "<tensor>"}]
 
 
-@pytest.mark.parametrize("section", [[1], {"spelling": "x"}, {"order": 5}, {"order": ["nope"]}, {"order": ["mask_emb"]}])
-def test_a_damaged_config_is_one_line(section: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "section", [[1], {"spelling": "x"}, {"order": 5}, {"order": ["nope"]}, {"order": ["mask_emb"]}]
+)
+def test_a_damaged_config_is_one_line(
+    section: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     conversion.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
     edited(tmp_path / "out", fairseq=section)
-    assert "section fairseq is damaged" in refused(capsys, "to-fairseq", tmp_path / "out", tmp_path / "b.pt")
+    assert "section fairseq is damaged" in refused(
+        capsys, "to-fairseq", tmp_path / "out", tmp_path / "b.pt"
+    )
     assert not (tmp_path / "b.pt").exists()
 
 
@@ -247,7 +308,10 @@ def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(
     assert "no model.safetensors" in refused(capsys, "to-fairseq", tmp_path, other)
     assert "/proc" in refused(capsys, "to-fairseq", out, "/proc/b.pt")
     state = load_file(out / "model.safetensors")
-    save_file({name: w for name, w in state.items() if not name.startswith("local.")}, out / "model.safetensors")
+    save_file(
+        {name: w for name, w in state.items() if not name.startswith("local.")},
+        out / "model.safetensors",
+    )
     edited(out)
     assert "trained without the local objective" in refused(capsys, "to-fairseq", out, other)
 
@@ -264,6 +328,8 @@ for program in ("convert", "parity"):
 
 
 def test_programs_run_as_scripts() -> None:
-    done = subprocess.run([sys.executable, "-c", AS_SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", AS_SCRIPTS], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert all(f"usage: omnilead {program}" in done.stdout for program in ("convert", "parity"))

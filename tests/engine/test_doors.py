@@ -1,4 +1,5 @@
-"""What all commands have in common before their work begins: wrong arguments, lost output, Ctrl-C, how they exit."""
+"""What all commands have in common before their work begins: wrong arguments, lost output, Ctrl-C,
+how they exit."""
 
 import os
 import runpy
@@ -49,10 +50,14 @@ def test_wrong_arguments_are_one_line(
     with pytest.raises(SystemExit) as ended:
         door(arguments)
     out, err = capsys.readouterr()
-    assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.endswith("(--help shows all)\n")
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.endswith(
+        "(--help shows all)\n"
+    )
 
 
-UNBUFFERED = '-u -c "from omnilead.data_tools.cli import Parser; Parser(); [print(n) for n in range(10**5)]"'
+UNBUFFERED = (
+    '-u -c "from omnilead.data_tools.cli import Parser; Parser(); [print(n) for n in range(10**5)]"'
+)
 
 
 @pytest.mark.parametrize(
@@ -68,14 +73,23 @@ UNBUFFERED = '-u -c "from omnilead.data_tools.cli import Parser; Parser(); [prin
         ("engine/pretrain.py --schema", "> /dev/full", 1, 1),
     ],
 )
-def test_output_that_cannot_be_written_and_names_that_are_not_text(command: str, output: str, code: int, lines: int) -> None:
+def test_output_that_cannot_be_written_and_names_that_are_not_text(
+    command: str, output: str, code: int, lines: int
+) -> None:
     line = f"set -o pipefail; {sys.executable} {command} {output}"
-    ended = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stderr.count("\n")) == (code, lines), ended.stderr
     assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
 
 
-DOORS = ["pretrain", "evaluate --model m --data d", "embed --model m --data d --out f.parquet", "parity d"]
+DOORS = [
+    "pretrain",
+    "evaluate --model m --data d",
+    "embed --model m --data d --out f.parquet",
+    "parity d",
+]
 DOORS += ["convert to-onnx m f", "reproduce --table 1 --out d --data d"]
 
 
@@ -99,7 +113,8 @@ def as_script(path: str) -> int:
 
 @pytest.mark.parametrize("script", ["pretrain", "finetune"])
 def test_training_exits_without_shutting_down_the_interpreter(script: str, tmp_path: Path) -> None:
-    """Gloo's threads outlive their group; shutting down the interpreter while one runs ends with SIGABRT."""
+    """Gloo's threads outlive their group; shutting down the interpreter while one runs ends with
+    SIGABRT."""
     process = started(as_script, str(ROOT / "engine" / f"{script}.py"), out=tmp_path / "out.txt")
     process.join()
     assert process.exitcode == 0 and '"train"' in (tmp_path / "out.txt").read_text()

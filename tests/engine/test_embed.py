@@ -1,4 +1,5 @@
-"""omnilead.engine.embed: tables of embeddings from datasets, files and arrays, also after interruptions; the probes."""
+"""omnilead.engine.embed: tables of embeddings from datasets, files and arrays, also after
+interruptions; the probes."""
 
 import errno
 import json
@@ -62,12 +63,19 @@ def embedded(folder: Path, tmp_path: Path) -> Embedded:
 
 
 def command(model: Path, data: Any, out: Path, **options: Any) -> list[str]:
-    given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    given = [
+        text
+        for name, value in options.items()
+        for text in (f"--{name.replace('_', '-')}", str(value))
+    ]
     return ["--model", str(model), "--data", *map(str, data), "--out", str(out), *given]
 
 
 def names(table: pa.Table) -> list[str]:
-    return [f"{one['source']}\t{one['record']}" for one in table.select(["source", "record"]).to_pylist()]
+    return [
+        f"{one['source']}\t{one['record']}"
+        for one in table.select(["source", "record"]).to_pylist()
+    ]
 
 
 def vectors(table: pa.Table) -> np.ndarray:
@@ -75,8 +83,14 @@ def vectors(table: pa.Table) -> np.ndarray:
 
 
 def test_rows_of_a_dataset(dataset: Dataset, crops: Path, embedded: Embedded, model: Any) -> None:
-    about, url = dataset.table(["source", "record", "patient", "start_s", "halves"]), dataset.root.url
-    crop, half, record = pq.read_table(crops), *(embedded(url, to=per, per=per, batch=7) for per in ("half", "record"))
+    about, url = (
+        dataset.table(["source", "record", "patient", "start_s", "halves"]),
+        dataset.root.url,
+    )
+    crop, half, record = (
+        pq.read_table(crops),
+        *(embedded(url, to=per, per=per, batch=7) for per in ("half", "record")),
+    )
     assert crop["row"].to_pylist() == list(range(len(dataset)))
     for name in ("source", "record", "patient", "start_s"):
         assert crop[name].to_pylist() == about[name].to_pylist()
@@ -86,7 +100,9 @@ def test_rows_of_a_dataset(dataset: Dataset, crops: Path, embedded: Embedded, mo
         expected = model.embed(dataset.read(row)[:, : 2500 * halves[row]], 500, LEADS, "uV")
         np.testing.assert_allclose(vectors(crop.slice(row, 1))[0], expected, atol=2e-6)
     assert half["row"].to_pylist() == np.repeat(np.arange(len(dataset)), halves).tolist()
-    assert set(half["start_s"].to_numpy() - about["start_s"].to_numpy()[half["row"].to_numpy()]) == {0.0, 5.0}
+    assert set(
+        half["start_s"].to_numpy() - about["start_s"].to_numpy()[half["row"].to_numpy()]
+    ) == {0.0, 5.0}
     order, which = np.unique(names(half), return_inverse=True)
     means = np.stack([vectors(half)[which == i].mean(0) for i in range(len(order))])
     assert names(record) == order.tolist()
@@ -94,25 +110,45 @@ def test_rows_of_a_dataset(dataset: Dataset, crops: Path, embedded: Embedded, mo
     assert record.schema.field("embedding").type == pa.list_(pa.float32(), 32)
 
 
-def test_files_give_the_same_embeddings_as_their_dataset(archive: Path, dataset: Dataset, embedded: Embedded) -> None:
+def test_files_give_the_same_embeddings_as_their_dataset(
+    archive: Path, dataset: Dataset, embedded: Embedded
+) -> None:
     whole = embedded(dataset.root.url, to="a", per="record")
     files = embedded(archive, to="b", per="record", batch=5, workers=3)
     keys = ["source", "record", "patient"]
-    assert sorted(map(str, files.select(keys).to_pylist())) == sorted(map(str, whole.select(keys).to_pylist()))
+    assert sorted(map(str, files.select(keys).to_pylist())) == sorted(
+        map(str, whole.select(keys).to_pylist())
+    )
     order = [(name, "ascending") for name in ("source", "record")]
-    np.testing.assert_allclose(vectors(files.sort_by(order)), vectors(whole.sort_by(order)), atol=2e-6)
+    np.testing.assert_allclose(
+        vectors(files.sort_by(order)), vectors(whole.sort_by(order)), atol=2e-6
+    )
     header = next(archive.rglob("*.hea"))
     one = embedded(header, to="c", per="record")
-    np.testing.assert_allclose(vectors(one), vectors(files.filter(pa.compute.equal(files["record"], header.stem))), atol=2e-6)
+    np.testing.assert_allclose(
+        vectors(one),
+        vectors(files.filter(pa.compute.equal(files["record"], header.stem))),
+        atol=2e-6,
+    )
 
 
 def test_arrays(embedded: Embedded, model: Any, tmp_path: Path) -> None:
     many = np.cumsum(np.random.default_rng(0).normal(0, 20, (3, 2, 4000)), 2) % 900
     np.save(tmp_path / "many.npy", many)
     np.savez(tmp_path / "few.npz", a=many[0], b=many[1])
-    table = embedded(tmp_path / "many.npy", tmp_path / "few.npz", batch=2, fs=250, leads="V1,II", unit="uV", per="record")
+    table = embedded(
+        tmp_path / "many.npy",
+        tmp_path / "few.npz",
+        batch=2,
+        fs=250,
+        leads="V1,II",
+        unit="uV",
+        per="record",
+    )
     assert table["record"].to_pylist() == ["many[0]", "many[1]", "many[2]", "a", "b"]
-    np.testing.assert_allclose(vectors(table), model.embed(many, 250, "V1,II", "uV").numpy()[[0, 1, 2, 0, 1]], atol=2e-6)
+    np.testing.assert_allclose(
+        vectors(table), model.embed(many, 250, "V1,II", "uV").numpy()[[0, 1, 2, 0, 1]], atol=2e-6
+    )
 
 
 def test_arrays_with_the_same_name_are_told_apart(embedded: Embedded, tmp_path: Path) -> None:
@@ -126,7 +162,9 @@ def test_arrays_with_the_same_name_are_told_apart(embedded: Embedded, tmp_path: 
     assert records == [str(files[0]), str(files[1]), f"{files[2]}[m]", "own", f"{files[3]}[m]", "b"]
 
 
-def test_files_with_the_same_name_are_told_apart(archive: Path, embedded: Embedded, tmp_path: Path) -> None:
+def test_files_with_the_same_name_are_told_apart(
+    archive: Path, embedded: Embedded, tmp_path: Path
+) -> None:
     """Also names that are equal once characters that a record's name may not have are removed."""
     header = next(archive.rglob("*.hea"))
     for place in ("\u5fc3", "\u96fb", "a b"):
@@ -141,19 +179,29 @@ def test_files_with_the_same_name_are_told_apart(archive: Path, embedded: Embedd
 
 def test_fewer_leads_and_half_precision(dataset: Dataset, embedded: Embedded, model: Any) -> None:
     few = embedded(dataset.root.url, to="a", leads="II,V1")
-    np.testing.assert_allclose(vectors(few)[3], model.embed(dataset.read(3)[[1, 6]], 500, "II,V1", "uV"), atol=2e-6)
+    np.testing.assert_allclose(
+        vectors(few)[3], model.embed(dataset.read(3)[[1, 6]], 500, "II,V1", "uV"), atol=2e-6
+    )
     rough = vectors(embedded(dataset.root.url, to="b", leads="II,V1", precision="bf16"))
     assert 0 < np.abs(rough - vectors(few)).max() < 0.1
 
 
-def test_a_gpu_embeds_in_the_precision_of_the_training(folder: Path, crops: Path, monkeypatch: Patch) -> None:
+def test_a_gpu_embeds_in_the_precision_of_the_training(
+    folder: Path, crops: Path, monkeypatch: Patch
+) -> None:
     loaded = SimpleNamespace(history={}, input=None, to=lambda device, dtype: None)
     monkeypatch.setattr(embedding, "load", lambda path, code: loaded)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(0))  # no such device here
-    for trained, asked, on_gpu in (("bf16", "auto", "bf16"), ("fp32", "auto", "fp32"), ("bf16", "fp32", "fp32")):
+    for trained, asked, on_gpu in (
+        ("bf16", "auto", "bf16"),
+        ("fp32", "auto", "fp32"),
+        ("bf16", "fp32", "fp32"),
+    ):
         loaded.history = {"precision": trained}
         for device, computed in (("cuda:1", on_gpu), ("cpu", "fp32")):
-            args = embed.parse([*command(folder, ["d"], crops), "--device", device, "--precision", asked])
+            args = embed.parse(
+                [*command(folder, ["d"], crops), "--device", device, "--precision", asked]
+            )
             embedding.prepare_model(args)
             assert args.precision == computed
     assert json.loads(pq.read_schema(crops).metadata[outputs.KEY])["precision"] == "fp32"
@@ -161,10 +209,13 @@ def test_a_gpu_embeds_in_the_precision_of_the_training(folder: Path, crops: Path
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision, within", [("fp32", 1e-4), ("bf16", 0.1)])
-def test_gpu_and_cpu_embeddings_are_equal(precision: str, within: float, dataset: Dataset, embedded: Embedded) -> None:
+def test_gpu_and_cpu_embeddings_are_equal(
+    precision: str, within: float, dataset: Dataset, embedded: Embedded
+) -> None:
     """Several parts, a batch that is not full, crops of one half."""
     there, here = (
-        embedded(dataset.root.url, to=device, device=device, precision=precision, batch=5) for device in ("cuda", "cpu")
+        embedded(dataset.root.url, to=device, device=device, precision=precision, batch=5)
+        for device in ("cuda", "cpu")
     )
     assert there["row"].to_pylist() == here["row"].to_pylist()
     np.testing.assert_allclose(vectors(there), vectors(here), atol=within)
@@ -194,14 +245,22 @@ def test_a_kill_at_any_part_does_not_change_the_result(
     assert (tmp_path / "cut").read_bytes() == before
     left[0] = 0  # done already: nothing is written again
     assert embed.main(arguments) == 0
-    assert embed.main([*arguments, "--leads", "I"]) == 2 and (tmp_path / "cut").read_bytes() == before
+    assert (
+        embed.main([*arguments, "--leads", "I"]) == 2 and (tmp_path / "cut").read_bytes() == before
+    )
 
 
-def test_a_process_killed_by_a_signal_resumes(folder: Path, dataset: Dataset, crops: Path, tmp_path: Path) -> None:
+def test_a_process_killed_by_a_signal_resumes(
+    folder: Path, dataset: Dataset, crops: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "cut"
     arguments = command(folder, [dataset.root.url], out, batch=2)
     running = started(embed.main, arguments, out=tmp_path / "output.txt")
-    until(lambda: out.with_name("cut.parts").joinpath("000001.parquet").exists() or not running.is_alive())
+    until(
+        lambda: (
+            out.with_name("cut.parts").joinpath("000001.parquet").exists() or not running.is_alive()
+        )
+    )
     running.kill()
     running.join()
     assert embed.main(arguments) == 0
@@ -211,7 +270,8 @@ def test_a_process_killed_by_a_signal_resumes(folder: Path, dataset: Dataset, cr
 def test_ranks_share_the_parts(
     folder: Path, dataset: Dataset, crops: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any
 ) -> None:
-    """Of three ranks, the first finishes and the third is killed; then two ranks start, as deepspeed would start them."""
+    """Of three ranks, the first finishes and the third is killed; then two ranks start, as
+    deepspeed would start them."""
     out = tmp_path / "cut"
     arguments = [*command(folder, [dataset.root.url], out, batch=2), "--local_rank=0"]
     parts = out.with_name("cut.parts")
@@ -237,7 +297,10 @@ def test_ranks_share_the_parts(
 def ranks(arguments: list[str], folder: Path, numbers: list[int], world: int) -> list[Any]:
     env = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     places = ({"RANK": str(number), "LOCAL_RANK": str(number)} for number in numbers)
-    return [started(embed.main, arguments, out=folder / "output.txt", env=env | place) for place in places]
+    return [
+        started(embed.main, arguments, out=folder / "output.txt", env=env | place)
+        for place in places
+    ]
 
 
 def test_a_corrupt_crop_stops_or_is_skipped(
@@ -252,7 +315,9 @@ def test_a_corrupt_crop_stops_or_is_skipped(
     assert "crop 5 at byte" in capsys.readouterr().err
     table = embedded(url, to="b", on_corrupt="skip", batch=2)
     assert table["row"].to_pylist() == [row for row in range(len(dataset)) if row != 5]
-    np.testing.assert_allclose(vectors(table), np.delete(vectors(pq.read_table(crops)), 5, 0), atol=2e-6)
+    np.testing.assert_allclose(
+        vectors(table), np.delete(vectors(pq.read_table(crops)), 5, 0), atol=2e-6
+    )
 
 
 def test_a_record_that_cannot_be_read_stops_or_is_skipped(
@@ -262,13 +327,22 @@ def test_a_record_that_cannot_be_read_stops_or_is_skipped(
     np.savez(tmp_path / "a.npz", a=good, b=good[:, :2000], c=good)
     assert embed.main(command(folder, [tmp_path / "a.npz"], tmp_path / "a", fs=500)) == 2
     assert "a.npz[b]: 4 s of signal" in capsys.readouterr().err
-    assert embedded(tmp_path / "a.npz", to="b", fs=500, on_corrupt="skip")["record"].to_pylist() == ["a", "c"]
+    assert embedded(tmp_path / "a.npz", to="b", fs=500, on_corrupt="skip")[
+        "record"
+    ].to_pylist() == ["a", "c"]
 
 
 def test_crops_without_any_of_the_models_leads(
-    archive: Path, dataset: Dataset, folder: Path, embedded: Embedded, tmp_path: Path, capsys: Any, monkeypatch: Patch
+    archive: Path,
+    dataset: Dataset,
+    folder: Path,
+    embedded: Embedded,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: Patch,
 ) -> None:
-    """From a dataset, WFDB or an array: the record stops the run or is skipped; single crops of it are left out."""
+    """From a dataset, WFDB or an array: the record stops the run or is skipped; single crops of it
+    are left out."""
     missing = dataset.table(["record", "missing_leads"]).to_pylist()
     row, one = next((i, one) for i, one in enumerate(missing) if one["missing_leads"])
     lead, record = one["missing_leads"][0], one["record"]
@@ -276,19 +350,35 @@ def test_crops_without_any_of_the_models_leads(
     bad = np.full_like(good, -32768)
     np.savez(tmp_path / "a.npz", x=bad, y=np.concatenate([good, bad, good], 1))
     array = {"fs": 500, "unit": "uV"}
-    inputs = ((dataset.root.url, {}), (next(archive.rglob(f"{record}.hea")), {}), (tmp_path / "a.npz", array))
+    inputs = (
+        (dataset.root.url, {}),
+        (next(archive.rglob(f"{record}.hea")), {}),
+        (tmp_path / "a.npz", array),
+    )
     for number, (data, how) in enumerate(inputs):
         arguments = command(folder, [data], tmp_path / f"{number}", leads=lead, **how)
         assert embed.main(arguments) == 2
         err = capsys.readouterr().err
-        assert "no valid lead" in err and (record if number < 2 else "a.npz[x]") in err and err.count("\n") == 1
-        assert embed.main([*arguments, "--on-corrupt", "skip"]) == 0 and "skipped: " in capsys.readouterr().err
-    assert pq.read_table(tmp_path / "0")["row"].to_pylist() == [i for i in range(len(dataset)) if i != row]
+        assert (
+            "no valid lead" in err
+            and (record if number < 2 else "a.npz[x]") in err
+            and err.count("\n") == 1
+        )
+        assert (
+            embed.main([*arguments, "--on-corrupt", "skip"]) == 0
+            and "skipped: " in capsys.readouterr().err
+        )
+    assert pq.read_table(tmp_path / "0")["row"].to_pylist() == [
+        i for i in range(len(dataset)) if i != row
+    ]
     assert len(pq.read_table(tmp_path / "1")) == 0
     starts = pq.read_table(tmp_path / "2").select(["record", "start_s"]).to_pylist()
     assert starts == [{"record": "y", "start_s": start} for start in (0.0, 20.0)]
     assert record in embedded(dataset.root.url, leads=f"I,{lead}")["record"].to_pylist()
-    monkeypatch.setattr("omnilead.engine.inference.inputs.none_measured", lambda dataset, leads: np.ones(len(dataset), bool))
+    monkeypatch.setattr(
+        "omnilead.engine.inference.inputs.none_measured",
+        lambda dataset, leads: np.ones(len(dataset), bool),
+    )
     probed = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--on-corrupt", "skip"]
     assert embed.main(probed) == 2 and "no valid lead" in capsys.readouterr().err
 
@@ -299,12 +389,26 @@ def test_files_without_arrays(folder: Path, tmp_path: Path, capsys: Any) -> None
     np.save(tmp_path / "flat.npy", np.zeros(5000))
     np.savez(tmp_path / "none.npz")
     np.savez(tmp_path / "object.npz", a=np.array([None, 1], object))
-    np.savez_compressed(tmp_path / "damaged.npz", a=np.random.default_rng(0).normal(0, 0.3, (12, 5000)))
+    np.savez_compressed(
+        tmp_path / "damaged.npz", a=np.random.default_rng(0).normal(0, 0.3, (12, 5000))
+    )
     content = bytearray((tmp_path / "damaged.npz").read_bytes())
     content[5000:5100] = bytes(100)
     (tmp_path / "damaged.npz").write_bytes(content)
-    for name in ("empty.npy", "zero.npy", "flat.npy", "none.npz", "object.npz[a]", "damaged.npz[a]"):
-        assert embed.main(command(folder, [tmp_path / name.partition("[")[0]], tmp_path / "out", fs=500)) == 2
+    for name in (
+        "empty.npy",
+        "zero.npy",
+        "flat.npy",
+        "none.npz",
+        "object.npz[a]",
+        "damaged.npz[a]",
+    ):
+        assert (
+            embed.main(
+                command(folder, [tmp_path / name.partition("[")[0]], tmp_path / "out", fs=500)
+            )
+            == 2
+        )
         err = capsys.readouterr().err
         assert f"{name}: " in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
         shutil.rmtree(tmp_path / "out.parts", ignore_errors=True)
@@ -350,7 +454,9 @@ def test_errors_are_one_line(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "x.txt").write_text("")
     places = {"EMPTY": "folder", "THREE": "three.npy", "ZEROS": "zeros.npy"}
-    places = {name: str(tmp_path / file) for name, file in places.items()} | {"DATASET": dataset.root.url}
+    places = {name: str(tmp_path / file) for name, file in places.items()} | {
+        "DATASET": dataset.root.url
+    }
     arguments = command(folder, [dataset.root.url], tmp_path / "out")
     assert embed.main([*arguments, *(places.get(text, text) for text in change)]) == 2
     err = capsys.readouterr().err
@@ -364,9 +470,14 @@ def test_unwritable_files_are_named_before_the_work(
     probed = ["--model", str(folder), "--data", dataset.root.url, "--probe"]
     with monkeypatch.context() as patch:
         patch.setattr(embedding, "prepare_model", lambda _: pytest.fail("work was begun"))
-        assert embed.main([*probed, "--json", "no/F"]) == 2 and "--json no/F: " in capsys.readouterr().err
+        assert (
+            embed.main([*probed, "--json", "no/F"]) == 2
+            and "--json no/F: " in capsys.readouterr().err
+        )
         patch.setattr(os, "access", lambda *_: False)
-        assert embed.main(arguments) == 2 and f"--out {tmp_path / 'out'}: " in capsys.readouterr().err
+        assert (
+            embed.main(arguments) == 2 and f"--out {tmp_path / 'out'}: " in capsys.readouterr().err
+        )
 
     for number, code in ((errno.ENOSPC, 1), (errno.EROFS, 2)):
 
@@ -376,17 +487,33 @@ def test_unwritable_files_are_named_before_the_work(
         monkeypatch.setattr(outputs, "write_whole", fails)
         assert embed.main(arguments) == code
         err = capsys.readouterr().err
-        assert err.startswith(f"omnilead embed: --out {tmp_path / 'out'}: {os.strerror(number)}") and err.count("\n") == 1
+        assert (
+            err.startswith(f"omnilead embed: --out {tmp_path / 'out'}: {os.strerror(number)}")
+            and err.count("\n") == 1
+        )
         assert ("same command" in err) == (code == 1)
 
 
-def test_all_probes_in_one_command(archive: Path, dataset: Dataset, folder: Path, tmp_path: Path, capsys: Any) -> None:
-    arguments = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--json", str(tmp_path / "scores.json")]
+def test_all_probes_in_one_command(
+    archive: Path, dataset: Dataset, folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    arguments = [
+        "--model",
+        str(folder),
+        "--data",
+        dataset.root.url,
+        "--probe",
+        "--json",
+        str(tmp_path / "scores.json"),
+    ]
     assert embed.main(arguments) == 0
     scores, shown = json.loads((tmp_path / "scores.json").read_text()), capsys.readouterr().out
     assert {"linear", "nearest", "identification", "records", "precision"} == set(scores)
     for probe in ("linear", "nearest"):
-        assert f"{scores[probe]['challenge']:.4f}" in shown and f"{scores[probe]['auroc']:.4f}" in shown
+        assert (
+            f"{scores[probe]['challenge']:.4f}" in shown
+            and f"{scores[probe]['auroc']:.4f}" in shown
+        )
     assert scores["identification"]["n_probes"] == len(dataset.select(identity="probe"))
     assert f"{scores['identification']['accuracy']:.4f}" in shown
     assert embed.main(["--model", str(folder), "--data", str(archive), "--probe"]) == 2
@@ -395,22 +522,44 @@ def test_all_probes_in_one_command(archive: Path, dataset: Dataset, folder: Path
 
 def test_probes_of_a_task(dataset: Dataset, folder: Path, tmp_path: Path, capsys: Any) -> None:
     table, scores = tmp_path / "my.csv", tmp_path / "scores.json"
-    records = dict(zip(*dataset.table(["record", "source"]).to_pydict().values(), strict=True)).items()
+    records = dict(
+        zip(*dataset.table(["record", "source"]).to_pydict().values(), strict=True)
+    ).items()
     rows = [f"{record},{source},{'abc'[i % 3]}" for i, (record, source) in enumerate(records)]
     table.write_text("\n".join(["record,source,kind", *rows]))
     never = tmp_path / "never.csv"
     never.write_text("\n".join(["record,source,y", *(f"{row[:-2]},0" for row in rows)]))
-    arguments = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--json", str(scores)]
-    for given, name, metric in ((["--task", "age"], "age", "mae"), (["--labels", str(table)], "my", "balanced_accuracy")):
+    arguments = [
+        "--model",
+        str(folder),
+        "--data",
+        dataset.root.url,
+        "--probe",
+        "--json",
+        str(scores),
+    ]
+    for given, name, metric in (
+        (["--task", "age"], "age", "mae"),
+        (["--labels", str(table)], "my", "balanced_accuracy"),
+    ):
         assert embed.main([*arguments, *given]) == 0
         found, shown = json.loads(scores.read_text()), capsys.readouterr().out
         assert found["task"] == name and sum(found["records"].values()) <= len(records)
-        assert f"{found['nearest'][metric]:.4f}" in shown and f"{name}, {found['records']['test']} records of test" in shown
+        assert (
+            f"{found['nearest'][metric]:.4f}" in shown
+            and f"{name}, {found['records']['test']} records of test" in shown
+        )
     assert embed.main([*arguments, "--labels", str(never)]) == 2
-    assert f"{never}: all labels of the split train are the same: nothing to learn" in capsys.readouterr().err
+    assert (
+        f"{never}: all labels of the split train are the same: nothing to learn"
+        in capsys.readouterr().err
+    )
     table.write_text("\n".join(["record,source,kind,split", *(f"{row},train" for row in rows)]))
     for given, named in (
-        (["--labels", str(table)], f"{table}: no record is in the split valid: a probe needs train, valid, test"),
+        (
+            ["--labels", str(table)],
+            f"{table}: no record is in the split valid: a probe needs train, valid, test",
+        ),
         (["--task", "identification"], "--task identification: leave it out"),
         (["--task", "six"], "did you mean sex"),
     ):

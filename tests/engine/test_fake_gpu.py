@@ -1,4 +1,5 @@
-"""Every configuration's training step on a fake GPU (fake_gpu.py) stays on the device and does not wait for it."""
+"""Every configuration's training step on a fake GPU (fake_gpu.py) stays on the device and does not
+wait for it."""
 
 import json
 from pathlib import Path

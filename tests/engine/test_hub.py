@@ -25,7 +25,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
     with hub() as running:
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, running.url)  # made when it was imported
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(
+            constants.ENDPOINT, running.url
+        )  # made when it was imported
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", running.url)
         yield running
@@ -38,7 +40,12 @@ def test_a_pushed_model_can_be_pulled(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    definition = {"name": "rhythm", "kind": "multilabel", "labels": "wards/Jane Doe/labels.csv", "was": "/mnt/Jane Doe/a.csv"}
+    definition = {
+        "name": "rhythm",
+        "kind": "multilabel",
+        "labels": "wards/Jane Doe/labels.csv",
+        "was": "/mnt/Jane Doe/a.csv",
+    }
     head = {
         "task": "diagnosis",
         "kind": "multilabel",
@@ -49,7 +56,10 @@ def test_a_pushed_model_can_be_pulled(
     run = saved_model(head=head).parent
     (run / "metrics.jsonl").write_text("secret")  # beside the model, and a stray file within it
     (run / "model" / "patients.csv").write_text("secret")
-    card = f"# A model\n\nFine-tuned from {run} with s3://hospital/ward/labels.csv; https://example.org/a/b.\n"
+    card = (
+        f"# A model\n\nFine-tuned from {run} with s3://hospital/ward/labels.csv; "
+        "https://example.org/a/b.\n"
+    )
     (run / "model" / "README.md").write_text(card)
     assert main(["push", str(run), "ward/ecg", "--private", "--licence", "cc-by-4.0"]) == 0
     assert capsys.readouterr().out == f"{server.url}/ward/ecg\n" and server.private == {"ward/ecg"}
@@ -59,12 +69,17 @@ def test_a_pushed_model_can_be_pulled(
         assert not [name for name, content in files.items() if private.encode() in content]
     _, head, text = files["README.md"].decode().split("---\n")
     facts = yaml.safe_load(head)
-    assert facts["license"] == "cc-by-4.0" and facts["library_name"] == "omnilead" and "ecg" in facts["tags"]
+    assert (
+        facts["license"] == "cc-by-4.0"
+        and facts["library_name"] == "omnilead"
+        and "ecg" in facts["tags"]
+    )
     assert "Fine-tuned from run with labels.csv; https://example.org/a/b." in text
     config = json.loads(files["config.json"])
-    assert config["head"]["definition"] == definition | {"labels": "labels.csv", "was": "a.csv"} and config["head"][
-        "classes"
-    ] == ["ST/T", "AF"]
+    assert config["head"]["definition"] == definition | {
+        "labels": "labels.csv",
+        "was": "a.csv",
+    } and config["head"]["classes"] == ["ST/T", "AF"]
     assert config["sha256"]["README.md"] == hashlib.sha256(files["README.md"]).hexdigest()
 
     out = tmp_path / "pulled"
@@ -78,7 +93,9 @@ def test_a_pushed_model_can_be_pulled(
             path.unlink()
     mine, theirs = omnilead.load(run), omnilead.load("hf://ward/ecg")
     assert theirs.digest == omnilead.load(out).digest and theirs.encoder.width == mine.encoder.width
-    assert all(theirs.state_dict()[name].equal(weights) for name, weights in mine.state_dict().items())
+    assert all(
+        theirs.state_dict()[name].equal(weights) for name, weights in mine.state_dict().items()
+    )
     assert main(["push", str(run), "ward/ecg"]) == 0  # again: another commit
 
 
@@ -100,7 +117,9 @@ def test_failures_are_one_line(
         assert err.startswith("omnilead hub: ") and err.count("\n") == 1
         return err
 
-    assert "no such repository, or your token may not see it" in says("pull", "me/none", tmp_path / "out")
+    assert "no such repository, or your token may not see it" in says(
+        "pull", "me/none", tmp_path / "out"
+    )
     assert "no such revision" in says("pull", "me/ecg@v9", tmp_path / "out")
     assert "is not an omnilead model" in says("pull", "me/empty", tmp_path / "out")
     assert "not an empty folder" in says("pull", "me/ecg", full)
@@ -118,7 +137,9 @@ def test_failures_are_one_line(
     assert "there is no token: `hf auth login`" in says("push", tmp_path / "other", "me/new")
 
 
-def test_without_the_hub_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_hub_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["pull", "me/ecg", os.devnull + ".none"]) == 2
     assert "pip install 'omnilead[hub]'" in capsys.readouterr().err

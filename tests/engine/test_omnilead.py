@@ -1,4 +1,5 @@
-"""The command line: every command is found, explains each of its arguments without PyTorch, and names options alike."""
+"""The command line: every command is found, explains each of its arguments without PyTorch, and
+names options alike."""
 
 import argparse
 import importlib
@@ -42,8 +43,16 @@ PARSERS = dict(parsers())
 
 
 def test_help_of_every_command_imports_nothing_heavy() -> None:
-    subcommands = [f"{prog.split(maxsplit=1)[1]} --help" for prog in PARSERS if prog.count(" ") == 2]
-    ended = subprocess.run([sys.executable, "-c", HELP, *subcommands], cwd=ROOT, capture_output=True, text=True, check=False)
+    subcommands = [
+        f"{prog.split(maxsplit=1)[1]} --help" for prog in PARSERS if prog.count(" ") == 2
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", HELP, *subcommands],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr[-500:]
 
 
@@ -51,18 +60,30 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
 def test_every_argument_is_described_and_an_example_given(prog: str) -> None:
     parser = PARSERS[prog]
     missing = [
-        action.dest for action in parser._actions if not action.help and not isinstance(action, argparse._SubParsersAction)
+        action.dest
+        for action in parser._actions
+        if not action.help and not isinstance(action, argparse._SubParsersAction)
     ]
     assert not missing
     assert f"{prog} " in f"{parser.description} {parser.epilog}"
 
 
 @pytest.mark.parametrize(
-    "option", ["--anonymous", "--config", "--device", "--model", "--on-corrupt", "--precision", "--source"]
+    "option",
+    ["--anonymous", "--config", "--device", "--model", "--on-corrupt", "--precision", "--source"],
 )
 def test_options_are_the_same_in_every_command(option: str) -> None:
-    found = [action for parser in PARSERS.values() for action in parser._actions if option in action.option_strings]
-    assert found and len({(one.metavar, one.nargs, one.type, tuple(one.choices or ())) for one in found}) == 1
+    found = [
+        action
+        for parser in PARSERS.values()
+        for action in parser._actions
+        if option in action.option_strings
+    ]
+    assert (
+        found
+        and len({(one.metavar, one.nargs, one.type, tuple(one.choices or ())) for one in found})
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +96,8 @@ def test_options_are_the_same_in_every_command(option: str) -> None:
         ("onnxruntime", "convert to-onnx {model} {tmp}/model.onnx", "onnx"),
         (
             "nvidia.dali",
-            "pretrain --data {dataset} --out {tmp}/run --set pipeline.backend=dali --set train.precision=fp32",
+            "pretrain --data {dataset} --out {tmp}/run --set pipeline.backend=dali --set "
+            "train.precision=fp32",
             "cu13",
         ),
     ],
@@ -85,12 +107,23 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "exams_part0.hdf5").touch()
-    (tmp_path / "exams.csv").write_text("exam_id,age,is_male,patient_id,trace_file\n1,40,True,1,exams_part0.hdf5\n")
+    (tmp_path / "exams.csv").write_text(
+        "exam_id,age,is_male,patient_id,trace_file\n1,40,True,1,exams_part0.hdf5\n"
+    )
     monkeypatch.setitem(sys.modules, module, None)  # and what an earlier test's import of it left:
     if "." in module:
-        monkeypatch.delattr(importlib.import_module(module.rpartition(".")[0]), module.rpartition(".")[2], raising=False)
+        monkeypatch.delattr(
+            importlib.import_module(module.rpartition(".")[0]),
+            module.rpartition(".")[2],
+            raising=False,
+        )
     monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
-    places = {"archive": archive, "dataset": dataset.root.url, "tmp": tmp_path, "model": saved_model()}
+    places = {
+        "archive": archive,
+        "dataset": dataset.root.url,
+        "tmp": tmp_path,
+        "model": saved_model(),
+    }
     assert main(command.format(**places).split()) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert f"pip install 'omnilead[{extra}]'" in err
@@ -121,7 +154,9 @@ def test_version_and_a_command_that_does_not_exist(capsys: pytest.CaptureFixture
         ("verify d extra", ""),
     ],
 )
-def test_an_unknown_argument_gets_a_suggestion(command: str, mend: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_argument_gets_a_suggestion(
+    command: str, mend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(command.split())
     (line,) = capsys.readouterr().err.splitlines()

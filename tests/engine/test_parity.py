@@ -13,7 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from omnilead.engine import parity
-from omnilead.engine.interop.fairseq import from_theirs, names, settings, spelling, their_settings, to_theirs
+from omnilead.engine.interop.fairseq import (
+    from_theirs,
+    names,
+    settings,
+    spelling,
+    their_settings,
+    to_theirs,
+)
 from omnilead.engine.interop.parity import INPUTS
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -50,9 +57,19 @@ def only(folder: Path, mode: str) -> None:
 
 def test_everything_agrees_with_the_authors(reference: Path, tmp_path: Path) -> None:
     assert parity.main([str(reference), "--json", str(tmp_path / "table.json")]) == 0
-    table = {(row["case"], row["quantity"]): row for row in json.loads((tmp_path / "table.json").read_text())}
+    table = {
+        (row["case"], row["quantity"]): row
+        for row in json.loads((tmp_path / "table.json").read_text())
+    }
     assert all(row["holds"] for row in table.values())
-    for quantity in ("conv_features", "logits_NBM", "projected_targets", "loss_0_sum", "loss_3_sum", "loss_total_sum"):
+    for quantity in (
+        "conv_features",
+        "logits_NBM",
+        "projected_targets",
+        "loss_0_sum",
+        "loss_3_sum",
+        "loss_total_sum",
+    ):
         for mode in ("eval", "train"):
             assert table[f"small {mode}", quantity]["error"] < 1e-5
     assert sum(quantity.startswith("gradient of") for _, quantity in table) == 55
@@ -60,18 +77,27 @@ def test_everything_agrees_with_the_authors(reference: Path, tmp_path: Path) -> 
     assert table["small train", "change in 3 steps, all parameters"]["error"] < 3e-4
 
 
-def test_one_mode_older_names_and_results_that_are_not_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_mode_older_names_and_results_that_are_not_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     only(folder, "eval")
     (folder / f"small_{GRADIENTS}.safetensors").unlink(missing_ok=True)
     path = folder / "small_state_dict.safetensors"
-    state = {name.replace("parametrizations.weight.original", "weight_"): w for name, w in load_file(path).items()}
-    save_file({re.sub("_0$", "_g", re.sub("_1$", "_v", name)): w for name, w in state.items()}, path)
+    state = {
+        name.replace("parametrizations.weight.original", "weight_"): w
+        for name, w in load_file(path).items()
+    }
+    save_file(
+        {re.sub("_0$", "_g", re.sub("_1$", "_v", name)): w for name, w in state.items()}, path
+    )
     rewrite(folder / "small_eval.npz", lambda arrays: arrays | {"logits_NMB": np.zeros(3)})
     assert parity.main([str(folder)]) == 0
     out, err = capsys.readouterr()
     assert "logits_NBM" in out and "gradient of" not in out and "small train" not in out
     assert (
-        err.count("\n") == 3 and "logits_NMB" in err and all(f"small_{name}.safetensors" in err for name in (GRADIENTS, AFTER))
+        err.count("\n") == 3
+        and "logits_NMB" in err
+        and all(f"small_{name}.safetensors" in err for name in (GRADIENTS, AFTER))
     )
 
 
@@ -97,14 +123,21 @@ def unmoved_weights(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "harm, text", [(changed_weight, "logits_NBM"), (other_decay, "change in 3 steps"), (unmoved_weights, "change in 3 steps")]
+    "harm, text",
+    [
+        (changed_weight, "logits_NBM"),
+        (other_decay, "change in 3 steps"),
+        (unmoved_weights, "change in 3 steps"),
+    ],
 )
 def test_a_difference_is_noticed(
     harm: Callable[[Path], None], text: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harm(folder)
     assert parity.main([str(folder)]) == 1
-    wrong = [line for line in capsys.readouterr().out.splitlines() if line.endswith("DOES NOT HOLD")]
+    wrong = [
+        line for line in capsys.readouterr().out.splitlines() if line.endswith("DOES NOT HOLD")
+    ]
     assert any(text in line for line in wrong)
     assert harm is not other_decay or len(wrong) == 1
 
@@ -112,7 +145,9 @@ def test_a_difference_is_noticed(
 def edit(folder: Path, **sections: dict[str, Any]) -> None:
     path = folder / "small_cfg.json"
     cfg = json.loads(path.read_text())
-    path.write_text(json.dumps(cfg | {name: cfg[name] | values for name, values in sections.items()}))
+    path.write_text(
+        json.dumps(cfg | {name: cfg[name] | values for name, values in sections.items()})
+    )
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -122,18 +157,30 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> N
 
 
 def change(folder: Path, **changes: Callable[[np.ndarray], np.ndarray]) -> None:
-    rewrite(folder / "small_eval.npz", lambda arrays: arrays | {name: form(arrays[name]) for name, form in changes.items()})
+    rewrite(
+        folder / "small_eval.npz",
+        lambda arrays: arrays | {name: form(arrays[name]) for name, form in changes.items()},
+    )
 
 
 def keep(folder: Path, names: set[str]) -> None:
-    rewrite(folder / "small_eval.npz", lambda arrays: {name: arrays[name] for name in names & arrays.keys()})
+    rewrite(
+        folder / "small_eval.npz",
+        lambda arrays: {name: arrays[name] for name in names & arrays.keys()},
+    )
 
 
 HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nothing there": (shutil.rmtree, "NAME_cfg.json"),
     "no array": (lambda d: keep(d, {"source", "segment"}), "mask_indices"),
-    "cut": (lambda d: (d / "small_eval.npz").write_bytes((d / "small_eval.npz").read_bytes()[:1000]), "cannot be read"),
-    "a missing weight": (lambda d: weights(d, lambda state: state.pop("mask_emb")), "1 missing: mask_emb"),
+    "cut": (
+        lambda d: (d / "small_eval.npz").write_bytes((d / "small_eval.npz").read_bytes()[:1000]),
+        "cannot be read",
+    ),
+    "a missing weight": (
+        lambda d: weights(d, lambda state: state.pop("mask_emb")),
+        "1 missing: mask_emb",
+    ),
     "settings": (lambda d: (d / "small_cfg.json").write_text("[" * 100_000), "RecursionError"),
     "no weights": (lambda d: (d / "small_state_dict.safetensors").unlink(), "NAME_state_dict"),
     "inputs only": (lambda d: keep(d, INPUTS), "has only inputs"),
@@ -148,7 +195,9 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_wrong_input_is_one_line_and_exit_2(harm: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_one_line_and_exit_2(
+    harm: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damage, text = HARMS[harm]
     damage(folder)
     assert parity.main([str(folder)]) == 2
@@ -158,8 +207,17 @@ def test_wrong_input_is_one_line_and_exit_2(harm: str, folder: Path, capsys: pyt
 
 @pytest.mark.parametrize("conv_norm", ["group", "layer"])
 def test_names_are_exact_both_ways(conv_norm: str) -> None:
-    """Needs no reference numbers: weights converted to the authors' names and back are the same, bit for bit."""
-    sizes = {"conv": ((16, 2), (32, 4)), "width": 32, "layers": 2, "heads": 4, "ffn": 48, "codes": 8, "code_width": 16}
+    """Needs no reference numbers: weights converted to the authors' names and back are the same,
+    bit for bit."""
+    sizes = {
+        "conv": ((16, 2), (32, 4)),
+        "width": 32,
+        "layers": 2,
+        "heads": 4,
+        "ffn": 48,
+        "codes": 8,
+        "code_width": 16,
+    }
     config = ModelConfig(conv_norm=conv_norm, **sizes)  # type: ignore[arg-type]
     assert settings(their_settings(config)["model"]) == config
     state = Pretrainer(config, ObjectiveConfig()).state_dict()
@@ -173,19 +231,36 @@ def test_names_are_exact_both_ways(conv_norm: str) -> None:
 
 
 def test_the_layout_of_weights_is_the_authors() -> None:
-    """Which third of our fused projection is the query's, and how convolution weights are laid out, by plain code on theirs."""
-    config = ModelConfig(conv=((8, 2), (8, 4)), conv_norm="layer", width=8, layers=1, heads=2, ffn=8, position_groups=2)
+    """Which third of our fused projection is the query's, and how convolution weights are laid out,
+    by plain code on theirs."""
+    config = ModelConfig(
+        conv=((8, 2), (8, 4)),
+        conv_norm="layer",
+        width=8,
+        layers=1,
+        heads=2,
+        ffn=8,
+        position_groups=2,
+    )
     model = Pretrainer(config, ObjectiveConfig(), generator=torch.Generator().manual_seed(0)).eval()
     their = to_theirs(model.state_dict(), config)
     x = torch.randn(2, 12, 64)
     first = model.encoder.conv.blocks[0]
-    expected = torch.conv1d(x, their["feature_extractor.conv_layers.0.0.weight"], stride=2).transpose(1, 2)
-    expected = torch.nn.functional.gelu(torch.layer_norm(expected, (8,), first.norm.weight, first.norm.bias))
+    expected = torch.conv1d(
+        x, their["feature_extractor.conv_layers.0.0.weight"], stride=2
+    ).transpose(1, 2)
+    expected = torch.nn.functional.gelu(
+        torch.layer_norm(expected, (8,), first.norm.weight, first.norm.bias)
+    )
     torch.testing.assert_close(first(x.transpose(1, 2)), expected)
     tokens, kind = torch.randn(2, 9, 8), "encoder.layers.0.self_attn."
-    maps = (their[f"{kind}{p}_proj.weight"] * 20 for p in "qkv")  # as drawn they are so small that attention is even
+    maps = (
+        their[f"{kind}{p}_proj.weight"] * 20 for p in "qkv"
+    )  # as drawn they are so small that attention is even
     q, k, v = ((tokens @ weight.t()).view(2, 9, 2, 4).transpose(1, 2) for weight in maps)
     mixed = ((q @ k.transpose(-1, -2) / 2).softmax(-1) @ v).transpose(1, 2).reshape(2, 9, 8)
     attention = model.encoder.layers[0].attention
     attention.qkv.weight.data.mul_(20)
-    torch.testing.assert_close(attention(tokens), mixed @ their[kind + "out_proj.weight"].t(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        attention(tokens), mixed @ their[kind + "out_proj.weight"].t(), rtol=1e-4, atol=1e-6
+    )

@@ -1,4 +1,5 @@
-"""omnilead.engine.predict: columns of each kind of task, their numbers, what is refused. Reading and resuming: test_embed."""
+"""omnilead.engine.predict: columns of each kind of task, their numbers, what is refused. Reading
+and resuming: test_embed."""
 
 import json
 import re
@@ -30,11 +31,34 @@ from tests.conftest import save_model
 torch.set_num_threads(1)
 BASE = ["source", "record", "patient", "row", "start_s", "missing_leads"]
 HEADS: dict[str, dict[str, Any]] = {
-    "diagnosis": {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "SB"], "thresholds": [0.5, 0.5]},
-    "rhythm": {"task": "rhythm", "kind": "multilabel", "classes": ["AF", "SB"], "thresholds": [0.4, 0.6]},
+    "diagnosis": {
+        "task": "diagnosis",
+        "kind": "multilabel",
+        "classes": ["AF", "SB"],
+        "thresholds": [0.5, 0.5],
+    },
+    "rhythm": {
+        "task": "rhythm",
+        "kind": "multilabel",
+        "classes": ["AF", "SB"],
+        "thresholds": [0.4, 0.6],
+    },
     "axis": {"task": "axis", "kind": "multiclass", "classes": ["left", "normal", "right"]},
-    "age": {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years", "center": [60.0], "scale": [15.0]},
-    "plain": {"task": "k", "kind": "regression", "classes": ["potassium"], "center": [4.0], "scale": [0.5]},
+    "age": {
+        "task": "age",
+        "kind": "regression",
+        "classes": ["age"],
+        "unit": "years",
+        "center": [60.0],
+        "scale": [15.0],
+    },
+    "plain": {
+        "task": "k",
+        "kind": "regression",
+        "classes": ["potassium"],
+        "center": [4.0],
+        "scale": [0.5],
+    },
     "identity": {"task": "identification", "kind": "identity", "classes": []},
     "twice": {"task": "twice", "kind": "binary", "classes": ["patient"], "thresholds": [0.5]},
 }
@@ -47,7 +71,12 @@ def predicted(dataset: Dataset, tmp_path_factory: Any) -> Callable[..., tuple[Pa
     def made(head: str, *options: str, name: str = "out.parquet") -> tuple[Path, Any]:
         model, out = folder / head, folder / f"{head}-{name}"
         model = model if model.exists() else save_model(model, head=HEADS[head])
-        assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(out), *options]) == 0
+        assert (
+            predict.main(
+                ["--model", str(model), "--data", dataset.root.url, "--out", str(out), *options]
+            )
+            == 0
+        )
         return out, omnilead.load(model)
 
     return made
@@ -66,8 +95,15 @@ def test_columns_and_numbers_of_each_kind(
 ) -> None:
     out, model = predicted(head)
     table, classes = pq.read_table(out), model.classes
-    records = dataset.table(["source", "record"]).group_by(["source", "record"]).aggregate([([], "count_all")])
-    assert len(table) == len(records) and f"{len(table):,} predictions of {model.head_info.task}" in capsys.readouterr().out
+    records = (
+        dataset.table(["source", "record"])
+        .group_by(["source", "record"])
+        .aggregate([([], "count_all")])
+    )
+    assert (
+        len(table) == len(records)
+        and f"{len(table):,} predictions of {model.head_info.task}" in capsys.readouterr().out
+    )
     columns = {
         "axis": ["predicted", *classes],
         "age": ["age_years"],
@@ -78,23 +114,40 @@ def test_columns_and_numbers_of_each_kind(
     some = table.join(single, ["source", "record"], join_type="inner").sort_by("row")
     scores = expected(model, dataset, some)
     numbers = [name for name in columns if some[name].type == pa.float32()]
-    np.testing.assert_allclose(np.stack([some[name].to_numpy() for name in numbers], 1), scores, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        np.stack([some[name].to_numpy() for name in numbers], 1), scores, rtol=1e-4, atol=1e-5
+    )
     if head == "axis":
         assert some["predicted"].to_pylist() == [classes[k] for k in scores.argmax(1)]
     for name, threshold in zip(classes, model.thresholds, strict=False):
-        assert table[f"{name}_predicted"].to_pylist() == (table[name].to_numpy() > np.float32(threshold)).tolist()
+        assert (
+            table[f"{name}_predicted"].to_pylist()
+            == (table[name].to_numpy() > np.float32(threshold)).tolist()
+        )
 
 
 def test_csv_equals_parquet_also_from_two_ranks(
-    dataset: Dataset, predicted: Callable[..., tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch, capsys: Any
+    dataset: Dataset,
+    predicted: Callable[..., tuple[Path, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     table = pq.read_table(predicted("rhythm", "--batch", "2", name="few.parquet")[0])
     out, _ = predicted("rhythm", "--batch", "2", name="few.csv")
-    assert csv.read_csv(out, convert_options=csv.ConvertOptions(column_types=table.schema, strings_can_be_null=True)).equals(
-        table
+    assert csv.read_csv(
+        out, convert_options=csv.ConvertOptions(column_types=table.schema, strings_can_be_null=True)
+    ).equals(table)
+    arguments = [
+        "--model",
+        str(out.parent / "rhythm"),
+        "--data",
+        dataset.root.url,
+        "--out",
+        str(out),
+    ]
+    assert (
+        predict.main(arguments) == 2 and f"--out {out}: already exists" in capsys.readouterr().err
     )
-    arguments = ["--model", str(out.parent / "rhythm"), "--data", dataset.root.url, "--out", str(out)]
-    assert predict.main(arguments) == 2 and f"--out {out}: already exists" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
@@ -102,38 +155,60 @@ def test_csv_equals_parquet_also_from_two_ranks(
     assert shared.read_bytes() == out.read_bytes()
 
 
-@pytest.mark.parametrize("rlm, doubt", [(None, "is not known to have been trained"), (0.0, "was not trained"), (0.5, "")])
-def test_missing_leads_are_named(rlm: float | None, doubt: str, tmp_path: Path, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    "rlm, doubt", [(None, "is not known to have been trained"), (0.0, "was not trained"), (0.5, "")]
+)
+def test_missing_leads_are_named(
+    rlm: float | None, doubt: str, tmp_path: Path, capsys: Any
+) -> None:
     model = save_model(tmp_path / "model", head=HEADS["rhythm"])
-    folder.seal(model, json.loads((model / "config.json").read_text()) | {"trained": {} if rlm is None else {"rlm": rlm}})
+    folder.seal(
+        model,
+        json.loads((model / "config.json").read_text())
+        | {"trained": {} if rlm is None else {"rlm": rlm}},
+    )
     mv_LT = np.random.default_rng(0).normal(0, 0.3, (12, 10_000)).astype(np.float32)
     lacks = mv_LT.copy()
     lacks[1, 5000:] = np.nan  # II, in the second crop of two
     lacks[6] = 0  # V1, never
     np.savez(tmp_path / "ecgs.npz", whole=mv_LT, lacks=lacks)
     command = ["--model", str(model), "--data", str(tmp_path / "ecgs.npz"), "--fs", "500"]
-    doubt = f"the model {doubt} with missing leads: measure it with `omnilead evaluate --leads`" if doubt else ""
+    doubt = (
+        f"the model {doubt} with missing leads: measure it with `omnilead evaluate --leads`"
+        if doubt
+        else ""
+    )
 
     def missing(name: str, *options: str) -> list[str | None]:
         out = tmp_path / name
         assert predict.main([*command, "--out", str(out), *options]) == 0
         read = csv.ConvertOptions(strings_can_be_null=True)
-        table = pq.read_table(out) if out.suffix == ".parquet" else csv.read_csv(out, convert_options=read)
-        return [table["missing_leads"][i].as_py() for i in np.argsort(table["record"].to_pylist(), kind="stable")]
+        table = (
+            pq.read_table(out)
+            if out.suffix == ".parquet"
+            else csv.read_csv(out, convert_options=read)
+        )
+        return [
+            table["missing_leads"][i].as_py()
+            for i in np.argsort(table["record"].to_pylist(), kind="stable")
+        ]
 
     for suffix in (".csv", ".parquet"):
         assert missing(f"records{suffix}") == ["II,V1", None]  # lacks, whole
         err = capsys.readouterr().err
-        assert doubt in err and err.count("1 of 2 rows lack leads (column missing_leads)") == err.count("\n") == bool(doubt)
+        assert doubt in err and err.count(
+            "1 of 2 rows lack leads (column missing_leads)"
+        ) == err.count("\n") == bool(doubt)
     assert missing("crops.csv", "--per", "crop") == ["V1", "II,V1", None, None]
     with warnings.catch_warnings(record=True, action="always") as caught:
         omnilead.load(model).predict(mv_LT, 500, LEADS)
         assert not caught
         omnilead.load(model).predict(mv_LT[:2], 500, ["I", "V1"])
     assert all(one.filename == __file__ for one in caught)
-    assert [f"without leads II,III,aVR,aVL,aVF,V2,V3,V4,V5,V6: {doubt}" in str(one.message) for one in caught] == [True] * bool(
-        doubt
-    )
+    assert [
+        f"without leads II,III,aVR,aVL,aVF,V2,V3,V4,V5,V6: {doubt}" in str(one.message)
+        for one in caught
+    ] == [True] * bool(doubt)
 
 
 def test_leads_that_are_hidden_are_missing(dataset: Dataset, tmp_path: Path) -> None:
@@ -142,9 +217,16 @@ def test_leads_that_are_hidden_are_missing(dataset: Dataset, tmp_path: Path) -> 
         save_model(tmp_path / "model", head=HEADS["rhythm"], preprocessing={"seen": ["I", "II"]}),
     )
     assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(out)]) == 0
-    assert pq.read_table(out)["missing_leads"].null_count == pq.read_metadata(out).num_rows  # it uses two leads, both there
+    assert (
+        pq.read_table(out)["missing_leads"].null_count == pq.read_metadata(out).num_rows
+    )  # it uses two leads, both there
     out = tmp_path / "one.parquet"
-    assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(out), "--leads", "II"]) == 0
+    assert (
+        predict.main(
+            ["--model", str(model), "--data", dataset.root.url, "--out", str(out), "--leads", "II"]
+        )
+        == 0
+    )
     assert set(pq.read_table(out)["missing_leads"].to_pylist()) == {"I"}
 
 
@@ -152,7 +234,10 @@ def test_names_in_csv_are_no_formulas_in_a_spreadsheet_and_are_read_back(tmp_pat
     classes = ["=SUM(A1)", "two\nlines", "'=plain"]
     head = {"task": "k", "kind": "multiclass", "classes": classes}
     model, names = save_model(tmp_path / "model", head=head), ["=1+2", "@SUM(A1)", "a,b", "-5"]
-    np.savez(tmp_path / "some.npz", **{name: np.random.default_rng(0).normal(0, 0.3, (12, 5000)) for name in names})
+    np.savez(
+        tmp_path / "some.npz",
+        **{name: np.random.default_rng(0).normal(0, 0.3, (12, 5000)) for name in names},
+    )
     arguments = ["--model", str(model), "--data", str(tmp_path / "some.npz"), "--fs", "500"]
     assert predict.main([*arguments, "--out", str(tmp_path / "some.csv")]) == 0
     with (tmp_path / "some.csv").open(newline="") as file:
@@ -160,26 +245,48 @@ def test_names_in_csv_are_no_formulas_in_a_spreadsheet_and_are_read_back(tmp_pat
     assert header == [*BASE, "predicted", "'=SUM(A1)", "two\nlines", "''=plain"]
     assert [row[1] for row in rows] == ["'=1+2", "'@SUM(A1)", "a,b", "-5"]
     table = read_table(str(tmp_path / "some.csv"))
-    assert table.column_names == [*BASE, "predicted", *classes] and table["record"].to_pylist() == names
+    assert (
+        table.column_names == [*BASE, "predicted", *classes]
+        and table["record"].to_pylist() == names
+    )
     assert set(table["predicted"].to_pylist()) <= set(classes)
 
 
 def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
     dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, export, key = save_model(tmp_path / "model", head=HEADS["rhythm"]), tmp_path / "export", tmp_path / "KEYFILE"
+    model, export, key = (
+        save_model(tmp_path / "model", head=HEADS["rhythm"]),
+        tmp_path / "export",
+        tmp_path / "KEYFILE",
+    )
     (export / "ward").mkdir(parents=True)
     (export / "ward" / "jane_doe.xml").write_text(muse())
     key.write_bytes(bytes(range(32)))
     key.chmod(0o600)
-    options = ShardOptions(str(tmp_path / "made"), plan="all", pseudonym_key=read_key(str(key)), quiet=True)
-    names = shard(open_sources(str(export)), options).table(["source", "record", "patient"]).to_pylist()[0]
+    options = ShardOptions(
+        str(tmp_path / "made"), plan="all", pseudonym_key=read_key(str(key)), quiet=True
+    )
+    names = (
+        shard(open_sources(str(export)), options)
+        .table(["source", "record", "patient"])
+        .to_pylist()[0]
+    )
     for program, end in ((predict, "csv"), (predict, "parquet"), (embed, "parquet")):
-        out, arguments = tmp_path / f"{program.__name__}.{end}", ["--model", str(model), "--data", str(export)]
+        out, arguments = (
+            tmp_path / f"{program.__name__}.{end}",
+            ["--model", str(model), "--data", str(export)],
+        )
         assert program.main([*arguments, "--out", str(out)]) == 0
-        said = f"note: {out} will hold the file names and the hospital's patient ids: --pseudonymize KEYFILE replaces both\n"
+        said = (
+            f"note: {out} will hold the file names and the hospital's patient ids: --pseudonymize "
+            "KEYFILE replaces both\n"
+        )
         assert capsys.readouterr().err == said and b"jane_doe" in out.read_bytes()
-        out, arguments = tmp_path / f"hidden-{program.__name__}.{end}", [*arguments, "--pseudonymize", str(key)]
+        out, arguments = (
+            tmp_path / f"hidden-{program.__name__}.{end}",
+            [*arguments, "--pseudonymize", str(key)],
+        )
         assert program.main([*arguments, "--out", str(out)]) == 0 and capsys.readouterr().err == ""
         content = out.read_bytes()
         assert b"jane" not in content and b"4711" not in content
@@ -187,7 +294,10 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
         assert table.select(list(names)).to_pylist()[0] == names
         if end == "parquet":
             key.write_bytes(bytes(range(1, 33)))
-            assert program.main([*arguments, "--out", str(out)]) == 2 and "of another job" in capsys.readouterr().err
+            assert (
+                program.main([*arguments, "--out", str(out)]) == 2
+                and "of another job" in capsys.readouterr().err
+            )
             key.write_bytes(bytes(range(32)))
     on_dataset = [
         "--model",
@@ -199,7 +309,10 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
         "--pseudonymize",
         str(key),
     ]
-    assert predict.main(on_dataset) == 2 and "a dataset's names are those it was made with" in capsys.readouterr().err
+    assert (
+        predict.main(on_dataset) == 2
+        and "a dataset's names are those it was made with" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,8 +325,15 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
         ("rhythm", "no/F.csv", "no"),
     ],
 )
-def test_refusals_are_one_line(head: str | None, out: str, named: str, dataset: Dataset, tmp_path: Path, capsys: Any) -> None:
+def test_refusals_are_one_line(
+    head: str | None, out: str, named: str, dataset: Dataset, tmp_path: Path, capsys: Any
+) -> None:
     model = save_model(tmp_path / "model", head=HEADS.get(head or ""))
-    assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(tmp_path / out)]) == 2
+    assert (
+        predict.main(
+            ["--model", str(model), "--data", dataset.root.url, "--out", str(tmp_path / out)]
+        )
+        == 2
+    )
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and re.search(named, err) and not (tmp_path / out).exists()

@@ -8,11 +8,12 @@
 | auto | kernels.cpu, measured to be faster (benchmarks/results/step_*.json) | torch's; the positional convolution in blocks |
 | all | kernels.cpu | kernels.cuda, whose operations and bytes were counted but not timed (benchmarks/LOG.md) |
 
-On a GPU the positional convolution in blocks is estimated to take 9 to 11 ms of a step of 512 crops, the library's grouped
-convolution 30 to 90, which is also not deterministic in bf16 (benchmarks/LOG.md). Neither was timed on a GPU.
+On a GPU the positional convolution in blocks is estimated to take 9 to 11 ms of a step of 512
+crops, the library's grouped convolution 30 to 90, which is also not deterministic in bf16
+(benchmarks/LOG.md). Neither was timed on a GPU.
 
-A replacement has the same arguments and result as the plain operation and is tested against it. On a CPU, torch.compile gets
-the plain operations, which it fuses itself.
+A replacement has the same arguments and result as the plain operation and is tested against it. On
+a CPU, torch.compile gets the plain operations, which it fuses itself.
 """
 
 from collections.abc import Callable
@@ -41,9 +42,12 @@ def pick(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks use a machine's GPUs in turn."""
+    """The device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks use a
+    machine's GPUs in turn."""
     try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        )
         if device.type == "cuda" and ":" not in name and (gpus := torch.cuda.device_count()):
             device = torch.device("cuda", environment()[2] % gpus)
         torch.zeros(0, device=device).cpu()
@@ -54,7 +58,8 @@ def chosen_device(name: str) -> torch.device:
 
 
 def disable_tf32() -> None:
-    """Turn off TensorFloat32 on a GPU, which torch uses by default in convolutions, but not in matrix products.
+    """Turn off TensorFloat32 on a GPU, which torch uses by default in convolutions, but not in
+    matrix products.
 
     It affects the whole process: programs call it at their start; importing the engine does not."""
     torch.backends.cudnn.allow_tf32 = False

@@ -1,7 +1,8 @@
-"""Faster than torch's operations on a CPU: dropout, bias, normalisation, attention with dropout, long convolutions.
+"""Faster than torch's operations on a CPU: dropout, bias, normalisation, attention with dropout,
+long convolutions.
 
-Dropout draws from torch's default generator, so restoring that reproduces the masks. Shapes: engine.model.config; C channels,
-K taps of a kernel, Q frequencies, c channels of a group.
+Dropout draws from torch's default generator, so restoring that reproduces the masks. Shapes:
+engine.model.config; C channels, K taps of a kernel, Q frequencies, c channels of a group.
 """
 
 import math
@@ -16,19 +17,25 @@ INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
 def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
-    """Each 64-bit draw gives 16 random bits to four elements: ten times as fast as torch, which draws and selects one element
-    at a time. p is rounded to a multiple of 2**-16; the scale of the kept elements is exact for the rounded p."""
+    """Each 64-bit draw gives 16 random bits to four elements: ten times as fast as torch, which
+    draws and selects one element at a time. p is rounded to a multiple of 2**-16; the scale of
+    the kept elements is exact for the rounded p."""
     if not training or p == 0:
         return x
     dropped = round(p * 65536)
-    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)[: x.numel()]
+    words = (
+        torch.empty(-(-x.numel() // 4), dtype=torch.int64)
+        .random_(-(2**63), None)
+        .view(torch.int16)[: x.numel()]
+    )
     keep = words.ge_(dropped - 32768).neg_().view(x.shape)  # 0 or -1: no bits set, or all
     kept: Tensor = MaskedScale.apply(x, keep, 65536 / (65536 - dropped))
     return kept
 
 
 class MaskedScale(torch.autograd.Function):
-    """scale * x where all bits of `keep` are set, zero where none is, by a bitwise `and`; the same for the gradient."""
+    """scale * x where all bits of `keep` are set, zero where none is, by a bitwise `and`; the same
+    for the gradient."""
 
     @staticmethod
     def forward(x: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -47,7 +54,8 @@ class MaskedScale(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Add the bias after the matrix product: a product that starts from copies of the bias takes 3 % longer."""
+    """Add the bias after the matrix product: a product that starts from copies of the bias takes 3
+    % longer."""
     return F.linear(x, weight).add_(bias)
 
 
@@ -57,7 +65,8 @@ def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float)
 
 
 class GroupNormGelu(torch.autograd.Function):
-    """Processes a few rows at a time, which stay in the cache: ten times as fast as autograd's passes over all rows."""
+    """Processes a few rows at a time, which stay in the cache: ten times as fast as autograd's
+    passes over all rows."""
 
     @staticmethod
     def forward(ctx: Any, y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
@@ -85,22 +94,28 @@ class GroupNormGelu(torch.autograd.Function):
             grad_bias_R1C[part] = grad.sum(1, keepdim=True)
             grad_weight_R1C[part] = (grad * x).sum(1, keepdim=True)
             scale_R1C = rstd_R1C[part] * weight_C.float()
-            x.mul_(grad_weight_R1C[part] * scale_R1C / -steps).sub_(grad_bias_R1C[part] * scale_R1C / steps)
+            x.mul_(grad_weight_R1C[part] * scale_R1C / -steps).sub_(
+                grad_bias_R1C[part] * scale_R1C / steps
+            )
             grad_y_RTC[part] = x.addcmul_(grad, scale_R1C)
         grad_weight_C, grad_bias_C = grad_weight_R1C.sum((0, 1)), grad_bias_R1C.sum((0, 1))
         return grad_y_RTC, grad_weight_C.to(weight_C.dtype), grad_bias_C.to(bias_C.dtype), None
 
 
 def in_cache(y_RTC: Tensor) -> Iterator[slice]:
-    """Split rows into groups of two megabytes of float32 per thread, at least one row: with less, waking threads costs more."""
+    """Split rows into groups of two megabytes of float32 per thread, at least one row: with less,
+    waking threads costs more."""
     rows = max(1, torch.get_num_threads() * 2**19 // math.prod(y_RTC.shape[1:]))
     return (slice(start, start + rows) for start in range(0, len(y_RTC), rows))
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
-    """On a CPU, torch fuses attention only without dropout. With dropout, explicit scores and softmax are faster."""
+    """On a CPU, torch fuses attention only without dropout. With dropout, explicit scores and
+    softmax are faster."""
     rows, tokens, _ = qkv.shape
-    q_RHNd, k_RHNd, v_RHNd = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
+    q_RHNd, k_RHNd, v_RHNd = (
+        qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
+    )
     if dropout_p == 0:
         y_RHNd = F.scaled_dot_product_attention(q_RHNd, k_RHNd, v_RHNd)
     else:
@@ -110,7 +125,8 @@ def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
 
 
 class Softmax(torch.autograd.Function):
-    """Softmax over the last axis in float32. The gradient is computed from the saved output, in its precision."""
+    """Softmax over the last axis in float32. The gradient is computed from the saved output, in its
+    precision."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -127,9 +143,10 @@ class Softmax(torch.autograd.Function):
 
 
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
-    """Convolve by Fourier transform, in float32 or better, with a tenth of the arithmetic; libraries are slow at the gradients
-    of a grouped convolution. The transforms are matrix products, which are faster than an FFT for some hundred tokens. A period
-    of tokens + kernel / 2 is enough: wrap-around does not reach the output."""
+    """Convolve by Fourier transform, in float32 or better, with a tenth of the arithmetic;
+    libraries are slow at the gradients of a grouped convolution. The transforms are matrix
+    products, which are faster than an FFT for some hundred tokens. A period of tokens + kernel /
+    2 is enough: wrap-around does not reach the output."""
     rows, tokens, width = x_RND.shape
     kernel, each = weight_DcK.shape[2], width // groups
     period = tokens + kernel // 2
@@ -139,20 +156,30 @@ def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> 
     cos_QK, sin_QK = waves(torch.arange(kernel) - kernel // 2, period, x_NX.dtype)
 
     def split(x: Tensor) -> Tensor:
-        return x.view(-1, rows, groups, each).transpose(1, 2).reshape(-1, rows, each)  # [Q * G, R, c]
+        return (
+            x.view(-1, rows, groups, each).transpose(1, 2).reshape(-1, rows, each)
+        )  # [Q * G, R, c]
 
     def joined(x: Tensor) -> Tensor:
-        return x.view(-1, groups, rows, each).transpose(1, 2).reshape(-1, rows * width)  # [Q, R * D]
+        return (
+            x.view(-1, groups, rows, each).transpose(1, 2).reshape(-1, rows * width)
+        )  # [Q, R * D]
 
     with torch.autocast("cpu", enabled=False):
-        taps_WK = at_least_float32(weight_DcK.view(groups, each, each, kernel).transpose(1, 2).reshape(-1, kernel))
+        taps_WK = at_least_float32(
+            weight_DcK.view(groups, each, each, kernel).transpose(1, 2).reshape(-1, kernel)
+        )
         x_re, x_im = split(cos_QN @ x_NX), split(sin_QN @ x_NX)  # im: of the complex conjugate
         w_re, w_im = ((wave_QK @ taps_WK.t()).view(-1, each, each) for wave_QK in (cos_QK, sin_QK))
         y_re = torch.baddbmm(torch.bmm(x_re, w_re), x_im, w_im)
         y_im = torch.baddbmm(torch.bmm(x_im, w_re), x_re, w_im, alpha=-1)
-        twice_Q1 = torch.full((len(cos_QN), 1), 2 / period, dtype=x_NX.dtype)  # a frequency and its mirror image
+        twice_Q1 = torch.full(
+            (len(cos_QN), 1), 2 / period, dtype=x_NX.dtype
+        )  # a frequency and its mirror image
         twice_Q1[0] = twice_Q1[-1] = 1 / period
-        y_NX = torch.addmm((cos_QN * twice_Q1).t() @ joined(y_re), (sin_QN * twice_Q1).t(), joined(y_im))
+        y_NX = torch.addmm(
+            (cos_QN * twice_Q1).t() @ joined(y_re), (sin_QN * twice_Q1).t(), joined(y_im)
+        )
     return y_NX.view(tokens, rows, width).transpose(0, 1).to(x_RND.dtype) + bias_D
 
 
@@ -161,8 +188,11 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def waves(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [Q, T] of every frequency of an even period. Angles are exact: integers modulo the period."""
-    angle_QT = (torch.arange(period // 2 + 1)[:, None] * step_T).remainder(period).double() * (2 * math.pi / period)
+    """Cosine and sine [Q, T] of every frequency of an even period. Angles are exact: integers
+    modulo the period."""
+    angle_QT = (torch.arange(period // 2 + 1)[:, None] * step_T).remainder(period).double() * (
+        2 * math.pi / period
+    )
     return angle_QT.cos().to(dtype), angle_QT.sin().to(dtype)
 
 

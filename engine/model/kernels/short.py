@@ -1,13 +1,15 @@
-"""Attention over at most 256 tokens on a GPU, in Triton: one program computes one head of one row, forward and backward.
+"""Attention over at most 256 tokens on a GPU, in Triton: one program computes one head of one row,
+forward and backward.
 
     y_RND = attention(qkv, heads, dropout_p)    qkv [R, N, 3 D]: queries, keys and values, each with its heads side by side
 
-Kernels for long rows waste work on 156 tokens: two blocks of 128 in each direction compute up to 2.6 times as many scores, the
-gradients of queries are summed in memory, and those of q, k and v must be copied together for the preceding linear layer.
-Here blocks have 64, 64 and 32 tokens, and one pass over the scores, which stay on the chip, writes all gradients in place.
+Kernels for long rows waste work on 156 tokens: two blocks of 128 in each direction compute up to
+2.6 times as many scores, the gradients of queries are summed in memory, and those of q, k and v
+must be copied together for the preceding linear layer. Here blocks have 64, 64 and 32 tokens, and
+one pass over the scores, which stay on the chip, writes all gradients in place.
 
-Dropout is a hash of a score's position, four scores to a hash, recomputed for the gradient; its probability is rounded to a
-multiple of 1/256, as in flash attention.
+Dropout is a hash of a score's position, four scores to a hash, recomputed for the gradient; its
+probability is rounded to a multiple of 1/256, as in flash attention.
 """
 
 from typing import Any
@@ -17,7 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, KEYS, WARPS = 64, 32, 4  # tokens; keys in the backward pass; derived from counts for an H200: benchmarks/LOG.md
+BLOCK, KEYS, WARPS = (
+    64,
+    32,
+    4,
+)  # tokens; keys in the backward pass; derived from counts for an H200: benchmarks/LOG.md
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -37,11 +43,15 @@ class ShortAttention(torch.autograd.Function):
         rows, tokens, width = qkv.shape
         y_RND = qkv.new_empty(rows, tokens, width // 3)
         sums_RHN = qkv.new_empty(rows, heads, tokens, dtype=torch.float32)
-        forward_kernel[(rows * heads,)](qkv, y_RND, sums_RHN, seeds, **constants(qkv, heads, dropped))
+        forward_kernel[(rows * heads,)](
+            qkv, y_RND, sums_RHN, seeds, **constants(qkv, heads, dropped)
+        )
         return y_RND, sums_RHN
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, int, int, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Tensor, int, int, Tensor], output: tuple[Tensor, Tensor]
+    ) -> None:
         qkv, ctx.heads, ctx.dropped, seeds = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(qkv, *output, seeds)
@@ -57,7 +67,14 @@ class ShortAttention(torch.autograd.Function):
 
 def constants(qkv: Tensor, heads: int, dropped: int) -> dict[str, int]:
     _, tokens, width = qkv.shape
-    sizes = {"N": tokens, "H": heads, "d": width // 3 // heads, "dropped": dropped, "BLOCK": BLOCK, "KEYS": KEYS}
+    sizes = {
+        "N": tokens,
+        "H": heads,
+        "d": width // 3 // heads,
+        "dropped": dropped,
+        "BLOCK": BLOCK,
+        "KEYS": KEYS,
+    }
     return sizes | {"num_warps": WARPS, "num_stages": 1}
 
 
@@ -93,7 +110,9 @@ def forward_kernel(
             shares = tl.exp2(scores[j // BLOCK] * to_base_2 - highest[:, None])
             total += tl.sum(shares, 1)
             if dropped:
-                shares = tl.where(kept(place, seed, queries, tokens(j, N, BLOCK), dropped), shares, 0)
+                shares = tl.where(
+                    kept(place, seed, queries, tokens(j, N, BLOCK), dropped), shares, 0
+                )
             mixed = tl.dot(shares.to(q.dtype), v[j // BLOCK], mixed, input_precision="ieee")
         write(y, mixed * (256 / (256 - dropped) / total)[:, None], queries, N, H * d, d)
         tl.store(sums + queries, highest + tl.log2(total), mask=queries < N)
@@ -104,8 +123,8 @@ def backward_kernel(
     qkv, grad, y_grad, y, sums, seeds,
     N: tl.constexpr, H: tl.constexpr, d: tl.constexpr, dropped: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Reads zeros beyond the last token. As queries they add nothing to a sum; as keys they are masked, as their share could be
-    infinite. Their gradients are not written."""
+    """Reads zeros beyond the last token. As queries they add nothing to a sum; as keys they are
+    masked, as their share could be infinite. Their gradients are not written."""
     program = tl.program_id(0)
     qkv += offset(program, N, H, 3 * H * d, d)
     grad += offset(program, N, H, 3 * H * d, d)
@@ -164,17 +183,24 @@ def tokens(start: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def read(at, rows, N: tl.constexpr, stride: tl.constexpr, d: tl.constexpr):
-    return tl.load(at + rows[:, None] * stride + tl.arange(0, d)[None, :], mask=rows[:, None] < N, other=0)
+    return tl.load(
+        at + rows[:, None] * stride + tl.arange(0, d)[None, :], mask=rows[:, None] < N, other=0
+    )
 
 
 @triton.jit
 def write(at, x, rows, N: tl.constexpr, stride: tl.constexpr, d: tl.constexpr):
-    tl.store(at + rows[:, None] * stride + tl.arange(0, d)[None, :], x.to(at.dtype.element_ty), mask=rows[:, None] < N)
+    tl.store(
+        at + rows[:, None] * stride + tl.arange(0, d)[None, :],
+        x.to(at.dtype.element_ty),
+        mask=rows[:, None] < N,
+    )
 
 
 @triton.jit
 def kept(place, seed, queries, keys, dropped: tl.constexpr):
-    """Whether scores are kept. Two keys in each of two rows, all in one thread, use a byte each of one hash."""
+    """Whether scores are kept. Two keys in each of two rows, all in one thread, use a byte each of
+    one hash."""
     row, column = queries[:, None], keys[None, :]
     bits = (place + (row // 16 * 8 + row % 8) * 128 + column // 2).to(tl.uint32)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D ^ seed.to(tl.uint32)

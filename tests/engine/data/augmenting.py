@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnilead.engine.data.augment import AugmentConfig, Ops, ThreeKG, augment, axis, numpy_ops, torch_ops
+from omnilead.engine.data.augment import (
+    AugmentConfig,
+    Ops,
+    ThreeKG,
+    augment,
+    axis,
+    numpy_ops,
+    torch_ops,
+)
 from omnilead.engine.data.augment_draws import FROM_DIPOLE, draws, white
 
 FS_HZ, SAMPLES = 500.0, 2500
@@ -22,7 +30,9 @@ Params = dict[str, np.ndarray]
 EVERYTHING = {
     "rlm": AugmentConfig(),
     "powerline": replace(PLAIN, noise="powerline"),
-    "powerline of 3 components": replace(PLAIN, noise="powerline", powerline_components=3, powerline_hz=60),
+    "powerline of 3 components": replace(
+        PLAIN, noise="powerline", powerline_components=3, powerline_hz=60
+    ),
     "emg": replace(PLAIN, noise="emg"),
     "wander": replace(PLAIN, noise="wander"),
     "shift": replace(PLAIN, noise="shift"),
@@ -36,7 +46,9 @@ EVERYTHING = {
     "physio3 with limb leads refitted": replace(PLAIN, noise="physio3", dependency=True),
     "3kg": replace(PLAIN, threekg=ThreeKG()),
     "3kg without time mask": replace(PLAIN, threekg=ThreeKG(time_mask=0)),
-    "all at once, three leads": AugmentConfig(noise="physio4", threekg=ThreeKG(), leads="3", padded=False),
+    "all at once, three leads": AugmentConfig(
+        noise="physio4", threekg=ThreeKG(), leads="3", padded=False
+    ),
     "physio3 and rlm, two padded leads": AugmentConfig(noise="physio3", leads="2"),
     "physio3 and rlm, one lead": AugmentConfig(noise="physio3", leads="1", padded=False),
 }
@@ -49,7 +61,9 @@ def signal(crops: int = 3, samples: int = SAMPLES, views: int = 2) -> np.ndarray
     return (FROM_DIPOLE @ dipole).astype(np.float32)
 
 
-def parameters(config: AugmentConfig, bank: np.ndarray, crop_B: np.ndarray = CROPS, samples: int = SAMPLES) -> Params:
+def parameters(
+    config: AugmentConfig, bank: np.ndarray, crop_B: np.ndarray = CROPS, samples: int = SAMPLES
+) -> Params:
     p = draws(config, 5, np.full(crop_B.shape, 2), crop_B, samples=samples)
     return p | {"white": white(bank, p["white_start"], samples)} if "white_start" in p else p
 
@@ -72,4 +86,6 @@ def assert_uniform(values: np.ndarray, low: float, high: float) -> None:
     tolerance = 0.02 * (high - low)
     assert low <= values.min() and values.max() <= high
     quartiles = low + (high - low) * np.array([0, 0.25, 0.5, 0.75, 1])
-    np.testing.assert_allclose(np.quantile(values, [0, 0.25, 0.5, 0.75, 1]), quartiles, atol=tolerance)
+    np.testing.assert_allclose(
+        np.quantile(values, [0, 0.25, 0.5, 0.75, 1]), quartiles, atol=tolerance
+    )

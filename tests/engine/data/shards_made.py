@@ -21,7 +21,12 @@ from omnilead.engine.data.reader import CropReader, Report
 
 
 def make_dataset(
-    root: Path, shards: int, crops: int = 4, seed: int = 0, zarr: bool = False, distinct: int | None = None
+    root: Path,
+    shards: int,
+    crops: int = 4,
+    seed: int = 0,
+    zarr: bool = False,
+    distinct: int | None = None,
 ) -> Dataset:
     """Shards of white noise. With `distinct`, later shards are hard links to the first ones."""
     rng, rows, entries = np.random.default_rng(seed), [], []
@@ -37,18 +42,33 @@ def make_dataset(
             tar = TarWriter(file)
             for c in range(crops):
                 data = rng.bytes(CROP_BYTES)
-                rows.append({"shard": s, "offset": tar.add(f"{s}-{c}", data, b"{}"), "crc32c": google_crc32c.value(data)})
+                rows.append(
+                    {
+                        "shard": s,
+                        "offset": tar.add(f"{s}-{c}", data, b"{}"),
+                        "crc32c": google_crc32c.value(data),
+                    }
+                )
             tar.close()
-        entries.append({"name": name, "crops": crops, "bytes": tar.size, "sha256": tar.sha256.hexdigest()})
+        entries.append(
+            {"name": name, "crops": crops, "bytes": tar.size, "sha256": tar.sha256.hexdigest()}
+        )
     table = pa.Table.from_pylist([row | {"halves": 2, "missing_leads": []} for row in rows])
     table = table.cast(pa.schema([COLUMNS.field(name) for name in table.column_names]))
     pq.write_table(table, root / "samples.parquet")
     if zarr:
         zarr_writer.write(table, entries, folder(root), 1, None, True)
-    meta = {"format_version": 1, "crops": len(rows), "formats": ["tar", "zarr"] if zarr else ["tar"], "shards": entries}
+    meta = {
+        "format_version": 1,
+        "crops": len(rows),
+        "formats": ["tar", "zarr"] if zarr else ["tar"],
+        "shards": entries,
+    }
     samples = (root / "samples.parquet").read_bytes()
     meta["samples"] = {"bytes": len(samples), "sha256": hashlib.sha256(samples).hexdigest()}
-    folder(root).write("dataset.json", json.dumps(meta | {"fingerprint": fingerprint(meta)}).encode())
+    folder(root).write(
+        "dataset.json", json.dumps(meta | {"fingerprint": fingerprint(meta)}).encode()
+    )
     return Dataset.open(str(root))
 
 
@@ -64,7 +84,9 @@ def batches(*rows: list[int]) -> list[Batch]:
 
 def read(reader: CropReader, rows: Any, datasets: Any = None) -> tuple[np.ndarray, Report]:
     out = np.full((len(rows), *CROP_SHAPE), 7, np.int16)
-    return out, reader.read(Batch(np.zeros(len(rows), np.int16) if datasets is None else datasets, np.array(rows)), out)
+    return out, reader.read(
+        Batch(np.zeros(len(rows), np.int16) if datasets is None else datasets, np.array(rows)), out
+    )
 
 
 def flip(path: Path, at: int) -> None:
@@ -80,7 +102,12 @@ def tar_path(dataset: Dataset, row: int) -> tuple[Path, int]:
     return Path(dataset.root.url, "shards", dataset.shards[shard[row]]["name"]), int(offset[row])
 
 
-def take_all(ahead: Iterable[tuple[Batch, np.ndarray, Report]], yielded: list[list[int]], dataset: Dataset) -> None:
+def take_all(
+    ahead: Iterable[tuple[Batch, np.ndarray, Report]], yielded: list[list[int]], dataset: Dataset
+) -> None:
     for request, crops, _ in ahead:
         yielded.append(request.row.tolist())
-        assert all(np.array_equal(crop, dataset.read(row)) for crop, row in zip(crops, request.row, strict=True))
+        assert all(
+            np.array_equal(crop, dataset.read(row))
+            for crop, row in zip(crops, request.row, strict=True)
+        )

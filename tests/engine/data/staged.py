@@ -35,12 +35,16 @@ class Root:
         return [int(name[7:12]) for name, start in self.reads if start == 0]
 
 
-def through(dataset: Dataset, how: Callable[[Root, str, int, int], bytes] | None = None) -> tuple[Dataset, Root]:
+def through(
+    dataset: Dataset, how: Callable[[Root, str, int, int], bytes] | None = None
+) -> tuple[Dataset, Root]:
     root = Root(dataset.root, how) if how else Root(dataset.root)
     return Dataset(root, dataset.meta), root
 
 
-def stage(dataset: Dataset, cache: Path, max_bytes: int, order: Iterable[int] = (), **options: Any) -> Staging:
+def stage(
+    dataset: Dataset, cache: Path, max_bytes: int, order: Iterable[int] = (), **options: Any
+) -> Staging:
     return Staging({0: dataset}, cache, max_bytes, ((0, shard) for shard in order), **options)
 
 
@@ -71,7 +75,10 @@ def cached(cache: Path) -> int:
 
 
 def right(path: str, dataset: Dataset, shard: int) -> bool:
-    return Path(path).read_bytes() == Path(dataset.root.url, "shards", dataset.shards[shard]["name"]).read_bytes()
+    return (
+        Path(path).read_bytes()
+        == Path(dataset.root.url, "shards", dataset.shards[shard]["name"]).read_bytes()
+    )
 
 
 def named(name: str) -> list[threading.Thread]:

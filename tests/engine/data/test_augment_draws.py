@@ -5,7 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from augmenting import EVERYTHING, NUMPY, SAMPLES, TORCH, apply, assert_uniform, many, parameters, signal
+from augmenting import (
+    EVERYTHING,
+    NUMPY,
+    SAMPLES,
+    TORCH,
+    apply,
+    assert_uniform,
+    many,
+    parameters,
+    signal,
+)
 
 from omnilead.engine.common import LEADS
 from omnilead.engine.data.augment import (
@@ -46,7 +56,12 @@ def test_draws_differ_by_seed_epoch_crop_and_view() -> None:
 
 def test_draws_of_a_lead_do_not_depend_on_the_other_leads() -> None:
     twelve = draws(AugmentConfig(noise="physio4", per_lead=True), 1, np.zeros(9, int), np.arange(9))
-    three = draws(AugmentConfig(noise="physio4", per_lead=True, leads="3", padded=False), 1, np.zeros(9, int), np.arange(9))
+    three = draws(
+        AugmentConfig(noise="physio4", per_lead=True, leads="3", padded=False),
+        1,
+        np.zeros(9, int),
+        np.arange(9),
+    )
     for name, values in three.items():
         np.testing.assert_array_equal(values, twelve[name][:, :, [0, 1, 7]])
 
@@ -54,9 +69,15 @@ def test_draws_of_a_lead_do_not_depend_on_the_other_leads() -> None:
 @pytest.mark.parametrize("per_lead", [False, True])
 def test_the_papers_distributions(per_lead: bool) -> None:
     largest = AmplitudeMv(powerline=0.5, emg=0.4, wander=0.3, shift=0.2)
-    p = many(AugmentConfig(noise="physio4", per_lead=per_lead, amplitude_mv=largest, powerline_components=2))
+    p = many(
+        AugmentConfig(
+            noise="physio4", per_lead=per_lead, amplitude_mv=largest, powerline_components=2
+        )
+    )
     leads = 12 if per_lead else 1
-    assert {values.shape[2] for name, values in p.items() if name not in ("keep", "white_start")} == {leads}
+    assert {
+        values.shape[2] for name, values in p.items() if name not in ("keep", "white_start")
+    } == {leads}
     assert_uniform(p["powerline_amplitude"], 0, 0.5)
     assert_uniform(p["powerline_phase"], 0, 2 * np.pi)
     np.testing.assert_array_equal(p["powerline_phase"][..., 0], p["powerline_phase"][..., 1])
@@ -74,15 +95,23 @@ def test_the_papers_distributions(per_lead: bool) -> None:
     assert p["shift_start"].min() >= 0 and p["shift_stop"].max() <= SAMPLES
     assert_uniform(p["shift_start"] / (SAMPLES - length), 0, 1)
     amplitudes = np.stack([p[name][..., 0].ravel() for name in p if name.endswith("amplitude")])
-    assert np.abs(np.corrcoef(amplitudes) - np.eye(4)).max() < 0.05  # no two streams draw the same numbers
+    assert (
+        np.abs(np.corrcoef(amplitudes) - np.eye(4)).max() < 0.05
+    )  # no two streams draw the same numbers
 
 
 def test_the_authors_distributions() -> None:
     p = many(AugmentConfig(noise="authors_physio4", amplitude_mv=AmplitudeMv(0.1, 0.1, 0.1, 0.1)))
     shapes = {name: values.shape[2:] for name, values in p.items()}
     assert shapes["powerline_amplitude"] == (1, 1) and shapes["emg_amplitude"] == (12, 1)
-    assert shapes["wander_gain"] == (12, 1) and shapes["wander_hz"] == (1, 3) and shapes["shift_amplitude"] == (12, 1)
-    assert abs((p["powerline_hz"] == 60).mean() - 0.5) < 0.02 and np.unique(p["powerline_hz"]).tolist() == [50, 60]
+    assert (
+        shapes["wander_gain"] == (12, 1)
+        and shapes["wander_hz"] == (1, 3)
+        and shapes["shift_amplitude"] == (12, 1)
+    )
+    assert abs((p["powerline_hz"] == 60).mean() - 0.5) < 0.02 and np.unique(
+        p["powerline_hz"]
+    ).tolist() == [50, 60]
     assert_uniform(p["wander_hz"], 0.01, 0.2)
     assert np.abs(np.corrcoef(p["wander_hz"].reshape(-1, 3).T) - np.eye(3)).max() < 0.05
     sign = np.where(p["shift_amplitude"] > 0, 1, -1)
@@ -95,7 +124,11 @@ def test_white_noise_is_white_and_independent_between_leads(bank: np.ndarray) ->
     p = draws(AugmentConfig(noise="emg"), 5, np.zeros(20, int), np.arange(20))
     noise = white(bank, p["white_start"], SAMPLES)
     assert noise.shape == (20, 2, 12, SAMPLES)
-    assert abs(noise.mean()) < 0.005 and abs(noise.std() - 1) < 0.005 and abs((noise**4).mean() - 3) < 0.05
+    assert (
+        abs(noise.mean()) < 0.005
+        and abs(noise.std() - 1) < 0.005
+        and abs((noise**4).mean() - 3) < 0.05
+    )
     assert abs((noise[..., 1:] * noise[..., :-1]).mean()) < 0.005
     between = np.corrcoef(noise[0].reshape(24, SAMPLES))
     assert np.abs(between - np.eye(24)).max() < 0.12
@@ -137,4 +170,6 @@ def test_keep_one_on_any_number_of_leads(leads: int, padded: bool) -> None:
     np.testing.assert_array_equal(kept[~nothing], free[~nothing])
     assert (kept[nothing].sum(axis=-1) == 1).all()
     sure = many(replace(config, rlm=1, rlm_keep_one=True))["keep"][..., :leads, 0]
-    assert (sure.sum(axis=-1) == 1).all() and np.abs(sure.mean(axis=(0, 1)) - 1 / leads).max() < 0.03
+    assert (sure.sum(axis=-1) == 1).all() and np.abs(
+        sure.mean(axis=(0, 1)) - 1 / leads
+    ).max() < 0.03

@@ -1,4 +1,5 @@
-"""Counter-based random numbers: uniform, independent along every counter, never changing; permutations are bijections."""
+"""Counter-based random numbers: uniform, independent along every counter, never changing;
+permutations are bijections."""
 
 import math
 from itertools import product
@@ -9,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from omnilead.engine.data.counter import MAX_SIZE, TINY, RandomStream, bits, mix, normal, permute, uniform
+from omnilead.engine.data.counter import (
+    MAX_SIZE,
+    TINY,
+    RandomStream,
+    bits,
+    mix,
+    normal,
+    permute,
+    uniform,
+)
 
 EPOCH, CROP, VIEW, SLOT = np.arange(4), np.arange(64), np.arange(2), np.arange(48)
 GRID = (EPOCH[:, None, None, None], CROP[:, None, None], VIEW[:, None], SLOT)
@@ -19,7 +29,9 @@ def chi2_p(counts: np.ndarray) -> float:
     return float(stats.chisquare(counts.reshape(-1)).pvalue)
 
 
-@pytest.mark.parametrize("stream", [RandomStream.LEAD_MASK, RandomStream.WINDOW, RandomStream.WHITE])
+@pytest.mark.parametrize(
+    "stream", [RandomStream.LEAD_MASK, RandomStream.WINDOW, RandomStream.WHITE]
+)
 @pytest.mark.parametrize("seed", [0, 1, 2**63])
 def test_uniform_is_uniform(seed: int, stream: RandomStream) -> None:
     drawn = uniform(seed, stream, *GRID)
@@ -40,7 +52,10 @@ def test_normal_is_normal() -> None:
 @pytest.mark.parametrize("axis", range(4), ids=["epoch", "crop", "view", "slot"])
 def test_neighbours_along_each_counter_are_independent(axis: int) -> None:
     drawn = uniform(5, RandomStream.SHIFT, *GRID)
-    a, b = (np.take(drawn, range(start, drawn.shape[axis] - 1 + start), axis).reshape(-1) for start in (0, 1))
+    a, b = (
+        np.take(drawn, range(start, drawn.shape[axis] - 1 + start), axis).reshape(-1)
+        for start in (0, 1)
+    )
     assert abs(np.corrcoef(a, b)[0, 1]) < 4.5 / math.sqrt(len(a))
     pairs = np.histogram2d(a, b, bins=16, range=[[0, 1], [0, 1]])[0]
     assert chi2_p(pairs) > 1e-4
@@ -90,7 +105,12 @@ def test_a_draw_does_not_depend_on_other_draws_in_the_call() -> None:
 @given(st.integers(-(2**70), 2**70), st.integers(-(2**62), 2**62))
 def test_counters_are_taken_modulo_2_to_the_64_whatever_their_type(seed: int, counter: int) -> None:
     here = bits(seed, counter)
-    assert here == bits(seed % 2**64, counter % 2**64) == bits(seed, np.int64(counter)) == bits(seed, np.array([counter]))[0]
+    assert (
+        here
+        == bits(seed % 2**64, counter % 2**64)
+        == bits(seed, np.int64(counter))
+        == bits(seed, np.array([counter]))[0]
+    )
     if abs(counter) < 2**31:
         assert here == bits(seed, np.array(counter, np.int32))
 
@@ -105,19 +125,38 @@ def test_random_numbers_never_change() -> None:
     """These values must never change: resumed runs and published tables depend on them."""
     assert bits(0).tolist() == 9370218965779684112
     assert bits(0, RandomStream.ORDER, 5).tolist() == 11465996907461922957
-    assert bits(42, RandomStream.LEAD_MASK, np.arange(2)[:, None], np.array([0, 9_999_999])).tolist() == [
+    assert bits(
+        42, RandomStream.LEAD_MASK, np.arange(2)[:, None], np.array([0, 9_999_999])
+    ).tolist() == [
         [17739224505840947513, 8628901530934472146],
         [4677151155395135643, 11256478470255647343],
     ]
-    assert uniform(42, RandomStream.WINDOW, 3, np.array([17, 18]), 1).tolist() == [0.39652061815463724, 0.31401424694183555]
+    assert uniform(42, RandomStream.WINDOW, 3, np.array([17, 18]), 1).tolist() == [
+        0.39652061815463724,
+        0.31401424694183555,
+    ]
     assert normal(42, RandomStream.EMG, np.arange(3)) == pytest.approx(
         [-0.3100193572069275, -2.1531534601926907, -1.4697126466600487], rel=1e-12
     )
-    assert [stream.name for stream in RandomStream][:4] == ["ORDER", "SHARD_ORDER", "BLOCK_ORDER", "WINDOW"]
-    assert {stream.name: stream.value for stream in RandomStream}.items() >= {"LEAD_MASK": 5, "MIX": 12, "WHITE": 13}.items()
+    assert [stream.name for stream in RandomStream][:4] == [
+        "ORDER",
+        "SHARD_ORDER",
+        "BLOCK_ORDER",
+        "WINDOW",
+    ]
+    assert {stream.name: stream.value for stream in RandomStream}.items() >= {
+        "LEAD_MASK": 5,
+        "MIX": 12,
+        "WHITE": 13,
+    }.items()
     assert permute(np.arange(12), 12, 7).tolist() == [2, 7, 1, 9, 3, 4, 0, 10, 5, 6, 8, 11]
     assert permute(np.arange(6), 100, 7).tolist() == [16, 59, 10, 38, 39, 18]
-    assert permute(np.arange(4), 2**40, 2**64 - 1).tolist() == [859268690655, 643271941931, 681987866659, 926660097324]
+    assert permute(np.arange(4), 2**40, 2**64 - 1).tolist() == [
+        859268690655,
+        643271941931,
+        681987866659,
+        926660097324,
+    ]
 
 
 def test_mix_is_splitmix64() -> None:
@@ -129,7 +168,12 @@ def test_mix_is_splitmix64() -> None:
 keys = st.integers(0, 2**64 - 1)
 
 
-@given(st.one_of(st.integers(1, 200), st.integers(200, 20_000), st.sampled_from([4096, 4099, 65536, 10_007])), keys)
+@given(
+    st.one_of(
+        st.integers(1, 200), st.integers(200, 20_000), st.sampled_from([4096, 4099, 65536, 10_007])
+    ),
+    keys,
+)
 def test_permute_is_a_bijection(n: int, key: int) -> None:
     assert (np.sort(permute(np.arange(n), n, key)) == np.arange(n)).all()
 
@@ -144,7 +188,10 @@ def test_permute_is_a_bijection_for_any_size(n: int, key: int, start: int) -> No
 
 @given(st.lists(st.tuples(st.integers(1, 3000), keys), min_size=1, max_size=20))
 def test_permute_broadcasts_sizes_and_keys(blocks: list[tuple[int, int]]) -> None:
-    sizes, block_keys = np.array([n for n, _ in blocks]), np.array([key for _, key in blocks], np.uint64)
+    sizes, block_keys = (
+        np.array([n for n, _ in blocks]),
+        np.array([key for _, key in blocks], np.uint64),
+    )
     i = np.arange(40)[:, None] % sizes
     together = permute(i, sizes, block_keys)
     for column, (n, key) in enumerate(blocks):

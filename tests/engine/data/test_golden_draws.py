@@ -1,4 +1,5 @@
-"""Golden values of augmentation parameters and of the validation split: resumed runs and published tables depend on them."""
+"""Golden values of augmentation parameters and of the validation split: resumed runs and published
+tables depend on them."""
 
 import numpy as np
 import pyarrow as pa
@@ -64,12 +65,20 @@ SUMS: dict[str, tuple[AugmentConfig, dict[str, float]]] = {
 
 
 @pytest.mark.parametrize(("config", "expected"), SUMS.values(), ids=SUMS)
-def test_augmentation_parameters_never_change(config: AugmentConfig, expected: dict[str, float]) -> None:
+def test_augmentation_parameters_never_change(
+    config: AugmentConfig, expected: dict[str, float]
+) -> None:
     """Weighted sums, so that swapping two values is detected."""
     p = parameters(config, "window", 11, PLACES)
-    seen = {name: float(values.astype(float).ravel() @ np.cos(np.arange(values.size))) for name, values in p.items()}
+    seen = {
+        name: float(values.astype(float).ravel() @ np.cos(np.arange(values.size)))
+        for name, values in p.items()
+    }
     assert seen == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_validation_split_never_changes() -> None:
-    assert uniforms(pa.array(["georgia/E00001", "ptb-xl/17"])).tolist() == [0.40636932224432776, 0.16880769554133535]
+    assert uniforms(pa.array(["georgia/E00001", "ptb-xl/17"])).tolist() == [
+        0.40636932224432776,
+        0.16880769554133535,
+    ]

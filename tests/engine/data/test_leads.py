@@ -24,7 +24,12 @@ def test_the_papers_five_subsets() -> None:
 
 
 def test_names_in_any_case_and_order_give_the_canonical_order() -> None:
-    assert parse_leads("v2, ii ,I") == parse_leads(["I", "II", "V2"]) == parse_leads(("V2", "I", "II")) == parse_leads("3")
+    assert (
+        parse_leads("v2, ii ,I")
+        == parse_leads(["I", "II", "V2"])
+        == parse_leads(("V2", "I", "II"))
+        == parse_leads("3")
+    )
 
 
 @given(st.sets(st.integers(0, 11), min_size=1))
@@ -36,4 +41,6 @@ def test_describe_leads_is_the_inverse_of_parse_leads(leads: set[int]) -> None:
 def test_invalid_leads_are_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError, match=r"augment\.leads=") as error:
         parse_leads(text, "augment.leads")
-    assert "use 12, 6, 3, 2, 1, or names out of I II III" in str(error.value) and "\n" not in str(error.value)
+    assert "use 12, 6, 3, 2, 1, or names out of I II III" in str(error.value) and "\n" not in str(
+        error.value
+    )

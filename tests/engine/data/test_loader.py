@@ -29,11 +29,17 @@ from tests.forks import started
 from tests.waiting import until
 
 
-@pytest.mark.parametrize(("backend", "source"), [*((backend, "tar") for backend in BACKENDS), ("torch", "zarr")])
-def test_without_augmentation_the_halves_are_the_crops(backend: str, source: str, dataset: Dataset) -> None:
+@pytest.mark.parametrize(
+    ("backend", "source"), [*((backend, "tar") for backend in BACKENDS), ("torch", "zarr")]
+)
+def test_without_augmentation_the_halves_are_the_crops(
+    backend: str, source: str, dataset: Dataset
+) -> None:
     for batch, _ in some(loader(dataset, backend, augment=AugmentConfig(rlm=0), source=source), 2):
         crops = np.stack([dataset.read(int(row)) for row in batch.places.row])
-        np.testing.assert_allclose(batch.x_BSLT, crops.reshape(16, 12, 2, 2500).swapaxes(1, 2) / 1000.0, rtol=1e-6)
+        np.testing.assert_allclose(
+            batch.x_BSLT, crops.reshape(16, 12, 2, 2500).swapaxes(1, 2) / 1000.0, rtol=1e-6
+        )
 
 
 @pytest.mark.parametrize("backend", ["dali", "resident"])
@@ -48,7 +54,8 @@ def test_without_augmentation_the_halves_are_the_crops(backend: str, source: str
     ],
 )
 def test_backends_agree(backend: str, views: str, augment: AugmentConfig, dataset: Dataset) -> None:
-    """To 1e-5 mV, except for white noise, which DALI draws itself; masked leads are exactly zero in both."""
+    """To 1e-5 mV, except for white noise, which DALI draws itself; masked leads are exactly zero in
+    both."""
     one = some(loader(dataset, "torch", views=views, augment=augment), 3)
     two = some(loader(dataset, backend, views=views, augment=augment), 3)
     for (a, _), (b, _) in zip(one, two, strict=True):
@@ -56,13 +63,22 @@ def test_backends_agree(backend: str, views: str, augment: AugmentConfig, datase
         assert torch.equal(a.x_BSLT == 0, b.x_BSLT == 0) or augment.threekg
 
 
-@pytest.mark.parametrize(("backend", "augment"), [*((backend, NOISY) for backend in BACKENDS), ("torch", AugmentConfig())])
-def test_resuming_is_bit_exact_twice_and_across_an_epoch(backend: str, augment: AugmentConfig, dataset: Dataset) -> None:
+@pytest.mark.parametrize(
+    ("backend", "augment"),
+    [*((backend, NOISY) for backend in BACKENDS), ("torch", AugmentConfig())],
+)
+def test_resuming_is_bit_exact_twice_and_across_an_epoch(
+    backend: str, augment: AugmentConfig, dataset: Dataset
+) -> None:
     per_epoch = loader(dataset).steps_per_epoch
     assert 4 <= per_epoch <= 14
     whole = some(loader(dataset, backend, augment=augment), per_epoch + 4)
-    first = some(loader(dataset, backend, augment=augment), per_epoch - 2)  # prefetch is in flight when it is left
-    second = some(loader(dataset, backend, first[-1][1], augment=augment), 3)  # over the end of the epoch
+    first = some(
+        loader(dataset, backend, augment=augment), per_epoch - 2
+    )  # prefetch is in flight when it is left
+    second = some(
+        loader(dataset, backend, first[-1][1], augment=augment), 3
+    )  # over the end of the epoch
     third = some(loader(dataset, backend, second[-1][1], augment=augment), 3)
     assert same(whole, first + second + third)
     assert whole[0][1]["crops_seen"] == 16
@@ -94,14 +110,22 @@ def test_resuming_at_another_world_size_gives_the_same_batches(dataset: Dataset)
         ({"backend": "resident"}, "backend"),
     ],
 )
-def test_a_state_of_another_run_is_refused(changes: dict[str, Any], named: str, dataset: Dataset) -> None:
+def test_a_state_of_another_run_is_refused(
+    changes: dict[str, Any], named: str, dataset: Dataset
+) -> None:
     state = some(loader(dataset), 1)[-1][1]
     with pytest.raises(ConfigError, match=named):
         loader(dataset, state=state, **changes)
 
 
 SEEN = (None, "16", -16, 8, True, 16.0, 2**64)
-FORGED = [{"recipe": None}, {"recipe": []}, {"dali": ""}, {"dali": 3}, *({"crops_seen": seen} for seen in SEEN)]
+FORGED = [
+    {"recipe": None},
+    {"recipe": []},
+    {"dali": ""},
+    {"dali": 3},
+    *({"crops_seen": seen} for seen in SEEN),
+]
 
 
 def test_a_forged_state_is_refused_and_does_not_restart_the_run(dataset: Dataset) -> None:
@@ -136,11 +160,16 @@ def test_a_state_of_another_dataset_or_dali_is_refused(dataset: Dataset) -> None
 def batches_for_ever(url: str, backend: str, state: dict[str, Any] | None) -> None:
     config = LoaderConfig(backend=backend, batch_crops=32, augment=AugmentConfig(noise="physio4"))  # type: ignore[arg-type]
     for batch, after in Loader(config, (Dataset.open(url),), CPU, state=state, halves=2):
-        print(json.dumps([hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest(), after]), flush=True)
+        print(
+            json.dumps([hashlib.sha256(batch.x_BSLT.numpy().tobytes()).hexdigest(), after]),
+            flush=True,
+        )
 
 
 @pytest.mark.parametrize("backend", ["torch", "dali"])
-def test_resuming_after_two_sigkills_with_prefetch_in_flight(backend: str, dataset: Dataset, tmp_path: Path) -> None:
+def test_resuming_after_two_sigkills_with_prefetch_in_flight(
+    backend: str, dataset: Dataset, tmp_path: Path
+) -> None:
     source = loader(dataset, backend, batch_crops=32)
     assert source.steps_per_epoch < 8  # of nine that are compared
     whole = some(source, 9)
@@ -166,7 +195,9 @@ def test_the_window_lies_within_the_crop_and_differs_between_epochs(dataset: Dat
     starts = set()
     for i, row in enumerate(batch.places.row):
         chest = torch.from_numpy(dataset.read(int(row))[7] / 1000.0).float()
-        distance = (chest.unfold(0, 2500, 1) - batch.x_BSLT[i, 0, 7]).abs().amax(1)  # [2501]: one for each place
+        distance = (
+            (chest.unfold(0, 2500, 1) - batch.x_BSLT[i, 0, 7]).abs().amax(1)
+        )  # [2501]: one for each place
         assert distance.min() < 1e-5
         starts.add(int(distance.argmin()))
     assert len(starts) > 8
@@ -175,7 +206,9 @@ def test_the_window_lies_within_the_crop_and_differs_between_epochs(dataset: Dat
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_iterating_again_continues(backend: str, dataset: Dataset) -> None:
     whole, source = some(loader(dataset, backend), 6), loader(dataset, backend)
-    parts = [(batch.x_BSLT.clone(), batch.places.row) for _ in range(2) for batch, _ in islice(source, 3)]
+    parts = [
+        (batch.x_BSLT.clone(), batch.places.row) for _ in range(2) for batch, _ in islice(source, 3)
+    ]
     source.close()
     for (batch, _), (x, row) in zip(whole, parts, strict=True):
         assert torch.equal(batch.x_BSLT, x) and np.array_equal(batch.places.row, row)
@@ -191,24 +224,32 @@ def test_iterating_again_continues(backend: str, dataset: Dataset) -> None:
         ("window", AugmentConfig(rlm=0, threekg=ThreeKG())),
     ],
 )
-def test_the_resident_backend_compiles_to_one_graph(views: str, augment: AugmentConfig, dataset: Dataset) -> None:
+def test_the_resident_backend_compiles_to_one_graph(
+    views: str, augment: AugmentConfig, dataset: Dataset
+) -> None:
     source = loader(dataset, "resident", views=views, augment=augment)
     resident = Resident(source.order, source.reader, source.augmenter)
     resident._make = resident.compiled("aot_eager")
     for planned in islice(source._planned(), 2):
         index, _ = resident.find(planned.places)
         p = source.augmenter.pinned({"index": index} | planned.p)
-        torch.testing.assert_close(resident.batch(p), resident.write(p, torch.empty(16, 2, 12, 2500)), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            resident.batch(p), resident.write(p, torch.empty(16, 2, 12, 2500)), rtol=0, atol=1e-5
+        )
     source.close()
 
 
-def test_reading_threads_open_no_openmp_threads(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_threads_open_no_openmp_threads(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OpenMP threads for each of them would take cores from the training step."""
     if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
         pytest.skip("this torch does not show its OpenMP")
     seen: list[int] = []
     before = torch.get_num_threads()
-    monkeypatch.setattr(module, "single_threaded", lambda: (single_threaded(), seen.append(torch.get_num_threads())))
+    monkeypatch.setattr(
+        module, "single_threaded", lambda: (single_threaded(), seen.append(torch.get_num_threads()))
+    )
     torch.set_num_threads(2)
     try:
         some(loader(dataset, augment=AugmentConfig(), threads=2), 2)
@@ -223,13 +264,23 @@ def test_auto_logs_the_chosen_backend(dataset: Dataset, caplog: pytest.LogCaptur
     assert "auto: torch, because the device is cpu" in caplog.text
 
 
-@pytest.mark.parametrize(("backend", "leads"), [("torch", "12"), ("torch", "I"), ("dali", "12"), ("resident", "12")])
-def test_the_timer_reports_the_share_of_each_stage(backend: str, leads: str, dataset: Dataset) -> None:
+@pytest.mark.parametrize(
+    ("backend", "leads"), [("torch", "12"), ("torch", "I"), ("dali", "12"), ("resident", "12")]
+)
+def test_the_timer_reports_the_share_of_each_stage(
+    backend: str, leads: str, dataset: Dataset
+) -> None:
     source = loader(dataset, backend, augment=AugmentConfig(rlm=0.5, noise="emg", leads=leads))
     some(source, 3)
     facts = source.meter.snapshot()
-    stages = {"plan", "read", "read_wait", "augment", "wait"} | ({"gpu_wait"} if backend == "dali" else set())
-    assert set(facts) == {"crops_per_s", "data_bytes_per_s", *(f"data_{stage}_pct" for stage in stages)}
+    stages = {"plan", "read", "read_wait", "augment", "wait"} | (
+        {"gpu_wait"} if backend == "dali" else set()
+    )
+    assert set(facts) == {
+        "crops_per_s",
+        "data_bytes_per_s",
+        *(f"data_{stage}_pct" for stage in stages),
+    }
     assert all(value > 0 for value in facts.values())
     assert facts["data_read_wait_pct"] <= facts["data_wait_pct"] <= 100
     assert source.meter.snapshot()["crops_per_s"] == 0
@@ -238,7 +289,14 @@ def test_the_timer_reports_the_share_of_each_stage(backend: str, leads: str, dat
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"backend": "cuda"}, {"views": "thirds"}, {"threads": 0}, {"read_ahead": 0}, {"block_shards": -2}, {"seed": -1}),
+        *(
+            {"backend": "cuda"},
+            {"views": "thirds"},
+            {"threads": 0},
+            {"read_ahead": 0},
+            {"block_shards": -2},
+            {"seed": -1},
+        ),
         *({"check": "foo"}, {"on_corrupt": "ignore"}, {"micro_batch": 0}),
     ],
     ids=str,
@@ -257,7 +315,9 @@ def test_config_is_plain_data(dataset: Dataset) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gpu_and_cpu_give_the_same_tensors(backend: str, dataset: Dataset) -> None:
-    config = LoaderConfig(backend=backend, batch_crops=16, augment=AugmentConfig(noise="powerline,wander,shift"))  # type: ignore[arg-type]
+    config = LoaderConfig(
+        backend=backend, batch_crops=16, augment=AugmentConfig(noise="powerline,wander,shift")
+    )  # type: ignore[arg-type]
     on_gpu = Loader(config, (dataset,), torch.device("cuda", 0), halves=2)
     on_cpu = Loader(dataclasses.replace(config, backend="torch"), (dataset,), CPU, halves=2)
     for (a, _), (b, _) in zip(some(on_gpu, 5), some(on_cpu, 5), strict=True):
@@ -287,7 +347,11 @@ def test_a_dali_batch_is_held_while_the_gpu_may_read_it() -> None:
         flight.hold(batch)
         flight.release()
         events.append(flight.queued[-1][0])
-    assert [batch for _, batch in flight.queued] == ["b", "c"] and events[0].waited and not events[1].waited
+    assert (
+        [batch for _, batch in flight.queued] == ["b", "c"]
+        and events[0].waited
+        and not events[1].waited
+    )
     events[1].waited = True
     flight.hold("d")
     flight.release()
@@ -308,7 +372,9 @@ class FakeDali:
             self.ahead.append(self.feed()[0])
         stamp = self.ahead.pop(0)
         on_host = SimpleNamespace(at=lambda row: stamp[row])
-        return SimpleNamespace(as_cpu=lambda: on_host), SimpleNamespace(as_tensor=lambda: torch.zeros(2))
+        return SimpleNamespace(as_cpu=lambda: on_host), SimpleNamespace(
+            as_tensor=lambda: torch.zeros(2)
+        )
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
@@ -324,9 +390,13 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
 
     asked: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: asked.append(device) or "torch's stream")
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: asked.append(device) or "torch's stream"
+    )
     monkeypatch.setattr(dali, "version", lambda: "")
-    monkeypatch.setattr(dali.Pipeline, "_definition", lambda pipeline, *_: lambda: FakeDali(pipeline._next))
+    monkeypatch.setattr(
+        dali.Pipeline, "_definition", lambda pipeline, *_: lambda: FakeDali(pipeline._next)
+    )
     device = torch.device(kind, 1) if kind == "cuda" else CPU
     pipeline = dali.Pipeline(AugmentConfig(), "halves", 0, feed(), 1, {}, device)
     events: dict[int, FakeEvent] = {}
@@ -336,7 +406,11 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
             events |= {position: event for event, position in pipeline.taken.queued}
         position, _x = pipeline.run()
         held = {int(arrays[0][0, 0]) for arrays in pipeline.given}
-        copied = {done for done, event in events.items() if event.waited} if kind == "cuda" else set(range(position + 1))
+        copied = (
+            {done for done, event in events.items() if event.waited}
+            if kind == "cuda"
+            else set(range(position + 1))
+        )
         assert set(fed) - copied <= held
         if pipeline.taken:
             pipeline.taken.hold(position)  # instead of the tensor
@@ -344,8 +418,11 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
     assert asked == ([device] * 8 if kind == "cuda" else [])
 
 
-def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that only the fake DALI advances: 6 s until the GPU has released a batch, 1 s to make the next one."""
+def test_waiting_for_the_gpu_does_not_count_as_data_wait(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that only the fake DALI advances: 6 s until the GPU has released a batch, 1 s to
+    make the next one."""
     clock = [0.0]
 
     class Pipeline:
@@ -366,16 +443,22 @@ def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset: Dataset, monke
         def close(self) -> None: ...
 
     monkeypatch.setattr("omnilead.engine.data.dali.Pipeline", Pipeline)
-    monkeypatch.setattr("omnilead.engine.data.loader.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(
+        "omnilead.engine.data.loader.time", SimpleNamespace(perf_counter=lambda: clock[0])
+    )
     source = loader(dataset, "dali")
     some(source, 3)
     clock[0] += 9  # steps of the training
     facts = source.meter.snapshot()
     wanted = {"data_gpu_wait_pct": 18 / 30, "data_wait_pct": 3 / 30, "data_augment_pct": 3 / 30}
-    assert {name: facts[name] for name in wanted} == pytest.approx({name: 100 * share for name, share in wanted.items()})
+    assert {name: facts[name] for name in wanted} == pytest.approx(
+        {name: 100 * share for name, share in wanted.items()}
+    )
 
 
-def test_resident_leaves_memory_for_the_step(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resident_leaves_memory_for_the_step(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Checked before anything is read or allocated. A crop has 120,000 bytes."""
     source = loader(dataset, "resident")
     augmenter: Any = SimpleNamespace(device=torch.device("cuda", 0))
@@ -384,7 +467,9 @@ def test_resident_leaves_memory_for_the_step(dataset: Dataset, monkeypatch: pyte
     monkeypatch.setattr(source.reader, "read", lambda *_: pytest.fail("it was read"))
     with pytest.raises(ConfigError, match=r"1\.0 GB for a step .* pipeline\.backend=dali"):
         Resident(source.order, source.reader, augmenter, spare)
-    monkeypatch.setattr(torch, "empty", lambda *_, **how: (_ for _ in ()).throw(Begun(how["device"])))
+    monkeypatch.setattr(
+        torch, "empty", lambda *_, **how: (_ for _ in ()).throw(Begun(how["device"]))
+    )
     with pytest.raises(Begun, match="cuda"):
         Resident(source.order, source.reader, augmenter, spare - 1)
 
@@ -418,5 +503,12 @@ def test_dali_draws_different_white_noise_for_each_rank_and_batch(dataset: Datas
             amplitude = torch.from_numpy(parameters(emg, "halves", 0, a.places)["emg_amplitude"])
             noise.append((a.x_BSLT - b.x_BSLT) / amplitude)
     for one in noise:
-        assert abs(one.mean()) < 0.01 and abs(one.std() - 1) < 0.02 and abs(one.pow(4).mean() - 3) < 0.2
-    assert abs(torch.corrcoef(torch.stack([one.flatten() for one in noise])) - torch.eye(4)).max() < 0.01
+        assert (
+            abs(one.mean()) < 0.01
+            and abs(one.std() - 1) < 0.02
+            and abs(one.pow(4).mean() - 3) < 0.2
+        )
+    assert (
+        abs(torch.corrcoef(torch.stack([one.flatten() for one in noise])) - torch.eye(4)).max()
+        < 0.01
+    )

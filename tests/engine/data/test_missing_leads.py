@@ -24,18 +24,26 @@ ADDING = {
 def test_missing_leads_are_read_from_the_table(dataset: Dataset, small: Dataset) -> None:
     named = dataset.table(["missing_leads"])["missing_leads"].to_pylist()
     bits = augmenter.missing_leads(dataset)
-    assert [[lead for i, lead in enumerate(LEADS) if bit >> i & 1] for bit in bits.tolist()] == named
+    assert [
+        [lead for i, lead in enumerate(LEADS) if bit >> i & 1] for bit in bits.tolist()
+    ] == named
     assert any(named) and not augmenter.missing_leads(small).any()
     row = next(row for row, leads in enumerate(named) if leads)
     lacks = [LEADS.index(lead) for lead in named[row]]
-    assert augmenter.none_measured(dataset, lacks)[row] and not augmenter.none_measured(dataset, range(12))[row]
+    assert (
+        augmenter.none_measured(dataset, lacks)[row]
+        and not augmenter.none_measured(dataset, range(12))[row]
+    )
     assert augmenter.measured_leads([small]) is None
 
 
 @pytest.mark.parametrize(
-    ("backend", "augment"), [*(("torch", one) for one in ADDING.values()), *((b, ADDING["paper"]) for b in BACKENDS[1:])]
+    ("backend", "augment"),
+    [*(("torch", one) for one in ADDING.values()), *((b, ADDING["paper"]) for b in BACKENDS[1:])],
 )
-def test_leads_that_were_not_measured_stay_zero(backend: str, augment: AugmentConfig, dataset: Dataset) -> None:
+def test_leads_that_were_not_measured_stay_zero(
+    backend: str, augment: AugmentConfig, dataset: Dataset
+) -> None:
     """Over an epoch; crops without missing leads are not affected by crops that have some."""
     source = loader(dataset, backend, augment=augment)
     bits, steps = augmenter.missing_leads(dataset), source.steps_per_epoch
@@ -57,14 +65,23 @@ def test_missing_leads_are_looked_up_by_dataset(
     backend: str, small: Dataset, ten: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(3)
-    bits = {one.root.url: rng.integers(0, 2**12, len(one)).astype(np.uint16) for one in (small, ten)}
+    bits = {
+        one.root.url: rng.integers(0, 2**12, len(one)).astype(np.uint16) for one in (small, ten)
+    }
     monkeypatch.setattr(augmenter, "missing_leads", lambda one: bits[one.root.url])
-    config: dict[str, Any] = {"backend": backend, "batch_crops": 8, "augment": AugmentConfig(rlm=0, noise="wander")}
+    config: dict[str, Any] = {
+        "backend": backend,
+        "batch_crops": 8,
+        "augment": AugmentConfig(rlm=0, noise="wander"),
+    }
     if backend == "dali":
         pytest.importorskip("nvidia.dali", reason="the extra cu13 or cu12 is not installed")
     for batch, _ in some(Loader(LoaderConfig(**config), (small, ten), CPU), 6):
         assert set(batch.places.dataset.tolist()) == {0, 1}
-        of = [bits[(small, ten)[d].root.url][row] for d, row in zip(batch.places.dataset, batch.places.row, strict=True)]
+        of = [
+            bits[(small, ten)[d].root.url][row]
+            for d, row in zip(batch.places.dataset, batch.places.row, strict=True)
+        ]
         lacks = torch.from_numpy(np.array(of)[:, None] >> np.arange(12) & 1 == 1)
         zero = (batch.x_BSLT == 0).all(-1).all(1)
         assert torch.equal(zero, lacks) and lacks.any() and not lacks.all()

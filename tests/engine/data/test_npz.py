@@ -11,7 +11,13 @@ from omnilead.engine.inference.npz import ArrayError, load_npz, npz_names, open_
 
 def npy(header: str, version: bytes = b"\1\0", body: bytes = bytes(480_000)) -> bytes:
     text = header.encode()
-    return b"\x93NUMPY" + version + len(text).to_bytes(2 if version == b"\1\0" else 4, "little") + text + body
+    return (
+        b"\x93NUMPY"
+        + version
+        + len(text).to_bytes(2 if version == b"\1\0" else 4, "little")
+        + text
+        + body
+    )
 
 
 def says(shape: str, kind: str = "'<f8'") -> str:
@@ -51,7 +57,9 @@ def test_a_bad_header_is_a_one_line_error(name: str, tmp_path: Path) -> None:
         load_npz(tmp_path / "a.npz")
 
 
-def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_that_unpacks_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros((12, 5000)))
     assert load_npz(tmp_path / "a.npz")["a"].shape == (12, 5000)
     monkeypatch.setattr("omnilead.engine.inference.npz.MAX_BYTES", 400_000)
@@ -64,5 +72,7 @@ def test_good_arrays_are_read(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.asfortranarray(values))
     assert np.array_equal(open_npy(tmp_path / "a.npy"), values)
     np.savez(tmp_path / "b.npz", x=values, y=np.int64(3))
-    assert npz_names(tmp_path / "b.npz") == ["x", "y"] and list(load_npz(tmp_path / "b.npz", ["y"])) == ["y"]
+    assert npz_names(tmp_path / "b.npz") == ["x", "y"] and list(
+        load_npz(tmp_path / "b.npz", ["y"])
+    ) == ["y"]
     assert np.array_equal(load_npz(tmp_path / "b.npz")["x"], values)

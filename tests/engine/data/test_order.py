@@ -1,4 +1,5 @@
-"""The order of crops: a function of the position, the same for every world size, with complete epochs and weighted mixtures."""
+"""The order of crops: a function of the position, the same for every world size, with complete
+epochs and weighted mixtures."""
 
 import pickle
 import tracemalloc
@@ -44,7 +45,9 @@ def numbers(rows: DatasetRows) -> list[int]:
 
 
 def listed(places: Places) -> list[tuple[int, int, int]]:
-    return list(zip(places.dataset.tolist(), places.row.tolist(), places.epoch.tolist(), strict=True))
+    return list(
+        zip(places.dataset.tolist(), places.row.tolist(), places.epoch.tolist(), strict=True)
+    )
 
 
 def walk(order: Order) -> Iterator[tuple[int, int, int]]:
@@ -76,7 +79,9 @@ def test_an_epoch_of_any_size_is_complete(crops: int) -> None:
 @fewer
 @given(any_order())
 def test_each_of_several_datasets_has_its_own_complete_epochs(order: Order) -> None:
-    order = replace(order, rows=(*order.rows, sized(7)), weights=order.weights and (*order.weights, 1.0))
+    order = replace(
+        order, rows=(*order.rows, sized(7)), weights=order.weights and (*order.weights, 1.0)
+    )
     places = order.places(0, 400)
     for d, rows in enumerate(order.rows):
         row, epoch = places.row[places.dataset == d], places.epoch[places.dataset == d]
@@ -84,15 +89,25 @@ def test_each_of_several_datasets_has_its_own_complete_epochs(order: Order) -> N
         for start in range(0, len(row), len(rows)):
             part = row[start : start + len(rows)].tolist()
             assert len(set(part)) == len(part)
-            assert set(part) <= set(numbers(rows)) if len(part) < len(rows) else sorted(part) == numbers(rows)
+            assert (
+                set(part) <= set(numbers(rows))
+                if len(part) < len(rows)
+                else sorted(part) == numbers(rows)
+            )
 
 
 @fewer
 @given(any_order(), st.integers(0, 300), st.integers(0, 100))
-def test_resuming_anywhere_gives_the_uninterrupted_order(order: Order, crops_seen: int, count: int) -> None:
+def test_resuming_anywhere_gives_the_uninterrupted_order(
+    order: Order, crops_seen: int, count: int
+) -> None:
     uninterrupted = list(islice(walk(order), crops_seen + count))
     again = Order(
-        tuple(pickle.loads(pickle.dumps(order.rows))), order.batch_crops, order.seed, order.weights, order.block_shards
+        tuple(pickle.loads(pickle.dumps(order.rows))),
+        order.batch_crops,
+        order.seed,
+        order.weights,
+        order.block_shards,
     )
     assert listed(again.places(crops_seen, count)) == uninterrupted[crops_seen:]
 
@@ -101,14 +116,22 @@ def test_resuming_anywhere_gives_the_uninterrupted_order(order: Order, crops_see
 @given(any_order(), st.integers(0, 50), st.integers(1, 5))
 def test_several_steps_at_once_equal_single_steps(order: Order, step: int, steps: int) -> None:
     for world in (w for w in (1, 2, 3) if order.batch_crops % w == 0):
-        one_by_one = [place for s in range(step, step + steps) for place in listed(order.slice(s, world - 1, world))]
+        one_by_one = [
+            place
+            for s in range(step, step + steps)
+            for place in listed(order.slice(s, world - 1, world))
+        ]
         assert listed(order.slice(step, world - 1, world, steps)) == one_by_one
 
 
 @fewer
 @given(any_rows(), st.integers(0, 4), st.integers(0, 10**4))
-def test_all_world_sizes_share_the_same_global_batches(rows: DatasetRows, block_shards: int, step: int) -> None:
-    order = Order((rows, sized(840)), batch_crops=840, seed=3, weights=(1, 2), block_shards=block_shards)
+def test_all_world_sizes_share_the_same_global_batches(
+    rows: DatasetRows, block_shards: int, step: int
+) -> None:
+    order = Order(
+        (rows, sized(840)), batch_crops=840, seed=3, weights=(1, 2), block_shards=block_shards
+    )
     whole = listed(order.batch(step))
     assert whole == listed(order.places(step * 840, 840))
     for world in range(1, 9):
@@ -125,9 +148,14 @@ def test_contrasted_crops_are_the_same_for_all_world_sizes(part: int) -> None:
     for world in (1, 2, 4, 8):
         micro = part // world
         shares = [listed(order.slice(7, rank, world, 2, micro)) for rank in range(world)]
-        met = [chain(*(share[at : at + micro] for share in shares)) for at in range(0, 96 // world, micro)]
+        met = [
+            chain(*(share[at : at + micro] for share in shares))
+            for at in range(0, 96 // world, micro)
+        ]
         assert list(chain(*met)) == whole
-    with pytest.raises(OrderError, match=r"train\.micro_batch=5: must divide the 24 crops of a rank"):
+    with pytest.raises(
+        OrderError, match=r"train\.micro_batch=5: must divide the 24 crops of a rank"
+    ):
         order.slice(0, 0, 2, micro=5)
 
 
@@ -138,11 +166,15 @@ def test_seeking_to_step_ten_million(block_shards: int) -> None:
     far = order.batch(10**7)
     before = np.zeros(2, np.int64)
     for start in range(0, 2 * 10**7, 4 * 10**6):
-        before += np.bincount(deal(np.arange(start, start + 4 * 10**6), order._quotas)[0], minlength=2)
+        before += np.bincount(
+            deal(np.arange(start, start + 4 * 10**6), order._quotas)[0], minlength=2
+        )
     for dataset, row, epoch in listed(far):
         alone = Order((order.rows[dataset],), 1, block_shards=block_shards)
         assert epoch == before[dataset] // len(alone.rows[0])
-        if dataset == 0:  # a dataset's stream does not depend on the others, only on its place among them
+        if (
+            dataset == 0
+        ):  # a dataset's stream does not depend on the others, only on its place among them
             assert row == alone.places(int(before[0]), 1).row[0]
         before[dataset] += 1
     single = Order((sized(101),), batch_crops=2, block_shards=block_shards)
@@ -157,7 +189,10 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
         epochs += [replace(order, seed=seed).places(0, 1000).row for seed in (1, 2, 2**63)]
         same = [np.mean(a == b) for k, a in enumerate(epochs) for b in epochs[:k]]
         assert max(same) < 0.01
-        assert (order.places(0, 1000).row == Order((sized(1000),), 10, block_shards=block_shards).places(0, 1000).row).all()
+        assert (
+            order.places(0, 1000).row
+            == Order((sized(1000),), 10, block_shards=block_shards).places(0, 1000).row
+        ).all()
 
 
 def test_two_datasets_of_one_size_have_different_orders() -> None:
@@ -180,7 +215,9 @@ def test_weights_hold_in_every_run_of_positions(weights: list[float], start: int
     for d, weight in enumerate(weights):
         expected = 5000 * weight / sum(weights)
         assert abs(np.sum(dataset == d) - expected) <= len(weights)
-        assert abs(np.sum(dataset[:512] == d) - expected * 512 / 5000) <= len(weights)  # in every batch, too
+        assert abs(np.sum(dataset[:512] == d) - expected * 512 / 5000) <= len(
+            weights
+        )  # in every batch, too
 
 
 @fewer
@@ -196,12 +233,16 @@ def test_without_weights_every_crop_comes_once_before_any_repeat() -> None:
     order = Order((sized(1000), sized(10), sized(333)), 1)
     places = order.places(0, 2 * 1343)
     assert (np.bincount(places.dataset) == [2000, 20, 666]).all()
-    assert sorted(listed(places)[:1343]) == [(d, r, 0) for d, n in enumerate((1000, 10, 333)) for r in range(n)]
+    assert sorted(listed(places)[:1343]) == [
+        (d, r, 0) for d, n in enumerate((1000, 10, 333)) for r in range(n)
+    ]
 
 
 @fewer
 @given(any_rows(), st.integers(1, 5), st.integers(0, 3))
-def test_a_block_contains_only_its_own_shards(rows: DatasetRows, block_shards: int, epoch: int) -> None:
+def test_a_block_contains_only_its_own_shards(
+    rows: DatasetRows, block_shards: int, epoch: int
+) -> None:
     order = Order((rows,), 1, block_shards=block_shards)
     shard = rows.shard(order.places(epoch * len(rows), len(rows)).row)
     sizes = np.bincount(shard, minlength=len(rows.first) - 1)
@@ -209,7 +250,9 @@ def test_a_block_contains_only_its_own_shards(rows: DatasetRows, block_shards: i
     seen: set[int] = set()
     left = shard
     while len(left):
-        block = list(dict.fromkeys(left.tolist()))[:block_shards]  # the next G shards, which fill what follows by themselves
+        block = list(dict.fromkeys(left.tolist()))[
+            :block_shards
+        ]  # the next G shards, which fill what follows by themselves
         size = int(sizes[block].sum())
         assert set(left[:size].tolist()) == set(block) and not seen & set(block)
         seen |= set(block)
@@ -229,12 +272,16 @@ def test_block_order_mixes_the_crops_of_a_block_and_the_blocks_themselves() -> N
 
 @fewer
 @given(any_order(), st.integers(0, 200))
-def test_shards_are_needed_in_the_order_in_which_their_crops_come(order: Order, crops_seen: int) -> None:
+def test_shards_are_needed_in_the_order_in_which_their_crops_come(
+    order: Order, crops_seen: int
+) -> None:
     expected: dict[tuple[int, int, int], None] = {}
     for d, row, epoch in listed(order.places(crops_seen, 200)):
         expected[d, epoch, int(order.rows[d].shard(np.array([row]))[0])] = None
     with patch.object(order_module, "LOOK_AHEAD", 64):
-        assert list(islice(shards_needed(order, crops_seen), len(expected))) == [(d, shard) for d, _, shard in expected]
+        assert list(islice(shards_needed(order, crops_seen), len(expected))) == [
+            (d, shard) for d, _, shard in expected
+        ]
 
 
 @pytest.mark.parametrize("block_shards", [0, 32])
@@ -246,13 +293,20 @@ def test_memory_does_not_grow_with_ten_million_crops(block_shards: int) -> None:
         order.batch(step)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < (200_000 if not block_shards else 2_000_000)  # a layout of 10,000 shards is held for each of a few epochs
+    assert peak < (
+        200_000 if not block_shards else 2_000_000
+    )  # a layout of 10,000 shards is held for each of a few epochs
 
 
 def test_orders_never_change() -> None:
     """These values must never change: resumed runs and published tables depend on them."""
     one, two = sized(1000), sized(333)
-    assert listed(Order((one,), 10, seed=42).places(998, 4)) == [(0, 165, 0), (0, 570, 0), (0, 153, 1), (0, 598, 1)]
+    assert listed(Order((one,), 10, seed=42).places(998, 4)) == [
+        (0, 165, 0),
+        (0, 570, 0),
+        (0, 153, 1),
+        (0, 598, 1),
+    ]
     assert listed(Order((one,), 10, seed=42, block_shards=4).places(998, 4)) == [
         (0, 608, 0),
         (0, 600, 0),
@@ -267,7 +321,9 @@ def test_orders_never_change() -> None:
         (0, 303, 7),
         (1, 203, 7),
     ]
-    assert listed(Order((one, two), 10, seed=42, weights=(0.4, 0.6), block_shards=2).places(10**12, 6)) == [
+    assert listed(
+        Order((one, two), 10, seed=42, weights=(0.4, 0.6), block_shards=2).places(10**12, 6)
+    ) == [
         (1, 31, 1801801800),
         (1, 26, 1801801800),
         (0, 117, 400000000),
@@ -289,7 +345,9 @@ def test_rows_of_a_dataset_follow_its_roles(dataset: Dataset) -> None:
     assert everything.shard(np.arange(len(dataset))).tolist() == dataset.column("shard").tolist()
     batch = Order((both,), 8, seed=1).batch(0)
     assert all(dataset.read(row).shape == (12, 5000) for row in batch.row.tolist())
-    with pytest.raises(OrderError, match=r"no crop has dx='tset', halves=2; its roles are .*'train'.*: select") as error:
+    with pytest.raises(
+        OrderError, match=r"no crop has dx='tset', halves=2; its roles are .*'train'.*: select"
+    ) as error:
         DatasetRows.of(dataset, dx="tset", halves=2)
     assert "\n" not in str(error.value)
 
@@ -297,7 +355,12 @@ def test_rows_of_a_dataset_follow_its_roles(dataset: Dataset) -> None:
 def test_a_zarr_store_has_shards_of_its_storage_objects(dataset: Dataset) -> None:
     alone = Dataset(dataset.root, dataset.meta | {"shards": [], "crops": 2500})
     rows = DatasetRows.of(alone)
-    assert len(rows) == 2500 and rows.shard(np.array([0, 1023, 1024, 2499])).tolist() == [0, 0, 1, 2]
+    assert len(rows) == 2500 and rows.shard(np.array([0, 1023, 1024, 2499])).tolist() == [
+        0,
+        0,
+        1,
+        2,
+    ]
 
 
 def test_shards_that_do_not_add_up_are_refused(dataset: Dataset) -> None:
@@ -311,11 +374,17 @@ def test_shards_that_do_not_add_up_are_refused(dataset: Dataset) -> None:
         ({"rows": ()}, "no dataset"),
         ({"batch_crops": 0}, "train.batch_crops=0"),
         ({"batch_crops": 101}, "train.batch_crops=101: 100 crops are selected: use 1 to 100"),
-        ({"weights": (1.0, 2.0)}, "pipeline.weights=.1.0, 2.0.: give a positive number for each of 1"),
+        (
+            {"weights": (1.0, 2.0)},
+            "pipeline.weights=.1.0, 2.0.: give a positive number for each of 1",
+        ),
         ({"weights": (0.0,)}, "give a positive number"),
         ({"weights": (float("nan"),)}, "give a positive number"),
         ({"rows": (sized(5), sized(9)), "batch_crops": 2, "weights": (1.0, 1e-12)}, "below 2..-30"),
-        ({"rows": (DatasetRows.among("empty", [3], np.array([], int)),)}, "empty: 0 crops are selected"),
+        (
+            {"rows": (DatasetRows.among("empty", [3], np.array([], int)),)},
+            "empty: 0 crops are selected",
+        ),
     ],
 )
 def test_an_invalid_order_is_a_one_line_error(wrong: dict[str, object], message: str) -> None:

@@ -1,4 +1,5 @@
-"""Reading crops: the right bytes in the right places, or an error with the file and the crop; never a wrong byte."""
+"""Reading crops: the right bytes in the right places, or an error with the file and the crop; never
+a wrong byte."""
 
 import errno
 import gc
@@ -30,11 +31,21 @@ from tests.waiting import until
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("source", ["tar", "zarr"])
 def test_reader_equals_dataset_read(dataset: Dataset, source: Any, threads: int) -> None:
-    rows = [*np.random.default_rng(3).integers(0, len(dataset), 60).tolist(), 5, 6, 7, 5, 0, len(dataset) - 1]
+    rows = [
+        *np.random.default_rng(3).integers(0, len(dataset), 60).tolist(),
+        5,
+        6,
+        7,
+        5,
+        0,
+        len(dataset) - 1,
+    ]
     reader = CropReader([dataset], threads=threads, source=source)
     for _ in range(2):  # checked, then unchecked
         out, report = read(reader, rows)
-        assert all(np.array_equal(crop, dataset.read(row)) for crop, row in zip(out, rows, strict=True))
+        assert all(
+            np.array_equal(crop, dataset.read(row)) for crop, row in zip(out, rows, strict=True)
+        )
         assert report.row.tolist() == rows and report.skipped == ()
 
 
@@ -65,7 +76,9 @@ def test_refuses_a_table_of_another_dataset(small: Dataset, tmp_path: Path) -> N
     with pytest.raises(DatasetError, match="names shards that"):
         CropReader([Dataset(other.root, other.meta | {"shards": small.shards})])
     Path(other.root.url, "samples.parquet").replace(Path(small.root.url, "samples.parquet"))
-    with pytest.raises(DatasetError, match=r"^[^\n]*/small/samples\.parquet: fails its sha256[^\n]*$"):
+    with pytest.raises(
+        DatasetError, match=r"^[^\n]*/small/samples\.parquet: fails its sha256[^\n]*$"
+    ):
         CropReader([Dataset.open(small.root.url)])
 
 
@@ -74,15 +87,22 @@ def test_refuses_a_table_of_another_dataset(small: Dataset, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("source", ["tar", "zarr"])
 def test_check_modes(twin: Dataset, source: Any) -> None:
-    """A byte is flipped after the first read: `always` detects it. zarr's own crc32c detects it in any mode."""
-    readers = {check: CropReader([twin], check=check, source=source) for check in ("first", "always", "never")}  # type: ignore[arg-type]
+    """A byte is flipped after the first read: `always` detects it. zarr's own crc32c detects it in
+    any mode."""
+    readers = {
+        check: CropReader([twin], check=check, source=source)
+        for check in ("first", "always", "never")
+    }  # type: ignore[arg-type]
     for reader in readers.values():
         read(reader, [9])
     good = twin.read(9).copy()
     if source == "tar":
         path, offset = tar_path(twin, 9)
         flip(path, offset + 777)
-        assert [np.sum(read(readers[check], [9])[0] != good) for check in ("first", "never")] == [1, 1]
+        assert [np.sum(read(readers[check], [9])[0] != good) for check in ("first", "never")] == [
+            1,
+            1,
+        ]
     else:
         flip(Path(twin.root.url, OBJECT), 120_000 + 50)
     for check in ("always",) if source == "tar" else readers:
@@ -92,11 +112,19 @@ def test_check_modes(twin: Dataset, source: Any) -> None:
         read(CropReader([twin], source=source), [3, 9])  # another process: its first reading
 
 
-def test_first_checks_each_crop_once_and_bad_ones_again(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_checks_each_crop_once_and_bad_ones_again(
+    small: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked, real = [], google_crc32c.value
     monkeypatch.setattr(google_crc32c, "value", lambda data: checked.append(1) or real(data))
     reader = CropReader([small])
-    for rows, due in (([3, 4, 5], 3), ([5, 4, 3], 0), ([5, 6, 11], 2), ([0, 8, 16, 19], 4), ([0, 8, 16, 19], 0)):
+    for rows, due in (
+        ([3, 4, 5], 3),
+        ([5, 4, 3], 0),
+        ([5, 6, 11], 2),
+        ([0, 8, 16, 19], 4),
+        ([0, 8, 16, 19], 0),
+    ):
         checked.clear()
         read(reader, rows)
         assert len(checked) == due
@@ -113,7 +141,8 @@ def test_first_checks_each_crop_once_and_bad_ones_again(small: Dataset, monkeypa
 
 
 def damage_tar(dataset: Dataset, kind: str) -> str:
-    """Damage a file and return what the error must name. Row 9 is the second crop of the third shard."""
+    """Damage a file and return what the error must name. Row 9 is the second crop of the third
+    shard."""
     path, offset = tar_path(dataset, 9)
     if kind == "flipped":
         flip(path, offset + CROP_BYTES - 1)
@@ -133,7 +162,9 @@ def swap(path: Path, other: Path) -> None:
     path.rename(aside), other.rename(path), aside.rename(other)
 
 
-@pytest.mark.parametrize("kind", ["flipped", "truncated", "emptied", "missing", "swapped", "a folder"])
+@pytest.mark.parametrize(
+    "kind", ["flipped", "truncated", "emptied", "missing", "swapped", "a folder"]
+)
 def test_damaged_tar_is_named_and_never_returned(small: Dataset, kind: str) -> None:
     text = damage_tar(small, kind)
     for threads in (1, 2):
@@ -148,7 +179,9 @@ def test_damaged_tar_is_named_and_never_returned(small: Dataset, kind: str) -> N
 def test_a_short_read_is_detected_without_checksums(small: Dataset) -> None:
     """Otherwise the rest of the crop would be old data from the buffer."""
     damage_tar(small, "truncated")
-    with pytest.raises(DatasetError, match=r"crop 9 at byte \d+: the file is 119000 bytes too short"):
+    with pytest.raises(
+        DatasetError, match=r"crop 9 at byte \d+: the file is 119000 bytes too short"
+    ):
         read(CropReader([small], check="never"), [8, 9])
 
 
@@ -181,11 +214,20 @@ def rewrite(path: Path, index: int, kind: str) -> None:
     elif kind == "no Blosc":
         data[start + 2] = 0x04  # flags: shuffled bits of nothing that it knows
         data[start + 16 : start + 500] = bytes(484)
-    entry = {"nowhere": (2**63, length), "endless": (start, 2**62), "tiny": (start, 3), "absent": (2**64 - 1, 2**64 - 1)}
+    entry = {
+        "nowhere": (2**63, length),
+        "endless": (start, 2**62),
+        "tiny": (start, 3),
+        "absent": (2**64 - 1, 2**64 - 1),
+    }
     if kind in entry:
-        data[index + 16 : index + 32] = b"".join(value.to_bytes(8, "little") for value in entry[kind])
+        data[index + 16 : index + 32] = b"".join(
+            value.to_bytes(8, "little") for value in entry[kind]
+        )
     for low, high in ((start, start + length), (index, len(data))):
-        data[high - 4 : high] = google_crc32c.value(bytes(data[low : high - 4])).to_bytes(4, "little")
+        data[high - 4 : high] = google_crc32c.value(bytes(data[low : high - 4])).to_bytes(
+            4, "little"
+        )
     path.write_bytes(data)
 
 
@@ -221,17 +263,26 @@ class EveryOther:
         return b"\x01" * count if self.drawn % 2 else bytes(count)
 
 
-def test_zeros_that_zarr_does_not_write_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zeros_that_zarr_does_not_write_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(zarr_writer, "SHARD_CROPS", 4)
     monkeypatch.setattr(np.random, "default_rng", EveryOther)
     quiet = make_dataset(tmp_path / "quiet", shards=2, crops=4, zarr=True)
     out, _ = read(CropReader([quiet], source="zarr"), [0, 1, 6, 7])
     assert out[::2].any() and not out[1::2].any()
     store = zarr.open_array(f"{quiet.root.url}/store.zarr", mode="r")
-    assert all(np.array_equal(crop, store[row]) for crop, row in zip(out, [0, 1, 6, 7], strict=True))
+    assert all(
+        np.array_equal(crop, store[row]) for crop, row in zip(out, [0, 1, 6, 7], strict=True)
+    )
 
 
-ZARR_JSON = [('"little"', '"big"'), ('"int16"', '"uint16"'), ('"blosc"', '"zstd"'), ('"end"', '"start"')]
+ZARR_JSON = [
+    ('"little"', '"big"'),
+    ('"int16"', '"uint16"'),
+    ('"blosc"', '"zstd"'),
+    ('"end"', '"start"'),
+]
 ZARR_JSON += [('"crc32c"', '"crc32"'), ("{", "["), ("20,", "21,")]
 
 
@@ -248,9 +299,13 @@ def test_an_unexpected_zarr_layout_is_refused(twin: Dataset) -> None:
 
 
 @pytest.mark.parametrize("source", ["tar", "zarr"])
-def test_skip_counts_logs_and_takes_the_next(twin: Dataset, source: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_skip_counts_logs_and_takes_the_next(
+    twin: Dataset, source: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     for row, at in ((9, 120_000), (10, 240_000)):
-        path, offset = tar_path(twin, row) if source == "tar" else (Path(twin.root.url, OBJECT), at + 50)
+        path, offset = (
+            tar_path(twin, row) if source == "tar" else (Path(twin.root.url, OBJECT), at + 50)
+        )
         flip(path, offset)
     rows = [3, 9, 10, 11, 9, 19]
     readers = [CropReader([twin], on_corrupt="skip", threads=t, source=source) for t in (1, 2)]
@@ -258,8 +313,16 @@ def test_skip_counts_logs_and_takes_the_next(twin: Dataset, source: Any, caplog:
         out, report = read(readers[0], rows)
         read(readers[0], rows)
     assert report.row.tolist() == [3, 11, 11, 11, 11, 19]
-    assert all(np.array_equal(crop, twin.read(row)) for crop, row in zip(out, report.row, strict=True))
-    assert [(bad.dataset, bad.row) for bad in report.skipped] == [(0, 9), (0, 10), (0, 10), (0, 9), (0, 10)]
+    assert all(
+        np.array_equal(crop, twin.read(row)) for crop, row in zip(out, report.row, strict=True)
+    )
+    assert [(bad.dataset, bad.row) for bad in report.skipped] == [
+        (0, 9),
+        (0, 10),
+        (0, 10),
+        (0, 9),
+        (0, 10),
+    ]
     assert readers[0].skipped == 2 and len(caplog.records) == 2
     assert [read(readers[1], [row])[1].row[0] for row in rows] == report.row.tolist()
 
@@ -275,7 +338,9 @@ def test_skip_wraps_around_and_ends(small: Dataset) -> None:
         read(CropReader([small], on_corrupt="skip"), [18])
 
 
-def test_too_many_open_files_is_not_a_corrupt_crop(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_open_files_is_not_a_corrupt_crop(
+    small: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reader = CropReader([small], on_corrupt="skip")
 
     def no_more(*_: object) -> int:
@@ -296,7 +361,10 @@ def test_descriptors_and_memory_are_bounded(tmp_path: Path) -> None:
         rows = rng.integers(0, 1000, 64)
         reader.read(Batch(none, rows), out)
         most = max(most, len(os.listdir("/proc/self/fd")) - before)
-        assert all(np.array_equal(crop, expected[row % 7]) for crop, row in zip(out[::9], rows[::9], strict=True))
+        assert all(
+            np.array_equal(crop, expected[row % 7])
+            for crop, row in zip(out[::9], rows[::9], strict=True)
+        )
     assert 100 < most <= module.MAX_DESCRIPTORS
     size = []
     for i in range(5_000):
@@ -337,7 +405,9 @@ def test_read_ahead_order_depth_and_buffers(small: Dataset, depth: int, in_use: 
     ahead = read_ahead(noted, CropReader([small]), (3, *CROP_SHAPE), depth, in_use)
     for i, (request, crops, report) in enumerate(ahead):
         assert request.row.tolist() == rows[i] == report.row.tolist()
-        if i < 2:  # long enough for every other buffer to be filled: this one must not change meanwhile
+        if (
+            i < 2
+        ):  # long enough for every other buffer to be filled: this one must not change meanwhile
             expected = depth + max(in_use, i + 1)
             until(lambda expected=expected: noted.asked >= expected)
             time.sleep(0.1)
@@ -345,12 +415,17 @@ def test_read_ahead_order_depth_and_buffers(small: Dataset, depth: int, in_use: 
         assert crops.shape == (len(rows[i]), *CROP_SHAPE)
         seen.append((rows[i], crops))
         for those, still in seen[-in_use:]:
-            assert all(np.array_equal(crop, small.read(row)) for crop, row in zip(still, those, strict=True))
+            assert all(
+                np.array_equal(crop, small.read(row))
+                for crop, row in zip(still, those, strict=True)
+            )
         buffers.add(crops.ctypes.data)
     assert i == len(rows) - 1 and len(buffers) <= depth + in_use and not threads()
 
 
-def test_closing_early_stops_the_thread_and_reads_no_more(small: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_early_stops_the_thread_and_reads_no_more(
+    small: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second batch is being read when the generator is closed."""
     reader, noted, closed = CropReader([small]), Noted(batches(*([[1, 2]] * 10))), threading.Event()
     real = reader.read
@@ -391,7 +466,9 @@ def test_errors_are_raised_in_turn_and_free_the_buffers(small: Dataset) -> None:
         size, full = psutil.Process().memory_info().rss, list(range(20)) * 3
         for _ in range(20):
             with pytest.raises(IndexError):
-                list(read_ahead(batches(full, [99]), CropReader([small]), (64, *CROP_SHAPE), depth=0))
+                list(
+                    read_ahead(batches(full, [99]), CropReader([small]), (64, *CROP_SHAPE), depth=0)
+                )
         assert psutil.Process().memory_info().rss - size < 60 * 2**20
     finally:
         gc.enable()
@@ -424,6 +501,9 @@ threading.Thread(target=next, args=(ahead,), daemon=True).start() if stuck else 
 
 @pytest.mark.parametrize("shards", ["stuck", "there"])
 def test_the_interpreter_exits_while_batches_are_prefetched(small: Dataset, shards: str) -> None:
-    """It must not crash (a daemon thread in C++ code would cause it) nor hang (a thread that imports a module would)."""
+    """It must not crash (a daemon thread in C++ code would cause it) nor hang (a thread that
+    imports a module would)."""
     arguments = [sys.executable, "-c", PROGRAM, small.root.url, shards]
-    assert subprocess.run(arguments, cwd=Path(module.__file__).parents[2], check=False).returncode == 0
+    assert (
+        subprocess.run(arguments, cwd=Path(module.__file__).parents[2], check=False).returncode == 0
+    )

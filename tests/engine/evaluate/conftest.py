@@ -20,7 +20,12 @@ from tests.conftest import save_model
 
 Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]
 Patch = pytest.MonkeyPatch
-DIAGNOSIS = {"task": "diagnosis", "kind": "multilabel", "classes": list(CLASSES), "thresholds": [0.5] * len(CLASSES)}
+DIAGNOSIS = {
+    "task": "diagnosis",
+    "kind": "multilabel",
+    "classes": list(CLASSES),
+    "thresholds": [0.5] * len(CLASSES),
+}
 IDENTIFICATION = {"task": "identification", "kind": "identity"}
 
 
@@ -29,7 +34,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """One of the validation crops has only one half."""
     place = tmp_path_factory.mktemp("evaluate")
     synthesise(place / "archive", patients=100, two_sessions=1, seed=5, progress=False)
-    options = ShardOptions(str(place / "dataset"), role_sources=RoleSources(id_share=1.0), quiet=True)
+    options = ShardOptions(
+        str(place / "dataset"), role_sources=RoleSources(id_share=1.0), quiet=True
+    )
     dataset = shard(open_sources(str(place / "archive")), options)
     assert sorted(set(dataset.column("halves")[dataset.select(dx="valid")].tolist())) == [1, 2]
     return dataset
@@ -43,13 +50,20 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def diagnostic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose head has the classes in another order."""
-    return save_model(tmp_path_factory.mktemp("diagnostic") / "model", head=DIAGNOSIS | {"classes": list(reversed(CLASSES))})
+    return save_model(
+        tmp_path_factory.mktemp("diagnostic") / "model",
+        head=DIAGNOSIS | {"classes": list(reversed(CLASSES))},
+    )
 
 
 def make_quick(patch: Patch) -> None:
     """Few resamples, and a part for each batch."""
     patch.setattr(inputs, "PART_BATCHES", 1)
-    patch.setattr(results, "bootstrap", lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50))
+    patch.setattr(
+        results,
+        "bootstrap",
+        lambda statistic, groups, n: metrics.bootstrap(statistic, groups, n // 50),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -83,11 +97,26 @@ def copy(data: Dataset, tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Evaluated:
     def run(model: Path, *arguments: object) -> dict[str, Any]:
-        code = main([str(a) for a in ("--model", model, "--data", data.root.url, "--json", tmp_path / "f.json", *arguments)])
+        code = main(
+            [
+                str(a)
+                for a in (
+                    "--model",
+                    model,
+                    "--data",
+                    data.root.url,
+                    "--json",
+                    tmp_path / "f.json",
+                    *arguments,
+                )
+            ]
+        )
         text, err = capsys.readouterr()
         assert (code, err) == (0, "")
         document: dict[str, Any] = json.loads((tmp_path / "f.json").read_text())
-        assert f"{document['score']:.4f}" in text and document["score"] == next(iter(document["metrics"].values()))
+        assert f"{document['score']:.4f}" in text and document["score"] == next(
+            iter(document["metrics"].values())
+        )
         assert all(remark in text.splitlines() for remark in document["remarks"])
         return document
 

@@ -17,7 +17,15 @@ from omnilead.engine.evaluate import main
 from omnilead.engine.inference.outputs import tables
 from omnilead.engine.model.folder import seal
 from omnilead.engine.tasks.labels import TaskLabels
-from tests.engine.evaluate.conftest import DIAGNOSIS, IDENTIFICATION, Evaluated, Patch, Refused, Saved, quick_main
+from tests.engine.evaluate.conftest import (
+    DIAGNOSIS,
+    IDENTIFICATION,
+    Evaluated,
+    Patch,
+    Refused,
+    Saved,
+    quick_main,
+)
 from tests.engine.training.ranks import free_port
 from tests.forks import started
 
@@ -27,14 +35,22 @@ from tests.forks import started
     [
         (None, "diagnosis", "no head, it is only pre-trained: fine-tune it"),
         (IDENTIFICATION, "diagnosis", "no head, it is fine-tuned for identification"),
-        (DIAGNOSIS | {"classes": ["AF", "NSR"], "thresholds": [0.5] * 2}, "auto", "2 classes, not AFL, BBB"),
+        (
+            DIAGNOSIS | {"classes": ["AF", "NSR"], "thresholds": [0.5] * 2},
+            "auto",
+            "2 classes, not AFL, BBB",
+        ),
     ],
 )
-def test_a_model_without_the_tasks_head(head: Any, task: str, pattern: str, saved_model: Saved, refused: Refused) -> None:
+def test_a_model_without_the_tasks_head(
+    head: Any, task: str, pattern: str, saved_model: Saved, refused: Refused
+) -> None:
     refused(pattern, saved_model(head=head), "--task", task)
 
 
-def test_data_without_held_out_crops(data: Dataset, diagnostic: Path, refused: Refused, monkeypatch: Patch) -> None:
+def test_data_without_held_out_crops(
+    data: Dataset, diagnostic: Path, refused: Refused, monkeypatch: Patch
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Dataset, "labels", np.zeros((len(data), 26), bool))
         refused(r"none of its \d+ crops with dx=test has a scored diagnosis", diagnostic)
@@ -43,31 +59,54 @@ def test_data_without_held_out_crops(data: Dataset, diagnostic: Path, refused: R
     monkeypatch.setattr(TaskLabels, "rows", lambda self, *split: np.zeros(0, int))
     refused("no crop has dx=test: .*--plan paper, .* shard --dx-sources", diagnostic)
     refused("no crop has id=gallery", diagnostic, "--task", "identification")
-    refused("no crop has id=valid and two halves", diagnostic, "--task", "identification", "--role", "valid")
+    refused(
+        "no crop has id=valid and two halves",
+        diagnostic,
+        "--task",
+        "identification",
+        "--role",
+        "valid",
+    )
 
 
-def test_arguments_and_files_are_checked_before_the_work(pretrained: Path, tmp_path: Path, refused: Refused) -> None:
+def test_arguments_and_files_are_checked_before_the_work(
+    pretrained: Path, tmp_path: Path, refused: Refused
+) -> None:
     refused("none: no dataset.json", pretrained, "--data", tmp_path / "none")
     refused("none: ", tmp_path / "none")
     refused("--json .*none", pretrained, "--json", tmp_path / "none" / "f.json")
     refused(f"--report {tmp_path}: ", pretrained, "--report", tmp_path)
-    refused("the same file", pretrained, "--json", tmp_path / "f", "--report", tmp_path / ".." / tmp_path.name / "f")
+    refused(
+        "the same file",
+        pretrained,
+        "--json",
+        tmp_path / "f",
+        "--report",
+        tmp_path / ".." / tmp_path.name / "f",
+    )
     if not torch.cuda.is_available():
         refused("--device cuda", pretrained, "--device", "cuda")
 
 
-def test_a_full_disk_names_the_output(data: Dataset, pretrained: Path, tmp_path: Path, capsys: Any, monkeypatch: Patch) -> None:
+def test_a_full_disk_names_the_output(
+    data: Dataset, pretrained: Path, tmp_path: Path, capsys: Any, monkeypatch: Patch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("omnilead.engine.common.os.fsync", full)
-    assert main(["--model", str(pretrained), "--data", data.root.url, "--json", str(tmp_path / "f")]) == 1
+    assert (
+        main(["--model", str(pretrained), "--data", data.root.url, "--json", str(tmp_path / "f")])
+        == 1
+    )
     err = capsys.readouterr().err
     assert err.startswith(f"omnilead evaluate: --json {tmp_path / 'f'}: No space left on device: ")
     assert err.count("\n") == 1 and not (tmp_path / "f").exists()
 
 
-def test_a_closed_pipe_ends_it_silently(data: Dataset, pretrained: Path, capsys: Any, monkeypatch: Patch) -> None:
+def test_a_closed_pipe_ends_it_silently(
+    data: Dataset, pretrained: Path, capsys: Any, monkeypatch: Patch
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
@@ -86,12 +125,16 @@ def test_interrupted_is_one_line(monkeypatch: Patch, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])
-def test_another_rate_or_unit_is_refused(key: str, value: float, copy: Any, pretrained: Path, refused: Refused) -> None:
+def test_another_rate_or_unit_is_refused(
+    key: str, value: float, copy: Any, pretrained: Path, refused: Refused
+) -> None:
     refused(f"{key}={value}, the model takes", pretrained, "--data", copy(**{key: value}))
 
 
 @pytest.mark.parametrize("head", [DIAGNOSIS, IDENTIFICATION], ids=["diagnosis", "identification"])
-def test_nan_outputs_of_a_model_are_refused(head: Any, saved_model: Saved, tmp_path: Path, refused: Refused) -> None:
+def test_nan_outputs_of_a_model_are_refused(
+    head: Any, saved_model: Saved, tmp_path: Path, refused: Refused
+) -> None:
     folder = saved_model(head=head)
     weights = load_file(folder / "model.safetensors")
     weights[next(name for name in weights if name.startswith("encoder.layers"))][:] = np.nan
@@ -111,12 +154,21 @@ def damaged(data: Dataset, row: int, place: Path) -> Path:
     return place
 
 
-def test_a_damaged_crop_is_named(data: Dataset, diagnostic: Path, tmp_path: Path, refused: Refused) -> None:
+def test_a_damaged_crop_is_named(
+    data: Dataset, diagnostic: Path, tmp_path: Path, refused: Refused
+) -> None:
     row = int(data.select(dx="test")[0])
-    refused(rf"00000.tar: crop {row} at byte \d+: .*crc32c", diagnostic, "--data", damaged(data, row, tmp_path / "damaged"))
+    refused(
+        rf"00000.tar: crop {row} at byte \d+: .*crc32c",
+        diagnostic,
+        "--data",
+        damaged(data, row, tmp_path / "damaged"),
+    )
 
 
-def test_public_data_need_no_credentials(pretrained: Path, refused: Refused, monkeypatch: Patch) -> None:
+def test_public_data_need_no_credentials(
+    pretrained: Path, refused: Refused, monkeypatch: Patch
+) -> None:
     def open_dataset(url: str, anonymous: bool = False) -> Dataset:
         raise FileNotFoundError(2, f"anonymous={anonymous}", url)
 
@@ -132,16 +184,28 @@ def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
     arguments = ["--model", str(diagnostic), "--data", data.root.url, "--batch", "1", "--json"]
     assert main([*arguments, str(alone)]) == 0
     codes, said = of_two_ranks([*arguments, str(shared)], tmp_path)
-    assert codes == [0, 0] and said.count("challenge") == 1 and shared.read_bytes() == alone.read_bytes(), said
+    assert (
+        codes == [0, 0]
+        and said.count("challenge") == 1
+        and shared.read_bytes() == alone.read_bytes()
+    ), said
     row = int(data.select(dx="test")[-1])
     shared.unlink()
     copy = str(damaged(data, row, tmp_path / "copy"))
     codes, said = of_two_ranks([*arguments[:3], copy, *arguments[4:], str(shared)], tmp_path)
-    assert sorted(codes) == [1, 2] and f"crop {row} at byte" in said and "another rank died" in said and not shared.exists()
+    assert (
+        sorted(codes) == [1, 2]
+        and f"crop {row} at byte" in said
+        and "another rank died" in said
+        and not shared.exists()
+    )
     kept = tmp_path / "shared.json.halves.parquet.parts"
     there = {int(path.stem) for path in kept.glob("0*.parquet")}
     computed: list[int] = []
-    monkeypatch.setattr("omnilead.engine.inference.outputs.tables", lambda *given: computed.extend(given[3]) or tables(*given))
+    monkeypatch.setattr(
+        "omnilead.engine.inference.outputs.tables",
+        lambda *given: computed.extend(given[3]) or tables(*given),
+    )
     assert main([*arguments, str(shared)]) == 0
     assert 1 in there and computed == [number for number in range(3) if number not in there]
     assert shared.read_bytes() == alone.read_bytes()
@@ -149,7 +213,12 @@ def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
 
 
 def test_outputs_kept_from_an_interrupted_evaluation(
-    diagnostic: Path, data: Dataset, tmp_path: Path, refused: Refused, evaluated: Evaluated, monkeypatch: Patch
+    diagnostic: Path,
+    data: Dataset,
+    tmp_path: Path,
+    refused: Refused,
+    evaluated: Evaluated,
+    monkeypatch: Patch,
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -157,29 +226,72 @@ def test_outputs_kept_from_an_interrupted_evaluation(
     arguments = "--json", tmp_path / "f.json"
     with monkeypatch.context() as patch:
         patch.setattr("omnilead.engine.evaluation.outputs.ParquetParts.write", lambda *_: None)
-        refused("f.json.halves.parquet: cannot be read back: run the same command again", diagnostic, *arguments, code=1)
+        refused(
+            "f.json.halves.parquet: cannot be read back: run the same command again",
+            diagnostic,
+            *arguments,
+            code=1,
+        )
     with monkeypatch.context() as patch:
         patch.setattr("omnilead.engine.evaluation.results.matrix", interrupt)
         refused("interrupted: run the same command again", diagnostic, *arguments, code=130)
-        refused("interrupted: run the same command again", diagnostic, "--report", tmp_path / "f.html", code=130)
-    refused("f.json.halves.parquet: of another job: .*choose another", diagnostic, *arguments, "--leads", "II")
-    monkeypatch.setattr("omnilead.engine.inference.outputs.tables", lambda *_: pytest.fail("computed again"))
+        refused(
+            "interrupted: run the same command again",
+            diagnostic,
+            "--report",
+            tmp_path / "f.html",
+            code=130,
+        )
+    refused(
+        "f.json.halves.parquet: of another job: .*choose another",
+        diagnostic,
+        *arguments,
+        "--leads",
+        "II",
+    )
+    monkeypatch.setattr(
+        "omnilead.engine.inference.outputs.tables", lambda *_: pytest.fail("computed again")
+    )
     evaluated(diagnostic)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html.halves.parquet", "f.json"]
-    assert main(["--model", str(diagnostic), "--data", data.root.url, "--report", str(tmp_path / "f.html")]) == 0
+    assert (
+        main(
+            [
+                "--model",
+                str(diagnostic),
+                "--data",
+                data.root.url,
+                "--report",
+                str(tmp_path / "f.html"),
+            ]
+        )
+        == 0
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html", "f.json"]
 
 
-def test_ranks_need_a_file_and_each_other(diagnostic: Path, tmp_path: Path, refused: Refused, monkeypatch: Patch) -> None:
+def test_ranks_need_a_file_and_each_other(
+    diagnostic: Path, tmp_path: Path, refused: Refused, monkeypatch: Patch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused("WORLD_SIZE=2: several ranks need --json F or --report F", diagnostic)
-    refused("MASTER_PORT='': rank 0 cannot join 2 ranks: ", diagnostic, "--report", tmp_path / "f.html")
+    refused(
+        "MASTER_PORT='': rank 0 cannot join 2 ranks: ", diagnostic, "--report", tmp_path / "f.html"
+    )
 
 
 def of_two_ranks(arguments: list[str], folder: Path) -> tuple[list[int], str]:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    place = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     ranks = [place | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(2)]
-    both = [started(quick_main, [*arguments, f"--local_rank={n}"], out=folder / "said", env=ranks[n]) for n in range(2)]
+    both = [
+        started(quick_main, [*arguments, f"--local_rank={n}"], out=folder / "said", env=ranks[n])
+        for n in range(2)
+    ]
     for process in both:
         process.join()
     said = (folder / "said").read_text()

@@ -4,7 +4,22 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
-COORDINATES = ("d", "x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "r", "width", "height", "opacity", "transform")
+COORDINATES = (
+    "d",
+    "x",
+    "y",
+    "x1",
+    "x2",
+    "y1",
+    "y2",
+    "cx",
+    "cy",
+    "r",
+    "width",
+    "height",
+    "opacity",
+    "transform",
+)
 
 
 class Strict(HTMLParser):
@@ -13,7 +28,9 @@ class Strict(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert not {"src", "href", "xlink:href", "srcset", "onload", "onerror"} & {name for name, _ in attrs}
+        assert not {"src", "href", "xlink:href", "srcset", "onload", "onerror"} & {
+            name for name, _ in attrs
+        }
         if tag != "meta":
             self.open.append(tag)
 
@@ -34,5 +51,9 @@ def check(html: str) -> list[ElementTree.Element]:
         for node in chart.iter():
             for name, value in node.attrib.items():
                 if name in COORDINATES or name.startswith(("data-x", "data-y")):
-                    assert not re.search(r"nan|inf", value), (chart.get("aria-label"), name, value[:80])
+                    assert not re.search(r"nan|inf", value), (
+                        chart.get("aria-label"),
+                        name,
+                        value[:80],
+                    )
     return charts

@@ -1,4 +1,5 @@
-"""omnilead bench: scores against a direct computation, shares of labels, differences, what is kept, what is refused."""
+"""omnilead bench: scores against a direct computation, shares of labels, differences, what is kept,
+what is refused."""
 
 import csv
 import json
@@ -66,62 +67,123 @@ def test_every_row_and_its_differences_in_every_file(out: Path) -> None:
     found = json.loads((out / "bench.json").read_text())
     names = ["first", "random weights", "B", "random weights of B", "mean beat"]
     assert list(found["models"]) == names and found["models"]["B"] == "random weights of B"
-    rows = {tuple(row[key] for key in ("model", "task", "leads", "share", "noise")): row for row in found["rows"]}
+    rows = {
+        tuple(row[key] for key in ("model", "task", "leads", "share", "noise")): row
+        for row in found["rows"]
+    }
     assert len(rows) == len(found["rows"]) == len(names) * (2 * 2 * 2 + 2)
     one = rows["B", "sex", "V2,I", 0.3, 1.0]
-    assert (one["draws"], one["classes"], one["left_out"], set(one["per_class"]["auroc"])) == (1, 2, [], {"F", "M"})
-    assert (
-        one["intervals"]["auroc"][0] <= one["metrics"]["auroc"] <= one["intervals"]["auroc"][1] and one["n"] > one["patients"]
+    assert (one["draws"], one["classes"], one["left_out"], set(one["per_class"]["auroc"])) == (
+        1,
+        2,
+        [],
+        {"F", "M"},
     )
-    assert rows["first", "age", "V2,I", 1.0, 0.0]["metrics"].keys() == {"mae", "rmse", "r2", "pearson"}
-    clean, noise = (rows["mean beat", "identification", "V2,I", None, level]["metrics"] for level in (0.0, 1.0))
+    assert (
+        one["intervals"]["auroc"][0] <= one["metrics"]["auroc"] <= one["intervals"]["auroc"][1]
+        and one["n"] > one["patients"]
+    )
+    assert rows["first", "age", "V2,I", 1.0, 0.0]["metrics"].keys() == {
+        "mae",
+        "rmse",
+        "r2",
+        "pearson",
+    }
+    clean, noise = (
+        rows["mean beat", "identification", "V2,I", None, level]["metrics"] for level in (0.0, 1.0)
+    )
     assert clean["accuracy"] > 0.2 and clean["accuracy_whitened"] > 0.2 and noise != clean
     gaps = {
-        tuple(gap[key] for key in ("model", "against", "task", "leads", "share", "noise", "metric")): gap
+        tuple(
+            gap[key] for key in ("model", "against", "task", "leads", "share", "noise", "metric")
+        ): gap
         for gap in found["differences"]
     }
     gap = gaps["B", "random weights of B", "age", "V2,I", 0.3, 0.0, "mae"]
-    pair = [rows[name, "age", "V2,I", 0.3, 0.0]["metrics"]["mae"] for name in ("B", "random weights of B")]
-    assert gap["difference"] == pytest.approx(pair[0] - pair[1]) and gap["interval"][0] <= gap["interval"][1]
+    pair = [
+        rows[name, "age", "V2,I", 0.3, 0.0]["metrics"]["mae"]
+        for name in ("B", "random weights of B")
+    ]
+    assert (
+        gap["difference"] == pytest.approx(pair[0] - pair[1])
+        and gap["interval"][0] <= gap["interval"][1]
+    )
     of = ("first", "sex", "V2,I", 1.0, 0.0, "auroc")
     assert ("mean beat", *of) in gaps and ("first", *of) not in gaps
     lines = list(csv.DictReader((out / "bench.csv").open()))
     classes = [line for line in lines if line["class"]]
-    assert len(lines) == sum(len(row["metrics"]) for row in found["rows"]) + len(gaps) + len(classes)
+    assert len(lines) == sum(len(row["metrics"]) for row in found["rows"]) + len(gaps) + len(
+        classes
+    )
     of_f = [
         line
         for line in classes
-        if line["class"] == "F" and [line[key] for key in bench_report.KEYS] == ["B", "sex", "V2,I", "0.3", "1.0"]
+        if line["class"] == "F"
+        and [line[key] for key in bench_report.KEYS] == ["B", "sex", "V2,I", "0.3", "1.0"]
     ]
     assert [(line["metric"], float(line["value"])) for line in of_f] == [
         (name, of["F"]) for name, of in one["per_class"].items()
     ]
     text = (out / "bench.md").read_text()
-    assert "## identification: accuracy, whitened" in text and "## sex: AUPRC" in text and "| minus first" in text
+    assert (
+        "## identification: accuracy, whitened" in text
+        and "## sex: AUPRC" in text
+        and "| minus first" in text
+    )
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_cached_embeddings_are_reused(
-    out: Path, models: list[str], dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    out: Path,
+    models: list[str],
+    dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     """More tasks of the same model cost nothing; only a damaged file is computed again."""
     shutil.copytree(out, copy := tmp_path / "OUT")
     made, batches = list[int](), embedders.dataset_batches
     monkeypatch.setattr(
-        embedders, "dataset_batches", lambda d, rows, **how: made.append(sum(map(len, rows))) or batches(d, rows, **how)
+        embedders,
+        "dataset_batches",
+        lambda d, rows, **how: made.append(sum(map(len, rows))) or batches(d, rows, **how),
     )
-    again = ["bench", *models, "--data", dataset.root.url, *LEADS, "--seed", "3", "--out", str(copy), "--tasks"]
+    again = [
+        "bench",
+        *models,
+        "--data",
+        dataset.root.url,
+        *LEADS,
+        "--seed",
+        "3",
+        "--out",
+        str(copy),
+        "--tasks",
+    ]
     assert main([*again, "identification"]) == 0 and made == []
     names = list(json.loads((out / "bench.json").read_text())["models"])
     said = [f"bench: {i} of {len(names)} done: {name}" for i, name in enumerate(names, 1)]
-    assert capsys.readouterr().err.splitlines() == said and len(said) == 5  # no terminal: a line for each model
+    assert (
+        capsys.readouterr().err.splitlines() == said and len(said) == 5
+    )  # no terminal: a line for each model
     monkeypatch.setattr(bench, "interactive", lambda: True)
-    found, before = (json.loads((folder / "bench.json").read_text())["rows"] for folder in (copy, out))
-    of = [row for row in before if (row["task"], row["leads"], row["noise"]) == ("identification", "V2,I", 0)]
+    found, before = (
+        json.loads((folder / "bench.json").read_text())["rows"] for folder in (copy, out)
+    )
+    of = [
+        row
+        for row in before
+        if (row["task"], row["leads"], row["noise"]) == ("identification", "V2,I", 0)
+    ]
     assert [row["metrics"] for row in found] == [row["metrics"] for row in of]
     damaged = sorted((copy / "parts").rglob("*.npz"), key=lambda path: path.stat().st_size)[-1]
     damaged.write_bytes(damaged.read_bytes()[:-100])
-    assert main([*again, *TASKS[1:]]) == 0 and len(made) == 1 and " done: " not in capsys.readouterr().err
+    assert (
+        main([*again, *TASKS[1:]]) == 0
+        and len(made) == 1
+        and " done: " not in capsys.readouterr().err
+    )
     assert damaged.stat().st_size == (out / damaged.relative_to(copy)).stat().st_size
 
 
@@ -131,29 +193,68 @@ def test_a_model_under_two_names_does_not_differ_from_itself(
     shutil.copytree(out, copy := tmp_path / "OUT")
     twin = models[1].replace("first=", "twin=")
     assert (
-        main(["bench", *models[:2], twin, "--data", dataset.root.url, *TASKS, *LEADS, "--seed", "3", "--out", str(copy)]) == 0
+        main(
+            [
+                "bench",
+                *models[:2],
+                twin,
+                "--data",
+                dataset.root.url,
+                *TASKS,
+                *LEADS,
+                "--seed",
+                "3",
+                "--out",
+                str(copy),
+            ]
+        )
+        == 0
     )
     found = json.loads((copy / "bench.json").read_text())["differences"]
     gaps = [gap for gap in found if (gap["model"], gap["against"]) == ("twin", "first")]
-    assert {gap["metric"] for gap in gaps} >= {"auroc", "auprc", "mae", "accuracy", "accuracy_whitened"}
+    assert {gap["metric"] for gap in gaps} >= {
+        "auroc",
+        "auprc",
+        "mae",
+        "accuracy",
+        "accuracy_whitened",
+    }
     assert all(gap["difference"] == 0 and gap["interval"] == [0, 0] for gap in gaps)
-    pair = [[gap for gap in found if (gap["model"], gap["against"]) == (name, "random weights")] for name in ("first", "twin")]
-    assert [gap | {"model": "twin"} for gap in pair[0]] == pair[1] and any(gap["difference"] for gap in pair[0])
+    pair = [
+        [gap for gap in found if (gap["model"], gap["against"]) == (name, "random weights")]
+        for name in ("first", "twin")
+    ]
+    assert [gap | {"model": "twin"} for gap in pair[0]] == pair[1] and any(
+        gap["difference"] for gap in pair[0]
+    )
 
 
-def test_identification_equals_a_direct_computation(out: Path, models: list[str], dataset: Dataset) -> None:
+def test_identification_equals_a_direct_computation(
+    out: Path, models: list[str], dataset: Dataset
+) -> None:
     """The probes have noise, the gallery has none."""
-    beats, of = embedders.embedders_of([], bench.Namespace(seed=3))[-1], bench.identities(dataset, dataset, ["V2,I"])
+    beats, of = (
+        embedders.embedders_of([], bench.Namespace(seed=3))[-1],
+        bench.identities(dataset, dataset, ["V2,I"]),
+    )
     found = json.loads((out / "bench.json").read_text())["rows"]
     for level in (0.0, 1.0):
         a, b = (
-            embedders.embedded(beats, dataset, rows, noise, "V2,I", out / "parts").of(rows).c_BSD[:, 0, : beats.compared]
+            embedders.embedded(beats, dataset, rows, noise, "V2,I", out / "parts")
+            .of(rows)
+            .c_BSD[:, 0, : beats.compared]
             for rows, noise in ((of.gallery, 0.0), (of.probe, level))
         )
         a, b = (c / np.linalg.norm(c, axis=1, keepdims=True) for c in (a, b))
         direct = of.patient_B[of.gallery][(b @ a.T).argmax(1)] == of.patient_B[of.probe]
-        (row,) = [r for r in found if (r["model"], r["task"], r["noise"]) == ("mean beat", "identification", level)]
-        assert row["metrics"]["accuracy"] == pytest.approx(direct.mean()) and row["n"] == len(direct)
+        (row,) = [
+            r
+            for r in found
+            if (r["model"], r["task"], r["noise"]) == ("mean beat", "identification", level)
+        ]
+        assert row["metrics"]["accuracy"] == pytest.approx(direct.mean()) and row["n"] == len(
+            direct
+        )
 
 
 def test_trained_on_one_dataset_and_tested_on_another(
@@ -161,14 +262,32 @@ def test_trained_on_one_dataset_and_tested_on_another(
 ) -> None:
     """Classes are matched by name; each dataset has a table and splits of its own."""
     rows = dataset.table(["record", "patient"]).to_pylist()
-    for name, columns in (("train", "tall,old"), ("test", "old,other,tall"), ("wrong", "old,other")):
+    for name, columns in (
+        ("train", "tall,old"),
+        ("test", "old,other,tall"),
+        ("wrong", "old,other"),
+    ):
         (tmp_path / name).mkdir()
         order = [("tall", "old", "other").index(column) for column in columns.split(",")]
         cells = {row["record"]: [i % 2, i % 3 % 2, 1] for i, row in enumerate(rows)}
         (tmp_path / name / "body.csv").write_text(
-            as_csv([["record", *columns.split(",")], *([key, *(values[k] for k in order)] for key, values in cells.items())])
+            as_csv(
+                [
+                    ["record", *columns.split(",")],
+                    *([key, *(values[k] for k in order)] for key, values in cells.items()),
+                ]
+            )
         )
-    common = ["bench", *models[:2], "--data", dataset.root.url, "--test-data", dataset.root.url, "--out", str(tmp_path / "OUT")]
+    common = [
+        "bench",
+        *models[:2],
+        "--data",
+        dataset.root.url,
+        "--test-data",
+        dataset.root.url,
+        "--out",
+        str(tmp_path / "OUT"),
+    ]
     words = ["--tasks", str(tmp_path / "train" / "body.csv"), "--test-labels"]
     assert main([*common, *words, str(tmp_path / "test")]) == 0
     one = json.loads((tmp_path / "OUT" / "bench.json").read_text())["rows"][0]
@@ -177,9 +296,14 @@ def test_trained_on_one_dataset_and_tested_on_another(
     (body := tmp_path / "test" / "body.csv").write_text(
         re.sub("$", ",test", body.read_text().strip(), flags=re.M).replace("test", "split", 1)
     )
-    assert main([*common, *words, str(tmp_path / "test")]) == 0  # all records are tested, those of train too
+    assert (
+        main([*common, *words, str(tmp_path / "test")]) == 0
+    )  # all records are tested, those of train too
     assert "- body: Possible leakage: record " in (tmp_path / "OUT" / "bench.md").read_text()
-    assert main([*common, *words, str(tmp_path / "wrong")]) == 2 and "no column 'tall'" in capsys.readouterr().err
+    assert (
+        main([*common, *words, str(tmp_path / "wrong")]) == 2
+        and "no column 'tall'" in capsys.readouterr().err
+    )
 
 
 def test_two_columns_of_numbers_and_a_test_split_in_the_other_dataset_only(
@@ -189,30 +313,62 @@ def test_two_columns_of_numbers_and_a_test_split_in_the_other_dataset_only(
     people, header = list(dict.fromkeys(records.values())), ["record", "hr", "qtc", "split"]
     for name, splits in (("train", ["train", "valid"]), ("test", ["test"])):
         split_of = {person: splits[i % len(splits)] for i, person in enumerate(people)}
-        cells = [[name, i % 9 + 0.5, i % 7, split_of[of]] for i, (name, of) in enumerate(records.items())]
+        cells = [
+            [name, i % 9 + 0.5, i % 7, split_of[of]] for i, (name, of) in enumerate(records.items())
+        ]
         (tmp_path / name).mkdir()
         (tmp_path / name / "two.csv").write_text(as_csv([header, *cells]))
-    both = ["--data", dataset.root.url, "--test-data", dataset.root.url, "--test-labels", f"{tmp_path}/test"]
-    words = ["bench", *models[:2], *both, "--tasks", f"{tmp_path}/train/two.csv", "--out", f"{tmp_path}/OUT"]
+    both = [
+        "--data",
+        dataset.root.url,
+        "--test-data",
+        dataset.root.url,
+        "--test-labels",
+        f"{tmp_path}/test",
+    ]
+    words = [
+        "bench",
+        *models[:2],
+        *both,
+        "--tasks",
+        f"{tmp_path}/train/two.csv",
+        "--out",
+        f"{tmp_path}/OUT",
+    ]
     assert main(words) == 0
     one = json.loads((tmp_path / "OUT" / "bench.json").read_text())["rows"][0]
     assert one["per_class"] == {} and one["classes"] == 2 and one["metrics"]["mae"] > 0
-    (tmp_path / "test" / "two.csv").write_text(as_csv([header, *([record, 1.5, 2, "test"] for record in records)]))
+    (tmp_path / "test" / "two.csv").write_text(
+        as_csv([header, *([record, 1.5, 2, "test"] for record in records)])
+    )
     assert main(words) == 2
-    assert f"{tmp_path}/test/two.csv: all labels of the split test are the same" in capsys.readouterr().err
+    assert (
+        f"{tmp_path}/test/two.csv: all labels of the split test are the same"
+        in capsys.readouterr().err
+    )
 
 
 def made_task(kind: Any = "multilabel", test: int = 60) -> tuple[ProbedTask, Vectors]:
-    """Vectors and labels by hand: 200 records of two halves, the last ones tested; two of each patient."""
+    """Vectors and labels by hand: 200 records of two halves, the last ones tested; two of each
+    patient."""
     c_BSD = RNG.normal(size=(200, 2, 5)).astype(np.float32)
-    y_NK = (c_BSD.sum(1) @ RNG.normal(size=(5, 3)) + RNG.normal(size=(200, 3)) > 0).astype(np.float32)
+    y_NK = (c_BSD.sum(1) @ RNG.normal(size=(5, 3)) + RNG.normal(size=(200, 3)) > 0).astype(
+        np.float32
+    )
     y_NK[RNG.random(y_NK.shape) < 0.1] = np.nan
     splits = np.split(np.arange(200), [100, 200 - test])
     parts = [ProbedRecords(rows, np.arange(len(rows)), y_NK[rows], rows // 2) for rows in splits]
     labels = TaskLabels(TaskConfig("made", kind), ("a", "b", "c"), [y_NK], [])
-    draws, every = {0.2: list(drawn(parts[0].patient_N, 0.2)), 1.0: [np.arange(100)]}, np.ones(3, bool)
+    draws, every = (
+        {0.2: list(drawn(parts[0].patient_N, 0.2)), 1.0: [np.arange(100)]},
+        np.ones(3, bool),
+    )
     task = ProbedTask(
-        labels, tuple(parts), draws, {0.2: np.array([True, False, True]), 1.0: every}, resampled(parts[2].patient_N)
+        labels,
+        tuple(parts),
+        draws,
+        {0.2: np.array([True, False, True]), 1.0: every},
+        resampled(parts[2].patient_N),
     )
     return task, Vectors(np.arange(200), np.full(200, 2), c_BSD)
 
@@ -224,10 +380,19 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation() -> None:
     for share, used in task.used.items():
         direct = []
         for at in task.draws[share]:
-            data = ProbeData(x[train.rows[at]], train.y_NK[at][:, used], x[valid.rows], valid.y_NK[:, used], x[test.rows])
+            data = ProbeData(
+                x[train.rows[at]],
+                train.y_NK[at][:, used],
+                x[valid.rows],
+                valid.y_NK[:, used],
+                x[test.rows],
+            )
             direct.append(measure("multilabel", test.y_NK[:, used], linear(data).scores_NK))
         facts, samples = found[share]
-        assert facts["draws"] == len(direct) == {0.2: 2, 1.0: 1}[share] and facts["left_out"] == {0.2: ["b"], 1.0: []}[share]
+        assert (
+            facts["draws"] == len(direct) == {0.2: 2, 1.0: 1}[share]
+            and facts["left_out"] == {0.2: ["b"], 1.0: []}[share]
+        )
         for name in ("auroc", "auprc"):
             assert samples[name][0] == pytest.approx(np.mean([one[name] for one in direct]))
 
@@ -238,12 +403,16 @@ def test_areas_for_many_weightings_at_once() -> None:
     weight = RNG.poisson(1, (90, 7))
     one = Classification(y[:, None], np.zeros((90, 1)), score[:, None], ["a"])
     direct = np.stack([np.concatenate(one.areas(w)) for w in weight.T], 1)
-    np.testing.assert_allclose(weighted_areas(y, score, weight.astype(np.float32)), direct, rtol=1e-6)
+    np.testing.assert_allclose(
+        weighted_areas(y, score, weight.astype(np.float32)), direct, rtol=1e-6
+    )
     assert np.isnan(weighted_areas(np.zeros(90), score, weight)).all()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_means_over_resampled_draws_vary_as_means_over_all_draws_do(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_means_over_resampled_draws_vary_as_means_over_all_draws_do(
+    n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench, "RESAMPLES", 4000)
     value_R = np.array([1.0, 4, 2, 8, 5])[:n]
     mean_B = np.sum([value * weight_B for value, weight_B in weighted(value_R)], axis=0)
@@ -257,14 +426,21 @@ def test_small_shares_are_subsets_of_larger_ones_and_patients_stay_whole() -> No
     small, large, half = (list(drawn(patient, share)) for share in (0.01, 0.1, 0.5))
     assert [len(small), len(large), len(half)] == [5, 5, 1]
     for few, many in zip(small, large, strict=True):
-        assert set(few) < set(many) and len(np.unique(patient[few])) == round(0.01 * len(np.unique(patient)))
+        assert set(few) < set(many) and len(np.unique(patient[few])) == round(
+            0.01 * len(np.unique(patient))
+        )
         assert np.isin(patient, patient[few]).sum() == len(few)
     assert len({tuple(few) for few in small}) == 5
     weight = resampled(patient)
     assert (weight[:, 0] == 1).all() and all(
         len(np.unique(weight[patient == p], axis=0)) == 1 for p in (patient[0], patient[7])
     )
-    assert unlike(np.array([[0, 1, 1, np.nan], [1, 1, np.nan, np.nan]])).tolist() == [True, False, False, False]
+    assert unlike(np.array([[0, 1, 1, np.nan], [1, 1, np.nan, np.nan]])).tolist() == [
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_whitened_halves_differ_equally_in_every_direction() -> None:
@@ -277,8 +453,9 @@ def test_whitened_halves_differ_equally_in_every_direction() -> None:
 
 
 def test_the_covariance_is_shrunk_by_the_formula() -> None:
-    """By hand: 6 crops of width 8 with covariance diag(6, 1, 0, ...), so tr = 7 and tr of the square = 37. OAS shrinks by
-    (0.75 * 37 + 49) / (6.75 * (37 - 49 / 8)) = 0.36827 towards 7 / 8."""
+    """By hand: 6 crops of width 8 with covariance diag(6, 1, 0, ...), so tr = 7 and tr of the
+    square = 37. OAS shrinks by (0.75 * 37 + 49) / (6.75 * (37 - 49 / 8)) = 0.36827 towards 7 /
+    8."""
     c_BSD = np.zeros((6, 2, 8), np.float32)
     c_BSD[0, 1, 0], c_BSD[1, 1, 1] = 6 * 2**0.5, 6**0.5 * 2**0.5
     matrix = whitening(c_BSD)[1]
@@ -301,9 +478,18 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one() -> None:
         (["--tasks", "sex", "--share", "0"], "--share 0: must be from 0.0001 to 1"),
         (["--tasks", "sex", "--noise", "-1"], "--noise -1: must be from 0 to 20"),
         (["--tasks", "sexx"], "'sexx': no such file or shipped config: did you mean sex"),
-        (["--tasks", "ptbxl-form"], "--tasks ptbxl-form: task.split=column: the split of a label table"),
-        (["--tasks", "ptbxl-form", "--labels", "."], "--tasks ptbxl-form: no ptbxl-form.parquet in --labels .: "),
-        (["--tasks", "sex", "--share", "0.01"], "no class has positives and negatives in both: use a larger share"),
+        (
+            ["--tasks", "ptbxl-form"],
+            "--tasks ptbxl-form: task.split=column: the split of a label table",
+        ),
+        (
+            ["--tasks", "ptbxl-form", "--labels", "."],
+            "--tasks ptbxl-form: no ptbxl-form.parquet in --labels .: ",
+        ),
+        (
+            ["--tasks", "sex", "--share", "0.01"],
+            "no class has positives and negatives in both: use a larger share",
+        ),
         (["--tasks", "sex", "--leads", "13"], "leads='13': no lead is called"),
         (["--tasks", "same.csv"], "same.csv: all labels of the split train are the same"),
         (["--tasks", "folds.csv"], "folds 1, 2: at least 3 are needed"),
@@ -322,7 +508,8 @@ def test_refusals_are_one_line(
     records = list(dict.fromkeys(dataset.column("record").tolist()))
     Path("same.csv").write_text("record,ill\n" + "".join(f"{name},1\n" for name in records))
     Path("folds.csv").write_text(
-        "record,ill,fold\n" + "".join(f"{name},{i % 2},{1 + i % 2}\n" for i, name in enumerate(records))
+        "record,ill,fold\n"
+        + "".join(f"{name},{i % 2},{1 + i % 2}\n" for i, name in enumerate(records))
     )
     assert main(["bench", *models, "--data", dataset.root.url, "--out", "OUT", *words]) == 2
     err = capsys.readouterr().err
@@ -330,8 +517,25 @@ def test_refusals_are_one_line(
     assert not Path("OUT").exists()
 
 
-def test_models_with_equal_names(models: list[str], dataset: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", *models, models[2], "--data", dataset.root.url, "--tasks", "sex", "--out", "OUT"]) == 2
+def test_models_with_equal_names(
+    models: list[str], dataset: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "bench",
+                *models,
+                models[2],
+                "--data",
+                dataset.root.url,
+                "--tasks",
+                "sex",
+                "--out",
+                "OUT",
+            ]
+        )
+        == 2
+    )
     assert "the name 'B' is taken: write NAME=" in capsys.readouterr().err
 
 
@@ -340,15 +544,28 @@ def test_the_commands_in_the_docs_are_valid() -> None:
     assert bench_report.OVER in " ".join(page.split())
     commands = re.findall(r"^    omnilead bench (.*)$", page.replace("\\\n", ""), re.MULTILINE)
     assert len(commands) == 1 and parse("bench", shlex.split(commands[0])).share == [0.01, 0.1, 1.0]
-    words = {word for words in re.findall(r"`(--[^`]*)`", page) for word in words.split() if word.startswith("--")}
-    assert words <= {option for action in parser_of("bench")._actions for option in action.option_strings} | {"--plan"}
+    words = {
+        word
+        for words in re.findall(r"`(--[^`]*)`", page)
+        for word in words.split()
+        if word.startswith("--")
+    }
+    assert words <= {
+        option for action in parser_of("bench")._actions for option in action.option_strings
+    } | {"--plan"}
 
 
 @pytest.mark.parametrize("command", [["bench", "--tasks", "age"], ["embed"]])
 def test_numpy_uses_one_thread_beside_pytorch(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     flag = ["--models" if command[0] == "bench" else "--model", str(tmp_path / "none")]
-    assert main([*command, *flag, "--data", str(tmp_path), "--out", str(tmp_path / "out.parquet")]) == 2
+    assert (
+        main([*command, *flag, "--data", str(tmp_path), "--out", str(tmp_path / "out.parquet")])
+        == 2
+    )
     assert os.environ.pop("OPENBLAS_NUM_THREADS") == "1"

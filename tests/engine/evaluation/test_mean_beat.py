@@ -30,7 +30,9 @@ def test_peaks_are_where_the_beats_are(leads: int) -> None:
 
 def test_beats_depend_on_shape_but_not_on_size_or_noise() -> None:
     first, noisy, twice, other = mean_beats(
-        np.stack([ecg(REGULAR), ecg(REGULAR, 40), 2 * ecg(REGULAR), ecg(REGULAR)[::-1]]).astype(np.float32)
+        np.stack([ecg(REGULAR), ecg(REGULAR, 40), 2 * ecg(REGULAR), ecg(REGULAR)[::-1]]).astype(
+            np.float32
+        )
     )
     shapes = np.stack([first, noisy, twice, other])[:, : 12 * BEAT]
     assert np.allclose(np.linalg.norm(shapes, axis=1), 1, atol=1e-5)
@@ -43,11 +45,15 @@ def test_beats_depend_on_shape_but_not_on_size_or_noise() -> None:
 def test_intervals() -> None:
     irregular = np.cumsum(np.tile([0.6, 1.0], 6)) - 0.3
     same, mixed = mean_beats(np.stack([ecg(REGULAR), ecg(irregular)]))[:, 12 * BEAT :]
-    assert same[1] == pytest.approx(np.log(0.8), abs=0.01) and mixed[1] == pytest.approx(np.log(0.8), abs=0.03)
+    assert same[1] == pytest.approx(np.log(0.8), abs=0.01) and mixed[1] == pytest.approx(
+        np.log(0.8), abs=0.03
+    )
     assert same[2] < np.log(0.04) and mixed[2] == pytest.approx(np.log(0.02 + 0.25), abs=0.1)
 
 
 def test_leads_and_records_without_a_beat_are_finite() -> None:
-    assert np.isfinite(mean_beats(np.stack([np.zeros((12, 5000)), ecg(REGULAR, leads=1), ecg(REGULAR[:1])]))).all()
+    assert np.isfinite(
+        mean_beats(np.stack([np.zeros((12, 5000)), ecg(REGULAR, leads=1), ecg(REGULAR[:1])]))
+    ).all()
     assert mean_beats(np.zeros((2, 12, 2500), np.float32)).shape == (2, 12 * BEAT + 8)
     assert mean_beats(np.zeros((0, 12, 5000))).shape == (0, 12 * BEAT + 8)

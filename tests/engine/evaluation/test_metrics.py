@@ -1,4 +1,5 @@
-"""Scores against the official functions' numbers, against plain loops, and against what follows from their definitions."""
+"""Scores against the official functions' numbers, against plain loops, and against what follows
+from their definitions."""
 
 import csv
 import hashlib
@@ -28,7 +29,8 @@ from omnilead.engine.evaluation.metrics import (
 )
 
 VECTORS = Path(__file__).parents[4] / "shared" / "cinc" / "vectors.npz"
-SHA256 = "668cb04555a97e8977488cb4bb6088d0d2bf9e59557945deedf29d5065c14d2b"  # of the Challenge's weights.csv
+# of the Challenge's weights.csv
+SHA256 = "668cb04555a97e8977488cb4bb6088d0d2bf9e59557945deedf29d5065c14d2b"
 FILE = Path(metrics.__file__).with_name(metrics.WEIGHTS)
 
 
@@ -41,7 +43,8 @@ def diagnosed(labels: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
     return statistic_of("multilabel", labels, scores, classes=ABBREVIATIONS).summary()
 
 
-# The figures --------------------------------------------------------------------------------------------------------------
+# The figures
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_weights_are_the_challenges_in_the_datasets_order() -> None:
@@ -50,7 +53,9 @@ def test_the_weights_are_the_challenges_in_the_datasets_order() -> None:
     table = list(csv.reader(content.decode().splitlines()))
     assert [tuple(row[0].split("|")) for row in table[1:]] == [codes for _, codes in CLASSES]
     assert table[0][1:] == [row[0] for row in table[1:]]
-    assert (metrics.weights() / metrics.UNIT == np.array([row[1:] for row in table[1:]], float)).all()
+    assert (
+        metrics.weights() / metrics.UNIT == np.array([row[1:] for row in table[1:]], float)
+    ).all()
 
 
 @pytest.mark.parametrize("case", range(23))
@@ -59,7 +64,9 @@ def test_all_agree_with_the_official_functions(case: int) -> None:
         pytest.skip("the official functions' numbers are not here (../shared/cinc)")
     vectors = np.load(VECTORS, allow_pickle=False)
     official: dict[str, Any] = {
-        name.split("_", 1)[1]: vectors[name] for name in vectors.files if name.startswith(f"{vectors['case_ids'][case]}_")
+        name.split("_", 1)[1]: vectors[name]
+        for name in vectors.files
+        if name.startswith(f"{vectors['case_ids'][case]}_")
     }
     labels, outputs, scores = official["labels"], official["binary"], official["scalar"]
     found = Classification(labels, outputs, scores).summary()
@@ -71,10 +78,13 @@ def test_all_agree_with_the_official_functions(case: int) -> None:
     assert challenge_score(labels.astype(int), outputs.astype(np.float32)) == found["challenge"]
     credit, norm = metrics.credits(labels, outputs)
     sums = (credit / norm).sum(1) / metrics.UNIT
-    np.testing.assert_allclose(sums, [official["observed"], official["correct"], official["inactive"]], rtol=1e-12)
+    np.testing.assert_allclose(
+        sums, [official["observed"], official["correct"], official["inactive"]], rtol=1e-12
+    )
 
 
-# By hand: AF and AFL are worth a half of each other, AF a quarter of NSR ---------------------------------------------------
+# By hand: AF and AFL are worth a half of each other, AF a quarter of NSR
+# ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,12 +110,17 @@ def test_areas_by_hand() -> None:
     scores = np.zeros((4, 26))
     scores[:, 0] = [0.9, 0.8, 0.8, 0.1]  # of four pairs three in order, one tied
     found = diagnosed(labels, scores)
-    af, others = found["classes"]["AF"], [of for name, of in found["classes"].items() if name != "AF"]
+    af, others = (
+        found["classes"]["AF"],
+        [of for name, of in found["classes"].items() if name != "AF"],
+    )
     assert (af["auroc"], af["auprc"]) == (0.875, pytest.approx((1 + 2 / 3) / 2))
     assert (af["f_measure"], af["sensitivity"], af["specificity"]) == (0.8, 1.0, 0.5)
     assert all(math.isnan(of["auroc"]) and math.isnan(of["auprc"]) for of in others)
     assert (found["auroc"], found["f_measure"], found["accuracy"]) == (0.875, 0.8, 0.75)
-    assert found["without_positives"] == list(ABBREVIATIONS[1:]) and found["without_negatives"] == []
+    assert (
+        found["without_positives"] == list(ABBREVIATIONS[1:]) and found["without_negatives"] == []
+    )
     scores[:, 0] = [math.inf, math.inf, -math.inf, -math.inf]  # logits that saturate are equal, too
     assert diagnosed(labels, scores)["classes"]["AF"]["auroc"] == 0.5
     every = Classification(rows("AF", "AF"), rows("AF", ""), scores[:2]).summary()["classes"]["AF"]
@@ -113,14 +128,20 @@ def test_areas_by_hand() -> None:
 
 
 def test_a_probability_of_one_half_is_negative() -> None:
-    assert predicted("binary", np.array([0.5, np.nextafter(0.5, 1), 0.1])).tolist() == [False, True, False]
+    assert predicted("binary", np.array([0.5, np.nextafter(0.5, 1), 0.1])).tolist() == [
+        False,
+        True,
+        False,
+    ]
 
 
-# Against loops ------------------------------------------------------------------------------------------------------------
+# Against loops
+# ------------------------------------------------------------------------------------------------------------
 
 
 def slow_areas(y: np.ndarray, score: np.ndarray) -> tuple[float, float]:
-    """The official definition, threshold by threshold: trapezia of sensitivity over specificity; steps of precision."""
+    """The official definition, threshold by threshold: trapezia of sensitivity over specificity;
+    steps of precision."""
     points = [(0.0, 1.0)]
     area = precision = 0.0
     for threshold in sorted(set(score.tolist()), reverse=True):
@@ -136,9 +157,15 @@ def slow_areas(y: np.ndarray, score: np.ndarray) -> tuple[float, float]:
 @st.composite
 def rated(draw: st.DrawFn, least: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Labels and scores with many ties."""
-    n, seed, levels = draw(st.integers(least, 40)), draw(st.integers(0, 2**32 - 1)), draw(st.integers(1, 20))
+    n, seed, levels = (
+        draw(st.integers(least, 40)),
+        draw(st.integers(0, 2**32 - 1)),
+        draw(st.integers(1, 20)),
+    )
     rng = np.random.default_rng(seed)
-    return rng.random((n, 26)) < draw(st.sampled_from([0.02, 0.2, 0.6])), rng.integers(0, levels + 1, (n, 26)) / levels
+    return rng.random((n, 26)) < draw(st.sampled_from([0.02, 0.2, 0.6])), rng.integers(
+        0, levels + 1, (n, 26)
+    ) / levels
 
 
 @settings(max_examples=60)
@@ -147,12 +174,16 @@ def test_areas_agree_with_loops(rows_: tuple[np.ndarray, np.ndarray]) -> None:
     labels, scores = rows_
     for k, of in enumerate(diagnosed(labels, scores)["classes"].values()):
         if 0 < labels[:, k].sum() < len(labels):
-            assert (of["auroc"], of["auprc"]) == pytest.approx(slow_areas(labels[:, k], scores[:, k]), abs=1e-12)
+            assert (of["auroc"], of["auprc"]) == pytest.approx(
+                slow_areas(labels[:, k], scores[:, k]), abs=1e-12
+            )
 
 
 @settings(max_examples=60)
 @given(rated(), st.randoms(use_true_random=False))
-def test_the_order_of_the_rows_does_not_matter(rows_: tuple[np.ndarray, np.ndarray], random: Any) -> None:
+def test_the_order_of_the_rows_does_not_matter(
+    rows_: tuple[np.ndarray, np.ndarray], random: Any
+) -> None:
     labels, scores = rows_
     order = list(range(len(labels)))
     random.shuffle(order)
@@ -168,16 +199,23 @@ def test_a_weight_equals_that_many_copies(rows_: tuple[np.ndarray, np.ndarray], 
     weight[0] += not weight.any()
     outputs, copies = predicted("binary", scores), np.repeat(np.arange(len(labels)), weight)
     found = Classification(labels[copies], outputs[copies], scores[copies])()
-    np.testing.assert_allclose(Classification(labels, outputs, scores)(weight), found, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        Classification(labels, outputs, scores)(weight), found, rtol=0, atol=1e-12
+    )
 
 
-# Other tasks --------------------------------------------------------------------------------------------------------------
+# Other tasks
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_unknown_labels_are_ignored() -> None:
     """Each class is scored as if there were only the rows in which it is known."""
     rng = np.random.default_rng(0)
-    y, scores, thresholds = (rng.random((60, 3)) < 0.4).astype(float), rng.integers(0, 9, (60, 3)) / 8, (0.3, 0.5, 0.7)
+    y, scores, thresholds = (
+        (rng.random((60, 3)) < 0.4).astype(float),
+        rng.integers(0, 9, (60, 3)) / 8,
+        (0.3, 0.5, 0.7),
+    )
     y[rng.random(y.shape) < 0.3] = np.nan
     y[7] = np.nan
     found = measure("multilabel", y, scores, thresholds, "abc")
@@ -207,9 +245,20 @@ def test_exclusive_classes_by_hand() -> None:
     """Six rows, one of them unknown: of a two of three, of b one of one, of c none of one."""
     y = np.eye(3)[[0, 0, 0, 1, 2, 2]]
     y[5] = np.nan
-    scores = np.array([[0.6, 0.3, 0.1], [0.5, 0.1, 0.4], [0.2, 0.5, 0.3], [0.1, 0.8, 0.1], [0.4, 0.3, 0.3], [0.0, 0.0, 1.0]])
+    scores = np.array(
+        [
+            [0.6, 0.3, 0.1],
+            [0.5, 0.1, 0.4],
+            [0.2, 0.5, 0.3],
+            [0.1, 0.8, 0.1],
+            [0.4, 0.3, 0.3],
+            [0.0, 0.0, 1.0],
+        ]
+    )
     found = measure("multiclass", y, scores)
-    assert found["accuracy"] == 3 / 5 and found["balanced_accuracy"] == pytest.approx((2 / 3 + 1 + 0) / 3)
+    assert found["accuracy"] == 3 / 5 and found["balanced_accuracy"] == pytest.approx(
+        (2 / 3 + 1 + 0) / 3
+    )
     assert found["f_measure"] == pytest.approx((4 / 6 + 2 / 3 + 0) / 3)
     assert found["auroc"] == pytest.approx((5 / 6 + 1 + 2.5 / 4) / 3)
     assert list(found) == list(MEASURES["multiclass"])
@@ -228,17 +277,24 @@ def test_regression_agrees_with_loops(n: int, seed: int) -> None:
         copies = copies[~np.isnan(y[copies, k])]
         t, e = y[copies, k], p[copies, k] - y[copies, k]
         r2 = 1 - (e @ e) / ((t - t.mean()) @ (t - t.mean()))
-        expected.append([abs(e).mean(), math.sqrt(e @ e / len(e)), r2, np.corrcoef(t, p[copies, k])[0, 1]])
+        expected.append(
+            [abs(e).mean(), math.sqrt(e @ e / len(e)), r2, np.corrcoef(t, p[copies, k])[0, 1]]
+        )
     found = statistic_of("regression", y, p, classes=("age", "ef"))
     np.testing.assert_allclose(found(weight), np.mean(expected, 0), rtol=1e-9)
     of = found.summary()["classes"]["ef"]
     error = p[:, 1] - y[:, 1]
-    assert (of["n"], of["mean_error"], of["sd_error"]) == (n, pytest.approx(error.mean()), pytest.approx(error.std()))
+    assert (of["n"], of["mean_error"], of["sd_error"]) == (
+        n,
+        pytest.approx(error.mean()),
+        pytest.approx(error.std()),
+    )
     equal = measure("regression", np.ones((n, 1)), p[:, :1])
     assert math.isnan(equal["r2"]) and math.isnan(equal["pearson"]) and equal["mae"] > 0
 
 
-# What cannot be scored ----------------------------------------------------------------------------------------------------
+# What cannot be scored
+# ----------------------------------------------------------------------------------------------------
 
 Y, P = rows("AF", "NSR"), np.full((2, 26), 0.25)
 BAD: dict[str, tuple[Any, Any, Any, str]] = {
@@ -265,15 +321,22 @@ def test_values_that_are_not_finite_are_an_error() -> None:
         measure("regression", np.ones((3, 1)), np.array([[1.0], [np.inf], [2.0]]))
 
 
-# Identification -----------------------------------------------------------------------------------------------------------
+# Identification
+# -----------------------------------------------------------------------------------------------------------
 
 
-def slow_identification(gallery: np.ndarray, own: list[int], probes: np.ndarray, asked: list[int]) -> tuple[float, float]:
-    """(accuracy, ties) probe by probe, of small whole numbers, whose cosines are compared without rounding."""
+def slow_identification(
+    gallery: np.ndarray, own: list[int], probes: np.ndarray, asked: list[int]
+) -> tuple[float, float]:
+    """(accuracy, ties) probe by probe, of small whole numbers, whose cosines are compared without
+    rounding."""
     hits, ties = [], []
     for probe, patient in zip(probes, asked, strict=True):
         dots = gallery @ probe
-        signed = [int(np.sign(d)) * int(d) ** 2 * int(1e6) / max(int(g @ g), 1) for d, g in zip(dots, gallery, strict=True)]
+        signed = [
+            int(np.sign(d)) * int(d) ** 2 * int(1e6) / max(int(g @ g), 1)
+            for d, g in zip(dots, gallery, strict=True)
+        ]
         first = [i for i, value in enumerate(signed) if value == max(signed)]
         hits.append(np.mean([own[i] == patient for i in first]))
         ties.append(len(first) > 1)
@@ -281,18 +344,29 @@ def slow_identification(gallery: np.ndarray, own: list[int], probes: np.ndarray,
 
 
 @settings(max_examples=80)
-@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 2**23]))
-def test_identification_agrees_with_loops_for_any_block_size(p: int, q: int, seed: int, block: int) -> None:
+@given(
+    st.integers(1, 12),
+    st.integers(1, 12),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 7, 2**23]),
+)
+def test_identification_agrees_with_loops_for_any_block_size(
+    p: int, q: int, seed: int, block: int
+) -> None:
     rng = np.random.default_rng(seed)
     gallery, probes = rng.integers(-1, 2, (p, 3)), rng.integers(-1, 2, (q, 3))
     own, asked = rng.integers(0, p, p).tolist(), rng.integers(0, p + 2, q).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "BLOCK", block)
         found = identification(gallery, own, 1e-30 * probes, asked)
-    assert (found["accuracy"], found["ties"]) == pytest.approx(slow_identification(gallery, own, probes, asked))
+    assert (found["accuracy"], found["ties"]) == pytest.approx(
+        slow_identification(gallery, own, probes, asked)
+    )
     assert found["one_sided"] == sum(patient not in own for patient in asked)
     assert found["chance"] == pytest.approx(np.mean([own.count(patient) / p for patient in asked]))
-    assert (np.diff(found["cmc"]) >= -1e-12).all() and found["cmc"][-1] == pytest.approx(1 - found["one_sided"] / q)
+    assert (np.diff(found["cmc"]) >= -1e-12).all() and found["cmc"][-1] == pytest.approx(
+        1 - found["one_sided"] / q
+    )
     assert found["accuracy"] <= found["top5"] <= 1
 
 
@@ -300,7 +374,12 @@ def test_identification_does_not_depend_on_vector_length() -> None:
     gallery = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
     ids = [f"patient {i}" for i in range(50)]
     found = identification(gallery, ids, 3 * gallery[::-1], ids[::-1])
-    assert (found["accuracy"], found["ties"], found["chance"], found["one_sided"]) == (1.0, 0.0, 0.02, 0)
+    assert (found["accuracy"], found["ties"], found["chance"], found["one_sided"]) == (
+        1.0,
+        0.0,
+        0.02,
+        0,
+    )
     np.testing.assert_allclose(found["same"], 1.0)
     assert (found["other"] < 1 - 1e-6).all()
     assert identification(gallery, ids, np.roll(gallery, 1, 0), ids)["accuracy"] == 0.0
@@ -317,12 +396,15 @@ def test_bad_embeddings_are_an_error_of_one_line() -> None:
         identification(good[:0], [], good, range(3))
 
 
-# Intervals ----------------------------------------------------------------------------------------------------------------
+# Intervals
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_intervals_over_seeds() -> None:
     mean, half = over_seeds([0.70, 0.72, 0.74])
-    assert (mean, half) == pytest.approx((0.72, 4.302652730 * 0.02 / math.sqrt(3)))  # t of two degrees, from a table
+    assert (mean, half) == pytest.approx(
+        (0.72, 4.302652730 * 0.02 / math.sqrt(3))
+    )  # t of two degrees, from a table
     assert math.isnan(over_seeds([0.7])[1])
     for bad in ([], [0.7, math.nan]):
         with pytest.raises(MetricError):
@@ -330,7 +412,8 @@ def test_intervals_over_seeds() -> None:
 
 
 def test_patients_are_drawn_with_all_their_rows() -> None:
-    """The mean of 400 rows of 20 patients who always agree with themselves is as sure as 20 numbers, not as 400."""
+    """The mean of 400 rows of 20 patients who always agree with themselves is as sure as 20
+    numbers, not as 400."""
     value = np.repeat(np.random.default_rng(1).normal(size=20), 20)
 
     def mean(weight: np.ndarray) -> Any:
@@ -340,7 +423,9 @@ def test_patients_are_drawn_with_all_their_rows() -> None:
     low, high = bootstrap(mean, np.repeat(np.arange(20), 20), n=2000, seed=3)
     assert (high - low) / 2 == pytest.approx(1.96 * value[::20].std() / math.sqrt(20), rel=0.1)
     assert low < value.mean() < high
-    assert np.array_equal(bootstrap(mean, np.repeat(np.arange(20), 20), n=2000, seed=3), [low, high])
+    assert np.array_equal(
+        bootstrap(mean, np.repeat(np.arange(20), 20), n=2000, seed=3), [low, high]
+    )
 
 
 def test_the_interval_of_every_score() -> None:
@@ -349,8 +434,12 @@ def test_the_interval_of_every_score() -> None:
     scores = np.clip(labels * 0.5 + rng.random((200, 26)) * 0.6, 0, 1)
     diagnosis = Classification(labels, predicted("binary", scores), scores)
     low, high = bootstrap(diagnosis, rng.integers(0, 90, 200), n=200)
-    assert (low <= diagnosis()).all() and (diagnosis() <= high).all() and (low < high).sum() == 6  # sensitivity is 1
+    assert (
+        (low <= diagnosis()).all() and (diagnosis() <= high).all() and (low < high).sum() == 6
+    )  # sensitivity is 1
     assert np.isnan(bootstrap(diagnosis, np.zeros(200), n=3)).all()  # one patient
-    low, high = bootstrap(Classification(rows("", ""), rows("", ""), np.zeros((2, 26))), [0, 1], n=20)
+    low, high = bootstrap(
+        Classification(rows("", ""), rows("", ""), np.zeros((2, 26))), [0, 1], n=20
+    )
     assert np.isnan([low[[1, 2, 4]], high[[1, 2, 4]]]).all()  # not defined on any resample
     assert (low[0], high[0], low[3], high[3]) == (0.0, 0.0, 1.0, 1.0)

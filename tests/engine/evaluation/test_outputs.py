@@ -89,7 +89,9 @@ def test_the_last_rank_joins_the_parts_and_late_ranks_leave_no_files(tmp_path: P
             if rank is second:  # as it was before one had joined
                 shutil.copytree(tmp_path / "out.parts", tmp_path / "parts")
             assert rank.join(COUNT, part(0).schema) == others
-        assert first.join(COUNT, part(0).schema) == [] and first.rows is None and second.rows == 4000
+        assert (
+            first.join(COUNT, part(0).schema) == [] and first.rows is None and second.rows == 4000
+        )
     out.unlink()
     shutil.copytree(tmp_path / "parts", tmp_path / "out.parts")
     with ParquetParts(out, JOB, 1, 3) as late:  # begins as another rank joins
@@ -116,11 +118,15 @@ class Source:
     def batches(self, parts: Any, progress: Any) -> Any:
         for n in range(3):
             yield CropBatch(
-                np.full((1, 12, 5000), n, np.int16), np.ones(1, int), EmbeddedCrops(n // 2, self.table, np.array([n]))
+                np.full((1, 12, 5000), n, np.int16),
+                np.ones(1, int),
+                EmbeddedCrops(n // 2, self.table, np.array([n])),
             )
 
 
-def test_a_batch_is_launched_before_waiting_for_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_launched_before_waiting_for_the_previous_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     events: list[str] = []
 
     def download(y: torch.Tensor) -> Callable[[], np.ndarray]:
@@ -130,17 +136,23 @@ def test_a_batch_is_launched_before_waiting_for_the_previous_one(monkeypatch: py
 
     monkeypatch.setattr("omnilead.engine.inference.predict.download", download)
     model: Any = SimpleNamespace(
-        device=torch.device("cpu"), encoder=SimpleNamespace(width=4), pooled=lambda x_RLT: x_RLT[:, 0, :4]
+        device=torch.device("cpu"),
+        encoder=SimpleNamespace(width=4),
+        pooled=lambda x_RLT: x_RLT[:, 0, :4],
     )
     prepare: Any = SimpleNamespace(halves=lambda uv_BLT, halves_B: uv_BLT.float())
     made = dict(tables(Source(), embeddings(model), prepare, [0, 1, 2], "crop"))
     assert events == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
-    first = {number: [vector[0] for vector in table["embedding"].to_pylist()] for number, table in made.items()}
+    first = {
+        number: [vector[0] for vector in table["embedding"].to_pylist()]
+        for number, table in made.items()
+    }
     assert first == {0: [0, 1], 1: [2], 2: []}
 
 
 def test_gpu_copies_do_not_wait_for_computation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Crops are copied beside the last batch's work; their memory is free when they are copied, not when they are used."""
+    """Crops are copied beside the last batch's work; their memory is free when they are copied, not
+    when they are used."""
     events: list[str] = []
 
     class Upload:
@@ -159,15 +171,21 @@ def test_gpu_copies_do_not_wait_for_computation(monkeypatch: pytest.MonkeyPatch)
         return x_RLT[:, 0, :4]
 
     monkeypatch.setattr("omnilead.engine.inference.predict.Upload", Upload)
-    monkeypatch.setattr("omnilead.engine.inference.predict.download", lambda x: events.append("down") or x.numpy)
+    monkeypatch.setattr(
+        "omnilead.engine.inference.predict.download", lambda x: events.append("down") or x.numpy
+    )
     batch = CropBatch(np.ones((2, 12, 5000), np.int16), np.ones(2, int), "names")
-    [(given, y_RD)] = predict([batch], lambda uv_BLT, halves_B: uv_BLT.float(), forward, torch.device("cuda", 0))
+    [(given, y_RD)] = predict(
+        [batch], lambda uv_BLT, halves_B: uv_BLT.float(), forward, torch.device("cuda", 0)
+    )
     assert (y_RD.shape, given.crops) == ((2, 4), "names")
     assert events == ["cuda", "up", "compute", "down", "copied"]
 
 
 @pytest.mark.parametrize("sparse", [0.5, 0.0], ids=["few crops of each shard", "whole shards"])
-def test_crops_of_a_remote_dataset(sparse: float, dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crops_of_a_remote_dataset(
+    sparse: float, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Read one by one or through cached shards: the same crops, and the same unreadable ones."""
     monkeypatch.setattr(predicting, "SPARSE", sparse)
     place, rows = f"/bucket/predict{sparse}", np.arange(3, 40, 4)
@@ -177,7 +195,10 @@ def test_crops_of_a_remote_dataset(sparse: float, dataset: Dataset, monkeypatch:
     made = list(dataset_batches(remote, np.array_split(rows, 3)))
     assert np.concatenate([batch.crops for batch in made]).tolist() == rows.tolist()
     for batch in made:
-        assert all((uv_LT == dataset.read(row)).all() for uv_LT, row in zip(batch.uv_BLT, batch.crops, strict=True))
+        assert all(
+            (uv_LT == dataset.read(row)).all()
+            for uv_LT, row in zip(batch.uv_BLT, batch.crops, strict=True)
+        )
         assert (batch.halves_B == dataset.column("halves")[batch.crops]).all()
     shard, offset, _ = (int(column[rows[4]]) for column in remote.addresses)
     name = f"{place}/shards/{remote.shards[shard]['name']}"
@@ -187,5 +208,10 @@ def test_crops_of_a_remote_dataset(sparse: float, dataset: Dataset, monkeypatch:
     with pytest.raises(DatasetError):
         list(dataset_batches(remote, [rows]))
     if sparse:  # a shard that is damaged is not used at all
-        kept = np.concatenate([batch.crops for batch in dataset_batches(remote, [rows[:4], rows[4:5], rows[5:]], "skip")])
+        kept = np.concatenate(
+            [
+                batch.crops
+                for batch in dataset_batches(remote, [rows[:4], rows[4:5], rows[5:]], "skip")
+            ]
+        )
         assert kept.tolist() == np.delete(rows, 4).tolist()

@@ -1,4 +1,5 @@
-"""Linear probe and nearest neighbours against Newton's method and a loop; identification of two sources."""
+"""Linear probe and nearest neighbours against Newton's method and a loop; identification of two
+sources."""
 
 from typing import Any
 
@@ -24,7 +25,9 @@ from omnilead.engine.evaluation.probe import (
 RNG = np.random.default_rng(0)
 
 
-def made(n: int, width: int = 6, noise: float = 1.0, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def made(
+    n: int, width: int = 6, noise: float = 1.0, seed: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
     truth = np.random.default_rng(7).normal(size=(width, 4))
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(n, width)) * np.linspace(0.1, 30, width) + 5
@@ -49,7 +52,11 @@ def test_logistic_regression_agrees_with_newtons_method(strength: float) -> None
 
 
 def test_nearest_neighbours_agree_with_a_loop() -> None:
-    train, labels, queries = RNG.normal(size=(30, 5)), RNG.random((30, 3)) > 0.5, RNG.normal(size=(1100, 5))
+    train, labels, queries = (
+        RNG.normal(size=(30, 5)),
+        RNG.random((30, 3)) > 0.5,
+        RNG.normal(size=(1100, 5)),
+    )
     train /= np.linalg.norm(train, axis=1, keepdims=True)
     for k, shares in votes(train, labels, queries, [1, 4]).items():
         for i in (0, 17, 1023, 1024, 1099):
@@ -58,7 +65,9 @@ def test_nearest_neighbours_agree_with_a_loop() -> None:
 
 
 def test_a_noiseless_rule_is_learned_at_any_scale() -> None:
-    (train, y), (valid, valid_y), (test, test_y) = (made(n, noise=0.0, seed=n) for n in (1500, 300, 400))
+    (train, y), (valid, valid_y), (test, test_y) = (
+        made(n, noise=0.0, seed=n) for n in (1500, 300, 400)
+    )
     for fit, least in ((linear, 0.97), (nearest, 0.8)):
         one = fit(ProbeData(train, y, valid, valid_y, test))
         assert ((one.scores_NK > 0.5) == test_y).mean() > least
@@ -103,12 +112,16 @@ def test_softmax_and_ridge_regression_reach_their_optimum() -> None:
     values = known(x @ np.arange(12).reshape(6, 2) + 3)
     w = ridge(x, values, 0.1)
     error = np.nan_to_num(design @ w - values)
-    np.testing.assert_allclose(design.T @ error / (~np.isnan(values)).sum(0) + penalty @ w, 0, atol=1e-9)
+    np.testing.assert_allclose(
+        design.T @ error / (~np.isnan(values)).sum(0) + penalty @ w, 0, atol=1e-9
+    )
 
 
 def test_unknown_labels_are_ignored_in_the_fit() -> None:
     """A class that is known in some rows is learned from these alone, by neighbours too."""
-    (train, y), (valid, valid_y), (test, test_y) = (made(n, noise=0.0, seed=n) for n in (900, 200, 300))
+    (train, y), (valid, valid_y), (test, test_y) = (
+        made(n, noise=0.0, seed=n) for n in (900, 200, 300)
+    )
     partly = known(y)
     for fit, least in ((linear, 0.95), (nearest, 0.75)):
         scores = fit(ProbeData(train, partly, valid, known(valid_y), test)).scores_NK
@@ -118,7 +131,10 @@ def test_unknown_labels_are_ignored_in_the_fit() -> None:
     alone = logistic(x[rows], partly[rows, :1], 0.1 * len(x) / rows.sum())
     np.testing.assert_allclose(logistic(x, partly[:, :1], 0.1), alone, atol=1e-3)
     similar = np.eye(3)
-    assert votes(similar, np.array([[np.nan], [1.0], [0.0]]), similar[:1], [1, 3]) == {1: [[0.5]], 3: [[0.5]]}
+    assert votes(similar, np.array([[np.nan], [1.0], [0.0]]), similar[:1], [1, 3]) == {
+        1: [[0.5]],
+        3: [[0.5]],
+    }
 
 
 def test_regression_at_any_scale() -> None:
@@ -127,15 +143,22 @@ def test_regression_at_any_scale() -> None:
     y = (x @ rng.normal(size=(5, 2)) + 0.1 * rng.normal(size=(700, 2))) * [3, 3000] + [60, 1e4]
     data = ProbeData(x[:400], y[:400], x[400:500], y[400:500], x[500:], "regression")
     fits = {name: fit_scaled(fit, data) for name, fit in PROBES.items()}
-    found = {name: measure("regression", y[500:], fit.scores_NK) | {"chosen": fit.chosen} for name, fit in fits.items()}
+    found = {
+        name: measure("regression", y[500:], fit.scores_NK) | {"chosen": fit.chosen}
+        for name, fit in fits.items()
+    }
     assert found["linear"]["r2"] > 0.99 and 0.5 < found["nearest"]["r2"] < 1
-    assert "mae" in report({"task": "ef", "records": dict.fromkeys(("train", "valid", "test"), 1), **found})
+    assert "mae" in report(
+        {"task": "ef", "records": dict.fromkeys(("train", "valid", "test"), 1), **found}
+    )
 
 
 class TwoSources:
     """Both number their patients alike; one has a probe without a gallery crop."""
 
-    rows = pa.table({"source": [*"aabbb"], "patient": [*"11112"], "record": [*"vwxyz"], "dx_role": [""] * 5})
+    rows = pa.table(
+        {"source": [*"aabbb"], "patient": [*"11112"], "record": [*"vwxyz"], "dx_role": [""] * 5}
+    )
     labels = np.zeros((5, 26), bool)
 
     def select(self, dx: str | None = None, identity: str = "") -> np.ndarray:
@@ -149,10 +172,16 @@ class TwoSources:
 
 
 def test_equal_patient_numbers_in_two_sources_are_two_patients() -> None:
-    vectors = np.eye(2, dtype=np.float32)[[0, 1, 1, 0, 0]].ravel()  # each probe is like the other source's patient
-    halves = pa.table({"row": range(5), "embedding": pa.FixedSizeListArray.from_arrays(pa.array(vectors), 2)})
+    vectors = np.eye(2, dtype=np.float32)[
+        [0, 1, 1, 0, 0]
+    ].ravel()  # each probe is like the other source's patient
+    halves = pa.table(
+        {"row": range(5), "embedding": pa.FixedSizeListArray.from_arrays(pa.array(vectors), 2)}
+    )
     data: Any = TwoSources()
     scores = probe(data, halves)
     found = scores["identification"]
-    assert (found["accuracy"], found["n_probes"], found["one_sided"]) == (0, 3, 1) and found["chance"] == pytest.approx(1 / 3)
+    assert (found["accuracy"], found["n_probes"], found["one_sided"]) == (0, 3, 1) and found[
+        "chance"
+    ] == pytest.approx(1 / 3)
     assert "1 of patients not in the gallery" in report(scores)

@@ -25,11 +25,17 @@ def row(step: int, **changes: Any) -> Row:
     return {"step": step, "crops_seen": 512 * step, "epoch": step / 10} | values | changes
 
 
-def make(run: Path, *lines: Row | str, validation: list[Row] | None = None, facts: Any = None) -> Path:
+def make(
+    run: Path, *lines: Row | str, validation: list[Row] | None = None, facts: Any = None
+) -> Path:
     run.mkdir(exist_ok=True)
-    (run / "metrics.jsonl").write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    (run / "metrics.jsonl").write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     if validation:
-        (run / "validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in validation))
+        (run / "validation.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in validation)
+        )
     if facts:
         (run / "run.json").write_text(json.dumps(facts))
     return run
@@ -39,10 +45,13 @@ def make(run: Path, *lines: Row | str, validation: list[Row] | None = None, fact
 def full(tmp_path: Path) -> Path:
     """A run with all its files."""
     validation = [
-        {"step": s, "loss": 3.0, "accuracy_local": 0.2, "identification_accuracy": 0.5 - s / 1000} for s in (0, 50, 100)
+        {"step": s, "loss": 3.0, "accuracy_local": 0.2, "identification_accuracy": 0.5 - s / 1000}
+        for s in (0, 50, 100)
     ]
     facts = {"steps": 300, "hardware": {"gpus": ["<b>H200</b>"]}, "config": {"model": {}}}
-    run = make(tmp_path / "w2v", *(row(step) for step in range(1, 200)), validation=validation, facts=facts)
+    run = make(
+        tmp_path / "w2v", *(row(step) for step in range(1, 200)), validation=validation, facts=facts
+    )
     (run / "config.yaml").write_text("run: '</pre><script>alert(1)</script>'\n")
     write_diagnostics(
         run / "diagnostics.npz",
@@ -55,24 +64,48 @@ def full(tmp_path: Path) -> Path:
 
 
 def curves(html: str) -> set[str]:
-    return {str(node.get("data-key")) for chart in check(html) for node in chart.iter("path") if node.get("data-key")}
+    return {
+        str(node.get("data-key"))
+        for chart in check(html)
+        for node in chart.iter("path")
+        if node.get("data-key")
+    }
 
 
 def levels(html: str) -> list[str]:
-    nodes = [node for chart in check(html) for node in chart.iter("line") if "level" in str(node.get("class"))]
+    nodes = [
+        node
+        for chart in check(html)
+        for node in chart.iter("line")
+        if "level" in str(node.get("class"))
+    ]
     return sorted(str(node.findtext("title")) for node in nodes)
 
 
 def cards(html: str) -> dict[str, tuple[str, str]]:
-    return {name: (value, of) for name, value, of in re.findall(r"<span>(.*?)</span><b>(.*?)</b><small>(.*?)</small>", html)}
+    return {
+        name: (value, of)
+        for name, value, of in re.findall(
+            r"<span>(.*?)</span><b>(.*?)</b><small>(.*?)</small>", html
+        )
+    }
 
 
-def test_every_curve_is_on_the_page_and_texts_are_escaped(full: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_curve_is_on_the_page_and_texts_are_escaped(
+    full: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_report.main([str(full)]) == 0
     assert capsys.readouterr().out.strip() == str(full / "report.html")
     html = (full / "report.html").read_text()
     assert html == run_report.build(full)  # same run, same bytes
-    wanted = {*LOGGED, "valid/loss", "valid/accuracy_local", "valid/identification_accuracy", "codebook 1", "codebook 2"}
+    wanted = {
+        *LOGGED,
+        "valid/loss",
+        "valid/accuracy_local",
+        "valid/identification_accuracy",
+        "codebook 1",
+        "codebook 2",
+    }
     assert wanted <= curves(html)
     assert cards(html)["Patients recognised"] == ("40.0%", "held out, 50.0% before training")
     assert "Crop 1" in html and "aVR" in html and "of 300" in html and "hardware.gpus" in html
@@ -80,32 +113,65 @@ def test_every_curve_is_on_the_page_and_texts_are_escaped(full: Path, capsys: py
 
 
 def test_all_that_is_logged_is_drawn() -> None:
-    drawn = {curve.key for section in run_report.SECTIONS.values() for chart in section for curve in chart.curves}
+    drawn = {
+        curve.key
+        for section in run_report.SECTIONS.values()
+        for chart in section
+        for curve in chart.curves
+    }
     for task in (PretrainTask, FinetuneTask):
         assert set(task.keys) - drawn == {"step", "crops_seen", "epoch"}  # these are in the heading
 
 
 def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path: Path) -> None:
-    figures = {"loss": 0.2, "challenge": 0.1, "auroc": 0.6, "auprc": 0.3, "accuracy": 0.4, "f_measure": 0.2}
+    figures = {
+        "loss": 0.2,
+        "challenge": 0.1,
+        "auroc": 0.6,
+        "auprc": 0.3,
+        "accuracy": 0.4,
+        "f_measure": 0.2,
+    }
     scores = {0: 0.9, 10: 0.25, 20: 0.75, 30: 0.75, 40: NAN}
-    facts = {"config": {"task": {"name": "diagnosis"}}, "best": "auroc", "chance": {"valid/auroc": 0.5, "valid/auprc": 0.1}}
+    facts = {
+        "config": {"task": {"name": "diagnosis"}},
+        "best": "auroc",
+        "chance": {"valid/auroc": 0.5, "valid/auprc": 0.1},
+    }
     steps = [{"step": s, "crops_seen": s, "loss": 1 / s, "accuracy": 0.5} for s in range(1, 41)]
     validation = [{"step": step, **figures, "auroc": score} for step, score in scores.items()]
     html = run_report.build(make(tmp_path / "dx", *steps, validation=validation, facts=facts))
     charts = check(html)
-    marked = [chart.get("aria-label") for chart in charts for node in chart.iter("text") if node.text == "best"]
+    marked = [
+        chart.get("aria-label")
+        for chart in charts
+        for node in chart.iter("text")
+        if node.text == "best"
+    ]
     assert marked == ["Loss", "Accuracy of halves", "AUROC, AUPRC, F-measure", "CinC score"]
     by_class = ("valid/auroc", "valid/auprc", "valid/f_measure")
     assert {*by_class, "valid/challenge", "valid/accuracy", "accuracy"} <= curves(html)
-    paths = [node for chart in charts for node in chart.iter("path") if node.get("data-key") in by_class]
+    paths = [
+        node for chart in charts for node in chart.iter("path") if node.get("data-key") in by_class
+    ]
     assert [node.get("data-colour") for node in paths] == ["0", "1", "2"]
-    assert html.count("best at step 20") == len(marked) and "<b>0.750</b><small>held out, chance 0.500" in html
-    assert "No step is better than step 0, before training: auroc 0.900, and 0.750 at step 20." in html
+    assert (
+        html.count("best at step 20") == len(marked)
+        and "<b>0.750</b><small>held out, chance 0.500" in html
+    )
+    assert (
+        "No step is better than step 0, before training: auroc 0.900, and 0.750 at step 20." in html
+    )
     assert levels(html) == ["chance 0.1", "chance 0.5"]
     assert cards(html)["Converged"] == ("no", "2 validations since the best")
-    assert "Not converged: best auroc 0.7500 at step 20, and 2 validations since without improvement: raise" in html
+    assert (
+        "Not converged: best auroc 0.7500 at step 20, and 2 validations since without "
+        "improvement: raise" in html
+    )
     facts["config"] |= {"train": {"patience": 2}}
-    html = run_report.build(make(tmp_path / "dx", *steps, validation=validation, facts=facts | {"steps": 999}))
+    html = run_report.build(
+        make(tmp_path / "dx", *steps, validation=validation, facts=facts | {"steps": 999})
+    )
     assert cards(html)["Converged"][0] == "yes" and "onverged: " not in html
     facts["config"] |= {"train": {"patience": 3}}
     html = run_report.build(
@@ -116,17 +182,34 @@ def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path: Path) -> N
 
 
 def test_cards_show_held_out_figures_and_chance(tmp_path: Path) -> None:
-    chance = {"accuracy_global": 1 / 63, "valid/accuracy_global": 1 / 11, "valid/accuracy_local": NAN, "loss_global": "x"}
+    chance = {
+        "accuracy_global": 1 / 63,
+        "valid/accuracy_global": 1 / 11,
+        "valid/accuracy_local": NAN,
+        "loss_global": "x",
+    }
     facts = {"best": "loss", "validation": ["dropout is off"], "chance": chance}
     steps = [row(step, accuracy_global=0.5 * (step % 2)) for step in range(1, 30)]
     html = run_report.build(make(tmp_path / "run", *steps, facts=facts))
-    assert cards(html)["Global accuracy"] == ("25.0%", "training, chance 1.6%")  # not the last batch's 50
+    assert cards(html)["Global accuracy"] == (
+        "25.0%",
+        "training, chance 1.6%",
+    )  # not the last batch's 50
     assert "In validation" not in html
-    validation = [{"step": 0, "loss": 1.0, "accuracy_global": 0.1}, {"step": 29, "loss": 3.0, "accuracy_global": 0.2}]
+    validation = [
+        {"step": 0, "loss": 1.0, "accuracy_global": 0.1},
+        {"step": 29, "loss": 3.0, "accuracy_global": 0.2},
+    ]
     html = run_report.build(make(tmp_path / "run", *steps, validation=validation, facts=facts))
     assert cards(html)["Global accuracy"] == ("20.0%", "held out, chance 9.1%")
-    assert cards(html)["Held-out loss"] == ("3.000", "at step 29") and cards(html)["Local accuracy"][1] == "training"
-    assert "In validation dropout is off." in html and levels(html) == ["chance 1.59%", "chance 9.09%"]
+    assert (
+        cards(html)["Held-out loss"] == ("3.000", "at step 29")
+        and cards(html)["Local accuracy"][1] == "training"
+    )
+    assert "In validation dropout is off." in html and levels(html) == [
+        "chance 1.59%",
+        "chance 9.09%",
+    ]
     assert "No step is better than step 0" in html and html.count("best at step 29") > 1
 
 
@@ -135,20 +218,45 @@ RUNS: dict[str, list[Row | str]] = {
     "two equal steps": [row(1, loss=2.0), row(2, loss=2.0)],
     "nothing but a step": [{"step": 3}],
     "all NaN": [row(s, **dict.fromkeys(LOGGED, NAN)) for s in (1, 2, 3)],
-    "NaN and infinite among numbers": [row(1), row(2, loss=NAN, grad_norm=INF), row(3, loss=-INF), row(4)],
-    "zero and negative where a logarithm is wanted": [row(1, grad_norm=0.0), row(2, grad_norm=-1.0)],
+    "NaN and infinite among numbers": [
+        row(1),
+        row(2, loss=NAN, grad_norm=INF),
+        row(3, loss=-INF),
+        row(4),
+    ],
+    "zero and negative where a logarithm is wanted": [
+        row(1, grad_norm=0.0),
+        row(2, grad_norm=-1.0),
+    ],
     "constants": [row(s, loss=5.0, lr=0.0, memory_gb=1e-9) for s in range(1, 90)],
     "text and truth values": [row(1, loss="low", lr=True), row(2, loss=[1], mfu={})],
-    "a line cut off, an empty one, garbage": [row(1), '{"step": 2, "lo', "", "[1, 2]", "null", '"x"', "[" * 5000],
+    "a line cut off, an empty one, garbage": [
+        row(1),
+        '{"step": 2, "lo',
+        "",
+        "[1, 2]",
+        "null",
+        '"x"',
+        "[" * 5000,
+    ],
     "giants": [row(1, loss=1e300, grad_norm=10**400), row(2, loss=1e11, lr=1e-30), row(10**11)],
-    "steps that are none": [row(1), row(2) | {"step": NAN}, row(2) | {"step": "2"}, row(2) | {"step": 10**30}, row(-4)],
+    "steps that are none": [
+        row(1),
+        row(2) | {"step": NAN},
+        row(2) | {"step": "2"},
+        row(2) | {"step": 10**30},
+        row(-4),
+    ],
     "many": [row(s, loss=1 + s % 7) for s in range(1, 5000)],
 }
 
 
 @pytest.mark.parametrize("lines", RUNS.values(), ids=RUNS)
 def test_any_run_has_a_report(lines: list[Row | str], tmp_path: Path) -> None:
-    assert check(run_report.build(make(tmp_path / "run", *lines))) or lines == RUNS["nothing but a step"]
+    assert (
+        check(run_report.build(make(tmp_path / "run", *lines)))
+        or lines == RUNS["nothing but a step"]
+    )
 
 
 def test_non_finite_values_are_marked_and_missing_ones_named(tmp_path: Path) -> None:
@@ -159,7 +267,9 @@ def test_non_finite_values_are_marked_and_missing_ones_named(tmp_path: Path) -> 
 
 
 def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
-    log = StepLog(make(tmp_path / "run", row(1), row(2, loss=9.0), row(2, loss=1.0)) / "metrics.jsonl")
+    log = StepLog(
+        make(tmp_path / "run", row(1), row(2, loss=9.0), row(2, loss=1.0)) / "metrics.jsonl"
+    )
     assert log.steps.tolist() == [1, 2] and log.column("loss")[1] == 1.0
 
 
@@ -169,18 +279,29 @@ def test_damaged_files_are_remarks(tmp_path: Path) -> None:
         (run / name).write_bytes(b"PK\x03\x04 cut")
     (run / "validation.jsonl").write_bytes(b"\xff\xfe\x00")
     html = run_report.build(run)
-    assert check(html) and "diagnostics.npz cannot be read" in html and "run.json cannot be read" in html
+    assert (
+        check(html)
+        and "diagnostics.npz cannot be read" in html
+        and "run.json cannot be read" in html
+    )
 
 
 def test_diagnostics_are_checked(tmp_path: Path) -> None:
     path = tmp_path / "diagnostics.npz"
     np.savez(path, code_usage=np.array([[{}]], dtype=object), positive_similarity=np.zeros(0))
     assert read_diagnostics(path)[0] == {}
-    write_diagnostics(path, code_usage=np.zeros(3), codes=np.zeros(3))  # too few axes, and an unknown name
+    write_diagnostics(
+        path, code_usage=np.zeros(3), codes=np.zeros(3)
+    )  # too few axes, and an unknown name
     assert read_diagnostics(path)[0] == {} and len(read_diagnostics(path)[1]) == 2
     run = make(tmp_path / "run", row(1))
     odd = {"negative_similarity": np.array([NAN, INF]), "samples_mv": np.full((1, 1, 3, 100), NAN)}
-    write_diagnostics(run / "diagnostics.npz", positive_similarity=np.full(5, 1.0), code_usage=np.zeros((7, 1)), **odd)
+    write_diagnostics(
+        run / "diagnostics.npz",
+        positive_similarity=np.full(5, 1.0),
+        code_usage=np.zeros((7, 1)),
+        **odd,
+    )
     assert len(check(run_report.build(run))) > 3
 
 
@@ -203,7 +324,9 @@ def test_thinning_keeps_outliers_and_smoothing_skips_gaps() -> None:
     assert np.isnan(smooth[100]) and np.allclose(np.delete(smooth, 100), 2.0)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 7), (1e-9, 2e-9), (1234.5, 1234.6), (0, 320), (0, 1e11)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-3, 7), (1e-9, 2e-9), (1234.5, 1234.6), (0, 320), (0, 1e11)]
+)
 def test_ticks_are_few_round_numbers_within_the_range(low: float, high: float) -> None:
     marks = plots.ticks(low, high, 6)
     assert 2 <= len(marks) <= 7

@@ -1,6 +1,8 @@
-"""The field's checkpoints: layouts of ECG-FM and DeepECG-SSL, pre-trained and classifiers, of several sizes and sampling rates.
+"""The field's checkpoints: layouts of ECG-FM and DeepECG-SSL, pre-trained and classifiers, of
+several sizes and sampling rates.
 
-Oracle: the authors' forward pass written from their key names with plain torch, and scipy's resampling.
+Oracle: the authors' forward pass written from their key names with plain torch, and scipy's
+resampling.
 """
 
 import json
@@ -30,16 +32,63 @@ LARGE = {"width": 48, "layers": 3, "heads": 4, "ffn": 64, "conv": 32}
 TAPS, GROUPS = 8, 4
 NAMES = ["Sinus rhythm", "Q wave (inferior - II, III, aVF)", "Afib"]
 TASK = {
-    **{"_name": "ecg_classification", "data": "/data/manifest", "leads_to_load": None, "leads_bucket": None},
-    **{"bucket_selection": "uniform", "sample_rate": None, "filter": False, "normalize": False, "mean_path": None},
-    **{"std_path": None, "enable_padding": True, "enable_padding_leads": False, "max_sample_size": None, "label_file": None},
+    **{
+        "_name": "ecg_classification",
+        "data": "/data/manifest",
+        "leads_to_load": None,
+        "leads_bucket": None,
+    },
+    **{
+        "bucket_selection": "uniform",
+        "sample_rate": None,
+        "filter": False,
+        "normalize": False,
+        "mean_path": None,
+    },
+    **{
+        "std_path": None,
+        "enable_padding": True,
+        "enable_padding_leads": False,
+        "max_sample_size": None,
+        "label_file": None,
+    },
 }
 MODEL = {
-    **{"all_gather": False, "normalize": False, "filter": False, "args": None, "layer_norm_first": False, "dropout": 0.0},
-    **{"attention_dropout": 0.0, "activation_dropout": 0.1, "encoder_layerdrop": 0.0, "dropout_input": 0.0, "mask_prob": 0.0},
-    **{"dropout_features": 0.0, "apply_mask": False, "mask_length": 10, "mask_selection": "static", "mask_other": 0.0},
-    **{"no_mask_overlap": False, "mask_channel_prob": 0.0, "extractor_mode": "default", "in_d": 12, "conv_bias": False},
-    **{"feature_grad_mult": 0.0, "conv_pos": TAPS, "conv_pos_groups": GROUPS, "model_path": "base_ssl.pt"},
+    **{
+        "all_gather": False,
+        "normalize": False,
+        "filter": False,
+        "args": None,
+        "layer_norm_first": False,
+        "dropout": 0.0,
+    },
+    **{
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.1,
+        "encoder_layerdrop": 0.0,
+        "dropout_input": 0.0,
+        "mask_prob": 0.0,
+    },
+    **{
+        "dropout_features": 0.0,
+        "apply_mask": False,
+        "mask_length": 10,
+        "mask_selection": "static",
+        "mask_other": 0.0,
+    },
+    **{
+        "no_mask_overlap": False,
+        "mask_channel_prob": 0.0,
+        "extractor_mode": "default",
+        "in_d": 12,
+        "conv_bias": False,
+    },
+    **{
+        "feature_grad_mult": 0.0,
+        "conv_pos": TAPS,
+        "conv_pos_groups": GROUPS,
+        "model_path": "base_ssl.pt",
+    },
     **{"no_pretrained_weights": False, "freeze_finetune_updates": 0, "final_dropout": 0.0},
 }
 
@@ -47,47 +96,97 @@ MODEL = {
 def encoder_state(size: dict[str, int], leads: int = 12) -> dict[str, Tensor]:
     """Random weights with the authors' names."""
     d, ffn, conv = size["width"], size["ffn"], size["conv"]
-    shapes: dict[str, tuple[int, ...]] = {"post_extract_proj.weight": (d, conv), "post_extract_proj.bias": (d,)}
-    shapes |= {f"feature_extractor.conv_layers.{i}.0.weight": (conv, conv if i else leads, 2) for i in range(4)}
-    shapes |= {"conv_pos.pos_conv.0.weight_g": (1, 1, TAPS), "conv_pos.pos_conv.0.weight_v": (d, d // GROUPS, TAPS)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "post_extract_proj.weight": (d, conv),
+        "post_extract_proj.bias": (d,),
+    }
+    shapes |= {
+        f"feature_extractor.conv_layers.{i}.0.weight": (conv, conv if i else leads, 2)
+        for i in range(4)
+    }
+    shapes |= {
+        "conv_pos.pos_conv.0.weight_g": (1, 1, TAPS),
+        "conv_pos.pos_conv.0.weight_v": (d, d // GROUPS, TAPS),
+    }
     shapes |= {"conv_pos.pos_conv.0.bias": (d,)}
     norms = {"feature_extractor.conv_layers.0.2": conv, "layer_norm": conv, "encoder.layer_norm": d}
     for i in range(size["layers"]):
         layer = f"encoder.layers.{i}."
-        shapes |= {f"{layer}self_attn.{part}_proj.weight": (d, d) for part in ("q", "k", "v", "out")}
+        shapes |= {
+            f"{layer}self_attn.{part}_proj.weight": (d, d) for part in ("q", "k", "v", "out")
+        }
         shapes |= {f"{layer}self_attn.{part}_proj.bias": (d,) for part in ("q", "k", "v", "out")}
-        shapes |= {f"{layer}fc1.weight": (ffn, d), f"{layer}fc1.bias": (ffn,), f"{layer}fc2.weight": (d, ffn)}
+        shapes |= {
+            f"{layer}fc1.weight": (ffn, d),
+            f"{layer}fc1.bias": (ffn,),
+            f"{layer}fc2.weight": (d, ffn),
+        }
         shapes |= {f"{layer}fc2.bias": (d,)}
         norms |= {f"{layer}self_attn_layer_norm": d, f"{layer}final_layer_norm": d}
     seeded = torch.Generator().manual_seed(0)
     state = {name: 0.3 * torch.randn(shape, generator=seeded) for name, shape in shapes.items()}
     for name, width in norms.items():
-        state |= {f"{name}.weight": 1 + 0.1 * torch.randn(width, generator=seeded), f"{name}.bias": torch.zeros(width)}
+        state |= {
+            f"{name}.weight": 1 + 0.1 * torch.randn(width, generator=seeded),
+            f"{name}.bias": torch.zeros(width),
+        }
     return state
 
 
-def saved(path: Path, size: dict[str, int], task: dict[str, Any], classes: int = 3, **changes: Any) -> dict[str, Tensor]:
-    """Save a classifier, or with 0 classes a pre-trained model, and return its weights. `changes`: to its section model."""
+def saved(
+    path: Path, size: dict[str, int], task: dict[str, Any], classes: int = 3, **changes: Any
+) -> dict[str, Tensor]:
+    """Save a classifier, or with 0 classes a pre-trained model, and return its weights. `changes`:
+    to its section model."""
     state = encoder_state(size, changes.get("in_d", 12))
-    model = MODEL | {"_name": "ecg_transformer_classifier", "num_labels": classes, "encoder_embed_dim": size["width"]}
+    model = MODEL | {
+        "_name": "ecg_transformer_classifier",
+        "num_labels": classes,
+        "encoder_embed_dim": size["width"],
+    }
     model |= {"encoder_layers": size["layers"], "encoder_ffn_embed_dim": size["ffn"], **changes}
-    model |= {"encoder_attention_heads": size["heads"], "conv_feature_layers": f"[({size['conv']}, 2, 2)] * 4"}
+    model |= {
+        "encoder_attention_heads": size["heads"],
+        "conv_feature_layers": f"[({size['conv']}, 2, 2)] * 4",
+    }
     if classes:
         state = {f"encoder.{name}": w for name, w in state.items()}
-        state |= {"proj.weight": torch.randn(classes, size["width"]), "proj.bias": torch.randn(classes)}
+        state |= {
+            "proj.weight": torch.randn(classes, size["width"]),
+            "proj.bias": torch.randn(classes),
+        }
     else:
         d = size["width"]
-        state |= {"mask_emb": torch.rand(d), "quantizer.vars": torch.rand(1, 16, 8), "project_q.bias": torch.rand(8)}
-        state |= {"quantizer.weight_proj.weight": torch.rand(16, size["conv"]), "quantizer.weight_proj.bias": torch.rand(16)}
+        state |= {
+            "mask_emb": torch.rand(d),
+            "quantizer.vars": torch.rand(1, 16, 8),
+            "project_q.bias": torch.rand(8),
+        }
+        state |= {
+            "quantizer.weight_proj.weight": torch.rand(16, size["conv"]),
+            "quantizer.weight_proj.bias": torch.rand(16),
+        }
         state |= {
             "project_q.weight": torch.rand(8, 16),
             "final_proj.weight": torch.rand(8, d),
             "final_proj.bias": torch.rand(8),
         }
-        model |= {"_name": "wav2vec2_cmsc", "latent_vars": 8, "latent_dim": 16, "final_dim": 8, "quantize_targets": True}
+        model |= {
+            "_name": "wav2vec2_cmsc",
+            "latent_vars": 8,
+            "latent_dim": 16,
+            "final_dim": 8,
+            "quantize_targets": True,
+        }
         del model["num_labels"]
-    cfg = {"task": TASK | task, "criterion": {"_name": "binary_cross_entropy_with_logits", "threshold": 0.3}, "model": model}
-    torch.save({"args": None, "cfg": cfg, "model": state, "optimizer_history": [{"num_updates": 7}]}, path)
+    cfg = {
+        "task": TASK | task,
+        "criterion": {"_name": "binary_cross_entropy_with_logits", "threshold": 0.3},
+        "model": model,
+    }
+    torch.save(
+        {"args": None, "cfg": cfg, "model": state, "optimizer_history": [{"num_updates": 7}]}, path
+    )
     return state
 
 
@@ -109,23 +208,35 @@ def authors_forward(state: dict[str, Tensor], heads: int, x_RLT: Tensor) -> Tens
     x = linear(norm(x_RLT.transpose(1, 2), "layer_norm"), "post_extract_proj")
     direction, conv = state["conv_pos.pos_conv.0.weight_v"], "conv_pos.pos_conv.0"
     taps = state[f"{conv}.weight_g"] * direction / direction.norm(dim=(0, 1), keepdim=True)
-    position = F.conv1d(x.transpose(1, 2), taps, state[f"{conv}.bias"], padding=TAPS // 2, groups=GROUPS)[..., :-1]
+    position = F.conv1d(
+        x.transpose(1, 2), taps, state[f"{conv}.bias"], padding=TAPS // 2, groups=GROUPS
+    )[..., :-1]
     x = norm(x + F.gelu(position).transpose(1, 2), "encoder.layer_norm")
     for i in range(sum(name.endswith("fc1.bias") for name in state)):
         layer = f"encoder.layers.{i}."
-        q, k, v = (linear(x, f"{layer}self_attn.{part}_proj").unflatten(-1, (heads, -1)).transpose(1, 2) for part in "qkv")
+        q, k, v = (
+            linear(x, f"{layer}self_attn.{part}_proj").unflatten(-1, (heads, -1)).transpose(1, 2)
+            for part in "qkv"
+        )
         weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
         attended = linear((weights @ v).transpose(1, 2).flatten(2), f"{layer}self_attn.out_proj")
         x = norm(x + attended, f"{layer}self_attn_layer_norm")
-        x = norm(x + linear(F.gelu(linear(x, f"{layer}fc1")), f"{layer}fc2"), f"{layer}final_layer_norm")
+        x = norm(
+            x + linear(F.gelu(linear(x, f"{layer}fc1")), f"{layer}fc2"), f"{layer}final_layer_norm"
+        )
     return x.mean(1)
 
 
 def signal_uv() -> np.ndarray:
     """Integer microvolts, 10 s at 500 Hz, with different amplitudes."""
     rng, t = np.random.default_rng(0), np.arange(5000) / 500
-    beats = rng.uniform(0.2, 1.5, (12, 1)) * np.cos(np.pi * (1.1 * t + 0.02 * rng.uniform(0, 1, (12, 1)))) ** 40
-    return np.rint(1e3 * (beats + 0.05 * rng.normal(size=(12, 5000)) + rng.uniform(-0.2, 0.2, (12, 1))))
+    beats = (
+        rng.uniform(0.2, 1.5, (12, 1))
+        * np.cos(np.pi * (1.1 * t + 0.02 * rng.uniform(0, 1, (12, 1)))) ** 40
+    )
+    return np.rint(
+        1e3 * (beats + 0.05 * rng.normal(size=(12, 5000)) + rng.uniform(-0.2, 0.2, (12, 1)))
+    )
 
 
 def converted(tmp_path: Path, *options: str, name: str = "a.pt") -> Path:
@@ -140,7 +251,9 @@ def half_rate(x_SLT: np.ndarray) -> np.ndarray:
 
 
 def zscores(x_SLT: np.ndarray) -> np.ndarray:
-    return np.asarray((x_SLT - x_SLT.mean((0, 2), keepdims=True)) / x_SLT.std((0, 2), keepdims=True))
+    return np.asarray(
+        (x_SLT - x_SLT.mean((0, 2), keepdims=True)) / x_SLT.std((0, 2), keepdims=True)
+    )
 
 
 def layer_norms(x_SLT: np.ndarray) -> np.ndarray:
@@ -151,8 +264,18 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], list[str], Any]] = {
     "millivolts": (SMALL, {"sample_rate": 500}, [], lambda x: x),
     "as ECG-FM": (LARGE, {"data": "/x/mimic_iv_ecg/manifest"}, ["--fs", "500"], zscores),
     "as DeepECG-SSL": (SMALL, {}, ["--fs", "250"], half_rate),
-    "250 Hz, normalised": (LARGE, {"sample_rate": 250, "normalize": True}, [], lambda x: layer_norms(half_rate(x))),
-    "250 Hz, z-scores": (SMALL, {"sample_rate": 250}, ["--input", "zscore"], lambda x: zscores(half_rate(x))),
+    "250 Hz, normalised": (
+        LARGE,
+        {"sample_rate": 250, "normalize": True},
+        [],
+        lambda x: layer_norms(half_rate(x)),
+    ),
+    "250 Hz, z-scores": (
+        SMALL,
+        {"sample_rate": 250},
+        ["--input", "zscore"],
+        lambda x: zscores(half_rate(x)),
+    ),
 }
 
 
@@ -160,21 +283,31 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], list[str], Any]] = {
 def test_predictions_and_embeddings_are_the_authors(case: str, tmp_path: Path, capsys: Any) -> None:
     size, task, options, prepared = CASES[case]
     state = saved(tmp_path / "a.pt", size, task)
-    (tmp_path / "names.csv").write_text("\ufeffname,pos\n" + "".join(f'"{name}",5\n' for name in NAMES))
-    model = omnilead.load(folder := converted(tmp_path, *options, "--classes", str(tmp_path / "names.csv")))
+    (tmp_path / "names.csv").write_text(
+        "\ufeffname,pos\n" + "".join(f'"{name}",5\n' for name in NAMES)
+    )
+    model = omnilead.load(
+        folder := converted(tmp_path, *options, "--classes", str(tmp_path / "names.csv"))
+    )
     assert (capsys.readouterr().err == "") is (case != "as ECG-FM")
     uv = signal_uv()
     x = torch.from_numpy(prepared((uv / 1e3).reshape(12, 2, 2500).swapaxes(0, 1)).copy()).float()
-    encoder = {name.removeprefix("encoder."): w for name, w in state.items() if name.startswith("encoder.")}
+    encoder = {
+        name.removeprefix("encoder."): w for name, w in state.items() if name.startswith("encoder.")
+    }
     c_SD = authors_forward(encoder, size["heads"], x)
     assert torch.allclose(model.embed(uv, 500, LEADS, "uV"), c_SD.mean(0), atol=2e-4)
     y_K = (c_SD @ state["proj.weight"].T + state["proj.bias"]).sigmoid().mean(0)
-    assert model.predict(uv, 500, LEADS, "uV") == pytest.approx(dict(zip(NAMES, y_K.tolist(), strict=True)), abs=1e-4)
+    assert model.predict(uv, 500, LEADS, "uV") == pytest.approx(
+        dict(zip(NAMES, y_K.tolist(), strict=True)), abs=1e-4
+    )
     assert model.thresholds == (0.3,) * 3
     back = tmp_path / "b.pt"
     assert convert.main(["to-fairseq", str(folder), str(back)]) == 0
     again = torch.load(back, weights_only=True)["model"]
-    assert list(again) == list(state) and all(torch.equal(again[name], w) for name, w in state.items())
+    assert list(again) == list(state) and all(
+        torch.equal(again[name], w) for name, w in state.items()
+    )
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["small", "large"])
@@ -182,10 +315,18 @@ def test_pretrained_at_250_hz(size: dict[str, int], tmp_path: Path, capsys: Any)
     state = saved(tmp_path / "a.pt", size, {"sample_rate": 250}, classes=0)
     model, uv = omnilead.load(folder := converted(tmp_path)), signal_uv()
     x = torch.from_numpy(half_rate((uv / 1e3).reshape(12, 2, 2500).swapaxes(0, 1))).float()
-    assert torch.allclose(model.embed(uv, 500, LEADS, "uV"), authors_forward(state, size["heads"], x).mean(0), atol=2e-4)
+    assert torch.allclose(
+        model.embed(uv, 500, LEADS, "uV"),
+        authors_forward(state, size["heads"], x).mean(0),
+        atol=2e-4,
+    )
     both = [model.embed(half_rate(uv), 250, LEADS, "uV"), model.embed(uv, 500, LEADS, "uV")]
     assert F.cosine_similarity(*both, dim=0) > 0.98
-    assert "at 250 Hz" in (folder / "README.md").read_text() and not model.classes and not capsys.readouterr().err
+    assert (
+        "at 250 Hz" in (folder / "README.md").read_text()
+        and not model.classes
+        and not capsys.readouterr().err
+    )
     document = json.loads((folder / "config.json").read_text())
     config = build({"start": str(folder), "model": document["model"], "data": {"datasets": ["x"]}})
     with pytest.raises(ConfigError, match="trained at 250 Hz, pre-training is at 500 Hz"):
@@ -197,7 +338,12 @@ def test_what_is_guessed_or_contradicted_is_noted(tmp_path: Path, capsys: Any) -
     for task, options, fs_hz, note in (
         ({}, [], 250, ""),
         ({}, ["--fs", "250"], 250, ""),
-        ({}, ["--fs", "500"], 500, "its settings state 250 Hz, --fs 500 is used instead: leave it out if"),
+        (
+            {},
+            ["--fs", "500"],
+            500,
+            "its settings state 250 Hz, --fs 500 is used instead: leave it out if",
+        ),
         ({"sample_rate": 400}, [], 400, ""),
         (
             {"data": "/x/mimic_iv_ecg"},
@@ -217,7 +363,8 @@ def test_what_is_guessed_or_contradicted_is_noted(tmp_path: Path, capsys: Any) -
 
 @pytest.mark.parametrize("scale", ["zscore", "layernorm"])
 def test_training_sees_what_inference_sees(scale: str) -> None:
-    """A crop without augmentation; a lead that is masked in a half is zero and does not affect others."""
+    """A crop without augmentation; a lead that is masked in a half is zero and does not affect
+    others."""
     of = Input(tuple(range(12)), tuple(range(12)), scale, 250.0)
     uv_BLT = torch.from_numpy(signal_uv().astype(np.int16))[None]
     x_BSLT = uv_BLT.unflatten(2, (2, 2500)).swapaxes(1, 2).float().mul_(MV_PER_UV)
@@ -225,26 +372,68 @@ def test_training_sees_what_inference_sees(scale: str) -> None:
     assert torch.allclose(of.scaled(x_BSLT)[0], whole, atol=1e-6) and whole.shape == (2, 12, 1250)
     first = of.halves(uv_BLT, np.array([1]))
     x_BSLT[:, 1] = 0
-    assert torch.allclose(of.scaled(x_BSLT)[0, 0], first[0], atol=1e-6) and not of.scaled(x_BSLT)[0, 1].any()
+    assert (
+        torch.allclose(of.scaled(x_BSLT)[0, 0], first[0], atol=1e-6)
+        and not of.scaled(x_BSLT)[0, 1].any()
+    )
     shown = of.limited_to("I,V2").halves(uv_BLT, np.array([2]))
-    uv_BLT[:, [lead for lead in range(12) if lead not in (0, 7)]] = 0  # not measured is as not shown
+    uv_BLT[:, [lead for lead in range(12) if lead not in (0, 7)]] = (
+        0  # not measured is as not shown
+    )
     assert shown.any() and torch.equal(of.halves(uv_BLT, np.array([2])), shown)
 
 
-def test_fine_tuning_and_prediction_keep_the_models_rate_and_scale(dataset: Dataset, tmp_path: Path) -> None:
+def test_fine_tuning_and_prediction_keep_the_models_rate_and_scale(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     saved(tmp_path / "a.pt", SMALL, {"sample_rate": 250, "data": "ecg_fm"}, classes=1)
     start, run, found = converted(tmp_path, "--classes", "AF"), tmp_path / "run", tmp_path / "found"
     out = tmp_path / "AF.csv"
     assert predict.main(["--model", str(start), "--data", dataset.root.url, "--out", str(out)]) == 0
     assert out.read_text().partition("\n")[0].endswith('"AF","AF_predicted"')
-    settings = ["train.steps=2", "train.validate_every=1", "train.batch_crops=4", "train.precision=fp32", "encoder.dropout=0.1"]
+    settings = [
+        "train.steps=2",
+        "train.validate_every=1",
+        "train.batch_crops=4",
+        "train.precision=fp32",
+        "encoder.dropout=0.1",
+    ]
     sets = [word for setting in settings for word in ("--set", setting)]
-    how = ["--start", str(start), "--data", dataset.root.url, "--config", "diagnosis", "--out", str(run), *sets]
+    how = [
+        "--start",
+        str(start),
+        "--data",
+        dataset.root.url,
+        "--config",
+        "diagnosis",
+        "--out",
+        str(run),
+        *sets,
+    ]
     assert finetune.main(how) == 0
     model = omnilead.load(run)
-    assert (model.input.fs_hz, model.input.scale) == (250.0, "zscore") and "at 250 Hz" in (run / "model/README.md").read_text()
-    best = max(json.loads(line)["auroc"] for line in (run / "validation.jsonl").read_text().splitlines()[1:])
-    assert evaluate.main(["--model", str(run), "--data", dataset.root.url, "--role", "valid", "--json", str(found)]) == 0
+    assert (model.input.fs_hz, model.input.scale) == (250.0, "zscore") and "at 250 Hz" in (
+        run / "model/README.md"
+    ).read_text()
+    best = max(
+        json.loads(line)["auroc"]
+        for line in (run / "validation.jsonl").read_text().splitlines()[1:]
+    )
+    assert (
+        evaluate.main(
+            [
+                "--model",
+                str(run),
+                "--data",
+                dataset.root.url,
+                "--role",
+                "valid",
+                "--json",
+                str(found),
+            ]
+        )
+        == 0
+    )
     assert json.loads(found.read_text())["metrics"]["auroc"] == pytest.approx(best, abs=1e-6)
     assert finetune.main(how) == 0  # resumes, with the same facts
 
@@ -256,11 +445,22 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path: Path, capsys: Any) -> 
     assert "assumed 500 Hz" in capsys.readouterr().err
     other = tmp_path / "other"
     other.mkdir()
-    nested = {"model": json.loads(json.dumps(model.config["fairseq"]["cfg"]["model"])) | {"in_d": 12}}
-    saved(other / "a.pt", SMALL, {"leads_to_load": "['I']", "enable_padding_leads": True}, 1, args=nested)
+    nested = {
+        "model": json.loads(json.dumps(model.config["fairseq"]["cfg"]["model"])) | {"in_d": 12}
+    }
+    saved(
+        other / "a.pt",
+        SMALL,
+        {"leads_to_load": "['I']", "enable_padding_leads": True},
+        1,
+        args=nested,
+    )
     model = omnilead.load(converted(other))
     assert model.input.seen == (0,) and model.classes == ("class_0",) and model.head_info
-    assert model.head_info.kind == "binary" and "set names with --classes LIST|FILE" in capsys.readouterr().err
+    assert (
+        model.head_info.kind == "binary"
+        and "set names with --classes LIST|FILE" in capsys.readouterr().err
+    )
     saved(tmp_path / "b.pt", SMALL, {"sample_rate": 400}, 1, in_d=3)
     assert convert.main(["from-fairseq", str(tmp_path / "b.pt"), str(tmp_path / "out")]) == 0
     assert "do not name its 3 leads" in capsys.readouterr().err
@@ -269,16 +469,41 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path: Path, capsys: Any) -> 
 @pytest.mark.parametrize(
     ("task", "classes", "options", "text"),
     [
-        ({"filter": True}, 3, [], "task.filter=True .* filtered by NeuroKit2: to convert it anyway, give --input"),
-        ({"normalize": True, "mean_path": "m.txt"}, 3, [], "task.mean_path=m.txt .* its means are in another file"),
+        (
+            {"filter": True},
+            3,
+            [],
+            "task.filter=True .* filtered by NeuroKit2: to convert it anyway, give --input",
+        ),
+        (
+            {"normalize": True, "mean_path": "m.txt"},
+            3,
+            [],
+            "task.mean_path=m.txt .* its means are in another file",
+        ),
         ({"sample_rate": 25}, 3, [], "fs_hz=25: must be 50 to 2000"),
         ({"sample_rate": "fast"}, 3, [], "fs_hz='fast': must be"),
-        ({"leads_to_load": "[0, 12]"}, 3, [], "task.leads_to_load=.* must be a list of lead names or numbers"),
+        (
+            {"leads_to_load": "[0, 12]"},
+            3,
+            [],
+            "task.leads_to_load=.* must be a list of lead names or numbers",
+        ),
         ({"leads_to_load": "__import__('os')"}, 3, [], "task.leads_to_load="),
         ({}, 3, ["--classes", "A,B"], "2 names: must be 3, in the order of the outputs"),
         ({}, 3, ["--classes", "A,B,A"], "2 names: must be 3"),
-        ({}, 3, ["--classes", "nowhere.csv"], "nowhere.csv: .*No such file.*: give a CSV with a column `name`"),
-        ({}, 3, ["--classes", __file__.replace("test_conversion.py", "tiny.py")], "names: must be 3"),
+        (
+            {},
+            3,
+            ["--classes", "nowhere.csv"],
+            "nowhere.csv: .*No such file.*: give a CSV with a column `name`",
+        ),
+        (
+            {},
+            3,
+            ["--classes", __file__.replace("test_conversion.py", "tiny.py")],
+            "names: must be 3",
+        ),
         ({}, 0, ["--classes", "A"], "only pre-trained, without a classifier: leave it out"),
         ({}, 3, ["--fs", "nan"], "fs_hz=nan"),
         ({"sample_rate": 250}, 3, ["--fs", "0"], "fs_hz=0.0: must be 50 to 2000"),
@@ -288,7 +513,9 @@ def test_what_cannot_be_converted_is_a_one_line_error(
     task: dict[str, Any], classes: int, options: list[str], text: str, tmp_path: Path, capsys: Any
 ) -> None:
     saved(tmp_path / "a.pt", SMALL, task, classes)
-    assert convert.main(["from-fairseq", str(tmp_path / "a.pt"), str(tmp_path / "out"), *options]) == 2
+    assert (
+        convert.main(["from-fairseq", str(tmp_path / "a.pt"), str(tmp_path / "out"), *options]) == 2
+    )
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and re.search(text, err) and not (tmp_path / "out").exists()
 
@@ -298,12 +525,17 @@ def test_what_cannot_be_converted_is_a_one_line_error(
     [
         ({"aux_proj.0.weight": torch.zeros(4, 4)}, "1 unexpected: aux_proj.0.weight"),
         ({"proj.weight": torch.zeros(3, 30)}, r"proj.weight is \[3, 30\], not \[3, 24\]"),
-        ({"proj.weight": None, "proj.bias": None, "kernel": torch.zeros(5, 24)}, "2 missing: proj.weight, proj.bias; 1 unexp"),
+        (
+            {"proj.weight": None, "proj.bias": None, "kernel": torch.zeros(5, 24)},
+            "2 missing: proj.weight, proj.bias; 1 unexp",
+        ),
         ({"proj.weight": torch.tensor(1.0)}, "of another shape"),
         ({"encoder.mask_emb": torch.zeros(25)}, "encoder.mask_emb"),
     ],
 )
-def test_other_heads_are_refused_by_name(change: dict[str, Tensor | None], text: str, tmp_path: Path, capsys: Any) -> None:
+def test_other_heads_are_refused_by_name(
+    change: dict[str, Tensor | None], text: str, tmp_path: Path, capsys: Any
+) -> None:
     saved(path := tmp_path / "a.pt", SMALL, {})
     content = torch.load(path, weights_only=True)
     content["model"] = {name: w for name, w in (content["model"] | change).items() if w is not None}

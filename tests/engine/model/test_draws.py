@@ -1,4 +1,5 @@
-"""Draws depend only on their keys, have the authors' distributions, and shapes that do not depend on a draw."""
+"""Draws depend only on their keys, have the authors' distributions, and shapes that do not depend
+on a draw."""
 
 import dataclasses
 import hashlib
@@ -14,7 +15,17 @@ from torch import Tensor
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.counter import RandomStream, mix
 from omnilead.engine.model.config import ModelConfig, masked_share
-from omnilead.engine.model.draws import ModelStream, _mix, draw, draw_gumbel, draw_mask, draw_negatives, hashed, row_keys, slots
+from omnilead.engine.model.draws import (
+    ModelStream,
+    _mix,
+    draw,
+    draw_gumbel,
+    draw_mask,
+    draw_negatives,
+    hashed,
+    row_keys,
+    slots,
+)
 
 CONFIG = ModelConfig()
 
@@ -40,17 +51,27 @@ def test_draws_never_change(how: dict[str, Any], digest: str, noise: float) -> N
     """A run that a later version resumes gets the same masks, negatives and noise."""
     drawn = draw(dataclasses.replace(CONFIG, **how), keys(8), 156, 100)
     whole = (drawn.mask_RN, drawn.slot_RM, drawn.valid_RM, drawn.times_RMM)
-    assert hashlib.sha256(b"".join(part.numpy().astype("<i4").tobytes() for part in whole)).hexdigest()[:16] == digest
+    assert (
+        hashlib.sha256(
+            b"".join(part.numpy().astype("<i4").tobytes() for part in whole)
+        ).hexdigest()[:16]
+        == digest
+    )
     assert drawn.noise_RMGV is not None
     drawn_noise = drawn.noise_RMGV.double().flatten()
-    assert float(drawn_noise @ torch.arange(len(drawn_noise)).double().cos()) == pytest.approx(noise, rel=1e-5)
+    assert float(drawn_noise @ torch.arange(len(drawn_noise)).double().cos()) == pytest.approx(
+        noise, rel=1e-5
+    )
 
 
 def test_hashes_equal_those_of_engine_data_counter() -> None:
     """The finaliser in int64 equals numpy's in uint64 bit for bit; the streams are different."""
     assert max(RandomStream) < min(ModelStream)
     state = np.arange(2**63 - 8, 2**63 + 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    assert np.array_equal(_mix(torch.from_numpy(state.view(np.int64).copy())).numpy().view(np.uint64), mix(state.copy()))
+    assert np.array_equal(
+        _mix(torch.from_numpy(state.view(np.int64).copy())).numpy().view(np.uint64),
+        mix(state.copy()),
+    )
 
 
 @pytest.mark.slow
@@ -107,10 +128,16 @@ def test_masks_as_described_in_the_paper() -> None:
     assert torch.equal(mask, direct)
     assert (starts.double().mean(0) - 0.065).abs().max() < 5 * (0.065 * 0.935 / 4000) ** 0.5
     count = starts.sum(1).double()  # binomial
-    assert count.mean() == pytest.approx(10.14, abs=0.25) and count.var() == pytest.approx(9.48, abs=1)
+    assert count.mean() == pytest.approx(10.14, abs=0.25) and count.var() == pytest.approx(
+        9.48, abs=1
+    )
     assert mask.double().mean() == pytest.approx(masked_share(config, 156), abs=0.004)
-    few = draw(config, keys(400), 20, 7, sample_codes=False)  # rows with one masked token, with none, with all
-    assert {0, 1, 20} <= set(few.valid_RM.sum(1).tolist()) and torch.equal(few.valid_RM.sum(1), few.mask_RN.sum(1))
+    few = draw(
+        config, keys(400), 20, 7, sample_codes=False
+    )  # rows with one masked token, with none, with all
+    assert {0, 1, 20} <= set(few.valid_RM.sum(1).tolist()) and torch.equal(
+        few.valid_RM.sum(1), few.mask_RN.sum(1)
+    )
 
 
 def test_trimmed_masks_are_as_large_as_the_smallest_and_lie_within_the_drawn() -> None:
@@ -150,7 +177,9 @@ def test_the_only_masked_token_has_no_negatives() -> None:
 def test_gumbel_noise_is_gumbel() -> None:
     noise = draw_gumbel(keys(64), (20, 4, 50)).double()
     assert noise.isfinite().all()
-    assert noise.mean() == pytest.approx(0.57722, abs=0.01) and noise.var() == pytest.approx(1.64493, abs=0.02)
+    assert noise.mean() == pytest.approx(0.57722, abs=0.01) and noise.var() == pytest.approx(
+        1.64493, abs=0.02
+    )
     assert (noise < 0).double().mean() == pytest.approx(np.exp(-1), abs=0.003)
     assert draw(SMALL, keys(4), 50, 5, sample_codes=False).noise_RMGV is None
 

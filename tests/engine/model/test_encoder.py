@@ -1,4 +1,5 @@
-"""Encoder and quantiser against straightforward implementations; the settings, and the model's cost."""
+"""Encoder and quantiser against straightforward implementations; the settings, and the model's
+cost."""
 
 import dataclasses
 
@@ -34,7 +35,11 @@ def test_the_paper_s_model_has_as_many_parameters_as_the_authors() -> None:
 
 def test_flops_are_those_counted_by_hand() -> None:
     conv = 1250 * 24 * 256 + (625 + 312 + 156) * 512 * 256
-    encoder = 156 * 256 * 768 + 156 * 48 * 128 * 768 + 12 * (156 * (4 * 768**2 + 2 * 768 * 3072) + 2 * 156**2 * 768)
+    encoder = (
+        156 * 256 * 768
+        + 156 * 48 * 128 * 768
+        + 12 * (156 * (4 * 768**2 + 2 * 768 * 3072) + 2 * 156**2 * 768)
+    )
     bare = 3 * 2 * (conv + encoder)
     assert flops_per_crop(ModelConfig(), local=False) == 2 * bare
     heads = flops_per_crop(ModelConfig()) / 2 - bare
@@ -43,12 +48,19 @@ def test_flops_are_those_counted_by_hand() -> None:
     assert round(flops_per_crop(ModelConfig()) / 1e9, 1) == 175.9
 
 
-def test_activations_kept_for_a_step_are_those_that_autograd_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_kept_for_a_step_are_those_that_autograd_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """For the paper's encoder, eager, with fused attention; computed with fake tensors."""
     fused = torch.ops.aten._scaled_dot_product_flash_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, dropout_p: fused(q, k, v, dropout_p)[0])
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, k, v, dropout_p: fused(q, k, v, dropout_p)[0]
+    )
     config, saved = ModelConfig(), []
-    with torch.device("meta"), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with (
+        torch.device("meta"),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
         encoder = Encoder(config).bfloat16()
         encoder(torch.empty(2 * 64, 12, 2500))
     weights = {p.untyped_storage()._cdata for p in encoder.parameters()}
@@ -60,7 +72,9 @@ def test_activations_kept_for_a_step_are_those_that_autograd_saves(monkeypatch: 
 @pytest.mark.parametrize("samples", [2500, 799])
 @pytest.mark.parametrize("norm", ["group", "layer"])
 def test_patches_are_convolutions(norm: str, samples: int) -> None:
-    config = dataclasses.replace(SMALL, conv=((24, 2), (16, 4), (16, 2)), conv_norm=norm, feature_grad=1.0)
+    config = dataclasses.replace(
+        SMALL, conv=((24, 2), (16, 4), (16, 2)), conv_norm=norm, feature_grad=1.0
+    )
     stack = ConvStack(config)
     initialise(stack)
     for name, p in stack.named_parameters():
@@ -74,7 +88,9 @@ def test_patches_are_convolutions(norm: str, samples: int) -> None:
         if norm == "group" and i == 0:
             y = F.group_norm(y, width, block.norm.weight, block.norm.bias)
         elif norm == "layer":
-            y = F.layer_norm(y.transpose(1, 2), (width,), block.norm.weight, block.norm.bias).transpose(1, 2)
+            y = F.layer_norm(
+                y.transpose(1, 2), (width,), block.norm.weight, block.norm.bias
+            ).transpose(1, 2)
         y, inputs = F.gelu(y), width
     torch.testing.assert_close(stack(x), y.transpose(1, 2), rtol=1e-4, atol=1e-5)
     weight = torch.randn_like(y)
@@ -97,8 +113,13 @@ def test_the_features_gradient_is_scaled_or_stopped() -> None:
 
 @pytest.mark.parametrize(("kernel", "training"), [(16, True), (7, False)])
 def test_positional_convolution_is_torch_s_with_weight_norm(kernel: int, training: bool) -> None:
-    config = dataclasses.replace(SMALL, width=24, heads=2, position_kernel=kernel, position_groups=4)
-    ours, theirs = PositionalConvolution(config).train(training), nn.Conv1d(24, 24, kernel, padding=kernel // 2, groups=4)
+    config = dataclasses.replace(
+        SMALL, width=24, heads=2, position_kernel=kernel, position_groups=4
+    )
+    ours, theirs = (
+        PositionalConvolution(config).train(training),
+        nn.Conv1d(24, 24, kernel, padding=kernel // 2, groups=4),
+    )
     theirs = nn.utils.parametrizations.weight_norm(theirs, dim=2)
     with torch.no_grad():
         ours.gain.copy_(theirs.parametrizations.weight.original0.mul_(1.5))
@@ -109,8 +130,12 @@ def test_positional_convolution_is_torch_s_with_weight_norm(kernel: int, trainin
     torch.testing.assert_close(ours(x), expected, rtol=1e-5, atol=2e-6)
     ours(x).square().sum().backward()
     expected.square().sum().backward()
-    torch.testing.assert_close(ours.gain.grad, theirs.parametrizations.weight.original0.grad, rtol=1e-4, atol=5e-5)
-    torch.testing.assert_close(ours.direction.grad, theirs.parametrizations.weight.original1.grad, rtol=1e-4, atol=5e-5)
+    torch.testing.assert_close(
+        ours.gain.grad, theirs.parametrizations.weight.original0.grad, rtol=1e-4, atol=5e-5
+    )
+    torch.testing.assert_close(
+        ours.direction.grad, theirs.parametrizations.weight.original1.grad, rtol=1e-4, atol=5e-5
+    )
 
 
 def test_kernels_do_not_change_the_encoder() -> None:
@@ -125,7 +150,9 @@ def test_kernels_do_not_change_the_encoder() -> None:
         torch.testing.assert_close(fast, plain, rtol=1e-3, atol=1e-4 * float(plain.abs().max()))
 
 
-def one_hot_quantizer(q: Quantizer, z: torch.Tensor, tau: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def one_hot_quantizer(
+    q: Quantizer, z: torch.Tensor, tau: torch.Tensor, noise: torch.Tensor
+) -> torch.Tensor:
     """As in the authors' code: a straight-through one-hot vector times the codebook."""
     logits = q.logits(z).view(*z.shape[:2], q.books, q.codes)
     soft = ((logits + noise) / tau).softmax(-1)
@@ -185,7 +212,10 @@ def test_wrong_settings_are_one_line_that_names_the_key(wrong: dict[str, object]
     assert f"model.{next(iter(wrong))}" in text and "\n" not in text and len(text) < 300
 
 
-@pytest.mark.parametrize("wrong", [{"local": -1}, {"negatives": 0}, {"temperature": 0}, {"method": "byol"}, {"form": "x"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"local": -1}, {"negatives": 0}, {"temperature": 0}, {"method": "byol"}, {"form": "x"}],
+)
 def test_wrong_objectives_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         ObjectiveConfig(**wrong)  # type: ignore[arg-type]

@@ -12,7 +12,13 @@ from torch import nn
 from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, kept_per_crop
 from omnilead.engine.model.encoder import Encoder
-from omnilead.engine.model.encoders import build_encoder, cost_per_crop, describe_encoder, drops_out, examine
+from omnilead.engine.model.encoders import (
+    build_encoder,
+    cost_per_crop,
+    describe_encoder,
+    drops_out,
+    examine,
+)
 from omnilead.engine.model.init_weights import initialise
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
@@ -94,7 +100,9 @@ def of(own: Path, name: str, **settings: Any) -> ModelConfig:
 
 def test_a_custom_encoder_trains_with_every_objective(own: Path) -> None:
     config = replace(of(own, "Good", options={"scale": 2.0}), codes=8, code_width=8, projection=8)
-    first, second = (build_encoder(config, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    first, second = (
+        build_encoder(config, generator=torch.Generator().manual_seed(3)) for _ in range(2)
+    )
     assert first.scale == 2.0 and first.conv.weight.equal(second.conv.weight)  # type: ignore[union-attr]
     for dtype in (torch.float32, torch.bfloat16):
         assert examine(first, config, True, dtype) == 100
@@ -104,7 +112,9 @@ def test_a_custom_encoder_trains_with_every_objective(own: Path) -> None:
         assert model.encoder.conv.weight.equal(first.conv.weight)  # type: ignore[union-attr]
         model(torch.randn(2, 2, 12, 2500), keys, torch.tensor(1.0))["loss"].backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    with pytest.raises(ConfigError, match=r"objective.local=1.0: ResNet has no features\(\) and context\(\)"):
+    with pytest.raises(
+        ConfigError, match=r"objective.local=1.0: ResNet has no features\(\) and context\(\)"
+    ):
         Pretrainer(ModelConfig(encoder="resnet", options={"widths": [8, 8]}), ObjectiveConfig())
 
 
@@ -118,7 +128,11 @@ def test_a_custom_encoder_trains_with_every_objective(own: Path) -> None:
         ("Seeing", {}, "context sees the masked tokens"),
         ("Single", {}, "features returns [100, 4]"),
         ("Raising", {}, "own.py:Raising: RuntimeError: "),
-        ("Twelve", {"leads": 2}, "can it take 2 leads? augment.padded=true gives it 12, others zero"),
+        (
+            "Twelve",
+            {"leads": 2},
+            "can it take 2 leads? augment.padded=true gives it 12, others zero",
+        ),
         ("Good", {"options": {"depth": 3}}, "unexpected keyword argument 'depth'"),
         ("Good", {"mask_span": 99}, "model.mask_span=99: too long for 100 tokens"),
         ("NoModule", {}, "must be an nn.Module with weights"),
@@ -126,7 +140,9 @@ def test_a_custom_encoder_trains_with_every_objective(own: Path) -> None:
         ("Absent", {}, "has no attribute 'Absent'"),
     ],
 )
-def test_errors_of_a_custom_encoder_are_reported_at_the_start(name: str, settings: Any, words: str, own: Path) -> None:
+def test_errors_of_a_custom_encoder_are_reported_at_the_start(
+    name: str, settings: Any, words: str, own: Path
+) -> None:
     config = of(own, name, **settings)
     with pytest.raises(ConfigError) as raised:
         examine(build_encoder(config), config, masked=True)
@@ -135,7 +151,9 @@ def test_errors_of_a_custom_encoder_are_reported_at_the_start(name: str, setting
 
 
 def test_invalid_encoder_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.encoder=.resnt.: use resnet, your own file.py:Class"):
+    with pytest.raises(
+        ConfigError, match=r"model\.encoder=.resnt.: use resnet, your own file.py:Class"
+    ):
         ModelConfig(encoder="resnt")
     with pytest.raises(ConfigError, match=r"model\.options=.*: set model.encoder"):
         ModelConfig(options={"widths": [8]})
@@ -145,8 +163,13 @@ def test_invalid_encoder_settings_are_refused() -> None:
         build_encoder(ModelConfig(encoder="resnet", options={"widths": [12, 24]}))
 
 
-def test_files_with_the_same_name_are_separate_modules_and_changes_are_reloaded(tmp_path: Path) -> None:
-    code = "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, leads):\n        super().__init__(leads, 1)\n"
+def test_files_with_the_same_name_are_separate_modules_and_changes_are_reloaded(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, leads):\n        "
+        "super().__init__(leads, 1)\n"
+    )
     widths = []
     for folder, width in (("a", 8), ("b", 16), ("a", 24)):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -164,18 +187,23 @@ def test_the_resnet() -> None:
     fewer = ResNet(2, [16, 24, 32]).eval()
     fewer.load_state_dict(ResNet.select_leads(encoder.state_dict(), (1, 7), 12))
     torch.testing.assert_close(fewer(x[:, [1, 7]]), encoder(x))
-    assert "1-D residual network" in describe_encoder(config) and "widths=[16, 24, 32]" in describe_encoder(config)
+    assert "1-D residual network" in describe_encoder(
+        config
+    ) and "widths=[16, 24, 32]" in describe_encoder(config)
     for options, millions in (
         ({"widths": (32, 48, 80, 96, 128)}, 1.0),
         ({}, 6.7),
         ({"widths": (96, 192, 320, 448, 576)}, 20.1),
     ):
         with torch.device("meta"):
-            assert round(sum(p.numel() for p in ResNet(**options).parameters()) / 1e6, 1) == millions  # type: ignore[arg-type]
+            assert (
+                round(sum(p.numel() for p in ResNet(**options).parameters()) / 1e6, 1) == millions
+            )  # type: ignore[arg-type]
 
 
 class Grouped(nn.Module):
-    """Operations that torch's counter gets wrong: backward of grouped convolutions, fused attention, recurrent layers."""
+    """Operations that torch's counter gets wrong: backward of grouped convolutions, fused
+    attention, recurrent layers."""
 
     width = 16
 
@@ -191,7 +219,9 @@ class Grouped(nn.Module):
 
 
 def test_flops_and_memory_are_counted() -> None:
-    forward = 2 * 50 * (12 * 50 * 16 + 4 * 5 * 16 + 2 * 50 * 16 + 2 * 3 * 16 * 16)  # 50 tokens of 5 s
+    forward = (
+        2 * 50 * (12 * 50 * 16 + 4 * 5 * 16 + 2 * 50 * 16 + 2 * 3 * 16 * 16)
+    )  # 50 tokens of 5 s
     flops, kept = cost_per_crop(Grouped(), ModelConfig(encoder="own.py:Grouped"), local=False)
     assert flops == 2 * 3 * forward and 2 * 12 * 2500 < kept < 2 * 2 * 12 * 2500
     plain = replace(SMALL, kernels="plain")
@@ -200,6 +230,11 @@ def test_flops_and_memory_are_counted() -> None:
     for local in (False, True):  # the authors' encoder, as if it were another
         flops, _ = cost_per_crop(encoder, replace(plain, encoder="own.py:Encoder"), local)
         assert flops == pytest.approx(flops_per_crop(plain, local=local), rel=1e-9)
-        assert cost_per_crop(encoder, plain, local) == (flops_per_crop(plain, local=local), kept_per_crop(plain))
-    assert drops_out(None, ModelConfig()) and not drops_out(Grouped(), ModelConfig(encoder="own.py:Grouped"))
+        assert cost_per_crop(encoder, plain, local) == (
+            flops_per_crop(plain, local=local),
+            kept_per_crop(plain),
+        )
+    assert drops_out(None, ModelConfig()) and not drops_out(
+        Grouped(), ModelConfig(encoder="own.py:Grouped")
+    )
     assert drops_out(ResNet(widths=(8, 8)), ModelConfig(encoder="resnet"))

@@ -13,7 +13,15 @@ from safetensors.torch import load_file, save_file
 import omnilead
 from omnilead.engine import convert, embed, evaluate
 from omnilead.engine.common import LEADS, ConfigError
-from omnilead.engine.model.folder import CONFIG, PREPROCESSING, SHA256, WEIGHTS, LoadError, file_sha256, seal
+from omnilead.engine.model.folder import (
+    CONFIG,
+    PREPROCESSING,
+    SHA256,
+    WEIGHTS,
+    LoadError,
+    file_sha256,
+    seal,
+)
 from omnilead.engine.tasks.finetuning import read_start
 
 Saved = Callable[..., Path]
@@ -47,7 +55,9 @@ def test_changed_files_are_refused_and_named(saved_model: Saved) -> None:
         (folder / name).write_bytes(whole)
 
 
-def test_every_flipped_bit_of_a_folder_is_detected(saved_model: Saved, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flipped_bit_of_a_folder_is_detected(
+    saved_model: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = saved_model()
     rng = np.random.default_rng(0)
     for name in (CONFIG, PREPROCESSING, WEIGHTS):
@@ -59,7 +69,9 @@ def test_every_flipped_bit_of_a_folder_is_detected(saved_model: Saved, capsys: p
                 noticed = "warning" in capsys.readouterr().err  # of the name sha256 itself
             except LoadError as error:
                 noticed = name in str(error)
-            assert noticed or json.loads((folder / name).read_text()) == json.loads(whole), f"bit {bit} of {name}"
+            assert noticed or json.loads((folder / name).read_text()) == json.loads(whole), (
+                f"bit {bit} of {name}"
+            )
             (folder / name).write_bytes(whole)
 
 
@@ -86,7 +98,9 @@ def test_hashes_are_those_of_sha256sum_and_only_the_card_may_be_edited(
     document = json.loads((folder / CONFIG).read_text())
     sums = document[SHA256]
     assert sums.keys() == {path.name for path in folder.iterdir()}
-    assert all(sums[name] == file_sha256(folder / name) for name in (PREPROCESSING, WEIGHTS, "README.md"))
+    assert all(
+        sums[name] == file_sha256(folder / name) for name in (PREPROCESSING, WEIGHTS, "README.md")
+    )
     (folder / "README.md").write_text("mine")
     (folder / CONFIG).write_text(json.dumps(document))  # other spaces
     omnilead.load(folder)

@@ -1,4 +1,5 @@
-"""engine.load: embeddings from a model folder, and what is refused. References: pre-training's encoder, the dataset builder."""
+"""engine.load: embeddings from a model folder, and what is refused. References: pre-training's
+encoder, the dataset builder."""
 
 import json
 from collections.abc import Callable
@@ -27,18 +28,35 @@ from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.tasks.finetuning import read_start
 
 Saved = Callable[..., Path]
-DIAGNOSIS = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR", "SB"], "thresholds": [0.5] * 3}
-AGE = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years", "center": [60.0], "scale": [15.0]}
+DIAGNOSIS = {
+    "task": "diagnosis",
+    "kind": "multilabel",
+    "classes": ["AF", "NSR", "SB"],
+    "thresholds": [0.5] * 3,
+}
+AGE = {
+    "task": "age",
+    "kind": "regression",
+    "classes": ["age"],
+    "unit": "years",
+    "center": [60.0],
+    "scale": [15.0],
+}
 torch.set_num_threads(1)
 
 
 def ecg(seconds: float = 10, fs_hz: float = 500, leads: int = 12, seed: int = 0) -> np.ndarray:
-    """Millivolts: beats with a different shape and amplitude in each lead, baseline wander and noise."""
+    """Millivolts: beats with a different shape and amplitude in each lead, baseline wander and
+    noise."""
     rng = np.random.default_rng(seed)
     t = np.arange(round(seconds * fs_hz)) / fs_hz
     gain, phase = rng.normal(0, 0.7, (leads, 1)), rng.uniform(0, 1, (leads, 1))
     beats = gain * np.cos(np.pi * (1.2 * t + 0.02 * phase)) ** 40
-    return beats + 0.1 * np.sin(2 * np.pi * (0.3 * t + phase)) + 0.01 * rng.normal(size=(leads, len(t)))
+    return (
+        beats
+        + 0.1 * np.sin(2 * np.pi * (0.3 * t + phase))
+        + 0.01 * rng.normal(size=(leads, len(t)))
+    )
 
 
 @pytest.fixture
@@ -46,8 +64,13 @@ def model(saved_model: Saved) -> TrainedModel:
     return omnilead.load(saved_model().parent)
 
 
-def test_unreadable_weights_are_refused(saved_model: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, denied = saved_model(), mock.Mock(side_effect=PermissionError)  # root, as which tests may run, may read all files
+def test_unreadable_weights_are_refused(
+    saved_model: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, denied = (
+        saved_model(),
+        mock.Mock(side_effect=PermissionError),
+    )  # root, as which tests may run, may read all files
     monkeypatch.setattr("omnilead.engine.model.folder.file_sha256", denied)
     with pytest.raises(LoadError, match="permission denied"):
         omnilead.load(folder)
@@ -63,14 +86,20 @@ def test_weights_equal_those_in_the_file(saved_model: Saved) -> None:
     x = torch.randn(3, 12, 2500)
     for place in (folder, folder.parent, str(folder)):
         model = omnilead.load(place)
-        assert not model.training and torch.equal(model(x), pool(whole.encoder(x))) and model(x).dtype == torch.float32
+        assert (
+            not model.training
+            and torch.equal(model(x), pool(whole.encoder(x)))
+            and model(x).dtype == torch.float32
+        )
     assert torch.allclose(model.logits(x), pool(whole.encoder(x)) @ head[0].T + head[1], atol=1e-6)
     assert model.classes == ("AF", "NSR", "SB")
 
 
 def test_a_model_from_a_bucket_and_one_in_half_precision(saved_model: Saved) -> None:
     folder = saved_model()
-    weights(folder, **{name: w.half() for name, w in load_file(folder / "model.safetensors").items()})
+    weights(
+        folder, **{name: w.half() for name, w in load_file(folder / "model.safetensors").items()}
+    )
     bucket = fsspec.filesystem("memory")
     bucket.put(str(folder), "/bucket/run/model", recursive=True)
     x = torch.randn(1, 12, 2500)
@@ -84,7 +113,10 @@ def test_a_model_from_a_bucket_and_one_in_half_precision(saved_model: Saved) -> 
 def test_an_encoder_that_was_never_masked_and_a_head_without_classes(saved_model: Saved) -> None:
     folder = saved_model(head={"task": "identification", "kind": "identity"})
     names = load_file(folder / "model.safetensors")
-    weights(folder, **dict.fromkeys(name for name in names if "mask" in name or name.startswith("local.")))
+    weights(
+        folder,
+        **dict.fromkeys(name for name in names if "mask" in name or name.startswith("local.")),
+    )
     model = omnilead.load(folder)
     assert model.head is None and model(torch.randn(1, 12, 2500)).isfinite().all()
     with pytest.raises(ConfigError, match="no head"):
@@ -102,12 +134,18 @@ def change(folder: Path, name: str, **to: Any) -> None:
 
 
 def model_setting(folder: Path, **to: Any) -> None:
-    change(folder, "config.json", model=json.loads((folder / "config.json").read_text())["model"] | to)
+    change(
+        folder, "config.json", model=json.loads((folder / "config.json").read_text())["model"] | to
+    )
 
 
 def weights(folder: Path, **to: Tensor | None) -> None:
-    changed = load_file(folder / "model.safetensors") | {name.replace("__", "."): w for name, w in to.items()}
-    save_file({name: w for name, w in changed.items() if w is not None}, folder / "model.safetensors")
+    changed = load_file(folder / "model.safetensors") | {
+        name.replace("__", "."): w for name, w in to.items()
+    }
+    save_file(
+        {name: w for name, w in changed.items() if w is not None}, folder / "model.safetensors"
+    )
     sealed(folder)
 
 
@@ -123,22 +161,43 @@ def not_exported(folder: Path) -> None:
 
 FOREIGN = '{"architectures": ["Wav2Vec2Model"], "hidden_size": 32, "format_version": 1}'
 HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing": (lambda d: weights(d, encoder__layers__1__fc1__bias=None), "1 missing: encoder.layers.1.fc1.bias"),
+    "missing": (
+        lambda d: weights(d, encoder__layers__1__fc1__bias=None),
+        "1 missing: encoder.layers.1.fc1.bias",
+    ),
     "unexpected": (lambda d: weights(d, encoder__x=torch.zeros(48)), "1 unexpected: encoder.x"),
-    "reshaped": (lambda d: weights(d, encoder__norm__weight=torch.zeros(31)), r"encoder.norm.weight is \[31\], not \[32\]"),
+    "reshaped": (
+        lambda d: weights(d, encoder__norm__weight=torch.zeros(31)),
+        r"encoder.norm.weight is \[31\], not \[32\]",
+    ),
     "other width": (lambda d: model_setting(d, width=64), "and 26 more"),
     "no head": (lambda d: weights(d, head__bias=None), "1 missing: head.bias"),
-    "unnamed head": (lambda d: change(d, "config.json", head=None), "2 unexpected: head.bias, head.weight"),
+    "unnamed head": (
+        lambda d: change(d, "config.json", head=None),
+        "2 unexpected: head.bias, head.weight",
+    ),
     "no kind": (lambda d: change(d, "config.json", head={"task": "age"}), "'age'"),
-    "no classes": (lambda d: change(d, "config.json", head={"task": "diagnosis", "kind": "multilabel"}), "0 classes"),
-    "no scale": (lambda d: change(d, "config.json", head=AGE | {"scale": []}), "1 classes, 1 center, 0 scale"),
+    "no classes": (
+        lambda d: change(d, "config.json", head={"task": "diagnosis", "kind": "multilabel"}),
+        "0 classes",
+    ),
+    "no scale": (
+        lambda d: change(d, "config.json", head=AGE | {"scale": []}),
+        "1 classes, 1 center, 0 scale",
+    ),
     "a head of text": (lambda d: change(d, "config.json", head="diagnosis"), "head=diagnosis"),
     "no settings": (lambda d: (d / "config.json").write_text(FOREIGN), "no model settings"),
     "wrong settings": (lambda d: model_setting(d, heads=5), "model.heads=5"),
     "version": (lambda d: change(d, "config.json", format_version=2), "format_version=2"),
     "not json": (lambda d: (d / "config.json").write_text("{"), "config.json"),
-    "no preprocessing": (lambda d: (d / "preprocessing.json").unlink(), "preprocessing.json: no such file"),
-    "other rate": (lambda d: change(d, "preprocessing.json", fs_hz=25), "fs_hz=25: must be 50 to 2000"),
+    "no preprocessing": (
+        lambda d: (d / "preprocessing.json").unlink(),
+        "preprocessing.json: no such file",
+    ),
+    "other rate": (
+        lambda d: change(d, "preprocessing.json", fs_hz=25),
+        "fs_hz=25: must be 50 to 2000",
+    ),
     "no rate": (lambda d: change(d, "preprocessing.json", fs_hz="250"), "fs_hz='250'"),
     "nested scale": (lambda d: change(d, "preprocessing.json", scale=[[1]]), "scale="),
     "few names": (lambda d: change(d, "preprocessing.json", leads=["I", "II"]), "12 channels"),
@@ -166,7 +225,9 @@ def test_incomplete_documents_are_read(saved_model: Saved) -> None:
     assert omnilead.load(folder).history == {} and read_start(str(folder)).splits == []
 
 
-@pytest.mark.parametrize("fs_hz, unit", [(500, "mV"), (257, "uV"), (1000, "mV"), (400, "uV"), (333.5, "mV")])
+@pytest.mark.parametrize(
+    "fs_hz, unit", [(500, "mV"), (257, "uV"), (1000, "mV"), (400, "uV"), (333.5, "mV")]
+)
 def test_an_array_becomes_what_the_dataset_builder_makes_of_it(fs_hz: float, unit: str) -> None:
     """Values, missing leads, cuts: 26.2 s in three crops, shuffled leads, some missing samples."""
     names = tuple(np.random.default_rng(1).permutation(LEADS)[:9])
@@ -189,13 +250,23 @@ def test_integers_and_tensors_give_the_same_crops() -> None:
     signal_uv = np.rint(ecg() * 1e3).astype(np.int32)
     expected = crops(signal_uv, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT
     assert np.array_equal(expected[0], signal_uv)
-    for same in (signal_uv.astype(np.float32), torch.from_numpy(signal_uv), torch.from_numpy(signal_uv).double()):
+    for same in (
+        signal_uv.astype(np.float32),
+        torch.from_numpy(signal_uv),
+        torch.from_numpy(signal_uv).double(),
+    ):
         assert np.array_equal(crops(same, 500, LEADS, "uV", Input(ALL, ALL)).uv_BLT, expected)
 
 
-def test_a_crop_has_the_same_embedding_in_memory_and_in_a_dataset(dataset: Dataset, model: TrainedModel) -> None:
+def test_a_crop_has_the_same_embedding_in_memory_and_in_a_dataset(
+    dataset: Dataset, model: TrainedModel
+) -> None:
     crop = dataset.read(0)
-    x_SLT = torch.from_numpy(crop.astype(np.float32) * np.float32(1e-3)).view(12, 2, 2500).transpose(0, 1)
+    x_SLT = (
+        torch.from_numpy(crop.astype(np.float32) * np.float32(1e-3))
+        .view(12, 2, 2500)
+        .transpose(0, 1)
+    )
     expected = model(x_SLT).mean(0)
     assert torch.allclose(model.embed(crop, 500, LEADS, "uV"), expected, atol=1e-6)
     assert torch.allclose(model.embed(crop / 1e6, 500, LEADS, "V"), expected, atol=1e-6)
@@ -211,7 +282,9 @@ def test_lead_names_decide_and_not_their_order(model: TrainedModel) -> None:
     few[[1, 6]] = signal[[1, 6]]
     assert torch.equal(model.embed(signal[[6, 1]], 500, "V1,II"), model.embed(few, 500, LEADS))
     holed = signal.copy()
-    holed[[0, *range(2, 6), *range(7, 12)], 700] = np.nan  # a lead that was not measured is a lead that is not there
+    holed[[0, *range(2, 6), *range(7, 12)], 700] = (
+        np.nan
+    )  # a lead that was not measured is a lead that is not there
     assert torch.equal(model.embed(holed, 500, LEADS), model.embed(few, 500, LEADS))
     assert not torch.equal(model.embed(few, 500, LEADS), expected)
 
@@ -219,10 +292,20 @@ def test_lead_names_decide_and_not_their_order(model: TrainedModel) -> None:
 def test_missing_samples_in_integers_and_masked_arrays(model: TrainedModel) -> None:
     signal_uv = np.rint(ecg() * 1e3).astype(np.int16)
     holed, mask = signal_uv.copy(), np.zeros(signal_uv.shape, bool)
-    holed[6, 100:110], mask[6, 100:110] = -32768, True  # as scipy.io.loadmat gives a record of the Challenge
+    holed[6, 100:110], mask[6, 100:110] = (
+        -32768,
+        True,
+    )  # as scipy.io.loadmat gives a record of the Challenge
     masked = np.ma.masked_array(signal_uv, mask)
     expected = model.embed(signal_uv * (np.arange(12) != 6)[:, None], 500, LEADS, "uV")
-    for same in (holed, holed.astype(">i2"), torch.from_numpy(holed), masked, masked.astype(">i2"), masked.astype(np.float32)):
+    for same in (
+        holed,
+        holed.astype(">i2"),
+        torch.from_numpy(holed),
+        masked,
+        masked.astype(">i2"),
+        masked.astype(np.float32),
+    ):
         assert torch.equal(model.embed(same, 500, LEADS, "uV"), expected)
     with pytest.raises(SignalError, match="no valid lead"):
         model.embed(np.full((12, 5000), -32768, np.int16), 500, LEADS, "uV")
@@ -233,13 +316,18 @@ def test_several_records_and_any_length(model: TrainedModel) -> None:
     together = model.embed(signals, 500, LEADS)
     assert together.shape == (3, 32) and together.dtype == torch.float32
     for one, signal in zip(together, signals, strict=True):
-        fives = torch.stack([model.embed(signal[:, i * 2500 : (i + 1) * 2500], 500, LEADS) for i in range(4)])
+        fives = torch.stack(
+            [model.embed(signal[:, i * 2500 : (i + 1) * 2500], 500, LEADS) for i in range(4)]
+        )
         assert torch.allclose(one, fives.mean(0), atol=1e-6)  # what is left, 3 s, is no segment
     assert model.embed(signals[:0], 500, LEADS).shape == (0, 32)
 
 
 def test_predictions_are_the_mean_over_segments(saved_model: Saved) -> None:
-    signals, rhythm = np.stack([ecg(13, seed=seed) for seed in range(2)]), {"task": "rhythm", "kind": "multiclass"}
+    signals, rhythm = (
+        np.stack([ecg(13, seed=seed) for seed in range(2)]),
+        {"task": "rhythm", "kind": "multiclass"},
+    )
     kinds = {"a": DIAGNOSIS, "b": rhythm | {"classes": ["AF", "NSR"]}, "c": AGE}
     for place, head in kinds.items():
         model = omnilead.load(saved_model(place, head=head))
@@ -248,9 +336,13 @@ def test_predictions_are_the_mean_over_segments(saved_model: Saved) -> None:
         kind = {"a": logits.sigmoid(), "b": logits.softmax(1), "c": 15 * logits + 60}[place]
         assert torch.allclose(scores, kind)
         first, second = model.predict(signals, 500, LEADS)
-        assert second == pytest.approx(dict(zip(head["classes"], scores.mean(0).tolist(), strict=True)), abs=1e-5)
+        assert second == pytest.approx(
+            dict(zip(head["classes"], scores.mean(0).tolist(), strict=True)), abs=1e-5
+        )
         assert model.predict(signals[0], 500, LEADS) == pytest.approx(first, abs=1e-5)
-        assert model.unit == head.get("unit", "") and model.thresholds == (() if place != "a" else (0.5, 0.5, 0.5))
+        assert model.unit == head.get("unit", "") and model.thresholds == (
+            () if place != "a" else (0.5, 0.5, 0.5)
+        )
     assert model.predict(signals[:0], 500, LEADS) == []
     assert model.head is not None
     model.head.bias.data[:] = torch.inf
@@ -266,15 +358,20 @@ def test_ten_seconds_in_which_nothing_was_measured_are_left_out(model: TrainedMo
     kept = np.concatenate([signal[:, :5000], signal[:, 10000:]], 1)
     assert torch.allclose(model.embed(signal, 500, LEADS), model.embed(kept, 500, LEADS), atol=1e-6)
     quiet = np.concatenate([signal[:, :5000], np.full((12, 5000), 0.1)], axis=1)
-    assert torch.allclose(model.embed(quiet, 500, LEADS), model.embed(signal[:, :5000], 500, LEADS), atol=1e-6)
+    assert torch.allclose(
+        model.embed(quiet, 500, LEADS), model.embed(signal[:, :5000], 500, LEADS), atol=1e-6
+    )
 
 
 def test_scores_of_each_lead(saved_model: Saved) -> None:
-    """For a model trained on z-scores, the gain and offset of a lead do not matter, and a missing lead is zero."""
+    """For a model trained on z-scores, the gain and offset of a lead do not matter, and a missing
+    lead is zero."""
     model, signal = omnilead.load(saved_model(preprocessing={"scale": "zscore"})), ecg()[:8]
     expected = model.embed(signal, 500, LEADS[:8])
     gains = np.linspace(0.5, 3, 8)[:, None]
-    assert torch.allclose(model.embed(signal * gains + gains, 500, LEADS[:8]), expected, atol=0.02)  # of whole microvolts
+    assert torch.allclose(
+        model.embed(signal * gains + gains, 500, LEADS[:8]), expected, atol=0.02
+    )  # of whole microvolts
     uv = np.rint(signal * 1e3)
     z = np.zeros((12, 5000))
     z[:8] = (uv - uv.mean(1, keepdims=True)) / uv.std(1, keepdims=True)
@@ -316,7 +413,9 @@ def test_models_of_fewer_leads(saved_model: Saved) -> None:
         ({"signal": np.stack([ecg(), ecg() * np.nan])}, r"signal\[1\]: no valid lead"),
     ],
 )
-def test_an_invalid_ecg_is_a_one_line_error(change: dict[str, Any], text: str, model: TrainedModel) -> None:
+def test_an_invalid_ecg_is_a_one_line_error(
+    change: dict[str, Any], text: str, model: TrainedModel
+) -> None:
     given = {"signal": ecg(), "fs_hz": 500, "leads": LEADS, "unit": "mV"} | change
     with pytest.raises(ConfigError, match=text) as caught:
         model.embed(**given)

@@ -1,4 +1,5 @@
-"""A whole step: golden numbers, learning, every method, other encoders, low precision, one graph."""
+"""A whole step: golden numbers, learning, every method, other encoders, low precision, one
+graph."""
 
 import copy
 import dataclasses
@@ -49,7 +50,8 @@ def step(model: Pretrainer, crops: int = 4) -> dict[str, Tensor]:
 
 
 def test_golden_losses_and_gradient() -> None:
-    """Numbers from when this code agreed with the authors' (tests/engine/test_parity.py); they reveal changed results."""
+    """Numbers from when this code agreed with the authors' (tests/engine/test_parity.py); they
+    reveal changed results."""
     model = by_numpy(seeded())
     out = step(model)
     out["loss"].backward()
@@ -79,7 +81,9 @@ def test_only_the_loss_has_a_gradient_and_it_is_the_weighted_sum() -> None:
     out = step(seeded(objective=ObjectiveConfig(local=2, diversity=0.3, features=5, contrast=0.5)))
     assert [name for name, value in out.items() if value.requires_grad] == ["loss"]
     weights = {"local": 2, "diversity": 0.3, "features": 5, "global": 0.5}
-    torch.testing.assert_close(out["loss"].detach(), sum(w * out[f"loss_{name}"] for name, w in weights.items()))
+    torch.testing.assert_close(
+        out["loss"].detach(), sum(w * out[f"loss_{name}"] for name, w in weights.items())
+    )
 
 
 def test_spare_slots_change_nothing() -> None:
@@ -97,19 +101,26 @@ def test_spare_slots_change_nothing() -> None:
         model.zero_grad()
         out = model(waves(4), tau=torch.tensor(2.0), draws=draws)
         out["loss"].backward()
-        results.append(list(out.values()) + [p.grad.clone() for p in model.parameters() if p.grad is not None])
+        results.append(
+            list(out.values()) + [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        )
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 class ConvEncoder(nn.Module):
-    """A different encoder: patches, then a depthwise convolution over time with gated mixing of channels."""
+    """A different encoder: patches, then a depthwise convolution over time with gated mixing of
+    channels."""
 
     width = feature_width = 32
 
     def __init__(self) -> None:
         super().__init__()
-        self.patches, self.norm, self.mask = nn.Conv1d(12, 32, 16, 16), nn.LayerNorm(32), nn.Parameter(torch.zeros(32))
+        self.patches, self.norm, self.mask = (
+            nn.Conv1d(12, 32, 16, 16),
+            nn.LayerNorm(32),
+            nn.Parameter(torch.zeros(32)),
+        )
         self.mix, self.gate = nn.Conv1d(32, 32, 31, padding=15, groups=32), nn.Linear(32, 64)
 
     def features(self, x_RLT: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +163,9 @@ class Tokens(nn.Module):
 def test_every_method_learns(objective: ObjectiveConfig, encoder: type[nn.Module] | None) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
-    model = Pretrainer(dataclasses.replace(SMALL, layers=1), objective, encoder and encoder(), generator)
+    model = Pretrainer(
+        dataclasses.replace(SMALL, layers=1), objective, encoder and encoder(), generator
+    )
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3 if encoder else 2e-3)
     x, ids, losses = waves(8), torch.arange(8), []
     for epoch in range(25):
@@ -185,7 +198,11 @@ def test_bf16_is_finite_and_near(pure: bool) -> None:
 
 
 def test_dropout_drops_and_evaluation_does_not() -> None:
-    model = seeded(dataclasses.replace(SMALL, dropout=0.3, activation_dropout=0.2, attention_dropout=0.1, input_dropout=0.1))
+    model = seeded(
+        dataclasses.replace(
+            SMALL, dropout=0.3, activation_dropout=0.2, attention_dropout=0.1, input_dropout=0.1
+        )
+    )
     assert step(model)["loss"] != step(model)["loss"]
     model.eval()
     assert step(model)["loss"] == step(model)["loss"]
@@ -200,14 +217,18 @@ def test_other_lengths_and_leads() -> None:
 
 def test_initial_weights_follow_the_generator_alone() -> None:
     one, other = seeded(), seeded()
-    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
     assert float(one.encoder.layers[0].fc1.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
     torch.testing.assert_close(one.encoder.position.weight(), one.encoder.position.direction)
 
 
 @pytest.mark.parametrize("how", ["layers", "step"])
 def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
-    """One graph, or one for each part, for any draws: only traced, as compiling would take minutes."""
+    """One graph, or one for each part, for any draws: only traced, as compiling would take
+    minutes."""
     model = seeded(dataclasses.replace(SMALL, layers=1))
     compiled = copy.deepcopy(model)
     compile_model(compiled, how, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -218,13 +239,17 @@ def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
                 m.zero_grad()
                 loss = m(waves(2), keys(2, epoch), torch.tensor(2.0 - 0.1 * epoch))["loss"]
                 loss.backward()
-                grads.append([loss.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)])
+                grads.append(
+                    [loss.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)]
+                )
             for got, expected in zip(*grads, strict=True):
                 torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["plain eager", "all eager", "plain layers", "all layers", "all step"])
+@pytest.mark.parametrize(
+    "how", ["plain eager", "all eager", "plain layers", "all layers", "all step"]
+)
 def test_a_gpu_computes_what_a_cpu_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, compiled = how.split()
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -239,12 +264,16 @@ def test_a_gpu_computes_what_a_cpu_does(how: str, monkeypatch: pytest.MonkeyPatc
         grads.append([p.grad.cpu() for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=1e-5)
     for got, expected in zip(*grads[::-1], strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            got, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())
+        )
 
 
 @pytest.mark.gpu
 def test_a_gpu_draws_what_a_cpu_does() -> None:
-    mine, theirs = (draw(SMALL, keys(16).flatten().to(device), 50, 20) for device in ("cuda", "cpu"))
+    mine, theirs = (
+        draw(SMALL, keys(16).flatten().to(device), 50, 20) for device in ("cuda", "cpu")
+    )
     for got, expected in zip(mine[:4], theirs[:4], strict=True):
         assert got is not None and expected is not None and torch.equal(got.cpu(), expected)
     assert mine.noise_RMGV is not None

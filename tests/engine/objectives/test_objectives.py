@@ -11,7 +11,8 @@ from omnilead.engine.objectives.local import diversity, local_loss, mean_over_ro
 
 
 def gathered_loss(x: Tensor, y: Tensor, other: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """As the authors: [1 + K, M] candidates of one segment, those equal to the target at -inf. -> loss and hit of each token"""
+    """As the authors: [1 + K, M] candidates of one segment, those equal to the target at -inf. ->
+    loss and hit of each token"""
     candidates = torch.cat([y[None], y[other].permute(1, 0, 2)])
     logits = torch.cosine_similarity(x[None], candidates, dim=-1) / temperature
     same = (candidates[1:] == y).all(-1)
@@ -20,8 +21,11 @@ def gathered_loss(x: Tensor, y: Tensor, other: Tensor, temperature: float) -> tu
     return F.cross_entropy(logits, torch.zeros(len(y), dtype=torch.long), reduction="none"), hits
 
 
-def case(rows: int, slots: int, codes: int, counts: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Contexts, targets made of few codes (so that many are identical), 100 negatives with repeats, valid slots, codes."""
+def case(
+    rows: int, slots: int, codes: int, counts: list[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Contexts, targets made of few codes (so that many are identical), 100 negatives with repeats,
+    valid slots, codes."""
     generator = torch.Generator().manual_seed(rows + slots + codes)
     book = torch.randn(codes, 16, generator=generator)
     code_RM = torch.randint(codes, (rows, slots), generator=generator)
@@ -29,20 +33,32 @@ def case(rows: int, slots: int, codes: int, counts: list[int]) -> tuple[Tensor, 
     other = (torch.rand(rows, slots, 100, generator=generator) * (used[..., None] - 1)).long()
     other += other >= torch.arange(slots)[:, None]
     x = torch.randn(rows, slots, 16, generator=generator)
-    return x, book[code_RM], other.clamp(max=slots - 1), torch.arange(slots) < used, code_RM[..., None]
+    return (
+        x,
+        book[code_RM],
+        other.clamp(max=slots - 1),
+        torch.arange(slots) < used,
+        code_RM[..., None],
+    )
 
 
 @pytest.mark.parametrize("codes", [1, 3, 40, 10_000])
 @pytest.mark.parametrize("counts", [[13, 13, 13], [13, 7, 2]], ids=["equal", "ragged"])
-def test_the_gram_matrix_gives_the_loss_of_gathered_negatives(codes: int, counts: list[int]) -> None:
+def test_the_gram_matrix_gives_the_loss_of_gathered_negatives(
+    codes: int, counts: list[int]
+) -> None:
     x, y, other, valid, code = case(3, 13, codes, counts)
     x, y = x.requires_grad_(), y.requires_grad_()
     loss, accuracy = local_loss(x, y, count_negatives(other, 13), valid, code)
     rows = [gathered_loss(x[r, :n], y[r, :n], other[r, :n], 0.1) for r, n in enumerate(counts)]
     expected = torch.stack([losses.mean() for losses, _ in rows]).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(accuracy, torch.stack([hits.float().mean() for _, hits in rows]).mean())
-    for one, other_grad in zip(torch.autograd.grad(loss, (x, y)), torch.autograd.grad(expected, (x, y)), strict=True):
+    torch.testing.assert_close(
+        accuracy, torch.stack([hits.float().mean() for _, hits in rows]).mean()
+    )
+    for one, other_grad in zip(
+        torch.autograd.grad(loss, (x, y)), torch.autograd.grad(expected, (x, y)), strict=True
+    ):
         torch.testing.assert_close(one, other_grad, rtol=1e-4, atol=1e-6)
         assert one.isfinite().all()
 
@@ -55,7 +71,9 @@ def test_without_codes_no_negative_is_excluded() -> None:
 
 def test_with_equal_token_counts_the_loss_is_the_authors_mean_over_tokens() -> None:
     loss = torch.rand(4, 7)
-    torch.testing.assert_close(mean_over_rows(loss, torch.ones(4, 7, dtype=torch.bool)), loss.mean())
+    torch.testing.assert_close(
+        mean_over_rows(loss, torch.ones(4, 7, dtype=torch.bool)), loss.mean()
+    )
     assert mean_over_rows(loss, torch.zeros(4, 7, dtype=torch.bool)) == 0
 
 
@@ -80,10 +98,14 @@ def test_cmsc_and_simclr_are_the_paper_s_formula() -> None:
     expected = nt_xent_by_hand(g, 0.1)
     for loss, _ in (nt_xent(g, 0.1, gathered=True), nt_xent(g, 0.1, gathered=False)):
         torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, expected)))
+        torch.testing.assert_close(
+            *(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, expected))
+        )
     detached, _ = nt_xent(g, 0.1, gathered=False, detach_norm=True)
     torch.testing.assert_close(detached, expected)
-    assert not torch.allclose(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (detached, expected)))
+    assert not torch.allclose(
+        *(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (detached, expected))
+    )
 
 
 def test_accuracy_is_one_where_views_agree() -> None:
@@ -103,7 +125,9 @@ def test_authors_cmsc_is_the_authors_formula() -> None:
     expected = (-s.log_softmax(-1)[same].mean() - s.t().log_softmax(-1)[same.t()].mean()) / 2
     loss, _ = authors_cmsc_loss(g, ids, 0.1)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, expected)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, expected))
+    )
     assert authors_cmsc_loss(g[:1], ids[:1], 0.1)[0] == 0  # one pair has nothing to be told from
 
 
@@ -119,7 +143,9 @@ def test_3kg_is_the_authors_formula() -> None:
     expected = torch.stack(terms).mean()
     loss, _ = threekg_loss(g, ids, 0.1, gathered=False)
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, expected)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(v, g, retain_graph=True)[0] for v in (loss, expected))
+    )
 
 
 def test_3kg_with_a_single_patient_is_zero_not_nan() -> None:

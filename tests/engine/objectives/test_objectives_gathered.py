@@ -1,4 +1,5 @@
-"""Two processes with half of the batch each give the loss and gradients of one process with the whole batch."""
+"""Two processes with half of the batch each give the loss and gradients of one process with the
+whole batch."""
 
 from datetime import timedelta
 
@@ -31,13 +32,17 @@ def losses_and_gradients(name: str, part: slice) -> tuple[dict[str, Tensor], dic
     ids = torch.tensor([0, 1, 2, 3, 0, 0])[part]
     out = model(x, keys, torch.tensor(1.5), ids_B=ids)
     out["loss"].backward()
-    return {k: v.detach() for k, v in out.items()}, {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    return {k: v.detach() for k, v in out.items()}, {
+        k: p.grad for k, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600)
+    )
     half = CROPS // WORLD
     results = {}
     for name in OBJECTIVES:
@@ -52,19 +57,27 @@ def work(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def of_two(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]:
     folder = tmp_path_factory.mktemp("ranks")
     mp.start_processes(work, (str(folder),), WORLD, start_method="forkserver")
-    loaded: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = torch.load(folder / "results.pt", weights_only=True)
+    loaded: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = torch.load(
+        folder / "results.pt", weights_only=True
+    )
     return loaded
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_two_ranks_equal_one_process(name: str, of_two: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
+def test_two_ranks_equal_one_process(
+    name: str, of_two: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]]
+) -> None:
     losses, grads = losses_and_gradients(name, slice(None))
     two_losses, two_grads = of_two[name]
     for key in losses.keys() - {"masked"}:
         torch.testing.assert_close(two_losses[key], losses[key], rtol=1e-5, atol=1e-6)
     assert two_grads.keys() == grads.keys()
     for key, expected in grads.items():
-        torch.testing.assert_close(two_grads[key], expected, rtol=1e-4, atol=1e-6 + 1e-5 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            two_grads[key], expected, rtol=1e-4, atol=1e-6 + 1e-5 * float(expected.abs().max())
+        )

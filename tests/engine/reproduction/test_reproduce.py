@@ -1,4 +1,5 @@
-"""omnilead.engine.reproduce: plans carried out by several workers, over kills, failures and restarts."""
+"""omnilead.engine.reproduce: plans carried out by several workers, over kills, failures and
+restarts."""
 
 import fcntl
 import json
@@ -41,8 +42,29 @@ class Lab:
         (self.fake / what).write_text(jobs)
 
     def arguments(self, *more: str, rows: int = 2) -> list[str]:
-        given = ["--table", "1", "--data", self.data, "--out", str(self.out), "--scale", "smoke", "--seeds", "2"]
-        return [*given, "--rows", *("Random Init.", "W2V")[:rows], "--leads", "12", "1", "--tasks", "Dx", *more]
+        given = [
+            "--table",
+            "1",
+            "--data",
+            self.data,
+            "--out",
+            str(self.out),
+            "--scale",
+            "smoke",
+            "--seeds",
+            "2",
+        ]
+        return [
+            *given,
+            "--rows",
+            *("Random Init.", "W2V")[:rows],
+            "--leads",
+            "12",
+            "1",
+            "--tasks",
+            "Dx",
+            *more,
+        ]
 
     def main(self, *more: str, rows: int = 2) -> int:
         return reproduce.main(self.arguments(*more, rows=rows))
@@ -51,10 +73,14 @@ class Lab:
         return (self.fake / "ran").read_text().splitlines()
 
     def hanging(self) -> psutil.Process:
-        return psutil.Process(int(until(lambda: list(self.fake.glob("hangs-*")))[0].name.removeprefix("hangs-")))
+        return psutil.Process(
+            int(until(lambda: list(self.fake.glob("hangs-*")))[0].name.removeprefix("hangs-"))
+        )
 
     def states(self) -> Counter[str]:
-        return Counter(cell["state"] for cell in json.loads((self.out / "table-1.json").read_text())["cells"])
+        return Counter(
+            cell["state"] for cell in json.loads((self.out / "table-1.json").read_text())["cells"]
+        )
 
 
 @pytest.fixture
@@ -66,7 +92,9 @@ def lab(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> La
 
 def use_fake_jobs(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in plan.PROGRAMS:
-        monkeypatch.setitem(plan.PROGRAMS, kind, (str(Path(__file__).with_name("fake.py")), str(fake), kind))
+        monkeypatch.setitem(
+            plan.PROGRAMS, kind, (str(Path(__file__).with_name("fake.py")), str(fake), kind)
+        )
     monkeypatch.setattr(jobs, "POLL_S", 0.02)
     monkeypatch.setattr(run, "flops_per_s", lambda config: 1e10)
 
@@ -78,26 +106,41 @@ def command(given: list[str], fake: Path) -> int:
         return reproduce.main(given)
 
 
-def test_jobs_run_once_a_failed_one_stops_no_other_and_is_retried(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_run_once_a_failed_one_stops_no_other_and_is_retried(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
     lab.let("fail", "random-12/diagnosis-12-seed1 w2v-12")
     assert lab.main("--jobs", "2") == 1
     out, err = capsys.readouterr()
     assert f"{JOBS} jobs (1 pretrain, 8 finetune, 8 evaluate), {JOBS} to run: about " in out
     told = [
-        f"omnilead reproduce: {name} failed: {ERROR}" for name in ("finetune/random-12/diagnosis-12-seed1", "pretrain/w2v-12")
+        f"omnilead reproduce: {name} failed: {ERROR}"
+        for name in ("finetune/random-12/diagnosis-12-seed1", "pretrain/w2v-12")
     ]
     assert sorted(err.splitlines()) == told
-    assert len(lab.ran()) == 6 and lab.states() == {"done": 1, "part": 1, "failed": 2, "not asked": 66}
+    assert len(lab.ran()) == 6 and lab.states() == {
+        "done": 1,
+        "part": 1,
+        "failed": 2,
+        "not asked": 66,
+    }
     lab.let("fail", "")
     assert lab.main("--jobs", "2") == 0
-    assert len(lab.ran()) == len(set(lab.ran())) == JOBS and lab.states() == {"done": 4, "not asked": 66}
-    assert not list((lab.out / "finetune").rglob("checkpoints")) and list((lab.out / "pretrain").rglob("checkpoints"))
+    assert len(lab.ran()) == len(set(lab.ran())) == JOBS and lab.states() == {
+        "done": 4,
+        "not asked": 66,
+    }
+    assert not list((lab.out / "finetune").rglob("checkpoints")) and list(
+        (lab.out / "pretrain").rglob("checkpoints")
+    )
     assert json.loads((lab.out / "jobs" / "pretrain_w2v-12.json").read_text())["seconds"] > 0
     assert lab.main() == 0 and len(lab.ran()) == JOBS  # nothing is left to run
     assert f"{JOBS} of {JOBS} jobs done" in capsys.readouterr().out
 
 
-def test_a_killed_command_takes_its_jobs_down_and_continues_when_run_again(lab: Lab, tmp_path: Path) -> None:
+def test_a_killed_command_takes_its_jobs_down_and_continues_when_run_again(
+    lab: Lab, tmp_path: Path
+) -> None:
     lab.let("hang", "random-12/diagnosis-P-1-seed0")
     process = started(command, lab.arguments(rows=1), lab.fake, out=tmp_path / "log")
     job = lab.hanging()
@@ -109,20 +152,26 @@ def test_a_killed_command_takes_its_jobs_down_and_continues_when_run_again(lab: 
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_a_stop_signal_lets_jobs_save(number: int, code: int, lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stop_signal_lets_jobs_save(
+    number: int, code: int, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
     lab.let("hang", "random-12")
     threading.Thread(target=lambda: (lab.hanging(), os.kill(os.getpid(), number))).start()
     assert lab.main(rows=1) == code
     (hung,) = lab.fake.glob("hangs-*")
     assert not psutil.pid_exists(int(hung.name.removeprefix("hangs-")))
     assert "0 of 8 jobs done; run the same command again" in capsys.readouterr().out
-    assert lab.states() == {"not yet": 2, "not asked": 68} and not list((lab.out / "jobs").glob("stop-*"))
+    assert lab.states() == {"not yet": 2, "not asked": 68} and not list(
+        (lab.out / "jobs").glob("stop-*")
+    )
 
 
 def test_jobs_of_a_killed_dask_worker_run_on_another(lab: Lab, tmp_path: Path, dask: Dask) -> None:  # noqa: F811
     address, (_, *workers) = dask
     lab.let("hang", "random-12/diagnosis-12-seed0")
-    caller = started(command, lab.arguments("--cluster", address, rows=1), lab.fake, out=tmp_path / "log")
+    caller = started(
+        command, lab.arguments("--cluster", address, rows=1), lab.fake, out=tmp_path / "log"
+    )
     job = lab.hanging()
     lab.let("hang", "")
     os.kill(job.ppid(), signal.SIGKILL)
@@ -136,7 +185,13 @@ def test_jobs_of_a_killed_dask_worker_run_on_another(lab: Lab, tmp_path: Path, d
 def test_two_commands_never_run_the_same_job_at_once(lab: Lab) -> None:
     folder = WorkDir(lab.out)
     (lab.out / "jobs").mkdir(parents=True)
-    job = Job("pretrain/x", (*plan.PROGRAMS["pretrain"], "--set", f'run="{lab.out}/pretrain/x"'), (), 1.0, 1.0)
+    job = Job(
+        "pretrain/x",
+        (*plan.PROGRAMS["pretrain"], "--set", f'run="{lab.out}/pretrain/x"'),
+        (),
+        1.0,
+        1.0,
+    )
     with open(folder.file(job, "lock"), "w") as held, jobs.on_this_machine(1) as executor:
         fcntl.flock(held, fcntl.LOCK_EX)
         waiting = executor.submit(jobs.run_job, folder, job, lab.out / "stop")
@@ -152,20 +207,36 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch: pytest.Monk
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     together = threading.Barrier(4)
     with jobs.on_this_machine(4) as executor:
-        found = [executor.submit(lambda: (together.wait(), jobs._environment())[1]) for _ in range(4)]
-    assert sorted(future.result()["CUDA_VISIBLE_DEVICES"] for future in found) == ["3", "3", "5", "5"]
-    assert {future.result()["OMP_NUM_THREADS"] for future in found} == {str(max(1, len(os.sched_getaffinity(0)) // 4))}
+        found = [
+            executor.submit(lambda: (together.wait(), jobs._environment())[1]) for _ in range(4)
+        ]
+    assert sorted(future.result()["CUDA_VISIBLE_DEVICES"] for future in found) == [
+        "3",
+        "3",
+        "5",
+        "5",
+    ]
+    assert {future.result()["OMP_NUM_THREADS"] for future in found} == {
+        str(max(1, len(os.sched_getaffinity(0)) // 4))
+    }
 
 
 def test_dry_run_and_collect_only(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     assert lab.main("--dry-run") == 0
     told = capsys.readouterr().out
-    assert not lab.out.exists() and told.count("\nomnilead ") == JOBS and told.rstrip().endswith(" GB of results")
+    assert (
+        not lab.out.exists()
+        and told.count("\nomnilead ") == JOBS
+        and told.rstrip().endswith(" GB of results")
+    )
     assert "# pretrain/w2v-12: about 10 s\nomnilead pretrain --config " in told
     lab.let("fail", "finetune")
     assert lab.main(rows=1) == 1
     assert reproduce.main(["--table", "2", "--out", str(lab.out), "--collect-only"]) == 0
-    assert "..." in (lab.out / "table-2.md").read_text() and "Scale `smoke`" in (lab.out / "table-2.md").read_text()
+    assert (
+        "..." in (lab.out / "table-2.md").read_text()
+        and "Scale `smoke`" in (lab.out / "table-2.md").read_text()
+    )
 
 
 def test_ctrl_c_before_a_job_runs_is_one_line(
@@ -207,7 +278,12 @@ SCALES = {
     ],
 )
 def test_errors_are_one_line(
-    given: str, says: str, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: str,
+    says: str,
+    lab: Lab,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     monkeypatch.setattr(run, "run_jobs", lambda *_: pytest.fail("jobs were run"))
@@ -233,14 +309,19 @@ def test_data_without_the_roles_are_one_line(
 
 
 @pytest.mark.slow
-def test_a_cell_of_real_jobs(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few steps of pre-training and fine-tuning by the programs themselves, and a score that the table shows."""
+def test_a_cell_of_real_jobs(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few steps of pre-training and fine-tuning by the programs themselves, and a score that the
+    table shows."""
 
     class Forked:
         """A job's process, forked from one that has imported torch."""
 
         def __init__(self, command: list[str], **_: Any) -> None:
-            program = {"pretrain": pretrain, "finetune": finetune, "evaluate": evaluate}[command[4].split(".")[-1]]
+            program = {"pretrain": pretrain, "finetune": finetune, "evaluate": evaluate}[
+                command[4].split(".")[-1]
+            ]
             self.process = started(program.main, command[5:], out=tmp_path / "log")
             self.terminate = self.process.terminate
 
@@ -253,10 +334,26 @@ def test_a_cell_of_real_jobs(dataset: Dataset, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(jobs.subprocess, "Popen", Forked)
     monkeypatch.setattr(run, "flops_per_s", lambda config: 1e9)
-    given = ["--table", "2", "--data", dataset.root.url, "--out", str(tmp_path), "--scale", "smoke", "--seeds", "1"]
+    given = [
+        "--table",
+        "2",
+        "--data",
+        dataset.root.url,
+        "--out",
+        str(tmp_path),
+        "--scale",
+        "smoke",
+        "--seeds",
+        "1",
+    ]
     assert reproduce.main([*given, "--rows", "W2V+CMSC+RLM", "--leads", "2", "--tasks", "Dx"]) == 0
     cells = json.loads((tmp_path / "table-2.json").read_text())["cells"]
     (done,) = [cell for cell in cells if cell["state"] == "done"]
     assert (done["row"], done["column"], done["task"]) == ("W2V+CMSC+RLM", "2-lead", "Dx")
-    score = json.loads((tmp_path / "scores" / "w2v_cmsc_rlm-2" / "diagnosis-2-seed0.json").read_text())["score"]
-    assert done["mean"] == score and f"{score:.3f} / 0.660 ± 0.003" in (tmp_path / "table-2.md").read_text()
+    score = json.loads(
+        (tmp_path / "scores" / "w2v_cmsc_rlm-2" / "diagnosis-2-seed0.json").read_text()
+    )["score"]
+    assert (
+        done["mean"] == score
+        and f"{score:.3f} / 0.660 ± 0.003" in (tmp_path / "table-2.md").read_text()
+    )

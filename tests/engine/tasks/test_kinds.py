@@ -26,7 +26,11 @@ def test_unknown_labels_have_no_loss_and_no_gradient(kind: TaskKind) -> None:
     }.get(kind, lambda: F.binary_cross_entropy_with_logits(logits_RK[known], y_RK[known]))()
     torch.testing.assert_close(mean, expected)
     mean.backward()
-    assert logits_RK.grad is not None and not logits_RK.grad[1].any() and bool(logits_RK.grad.isfinite().all())
+    assert (
+        logits_RK.grad is not None
+        and not logits_RK.grad[1].any()
+        and bool(logits_RK.grad.isfinite().all())
+    )
 
 
 def test_a_sample_is_right_if_all_its_known_labels_are() -> None:
@@ -41,7 +45,9 @@ def test_balanced_classes_weigh_the_same() -> None:
     w_NK = weights("multilabel", y_NK, balanced("multilabel", y_NK))
     for k, positive in ((0, [0]), (1, [3])):
         known = ~np.isnan(y_NK[:, k])
-        assert w_NK[positive, k].sum() == pytest.approx(w_NK[known, k].sum() / 2) and w_NK[known, k].mean() == pytest.approx(1)
+        assert w_NK[positive, k].sum() == pytest.approx(w_NK[known, k].sum() / 2) and w_NK[
+            known, k
+        ].mean() == pytest.approx(1)
     one_hot = np.eye(3)[[0, 0, 0, 1, 2, 2]]
     w_N1 = weights("multiclass", one_hot, balanced("multiclass", one_hot))
     assert [w_N1[one_hot[:, k] > 0].sum() for k in range(3)] == pytest.approx([2, 2, 2])
@@ -51,7 +57,9 @@ def test_thresholds_have_the_highest_f1() -> None:
     rng = np.random.default_rng(0)
     y_NK = (rng.random((60, 3)) < 0.3).astype(float)
     y_NK[:, 2], y_NK[5:20, 0] = 0, NAN
-    scores_NK = np.round(np.clip(rng.normal(0.3 + 0.2 * np.nan_to_num(y_NK), 0.2), 0, 1), 2)  # with ties
+    scores_NK = np.round(
+        np.clip(rng.normal(0.3 + 0.2 * np.nan_to_num(y_NK), 0.2), 0, 1), 2
+    )  # with ties
 
     def f1(k: int, threshold: float) -> float:
         known = ~np.isnan(y_NK[:, k])

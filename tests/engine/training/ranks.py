@@ -1,5 +1,5 @@
-"""Training runs for tests: one rank in this process; several, or a patched one, in processes forked from one that has imported
-everything."""
+"""Training runs for tests: one rank in this process; several, or a patched one, in processes
+forked from one that has imported everything."""
 
 import contextlib
 import gc
@@ -24,9 +24,26 @@ model: {conv: [[8, 4], [8, 4], [8, 1]], width: 16, layers: 2, heads: 2, ffn: 32,
         codes: 8, code_width: 8, projection: 8, tau_decay: 0.9}
 train: {steps: 6, batch_crops: 8, precision: fp32, lr: 1e-3, clip_norm: 1.0, log_every: 1, peak_tflops: 1.0, timeout_s: 600}
 """
-TUNING = {"train.precision": "fp32", "train.batch_crops": 8, "train.steps": 4, "train.lr": 1e-3, "train.validate_every": 2}
+TUNING = {
+    "train.precision": "fp32",
+    "train.batch_crops": 8,
+    "train.steps": 4,
+    "train.lr": 1e-3,
+    "train.validate_every": 2,
+}
 TUNING |= {"train.log_every": 1, "train.peak_tflops": 1.0, "train.timeout_s": 600}
-EXACT = ("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global", "lr", "grad_norm", "gumbel_tau", "accuracy_local")
+EXACT = (
+    "step",
+    "crops_seen",
+    "epoch",
+    "loss",
+    "loss_local",
+    "loss_global",
+    "lr",
+    "grad_norm",
+    "gumbel_tau",
+    "accuracy_local",
+)
 
 
 @dataclass
@@ -54,7 +71,9 @@ def train(arguments: Sequence[str], before: Callable[[], None] | None = None) ->
     if before:
         before()
     tunes = "start=" in " ".join(arguments) and not arguments[1].endswith("tiny.yaml")
-    script = importlib.import_module("omnilead.engine.finetune" if tunes else "omnilead.engine.pretrain")
+    script = importlib.import_module(
+        "omnilead.engine.finetune" if tunes else "omnilead.engine.pretrain"
+    )
     code: int = script.main(arguments)
     return code
 
@@ -64,9 +83,17 @@ def nothing() -> None:
 
 
 def start(
-    tmp: Path, arguments: Sequence[str], world: int = 1, before: Callable[[], None] | None = None, **env: str
+    tmp: Path,
+    arguments: Sequence[str],
+    world: int = 1,
+    before: Callable[[], None] | None = None,
+    **env: str,
 ) -> list[Any]:
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | env
+    common = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    } | env
     ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
     return [started(train, list(arguments), before, out=tmp / "out.txt", env=env) for env in ranks]
 
@@ -81,7 +108,13 @@ def wait(tmp: Path, processes: list[Any]) -> Ended:
     return Ended([process.exitcode for process in processes], output)
 
 
-def run(tmp: Path, arguments: Sequence[str], world: int = 1, before: Callable[[], None] | None = None, **env: str) -> Ended:
+def run(
+    tmp: Path,
+    arguments: Sequence[str],
+    world: int = 1,
+    before: Callable[[], None] | None = None,
+    **env: str,
+) -> Ended:
     (tmp / "out.txt").unlink(missing_ok=True)
     if world > 1 or before or env:
         return wait(tmp, start(tmp, arguments, world, before, **env))
@@ -90,7 +123,9 @@ def run(tmp: Path, arguments: Sequence[str], world: int = 1, before: Callable[[]
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(out),
         mock.patch.dict(os.environ),
-        mock.patch.object(gc, "collect"),  # of all that the tests have imported: half of a tiny run's time
+        mock.patch.object(
+            gc, "collect"
+        ),  # of all that the tests have imported: half of a tiny run's time
     ):
         code = train(arguments)
     return Ended([code], (tmp / "out.txt").read_text())
@@ -103,7 +138,9 @@ def settings(tmp: Path, dataset: str, run: str = "run", **changes: Any) -> list[
     return ["--config", str(tmp / "tiny.yaml"), *_sets(sets, changes)]
 
 
-def tuning(tmp: Path, dataset: str, begin: Path, task: str, run: str = "run", **changes: Any) -> list[str]:
+def tuning(
+    tmp: Path, dataset: str, begin: Path, task: str, run: str = "run", **changes: Any
+) -> list[str]:
     """Arguments of a fine-tuning."""
     (tmp / "task.yaml").write_text(f"base: {CONFIGS / 'tasks' / task}.yaml")
     sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([dataset])}
@@ -118,12 +155,26 @@ def _sets(sets: dict[str, Any], changes: dict[str, Any]) -> list[str]:
 Before = Callable[[], None] | None
 
 
-def pretrain(tmp: Path, dataset: str, name: str = "run", world: int = 1, before: Before = None, **changes: Any) -> Ended:
+def pretrain(
+    tmp: Path,
+    dataset: str,
+    name: str = "run",
+    world: int = 1,
+    before: Before = None,
+    **changes: Any,
+) -> Ended:
     return run(tmp, settings(tmp, dataset, name, **changes), world, before)
 
 
 def finetune(
-    tmp: Path, dataset: str, begin: Path, task: str, name: str = "run", world: int = 1, before: Before = None, **changes: Any
+    tmp: Path,
+    dataset: str,
+    begin: Path,
+    task: str,
+    name: str = "run",
+    world: int = 1,
+    before: Before = None,
+    **changes: Any,
 ) -> Ended:
     return run(tmp, tuning(tmp, dataset, begin, task, name, **changes), world, before)
 

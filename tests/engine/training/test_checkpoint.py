@@ -1,4 +1,5 @@
-"""Checkpoints: killed at any moment, damaged, forged, on a full disk, with code in their pickles."""
+"""Checkpoints: killed at any moment, damaged, forged, on a full disk, with code in their
+pickles."""
 
 import errno
 import fcntl
@@ -37,7 +38,9 @@ LONGER = {"train__steps": 2, "train__schedule": "fixed"}
 def genuine(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps, each with its checkpoint."""
     tmp = tmp_path_factory.mktemp("genuine")
-    ended = pretrain(tmp, dataset.root.url, train__save_every_steps=1, **LONGER | {"train__steps": 3})
+    ended = pretrain(
+        tmp, dataset.root.url, train__save_every_steps=1, **LONGER | {"train__steps": 3}
+    )
     assert ended.ok, ended.output
     return tmp / "run"
 
@@ -67,15 +70,23 @@ def forge(path: Path) -> None:
     (path.parent / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(dataset: Dataset, tmp_path: Path) -> None:
+def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     how = {"train__steps": 28, "train__save_every_steps": 1, "train__keep": 2}
     assert pretrain(tmp_path, dataset.root.url, "whole", **how).ok
-    arguments, chance, killed = settings(tmp_path, dataset.root.url, "killed", **how), random.Random(3), 0
+    arguments, chance, killed = (
+        settings(tmp_path, dataset.root.url, "killed", **how),
+        random.Random(3),
+        0,
+    )
     for _ in range(KILLS):
         (process,) = start(tmp_path, arguments, before=partial(die_within, chance.random() * 0.2))
         process.join()
         killed += process.exitcode == -signal.SIGPROF
-        path = checkpoint.newest(tmp_path / "killed", pytest.fail)  # the one that `latest` names is complete
+        path = checkpoint.newest(
+            tmp_path / "killed", pytest.fail
+        )  # the one that `latest` names is complete
         assert path is None or checkpoint.fault(path) is None
     assert killed >= KILLS - 2
     assert run(tmp_path, arguments).ok
@@ -83,7 +94,8 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(datas
 
 
 def die_within(cpu_s: float) -> None:
-    """Dies after this much CPU time past its first checkpoint: SIGPROF ends a process as SIGKILL does."""
+    """Dies after this much CPU time past its first checkpoint: SIGPROF ends a process as SIGKILL
+    does."""
     written = checkpoint.write_whole
 
     def last(path: Path, text: str) -> None:
@@ -95,7 +107,9 @@ def die_within(cpu_s: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["loader-rank0.json", "state.json", "manifest.json", "latest"])
-def test_killed_between_any_two_files_of_a_checkpoint(name: str, dataset: Dataset, tmp_path: Path) -> None:
+def test_killed_between_any_two_files_of_a_checkpoint(
+    name: str, dataset: Dataset, tmp_path: Path
+) -> None:
     how = {"train__save_every_steps": 2, "train__steps": 5}
     ended = pretrain(tmp_path, dataset.root.url, before=partial(die_before, name), **how)
     assert ended.codes == [9]
@@ -124,7 +138,9 @@ def small_files() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
-def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(
+    dataset: Dataset, copied: Path, tmp_path: Path
+) -> None:
     ended = resumed(tmp_path, dataset, before=small_files)
     assert ended.codes == [1] and "the last good checkpoint is step-3" in ended.output, ended.output
     assert "Traceback" not in ended.output
@@ -132,7 +148,9 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(dataset: Dataset,
     assert ended.ok and "resumes after step 3" in ended.output
 
 
-def test_a_damaged_checkpoint_and_one_without_latest(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_and_one_without_latest(
+    dataset: Dataset, copied: Path, tmp_path: Path
+) -> None:
     root = copied / "checkpoints"
     file = root / "step-3" / OPTIMIZER
     content = bytearray(file.read_bytes())
@@ -140,13 +158,19 @@ def test_a_damaged_checkpoint_and_one_without_latest(dataset: Dataset, copied: P
     file.write_bytes(content)
     (root / "latest").unlink()
     ended = resumed(tmp_path, dataset)
-    assert ended.ok and "resumes after step 2" in ended.output and "latest" in ended.output.splitlines()[0], ended.output
+    assert (
+        ended.ok
+        and "resumes after step 2" in ended.output
+        and "latest" in ended.output.splitlines()[0]
+    ), ended.output
     assert f"{file}: damaged" in ended.output
     assert {path.name for path in root.glob("step-*")} == {"step-2", "step-3", "step-4"}
     assert [row["step"] for row in rows(copied)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("listed", [(), ("state.json", MODEL, "loader-rank0.json")], ids=["nothing", "not the optimizer"])
+@pytest.mark.parametrize(
+    "listed", [(), ("state.json", MODEL, "loader-rank0.json")], ids=["nothing", "not the optimizer"]
+)
 def test_a_manifest_that_does_not_list_every_file_means_damage(
     listed: tuple[str, ...], dataset: Dataset, copied: Path, tmp_path: Path
 ) -> None:
@@ -154,16 +178,24 @@ def test_a_manifest_that_does_not_list_every_file_means_damage(
     content = bytearray((step / OPTIMIZER).read_bytes())
     content[len(content) // 2] ^= 1
     (step / OPTIMIZER).write_bytes(content)
-    (step / checkpoint.LATEST_UNIVERSAL).write_text("")  # left by an interrupted conversion: no damage
+    (step / checkpoint.LATEST_UNIVERSAL).write_text(
+        ""
+    )  # left by an interrupted conversion: no damage
     assert "damaged: size or checksum" in str(checkpoint.fault(step))
     manifest = json.loads((step / MANIFEST).read_text())
     (step / MANIFEST).write_text(json.dumps({name: manifest[name] for name in listed}))
     assert "not listed in manifest.json" in str(checkpoint.fault(step))
     ended = resumed(tmp_path, dataset)
-    assert ended.ok and "resumes after step 2" in ended.output and "not listed in manifest.json" in ended.output, ended.output
+    assert (
+        ended.ok
+        and "resumes after step 2" in ended.output
+        and "not listed in manifest.json" in ended.output
+    ), ended.output
 
 
-def test_a_checkpoint_without_its_optimizer_is_not_resumed(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_optimizer_is_not_resumed(
+    dataset: Dataset, copied: Path, tmp_path: Path
+) -> None:
     step = copied / "checkpoints" / "step-3"
     (step / OPTIMIZER).unlink()
     manifest = json.loads((step / MANIFEST).read_text())
@@ -172,17 +204,35 @@ def test_a_checkpoint_without_its_optimizer_is_not_resumed(dataset: Dataset, cop
     assert "step-3" in resumed(tmp_path, dataset).one_line()
 
 
-UNUSABLE = (None, b"", b"\xff\x00", b"../../elsewhere", b"step-", b"step-99", b"step-\xc2\xb2", b"step-" + b"9" * 5000)
+UNUSABLE = (
+    None,
+    b"",
+    b"\xff\x00",
+    b"../../elsewhere",
+    b"step-",
+    b"step-99",
+    b"step-\xc2\xb2",
+    b"step-" + b"9" * 5000,
+)
 
 
 @pytest.mark.parametrize("latest", UNUSABLE, ids=lambda latest: str(latest)[:20])
-def test_without_a_usable_latest_the_newest_complete_one_counts(latest: bytes | None, tmp_path: Path) -> None:
+def test_without_a_usable_latest_the_newest_complete_one_counts(
+    latest: bytes | None, tmp_path: Path
+) -> None:
     root, said = made(tmp_path / "checkpoints", 5, 10, 9), []
     if latest is not None:
         (root / checkpoint.LATEST).write_bytes(latest)
-    (root / "step-10" / MANIFEST).write_text('{"gone.pt": {"bytes": 1, "crc32c": 1}, "state.json": {}}')
+    (root / "step-10" / MANIFEST).write_text(
+        '{"gone.pt": {"bytes": 1, "crc32c": 1}, "state.json": {}}'
+    )
     assert checkpoint.newest(tmp_path, said.append) == root / "step-9"
-    assert len(said) == 1 and "gone.pt" in said[0] and "step-9" in said[0] and ("latest" in said[0] or "step-99" in said[0])
+    assert (
+        len(said) == 1
+        and "gone.pt" in said[0]
+        and "step-9" in said[0]
+        and ("latest" in said[0] or "step-99" in said[0])
+    )
 
 
 def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path: Path) -> None:
@@ -196,15 +246,22 @@ def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path: 
         checkpoint.newest(tmp_path)
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, {5, 30, 40}), (2, {5, 20, 30, 40}), (9, {5, 10, 20, 30, 40})])
-def test_only_checkpoints_up_to_the_newest_are_pruned(keep: int, left: set[int], tmp_path: Path) -> None:
-    """A run that resumed before step 40 keeps what it writes on its way there, and leaves step 40 and copies alone."""
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, {5, 30, 40}), (2, {5, 20, 30, 40}), (9, {5, 10, 20, 30, 40})]
+)
+def test_only_checkpoints_up_to_the_newest_are_pruned(
+    keep: int, left: set[int], tmp_path: Path
+) -> None:
+    """A run that resumed before step 40 keeps what it writes on its way there, and leaves step 40
+    and copies alone."""
     made(tmp_path, 5, 10, 20, 30, 40)
     (tmp_path / "step-3.mine").mkdir()
     (tmp_path / checkpoint.BEST).write_text("step-5")
     checkpoint._prune(tmp_path, tmp_path / "step-30", keep)
     checkpoint._make_room(tmp_path, tmp_path / "step-31")
-    assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{step}" for step in left} | {"step-3.mine"}
+    assert {path.name for path in tmp_path.glob("step-*")} == {f"step-{step}" for step in left} | {
+        "step-3.mine"
+    }
 
 
 def test_two_processes_do_not_share_a_run(dataset: Dataset, tmp_path: Path) -> None:
@@ -214,7 +271,10 @@ def test_two_processes_do_not_share_a_run(dataset: Dataset, tmp_path: Path) -> N
             ended = pretrain(tmp_path, dataset.root.url, world=world)
             assert ended.codes == [2] * world and "another process trains here" in ended.output
             assert "Traceback" not in ended.output
-    with pytest.raises(CheckpointError, match=r"missing: .*--out RUN"), checkpoint.locked(tmp_path / "missing", ALONE):
+    with (
+        pytest.raises(CheckpointError, match=r"missing: .*--out RUN"),
+        checkpoint.locked(tmp_path / "missing", ALONE),
+    ):
         raise AssertionError
 
 
@@ -227,25 +287,57 @@ def test_a_run_on_a_file_system_without_locks_trains_with_a_note(
     monkeypatch.setattr(fcntl, "flock", flock)
     with checkpoint.locked(tmp_path, ALONE):
         assert (tmp_path / checkpoint.LOCK).exists()
-    assert capsys.readouterr().err == f"note: {tmp_path}: its file system has no locks: never let two runs write there\n"
+    assert (
+        capsys.readouterr().err
+        == f"note: {tmp_path}: its file system has no locks: never let two runs write there\n"
+    )
 
 
-WRONG = {"step": ("-1", f"{2**64}", '"2"', "2.0", "null", "true"), "crops_seen": ("9" * 5000,), "world": ("0",)}
+WRONG = {
+    "step": ("-1", f"{2**64}", '"2"', "2.0", "null", "true"),
+    "crops_seen": ("9" * 5000,),
+    "world": ("0",),
+}
 WRONG |= {"code": ('{"../../x.py": ""}', '{"x.txt": ""}', '["x.py"]', "3")}
 WRONG |= {"zero_stage": ("4",), "datasets": ('"0"',), "config": ("[]",), "best": ('{"step": "x"}',)}
-STATE = {"step": 2, "crops_seen": 16, "skipped_steps": 0, "in_a_row": 0, "best": {}, "world": 1, "zero_stage": 1}
+STATE = {
+    "step": 2,
+    "crops_seen": 16,
+    "skipped_steps": 0,
+    "in_a_row": 0,
+    "best": {},
+    "world": 1,
+    "zero_stage": 1,
+}
 STATE |= {"preprocessing_sha256": "0", "datasets": ["0"], "config": {}}
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
 def test_a_forged_state_is_refused_by_name(name: str, value: str, tmp_path: Path) -> None:
-    (tmp_path / "state.json").write_text(json.dumps(STATE | {name: "VALUE"}).replace('"VALUE"', value))
+    (tmp_path / "state.json").write_text(
+        json.dumps(STATE | {name: "VALUE"}).replace('"VALUE"', value)
+    )
     with pytest.raises(CheckpointError) as error:
         checkpoint.read_state(tmp_path)
-    assert "state.json" in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert (
+        "state.json" in str(error.value)
+        and "\n" not in str(error.value)
+        and len(str(error.value)) < 500
+    )
 
 
-FORGED = ("", "[]", "{}", "null", "[" * 100_000, "\xff", '{"recipe": 3}', '{"recipe": {"backend": "dali"}}')
+FORGED = (
+    "",
+    "[]",
+    "{}",
+    "null",
+    "[" * 100_000,
+    "\xff",
+    '{"recipe": 3}',
+    '{"recipe": {"backend": "dali"}}',
+)
 
 
 @pytest.mark.parametrize("text", FORGED, ids=lambda text: text[:30])
@@ -255,7 +347,9 @@ def test_a_forged_loader_state_is_refused_by_name(text: str, tmp_path: Path) -> 
         checkpoint.read_loader_state(tmp_path, ALONE, 1)
     assert "loader-rank0.json" in str(error.value) and "\n" not in str(error.value)
     if "dali" in text:
-        assert checkpoint.read_loader_state(tmp_path, ALONE, 2)["dali"] is None  # another number of ranks
+        assert (
+            checkpoint.read_loader_state(tmp_path, ALONE, 2)["dali"] is None
+        )  # another number of ranks
 
 
 @pytest.mark.parametrize(
@@ -264,7 +358,11 @@ def test_a_forged_loader_state_is_refused_by_name(text: str, tmp_path: Path) -> 
         ("loader-rank0.json", {"crops_seen": 8}, "loader's state of step 1"),
         ("state.json", {"step": 1, "crops_seen": 8}, "state.json is of step 1"),
         ("state.json", {"config": {"train": {"lr": "x"}}}, "state.json: config: train.lr='x'"),
-        ("state.json", {"crops_seen": 2**62}, "crops_seen=4611686018427387904, but 3 steps of 8 crops are 24"),
+        (
+            "state.json",
+            {"crops_seen": 2**62},
+            "crops_seen=4611686018427387904, but 3 steps of 8 crops are 24",
+        ),
         ("state.json", {"world": 2}, "world=2, but 1 ranks wrote loader-rankR.json"),
     ],
 )
@@ -288,7 +386,9 @@ def test_an_inconsistent_step_or_invalid_settings_in_a_checkpoint_are_one_line(
         ({"code": {"gone.py": ""}}, "code/gone.py: no such file"),
     ],
 )
-def test_a_forged_state_is_not_exported(changes: dict[str, Any], says: str, copied: Path, capsys: Any) -> None:
+def test_a_forged_state_is_not_exported(
+    changes: dict[str, Any], says: str, copied: Path, capsys: Any
+) -> None:
     file = copied / "checkpoints" / "step-3" / "state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     forge(file)
@@ -310,7 +410,10 @@ def poisoned(run: Path, trace: Path, name: str) -> Path:
     shutil.rmtree(run / "model")
     step = run / "checkpoints" / "step-3"
     content = torch.load(step / MODEL, weights_only=True)
-    torch.save(content | {"optimizer_state_dict": content["module"], "payload": Payload(trace)}, step / name)
+    torch.save(
+        content | {"optimizer_state_dict": content["module"], "payload": Payload(trace)},
+        step / name,
+    )
     forge(step / name)
     return step
 
@@ -361,10 +464,14 @@ def test_deepspeed_runs_no_payload(name: str, copied: Path, tmp_path: Path) -> N
     started(read_by_deepspeed, step, trace, tmp_path / "told.json", out=tmp_path / "out.txt").join()
     told = json.loads((tmp_path / "told.json").read_text())
     assert told.pop("before, after, environment") == [name == MODEL, False, "1"]
-    assert all(f"{step}: would run code" in text and "\n" not in text for text in told.values()), told
+    assert all(f"{step}: would run code" in text and "\n" not in text for text in told.values()), (
+        told
+    )
 
 
-def test_a_pickle_named_like_a_model_is_not_run(saved_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_pickle_named_like_a_model_is_not_run(
+    saved_model: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = saved_model()
     torch.save({"payload": Payload(tmp_path / "executed")}, folder / "model.safetensors")
     with pytest.raises(LoadError):
@@ -372,7 +479,9 @@ def test_a_pickle_named_like_a_model_is_not_run(saved_model: Callable[..., Path]
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_planted_universal_folder_is_not_read(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
+def test_a_planted_universal_folder_is_not_read(
+    dataset: Dataset, copied: Path, tmp_path: Path
+) -> None:
     planted = copied / "checkpoints" / "step-3" / checkpoint.UNIVERSAL
     (planted / "zero" / "encoder.norm.weight").mkdir(parents=True)
     for place in (planted / MODEL, planted / "zero" / "encoder.norm.weight" / "fp32.pt"):
@@ -383,14 +492,23 @@ def test_a_planted_universal_folder_is_not_read(dataset: Dataset, copied: Path, 
 
 
 @pytest.mark.parametrize("harm", ["cut", "empty", "legacy", "not a pickle"])
-def test_a_file_that_is_not_a_checkpoint_is_one_line(harm: str, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_one_line(
+    harm: str, copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = copied / "checkpoints" / "step-3" / MODEL
-    content = {"cut": file.read_bytes()[:-300], "empty": b"", "legacy": b"\x80\x02", "not a pickle": b"hello"}
+    content = {
+        "cut": file.read_bytes()[:-300],
+        "empty": b"",
+        "legacy": b"\x80\x02",
+        "not a pickle": b"hello",
+    }
     file.write_bytes(content[harm])
     forge(file)
     assert main(["--export", str(copied)]) == 2
     error = capsys.readouterr().err
-    assert (error.count("\n") == 1 and "step-3: cannot be read" in error) or "step-3: holds more than weights" in error
+    assert (
+        error.count("\n") == 1 and "step-3: cannot be read" in error
+    ) or "step-3: holds more than weights" in error
 
 
 def not_merged(*_: object) -> None:
@@ -403,7 +521,15 @@ def fail_to_merge() -> None:
     ds_to_universal.main = not_merged
 
 
-def test_a_full_disk_in_the_conversion_for_other_ranks_is_one_line(dataset: Dataset, copied: Path, tmp_path: Path) -> None:
+def test_a_full_disk_in_the_conversion_for_other_ranks_is_one_line(
+    dataset: Dataset, copied: Path, tmp_path: Path
+) -> None:
     ended = resumed(tmp_path, dataset, world=2, before=fail_to_merge)
-    assert set(ended.codes) == {1} and "cannot be converted for another number of ranks: basic_ios" in ended.output
-    assert "Traceback" not in ended.output and not (copied / "checkpoints" / "step-3" / ".universal").exists()
+    assert (
+        set(ended.codes) == {1}
+        and "cannot be converted for another number of ranks: basic_ios" in ended.output
+    )
+    assert (
+        "Traceback" not in ended.output
+        and not (copied / "checkpoints" / "step-3" / ".universal").exists()
+    )

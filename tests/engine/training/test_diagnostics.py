@@ -27,13 +27,19 @@ def test_every_pair_counts_once() -> None:
     every = [(names[i] == names[j], cosine(c[i], c[j])) for i in range(7) for j in range(i + 1, 7)]
     found = pairs(c_AD, torch.tensor(names))
     for mine, same in zip(found, (True, False), strict=True):
-        np.testing.assert_allclose(mine, [value for is_same, value in every if is_same == same], atol=1e-6)
-    assert len(thinned(torch.randn(3 * MAX_PAIRS + 1))) <= MAX_PAIRS and len(thinned(torch.randn(MAX_PAIRS))) == MAX_PAIRS
+        np.testing.assert_allclose(
+            mine, [value for is_same, value in every if is_same == same], atol=1e-6
+        )
+    assert (
+        len(thinned(torch.randn(3 * MAX_PAIRS + 1))) <= MAX_PAIRS
+        and len(thinned(torch.randn(MAX_PAIRS))) == MAX_PAIRS
+    )
     assert len(thinned(torch.randn(0))) == 0
 
 
 def test_diagnostics_use_the_same_cosines_as_the_loss() -> None:
-    """The cosines are complete: if each negative is drawn once, the loss of the batch follows from them alone."""
+    """The cosines are complete: if each negative is drawn once, the loss of the batch follows from
+    them alone."""
     objective = ObjectiveConfig(negatives=1, diversity=0.0, features=0.0, contrast=0.0)
     model = Pretrainer(SMALL, objective, generator=torch.Generator().manual_seed(0)).eval()
     x_BSLT = torch.randn(2, 2, 12, 640, generator=torch.Generator().manual_seed(1))
@@ -43,7 +49,11 @@ def test_diagnostics_use_the_same_cosines_as_the_loss() -> None:
     found, draws = seen.similarities(views=2), seen.draws
     assert draws is not None and seen.compared is not None
     valid, times = draws.valid_RM.numpy(), draws.times_RMM.numpy() > 0
-    assert len(found["positive_similarity"]) == valid.sum() == found["code_usage"].sum() / SMALL.codebooks
+    assert (
+        len(found["positive_similarity"])
+        == valid.sum()
+        == found["code_usage"].sum() / SMALL.codebooks
+    )
     context, target = (x.numpy() for x in seen.compared[:2])
     codes, own, other, loss = seen.compared.quantized.codes_RMG.numpy(), [], [], []
     for r in range(4):
@@ -62,15 +72,33 @@ def test_diagnostics_use_the_same_cosines_as_the_loss() -> None:
 
 
 def test_a_run_on_two_ranks_in_bf16_writes_diagnostics(dataset: Dataset, tmp_path: Path) -> None:
-    ended = pretrain(tmp_path, dataset.root.url, world=2, train__zero_stage=3, train__precision="bf16", train__steps=1)
+    ended = pretrain(
+        tmp_path,
+        dataset.root.url,
+        world=2,
+        train__zero_stage=3,
+        train__precision="bf16",
+        train__steps=1,
+    )
     assert ended.ok, ended.output
     found, remarks = read_diagnostics(tmp_path / "run" / DIAGNOSTICS)
     assert remarks == []
     assert found["samples_mv"].shape == (4, 2, 12, 2500) and found["code_usage"].shape == (2, 8)
-    assert len(found["same_similarity"]) == 4 and len(found["other_similarity"]) == 6 * 4  # of rank 0's four crops
-    assert len(found["positive_similarity"]) < found["code_usage"][0].sum() < 3 * len(found["positive_similarity"])
+    assert (
+        len(found["same_similarity"]) == 4 and len(found["other_similarity"]) == 6 * 4
+    )  # of rank 0's four crops
+    assert (
+        len(found["positive_similarity"])
+        < found["code_usage"][0].sum()
+        < 3 * len(found["positive_similarity"])
+    )
     for name in ("positive", "negative", "same", "other"):
         assert (abs(found[f"{name}_similarity"]) <= 1.001).all()
     html = (tmp_path / "run" / "report.html").read_text()
-    for drawn in ("Cosine of contexts and targets", "Cosine of pooled encodings", "Usage of codes", "Crop 4, as the model"):
+    for drawn in (
+        "Cosine of contexts and targets",
+        "Cosine of pooled encodings",
+        "Usage of codes",
+        "Crop 4, as the model",
+    ):
         assert drawn in html

@@ -1,4 +1,5 @@
-"""RUN's files, Weights & Biases and MLflow: what is written, resumed after a kill, and reported when a service fails."""
+"""RUN's files, Weights & Biases and MLflow: what is written, resumed after a kill, and reported
+when a service fails."""
 
 import json
 import sys
@@ -19,7 +20,8 @@ KEYS = ("step", "loss", "crops_per_s", "data_wait_pct", "mfu", "lr")
 
 
 class Service(ModuleType):
-    """Stands in for either service: it has the methods that the loop calls, and records the calls."""
+    """Stands in for either service: it has the methods that the loop calls, and records the
+    calls."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -43,7 +45,9 @@ class Service(ModuleType):
 
 
 class Wandb(Service):
-    def init(self, project: str, dir: str, id: str | None, resume: str, name: str, config: dict[str, Any]) -> Any:
+    def init(
+        self, project: str, dir: str, id: str | None, resume: str, name: str, config: dict[str, Any]
+    ) -> Any:
         assert resume == "allow" and name == "run" and Path(dir).is_dir() and project == "omnilead"
         self.settings = config
         return SimpleNamespace(id=self._begin(id), log=self._log, finish=self._end)
@@ -83,11 +87,20 @@ def logger(run: Path, settings: Config, step: int = 0) -> RunLogger:
 
 
 def log(to: RunLogger, step: int, **values: Any) -> None:
-    row = {"step": step, "loss": 1.0 / step, "crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0}
+    row = {
+        "step": step,
+        "loss": 1.0 / step,
+        "crops_per_s": 1.0,
+        "data_wait_pct": 0.0,
+        "mfu": 0.1,
+        "lr": 1.0,
+    }
     to.log(row | {"more": 2.0, "loss_x": None} | values)
 
 
-def test_both_services_get_every_curve_and_continue_after_a_kill(services: list[Service], tmp_path: Path) -> None:
+def test_both_services_get_every_curve_and_continue_after_a_kill(
+    services: list[Service], tmp_path: Path
+) -> None:
     settings = config("wandb", "mlflow")
     loggers.require_installed(settings)
     first = logger(tmp_path / "run", settings)
@@ -99,7 +112,11 @@ def test_both_services_get_every_curve_and_continue_after_a_kill(services: list[
     log(second, 2)
     second.close()
     others = {"crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0, "more": 2.0}
-    expected = [(1, {"loss": 1.0} | others), (2, {"valid/loss": 0.5, "valid/score": 0.25}), (2, {"loss": 0.5} | others)]
+    expected = [
+        (1, {"loss": 1.0} | others),
+        (2, {"valid/loss": 0.5, "valid/score": 0.25}),
+        (2, {"loss": 0.5} | others),
+    ]
     for service in services:
         assert service.told == expected and service.ended == 1
         assert service.runs == [f"{service.__name__}-0"] * 2
@@ -109,7 +126,9 @@ def test_both_services_get_every_curve_and_continue_after_a_kill(services: list[
     assert services[0].runs[-1] == "wandb-2"
 
 
-def test_a_service_that_fails_does_not_end_a_training(services: list[Service], tmp_path: Path, capsys: Any) -> None:
+def test_a_service_that_fails_does_not_end_a_training(
+    services: list[Service], tmp_path: Path, capsys: Any
+) -> None:
     to = logger(tmp_path / "run", config("wandb", "mlflow"))
     services[0].broken = True
     for step in (1, 2):
@@ -129,12 +148,17 @@ def test_a_service_that_does_not_start_or_is_missing_is_one_line(
         logger(tmp_path / "run", config("wandb"))
     monkeypatch.setattr(loggers, "is_installed", lambda name: False)
     says = pretrain(tmp_path, dataset.root.url, "new", train__track=["mlflow"]).one_line()
-    assert "mlflow is not installed: pip install 'omnilead[track]'" in says and not (tmp_path / "new").exists()
+    assert (
+        "mlflow is not installed: pip install 'omnilead[track]'" in says
+        and not (tmp_path / "new").exists()
+    )
 
 
 def test_without_services_only_files_are_written_and_nan_is_null(tmp_path: Path) -> None:
     """JSON has no NaN."""
-    (tmp_path / "validation.jsonl").write_text('{"step": 0, "loss": 1}\n')  # of a start that was killed before a checkpoint
+    (tmp_path / "validation.jsonl").write_text(
+        '{"step": 0, "loss": 1}\n'
+    )  # of a start that was killed before a checkpoint
     to = logger(tmp_path, config())
     log(to, 1, loss=float("nan"), lr=float("inf"))
     to.close()

@@ -1,4 +1,5 @@
-"""The training loop: every method trains; stopping, non-finite steps, bad crops, precision of what is measured."""
+"""The training loop: every method trains; stopping, non-finite steps, bad crops, precision of what
+is measured."""
 
 import os
 import re
@@ -41,13 +42,44 @@ def newest_step(run: Path) -> int:
         (1, {"objective__contrast": 0}),
         (1, {"objective__local": 0}),
         (1, {"objective__local": 0, "objective__method": "simclr", "pipeline__views": "window"}),
-        (2, {"objective__local": 0, "objective__method": "3kg", "pipeline__views": "window", "augment__threekg": {}}),
-        (2, {"objective__form": "authors", "objective__gathered": False, "train__micro_batch": 2, "model__mask_trim": True}),
-        (1, {"augment__leads": "2", "augment__padded": False, "model__leads": 2, "augment__noise": "physio3"}),
+        (
+            2,
+            {
+                "objective__local": 0,
+                "objective__method": "3kg",
+                "pipeline__views": "window",
+                "augment__threekg": {},
+            },
+        ),
+        (
+            2,
+            {
+                "objective__form": "authors",
+                "objective__gathered": False,
+                "train__micro_batch": 2,
+                "model__mask_trim": True,
+            },
+        ),
+        (
+            1,
+            {
+                "augment__leads": "2",
+                "augment__padded": False,
+                "model__leads": 2,
+                "augment__noise": "physio3",
+            },
+        ),
     ],
 )
-def test_every_method_trains_and_validates(world: int, method: dict[str, Any], dataset: Dataset, tmp_path: Path) -> None:
-    how = {"train__steps": 2, "train__validate_every": 2, "train__zero_stage": 3, "train__probe_patients": 9}
+def test_every_method_trains_and_validates(
+    world: int, method: dict[str, Any], dataset: Dataset, tmp_path: Path
+) -> None:
+    how = {
+        "train__steps": 2,
+        "train__validate_every": 2,
+        "train__zero_stage": 3,
+        "train__probe_patients": 9,
+    }
     ended = pretrain(tmp_path, dataset.root.url, world=world, **method, **how)
     assert ended.ok, ended.output
     assert rows(tmp_path / "run")[-1]["skipped_steps"] == 0
@@ -63,9 +95,13 @@ def test_chance_equals_the_score_of_random_representations(dataset: Dataset) -> 
     draws = draw(config.model, keys_R, tokens, config.objective.negatives, sample_codes=False)
     x_RMP, y_RMP = (torch.randn(*draws.valid_RM.shape, 16, generator=random) for _ in range(2))
     loss, hits = local_loss(x_RMP, y_RMP, draws.times_RMM, draws.valid_RM, temperature=1e4)
-    assert [chance["loss_local"], chance["accuracy_local"]] == pytest.approx([float(loss), float(hits)], rel=0.06)
+    assert [chance["loss_local"], chance["accuracy_local"]] == pytest.approx(
+        [float(loss), float(hits)], rel=0.06
+    )
     for prefix, crops in (("", config.train.batch_crops), ("valid/", held_out)):
-        found = [nt_xent(torch.randn(crops, 2, 16, generator=random), 1e4, False) for _ in range(200)]
+        found = [
+            nt_xent(torch.randn(crops, 2, 16, generator=random), 1e4, False) for _ in range(200)
+        ]
         loss, hits = (torch.stack(part).mean() for part in zip(*found, strict=True))
         assert chance[f"{prefix}loss_global"] == pytest.approx(float(loss), rel=1e-3)
         assert chance[f"{prefix}accuracy_global"] == pytest.approx(float(hits), rel=0.2)
@@ -78,28 +114,43 @@ def test_gradient_accumulation_equals_one_large_batch(dataset: Dataset, tmp_path
     for name, micro in (("one", 8), ("four", 2)):
         assert pretrain(tmp_path, dataset.root.url, name, **how, train__micro_batch=micro).ok
     parts = ("loss", "loss_local", "loss_features", "grad_norm")
-    one, four = ([[row[part] for part in parts] for row in rows(tmp_path / name)] for name in ("one", "four"))
+    one, four = (
+        [[row[part] for part in parts] for row in rows(tmp_path / name)] for name in ("one", "four")
+    )
     np.testing.assert_allclose(four, one, rtol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on a CPU")
-def test_compiled_equals_eager(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_equals_eager(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole step takes minutes: test_pretrainer.py traces it."""
     monkeypatch.setenv("AOT_INDUCTOR_DEBUG_COMPILE", "1")  # C++ without optimisation
     small = {"model__layers": 1, "model__conv": [[8, 4], [8, 4]], "train__steps": 2}
     for how in ("eager", "layers"):
-        ended = pretrain(tmp_path, dataset.root.url, how, before=nothing, **STILL, **small, train__compile=how)
+        ended = pretrain(
+            tmp_path, dataset.root.url, how, before=nothing, **STILL, **small, train__compile=how
+        )
         assert ended.ok, ended.output
-    one, two = ([(row["loss"], row["grad_norm"]) for row in rows(tmp_path / how)] for how in ("eager", "layers"))
+    one, two = (
+        [(row["loss"], row["grad_norm"]) for row in rows(tmp_path / how)]
+        for how in ("eager", "layers")
+    )
     np.testing.assert_allclose(two, one, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("task", "asked", "code"), [("pretraining", "SIGTERM", 0), ("diagnosis", "SIGINT", 130)])
-def test_a_stop_signal_writes_a_checkpoint(task: str, asked: str, code: int, dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "asked", "code"), [("pretraining", "SIGTERM", 0), ("diagnosis", "SIGINT", 130)]
+)
+def test_a_stop_signal_writes_a_checkpoint(
+    task: str, asked: str, code: int, dataset: Dataset, tmp_path: Path
+) -> None:
     arguments = settings(tmp_path, dataset.root.url, train__steps=100_000)
     if task == "diagnosis":  # from random weights of those settings
-        arguments = tuning(tmp_path, dataset.root.url, tmp_path / "tiny.yaml", task, train__steps=100_000)
+        arguments = tuning(
+            tmp_path, dataset.root.url, tmp_path / "tiny.yaml", task, train__steps=100_000
+        )
     processes = start(tmp_path, arguments, world=2)
     metrics = tmp_path / "run" / "metrics.jsonl"
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3)
@@ -109,7 +160,9 @@ def test_a_stop_signal_writes_a_checkpoint(task: str, asked: str, code: int, dat
     assert newest_step(tmp_path / "run") == rows(tmp_path / "run")[-1]["step"] > 3
 
 
-def test_a_step_has_one_checkpoint(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_one_checkpoint(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """SIGTERM during a validation that turns out to be the best."""
     validate, save, written = PretrainTask.validate, checkpoint.save, []
 
@@ -139,14 +192,34 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(
     def poisoned(self: Pretrainer, *args: Any) -> dict[str, torch.Tensor]:
         losses: dict[str, torch.Tensor] = forward(self, *args)
         call = next(calls)
-        return losses | {"loss": losses["loss"] * float("nan")} if call in (3, 4) or call >= 8 else losses
+        return (
+            losses | {"loss": losses["loss"] * float("nan")}
+            if call in (3, 4) or call >= 8
+            else losses
+        )
 
     monkeypatch.setattr(Pretrainer, "forward", poisoned)
     how = {"train__zero_stage": stage, "train__max_nonfinite": 5, "train__steps": 30}
     ended = pretrain(tmp_path, dataset.root.url, **how)
-    assert [row["skipped_steps"] for row in rows(tmp_path / "run")] == [0, 0, 1, 2, 2, 2, 2, 3, 4, 5, 6, 7]
+    assert [row["skipped_steps"] for row in rows(tmp_path / "run")] == [
+        0,
+        0,
+        1,
+        2,
+        2,
+        2,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
     assert all(row["loss"] is not None for row in rows(tmp_path / "run")[4:7])
-    assert ended.codes == [1] and "not finite in 5 steps in a row (train.max_nonfinite)" in ended.output
+    assert (
+        ended.codes == [1]
+        and "not finite in 5 steps in a row (train.max_nonfinite)" in ended.output
+    )
     assert "rows" in ended.output and "Traceback" not in ended.output
     assert newest_step(tmp_path / "run") == 12  # the good steps are not lost
 
@@ -169,7 +242,12 @@ def test_deepspeed_does_not_wait_for_the_device(
     steps: list[int] = []
     monkeypatch.setattr(get_accelerator(), "synchronize", lambda *_: waited.append(1))
     monkeypatch.setattr(Loop, "_step", counted)
-    how = {"train__steps": 3, "train__micro_batch": 4, "train__zero_stage": stage, "train__save_every_steps": 100}
+    how = {
+        "train__steps": 3,
+        "train__micro_batch": 4,
+        "train__zero_stage": stage,
+        "train__save_every_steps": 100,
+    }
     assert pretrain(tmp_path, dataset.root.url, **how).ok and steps == [0, 0, 0]
 
 
@@ -200,7 +278,9 @@ def test_determinism_checkpoints_by_time_and_lost_output(
     train, asked = Loop.train, []
 
     def noted(self: Loop, tracer: Any) -> bool:
-        asked.append((torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32))
+        asked.append(
+            (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32)
+        )
         return train(self, tracer)
 
     monkeypatch.setattr(Loop, "train", noted)
@@ -208,9 +288,16 @@ def test_determinism_checkpoints_by_time_and_lost_output(
     assert pretrain(tmp_path, dataset.root.url, "plain", train__steps=2).ok
     assert pretrain(tmp_path, dataset.root.url, "strict", train__steps=2, **by_time).ok
     assert asked == [(False, False), (True, False)]
-    assert {path.name for path in (tmp_path / "strict" / "checkpoints").glob("step-*")} == {"step-1", "step-2"}
+    assert {path.name for path in (tmp_path / "strict" / "checkpoints").glob("step-*")} == {
+        "step-1",
+        "step-2",
+    }
     ended = pretrain(tmp_path, dataset.root.url, "unseen", before=full_output, train__steps=2)
-    assert ended.ok and ended.output.count("\n") == 1 and "standard output: No space left" in ended.output
+    assert (
+        ended.ok
+        and ended.output.count("\n") == 1
+        and "standard output: No space left" in ended.output
+    )
     assert curve(tmp_path / "plain") == curve(tmp_path / "strict") == curve(tmp_path / "unseen")
 
 
@@ -228,7 +315,9 @@ def little_memory() -> None:
 def test_out_of_memory_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
     ended = pretrain(tmp_path, dataset.root.url, before=little_memory, pipeline__read_ahead=10**6)
     assert ended.codes == [1] and "Traceback" not in ended.output, ended.output
-    assert "omnilead pretrain: out of memory: lower train.micro_batch" in ended.output.splitlines()[-1]
+    assert (
+        "omnilead pretrain: out of memory: lower train.micro_batch" in ended.output.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("replaced", [False, True])
@@ -248,13 +337,20 @@ def test_a_moved_or_replaced_run_ends_with_one_line(
 
     monkeypatch.setattr(Loop, "_step", losing)
     ended = pretrain(tmp_path, dataset.root.url, train__steps=10_000, train__save_every_steps=5)
-    assert ended.codes == [1] and "was moved or deleted" in ended.output.splitlines()[-1], ended.output
+    assert ended.codes == [1] and "was moved or deleted" in ended.output.splitlines()[-1], (
+        ended.output
+    )
     assert "Traceback" not in ended.output and "step 9/" not in ended.output
-    assert (tmp_path / "run").exists() == replaced and not (tmp_path / "run" / "checkpoints").exists()
+    assert (tmp_path / "run").exists() == replaced and not (
+        tmp_path / "run" / "checkpoints"
+    ).exists()
 
 
 def test_a_collapse_is_reported_once_and_early() -> None:
     task = SimpleNamespace(config=build({"model": {"codes": 320, "codebooks": 2}}), low_logs=0)
-    said = [PretrainTask.warning(task, {"code_perplexity": codes}) for codes in (600.0, 3.0, 3.0, 600.0, 3.0, 3.0, 3.0, 3.0)]  # type: ignore[arg-type]
+    said = [
+        PretrainTask.warning(task, {"code_perplexity": codes})
+        for codes in (600.0, 3.0, 3.0, 600.0, 3.0, 3.0, 3.0, 3.0)
+    ]  # type: ignore[arg-type]
     assert [bool(one) for one in said] == [False] * 6 + [True, False]
     assert "3.0 of 640 codes" in str(said[6]) and "Raise objective.diversity" in str(said[6])

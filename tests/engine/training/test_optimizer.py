@@ -7,17 +7,38 @@ from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
 
 
 def test_schedules() -> None:
-    fixed, cosine, tri = (TrainConfig(schedule=name, lr=1.0) for name in ("fixed", "warmup_cosine", "tri_stage"))  # type: ignore[arg-type]
+    fixed, cosine, tri = (
+        TrainConfig(schedule=name, lr=1.0) for name in ("fixed", "warmup_cosine", "tri_stage")
+    )  # type: ignore[arg-type]
     assert {lr_at(fixed, step, 100) for step in range(100)} == {1.0}
-    assert [round(lr_at(cosine, step, 100), 4) for step in (0, 5, 10, 55, 100)] == [0.01, 0.505, 1.0, 0.505, 0.01]
-    assert [round(lr_at(tri, step, 100), 4) for step in (0, 10, 29, 30, 65, 100)] == [0.01, 1.0, 1.0, 1.0, 0.1, 0.01]
+    assert [round(lr_at(cosine, step, 100), 4) for step in (0, 5, 10, 55, 100)] == [
+        0.01,
+        0.505,
+        1.0,
+        0.505,
+        0.01,
+    ]
+    assert [round(lr_at(tri, step, 100), 4) for step in (0, 10, 29, 30, 65, 100)] == [
+        0.01,
+        1.0,
+        1.0,
+        1.0,
+        0.1,
+        0.01,
+    ]
 
 
 def test_adamw_clips_and_skips_non_finite_steps() -> None:
     torch.manual_seed(0)
-    ours, theirs = ([torch.nn.Parameter(torch.arange(6.0).view(2, 3)), torch.nn.Parameter(torch.ones(4))] for _ in range(2))
+    ours, theirs = (
+        [torch.nn.Parameter(torch.arange(6.0).view(2, 3)), torch.nn.Parameter(torch.ones(4))]
+        for _ in range(2)
+    )
     options = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}
-    guarded, plain = GuardedAdamW(ours, clip_norm=0.5, **options), torch.optim.AdamW(theirs, **options)  # type: ignore[arg-type]
+    guarded, plain = (
+        GuardedAdamW(ours, clip_norm=0.5, **options),
+        torch.optim.AdamW(theirs, **options),
+    )  # type: ignore[arg-type]
     for step in range(6):
         grads = [torch.randn_like(p) * (10 if step % 2 else 0.01) for p in ours]
         for mine, other, grad in zip(ours, theirs, grads, strict=True):

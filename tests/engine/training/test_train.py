@@ -1,4 +1,5 @@
-"""A run from settings to RUN/model: what it leaves, when it is resumed or refused, and errors of one line."""
+"""A run from settings to RUN/model: what it leaves, when it is resumed or refused, and errors of
+one line."""
 
 import errno
 import json
@@ -27,8 +28,15 @@ from omnilead.engine.training.pretraining import PretrainTask
 PROMISED = """step, crops_seen, epoch, loss, loss_local, loss_global, loss_diversity, loss_features, lr, grad_norm, crops_per_s,
 data_wait_pct, mfu, code_perplexity, prob_perplexity, gumbel_tau, masked_share, accuracy_local, accuracy_global, skipped_steps,
 memory_gb"""
-# Loss and gradient norm on a CPU in float32 with one thread: made by this code, which parity holds against the authors'.
-GOLDEN = [(15.659563, 10.109829), (15.452528, 9.237267), (14.841668, 7.907982), (14.372859, 7.406862), (15.136886, 7.681124)]
+# Loss and gradient norm on a CPU in float32 with one thread: made by this code, which parity holds
+# against the authors'.
+GOLDEN = [
+    (15.659563, 10.109829),
+    (15.452528, 9.237267),
+    (14.841668, 7.907982),
+    (14.372859, 7.406862),
+    (15.136886, 7.681124),
+]
 LONG = {"train__schedule": "fixed"}
 
 
@@ -37,32 +45,62 @@ def test_a_run_writes_all_its_files(dataset: Dataset, tmp_path: Path) -> None:
     ended = pretrain(tmp_path, dataset.root.url, **how)
     assert ended.ok, ended.output
     out, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    assert all(list(row) == list(PretrainTask.keys) == PROMISED.replace("\n", " ").split(", ") for row in rows(out))
-    assert all(value is not None and np.isfinite(value) for row in rows(out) for value in row.values())
-    np.testing.assert_allclose([(row["loss"], row["grad_norm"]) for row in rows(out)], GOLDEN, rtol=2e-4)
+    assert all(
+        list(row) == list(PretrainTask.keys) == PROMISED.replace("\n", " ").split(", ")
+        for row in rows(out)
+    )
+    assert all(
+        value is not None and np.isfinite(value) for row in rows(out) for value in row.values()
+    )
+    np.testing.assert_allclose(
+        [(row["loss"], row["grad_norm"]) for row in rows(out)], GOLDEN, rtol=2e-4
+    )
     valid = rows(out, "validation.jsonl")
     assert [row["step"] for row in valid] == [0, 3, 5] and len({row["loss"] for row in valid}) == 3
     assert all(0 <= row["identification_accuracy"] <= 1 for row in valid)
     facts = json.loads((out / "run.json").read_text())
-    assert facts["datasets"] == [dataset.fingerprint] and facts["best"] == "loss" and "dropout is off" in facts["validation"]
-    assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # whatever it was built for
-    assert facts["preprocessing_sha256"] == dataset.meta["preprocessing_sha256"] and facts["hardware"]["cores"] >= 1
-    assert list((out / "tensorboard").iterdir()) and "Global loss" in (out / "report.html").read_text()
+    assert (
+        facts["datasets"] == [dataset.fingerprint]
+        and facts["best"] == "loss"
+        and "dropout is off" in facts["validation"]
+    )
+    assert (
+        facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    )  # whatever it was built for
+    assert (
+        facts["preprocessing_sha256"] == dataset.meta["preprocessing_sha256"]
+        and facts["hardware"]["cores"] >= 1
+    )
+    assert (
+        list((out / "tensorboard").iterdir()) and "Global loss" in (out / "report.html").read_text()
+    )
     best = f"step-{min(valid[1:], key=lambda row: row['loss'])['step']}"
-    assert (checkpoints / "best").read_text() == best and {p.name for p in checkpoints.glob("step-*")} == {best, "step-5"}
+    assert (checkpoints / "best").read_text() == best and {
+        p.name for p in checkpoints.glob("step-*")
+    } == {best, "step-5"}
     config = json.loads((out / "model" / "config.json").read_text())
     assert config["trained"]["rlm"] == facts["config"]["augment"]["rlm"] == 0.5
-    assert len({path.stat().st_mode for path in (out / "model").iterdir()}) == 1  # weights as readable as the rest
+    assert (
+        len({path.stat().st_mode for path in (out / "model").iterdir()}) == 1
+    )  # weights as readable as the rest
     weights = load_file(out / "model" / "model.safetensors")
-    model = Pretrainer(build({"model": config["model"]}).model, build({"objective": config["objective"]}).objective)
+    model = Pretrainer(
+        build({"model": config["model"]}).model, build({"objective": config["objective"]}).objective
+    )
     model.load_state_dict(weights)
     assert "not normalised" in (out / "model" / "README.md").read_text()
-    assert omnilead.load(out).embed(dataset.read(0), 500, "12", "uV").shape == (model.encoder.width,)
+    assert omnilead.load(out).embed(dataset.read(0), 500, "12", "uV").shape == (
+        model.encoder.width,
+    )
     progress = [line for line in ended.output.splitlines() if line.startswith("step ")]
-    assert len(progress) == 5 and all("crops/s, data wait" in line and "MFU" in line and "left" in line for line in progress)
+    assert len(progress) == 5 and all(
+        "crops/s, data wait" in line and "MFU" in line and "left" in line for line in progress
+    )
 
     metrics = (out / "metrics.jsonl").read_text()
-    assert "done: " in pretrain(tmp_path, dataset.root.url, **how).output  # finished: nothing is done again
+    assert (
+        "done: " in pretrain(tmp_path, dataset.root.url, **how).output
+    )  # finished: nothing is done again
     assert (out / "metrics.jsonl").read_text() == metrics
     (out / "model" / "model.safetensors").unlink()
     assert run(tmp_path, ["--export", str(out)]).ok
@@ -70,35 +108,55 @@ def test_a_run_writes_all_its_files(dataset: Dataset, tmp_path: Path) -> None:
     assert all(weights[name].equal(exported[name]) for name in weights)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")]
+)
 def test_a_run_resumed_across_an_epoch_is_bit_for_bit_the_same(
     stage: int, precision: str, dataset: Dataset, tmp_path: Path
 ) -> None:
-    how = {"train__zero_stage": stage, "train__precision": precision, "train__batch_crops": 16}  # 4 steps per epoch
+    how = {
+        "train__zero_stage": stage,
+        "train__precision": precision,
+        "train__batch_crops": 16,
+    }  # 4 steps per epoch
     for name, lengths in (("whole", [6]), ("parts", [3, 6])):
         for steps in lengths:
             ended = pretrain(tmp_path, dataset.root.url, name, **how, train__steps=steps)
             assert ended.ok, ended.output
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert 1 < rows(whole)[-1]["epoch"] < 3 and [row["step"] for row in rows(parts)] == list(range(1, 7))
+    assert 1 < rows(whole)[-1]["epoch"] < 3 and [row["step"] for row in rows(parts)] == list(
+        range(1, 7)
+    )
     assert curve(whole) == curve(parts)
     one, two = (load_file(path / "model" / "model.safetensors") for path in (whole, parts))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
 
 
-def test_the_papers_literal_model_trains_resumes_and_is_exported(dataset: Dataset, tmp_path: Path) -> None:
+def test_the_papers_literal_model_trains_resumes_and_is_exported(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     for name, lengths in (("whole", [4]), ("parts", [2, 4])):
         for steps in lengths:
-            arguments = settings(tmp_path, dataset.root.url, name, train__steps=steps, train__epochs=None)
+            arguments = settings(
+                tmp_path, dataset.root.url, name, train__steps=steps, train__epochs=None
+            )
             (tmp_path / "tiny.yaml").write_text(f"base: {CONFIGS}/pretrain/paper.yaml{TINY}")
             ended = run(tmp_path, arguments)
             assert ended.ok, ended.output
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert curve(whole) == curve(parts) and len(rows(parts)) == 4
-    assert all(row["loss"] == pytest.approx(row["loss_local"] + row["loss_global"], rel=1e-6) for row in rows(parts))
+    assert all(
+        row["loss"] == pytest.approx(row["loss_local"] + row["loss_global"], rel=1e-6)
+        for row in rows(parts)
+    )
     model = omnilead.load(parts)
-    assert [model.config["model"][name] for name in ("conv_norm", "mask_starts")] == ["layer", "bernoulli"]
-    one, other = (omnilead.load(path).embed(dataset.read(0), 500, "12", "uV") for path in (whole, parts))
+    assert [model.config["model"][name] for name in ("conv_norm", "mask_starts")] == [
+        "layer",
+        "bernoulli",
+    ]
+    one, other = (
+        omnilead.load(path).embed(dataset.read(0), 500, "12", "uV") for path in (whole, parts)
+    )
     assert torch.equal(one, other)
 
 
@@ -126,7 +184,9 @@ def test_changed_data_or_settings_are_refused_by_name(dataset: Dataset, tmp_path
     assert json.loads((tmp_path / "run/run.json").read_text())["steps"] == 2
 
 
-def test_wrong_input_is_one_line(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_input_is_one_line(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "dataset.json").write_text("{}")
@@ -144,14 +204,20 @@ def test_wrong_input_is_one_line(dataset: Dataset, tmp_path: Path, monkeypatch: 
         ("other: is a dataset", [*arguments, "--set", f"run={tmp_path}/other"]),
         ("has no checkpoint", ["--export", str(tmp_path / "nothing")]),
         ("hold_out=1e-06", [*arguments, "--set", "data.hold_out=1e-6"]),
-        *(("DeepSpeed refuses it", [*arguments, "--set", f"train.deepspeed={path}"]) for path in ds.values()),
+        *(
+            ("DeepSpeed refuses it", [*arguments, "--set", f"train.deepspeed={path}"])
+            for path in ds.values()
+        ),
     ):
         assert says in run(tmp_path, words).one_line()
     assert len(list((tmp_path / "other").iterdir())) == 1
     assert "WORLD_SIZE=0" in run(tmp_path, arguments, WORLD_SIZE="0").one_line()
     monkeypatch.chdir(tmp_path)  # without arguments it is the quick start
     says = run(tmp_path, ["--local_rank=0"]).one_line()
-    assert "omnilead synth demo/archive" in says and "omnilead shard demo/archive --out demo/dataset" in says
+    assert (
+        "omnilead synth demo/archive" in says
+        and "omnilead shard demo/archive --out demo/dataset" in says
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,20 +228,48 @@ def test_wrong_input_is_one_line(dataset: Dataset, tmp_path: Path, monkeypatch: 
             2,
             "pretrain: s3://ecgs/dataset.json: the serv",
         ),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0"), 1, "memory: lower train.micro_batch"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"), 1, "memory: lower train.micro_batch"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0"),
+            1,
+            "memory: lower train.micro_batch",
+        ),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes"),
+            1,
+            "memory: lower train.micro_batch",
+        ),
         (RuntimeError("can't start new thread"), 1, "memory: lower train.micro_batch"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 1, "memory: lower train.micro_batch"),
         (MemoryError(), 1, "memory: lower train.micro_batch"),
-        (OSError(errno.EROFS, "Read-only file system", "/run/x"), 2, "/run/x: Read-only file system: choose another"),
-        (OSError(errno.ENOSPC, "No space left on device", "/run/x"), 1, "/run/x: No space left on device"),
-        (UnicodeEncodeError("utf-8", "r\udcff", 1, 2, "surrogates not allowed"), 2, "'r\\udcff': not UTF-8"),
+        (
+            OSError(errno.EROFS, "Read-only file system", "/run/x"),
+            2,
+            "/run/x: Read-only file system: choose another",
+        ),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/run/x"),
+            1,
+            "/run/x: No space left on device",
+        ),
+        (
+            UnicodeEncodeError("utf-8", "r\udcff", 1, 2, "surrogates not allowed"),
+            2,
+            "'r\\udcff': not UTF-8",
+        ),
         (KeyboardInterrupt(), 130, "the same command continues"),
-        (KeyboardInterrupt("interrupted after a checkpoint"), 130, "pretrain: interrupted after a checkpoint"),
+        (
+            KeyboardInterrupt("interrupted after a checkpoint"),
+            130,
+            "pretrain: interrupted after a checkpoint",
+        ),
     ],
 )
 def test_errors_of_libraries_and_the_system_are_one_line(
-    error: BaseException, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException,
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*_: object) -> None:
         raise error
@@ -186,13 +280,19 @@ def test_errors_of_libraries_and_the_system_are_one_line(
     assert says in line and line.count("\n") == 1
 
 
-def test_a_full_disk_at_the_end_is_one_line(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_the_end_is_one_line(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def no_room(*_: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(folder, "save_weights", no_room)
         ended = pretrain(tmp_path, dataset.root.url, train__steps=1)
-    assert ended.codes == [1] and "No space left on device: free disk space, then --export" in ended.output.splitlines()[-1]
+    assert (
+        ended.codes == [1]
+        and "No space left on device: free disk space, then --export"
+        in ended.output.splitlines()[-1]
+    )
     assert "Traceback" not in ended.output and not list((tmp_path / "run").glob(".model*"))
     assert pretrain(tmp_path, dataset.root.url, train__steps=1).ok

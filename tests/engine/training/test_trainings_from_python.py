@@ -1,4 +1,5 @@
-"""Trainings from Python: several in one process, each as if it were alone, leaving nothing behind."""
+"""Trainings from Python: several in one process, each as if it were alone, leaving nothing
+behind."""
 
 import gc
 import os
@@ -47,27 +48,43 @@ def notebook(tmp: Path, url: str) -> None:
     names = Dataset.open(url).table(["record"])["record"].to_pylist()
 
     def trained(name: str, **settings: Any) -> TrainingRun:
-        return omnilead.pretrain(tmp / "tiny.yaml", data=Dataset.open(url), out=tmp / name, **SMALL | settings)
+        return omnilead.pretrain(
+            tmp / "tiny.yaml", data=Dataset.open(url), out=tmp / name, **SMALL | settings
+        )
 
     run = trained("first")
-    assert os.fspath(run) == str(tmp / "first") and run.report.is_file() and "<iframe" in run._repr_html_()
-    assert [row["step"] for row in run.metrics] == [1, 2, 3] and [row["step"] for row in run.validation] == [0, 3]
+    assert (
+        os.fspath(run) == str(tmp / "first")
+        and run.report.is_file()
+        and "<iframe" in run._repr_html_()
+    )
+    assert [row["step"] for row in run.metrics] == [1, 2, 3] and [
+        row["step"] for row in run.validation
+    ] == [0, 3]
     assert run.model().digest == omnilead.load(run).digest
     linear = torch.nn.functional.linear
     trained("zero3", **{"train.zero_stage": 3, "train.steps": 1, "train.validate_every": 0})
-    assert torch.nn.functional.linear is linear  # which DeepSpeed replaces by one whose gradients round differently
+    assert (
+        torch.nn.functional.linear is linear
+    )  # which DeepSpeed replaces by one whose gradients round differently
     torch.backends.cudnn.allow_tf32 = True  # torch's default
     before = left()
     csv = tmp / "labels.csv"
-    csv.write_text("record,tall\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(sorted(set(names)))))
-    tuned = omnilead.finetune(run, data=url, labels=csv, out=tmp / "tuned", **{"train.steps": 2, "train.batch_crops": 8})
+    csv.write_text(
+        "record,tall\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(sorted(set(names))))
+    )
+    tuned = omnilead.finetune(
+        run, data=url, labels=csv, out=tmp / "tuned", **{"train.steps": 2, "train.batch_crops": 8}
+    )
     answer = tuned.model().predict(Dataset.open(url)[0].signal_mv, fs_hz=500, leads="12")
     assert list(answer) == ["tall"] and 0 < answer["tall"] < 1
     with pytest.raises(ConfigError, match=r"^steps: no such setting: did you mean train\.steps"):
         trained("wrong", steps=1)
     with pytest.raises(ConfigError, match=r"^train\.micro_batch=3: must divide"):
         trained("wrong", **{"train.micro_batch": 3})
-    thread = threading.Thread(target=trained, args=("thread",), kwargs={"train.deterministic": True})
+    thread = threading.Thread(
+        target=trained, args=("thread",), kwargs={"train.deterministic": True}
+    )
     thread.start()
     thread.join()
 
@@ -76,24 +93,44 @@ def notebook(tmp: Path, url: str) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return step(loop, batch)
 
-    with mock.patch.object(Loop, "_step", interrupted), pytest.raises(KeyboardInterrupt, match="after a checkpoint"):
+    with (
+        mock.patch.object(Loop, "_step", interrupted),
+        pytest.raises(KeyboardInterrupt, match="after a checkpoint"),
+    ):
         trained("resumed")
-    with mock.patch(f"{TRAIN}.make_engine", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch(f"{TRAIN}.make_engine", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         trained("resumed")  # before there is a model
     assert [row["step"] for row in trained("resumed").metrics] == [1, 2, 3]
     assert left() == before
 
 
-def test_several_in_one_process_equal_those_of_separate_ones(dataset: Dataset, tmp_path: Path) -> None:
+def test_several_in_one_process_equal_those_of_separate_ones(
+    dataset: Dataset, tmp_path: Path
+) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY)
     process = started(notebook, tmp_path, dataset.root.url, out=tmp_path / "log")
     process.join()
     assert process.exitcode == 0, (tmp_path / "log").read_text()[-3000:]
-    assert pretrain(tmp_path, dataset.root.url, "alone", **{name.replace(".", "__"): value for name, value in SMALL.items()}).ok
-    assert curve(tmp_path / "alone") == curve(tmp_path / "first") == curve(tmp_path / "thread") == curve(tmp_path / "resumed")
+    assert pretrain(
+        tmp_path,
+        dataset.root.url,
+        "alone",
+        **{name.replace(".", "__"): value for name, value in SMALL.items()},
+    ).ok
+    assert (
+        curve(tmp_path / "alone")
+        == curve(tmp_path / "first")
+        == curve(tmp_path / "thread")
+        == curve(tmp_path / "resumed")
+    )
 
 
-def test_a_notebook_shows_a_bar(dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_a_bar(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("omnilead.engine.training.loggers.in_notebook", lambda: True)
     output = pretrain(tmp_path, dataset.root.url, train__steps=2).output
     assert "\nstep 1/2" not in output and "2/2" in output and "loss" in output
@@ -103,8 +140,12 @@ def test_the_model_card_names_data_and_metrics(dataset: Dataset, tmp_path: Path)
     assert pretrain(tmp_path, dataset.root.url, train__steps=2, train__validate_every=2).ok
     _, head, text = (tmp_path / "run" / "model" / "README.md").read_text().split("---\n")
     facts, (_, measured) = yaml.safe_load(head), rows(tmp_path / "run", "validation.jsonl")
-    assert "ptb-xl" in facts["datasets"] and facts["license"] == "unknown" and "ecg" in facts["tags"]
+    assert (
+        "ptb-xl" in facts["datasets"] and facts["license"] == "unknown" and "ecg" in facts["tags"]
+    )
     (result,) = facts["model-index"][0]["results"]
     told = {metric["type"]: metric["value"] for metric in result["metrics"]}
-    assert told == {name: round(value, 4) for name, value in measured.items() if isinstance(value, float)}
+    assert told == {
+        name: round(value, 4) for name, value in measured.items() if isinstance(value, float)
+    }
     assert f"| loss | {measured['loss']:.4f} |" in text and "predict" not in text
