@@ -6,7 +6,9 @@ archives. Files that look like ECGs and that none of them reads are counted in t
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DataError, ReadError, StorageError
@@ -56,10 +58,7 @@ def open_sources(
     names = root.children()
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
-    if kind != "auto":
-        return [_of_kind(root, kind)]
-    tree = _Tree(root, anonymous)
-    found = tree.archives() or tree.general()
+    found = _detected(root, names, anonymous) if kind == "auto" else [_of_kind(root, kind)]
     if not found and META in names:
         raise StorageError(
             f"{root.url}: a dataset, not an archive: pass the archives that it was made from"
@@ -69,10 +68,8 @@ def open_sources(
         raise StorageError(
             f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source"
         )
-    if not isinstance(
-        found[0], HospitalFiles
-    ):  # which looks at every file, and counts those that it leaves out
-        found[0].left_out = tree.left_out(besides)
+    if ":" not in kind:  # only a reader of the user's own knows what it reads
+        found[0].left_out = LeftOut(root, found, besides, anonymous).sentence()
     return found
 
 
@@ -89,126 +86,141 @@ def _of_kind(root: Folder, kind: str) -> Source:
     return HospitalFiles(root, kind) if kind in FORMATS else ARCHIVES[kind](root)
 
 
-class _Tree:
-    """What lies in a folder, from one listing: object storage would be slow to list folder by
-    folder."""
-
-    def __init__(self, root: Folder, anonymous: bool) -> None:
-        self.root, self.anonymous = root, anonymous
-        self.inside: dict[str, set[str]] = {
-            "": set()
-        }  # the names in the folder itself and in each of its subfolders
-        self.ecgs: list[
-            str
-        ] = []  # paths of headers, of the Challenge's signals, and of files with a hospital format's ending
-        self.read: list[str] = []  # a WFDB record is read if its path begins with one of these
-        self.unlisted: list[str] = []  # subfolders that could not be listed
-        for name in self._names():
-            top, _, below = name.partition("/")
-            self.inside[""].add(top)
-            if below:
-                self.inside.setdefault(top, set()).add(below.partition("/")[0])
-            if name.endswith((".hea", ".mat")) or name.lower().endswith(ENDINGS):
-                self.ecgs.append(name)
-
-    def _names(self) -> Iterator[str]:
-        if self.root.remote:
-            yield from self.root.names()
-            return
-        for top in self.root.children():
-            path = self.root.path(top)
-            if not os.path.isdir(path):
-                yield top
-                continue
-            try:
-                if os.path.islink(path):
-                    yield top
-                    if not (_is_archive({top}) or _is_archive(set(os.listdir(path)))):
-                        continue  # it may lead anywhere
-                yield from self.root.names(top)
-            except (StorageError, OSError):
-                self.unlisted.append(top)
-
-    def archives(self) -> list[Source]:
-        """The archives in the folder and in its subfolders."""
-        found: list[Source] = []
-        for top, names in sorted(self.inside.items()):
-            place = (
-                folder(self.root.path(top), self.anonymous, self.root.private) if top else self.root
-            )
-            for archive in ARCHIVES.values():
-                if f"{top}/" not in self.read and archive.detect(names):
-                    found += self._added(archive(place), f"{top}/" if top else "")
+def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Source]:
+    """The archives in a folder and in its subfolders. If there is none, the folder is one of WFDB
+    records or of hospital files."""
+    found = _archives(root, names)
+    read = _places(root, found)
+    for name in names:
+        if name in read or (root.remote and _looks_like_file(name)):
+            continue
+        below = folder(root.path(name), anonymous, root.private)
+        with suppress(StorageError):  # not a folder, or one that may not be listed
+            found += _archives(below, below.children())
+    if found:
         return found
+    challenge = PhysioNet2021(root)
+    if root.url.rsplit("/", 1)[-1] in DATABASES and challenge.has_records():
+        return [challenge]
+    for general in (WfdbFolder(root), HospitalFiles(root)):
+        if next(general.keys(), None):
+            return [general]
+    return []
 
-    def general(self) -> list[Source]:
-        """The reader for a folder that is no known archive and has none."""
-        if self.root.url.rsplit("/", 1)[-1] in DATABASES and (
-            found := self._added(PhysioNet2021(self.root), "")
-        ):
-            return found
-        if any(name.endswith(".hea") for name in self.ecgs):
-            return self._added(WfdbFolder(self.root), "")
-        hospital = HospitalFiles(self.root)
-        return [hospital] if next(hospital.keys(), None) else []
 
-    def _added(self, source: Source, place: str) -> list[Source]:
-        """The source, unless it is the Challenge's and has none of its records: other folders have
-        the same names."""
-        read = tuple(f"{place}{one}/" if one else place for one in source.places())
-        endings = {name[-4:] for name in self.ecgs if name.startswith(read)}
-        if isinstance(source, PhysioNet2021) and not {".hea", ".mat"} <= endings:
-            return []
-        self.read += read
-        return [source]
+def _archives(place: Folder, names: Sequence[str]) -> list[Source]:
+    found = [archive(place) for archive in ARCHIVES.values() if archive.detect(set(names))]
+    # other folders are called `training` or `ptb-xl`, too
+    return [one for one in found if not isinstance(one, PhysioNet2021) or one.has_records()]
 
-    def left_out(self, besides: Sequence[str]) -> str:
-        """A sentence about the files that look like ECGs and that no source reads; empty if there
-        are none."""
-        root, read = f"{self.root.url}/", tuple(self.read)
-        others = tuple(
-            f"{folder(url).url.removeprefix(root)}/"
-            for url in besides
-            if folder(url).url.startswith(root)
-        )
-        headers = (
-            name for name in self.ecgs if name.endswith(".hea") and not name.startswith(read)
-        )
-        files = (name for name in self.ecgs if name.lower().endswith(ENDINGS))
-        missed = [name for name in (*headers, *files) if not f"{name}/".startswith(others)]
+
+def _places(root: Folder, sources: Sequence[Source]) -> set[str]:
+    """Paths below `root` of the folders that these sources read; "" is all of it."""
+    read = set()
+    for source in sources:
+        for place in source.places():
+            path = f"{source.root.url}/{place}".removeprefix(root.url)
+            read.add(path.strip("/"))
+    return read
+
+
+class LeftOut:
+    """The files below a folder that look like ECGs and that none of its sources reads.
+
+    The folders that a source reads are not searched: MIMIC-IV-ECG's has 800,000 subfolders."""
+
+    def __init__(
+        self, root: Folder, sources: Sequence[Source], besides: Sequence[str], anonymous: bool
+    ) -> None:
+        self.root, self.anonymous = root, anonymous
+        self.first: dict[
+            str, str
+        ] = {}  # by uppermost folder; "" holds the files beside the folders
+        self.count: Counter[str] = Counter()
+        self.links: list[str] = []
+        self.unlisted: list[str] = []
+        self.opened = {source.root.url for source in sources}
+        self.read = _places(root, sources)
+        for url in besides:
+            self.read.add(folder(url).url.removeprefix(f"{root.url}/"))
+        if any(isinstance(source, HospitalFiles) for source in sources):
+            return  # it looks at every file, and counts those that it leaves out
+        if "" in self.read:  # all WFDB records are read
+            hospital = [name for name in root.names() if name.lower().endswith(ENDINGS)]
+            self._add("", hospital)
+        else:
+            self._search("")
+
+    def _search(self, place: str) -> None:
+        below = self.root
+        if place:
+            below = folder(self.root.path(place), self.anonymous, self.root.private)
+        for name in below.children():
+            path = f"{place}/{name}" if place else name
+            if path in self.read:
+                continue
+            if any(one.startswith(f"{path}/") for one in self.read):
+                self._search(path)
+            elif _looks_like_ecg(name):
+                self._add(place, [path])
+            elif not (self.root.remote and _looks_like_file(name)):
+                self._add_folder(path)
+
+    def _add_folder(self, path: str) -> None:
+        place = self.root.path(path)
+        if not self.root.remote and os.path.islink(place):
+            if os.path.isdir(place) and os.path.realpath(place) not in self.opened:
+                self.links.append(path)
+            return
+        try:
+            self._add(path, [name for name in self.root.names(path) if _looks_like_ecg(name)])
+        except (StorageError, OSError):
+            self.unlisted.append(path)
+
+    def _add(self, place: str, names: Sequence[str]) -> None:
+        if names:
+            self.first.setdefault(place, names[0])
+            self.count[place] += len(names)
+
+    def sentence(self) -> str:
         said = []
         if self.unlisted:
-            folders = (
-                f"{len(self.unlisted)} of its folders"
-                if self.root.private
-                else ", ".join(self.unlisted)
-            )
-            said.append(f"could not list {folders}")
-        if missed:
-            count = (
-                f"{len(missed):,} file{'s' * (len(missed) > 1)} that "
-                f"look{'s' * (len(missed) == 1)} like ECGs"
-            )
-            first = "" if self.root.private else f", first {missed[0]}"
-            said.append(f"left out {count}{first}: {self._advice(missed[0])}")
+            said.append(f"could not list {self._named(self.unlisted)}")
+        if self.links:
+            said.append(f"does not follow linked folders: {self._named(self.links)}")
+        if total := self.count.total():
+            files = "1 file that looks like an ECG"
+            if total > 1:
+                files = f"{total:,} files that look like ECGs"
+            said.append(f"leaves out {files}{self._where()}")
         return f"{self.root.url}: {'; '.join(said)}" if said else ""
 
-    def _advice(self, name: str) -> str:
-        """How to read a file that was left out: by its uppermost folder from which nothing is read
-        yet."""
-        parts = name.split("/")
-        for depth in range(1, 1 if self.root.private else len(parts)):
-            place = "/".join(parts[:depth])
-            if not any(
-                f"{place}/".startswith(one) or one.startswith(f"{place}/") for one in self.read
-            ):
-                return f"to read them, too, give {self.root.url}/{place} as well"
-        kind = "wfdb" if name.endswith(".hea") else "hospital"
-        return f"`omnilead shard --source {kind}` reads them instead"
+    def _named(self, paths: Sequence[str]) -> str:
+        if self.root.private:
+            return f"{len(paths)} of its folders"
+        return ", ".join(paths[:3]) + ", ..." * (len(paths) > 3)
+
+    def _where(self) -> str:
+        if self.root.private:
+            return ": give the folders that hold them as well"
+        parts = []
+        for place, first in list(self.first.items())[:3]:
+            more = f" and {self.count[place] - 1:,} more" if self.count[place] > 1 else ""
+            mend = f"give {self.root.url}/{place} as well"
+            if place == "" or any(one.startswith(f"{place}/") for one in self.read):
+                mend = "move them to a folder of their own and give it as well"
+            parts.append(f"{first}{more}: {mend}")
+        return f": {'; '.join(parts)}" + "; ..." * (len(self.first) > 3)
 
 
-def _is_archive(names: set[str]) -> bool:
-    return any(archive.detect(names) for archive in ARCHIVES.values())
+def _looks_like_file(name: str) -> bool:
+    """Whether an object storage need not be asked what is in it: table.csv, but not v1.0."""
+    ending = name.rpartition(".")[2]
+    return ending != name and not ending.isdigit()
+
+
+def _looks_like_ecg(name: str) -> bool:
+    return name.endswith(".hea") or name.lower().endswith(ENDINGS)
 
 
 def _import(spec: str) -> type[Source]:

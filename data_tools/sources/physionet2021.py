@@ -57,6 +57,16 @@ class PhysioNet2021(WfdbSource):
             if name != "ptb-xl" or not any(self.root.exists(f"ptb-xl/{one}") for one in FOLDERS)
         ]
 
+    def has_records(self) -> bool:
+        """Whether there are headers with signals in .mat: other archives' folders have the same names."""
+        endings = set()
+        for place in self.places():
+            for name in self.root.names(place):
+                endings.add(name[-4:])
+                if {".hea", ".mat"} <= endings:
+                    return True
+        return False
+
     def source_of(self, key: str) -> str:
         return _database(self.root.url, key.rpartition("/")[0]) or self.name
 

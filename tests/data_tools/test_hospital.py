@@ -175,10 +175,7 @@ def test_beside_wfdb_records_they_are_left_out_and_counted(
         )
         == 0
     )
-    message = (
-        "left out 4 files that look like ECGs, first a/one.xml: `omnilead shard --source "
-        "hospital` reads them instead"
-    )
+    message = " and 3 more: move them to a folder of their own and give it as well\n"
     assert message in capsys.readouterr().err and {
         kind for kind, _ in crops_of(Dataset.open(f"{tmp_path}/out"))
     } == {"wfdb"}
@@ -192,7 +189,7 @@ def test_beside_a_known_archive_they_are_left_out_and_counted(tmp_path: Path) ->
     (source,) = open_sources(f"{tmp_path}/src")
     assert (
         source.name == "physionet2021"
-        and "left out 2 files that look like ECGs, first one.xml" in source.notes()[-1]
+        and "leaves out 2 files that look like ECGs: one.xml: " in source.notes()[-1]
     )
 
 

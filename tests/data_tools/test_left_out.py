@@ -44,15 +44,45 @@ def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(
     plain(tmp_path / "mywfdb" / "day 1", 21)
     found, note = opened(tmp_path)
     assert found == [("physionet2021", 3)]
-    where = f"first mywfdb/day 1/00000_hr.hea: to read them, too, give {tmp_path}/mywfdb as well"
-    assert note == f"{tmp_path}: left out 21 files that look like ECGs, {where}"
+    what = f"{tmp_path}: leaves out 21 files that look like ECGs: "
+    assert note == f"{what}mywfdb/day 1/00000_hr.hea and 20 more: give {tmp_path}/mywfdb as well"
     assert opened(tmp_path, tmp_path / "mywfdb") == (found, "")
     assert opened(tmp_path / "mywfdb") == ([("wfdb", 21)], "")
-    without_names = (
-        f"{tmp_path}: left out 21 files that look like ECGs: `omnilead shard --source wfdb` reads "
-        "them instead"
+    private = open_sources(str(tmp_path), private=True)[0].left_out
+    assert private == f"{what}give the folders that hold them as well"
+
+
+def test_files_in_an_archives_folder_are_counted_also_if_its_kind_is_given(tmp_path: Path) -> None:
+    challenge(tmp_path / "training")
+    (tmp_path / "one.xml").touch()
+    note = f"{tmp_path}: leaves out 1 file that looks like an ECG: one.xml: "
+    for kind in ("auto", "physionet2021"):
+        (source,) = open_sources(str(tmp_path), kind)
+        assert source.left_out == f"{note}move them to a folder of their own and give it as well"
+    plain(tmp_path / "wfdb")
+    (tmp_path / "wfdb" / "a.dcm").touch()
+    assert (
+        "1 file that looks like an ECG: a.dcm"
+        in open_sources(f"{tmp_path}/wfdb", "wfdb")[0].left_out
     )
-    assert open_sources(str(tmp_path), private=True)[0].left_out == without_names
+
+
+def test_what_an_archive_reads_is_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MIMIC-IV-ECG has 800,000 folders, and its records are in a table."""
+    write_mimic(tmp_path / "mimic", {"41420867": "10001725"})
+    plain(tmp_path / "mine")
+    listed = []
+    names = LocalFolder.names
+
+    def noted(self: LocalFolder, under: str = "") -> object:
+        listed.append(f"{self.url}/{under}")
+        return names(self, under)
+
+    monkeypatch.setattr(LocalFolder, "names", noted)
+    assert "mine/00000_hr.hea" in open_sources(str(tmp_path))[0].left_out
+    assert not [place for place in listed if "mimic/files" in place]
 
 
 def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path: Path) -> None:
@@ -64,24 +94,16 @@ def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path: Path) ->
     write_code15(tmp_path / "code15", {1: {"patient_id": "7"}})
     found, note = opened(tmp_path)
     assert dict(found) == {"physionet2021": 1, "ptb-xl": 1, "mimic-iv-ecg": 1, "code15": 1}
-    assert "left out 1 file that looks like ECGs, first georgia/g1/E00000.hea: " in note
-    assert note.endswith(f"to read them, too, give {tmp_path}/georgia as well")
+    assert note == (
+        f"{tmp_path}: leaves out 1 file that looks like an ECG: georgia/g1/E00000.hea: "
+        f"give {tmp_path}/georgia as well"
+    )
     write_ptbxl(tmp_path / "copies" / "old", {1: {}})
     challenge(tmp_path / "ptb-xl" / "more")
-    (tmp_path / "mimic" / "files" / "one.XML").touch()
     found, note = opened(tmp_path, tmp_path / "georgia", tmp_path / "copies")
-    assert (
-        len(found) == 4
-        and "left out 2 files that look like ECGs, first ptb-xl/more/georgia/g1/E00000.hea: "
-        in note
-    )
+    assert len(found) == 4
+    assert "ptb-xl/more/georgia/g1/E00000.hea: " in note
     assert note.endswith(f"give {tmp_path}/ptb-xl/more as well")
-    note = opened(
-        tmp_path, tmp_path / "georgia", tmp_path / "copies", tmp_path / "ptb-xl" / "more"
-    )[1]
-    assert note.endswith(
-        "first mimic/files/one.XML: `omnilead shard --source hospital` reads them instead"
-    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +148,10 @@ def test_a_linked_folder_is_entered_only_if_it_is_an_archive(tmp_path: Path) -> 
     plain(tmp_path / "others")
     (tmp_path / "src" / "a").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "src" / "b").symlink_to(tmp_path / "others")
-    assert opened(tmp_path / "src") == ([("physionet2021", 1), ("physionet2021", 1)], "")
+    assert opened(tmp_path / "src") == (
+        [("physionet2021", 1), ("physionet2021", 1)],
+        f"{tmp_path}/src: does not follow linked folders: b",
+    )
 
 
 @pytest.mark.parametrize("linked", ["training", "georgia", "records500"])
@@ -141,7 +166,9 @@ def test_a_linked_part_of_an_archive_is_read(tmp_path: Path, linked: str) -> Non
     assert opened(place) == ([("ptb-xl" if linked == "records500" else "physionet2021", 1)], "")
 
 
-def test_a_bucket_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_is_listed_by_its_uppermost_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     challenge(tmp_path / "training")
     plain(tmp_path / "v1.0" / "mywfdb")
     store = fsspec.filesystem("memory")
@@ -154,10 +181,8 @@ def test_a_bucket_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         lambda self, path, **options: listed.append(path) or find(self, path, **options),
     )
     (source,) = open_sources("memory://left")
-    assert source.left_out.endswith(
-        "v1.0/mywfdb/00000_hr.hea: to read them, too, give memory://left/v1.0 as well"
-    )
-    assert listed == ["memory://left"]
+    assert source.left_out.endswith("v1.0/mywfdb/00000_hr.hea: give memory://left/v1.0 as well")
+    assert sorted(listed) == ["memory://left/training", "memory://left/v1.0"]
 
 
 def test_every_command_says_what_it_leaves_out(
@@ -166,7 +191,7 @@ def test_every_command_says_what_it_leaves_out(
     source, out = tmp_path / "src", tmp_path / "out"
     challenge(source / "training", records=2)
     plain(source / "mywfdb")
-    note = f"note: {source}: left out 1 file that looks like ECGs, first mywfdb/00000_hr.hea: "
+    note = f"note: {source}: leaves out 1 file that looks like an ECG: mywfdb/00000_hr.hea: "
     head = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF"], "thresholds": [0.5]}
     model, data = str(save_model(tmp_path / "model", head=head)), ["--data", str(source)]
     commands = {
@@ -185,10 +210,10 @@ def test_every_command_says_what_it_leaves_out(
     assert (
         main(["shard", str(source), f"{source}/mywfdb", "--out", f"{out}2", "--workers", "1"]) == 0
     )
-    assert "left out" not in capsys.readouterr().err
+    assert "leaves out" not in capsys.readouterr().err
     more = [*data, f"{source}/mywfdb", "--out", str(tmp_path / "all.csv")]
     assert predict.main(["--model", model, *more]) == 0
     assert (
-        "left out" not in capsys.readouterr().err
+        "leaves out" not in capsys.readouterr().err
         and (tmp_path / "all.csv").read_text().count("\n") == 4
     )
