@@ -158,11 +158,12 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
             "pretrain_implausible",
             "pseudonyms",
         )
-        names = [name for name in stated if name in recipe]
+        old.setdefault("pretrain_implausible", False)
+        new = {"pretrain_implausible": False} | recipe
         changed = [
-            f"{name} was {old.get(name)}, not {recipe[name]}"
-            for name in names
-            if old.get(name) != recipe[name]
+            f"{name} was {old.get(name)}, not {new[name]}"
+            for name in stated
+            if name in new and old.get(name) != new[name]
         ]
         what = ", ".join(changed) or "from other input or options"
         raise DatasetError(
@@ -181,7 +182,9 @@ def _build(
     left = [
         (i, content) for i, content in enumerate(contents) if part_name(shard_name(i)) in written
     ]
-    finished = set(cluster.run(partial(_finished, out), left, options.workers, options.cluster))
+    checked = cluster.run(partial(_finished, out), left, options.workers, options.cluster)
+    quiet = options.quiet or not left
+    finished = set(tqdm(checked, "checking finished shards", len(left), disable=quiet))
     missing = [i for i in range(plan.shards) if i not in finished]
     tasks = ((i, plan.shard(i).crops, contents[i]) for i in missing)
     build = partial(build_shard, out, plan.sources, options.pseudonym_key)

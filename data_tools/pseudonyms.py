@@ -27,8 +27,8 @@ def read_key(path: str) -> bytes:
         )
     if len(secret) < 16:
         raise StorageError(
-            f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: head -c 32 "
-            "/dev/urandom"
+            f"--pseudonymize {path}: {len(secret)} bytes, at least 16 are needed: "
+            "(umask 077; head -c 32 /dev/urandom > KEYFILE)"
         )
     return blake2b(secret, digest_size=32).digest()
 

@@ -29,14 +29,14 @@ QUOTED = f"^'({STARTS})"  # replace by \1 to unquote; also in arrow's regular ex
 
 def as_csv(rows: Iterable[Sequence[Any]]) -> str:
     """A CSV table of a few rows."""
-    text = io.StringIO()
+    text, line = io.StringIO(), io.StringIO()
+    # Python before 3.13 quotes a carriage return only if lines end with one
+    writer = csv.writer(line, lineterminator="\r\n")
     for row in rows:
-        line = io.StringIO()
-        # Python before 3.13 quotes a carriage return only if the line ends with one
-        csv.writer(line, lineterminator="\r\n").writerow(
-            [quoted(cell) if isinstance(cell, str) else cell for cell in row]
-        )
+        writer.writerow([quoted(cell) if isinstance(cell, str) else cell for cell in row])
         text.write(line.getvalue().removesuffix("\r\n") + "\n")
+        line.seek(0)
+        line.truncate()
     return text.getvalue()
 
 

@@ -83,7 +83,7 @@ def locked_by_another(file: IO[Any], place: str) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+        if error.errno == errno.EWOULDBLOCK:
             return True
         tell(f"note: {place}: its file system has no locks: never let two runs write there")
     return False

@@ -7,8 +7,8 @@ values in their unit.
     omnilead predict --model TUNED --data A.npy --fs 250 --leads II,V1 --unit uV --out F.csv
     torchrun --nproc-per-node 8 -m omnilead.engine.predict --model TUNED --data DATASET --out F.parquet  a GPU per rank
 
-Columns: source, record, patient, row (of the dataset), start_s, missing_leads (the model uses them,
-the ECG does not have them), then, by the kind of task: for each class AF (probability) and
+Columns: source, record, patient, row (of the dataset), start_s, missing_leads (the model uses them, but they
+were not recorded, or are flat), then, by the kind of task: for each class AF (probability) and
 AF_predicted (true above the threshold chosen in validation); or `predicted` (the most probable
 class) and the probability of each class; or values such as age_years. The prediction of a record is
 the mean over its segments of 5 s. Inputs and resuming work as in `omnilead embed`. Exit code 2: an

@@ -120,8 +120,10 @@ def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
 
 def _sign_and_name(label: str) -> tuple[str, str]:
     """ "-" or nothing, and the name of the lead in capitals."""
-    sign, name = _LABEL.fullmatch(label.upper()).groups()  # type: ignore[union-attr]  # it matches any text
-    return sign, name
+    text = label.upper().replace("(", "").replace(")", "")
+    before = "-" if text.startswith("-") else ""  # of the word, as in `-ECG I`
+    sign, name = _LABEL.fullmatch(text.lstrip("- ")).groups()  # type: ignore[union-attr]  # matches any text
+    return before or sign, name
 
 
 def _text(field: bytes) -> str:

@@ -14,14 +14,6 @@ import numpy as np
 from omnilead.engine.evaluation.metrics import Array, exact_interval
 
 FEW = 10  # patients with the class, or without it
-OF_CLASSES = {
-    "auroc",
-    "auprc",
-    "f_measure",
-    "sensitivity",
-    "specificity",
-    "balanced_accuracy",
-}  # metrics
 TOO_FEW = (
     f"Fewer than {FEW} patients with or without the class, in every class: AUROC and other "
     "metrics of classes"
@@ -41,8 +33,7 @@ def few_patients(labels_NK: Array, patients: Sequence[Any]) -> bool:
 def intervals_of_few(
     metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]
 ) -> dict[str, list[float]]:
-    """Exact intervals of the shares of rows, if each row is another patient; otherwise none for
-    metrics of classes."""
+    """Exact intervals of the shares of rows, if each row is another patient; otherwise none."""
     shares = {"accuracy": int((~np.isnan(labels_NK.astype(float))).any(1).sum())}
     if labels_NK.shape[1] == 1:
         shares |= {
@@ -50,7 +41,7 @@ def intervals_of_few(
             "specificity": int((labels_NK == 0).sum()),
         }
     independent = len(set(patients)) == len(labels_NK) > 1
-    found = {name: [math.nan, math.nan] for name in metrics.keys() & OF_CLASSES}
+    found = {name: [math.nan, math.nan] for name in metrics}
     for name, n in shares.items():
         if independent and n and name in metrics:
             found[name] = exact_interval(round(metrics[name] * n), n)

@@ -229,6 +229,8 @@ def dataset_of(args: argparse.Namespace) -> Dataset | None:
 
 
 def skip(args: argparse.Namespace, name: str, reason: object) -> None:
+    if args.pseudonymize and isinstance(reason, ReadError):  # names and details may tell who it is
+        name, reason = "a record", reason.reason
     if args.on_corrupt == "stop":
         raise ConfigError(f"{name}: {reason}: fix it, or skip such data with --on-corrupt skip")
     with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar

@@ -13,7 +13,6 @@ is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..
 finishes last joins all of them. Ranks share nothing but the folder: none waits for another.
 """
 
-import fcntl
 import io
 import json
 import os
@@ -34,7 +33,15 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools.cli import interactive
 from omnilead.data_tools.dataset import without_formulas
-from omnilead.engine.common import ALL, ConfigError, OutputError, describe_leads, sync, write_whole
+from omnilead.engine.common import (
+    ALL,
+    ConfigError,
+    OutputError,
+    describe_leads,
+    locked_by_another,
+    sync,
+    write_whole,
+)
 from omnilead.engine.data.augmenter import FS_HZ, HALF
 from omnilead.engine.inference.inputs import COLUMNS, CropSource, Per
 from omnilead.engine.inference.predict import CropBatch, predict
@@ -226,12 +233,8 @@ class ParquetParts:
             raise ConfigError(f"{out}: {self.folder} is a file: remove it, or choose another file")
         self.folder.mkdir(exist_ok=True)
         self._lock = open(self.folder / f"lock-{rank}-of-{world}", "w")  # noqa: SIM115 - held until the end
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(f"{out}: another process is writing it") from None
-        except OSError:  # a file system without locks: two processes would write the same bytes
-            pass
+        if locked_by_another(self._lock, str(out)):
+            raise OutputError(f"{out}: another process is writing it")
         for path in self.folder.glob("*.parquet"):
             if (before := _job_of(path)) is not None:
                 self._require_same(before, self.folder)

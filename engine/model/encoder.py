@@ -173,7 +173,8 @@ def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> 
     x_RDN = F.pad(
         x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2)
     )  # as the authors: pad alike, drop the last
-    if weight_DcK.is_cpu and weight_DcK.dtype == torch.bfloat16:
+    low = weight_DcK.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+    if weight_DcK.is_cpu and low:
         # On CPUs with AMX, torch 2.13's bf16 convolution of 4 to 15 channels a group with 16 taps
         # returns other numbers.
         with torch.autocast("cpu", enabled=False):

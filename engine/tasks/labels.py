@@ -226,7 +226,10 @@ def _csv(data: bytes) -> pa.Table:
     start = data[: 2**20].decode("utf-8-sig", "replace")
     for mark in (",", ";", "\t", ","):  # a comma if none yields it
         reader = csv.reader(io.StringIO(start, newline=""), delimiter=mark)
-        names = [unquoted(cell) for cell in next(reader, [])]
+        try:
+            names = [unquoted(cell) for cell in next(reader, [])]
+        except csv.Error:
+            raise ConfigError("the first line has a quote that is not closed") from None
         if len(names) > 1 and "record" in map(_name, names):
             break
     read = pa_csv.ReadOptions(column_names=names, skip_rows=reader.line_num)

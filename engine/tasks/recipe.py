@@ -77,11 +77,12 @@ def finetuning(
         "schedule": "warmup_cosine",
         "precision": "auto",
     }
-    if (
-        before := Path(wanted.run, "config.yaml")
-    ).is_file():  # resuming, perhaps with another number of ranks
-        saved = read_mapping(before).get("train") or {}
-        chosen |= {name: saved[name] for name in chosen if name in saved}
+    before = Path(wanted.run, "config.yaml")
+    saved = read_mapping(before) if before.is_file() else {}
+    if (saved.get("task") or {}).get("name") == wanted.task.name:
+        # resuming, perhaps with another number of ranks
+        train = saved.get("train") or {}
+        chosen |= {name: train[name] for name in chosen if name in train}
     settled = build(merge({"train": chosen, "task": {"kind": learnt.kind}}, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
         t, kind = (

@@ -278,7 +278,7 @@ def refuse_changes(
     lengths = ("train.steps", "train.epochs") if fixed else ()
     changes = [
         f"{key} changed from {pairs[0].get(key)} to {pairs[1].get(key)}"
-        for key in dict.fromkeys((*pairs[0], *pairs[1]))
+        for key in dict.fromkeys(("start", *pairs[0], *pairs[1]))
         if pairs[0].get(key) != pairs[1].get(key)
         and key not in lengths
         and not CHANGEABLE.fullmatch(key)
@@ -295,7 +295,9 @@ def subject(settings: dict[str, Any]) -> str:
     """What a run with these settings is."""
     if "task" not in settings:
         return "pre-training"
-    return f"fine-tuning of {settings['start']} for {settings['task']['name']}"
+    task = settings["task"]
+    name = task.get("name") if isinstance(task, dict) else None
+    return f"fine-tuning for {name}"
 
 
 def other_run(path: Path, state: dict[str, Any]) -> ConfigError:

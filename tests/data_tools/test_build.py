@@ -377,12 +377,11 @@ def test_a_file_system_without_locks_is_used_with_a_note(
 
         monkeypatch.setattr(fcntl, "flock", flock)
 
-    for busy in (errno.EWOULDBLOCK, errno.EACCES):
-        refuse(busy)
-        with pytest.raises(StorageError, match="another run is writing there"):
-            build(small, tmp_path / "out")
+    refuse(errno.EWOULDBLOCK)
+    with pytest.raises(StorageError, match="another run is writing there"):
+        build(small, tmp_path / "out")
     assert capsys.readouterr().err == ""
-    refuse(errno.ENOTSUP)
+    refuse(errno.EACCES)  # as some network file systems do
     assert len(build(small, tmp_path / "out")) == 15
     assert (
         capsys.readouterr().err

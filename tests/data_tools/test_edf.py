@@ -73,7 +73,16 @@ def test_leads_are_found_by_their_labels_and_units_are_stated() -> None:
     np.testing.assert_allclose(inverted, 1000 - (X["I"] + 32768.0) * 2000 / 65535)
 
 
-SIGNS = {"ECG -aVR": -1, "-AVR": -1, "ECG--I": -1, "Lead_-I": -1, "ECG:-V1": -1}
+SIGNS = {
+    "ECG -aVR": -1,
+    "-ECG aVR": -1,
+    "ECG (-aVR)": -1,
+    "ECG (aVR)": 1,
+    "-AVR": -1,
+    "ECG--I": -1,
+    "Lead_-I": -1,
+    "ECG:-V1": -1,
+}
 SIGNS |= {"ECG-aVR": 1, "EKG - I": 1, "ECG- I": 1, "ECG-Lead V1": 1, "ECGII": 1}
 
 
@@ -81,7 +90,7 @@ SIGNS |= {"ECG-aVR": 1, "EKG - I": 1, "ECG- I": 1, "ECG-Lead V1": 1, "ECGII": 1}
 def test_the_sign_of_a_lead_is_read(tmp_path: Path, label: str) -> None:
     sign, lead = (
         SIGNS[label],
-        next(lead for lead in reversed(LEADS) if label.upper().endswith(lead.upper())),
+        next(lead for lead in reversed(LEADS) if label.upper().rstrip(")").endswith(lead.upper())),
     )
     (tmp_path / "one.edf").write_bytes(edf({label: sign * X[lead], "V6": X["V6"]}))
     made = build(tmp_path, tmp_path / "out", plan="all")

@@ -339,7 +339,7 @@ def test_records_of_an_implausible_amplitude_are_for_pre_training_only_if_asked_
         assert plan == "all" or {row["record"] for row in rows if row["id_role"]} == pretrained
         assert verify(Dataset.open(out), open_sources(f"{tmp_path}/src")) == []
     assert main([*command, f"{tmp_path}/out0", "--pretrain-implausible"]) == 2
-    assert "already finished (pretrain_implausible was None, not True)" in capsys.readouterr().err
+    assert "already finished (pretrain_implausible was False, not True)" in capsys.readouterr().err
 
 
 def test_samples_that_were_not_measured_do_not_count_in_the_amplitude(tmp_path: Path) -> None:

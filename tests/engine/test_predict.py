@@ -288,6 +288,15 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
             [*arguments, "--pseudonymize", str(key)],
         )
         assert program.main([*arguments, "--out", str(out)]) == 0 and capsys.readouterr().err == ""
+        damaged = export / "ward" / "JOHN_DOE_1951.xml"
+        damaged.write_text(muse()[:400])
+        skipping = [*arguments, "--on-corrupt", "skip", "--out", f"{tmp_path}/skipping.{end}"]
+        assert program.main([*arguments, "--out", f"{tmp_path}/stopped.{end}"]) == 2
+        assert program.main(skipping) == 0
+        said = capsys.readouterr().err
+        assert "skipped: a record: " in said and "DOE" not in said
+        for one in (damaged, tmp_path / f"skipping.{end}"):
+            one.unlink()
         content = out.read_bytes()
         assert b"jane" not in content and b"4711" not in content
         table = csv.read_csv(out) if end == "csv" else pq.read_table(out)

@@ -93,9 +93,9 @@ def test_the_plain_convolution_in_bf16() -> None:
     torch.testing.assert_close(
         plain.convolve(*inputs, groups=4).double(), exact, rtol=4e-3, atol=0.04
     )
-    for x in (inputs[0], inputs[0].float()):
+    for arguments in (inputs, [x.float() for x in inputs]):
         with torch.autocast("cpu", torch.bfloat16):
-            got = plain.convolve(x, *inputs[1:], groups=4)
+            got = plain.convolve(*arguments, groups=4)
         torch.testing.assert_close(got.double(), exact, rtol=4e-3, atol=0.04)
 
 

@@ -255,6 +255,12 @@ BAD: list[tuple[str, list[str], Callable[[list[str]], list[Any]], dict[str, Any]
 ]  # fmt: skip
 
 
+def test_a_header_with_an_open_quote_is_named(tmp_path: Path) -> None:
+    (tmp_path / "open.csv").write_text('record,"v\n' + "A,1\n" * 60_000)
+    with pytest.raises(ConfigError, match="the first line has a quote that is not closed"):
+        read_table(str(tmp_path / "open.csv"))
+
+
 @pytest.mark.parametrize(("says", "header", "rows", "how"), BAD, ids=[case[0][:30] for case in BAD])
 def test_a_table_that_cannot_be_used_is_one_line(
     says: str,

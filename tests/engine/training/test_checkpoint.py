@@ -381,6 +381,7 @@ def test_an_inconsistent_step_or_invalid_settings_in_a_checkpoint_are_one_line(
         ({"crops_seen": -24}, "crops_seen=-24"),
         ({"crops_seen": 2**62}, "crops_seen=4611686018427387904, but 3 steps of 8 crops are 24"),
         ({"world": 3}, "world=3, but 1 ranks"),
+        ({"config": {"task": {}}}, "holds another run, a fine-tuning for None"),
         ({"code": ["x.py"]}, "code=['x.py']"),
         ({"code": {"../../../x.py": ""}}, "state.json: code."),
         ({"code": {"gone.py": ""}}, "code/gone.py: no such file"),
