@@ -15,13 +15,19 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omnilead.data_tools.cli import Parser, drop_output, echo, interactive, is_memory, say, tell
 from omnilead.data_tools.errors import DataError, printable
+
+if TYPE_CHECKING:
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.sources import Source
+
+    Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 RESUME = {
     "shard": ": run the same command again to continue",
@@ -236,34 +242,147 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _synth(options: argparse.Namespace) -> int:
+def synth(
+    out: str | os.PathLike[str],
+    *,
+    patients: int = 100,
+    two_sessions: float = 0.11,
+    seed: int = 0,
+    layout: str = "physionet2021",
+    workers: int = 1,
+) -> dict[str, int]:
+    """Makes a synthetic archive, as `omnilead synth`. Returns the number of records by source."""
     from omnilead.data_tools.synthetic.archive import synthesise
 
-    arguments = (
-        options.patients,
-        options.two_sessions,
-        options.seed,
-        options.layout,
-        options.workers,
+    return synthesise(
+        os.fspath(out), patients, two_sessions, seed, layout, workers, progress=interactive()
     )
-    counts = synthesise(options.out, *arguments, progress=interactive())
-    echo(
-        f"{options.out}: {sum(counts.values()):,} synthetic records: "
-        f"{', '.join(f'{n} {k}' for k, n in counts.items())}"
-    )
-    return 0
 
 
-def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> list[Any]:
+def shard(
+    sources: "Paths",
+    *,
+    out: str | os.PathLike[str],
+    source: str = "auto",
+    patients: str | None = None,
+    format: str = "tar",
+    plan: str = "paper",
+    dx_sources: Sequence[str] | None = None,
+    id_sources: Sequence[str] | None = None,
+    pretrain_sources: Sequence[str] | None = None,
+    pretrain_implausible: bool = False,
+    id_share: float | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    cluster: str | None = None,
+    pseudonymize: str | None = None,
+    anonymous: bool = False,
+    strict: bool = False,
+) -> "Dataset":
+    """Makes a dataset from archives, as `omnilead shard`, or finishes one that was interrupted.
+
+    The arguments are the options of the command; `sources` is an archive or several. Notes go to
+    stderr. A DataError says in one line what is wrong."""
+    from omnilead.data_tools import build
+    from omnilead.data_tools.pseudonyms import read_key
+    from omnilead.data_tools.splits import RoleSources
+    from omnilead.data_tools.summary import notes
+
+    chosen: dict[str, Any] = {}
+    for task, names in (("dx", dx_sources), ("id", id_sources), ("pretrain", pretrain_sources)):
+        if names:
+            chosen[task] = tuple(sorted(set(names)))
+    if id_share is not None:
+        chosen["id_share"] = id_share
+    if plan == "all" and chosen:
+        given = "--id-share" if "id_share" in chosen else f"--{next(iter(chosen))}-sources"
+        raise DataError(
+            f"--plan all uses everything for pre-training, so {given} has no effect: use --plan "
+            "paper"
+        )
+    key = read_key(pseudonymize) if pseudonymize else None
+    opened = _open_sources(_paths(sources), source, patients, anonymous, bool(key))
+    before = [note for one in opened for note in one.notes()]
+    for note in before:
+        tell(f"note: {note}")
+    for one in opened:
+        if one.private and not key:
+            held = f"{one.root.url}: a dataset made from it holds {one.private}"
+            tell(f"note: {held}: --pseudonymize KEYFILE replaces both")
+    options = build.ShardOptions(
+        os.fspath(out),
+        plan=plan,
+        seed=seed,
+        format=format,
+        workers=workers or _cores(),
+        cluster=cluster,
+        role_sources=RoleSources(**chosen, implausible=pretrain_implausible),
+        pseudonym_key=key,
+        quiet=not interactive(),
+    )
+    dataset = build.shard(opened, options)
+    after = [note for one in opened for note in one.notes() if note not in before]
+    for note in [*notes(dataset), *after]:
+        tell(f"note: {note}")
+    refused = _refused(dataset)
+    if strict and refused:
+        raise DataError(f"--strict: {refused} records were refused: see {out}/rejects.csv")
+    return dataset
+
+
+def verify(
+    dataset: str | os.PathLike[str],
+    *,
+    archive: "Paths" = (),
+    source: str = "auto",
+    patients: str | None = None,
+    fast: bool = False,
+    workers: int | None = None,
+    pseudonymize: str | None = None,
+    anonymous: bool = False,
+) -> list[str]:
+    """Checks every byte of a dataset, as `omnilead verify`. Returns what it found wrong, each on
+    one line; an empty list means that everything holds."""
+    from omnilead.data_tools import verify as checks
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.pseudonyms import read_key
+
+    key = read_key(pseudonymize) if pseudonymize else None
+    opened = Dataset.open(os.fspath(dataset), anonymous)
+    if source != "auto" and not archive:
+        raise DataError(
+            f"--source {source} applies to an archive, and none is given: add --archive SRC"
+        )
+    sources = _open_sources(_paths(archive), source, patients, anonymous, bool(key))
+    for one in sources:
+        if one.left_out:
+            tell(f"note: {one.left_out}")
+    return checks.verify(opened, sources, fast, workers or _cores(), key, not interactive())
+
+
+def _paths(given: "Paths") -> list[str]:
+    if isinstance(given, str | os.PathLike):
+        return [os.fspath(given)]
+    return [os.fspath(one) for one in given]
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+def _refused(dataset: "Dataset") -> int:
+    return sum(source["records"]["refused"] for source in dataset.meta["sources"])
+
+
+def _open_sources(
+    urls: list[str], kind: str, table: str | None, anonymous: bool, private: bool
+) -> "list[Source]":
     from omnilead.data_tools.sources import PhysioNet2021, open_sources
 
-    private = bool(options.pseudonymize)
-    sources = [
-        source
-        for url in urls
-        for source in open_sources(url, kind, options.anonymous, urls, private)
-    ]
-    if table := options.patients:
+    sources = []
+    for url in urls:
+        sources += open_sources(url, kind, anonymous, urls, private)
+    if table:
         challenge = [source for source in sources if isinstance(source, PhysioNet2021)]
         if not challenge:
             raise DataError(
@@ -279,98 +398,59 @@ def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> li
     return sources
 
 
-def _shard(options: argparse.Namespace) -> int:
-    from omnilead.data_tools.build import ShardOptions, shard
-    from omnilead.data_tools.pseudonyms import read_key
-    from omnilead.data_tools.splits import RoleSources
-    from omnilead.data_tools.summary import describe, notes
+def _options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of the function that a command calls."""
+    return {name: value for name, value in vars(parsed).items() if name not in ("command", "run")}
 
-    started = time.monotonic()
-    named = {task: getattr(options, f"{task}_sources") for task in ("dx", "id", "pretrain")}
-    chosen: dict[str, Any] = {
-        task: tuple(sorted(set(names))) for task, names in named.items() if names
-    }
-    if options.id_share is not None:
-        chosen["id_share"] = options.id_share
-    if options.plan == "all" and chosen:
-        given = "--id-share" if "id_share" in chosen else f"--{next(iter(chosen))}-sources"
-        raise DataError(
-            f"--plan all uses everything for pre-training, so {given} has no effect: use --plan "
-            "paper"
-        )
-    key = read_key(options.pseudonymize) if options.pseudonymize else None
-    sources = _open_sources(options.sources, options.source, options)
-    before = [note for source in sources for note in source.notes()]
-    held = [
-        f"{source.root.url}: a dataset made from it holds {source.private}"
-        for source in sources
-        if source.private
-    ]
-    for note in [
-        *before,
-        *(f"{text}: --pseudonymize KEYFILE replaces both" for text in held if not key),
-    ]:
-        tell(f"note: {note}")
-    same = {
-        name: getattr(options, name)
-        for name in ("out", "plan", "seed", "format", "workers", "cluster")
-    }
-    roles, quiet = (
-        RoleSources(**chosen, implausible=options.pretrain_implausible),
-        not interactive(),
-    )
-    dataset = shard(
-        sources, ShardOptions(**same, role_sources=roles, pseudonym_key=key, quiet=quiet)
-    )
+
+def _synth(parsed: argparse.Namespace) -> int:
+    options = _options(parsed)
+    counts = synth(**options)
+    kinds = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+    echo(f"{options['out']}: {sum(counts.values()):,} synthetic records: {kinds}")
+    return 0
+
+
+def _shard(parsed: argparse.Namespace) -> int:
+    from omnilead.data_tools.summary import describe
+
+    started, options = time.monotonic(), _options(parsed)
+    strict = options.pop("strict")
+    dataset = shard(**options)
     echo(describe(dataset))
-    refused = sum(source["records"]["refused"] for source in dataset.meta["sources"])
+    refused = _refused(dataset)
     echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
-    for note in [
-        *notes(dataset),
-        *(note for source in sources for note in source.notes() if note not in before),
-    ]:
-        tell(f"note: {note}")
-    if options.strict and refused:
+    if strict and refused:
         tell(
             f"omnilead shard: --strict: {refused} records were refused: see "
-            f"{options.out}/rejects.csv"
+            f"{options['out']}/rejects.csv"
         )
         return 2
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify(parsed: argparse.Namespace) -> int:
     from omnilead.data_tools.dataset import Dataset
-    from omnilead.data_tools.pseudonyms import read_key
-    from omnilead.data_tools.verify import verify
 
-    started = time.monotonic()
-    key = read_key(options.pseudonymize) if options.pseudonymize else None
-    dataset = Dataset.open(options.dataset, options.anonymous)
-    if options.source != "auto" and not options.archive:
-        raise DataError(
-            f"--source {options.source} applies to an archive, and none is given: add --archive SRC"
-        )
-    sources = _open_sources(options.archive, options.source, options)
-    for source in sources:
-        if source.left_out:
-            tell(f"note: {source.left_out}")
-    found = verify(dataset, sources, options.fast, options.workers, key, not interactive())
+    started, options = time.monotonic(), _options(parsed)
+    found = verify(**options)
     for finding in found:
         echo(printable(finding))
-    checked = "structure, tables, roles and sizes" if options.fast else "every byte, row and role"
-    checked += ", the archive's samples" if sources else ""
-    if options.fast:
-        files = " and ".join(
-            {"tar": "shards/", "zarr": "store.zarr"}[name] for name in dataset.meta["formats"]
-        )
+    dataset = Dataset.open(options["dataset"], options["anonymous"])
+    checked = "every byte, row and role"
+    if options["fast"]:
+        checked = "structure, tables, roles and sizes"
+    if options["archive"]:
+        checked += ", the archive's samples"
+    if options["fast"]:
+        folders = {"tar": "shards/", "zarr": "store.zarr"}
+        files = " and ".join(folders[name] for name in dataset.meta["formats"])
         checked += f"; not read: the contents of {files}, run without --fast to check these"
-    result = (
-        f"{len(found)} finding{'s' * (len(found) != 1)}"
-        if found
-        else f"all checks passed ({checked})"
-    )
-    echo(f"{options.dataset}: {len(dataset):,} crops, {result}; {time.monotonic() - started:.1f} s")
+    result = f"all checks passed ({checked})"
+    if found:
+        result = f"{len(found)} finding{'s' * (len(found) != 1)}"
+    seconds = time.monotonic() - started
+    echo(f"{options['dataset']}: {len(dataset):,} crops, {result}; {seconds:.1f} s")
     return 1 if found else 0
 
 

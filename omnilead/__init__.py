@@ -17,6 +17,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omnilead.data_tools.__main__ import shard as shard
+    from omnilead.data_tools.__main__ import synth as synth
+    from omnilead.data_tools.__main__ import verify as verify
     from omnilead.data_tools.dataset import Dataset as Dataset
     from omnilead.engine.finetune import finetune as finetune
     from omnilead.engine.inference.trained_model import load as load
@@ -29,6 +32,9 @@ MODULES = {  # where each name comes from. Imported on first use: PyTorch takes 
     "finetune": "omnilead.engine.finetune",
     "load": "omnilead.engine.inference.trained_model",
     "pretrain": "omnilead.engine.pretrain",
+    "shard": "omnilead.data_tools.__main__",
+    "synth": "omnilead.data_tools.__main__",
+    "verify": "omnilead.data_tools.__main__",
 }
 
 
