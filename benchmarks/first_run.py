@@ -103,7 +103,7 @@ def checks(options: argparse.Namespace) -> Iterator[tuple[str, float, Callable[[
     """(name, time limit in seconds, function) of each check."""
     place, backends = options.dir.absolute(), ["torch"]
     if options.device == "cuda":
-        backends += ["resident", *(["dali"] if installed("nvidia.dali") else [])]
+        backends += ["dali"] if installed("nvidia.dali") else []
     run = LoopRun(
         str(place / "dataset"),
         "",

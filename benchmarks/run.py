@@ -3,7 +3,6 @@
 python -m benchmarks.run ingest                  archive to dataset, against other programs
 python -m benchmarks.run loader                  dataset to batches, against other loaders; to a GPU only omnilead
 python -m benchmarks.run step                    one training step, against a re-creation of the authors'
-python -m benchmarks.run explain                 the stages of a step, each against the least time it needs
 python -m benchmarks.run e2e                     the training loop on each data source, against the bare step
 python -m benchmarks.run embed                   ECGs to embeddings, against the encoder alone
 python -m benchmarks.run start                   from the command to the first step
@@ -45,7 +44,6 @@ from benchmarks.measure import (
 )
 from omnilead.engine.common import ConfigError, Parser, writable, write_whole
 
-RECORDED = {"explain": "cost"}  # names of benchmarks in records, if they differ
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     *(
@@ -65,28 +63,26 @@ PACKAGES = (
 )
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 Part = dict[str, Any]
-NAMES = ("ingest", "loader", "step", "explain", "e2e", "embed", "start", "scaling", "suite")
+NAMES = ("ingest", "loader", "step", "e2e", "embed", "start", "scaling", "suite")
 REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; others have 3
 LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of one process in a suite
 LEAST_S = 15  # a suite starts nothing with less time left
 INGEST = r"^read|^ingest: omnilead, tar$|^ingest: re-creation|^verify$"
-LOADER = r": (torch|resident), batch 256$|^RLM: dali|loader, 0 workers$|DataLoader, 0 workers"
+LOADER = r": torch, batch 256$|^RLM: dali|loader, 0 workers$|DataLoader, 0 workers"
 CPU = (  # stages of a suite and their commands, with fewer cases than when run alone
     ("step", "step --steps 1"),
     ("ingest", f"ingest --records 1000 --only '{INGEST}'"),
     ("loader", f"loader --records 1000 --seconds 2 --only '{LOADER}'"),
-    ("explain", "explain"),
-    ("loop", "e2e --repeats 15 --records 400 --only 'tar|resident'"),
+    ("loop", "e2e --repeats 15 --records 400 --only tar"),
     ("embed", "embed --records 200 --only 'tar|500 Hz'"),
     ("start", "start --steps 20"),
     ("scaling", "scaling --steps 4 --repeats 3 --huge 1000000"),
 )
 GPU = (  # in order of value
     ("step", "step --only '(bf16|autocast), (.*, )?(64|256) crops|product: bf16'"),
-    ("loop", "e2e --steps 10 --only 'resident|tar'"),
+    ("loop", "e2e --steps 10 --only tar"),
     ("loader", "loader --records 24000 --seconds 1"),
     ("step", "step"),
-    ("explain", "explain"),
     ("embed", "embed --records 1000"),
     ("start", "start --only deepspeed"),
 )
@@ -130,15 +126,10 @@ def measured(
         if key != "out"
     }
     part: Part = {
-        "benchmark": RECORDED.get(options.benchmark, options.benchmark),
+        "benchmark": options.benchmark,
         "config": settings,
     }
     module = importlib.import_module(f"benchmarks.{options.benchmark}")
-    if options.benchmark == "explain":  # one process measures all its stages
-        try:
-            return part | ({"results": {}} if done else module.measure(options)) | {"left_out": {}}
-        except CaseError as error:
-            return part | {"results": {}, "left_out": {"explain": str(error)}}
     prepared = module.prepare(work, options)
     cases = {
         name: case for name, case in prepared.cases.items() if re.search(options.only or "", name)
@@ -273,7 +264,7 @@ def attempt(
         ["--repeats", str(options.repeats)] if options.repeats and "--repeats" not in words else []
     )
     parsed = parse([*shlex.split(words), "--device", options.device, *model, *repeats])
-    name = RECORDED.get(parsed.benchmark, parsed.benchmark)
+    name = parsed.benchmark
     old = next((part for part in record["parts"] if part["benchmark"] == name), {"results": {}})
     partial = record.setdefault("partial", {}).get(name, {})
 
@@ -390,9 +381,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             at_least(2),
             "size of the synthetic archive (default: 600)",
         ),
-        (("step", "explain", "e2e", "embed", "scaling", "suite"), "--model", str, MODEL),
+        (("step", "e2e", "embed", "scaling", "suite"), "--model", str, MODEL),
         (
-            ("step", "explain", "e2e", "embed", "scaling"),
+            ("step", "e2e", "embed", "scaling"),
             "--batch",
             at_least(2),
             "batch size on one device, in crops",
