@@ -11,7 +11,7 @@ Overhead is the time of `loaded` above `bare`, in CPU-seconds on a CPU, in secon
 loader's part is the time of `loaded` above `held`. Both are medians over adjacent turns with 95 %
 intervals. Each turn ends with a log line, on a CPU five times as many as train.log_every asks for;
 a checkpoint is timed once, after the turns. Stall is the share of the time in which the loop waits
-for a batch. Sources: tar (with the device's default backend), torch (on a GPU), resident, zarr, s3
+for a batch. Sources: tar (with the device's default backend), torch (on a GPU), zarr, s3
 (a server on loopback; shards go through the cache).
 """
 
@@ -46,7 +46,6 @@ STEPS = {"cpu": 2, "cuda": 20}
 SOURCES = {
     "tar": (),
     "torch": ("pipeline.backend=torch",),
-    "resident": ("pipeline.backend=resident",),
     "zarr": ("pipeline.backend=torch", "pipeline.source=zarr"),
     "s3": ("pipeline.block_shards=1",),
 }

@@ -21,7 +21,6 @@ import itertools
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,33 +37,11 @@ from omnilead.engine.common import (
 )
 from omnilead.engine.reproduce.jobs import duration, on_this_machine, run_jobs
 from omnilead.engine.reproduce.paper import ReproductionScale, as_arguments
-from omnilead.engine.reproduce.plan import DatasetInfo, Job, JobPlan
+from omnilead.engine.reproduce.plan import Job
 from omnilead.engine.reproduce.workdir import WorkDir, read_json, write_json
 
 Tree = dict[str, Any]
 COMMANDS = "commands.json"
-
-
-@dataclass(frozen=True)
-class Step(Job):
-    """`flops` are the minutes that the plan expects."""
-
-    makes: str = ""
-
-    @property
-    def result(self) -> str:
-        return f"{self.name}/{self.makes}"
-
-
-class StepFolder(WorkDir):
-    def done(self, job: Job) -> bool:
-        return (self.path / job.result).exists()
-
-
-class StepPlan(JobPlan):
-    @property
-    def ordered(self) -> list[Job]:
-        return list(self.jobs.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,22 +87,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    folder = StepFolder(options.out.absolute())
+    folder = WorkDir(options.out.absolute())
     tree = read_yaml(find_config(options.plan, "evidence", "PLAN"))
-    plan = read_plan(tree, folder.path, options.only)
-    skip_absent(plan, folder)
-    left = forecast(plan, folder, options.jobs)
+    jobs = without_absent(read_plan(tree, folder.path, options.only), folder)
+    left = forecast(jobs, folder, options.jobs)
     if options.dry_run:
-        for job in plan.ordered:
+        for job in jobs:
             print(f"# {job.name}: {'done' if folder.done(job) else 'to do'}\n{said(job)}")
         print(f"# {left}")
         return 0
     (folder.path / "jobs").mkdir(parents=True, exist_ok=True)
-    same_commands(plan, folder)
+    same_commands(jobs, folder)
     print(left, flush=True)
     with on_this_machine(options.jobs) as executor:
         failed, interrupted = run_jobs(
-            plan, folder, executor, lambda: options.jobs, lambda job: None
+            jobs, folder, executor, lambda: options.jobs, lambda job: None
         )
     for name, why in failed.items():
         print(
@@ -136,61 +112,59 @@ def run(options: argparse.Namespace) -> int:
     return 130 if interrupted else 1 if failed else 0
 
 
-def read_plan(tree: Tree, out: Path, only: str = "") -> StepPlan:
+def read_plan(tree: Tree, out: Path, only: str = "") -> list[Job]:
+    """The plan's steps in its order, or those whose names begin with `only` and what they need."""
     try:
-        steps = {step.name: step for step in filled(tree, out)}
+        steps = list(filled(tree, out))
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"not a plan: {type(error).__name__} {error}: see configs/evidence/cpu.yaml"
         ) from None
-    chosen, todo = set[str](), [name for name in steps if name.startswith(only)]
-    if not todo:
-        raise ConfigError(
-            f"--only {only}: no step has such a name: use "
-            f"{', '.join(dict.fromkeys(s.kind for s in steps.values()))}"
-        )
-    while todo:
-        chosen.add(name := todo.pop())
-        todo += [need for need in steps[name].needs if need not in chosen]
-    jobs: dict[str, Job] = {name: step for name, step in steps.items() if name in chosen}
-    return StepPlan(ReproductionScale("", {}), DatasetInfo("", "", "", {}), out, jobs)
+    chosen: set[str] = set()
+    for step in reversed(steps):  # a step comes after those that it needs
+        if step.name.startswith(only) or step.name in chosen:
+            chosen |= {step.name, *step.needs}
+    if not chosen:
+        kinds = ", ".join(dict.fromkeys(step.kind for step in steps))
+        raise ConfigError(f"--only {only}: no step has such a name: use {kinds}")
+    return [step for step in steps if step.name in chosen]
 
 
-def filled(tree: Tree, out: Path) -> Iterator[Step]:
-    """The plan's steps in its order, which is also that of running."""
+def filled(tree: Tree, out: Path) -> Iterator[Job]:
     scale = ReproductionScale.read(tree["scale"]).settings["pretrain"] | tree.get("settings", {})
-    scale_words = shlex.join(word for pair in as_arguments(scale) for word in ("--set", pair))
-    words = {"out": shlex.quote(str(out)), "scale": scale_words}
-    values = {
-        key: value.format_map(words) if isinstance(value, str) else value
-        for key, value in tree["values"].items()
-    }
+    scale_words = [word for pair in as_arguments(scale) for word in ("--set", pair)]
+    words = {"out": shlex.quote(str(out)), "scale": shlex.join(scale_words)}
+    values = {}
+    for key, value in tree["values"].items():
+        values[key] = value.format_map(words) if isinstance(value, str) else value
     names: list[str] = []
     for entry in tree["steps"]:
-        each = {
-            key: values[of] if isinstance(of, str) else of
-            for key, of in entry.get("each", {}).items()
-        }
-        groups: dict[str, str] = {}
-        for group, slash, name in (name.partition("/") for name in names):
-            groups[group] = (
-                f"{groups.get(group, '')} {name or group}={words['out']}/{group}{slash}{name}".strip()
-            )
-        for combination in itertools.product(*each.values()):
+        each = entry.get("each", {})
+        lists = [values[name] for name in each.values()]
+        groups = words | grouped(names, words["out"])
+        for combination in itertools.product(*lists):
             known = groups | values | words | dict(zip(each, combination, strict=True))
-            name, command = (
-                entry["name"].format_map(known),
-                shlex.split(entry["run"].format_map(known)),
-            )
-            needs = tuple(
-                other for other in names if any(f"{out}/{other}/" in f"{word}/" for word in command)
-            )
+            name = entry["name"].format_map(known)
+            command = shlex.split(entry["run"].format_map(known))
+            needs = [other for other in names if uses(command, f"{out}/{other}/")]
             program = command[1:] if command[0] == "python" else ["-m", "omnilead", *command[1:]]
             names.append(name)
             minutes = float(tree.get("pace", 1) * entry["minutes"])
-            yield Step(
-                name, tuple(program), needs, minutes, 0, makes=entry["makes"].format_map(known)
-            )
+            made = f"{name}/{entry['makes'].format_map(known)}"
+            yield Job(name, tuple(program), tuple(needs), made, minutes)
+
+
+def grouped(names: Sequence[str], out: str) -> dict[str, str]:
+    """For each group of steps GROUP/NAME, the words NAME=FOLDER of its steps."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        group, _, member = name.partition("/")
+        groups.setdefault(group, []).append(f"{member or group}={out}/{name}")
+    return {group: " ".join(members) for group, members in groups.items()}
+
+
+def uses(command: Sequence[str], folder: str) -> bool:
+    return any(folder in f"{word}/" for word in command)
 
 
 def said(job: Job) -> str:
@@ -200,59 +174,53 @@ def said(job: Job) -> str:
     )
 
 
-def same_commands(plan: StepPlan, folder: WorkDir) -> None:
+def same_commands(jobs: Sequence[Job], folder: WorkDir) -> None:
     """Refuses results of other commands than the plan's, and what was made from them."""
-    path, other = folder.path / COMMANDS, set[str]()
-    now, before = (
-        {job.name: said(job).replace(str(folder.path), "DIR") for job in plan.ordered},
-        read_json(path),
-    )
-    for job in plan.ordered:
-        if before.get(job.name, now[job.name]) != now[job.name] or other & {*job.needs}:
-            other.add(job.name)
-    if old := [
-        f"{folder.path}/{job.name}"
-        for job in plan.ordered
-        if job.name in other and folder.done(job)
-    ]:
+    path = folder.path / COMMANDS
+    before, now = read_json(path), dict[str, str]()
+    changed: set[str] = set()
+    refused = []
+    for job in jobs:
+        now[job.name] = said(job).replace(str(folder.path), "DIR")
+        if before.get(job.name, now[job.name]) != now[job.name] or changed.intersection(job.needs):
+            changed.add(job.name)
+            if folder.done(job):
+                refused.append(f"{folder.path}/{job.name}")
+    if refused:
         raise ConfigError(
-            f"made by other commands than this plan's: {', '.join(old)}: remove them, or use "
+            f"made by other commands than this plan's: {', '.join(refused)}: remove them, or use "
             "another --out"
         )
     write_json(path, before | now)
 
 
-def forecast(plan: StepPlan, folder: WorkDir, jobs: int) -> str:
+def forecast(jobs: Sequence[Job], folder: WorkDir, at_once: int) -> str:
     """From the plan's minutes, and for each group from what its steps that are done have taken."""
     pace: dict[str, list[float]] = {}
-    for job in plan.ordered:
+    for job in jobs:
         if folder.done(job) and folder.seconds(job):
-            pace.setdefault(job.kind, []).append(folder.seconds(job) / (60 * job.flops))
-    missing = folder.missing(plan)
-    seconds = sum(60 * job.flops * fmean(pace.get(job.kind, [1])) for job in missing) / jobs
+            pace.setdefault(job.kind, []).append(folder.seconds(job) / (60 * job.work))
+    missing = folder.missing(jobs)
+    seconds = sum(60 * job.work * fmean(pace.get(job.kind, [1])) for job in missing) / at_once
     return (
-        f"{len(missing)} of {len(plan.jobs)} steps left: about {duration(seconds)}, {jobs} at a "
-        "time"
+        f"{len(missing)} of {len(jobs)} steps left: about {duration(seconds)}, {at_once} at a time"
     )
 
 
-def skip_absent(plan: StepPlan, folder: WorkDir) -> None:
+def without_absent(jobs: list[Job], folder: WorkDir) -> list[Job]:
     """Leaves out the steps real-* if the folders with real ECGs are absent."""
-    first = plan.jobs.get("real-data")
-    paths = (
-        [word for word in first.command if "/" in word] if first and not folder.done(first) else []
-    )
-    if absent := [
-        path
-        for path in paths
-        if not (path.startswith(str(folder.path)) or Path(report.ROOT, path).exists())
-    ]:
-        print(
-            f"{absent[0]}: no such folder: the steps real-* are skipped: name ECGs of yours in "
-            "the plan's `real`",
-            flush=True,
-        )
-        plan.jobs = {name: job for name, job in plan.jobs.items() if not name.startswith("real-")}
+    for job in jobs:
+        if job.name != "real-data" or folder.done(job):
+            continue
+        for path in [word for word in job.command if "/" in word]:
+            if not path.startswith(str(folder.path)) and not Path(report.ROOT, path).exists():
+                print(
+                    f"{path}: no such folder: the steps real-* are skipped: name ECGs of yours in "
+                    "the plan's `real`",
+                    flush=True,
+                )
+                return [other for other in jobs if not other.name.startswith("real-")]
+    return jobs
 
 
 def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
@@ -262,7 +230,7 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
         "synthetic": read_json(folder.path / "bench/bench.json"),
         "real": read_json(folder.path / "real-scores/bench.json"),
     }
-    steps = read_plan(tree, folder.path).ordered
+    steps = read_plan(tree, folder.path)
     tuned = [
         one
         for step in steps

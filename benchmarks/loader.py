@@ -43,7 +43,7 @@ PEER_NOISE = {
     "physio4+RLM": ("powerline", "emg", "wander", "shift"),
 }
 CROP_MB = 0.12 + 0.48  # in a tar shard, and as two float64 .mat files
-BACKENDS = {"torch": "torch", "resident": "resident", "dali": "dali on the CPU"}
+BACKENDS = {"torch": "torch", "dali": "dali on the CPU"}
 FIRST = ", first epoch"
 FILLED = 4  # batches that the stages prefetch
 WARM_S = (
@@ -98,7 +98,7 @@ def cases(dataset: Path, segments: Path, seconds: float) -> dict[str, Case]:
         every[name] = (ours, (dataset, backend, stage, batch, threads, seconds, "cpu", first))
 
     for stage in STAGES:
-        for backend in BACKENDS if stage != "authors_physio3+RLM" else ("torch", "resident"):
+        for backend in BACKENDS if stage != "authors_physio3+RLM" else ("torch",):
             add(stage, backend)
         if stage != "crop":
             add(stage, "torch", first=True)
@@ -122,7 +122,6 @@ def cases(dataset: Path, segments: Path, seconds: float) -> dict[str, Case]:
 def gpu_cases(dataset: Path, seconds: float, threads: int) -> dict[str, Case]:
     """Our loader on a GPU; the batch sizes of the targets first."""
     backends = [
-        "resident",
         "torch",
         *(["dali"] if find_spec("nvidia") and find_spec("nvidia.dali") else []),
     ]

@@ -1,7 +1,7 @@
 """Timing on a noisy machine: fresh processes, an uncounted warm-up, CPU-seconds as well as seconds,
 all repeats counted.
 
-    results, left_out, partial = run_cases({"name": (function, arguments), ...}, repeats=5)
+    results, left_out = run_cases({"name": (function, arguments), ...}, repeats=5)
 
 Cases that are compared take turns (A B C A B C ...), so that changes of the machine's speed affect
 all of them. On a GPU that is not shared, `at_once` runs all repeats of a case in one process.
@@ -19,11 +19,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from math import comb
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from math import comb, inf
 from multiprocessing import resource_tracker
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import psutil
@@ -56,12 +55,10 @@ EXPECTED = (CaseError, ConfigError, SystemExit, ModuleNotFoundError, OSError, Me
 
 
 class Outcome(NamedTuple):
-    """Results of cases, why others were left out, and the repeats of those that ran out of time too
-    early for a result."""
+    """Results of cases, and why others were left out."""
 
     results: Results
     left_out: dict[str, str]
-    partial: dict[str, Samples]
 
 
 class Answer(NamedTuple):
@@ -92,54 +89,35 @@ def run_cases(
     repeats: int,
     at_once: bool = False,
     keep: Callable[[Outcome], None] = lambda outcome: None,
-    partial: Mapping[str, Samples] = MappingProxyType({}),
 ) -> Outcome:
     """Measures cases. `keep` is called with the outcome after each process. A case that runs out
-    of time has a result if it has at least LEAST_REPEATS; otherwise its repeats are `partial`,
-    and the next call can go on with them."""
-    samples = {name: list(partial.get(name, [])) for name in cases}
-    results: Results = {}
-    left_out: dict[str, str] = {}
-    ended = set[str]()
-
-    def outcome() -> Outcome:
-        measured = {name: results[name] for name in cases if name in results}
-        return Outcome(
-            measured,
-            left_out,
-            {name: each for name, each in samples.items() if each and name not in results},
-        )
-
+    of time has a result if it has at least LEAST_REPEATS."""
+    samples: dict[str, Samples] = {name: [] for name in cases}
+    outcome = Outcome({}, {})
+    ended: set[str] = set()
     for turn in range(1 if at_once else repeats):
         for name, (function, arguments) in cases.items():
-            missing = repeats - len(samples[name])
-            if name in ended or not missing:
+            if name in ended:
                 continue
             say(name if at_once else f"{name} ({turn + 1} of {repeats})")
+            count = repeats if at_once else 1
             reason = ""
             try:
-                answer = call_fresh(
-                    timed, function, arguments, missing if at_once else 1, keep=samples[name].append
-                )
-                if answer:
-                    results[name] = answer
-                    ended.add(name)
+                answer = call_fresh(timed, function, arguments, count, keep=samples[name].append)
             except CaseError as error:
-                reason = str(error)
-                ended.add(name)
-            if reason not in ("", OUT_OF_TIME, OVER_TIME):
-                results.pop(name, None)
-                samples[name].clear()
-            if len(samples[name]) >= min(LEAST_REPEATS, repeats):
-                results[name] = summary(samples[name])
+                answer, reason = None, str(error)
+            if answer:  # the case measured itself
+                outcome.results[name] = answer
+            elif len(samples[name]) >= LEAST_REPEATS and reason in ("", OUT_OF_TIME, OVER_TIME):
+                outcome.results[name] = summary(samples[name])
             elif reason:
-                left_out[name] = reason
-                say(
-                    f"{name}: left out: {reason}"
-                    + f" ({len(samples[name])} of {repeats} repeats kept)" * bool(samples[name])
-                )
-            keep(outcome())
-    return outcome()
+                outcome.results.pop(name, None)
+                outcome.left_out[name] = reason
+                say(f"{name}: left out: {reason}")
+            if answer or reason:
+                ended.add(name)
+            keep(outcome)
+    return outcome
 
 
 def call_fresh(
@@ -152,44 +130,47 @@ def call_fresh(
     one line. The process and its children are killed after `seconds` (default: `limit_s`) and at
     the deadline. With `keep`, the function's last argument is a function whose argument is sent
     to `keep` at once, so that it is not lost with the process."""
-    now, limit = time.monotonic(), seconds or limit_s
-    ends = [(now + limit, OVER_TIME)] if limit else []
-    ends += [(deadline, OUT_OF_TIME)] if deadline is not None else []
-    end, late = min(ends, default=(None, ""))
-    if end is not None and end <= now:
+    left = inf if deadline is None else deadline - time.monotonic()
+    wait_s, late = min((left, OUT_OF_TIME), (seconds or limit_s or inf, OVER_TIME))
+    if wait_s <= 0:
         raise CaseError(late)
+    end = time.monotonic() + wait_s
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_child, args=(theirs, function, arguments, keep is not None))
+    start_blocked(process)
+    theirs.close()
+    try:
+        while ours.poll(None if end == inf else max(0.0, end - time.monotonic())):
+            answer: Answer = ours.recv()
+            if answer.last:
+                break
+            if keep:
+                keep(answer.value)
+        else:
+            raise CaseError(late)
+    except EOFError:
+        raise CaseError("its process died") from None
+    except BaseException:  # late, or interrupted
+        kill(process.pid)
+        raise
+    finally:
+        process.join(EXIT_S)
+        if process.is_alive():  # a library hangs at exit
+            kill(process.pid)
+    if answer.error:
+        raise CaseError(answer.error)
+    return answer.value
+
+
+def start_blocked(process: Any) -> None:
+    """Start a process that gets no SIGINT while it starts: Ctrl-C would print its traceback."""
     resource_tracker.ensure_running()  # start it now: starting it later would unblock the signal
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # Ctrl-C while the child starts would print a traceback
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    answer = stopped = Answer(error=late)
-    try:
-        while ours.poll(None if end is None else max(0.0, end - time.monotonic())):
-            message = ours.recv()
-            if message.last:
-                answer = message
-                break
-            if keep:
-                keep(message.value)
-    except EOFError:
-        answer = Answer(error="its process died")
-    finally:
-        if answer is stopped:  # or interrupted
-            kill(process.pid)
-    process.join(EXIT_S)
-    if process.is_alive():  # a library hangs at exit
-        kill(process.pid)
-    if answer.error:
-        raise CaseError(answer.error)
-    return answer.value
 
 
 def kill(pid: int | None) -> None:
@@ -300,11 +281,14 @@ def peaks_mb() -> dict[str, float]:
 def cpu_s() -> float:
     """CPU-seconds of this process (to microseconds) and its workers (of running ones, to hundredths
     of a second)."""
-    alive = [psutil.Process(child.pid).cpu_times() for child in multiprocessing.active_children()]
-    ended = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(used.ru_utime + used.ru_stime for used in ended) + sum(
-        used.user + used.system for used in alive
-    )
+    used = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        times = resource.getrusage(who)
+        used += times.ru_utime + times.ru_stime
+    for child in multiprocessing.active_children():
+        running = psutil.Process(child.pid).cpu_times()
+        used += running.user + running.system
+    return used
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -323,28 +307,23 @@ def interval(values: Iterable[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "low": values[cut], "high": values[n - 1 - cut]}
 
 
-def rates(rows: Iterable[Mapping[str, float]], crops: float, prefix: str = "") -> dict[str, Any]:
+def rates(rows: Sequence[Mapping[str, float]], crops: float, prefix: str = "") -> dict[str, Any]:
     """Rates per second and per CPU-second, for rows (turns) of `crops` crops each."""
-    rows = list(rows)
-    clocks = {"per_s": "wall_s", "per_cpu_s": "cpu_s"}
     return {
-        prefix + figure: spread(crops / row[clock] for row in rows)
-        for figure, clock in clocks.items()
+        f"{prefix}per_s": spread(crops / row["wall_s"] for row in rows),
+        f"{prefix}per_cpu_s": spread(crops / row["cpu_s"] for row in rows),
     }
 
 
 def summary(samples: Samples) -> dict[str, Any]:
-    return {
+    found: dict[str, Any] = {
         "per_s": spread(sample["units"] / sample["wall_s"] for sample in samples),
         "per_cpu_s": spread(sample["units"] / max(sample["cpu_s"], 1e-9) for sample in samples),
-        **{
-            key: max(sample[key] for sample in samples)
-            for key in ("peak_mb", "gpu_peak_mb")
-            if key in samples[0]
-        },
-        "units": samples[0]["units"],
-        "repeats": len(samples),
     }
+    for key in ("peak_mb", "gpu_peak_mb"):
+        if key in samples[0]:
+            found[key] = max(sample[key] for sample in samples)
+    return found | {"units": samples[0]["units"], "repeats": len(samples)}
 
 
 def make_dataset(work: Path, records: int, keep_archive: bool = False, **options: Any) -> Any:

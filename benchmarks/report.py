@@ -61,14 +61,6 @@ Parts = dict[tuple[str, str], Part]  # by benchmark and device
 BLUE, GREY, INK = "#2f6690", "#b5b5bd", "#333333"
 UNITS = {"ingest": "records", "loader": "crops of 10 s", "step": "crops of 10 s"}
 PEERS = ("loadmat", "webdataset", "streaming")
-WAY = {  # the stages that a crop passes, in order: (benchmark, case)
-    "read a WFDB record": ("ingest", "read: omnilead"),
-    "archive to verified shards": ("ingest", "ingest: omnilead, tar"),
-    "to a batch, with lead masking": ("loader", "RLM: torch, batch 256"),
-    "to a batch, with noise too": ("loader", "physio3+RLM: torch, batch 256"),
-    "train the small model, whole loop": ("e2e", "tar: small, 64 crops"),
-    "a step of the paper's model, bf16": ("step", "omnilead: bf16, 4 crops"),
-}
 
 
 class RecordError(Exception):
@@ -113,7 +105,7 @@ def check(part: Part) -> None:
         raise RecordError(f"there is no benchmark {benchmark!r} on {device_of(part)!r}")
     if "page_cache" not in part and benchmark != "evidence":
         raise RecordError("incomplete: it lacks page_cache")
-    if "dataset" not in part["input"] and benchmark not in ("step", "cost", "evidence"):
+    if "dataset" not in part["input"] and benchmark not in ("step", "evidence"):
         raise RecordError("incomplete: it lacks input.dataset")
     if device_of(part) == "cuda" and not part["hardware"].get("gpus"):
         raise RecordError("incomplete: it lacks hardware.gpus")
@@ -217,7 +209,7 @@ def four_threads(input: Part) -> bool:
 
 
 OURS, TO_GPU = (
-    r": (torch|resident), batch \d+(, first epoch)?$",
+    r": torch, batch \d+(, first epoch)?$",
     r" to cuda, batch (256|1024)$",
 )  # OURS: with one thread
 FROM_TAR = "crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads"
@@ -243,14 +235,14 @@ BARS = {
     ),
     "loader": (
         Bar(
-            f"lead masking, torch and resident, one thread, {LOADER}",
+            f"lead masking, torch, one thread, {LOADER}",
             f"^RLM{OURS}",
             times_recreation,
             10,
             "cpu",
         ),
         Bar(
-            f"noise, torch and resident, one thread, {LOADER}",
+            f"noise, torch, one thread, {LOADER}",
             rf"^physio\S*{OURS}",
             times_recreation,
             15,
@@ -263,13 +255,6 @@ BARS = {
             27_000,
             "cuda",
             asks=four_threads,
-        ),
-        Bar(
-            "crops a second on a GPU, resident, lead masking",
-            f"^RLM: resident{TO_GPU}",
-            median("per_s"),
-            500_000,
-            "cuda",
         ),
     ),
     "step": (
@@ -394,7 +379,6 @@ def whole(parts: Sequence[Part]) -> str:
         head,
         "### Targets and measurements",
         bars_table(parts),
-        "![way](results/way.png)",
     ]
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
@@ -454,42 +438,9 @@ def pictures(parts: Parts) -> Iterator[tuple[str, Callable[[], Figure]]]:
                 yield name, partial(bar_chart, shown, f"{benchmark}, {title}", unit)
         elif benchmark == "evidence":
             yield name, partial(share_curves, part)
-        elif benchmark == "cost":
-            stages = {
-                n: r
-                for n, r in part["results"].items()
-                if n not in ("all stages", "the whole step")
-            }
-            order = sorted(stages, key=lambda n: -float(stages[n]["ms"]["median"]))
-            predicted = [stages[n]["predicted_ms"] for n in order]
-            unit = (
-                f"{'CPU-ms' if part['input']['device'] == 'cpu' else 'ms'} of a step; yellow: "
-                "predicted"
-            )
-            shown = {n: stages[n]["ms"] for n in order}
-            yield (
-                f"{name}_time",
-                partial(bar_chart, shown, f"a step by its stages, {title}", unit, predicted),
-            )
-    way = {
-        label: parts[place, "cpu"]["results"].get(case)
-        for label, (place, case) in WAY.items()
-        if (place, "cpu") in parts
-    }
-    if len(rates := {label: r["per_cpu_s"] for label, r in way.items() if r}) > 2:
-        machines = dict.fromkeys(
-            machine(parts[place, "cpu"]) for place, _ in WAY.values() if (place, "cpu") in parts
-        )
-        title = f"From archive to weights: each stage by itself\n{' and '.join(machines)}"
-        yield (
-            "way",
-            partial(bar_chart, rates, title, "crops (first two: records) of 10 s a CPU-second"),
-        )
 
 
-def bar_chart(
-    spreads: dict[str, Any], title: str, unit: str, predicted: list[float] | None = None
-) -> Figure:
+def bar_chart(spreads: dict[str, Any], title: str, unit: str) -> Figure:
     """One bar per case, with its lowest and highest repeat."""
     drawn = Figure(figsize=(9, 0.27 * len(spreads) + 1.2), layout="constrained")
     FigureCanvasAgg(drawn)
@@ -508,15 +459,13 @@ def bar_chart(
         color=colours,
         error_kw={"lw": 0.8, "ecolor": INK},
     )
-    if predicted:
-        axes.barh(names, predicted, height=0.35, color="#f0c987")
     for row, s in enumerate(values):
         axes.annotate(f" {number(s['median'])}", (s["high"], row), va="center", fontsize=8)
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0, labelsize=8)
     axes.margins(y=0.01)
     low, high = min(s["low"] for s in values), max(s["high"] for s in values)
-    if high < 10 * low or predicted:
+    if high < 10 * low:
         axes.set_xlim(0, high * 1.12)  # room for the largest bar's label
     else:
         axes.set_xscale("log")

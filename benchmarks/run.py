@@ -3,7 +3,6 @@
 python -m benchmarks.run ingest                  archive to dataset, against other programs
 python -m benchmarks.run loader                  dataset to batches, against other loaders; to a GPU only omnilead
 python -m benchmarks.run step                    one training step, against a re-creation of the authors'
-python -m benchmarks.run explain                 the stages of a step, each against the least time it needs
 python -m benchmarks.run e2e                     the training loop on each data source, against the bare step
 python -m benchmarks.run embed                   ECGs to embeddings, against the encoder alone
 python -m benchmarks.run start                   from the command to the first step
@@ -25,74 +24,57 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from benchmarks import measure
-from benchmarks.measure import (
-    BUG,
-    OUT_OF_TIME,
-    OVER_TIME,
-    CaseError,
-    Outcome,
-    Samples,
-    run_cases,
-    say,
-)
+from benchmarks.measure import BUG, OUT_OF_TIME, CaseError, Outcome, run_cases, say
 from omnilead.engine.common import ConfigError, Parser, writable, write_whole
 
-RECORDED = {"explain": "cost"}  # names of benchmarks in records, if they differ
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = (
-    *(
-        "numpy",
-        "scipy",
-        "pyarrow",
-        "zarr",
-        "wfdb",
-        "google-crc32c",
-        "torch",
-        "deepspeed",
-        "webdataset",
-        "s3fs",
-        "moto",
-    ),
-    *("nvidia-dali-cuda130", "nvidia-dali-cuda120"),
-)
+PACKAGES = [
+    "numpy",
+    "scipy",
+    "pyarrow",
+    "zarr",
+    "wfdb",
+    "google-crc32c",
+    "torch",
+    "deepspeed",
+    "webdataset",
+    "s3fs",
+    "moto",
+    "nvidia-dali-cuda130",
+    "nvidia-dali-cuda120",
+]
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 Part = dict[str, Any]
-NAMES = ("ingest", "loader", "step", "explain", "e2e", "embed", "start", "scaling", "suite")
+NAMES = ("ingest", "loader", "step", "e2e", "embed", "start", "scaling", "suite")
+CPU_ONLY = ("ingest", "scaling")
 REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; others have 3
 LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of one process in a suite
 LEAST_S = 15  # a suite starts nothing with less time left
 INGEST = r"^read|^ingest: omnilead, tar$|^ingest: re-creation|^verify$"
-LOADER = r": (torch|resident), batch 256$|^RLM: dali|loader, 0 workers$|DataLoader, 0 workers"
+LOADER = r": torch, batch 256$|^RLM: dali|loader, 0 workers$|DataLoader, 0 workers"
 CPU = (  # stages of a suite and their commands, with fewer cases than when run alone
     ("step", "step --steps 1"),
     ("ingest", f"ingest --records 1000 --only '{INGEST}'"),
     ("loader", f"loader --records 1000 --seconds 2 --only '{LOADER}'"),
-    ("explain", "explain"),
-    ("loop", "e2e --repeats 15 --records 400 --only 'tar|resident'"),
+    ("loop", "e2e --repeats 15 --records 400 --only tar"),
     ("embed", "embed --records 200 --only 'tar|500 Hz'"),
     ("start", "start --steps 20"),
     ("scaling", "scaling --steps 4 --repeats 3 --huge 1000000"),
 )
 GPU = (  # in order of value
     ("step", "step --only '(bf16|autocast), (.*, )?(64|256) crops|product: bf16'"),
-    ("loop", "e2e --steps 10 --only 'resident|tar'"),
+    ("loop", "e2e --steps 10 --only tar"),
     ("loader", "loader --records 24000 --seconds 1"),
     ("step", "step"),
-    ("explain", "explain"),
     ("embed", "embed --records 1000"),
     ("start", "start --only deepspeed"),
-)
-MODEL = (
-    "paper, a config in configs/pretrain, or a path (default: paper; small for e2e, embed, "
-    "scaling on a CPU)"
 )
 
 
@@ -119,27 +101,10 @@ def measured(
     options: argparse.Namespace,
     done: Collection[str] = (),
     keep: Callable[[Part], None] = lambda part: None,
-    partial: Mapping[str, Samples] = MappingProxyType({}),
 ) -> Part:
     """Run a benchmark and return a part of a record: its configuration, input and results. Cases
-    named in `done` are left out; `keep` is called with the part after each process; `partial`
-    has repeats of cases that were measured before."""
-    settings = {
-        key: str(value) if isinstance(value, Path) else value
-        for key, value in vars(options).items()
-        if key != "out"
-    }
-    part: Part = {
-        "benchmark": RECORDED.get(options.benchmark, options.benchmark),
-        "config": settings,
-    }
-    module = importlib.import_module(f"benchmarks.{options.benchmark}")
-    if options.benchmark == "explain":  # one process measures all its stages
-        try:
-            return part | ({"results": {}} if done else module.measure(options)) | {"left_out": {}}
-        except CaseError as error:
-            return part | {"results": {}, "left_out": {"explain": str(error)}}
-    prepared = module.prepare(work, options)
+    named in `done` are left out; `keep` is called with the part after each process."""
+    prepared = importlib.import_module(f"benchmarks.{options.benchmark}").prepare(work, options)
     cases = {
         name: case for name, case in prepared.cases.items() if re.search(options.only or "", name)
     }
@@ -147,50 +112,84 @@ def measured(
         refuse(
             f"--only {options.only!r}: matches no case: use a part of {', '.join(prepared.cases)}"
         )
-    part["input"] = prepared.input
+    cases = {name: case for name, case in cases.items() if name not in done}
+    given = vars(options).items()
+    config = {key: value for key, value in given if key != "out" and value is not None}
+    part: Part = {"benchmark": options.benchmark, "config": config, "input": prepared.input}
 
     def with_results(outcome: Outcome) -> Part:
-        partial = {"partial": outcome.partial} if outcome.partial else {}
-        return part | {"results": outcome.results, "left_out": outcome.left_out} | partial
+        return part | outcome._asdict()
 
-    cases = {name: case for name, case in cases.items() if name not in done}
     prepared.warm_up(cases)
-    at_once = options.device == "cuda"
     outcome = run_cases(
-        cases, options.repeats, at_once, lambda outcome: keep(with_results(outcome)), partial
+        cases,
+        options.repeats,
+        at_once=options.device == "cuda",
+        keep=lambda outcome: keep(with_results(outcome)),
     )
     return with_results(outcome) | (prepared.extra() if outcome.results else {})
 
 
 def suite(options: argparse.Namespace, began: float) -> int:
     """Run all benchmarks into one record, saved after each process. A process that fails or
-    hangs takes at most its time limit, and in the second case is tried again after all others.
-    Running the same command again measures what is missing."""
+    hangs takes at most its time limit. Running the same command again measures what is
+    missing."""
     rows = GPU if options.device == "cuda" else CPU
-    stages = options.stages.split(",") if options.stages else [stage for stage, _ in rows]
-    if unknown := [stage for stage in stages if stage not in dict(rows)]:
-        refuse(f"--stages {unknown[0]}: no such stage: use {', '.join(dict(rows))}")
+    known = list(dict(rows))
+    stages = options.stages.split(",") if options.stages else known
+    for stage in stages:
+        if stage not in known:
+            refuse(f"--stages {stage}: no such stage: use {', '.join(known)}")
     config = {name: getattr(options, name) for name in ("device", "model", "repeats")}
-    path, record = resumed(
-        options.out,
-        environment()
-        | {"benchmark": "suite", "config": config, "parts": [], "left_out": {}, "took_s": 0},
-    )
+    new = environment() | {"benchmark": "suite", "config": config, "took_s": 0}
+    path, record = resumed(options.out, new | {"parts": [], "left_out": {}})
     before = record["took_s"]
-    measure.deadline, measure.limit_s = (
-        began + 60 * (options.minutes or 15),
-        LIMIT_S[options.device],
-    )
+    measure.deadline = began + 60 * (options.minutes or 15)
+    measure.limit_s = LIMIT_S[options.device]
     for stage, words in rows:
         if stage in stages:
-            attempt(stage, words, options, record, path)
-    for stage, words in dict(rows).items():
-        if stage in stages and late_cases(record, stage):
-            attempt(stage, words, options, record, path, late=True)
+            run_stage(stage, words, options, record, path)
     record["took_s"] = before + round(time.monotonic() - began)
     for name, reason in record["left_out"].items():
         say(f"left out: {name}: {reason}")
     return publish(record, path)
+
+
+def run_stage(
+    stage: str, words: str, options: argparse.Namespace, record: Part, path: Path
+) -> None:
+    """Run the missing cases of a stage of a suite and add them to the record's part of the same
+    benchmark."""
+    left_out = record["left_out"]
+    command = [*shlex.split(words), "--device", options.device]
+    if options.model and stage not in ("ingest", "loader", "start"):
+        command += ["--model", options.model]
+    if options.repeats and "--repeats" not in words:
+        command += ["--repeats", str(options.repeats)]
+    parsed = parse(command)
+    same = [part for part in record["parts"] if part["benchmark"] == parsed.benchmark]
+    old = same[0] if same else {"results": {}}
+
+    def keep(part: Part) -> None:
+        others = [each for each in record["parts"] if each["benchmark"] != parsed.benchmark]
+        new = old | part | {"results": old["results"] | part["results"]}
+        record["parts"] = [*others, new] if new["results"] else others
+        for case in part["results"]:
+            left_out.pop(f"{stage}: {case}", None)
+        for case, reason in part["left_out"].items():
+            left_out[f"{stage}: {case}"] = reason
+        with contextlib.suppress(OSError):  # save() reports it at the end
+            write_whole(path, json.dumps(record, indent=1) + "\n")
+
+    try:
+        if measure.deadline is not None and measure.deadline - time.monotonic() < LEAST_S:
+            raise CaseError(OUT_OF_TIME)
+        left_out.pop(stage, None)
+        with tempfile.TemporaryDirectory(prefix="omnilead-suite-") as work:
+            keep(measured(Path(work), parsed, old["results"], keep))
+    except (CaseError, SystemExit) as error:
+        left_out[stage] = str(error)
+        say(f"{stage}: left out: {error}")
 
 
 def publish(record: Part, out: Path | None) -> int:
@@ -235,76 +234,6 @@ def resumed(out: Path | None, new: Part) -> tuple[Path, Part]:
             "choose another"
         )
     return free(path), new
-
-
-def late_cases(record: Part, stage: str) -> set[str]:
-    """Cases of a stage that ran over their time limit."""
-    prefix = f"{stage}: "
-    late = [
-        name
-        for name, reason in record["left_out"].items()
-        if name.startswith(prefix) and reason == OVER_TIME
-    ]
-    return {name.removeprefix(prefix) for name in late}
-
-
-def attempt(
-    stage: str,
-    words: str,
-    options: argparse.Namespace,
-    record: Part,
-    path: Path,
-    late: bool = False,
-) -> None:
-    """Run the missing cases of a stage of a suite and add them to the record's part of the same
-    benchmark. Cases that ran over their time limit have to wait until all other stages had their
-    turn; then, with `late`, only they are run."""
-    left_out, waiting = record["left_out"], late_cases(record, stage)
-    if late:
-        waiting = {
-            name.partition(": ")[2] for name in left_out if name.partition(": ")[0] == stage
-        } - waiting
-    model = (
-        ["--model", options.model]
-        if options.model and stage not in ("ingest", "loader", "start")
-        else []
-    )
-    repeats = (
-        ["--repeats", str(options.repeats)] if options.repeats and "--repeats" not in words else []
-    )
-    parsed = parse([*shlex.split(words), "--device", options.device, *model, *repeats])
-    name = RECORDED.get(parsed.benchmark, parsed.benchmark)
-    old = next((part for part in record["parts"] if part["benchmark"] == name), {"results": {}})
-    partial = record.setdefault("partial", {}).get(name, {})
-
-    def keep(part: Part) -> None:
-        new = old | part | {"results": old["results"] | part["results"]}
-        kept = {
-            case: each
-            for case, each in partial.items()
-            if case not in part["results"] and case not in part["left_out"]
-        }
-        record["partial"][name] = kept | new.pop("partial", {})
-        record["parts"] = [each for each in record["parts"] if each["benchmark"] != name] + (
-            [new] if new["results"] else []
-        )
-        for case in part["results"]:
-            left_out.pop(f"{stage}: {case}", None)
-        for case, reason in part["left_out"].items():
-            if not (late and reason == OUT_OF_TIME):  # it stays known as one that takes long
-                left_out[f"{stage}: {case}"] = reason
-        with contextlib.suppress(OSError):  # save() reports it at the end
-            write_whole(path, json.dumps(record, indent=1) + "\n")
-
-    try:
-        if measure.deadline is not None and measure.deadline - time.monotonic() < LEAST_S:
-            raise CaseError(OUT_OF_TIME)
-        left_out.pop(stage, None)
-        with tempfile.TemporaryDirectory(prefix="omnilead-suite-") as work:
-            keep(measured(Path(work), parsed, {*old["results"], *waiting}, keep, partial))
-    except (CaseError, SystemExit) as error:
-        left_out[stage] = str(error)
-        say(f"{stage}: left out: {error}")
 
 
 def save(record: Part, out: Path | None) -> int:
@@ -368,65 +297,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    options = (  # benchmarks that have it, name, type, help
-        (
-            NAMES,
-            "--out",
-            Path,
-            "the record (default: benchmarks/results/BENCHMARK_MACHINE_DATE.json)",
-        ),
-        (NAMES, "--repeats", at_least(3), "repeats of each case, at least 3 (default: 3 to 60)"),
-        (NAMES[:-1], "--only", regex, "run only cases whose name matches this regular expression"),
-        (
-            ("ingest", "loader"),
-            "--records",
-            at_least(100),
-            "size of the synthetic archive (default: 2000, 20000)",
-        ),
-        (
-            ("e2e", "embed"),
-            "--records",
-            at_least(2),
-            "size of the synthetic archive (default: 600)",
-        ),
-        (("step", "explain", "e2e", "embed", "scaling", "suite"), "--model", str, MODEL),
-        (
-            ("step", "explain", "e2e", "embed", "scaling"),
-            "--batch",
-            at_least(2),
-            "batch size on one device, in crops",
-        ),
-        (
-            ("step", "start", "e2e", "scaling"),
-            "--steps",
-            at_least(1),
-            "steps per repeat, of the quick start, or per turn",
-        ),
-        (("loader",), "--seconds", at_least(1), "seconds per repeat (default: 3)"),
-        (
-            ("scaling",),
-            "--huge",
-            at_least(1000),
-            "size of the large dataset in crops (default: 10000000)",
-        ),
-        (("suite",), "--minutes", at_least(1), "start nothing after this time (default: 15)"),
-        (("suite",), "--stages", str, "run only these stages, e.g. step,loop"),
-    )
-    for name in NAMES:
-        command = commands.add_parser(name)
-        devices = ("cpu",) if name in ("ingest", "scaling") else ("cpu", "cuda")
-        command.add_argument("--device", choices=devices, default="cpu")
-        for names, option, kind, text in options:
-            if name in names:
-                command.add_argument(option, type=kind, help=text)
-        command.set_defaults(**dict.fromkeys(("model", "batch", "steps", "only")))
-    parsed = parser.parse_args(arguments)
-    if parsed.benchmark != "suite":  # each stage of a suite has its own
-        parsed.repeats = parsed.repeats or (
-            5 if parsed.device == "cuda" else REPEATS.get(parsed.benchmark, 3)
-        )
-    return parsed
+    add = parser.add_argument
+    add("benchmark", choices=NAMES, metavar="BENCHMARK")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: not ingest, scaling")
+    add("--out", type=Path, help="the record (results/BENCHMARK_MACHINE_DATE.json)")
+    add("--repeats", type=at_least(3), help="of each case, at least 3 (3 to 60)")
+    add("--only", type=regex, help="run only cases whose name matches this regular expression")
+    add("--model", help="paper, a config in configs/pretrain, or a path: step, e2e, embed, scaling")
+    add("--batch", type=at_least(2), help="crops on one device: step, e2e, embed, scaling")
+    add("--records", type=at_least(2), help="of the synthetic archive: ingest, loader, e2e, embed")
+    add("--steps", type=at_least(1), help="per repeat or turn: step, e2e, scaling, start")
+    add("--seconds", type=at_least(1), help="per repeat: loader (3)")
+    add("--huge", type=at_least(1000), help="crops of the large dataset: scaling (10000000)")
+    add("--minutes", type=at_least(1), help="start nothing after this time: suite (15)")
+    add("--stages", help="run only these, e.g. step,loop: suite")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and options.benchmark in CPU_ONLY:
+        refuse(f"--device cuda: {options.benchmark} does not use one: leave it out")
+    if options.benchmark != "suite":  # each stage of a suite has its own
+        usual = 5 if options.device == "cuda" else REPEATS.get(options.benchmark, 3)
+        options.repeats = options.repeats or usual
+    return options
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -453,12 +344,11 @@ def refuse(text: str) -> NoReturn:
 
 def environment() -> Part:
     """The facts about machine and software that every record needs."""
-    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    cpu = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
-    name, generation = (
-        cpu.get("model name", ""),
-        [f"{key} {cpu[key]}" for key in ("cpu family", "model") if key in cpu],
-    )
+    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    cpu = dict(re.findall(r"^(.+?)\s*: (.*)$", first, re.MULTILINE))
+    name = cpu.get("model name", "")
+    # cloud machines do not name the generation
+    generation = ", ".join(f"{key} {cpu[key]}" for key in ("cpu family", "model") if key in cpu)
     gpus, installed = gpu_facts(), {"python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -469,9 +359,7 @@ def environment() -> Part:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git": revision(),
         "hardware": {
-            "cpu": " ".join(
-                [name, *([f"({', '.join(generation)})"] if generation else [])]
-            ),  # cloud CPU names hide it
+            "cpu": f"{name} ({generation})" if generation else name,
             "short": "-".join(re.findall(r"[a-z0-9]+", short.lower())),
             "cores": os.cpu_count(),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

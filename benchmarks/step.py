@@ -57,7 +57,6 @@ VARIANTS = (
     ("compiled", "eager"),
     ("compiled", "layers"),
     ("compiled", "step"),
-    ("kernels", "all"),
 )
 SAMPLES = 2500
 FILL_S, FILL_SHARE = (

@@ -139,27 +139,6 @@ def step(part: Part) -> Iterator[str]:
         )
 
 
-def cost(part: Part) -> Iterator[str]:
-    facts, roof = part["input"], part["machine"]
-    whole = part["results"]["the whole step"]["ms"]["median"]
-    rows = []
-    for name, r in part["results"].items():
-        predicted, gap, gflop, gb = (
-            f"{r[key]:.4g}" for key in ("predicted_ms", "gap_ms", "gflop", "gb")
-        )
-        share = f"{100 * r['ms']['median'] / whole:.1f} %"
-        rows.append(
-            [name, f"{r['ms']['median']:.4g}", predicted, gap, share, r["bound"], gflop, gb]
-        )
-    unit = "CPU-ms" if facts["device"] == "cpu" else "ms"
-    yield markdown(f"| | {unit} | predicted | gap | share | bound by | GFLOP | GB |", rows)
-    yield (
-        f"{facts['crops']} crops, {facts['precision']}, the {facts['model']} model; predicted for "
-        f"{roof['name']}, "
-        f"{roof['tflops']:.3g} TFLOP/s and {roof['gb_per_s']:.3g} GB/s ({roof['source']})."
-    )
-
-
 def e2e(part: Part) -> Iterator[str]:
     rows = []
     for name, r in part["results"].items():
@@ -415,7 +394,6 @@ TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
     "ingest": ("Archive to dataset: records (read, ingest, plan, synth) or GB (verify)", rates),
     "loader": ("Dataset to batches: crops of 10 s as float32 millivolts in torch", loader),
     "step": ("One training step: crops of 10 s", step),
-    "cost": ("Where a step's time goes, largest gap first", cost),
     "e2e": ("The training loop, against the bare step", e2e),
     "embed": ("ECGs to embeddings: the command against the encoder alone", embed),
     "start": ("From the command to the first step: the quick start", start),
@@ -499,7 +477,7 @@ def note(part: Part) -> str:
     )
     what = (
         facts["archive"]
-        if name in ("step", "cost")
+        if name == "step"
         else amount + f", {facts.get('threads')} threads" * ("threads" in facts)
     )
     many = f"{fewest} to {repeats} runs" if fewest < repeats else f"{repeats} runs"

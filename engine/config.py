@@ -277,6 +277,9 @@ def load(
 ) -> Kind:
     """Reads a YAML file, or a shipped config by name, and applies overrides: "key=value", or values
     by dotted key."""
+    given = flatten(overridden({}, overrides))
+    if given.get("model.kernels") == "all":  # in the file of an older run it reads as auto
+        raise ConfigError("model.kernels=all: was removed: use plain or auto")
     return build(
         overridden(read_yaml(find_config(path, kind.folder), kind.folder), overrides), kind
     )

@@ -30,7 +30,7 @@ from dataclasses import field
 from math import prod
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from omnilead.engine.common import OWN, ConfigError
@@ -47,6 +47,11 @@ Probability = Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Kind = TypeVar("Kind")
+
+
+def without_removed_kernels(setting: Any) -> Any:
+    """Runs and models of older versions may have `all`; engine.config.load refuses it anew."""
+    return "auto" if setting == "all" else setting
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -78,7 +83,7 @@ class ModelConfig:
     ffn: Count = 3072  # width of the feed-forward layers
     position_kernel: Count = 128  # kernel size of the positional convolution, in tokens
     position_groups: Count = 16  # groups of the positional convolution
-    kernels: Literal["plain", "auto", "all"] = (
+    kernels: Annotated[Literal["plain", "auto"], BeforeValidator(without_removed_kernels)] = (
         "auto"  # faster implementations of operations: engine.model.kernels
     )
     dropout: Probability = (

@@ -101,7 +101,7 @@ class ConvBlock(nn.Module):
             return normalise(y_RTC, self.norm.weight, self.norm.bias, self.norm.eps)
         if self.norm is not None:
             y_RTC = self.norm(y_RTC)
-        return pick("gelu", F.gelu, self.kernels, y_RTC)(y_RTC)
+        return F.gelu(y_RTC)
 
 
 def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
@@ -165,7 +165,7 @@ class PositionalConvolution(nn.Module):
     def forward(self, x_RND: Tensor) -> Tensor:
         convolution = pick("convolve", convolve, self.kernels if self.training else "plain", x_RND)
         y_RND = convolution(x_RND, self.weight(), self.bias, self.groups)
-        return pick("gelu", F.gelu, self.kernels, y_RND)(y_RND)
+        return F.gelu(y_RND)
 
 
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
@@ -215,7 +215,6 @@ def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
 class Layer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.kernels = config.kernels
         self.attention = Attention(config)
         self.norm1 = nn.LayerNorm(config.width)
         self.fc1 = Linear(config.width, config.ffn, config.kernels)
@@ -226,10 +225,7 @@ class Layer(nn.Module):
 
     def forward(self, x_RND: Tensor) -> Tensor:
         x_RND = self.norm1(x_RND + self.dropout(self.attention(x_RND)))
-        hidden_RNI = self.fc1(x_RND)
-        hidden_RNI = self.activation_dropout(
-            pick("gelu", F.gelu, self.kernels, hidden_RNI)(hidden_RNI)
-        )
+        hidden_RNI = self.activation_dropout(F.gelu(self.fc1(x_RND)))
         y: Tensor = self.norm2(x_RND + self.dropout(self.fc2(hidden_RNI)))
         return y
 

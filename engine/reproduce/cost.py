@@ -27,20 +27,23 @@ MEASURE_S = 3.0
 
 def expected_seconds(plan: JobPlan, folder: WorkDir, flops_per_s: float) -> dict[str, float]:
     rates = {kind: _rate(plan, folder, kind) for kind in PROGRAMS}
-    return {
-        job.name: job.flops / rate
-        if (rate := rates[job.kind])
-        else STARTUP_S + job.flops / flops_per_s
-        for job in folder.missing(plan)
-    }
+    expected = {}
+    for job in folder.missing(plan.ordered):
+        if rate := rates[job.kind]:
+            expected[job.name] = job.work / rate
+        else:
+            expected[job.name] = STARTUP_S + job.work / flops_per_s
+    return expected
 
 
 def _rate(plan: JobPlan, folder: WorkDir, kind: str) -> float:
     """FLOP/s of the finished jobs of a kind, start-up included; 0 if there are none."""
-    done = [
-        job for job in plan.ordered if job.kind == kind and folder.done(job) and folder.seconds(job)
-    ]
-    return sum(job.flops for job in done) / (sum(map(folder.seconds, done)) or 1.0)
+    work = seconds = 0.0
+    for job in plan.ordered:
+        if job.kind == kind and folder.done(job) and (took := folder.seconds(job)):
+            work += job.work
+            seconds += took
+    return work / (seconds or 1.0)
 
 
 def flops_per_s(config: Config) -> float:

@@ -1,8 +1,8 @@
-"""Run the jobs of a plan, each in a process of its own, several at a time: on this machine or on a
+"""Run jobs, each in a process of its own, several at a time: on this machine or on a
 Dask cluster.
 
     with on_this_machine(4) as executor:                          # or distributed's client.get_executor()
-        failed, interrupted = run_jobs(plan, folder, executor, lambda: 4, on_done=print)
+        failed, interrupted = run_jobs(jobs, folder, executor, lambda: 4, on_done=print)
 
 A job is done when its result exists. If a worker dies, so does the process of its job; Dask then
 runs the job on another worker, where it resumes from its last checkpoint. A job's process holds
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from omnilead.data_tools.cli import say
-from omnilead.engine.reproduce.plan import Job, JobPlan
+from omnilead.engine.reproduce.plan import Job
 from omnilead.engine.reproduce.workdir import WorkDir, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,12 +46,10 @@ THREAD = threading.local()  # .environment: for the jobs that this thread starts
 def on_this_machine(jobs: int) -> ThreadPoolExecutor:
     """Each thread starts its jobs with its share of the cores, and of the GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = (
-        [str(i) for i in range(torch.cuda.device_count())]
-        if visible is None
-        else list(filter(None, visible.split(",")))
-    )
-    threads, numbers = max(1, len(os.sched_getaffinity(0)) // jobs), itertools.count()
+    names = map(str, range(torch.cuda.device_count())) if visible is None else visible.split(",")
+    gpus = [gpu for gpu in names if gpu]
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    numbers = itertools.count()
 
     def start_thread() -> None:
         THREAD.environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
@@ -62,18 +60,19 @@ def on_this_machine(jobs: int) -> ThreadPoolExecutor:
 
 
 def run_jobs(
-    plan: JobPlan,
+    jobs: Sequence[Job],
     folder: WorkDir,
     executor: Executor,
     slots: Callable[[], int],
     on_done: Callable[[Job], None],
 ) -> tuple[dict[str, str], bool]:
-    """Runs up to slots() jobs at a time until none is left that can run, or SIGTERM or Ctrl-C
-    stops them. Returns why jobs failed, by name, and whether it was Ctrl-C. A job that needs a
+    """Runs up to slots() jobs at a time, in their order, until none is left that can run, or SIGTERM
+    or Ctrl-C stops them. Returns why jobs failed, by name, and whether it was Ctrl-C. A job that needs a
     failed one does not run."""
-    waiting, running = folder.missing(plan), dict[Future[str], Job]()
-    failed, total = dict[str, str](), len(plan.jobs)
-    done = set(plan.jobs) - {job.name for job in waiting}
+    waiting = folder.missing(jobs)
+    running: dict[Future[str], Job] = {}
+    failed: dict[str, str] = {}
+    done = {job.name for job in jobs} - {job.name for job in waiting}
     with _stop_file(folder) as (stop, signals):
         while True:
             ready = [job for job in waiting if done.issuperset(job.needs)]
@@ -84,15 +83,12 @@ def run_jobs(
                 return failed, signal.SIGINT in signals
             for future in wait(running, POLL_S * 5, FIRST_COMPLETED).done:
                 job = running.pop(future)
-                error = (
-                    future.exception()
-                )  # of the worker, not of the job: it died repeatedly, for example
+                error = future.exception()  # of the worker, which died repeatedly, for example
                 why = f"{type(error).__name__}: {error}" if error else future.result()
                 if not why:
                     done.add(job.name)
-                    say(
-                        f"[{len(done)}/{total}] {job.name}: done in {duration(folder.seconds(job))}"
-                    )
+                    took = duration(folder.seconds(job))
+                    say(f"[{len(done)}/{len(jobs)}] {job.name}: done in {took}")
                     on_done(job)
                 elif why == STOPPED:
                     say(f"{job.name}: stopped")
@@ -142,21 +138,17 @@ def run_job(folder: WorkDir, job: Job, stop: Path) -> str:
         code = child.wait()
     if folder.done(job):
         write_json(folder.file(job, "json"), {"seconds": round(time.monotonic() - started, 3)})
-        if (
-            job.kind == "finetune"
-        ):  # its checkpoints are no longer needed, and hundreds of them would fill a disk
+        if job.kind == "finetune":  # hundreds of checkpoints would fill a disk
             shutil.rmtree((folder.path / job.result).parent / "checkpoints", ignore_errors=True)
         return ""
     if stop.exists() and code <= 0:
         return STOPPED
-    lines = (
-        folder.file(job, "err").read_text(errors="replace").split("\n")
-        if code
-        else [f"left no valid {job.result}"]
-    )
-    return next(
-        (line.strip()[:300] for line in reversed(lines) if line.strip()), f"exit code {code}"
-    )
+    if code == 0:
+        return f"left no valid {job.result}"
+    for line in reversed(folder.file(job, "err").read_text(errors="replace").split("\n")):
+        if line.strip():
+            return line.strip()[:300]
+    return f"exit code {code}"
 
 
 def _environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ model for each set of leads.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,24 +51,16 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Job:
-    name: str  # pretrain/MODEL, finetune/MODEL/CELL or evaluate/MODEL/CELL
+    name: str  # its folder below DIR, such as pretrain/MODEL or finetune/MODEL/CELL
     command: tuple[str, ...]  # after `python`
     needs: tuple[str, ...]  # names of jobs to run before
-    flops: float
-    disk: float  # bytes of its result
+    result: str  # the path below DIR that exists once the job is done
+    work: float  # its expected length, in any unit; here FLOPs
+    disk: float = 0  # bytes of its result
 
     @property
     def kind(self) -> str:
         return self.name.partition("/")[0]
-
-    @property
-    def result(self) -> str:
-        """The path below DIR that exists once the job is done."""
-        return (
-            f"scores/{self.name.partition('/')[2]}.json"
-            if self.kind == "evaluate"
-            else f"{self.name}/model"
-        )
 
 
 @dataclass
@@ -100,36 +92,23 @@ class JobPlan:
         start = self._start(row, 12 if table.padded else leads)
         model = self.models[start].model
         padded = model.leads == 12
-        cell = f"{Path(start).stem}/{TASKS[task]}-{'P-' if padded and leads < 12 else ''}{leads}-seed{seed}"
+        shown = f"P-{leads}" if padded and leads < 12 else str(leads)
+        cell = f"{Path(start).stem}/{TASKS[task]}-{shown}-seed{seed}"
         own = {
             "start": str(self.out / start),
             "augment.leads": leads,
             "augment.padded": padded,
             "train.seed": seed,
         }
-        finetune, evaluate = (
-            self._finetune(f"finetune/{cell}", row, task, model, own),
-            f"evaluate/{cell}",
-        )
-        crops = sum(
-            self.data.count(GROUPS[task], role)
-            for role in (("test",) if task == "Dx" else ("gallery", "probe"))
-        )
+        finetune = self._finetune(f"finetune/{cell}", row, task, model, own)
+        evaluate, score = f"evaluate/{cell}", f"scores/{cell}.json"
+        command = (*PROGRAMS["evaluate"], "--model", str(self.out / finetune))
+        command += ("--data", self.data.path, "--leads", str(leads), "--role", "test")
+        command += ("--json", str(self.out / score))
+        roles = ("test",) if task == "Dx" else ("gallery", "probe")
+        crops = sum(self.data.count(GROUPS[task], role) for role in roles)
         flops = crops * flops_per_crop(model, local=False) / 3  # without the backward pass
-        command = [
-            "--model",
-            str(self.out / finetune),
-            "--data",
-            self.data.path,
-            "--leads",
-            str(leads),
-            "--role",
-            "test",
-        ]
-        job = Job(evaluate, (*PROGRAMS["evaluate"], *command), (finetune,), flops, 4096)
-        self.jobs[evaluate] = replace(
-            job, command=(*job.command, "--json", str(self.out / job.result))
-        )
+        self.jobs[evaluate] = Job(evaluate, command, (finetune,), score, flops, 4096)
         return evaluate
 
     def _start(self, row: Row, leads: int) -> str:
@@ -137,10 +116,8 @@ class JobPlan:
         start = f"starts/random-{leads}.yaml" if row.random else f"pretrain/{row.pretrain}-{leads}"
         if start in self.models:
             return start
-        path, settings = (
-            CONFIGS / "pretrain" / f"{row.pretrain}.yaml",
-            dict(self.scale.settings["pretrain"]),
-        )
+        path = CONFIGS / "pretrain" / f"{row.pretrain}.yaml"
+        settings = dict(self.scale.settings["pretrain"])
         self.settings[f"pretrain-{row.pretrain}"] = flatten(read_yaml(path)) | settings
         if leads < 12:
             settings |= {"augment.leads": leads, "augment.padded": False, "model.leads": leads}
@@ -159,55 +136,45 @@ class JobPlan:
         flops = (
             steps * t.batch_crops * flops_per_crop(config.model, local=config.objective.local > 0)
         )
-        command = self._training(start, path, settings)
-        self.jobs[start] = Job(start, command, (), flops, size + (t.keep + 1) * ADAM * size)
+        self._train(start, path, settings, (), flops, size + (t.keep + 1) * ADAM * size)
         return start
 
     def _finetune(
         self, name: str, row: Row, task: str, model: ModelConfig, own: dict[str, Any]
     ) -> str:
-        path, stage = CONFIGS / "finetune" / f"{TASKS[task]}.yaml", TASKS[task]
+        stage = TASKS[task]
+        path = CONFIGS / "finetune" / f"{stage}.yaml"
         settings = {**row.finetune.get(stage, {}), **self.scale.settings[stage]}
         key = f"{stage}-random" if row.random else stage
-        if (
-            key not in self.settings
-        ):  # an invalid setting is an error now, not after days of pre-training
-            check(
-                load(
-                    path,
-                    as_arguments({**settings, **own, "data.datasets": [self.data.path]}),
-                    FinetuneConfig,
-                ),
-                1,
-            )
+        if key not in self.settings:
+            # an invalid setting is an error now, not after days of pre-training
+            everything = settings | own | {"data.datasets": [self.data.path]}
+            check(load(path, as_arguments(everything), FinetuneConfig), 1)
             self.settings[key] = flatten(read_yaml(path)) | settings
-        steps, batch, epochs = (
-            self.settings[key].get(f"train.{name}") or 1
-            for name in ("steps", "batch_crops", "epochs")
-        )
-        crops = (
-            steps * batch
-            if self.settings[key].get("train.steps")
-            else epochs * self.data.count(GROUPS[task], "train")
-        )
+        used = self.settings[key]
+        if used.get("train.steps"):
+            crops = used["train.steps"] * used["train.batch_crops"]
+        else:
+            crops = used["train.epochs"] * self.data.count(GROUPS[task], "train")
         needs = () if row.random else (f"pretrain/{name.split('/')[1]}",)
-        command = self._training(name, path, settings | own)
-        self.jobs[name] = Job(
-            name, command, needs, crops * flops_per_crop(model, local=False), 4 * parameters(model)
-        )
+        flops = crops * flops_per_crop(model, local=False)
+        self._train(name, path, settings | own, needs, flops, 4 * parameters(model))
         return name
 
-    def _training(self, name: str, path: Path, settings: dict[str, Any]) -> tuple[str, ...]:
-        pairs = as_arguments(
-            settings | {"run": str(self.out / name), "data.datasets": [self.data.path]}
-        )
-        program = PROGRAMS[name.partition("/")[0]]
-        return (
-            *program,
-            "--config",
-            path.stem,
-            *(word for pair in pairs for word in ("--set", pair)),
-        )
+    def _train(
+        self,
+        name: str,
+        config: Path,
+        settings: dict[str, Any],
+        needs: tuple[str, ...],
+        flops: float,
+        disk: float,
+    ) -> None:
+        own = {"run": str(self.out / name), "data.datasets": [self.data.path]}
+        command = (*PROGRAMS[name.partition("/")[0]], "--config", config.stem)
+        for pair in as_arguments(settings | own):
+            command += ("--set", pair)
+        self.jobs[name] = Job(name, command, needs, f"{name}/model", flops, disk)
 
 
 def make_plan(

@@ -49,12 +49,12 @@ def run(options: argparse.Namespace) -> int:
     if not options.collect_only:
         folder.start(plan)
         collect()
-        missing = folder.missing(plan)
+        missing = folder.missing(plan.ordered)
     if missing:
         with _executor(options) as (executor, slots):
             speed = executor.submit(flops_per_s, next(iter(plan.models.values()))).result()
             say(_forecast(plan, expected_seconds(plan, folder, speed), slots()))
-            failed, interrupted = run_jobs(plan, folder, executor, slots, collect)
+            failed, interrupted = run_jobs(plan.ordered, folder, executor, slots, collect)
     collect()
     _end(folder, plan, chosen, failed)
     return 130 if interrupted else 1 if failed else 0
@@ -137,6 +137,6 @@ def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[s
             )
             + "\n"
         )
-    done = len(plan.jobs) - len(folder.missing(plan))
+    done = len(plan.jobs) - len(folder.missing(plan.ordered))
     again = "" if done == len(plan.jobs) else "; run the same command again to continue"
     echo(f"{', '.join(map(str, paths))}: {done} of {len(plan.jobs)} jobs done{again}")

@@ -9,6 +9,7 @@ DIR/pretrain/MODEL/  finetune/MODEL/CELL/     runs, as `omnilead pretrain` and `
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,12 @@ class WorkDir:
         return self.path / "jobs" / f"{job.name.replace('/', '_')}.{suffix}"
 
     def done(self, job: Job) -> bool:
-        return (
-            self.score(job) is not None
-            if job.kind == "evaluate"
-            else (self.path / job.result).exists()
-        )
+        if job.result.startswith("scores/"):
+            return self.score(job) is not None
+        return (self.path / job.result).exists()
 
-    def missing(self, plan: JobPlan) -> list[Job]:
-        return [job for job in plan.ordered if not self.done(job)]
+    def missing(self, jobs: Iterable[Job]) -> list[Job]:
+        return [job for job in jobs if not self.done(job)]
 
     def score(self, job: Job, metric: str = "") -> float | None:
         """The evaluation's main score, or another of its metrics. None if it has not been measured
@@ -55,27 +54,23 @@ class WorkDir:
         """Creates the folder, or refuses one that was started with other data or settings."""
         for name in ("jobs", "settings", "starts"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        for name, settings in {
-            "data": {"scale": plan.scale.name} | asdict(plan.data),
-            **plan.settings,
-        }.items():
-            path = self.path / "settings" / f"{name}.json"
-            old, new = read_json(path), json.loads(json.dumps(settings))
-            changed = [
-                key
-                for key in {**old, **new}
-                if old and old.get(key) != new.get(key) and key != "path"
-            ]
-            if changed:
-                key = changed[0]
-                change = f"{key} was {str(old.get(key))[:40]} and is {str(new.get(key))[:40]}"
-                raise ConfigError(
-                    f"--out {self.path}: was started with other settings ({name}: {change}): use "
-                    "another --out"
-                )
-            write_json(path, new)
+        self._same_settings("data", {"scale": plan.scale.name} | asdict(plan.data))
+        for name, settings in plan.settings.items():
+            self._same_settings(name, settings)
         for start, tree in plan.starts.items():
             write_whole(self.path / start, yaml.safe_dump(tree, sort_keys=False))
+
+    def _same_settings(self, name: str, settings: dict[str, Any]) -> None:
+        path = self.path / "settings" / f"{name}.json"
+        old, new = read_json(path), json.loads(json.dumps(settings))
+        for key in {**old, **new} if old else ():
+            was, now = old.get(key), new.get(key)
+            if was != now and key != "path":
+                raise ConfigError(
+                    f"--out {self.path}: was started with other settings ({name}: {key} was "
+                    f"{str(was)[:40]} and is {str(now)[:40]}): use another --out"
+                )
+        write_json(path, new)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def test_deepspeed_needs_no_script_beside_the_interpreter() -> None:
 
 def test_loader_throughput_counts_whole_batches(dataset: Dataset) -> None:
     """In later epochs, and in the first epoch only."""
-    given = (Path(dataset.root.url), "resident", "RLM", 16, 1, 0.05)
+    given = (Path(dataset.root.url), "torch", "RLM", 16, 1, 0.05)
     samples: list[dict[str, float]] = []
     assert measure.timed(loader.ours, given, 1, samples.append) is None
     (sample,) = samples
@@ -241,14 +241,12 @@ def test_the_loaders_cases(
     assert prepared.input["threads"] == 4 and {
         arguments[4] for _, arguments in prepared.cases.values()
     } == {4}
-    assert {"RLM: torch to cuda, batch 1024", "RLM: resident to cuda, batch 64"} <= set(
-        prepared.cases
-    )
+    assert {"RLM: torch to cuda, batch 1024", "RLM: torch to cuda, batch 64"} <= set(prepared.cases)
     monkeypatch.setattr(loader, "find_spec", lambda _: None)
     assert not any("dali" in name for name in loader.gpu_cases(Path("dataset"), 1, 2))
     names = set(loader.cases(Path("dataset"), Path("segments"), 1))
     assert {
         "RLM: torch, batch 256",
-        "physio4+RLM: resident, batch 256",
+        "physio4+RLM: torch, batch 256",
         "crop: dali on the CPU, batch 256",
     } <= names

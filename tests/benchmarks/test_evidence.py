@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks import evidence, real, report
+from benchmarks import evidence, real, report, trials
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.synthetic import archive as synth
 from omnilead.engine.common import CONFIGS, ConfigError, read_yaml
@@ -33,7 +33,8 @@ def test_every_command_of_a_shipped_plan_is_one_that_its_program_takes(
     name: str, tmp_path: Path
 ) -> None:
     plan = evidence.read_plan(read_yaml(CONFIGS / "evidence" / f"{name}.yaml"), tmp_path)
-    for job in plan.ordered:
+    jobs = {job.name: job for job in plan}
+    for job in jobs.values():
         program, command, *words = shlex.split(evidence.said(job))
         if program == "omnilead":
             args = parse(command, words)
@@ -56,22 +57,20 @@ def test_every_command_of_a_shipped_plan_is_one_that_its_program_takes(
                 )
                 config = load(shipped, [*args.set, *place, *own], **kind)
                 check(config, 1)
-    order = list(plan.jobs)
-    assert set(plan.jobs["bench"].needs) == {
-        "dataset",
-        *(job for job in order if job.startswith("pretrain/")),
-    }
-    assert "real-data" in plan.jobs["real-scores"].needs
-    tuned = [job for job in plan.ordered if job.kind == "finetune"]
-    first = [job for job in tuned if "--lr" in job.command]
-    assert len(first) == 6 and all(
-        {one.name for one in first} & {job.name, *job.needs} for job in tuned
-    )  # one's rate is chosen
-    for job in (job for job in plan.ordered if job.kind == "evaluate"):
-        assert set(job.needs) == {"dataset", *(one.name for one in tuned)}
-    assert all(
-        order.index(need) < order.index(job.name) for job in plan.ordered for need in job.needs
-    )
+    order = list(jobs)
+    pretrained = {name for name in order if name.startswith("pretrain/")}
+    assert set(jobs["bench"].needs) == {"dataset", *pretrained}
+    assert "real-data" in jobs["real-scores"].needs
+    tuned = [job for job in plan if job.kind == "finetune"]
+    chosen = {job.name for job in tuned if "benchmarks.trials" in job.command}
+    assert len(chosen) == 6
+    for job in tuned:  # its learning rate is chosen by trials
+        assert chosen & {job.name, *job.needs}
+        assert job.name not in chosen or any(need.startswith("trial/") for need in job.needs)
+    for job in plan:
+        if job.kind == "evaluate":
+            assert set(job.needs) == {"dataset", *(one.name for one in tuned)}
+        assert all(order.index(need) < order.index(job.name) for need in job.needs)
 
 
 def run(plan: Path, out: Path, *words: str) -> int:
@@ -231,9 +230,10 @@ def test_the_record_of_all_scores(plan: Path, tmp_path: Path) -> None:
             json.dumps(document(models, (0.9, 0.8, 0.7, 0.6)[: len(models)]))
         )
     tree = read_yaml(plan)
+    tree["values"]["leads"] = ["1", "12"]
     tree["steps"][1] |= {
         "name": "evaluate/diagnosis-{n}",
-        "each": {"n": ["1", "12"]},
+        "each": {"n": "leads"},
         "makes": "bench.json",
     }
     for n in ("1", "12", "of an older plan"):
@@ -409,3 +409,26 @@ def test_scores_of_a_model_under_two_names(
     assert all(gap["difference"] == 0 and gap["interval"] == [0, 0] for gap in gaps)
     assert "records without a SNOMED code are left out" in found["notes"][0]
     assert f"0 only by {real.BOTH}, 0 only by same, p 1" in found["notes"][1]
+
+
+def test_the_best_learning_rate_by_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Among the runs of the name; their checkpoints are not copied."""
+    found = {"few-x-3e-4": 0.6, "few-x-1e-3": 0.7, "few-y-1e-3": 0.9}
+    for name, best in found.items():
+        for folder in ("model", "checkpoints"):
+            (tmp_path / name / folder).mkdir(parents=True)
+        (tmp_path / name / "model/config.json").write_text(name)
+        (tmp_path / name / "run.json").write_text('{"config": {}}')
+        result = {"best": best, "step": 5, "higher_is_better": True, "converged": True}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+    runs = [f"{name}={tmp_path / name}" for name in found]
+    out = tmp_path / "out"
+    assert trials.main([*runs, "--of", "few-x", "--out", str(out)]) == 0
+    assert (out / "model/config.json").read_text() == "few-x-1e-3"
+    assert not (out / "checkpoints").exists()
+    tried = json.loads((out / "run.json").read_text())["rates"]
+    assert tried == [["0.0003", 5, "0.6000", "yes"], ["0.001", 5, "0.7000", "yes"]]
+    assert trials.main([*runs, "--of", "z", "--out", str(out)]) == 2
+    assert "no run has such a name" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def measures_itself(value: float) -> dict[str, Any]:
 
 
 def test_cases_take_turns_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    results, left_out, _ = run_cases(
+    results, left_out = run_cases(
         {"a": (works, (10.0,)), "b": (works, (20.0,)), "c": (measures_itself, (3.0,))}, 3
     )
     lines = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
@@ -65,17 +65,17 @@ def test_cases_take_turns_in_processes_of_their_own(capsys: pytest.CaptureFixtur
 
 
 def test_repeats_in_one_process() -> None:
-    results, *_ = run_cases({"a": (stream, (10.0,))}, 3, at_once=True)
+    results, _ = run_cases({"a": (stream, (10.0,))}, 3, at_once=True)
     assert results["a"]["units"] == 11 and results["a"]["repeats"] == 3
 
 
 def test_a_failing_case_does_not_affect_others() -> None:
     kept: list[set[str]] = []
     cases = {"a": (fails, (1.0,)), "b": (works, (2.0,)), "c": (dies, (3.0,))}
-    results, left_out, partial = run_cases(
+    results, left_out = run_cases(
         cases, 3, keep=lambda outcome: kept.append({*outcome.results, *outcome.left_out})
     )
-    assert set(results) == {"b"} and results["b"]["repeats"] == 3 and not partial
+    assert set(results) == {"b"} and results["b"]["repeats"] == 3
     assert left_out == {"a": "MemoryError: no room for this", "c": "its process died"}
     assert kept[:3] == [{"a"}, {"a"}, {"a", "c"}] and kept[-1] == {"a", "b", "c"}
 
@@ -95,46 +95,23 @@ def test_measurements_before_the_deadline_are_kept(
         keep({"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": float(enough)})
 
     monkeypatch.setattr(measure, "call_fresh", instead)
-    results, left_out, partial = run_cases({"a": (works, (1.0,)), "b": (works, (2.0,))}, 9)
-    asked = most + 1
-    assert {name: len(each) for name, each in partial.items()} == {
-        name: repeats
-        for name, repeats in (("a", (asked + 1) // 2), ("b", asked // 2))
-        if name not in kept
-    }
+    results, left_out = run_cases({"a": (works, (1.0,)), "b": (works, (2.0,))}, 9)
     assert {name: result["repeats"] for name, result in results.items()} == kept
     assert not results or results["a"]["peak_mb"] == most  # of all repeats
     assert left_out == {name: measure.OUT_OF_TIME for name in "ab" if name not in kept}
 
 
-def slows_down(place: Path) -> Generator[float, bool, None]:
-    """Hangs in the third repeat of its first process."""
-    first = not place.exists()
-    place.touch()
-    yield 0.0
-    for repeat in range(3):
-        if first and repeat == 2:
-            time.sleep(10**6)
-        if (yield 1.0 + repeat):
-            return
+def slows_down() -> Generator[float, bool, None]:
+    for repeat in range(5):
+        yield float(repeat)
+    time.sleep(10**6)
 
 
-def test_repeats_before_a_time_limit_are_kept_and_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeats_before_a_time_limit_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """All repeats of a process, as on a GPU."""
     monkeypatch.setattr(measure, "limit_s", 2.0)
-    cases = {"a": (slows_down, (tmp_path / "begun",))}
-    results, left_out, partial = run_cases(cases, 3, at_once=True)
-    assert (
-        not results
-        and left_out == {"a": measure.OVER_TIME}
-        and [each["units"] for each in partial["a"]] == [1, 2]
-    )
-    results, left_out, again = run_cases(cases, 3, at_once=True, partial=partial)
-    assert results["a"]["repeats"] == 3 and not left_out and not again
-    results, left_out, again = run_cases({"a": (fails, (1.0,))}, 3, partial=partial)
-    assert set(left_out) == {"a"} and not results and not again
+    results, left_out = run_cases({"a": (slows_down, ())}, 9, at_once=True)
+    assert results["a"]["repeats"] == 4 and not left_out
 
 
 def has_a_bug(_: float) -> float:
@@ -151,7 +128,7 @@ def test_a_bug_is_told_from_what_a_machine_cannot_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = {"a": (has_a_bug, (1.0,)), "b": (finds_no_package, (1.0,)), "c": (works, (1.0,))}
-    results, left_out, _ = run_cases(cases, 3, at_once=True)
+    results, left_out = run_cases(cases, 3, at_once=True)
     assert (
         set(results) == {"c"}
         and left_out["b"] == "ModuleNotFoundError: No module named 'no_such_package'"

@@ -29,14 +29,6 @@ def spread(value: float) -> dict[str, float]:
 
 
 RATES = {"per_s": spread(100.0), "per_cpu_s": spread(50.0), "peak_mb": 2048.0}
-COST = {
-    "ms": spread(10.0),
-    "predicted_ms": 4.0,
-    "gap_ms": 6.0,
-    "bound": "compute",
-    "gflop": 100.0,
-    "gb": 2.0,
-}
 BARE = {"bare_per_s": spread(101.0), "bare_per_cpu_s": spread(51.0)}
 LOOP = {"backend": "dali", "checkpoint_s": 0.5} | dict.fromkeys(
     ("overhead_pct", "loop_pct", "loader_pct", "stall_pct"), spread(1.5)
@@ -45,12 +37,6 @@ RESULTS: dict[str, dict[str, Any]] = {
     "ingest": {"read: omnilead": RATES, "read: wfdb.rdrecord": RATES},
     "loader": {"RLM: torch, batch 256": RATES},
     "step": {"omnilead: bf16, 4 crops": RATES, "matrix product: bf16": RATES},
-    "cost": {
-        "fc1": COST,
-        "GELU": COST | {"gflop": 0.0},
-        "all stages": COST,
-        "the whole step": COST,
-    },
     "e2e": {"tar: small, 32 crops": RATES | LOOP | BARE},
     "embed": {"tar: small, 16 crops": RATES | BARE | {"share_pct": spread(96.0)}},
     "start": {
@@ -87,9 +73,6 @@ RESULTS: dict[str, dict[str, Any]] = {
     },
 }
 MORE: dict[str, dict[str, Any]] = {
-    "cost": {
-        "machine": {"name": "this machine", "tflops": 0.2, "gb_per_s": 20.0, "source": "measured"}
-    },
     "scaling": {"shuffle_quality": {}, "ranks": {"1": RATES, "2": RATES}},
 }
 
@@ -146,7 +129,6 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
         "| 61 % |",
         "1.5 %",
         "| 96 % | 86 to 106 % |",
-        "| fc1 | 10 | 4 | 6 |",
         "| 2 | 100 | 90 to 110 | 50 % | 50 | 100 % |",
         "1,024",
         "A              | 0.900 (0.890 to 0.910)",
@@ -158,9 +140,9 @@ def test_a_suites_record_becomes_tables_and_pictures(device: str, tmp_path: Path
     ) and "estimated" in text
     drawn = dict(report.pictures(report.newest(parts)))
     assert set(drawn) == (
-        {"ingest", "loader", "step", "cost_time", "way", "evidence"}
+        {"ingest", "loader", "step", "evidence"}
         if device == "cpu"
-        else {"ingest_gpu", "loader_gpu", "step_gpu", "cost_gpu_time", "evidence_gpu"}
+        else {"ingest_gpu", "loader_gpu", "step_gpu", "evidence_gpu"}
     )
     for draw in drawn.values():
         draw().savefig(tmp_path / "picture.png")
@@ -249,9 +231,9 @@ def test_a_partial_benchmark_does_not_replace_a_whole_one(
         (lambda r: r["hardware"].pop("gpus"), "hardware.gpus"),
         (lambda r: r.update(parts=[]), "not a record"),
         (lambda r: r.pop("page_cache"), "page_cache"),
-        (lambda r: r["parts"][3]["results"].clear(), "lacks results"),
+        (lambda r: r["parts"][2]["results"].clear(), "lacks results"),
         (
-            lambda r: r["parts"][4]["results"]["tar: small, 32 crops"].pop("stall_pct"),
+            lambda r: r["parts"][3]["results"]["tar: small, 32 crops"].pop("stall_pct"),
             "KeyError: 'stall_pct'",
         ),
         (lambda r: r["parts"][2].pop("input"), "input"),

@@ -42,7 +42,6 @@ SMALL = {
     "codes": 8,
     "code_width": 8,
     "projection": 16,
-    "kernels": "all",
 }
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

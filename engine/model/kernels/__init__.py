@@ -1,16 +1,11 @@
 """Faster replacements for plain operations of the model, chosen by `model.kernels`.
 
-    pick("gelu", F.gelu, config.kernels, x)(x)
+    pick("linear", F.linear, config.kernels, x)(x, weight, bias)
 
 | model.kernels | on a CPU | on a GPU |
 |---|---|---|
 | plain | torch's operations | torch's operations |
-| auto | kernels.cpu, measured to be faster (benchmarks/results/step_*.json) | torch's; the positional convolution in blocks |
-| all | kernels.cpu | kernels.cuda, whose operations and bytes were counted but not timed (benchmarks/LOG.md) |
-
-On a GPU the positional convolution in blocks is estimated to take 9 to 11 ms of a step of 512
-crops, the library's grouped convolution 30 to 90, which is also not deterministic in bf16
-(benchmarks/LOG.md). Neither was timed on a GPU.
+| auto | kernels.cpu, measured to be faster | torch's; kernels.cuda for the positional convolution |
 
 A replacement has the same arguments and result as the plain operation and is tested against it. On
 a CPU, torch.compile gets the plain operations, which it fuses itself.
@@ -25,20 +20,18 @@ from omnilead.engine.common import ConfigError, environment
 from omnilead.engine.model.kernels import cpu, cuda
 
 Operation = Callable[..., Tensor]
-REPLACEMENTS = {
-    ("auto", "cpu"): cpu.OPERATIONS,
-    ("all", "cpu"): cpu.OPERATIONS,
-    ("auto", "cuda"): {"convolve": cuda.convolve},
-    ("all", "cuda"): cuda.OPERATIONS,
+REPLACEMENTS: dict[str, dict[str, Operation]] = {
+    "cpu": cpu.OPERATIONS,
+    "cuda": {"convolve": cuda.convolve},
 }
 
 
 def pick(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
     """The operation to use on x's device."""
     device = "cpu" if x.device.type == "cpu" else "cuda"
-    if device == "cpu" and torch.compiler.is_compiling():
+    if setting == "plain" or (device == "cpu" and torch.compiler.is_compiling()):
         return plain
-    return REPLACEMENTS.get((setting, device), {}).get(name, plain)
+    return REPLACEMENTS[device].get(name, plain)
 
 
 def chosen_device(name: str) -> torch.device:

@@ -31,7 +31,7 @@ def test_onnx_gives_the_same_numbers(saved_model: Saved, tmp_path: Path, capsys:
         "center": [50.0, 90.0],
     }
     head |= {"scale": [10.0, 20.0], "definition": {}}
-    folder, out = saved_model(head=head, kernels="all", leads=3, layers=1), tmp_path / "model.onnx"
+    folder, out = saved_model(head=head, leads=3, layers=1), tmp_path / "model.onnx"
     assert convert.main(["to-onnx", str(folder.parent), str(out)]) == 0
     assert str(out) in capsys.readouterr().out
     about = {entry.key: entry.value for entry in onnx.load(out).metadata_props}

@@ -248,7 +248,7 @@ def test_nothing_in_a_step_breaks_the_graph(how: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "how", ["plain eager", "all eager", "plain layers", "all layers", "all step"]
+    "how", ["plain eager", "auto eager", "plain layers", "auto layers", "auto step"]
 )
 def test_a_gpu_computes_what_a_cpu_does(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, compiled = how.split()

@@ -108,7 +108,7 @@ def test_a_plan_has_all_cells_and_every_job_once() -> None:
     )
     before: set[str] = set()
     for job in every.ordered:
-        assert before.issuperset(job.needs) and job.flops > 0 and job.disk > 0
+        assert before.issuperset(job.needs) and job.work > 0 and job.disk > 0
         before.add(job.name)
     assert len({job.result for job in every.ordered}) == len(before)
 
@@ -173,10 +173,10 @@ def test_estimated_work_grows_with_crops_and_scale() -> None:
     diagnosis, identification = (
         paper[f"finetune/w2v-12/{task}-12-seed0"] for task in TASKS.values()
     )
-    assert identification.flops == 4 * diagnosis.flops
-    assert paper["pretrain/w2v-12"].flops == pytest.approx(200 * 85_000 * 175.9e9, rel=0.01)
-    assert paper["pretrain/cmsc-12"].flops < paper["pretrain/w2v-12"].flops
-    assert all(smoke[name].flops <= paper[name].flops for name in paper)
+    assert identification.work == 4 * diagnosis.work
+    assert paper["pretrain/w2v-12"].work == pytest.approx(200 * 85_000 * 175.9e9, rel=0.01)
+    assert paper["pretrain/cmsc-12"].work < paper["pretrain/w2v-12"].work
+    assert all(smoke[name].work <= paper[name].work for name in paper)
     assert diagnosis.disk == 4 * 90_883_072
 
 
@@ -192,7 +192,7 @@ def test_the_estimate_is_from_the_measured_speed_then_from_finished_jobs(
     folder.start(small)
     seconds = cost.expected_seconds(small, folder, 1e9)
     assert seconds == {
-        job.name: pytest.approx(job.flops / 1e9 + cost.STARTUP_S) for job in small.ordered
+        job.name: pytest.approx(job.work / 1e9 + cost.STARTUP_S) for job in small.ordered
     }
     for job, took in ((pretrain, 100.0), (finetune, 7.0)):
         (tmp_path / job.result).mkdir(parents=True)

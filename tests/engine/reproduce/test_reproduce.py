@@ -189,7 +189,7 @@ def test_two_commands_never_run_the_same_job_at_once(lab: Lab) -> None:
         "pretrain/x",
         (*plan.PROGRAMS["pretrain"], "--set", f'run="{lab.out}/pretrain/x"'),
         (),
-        1.0,
+        "pretrain/x/model",
         1.0,
     )
     with open(folder.file(job, "lock"), "w") as held, jobs.on_this_machine(1) as executor:

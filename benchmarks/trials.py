@@ -1,0 +1,70 @@
+"""The best of several fine-tuned runs that differ in their learning rate, by validation.
+
+    python -m benchmarks.trials NAME=RUN ... --of PREFIX --out OUT
+
+NAME is PREFIX-RATE; other runs are left out. OUT is a copy of the best run, without its checkpoints;
+its run.json says what was tried. OUT/model is written last, so that what has a model is whole.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omnilead.engine.common import ConfigError, Parser, write_whole
+
+NOT_COPIED = shutil.ignore_patterns("model", "checkpoints", "tensorboard", ".*")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        "python -m benchmarks.trials",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
+    parser.add_argument("--of", required=True, metavar="PREFIX", help="of the names")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    runs = {}
+    for text in options.runs:
+        name, _, run = text.partition("=")
+        if name.startswith(f"{options.of}-"):
+            runs[name.removeprefix(f"{options.of}-")] = Path(run)
+    try:
+        copy_best(runs, options.out)
+    except (ConfigError, OSError) as error:
+        print(f"benchmarks.trials: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def copy_best(runs: dict[str, Path], out: Path) -> None:
+    """`runs` by learning rate."""
+    results: dict[str, Any] = {}
+    for rate, run in runs.items():
+        results[rate] = json.loads((run / "result.json").read_text())
+    if not results:
+        raise ConfigError("--of: no run has such a name")
+
+    def merit(rate: str) -> float:
+        best = float(results[rate]["best"])
+        return best if results[rate]["higher_is_better"] else -best
+
+    chosen = runs[max(results, key=merit)]
+    tried = []
+    for rate, result in results.items():
+        converged = "yes" if result["converged"] else "no"
+        tried.append([f"{float(rate):g}", result["step"], f"{result['best']:.4f}", converged])
+    shutil.copytree(chosen, out, ignore=NOT_COPIED, dirs_exist_ok=True)
+    facts = json.loads((out / "run.json").read_text()) | {"rates": tried}
+    write_whole(out / "run.json", json.dumps(facts, indent=1) + "\n")
+    shutil.rmtree(out / ".model", ignore_errors=True)
+    shutil.copytree(chosen / "model", out / ".model").replace(out / "model")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
