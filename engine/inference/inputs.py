@@ -90,8 +90,7 @@ class EmbeddedCrops(NamedTuple):
     part: int
     table: pa.Table  # COLUMNS, one row for each crop
     record_B: np.ndarray  # number of each crop's record, ascending
-    # one bit for each lead that the model uses but does not get (engine.inference.outputs)
-    missing_B: np.ndarray | None = None
+    missing_BL: np.ndarray | None = None  # leads that the model uses but does not get
 
 
 class DatasetSource:

@@ -168,11 +168,10 @@ def with_missing_leads(
     batches: Iterable[CropBatch], used: Input, shown: Input
 ) -> Iterator[CropBatch]:
     """Notes which of the leads that the model uses were not recorded, or are not shown to it."""
-    bit_L = np.array([1 << lead if lead in used.seen else 0 for lead in ALL], np.int16)
-    hidden_L = ~np.isin(ALL, shown.seen)
+    used_L, hidden_L = np.isin(ALL, used.seen), ~np.isin(ALL, shown.seen)
     for batch in batches:
-        missing_BL = hidden_L | ~batch.uv_BLT.any(axis=2)
-        yield batch._replace(crops=batch.crops._replace(missing_B=missing_BL @ bit_L))
+        missing_BL = used_L & (hidden_L | ~batch.uv_BLT.any(axis=2))
+        yield batch._replace(crops=batch.crops._replace(missing_BL=missing_BL))
 
 
 def _table(batches: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) -> pa.Table:
@@ -180,33 +179,30 @@ def _table(batches: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per
     y_HD = np.concatenate([y_HD for _, y_HD in batches])
     if not np.isfinite(y_HD).all():
         raise OutputError(NOT_FINITE)
-    crops = pa.concat_tables([batch.crops.table.select(list(COLUMNS)) for batch, _ in batches])
     halves_B = np.concatenate([batch.halves_B for batch, _ in batches])
-    crop_H = np.repeat(np.arange(len(crops)), 1 if per == "first" else halves_B)
+    crop_H = np.repeat(np.arange(len(halves_B)), 1 if per == "first" else halves_B)
     group_H = crop_H
     if per == "half":
         group_H = np.arange(len(crop_H))
     elif per == "record":
         group_H = np.concatenate([batch.crops.record_B for batch, _ in batches])[crop_H]
-    first = np.flatnonzero(np.diff(group_H, prepend=-1))
-    count_N = np.diff(first, append=len(y_HD)).astype(np.float32)
-    y_ND = np.add.reduceat(y_HD, first) / count_N[:, None]
-    rows = crops.take(crop_H[first])
-    if MISSING in output.schema.names:
-        missing_B = np.concatenate([batch.crops.missing_B for batch, _ in batches])
-        # of a record: in any of its crops
-        missing_N = np.bitwise_or.reduceat(missing_B[crop_H], first)
-        names = [_lead_names(bits) for bits in missing_N.tolist()]
-        rows = rows.append_column(MISSING, pa.array(names, pa.string()))
+    first_N = np.flatnonzero(np.diff(group_H, prepend=-1))
+    count_N = np.diff(first_N, append=len(y_HD)).astype(np.float32)
+    y_ND = np.add.reduceat(y_HD, first_N) / count_N[:, None]
+    rows = pa.concat_tables([batch.crops.table for batch, _ in batches])
+    rows = rows.select(list(COLUMNS)).take(crop_H[first_N])
     if per == "half":
-        second_H = np.diff(crop_H, prepend=-1) == 0
-        starts = pa.array(rows["start_s"].to_numpy() + second_H * (HALF / FS_HZ))
+        second_N = np.diff(crop_H, prepend=-1) == 0
+        starts = pa.array(rows["start_s"].to_numpy() + second_N * (HALF / FS_HZ))
         rows = rows.set_column(rows.column_names.index("start_s"), "start_s", starts)
-    return pa.Table.from_arrays([*rows.columns, *output.columns(y_ND)], schema=output.schema)
-
-
-def _lead_names(bits: int) -> str | None:
-    return describe_leads(lead for lead in ALL if bits >> lead & 1) or None
+    columns = [*rows.columns, *output.columns(y_ND)]
+    if MISSING in output.schema.names:
+        missing_BL = np.concatenate([batch.crops.missing_BL for batch, _ in batches])
+        # of a record: in any of its crops
+        missing_NL = np.logical_or.reduceat(missing_BL[crop_H], first_N)
+        names = [describe_leads(np.flatnonzero(missing_L)) or None for missing_L in missing_NL]
+        columns.insert(len(COLUMNS), pa.array(names, pa.string()))
+    return pa.Table.from_arrays(columns, schema=output.schema)
 
 
 class ParquetParts:
