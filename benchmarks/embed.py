@@ -76,17 +76,15 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
 
     from omnilead.engine import embed
     from omnilead.engine.inference import commands as embedding
-    from omnilead.engine.inference import outputs
 
     args = embed.parse(words)
-    embed.check(args)
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(threads)
-    prepared = embedding.prepare_model(args)
+    prepared = embedding.prepare_model(args.model, args.device, args.precision)
     model, device, out = prepared[0], torch.device(args.device), Path(args.out)
     x_RLT = torch.randn(2 * args.batch, 12, 2500, device=device)
-    embedding.prepare_model = lambda args: prepared
+    embedding.prepare_model = lambda *_: prepared
 
     @torch.inference_mode()
     def alone() -> None:
@@ -96,7 +94,7 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
     def command() -> None:
         out.unlink(missing_ok=True)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            embedding.run(args, outputs.embeddings)
+            embedding.embeddings(**embed.options_of(args))
 
     return figures(take_turns({"alone": alone, "command": command}, turns), crops, args.device)
 

@@ -31,14 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands,  # imported late, so that --help does not wait for PyTorch
     )
 
-    return commands.command("omnilead bench", args, run)
+    return commands.exit_code("omnilead bench", lambda: run(args), args.out)
 
 
 def run(args: argparse.Namespace) -> int:
     from omnilead.engine.evaluation.bench import bench
 
-    given = {name: value for name, value in vars(args).items() if name != "began"}
-    bench(**given)
+    bench(**vars(args))
     return show(
         f"{(args.out / 'bench.md').read_text()}\n{args.out}: bench.md, bench.csv, bench.json, "
         "bench.png\n"

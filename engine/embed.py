@@ -14,24 +14,24 @@ computing or writing failed.
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from omnilead.data_tools.cli import tell
+from omnilead.data_tools.cli import show
 from omnilead.engine.common import (
-    ARRAYS,
     RUN_CODE,
-    ConfigError,
     Parser,
     interruptible,
     one_blas_thread,
     positive,
     writable,
+    write_result,
 )
 
 PER = ("crop", "record", "half")
@@ -53,30 +53,43 @@ Exit code 2: an argument or a file is wrong.
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--probe" in given:
-        return checked_and_run(
-            "probe", parse_probe([word for word in given if word != "--probe"]), check_inputs
-        )
-    return checked_and_run("embed", parse(given), check)
-
-
-def checked_and_run(
-    name: str, args: argparse.Namespace, check: Callable[[argparse.Namespace], None]
-) -> int:
-    """Runs embed, probe or predict; returns the exit code."""
-    try:
-        check(args)
-    except ConfigError as error:
-        tell(f"omnilead {name}: {error}")
-        return 2
+        return probe([word for word in given if word != "--probe"])
+    args = parse(given)
     one_blas_thread()
     # imported late, so that --help does not wait for PyTorch
-    from omnilead.engine.inference import (
-        commands,
-        outputs,
-    )
+    from omnilead.engine.inference.commands import embeddings, exit_code
 
-    output_of = outputs.predictions if name == "predict" else outputs.embeddings
-    return commands.command(f"omnilead {name}", args, lambda given: commands.run(given, output_of))
+    def run() -> int:
+        return show(embeddings(**options_of(args)).message)
+
+    return exit_code("omnilead embed", run, args.out)
+
+
+def probe(arguments: Sequence[str]) -> int:
+    args = parse_probe(arguments)
+    one_blas_thread()
+    from omnilead.engine.evaluation.probe import probe_model, report
+    from omnilead.engine.evaluation.results import nullable
+    from omnilead.engine.inference.commands import exit_code
+
+    def run() -> int:
+        options = options_of(args)
+        place = options.pop("json")
+        if place:
+            writable(place, "--json")
+        scores = probe_model(**options)
+        if place:
+            write_result(place, json.dumps(nullable(scores), indent=1) + "\n", "--json")
+        return show(report(scores) + "\n")
+
+    return exit_code("omnilead probe", run)
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments for Python's functions."""
+    options = dict(vars(args))
+    del options["local_rank"]  # added by deepspeed's launcher; LOCAL_RANK is used instead
+    return options
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -113,7 +126,6 @@ def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
         help="a table of labels, CSV or parquet, with a column `record`",
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the scores as JSON")
-    parser.set_defaults(out=None, per="half")
     return parser.parse_args(arguments)
 
 
@@ -129,7 +141,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         metavar="L",
         help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (default: all)',
     )
-    add("--fs", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
+    add("--fs", dest="fs_hz", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
     add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")
     add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
     add(
@@ -146,29 +158,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     corrupt = "stop at unreadable data, or report and skip them (stop)"
     add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
-    add(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # added by deepspeed's launcher; LOCAL_RANK is used instead
-
-
-def check(args: argparse.Namespace) -> None:
-    """Refuses contradictory arguments and files that cannot be written, before the work starts."""
-    if args.out.suffix not in ("", ".parquet"):
-        raise ConfigError(
-            f"--out {args.out}: must end in .parquet: use {args.out.with_suffix('.parquet').name}"
-        )
-    check_inputs(args)
-
-
-def check_inputs(args: argparse.Namespace) -> None:
-    if (args.fs is not None or args.unit) and not any(url.endswith(ARRAYS) for url in args.data):
-        raise ConfigError(
-            "--fs and --unit are for .npy and .npz files, and --data names none: leave them out"
-        )
-    for option in ("out", "json"):
-        if place := getattr(args, option, None):
-            writable(place, f"--{option}")
-    args.unit = args.unit or "mV"
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands,  # imported late, so that --help does not wait for PyTorch
     )
 
-    return commands.command(
-        "omnilead evaluate", args, as_a_rank, "--json" if args.json else "--report"
+    return commands.exit_code(
+        "omnilead evaluate",
+        lambda: as_a_rank(args),
+        args.out,
+        "--json" if args.json else "--report",
     )
 
 

@@ -23,12 +23,21 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from omnilead.engine.common import ConfigError, Parser, interruptible
-from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, check_inputs, checked_and_run
+from omnilead.data_tools.cli import show
+from omnilead.engine.common import Parser, interruptible, one_blas_thread
+from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, options_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return checked_and_run("predict", parse(arguments), check)
+    args = parse(arguments)
+    one_blas_thread()
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.inference.commands import exit_code, predictions
+
+    def run() -> int:
+        return show(predictions(**options_of(args)).message)
+
+    return exit_code("omnilead predict", run, args.out)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,14 +62,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--pseudonymize", **PSEUDONYMS)
     return parser.parse_args(arguments)
-
-
-def check(args: argparse.Namespace) -> None:
-    if args.out.suffix not in (".csv", ".parquet"):
-        raise ConfigError(f"--out {args.out}: must end in .csv or .parquet")
-    if args.out.suffix == ".csv" and args.out.exists():  # a CSV does not record which job wrote it
-        raise ConfigError(f"--out {args.out}: already exists: remove it, or choose another --out")
-    check_inputs(args)
 
 
 if __name__ == "__main__":

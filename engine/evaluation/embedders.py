@@ -87,17 +87,16 @@ def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
         name = name or (path.parent.name if path.name == "model" else path.name)
         if name in found or name in (MEAN_BEAT, RANDOM):
             raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={place}")
-        own = Namespace(**{**vars(args), "model": place, "leads": None})
-        model, _ = prepare_model(own)
+        model, precision = prepare_model(place, args.device, args.precision, args.code)
         config, batch = (
             config_of(model.config),
             args.batch or (256 if model.device.type == "cuda" else 16),
         )
         parts = [getattr(config, part) for part in (ANY if config.encoder else ARCHITECTURE)]
-        key = repr([parts, model.input, sorted(model.code.items()), own.precision, args.seed])
+        key = repr([parts, model.input, sorted(model.code.items()), precision, args.seed])
         random = architectures.setdefault(key, f"{RANDOM} of {name}" if architectures else RANDOM)
         found[name] = Embedder(
-            name, f"{model.digest} {own.precision}", model.input, model.pooled, model, random, batch
+            name, f"{model.digest} {precision}", model.input, model.pooled, model, random, batch
         )
         if random not in found:
             drawn = model.untrained(args.seed)

@@ -33,7 +33,9 @@ from omnilead.engine.common import ConfigError
 from omnilead.engine.data.leakage import patient_ids
 from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
 from omnilead.engine.evaluation.results import by_record, load_task
-from omnilead.engine.inference.outputs import matrix
+from omnilead.engine.inference.commands import prepare, refuse_ranks
+from omnilead.engine.inference.inputs import dataset_of, dataset_source
+from omnilead.engine.inference.outputs import embeddings, matrix, whole
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
 
@@ -84,6 +86,26 @@ def labels_to_probe(
     for split in (split for split in splits if split != "valid"):
         require_unlike(labels, split, dataset)
     return labels
+
+
+def probe_model(
+    model: str | Path, data: str | Sequence[str], task: str = "", labels: str = "", **options: Any
+) -> dict[str, Any]:
+    """The scores of a trained model's embeddings. `options`: as of
+    engine.inference.commands.embeddings."""
+    refuse_ranks("probes are")
+    setup = prepare(model, data, per="half", **options)
+    dataset = dataset_of(setup.options)
+    if dataset is None:
+        raise ConfigError(
+            f"--data {setup.options.data[0]}: a probe needs a dataset with splits: make one "
+            "with `omnilead shard`"
+        )
+    table = labels_to_probe(dataset, task, labels)
+    rows = probe_rows(dataset, table)
+    source = dataset_source(dataset, rows, setup.input, setup.options)
+    halves = whole(source, embeddings(setup.model), setup.input, "half")
+    return probe(dataset, halves, table) | {"precision": setup.precision}
 
 
 def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:

@@ -1,141 +1,247 @@
-"""The commands embed, predict and probe, once their arguments are read."""
+"""Tables of a trained model's embeddings and predictions: what `omnilead embed` and `omnilead
+predict` call, and Python programs may call.
 
-import argparse
+    table = embeddings("RUN", "DATASET", leads="I,II")          # a pyarrow table in memory
+    done = predictions("TUNED", ["A.hea"], out=Path("F.csv"))   # in a file; done.rows, done.message
+
+Errors are ConfigError, DataError and OutputError, each with one line for the user.
+"""
+
 import errno
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import pyarrow as pa
 import torch
 
-from omnilead.data_tools.cli import keep_freed_memory, show, tell
+from omnilead.data_tools.cli import keep_freed_memory, tell
 from omnilead.data_tools.dataset import DataError
+from omnilead.data_tools.errors import UserError
 from omnilead.engine.common import (
+    ARRAYS,
     ConfigError,
     OutputError,
     cores_per_rank,
     environment,
-    write_result,
+    writable,
 )
-from omnilead.engine.evaluation.probe import labels_to_probe, probe, probe_rows, report
-from omnilead.engine.evaluation.results import nullable
-from omnilead.engine.inference.inputs import dataset_of, dataset_source, open_data
+from omnilead.engine.inference import outputs
+from omnilead.engine.inference.inputs import EcgOptions, OpenedData, Per, open_data
 from omnilead.engine.inference.outputs import MISSING, RESUMABLE, Output, ParquetParts, make, whole
 from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.inference.trained_model import TrainedModel, load
 from omnilead.engine.model.kernels import chosen_device
 
 SHOWN = 8  # numbers in a message
-PERMANENT = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENOENT,
-    errno.ENOTDIR,
-)  # the same command would fail again
+# The same command would fail again
+PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 
 
-def command(
-    name: str,
-    args: argparse.Namespace,
-    work: Callable[[argparse.Namespace], int],
-    flag: str = "--out",
-) -> int:
-    """Runs a command after its arguments are read; returns the exit code. `flag`: the option that
-    args.out comes from."""
-    args.began, resumable = False, RESUMABLE if args.out else ""
+class Written(NamedTuple):
+    """A file that was written, or whose last parts other ranks compute."""
+
+    out: Path
+    rows: int | None  # None on ranks that did not complete the file
+    message: str  # for the user; "" if another rank has told
+
+
+class Setup(NamedTuple):
+    """A model on its device, and what it is shown."""
+
+    model: TrainedModel
+    input: Input
+    precision: str
+    options: EcgOptions
+
+
+def embeddings(
+    model: str | Path,
+    data: str | Sequence[str],
+    out: Path | None = None,
+    per: Per = "crop",
+    **options: Any,
+) -> pa.Table | Written:
+    """Embeddings of the ECGs in `data`, one row `per` crop of 10 s, record, or half of 5 s.
+
+    `options`: device, precision and code, as in `prepare_model`, and the fields of EcgOptions.
+    `out`: a parquet file, made in parts: the same call resumes after an interruption, and ranks
+    of torchrun or deepspeed share the parts.
+    """
+    if out and out.suffix not in ("", ".parquet"):
+        name = out.with_suffix(".parquet").name
+        raise ConfigError(f"--out {out}: must end in .parquet: use {name}")
+    return _table(outputs.embeddings, model, data, out, {"per": per, **options})
+
+
+def predictions(
+    model: str | Path,
+    data: str | Sequence[str],
+    out: Path | None = None,
+    per: Per = "record",
+    **options: Any,
+) -> pa.Table | Written:
+    """Predictions of a fine-tuned model: class probabilities and decisions, or values. `out`: a
+    parquet or CSV file. Otherwise as `embeddings`."""
+    if out and out.suffix not in (".csv", ".parquet"):
+        raise ConfigError(f"--out {out}: must end in .csv or .parquet")
+    if out and out.suffix == ".csv" and out.exists():  # a CSV does not record which job wrote it
+        raise ConfigError(f"--out {out}: already exists: remove it, or choose another --out")
+    return _table(outputs.predictions, model, data, out, {"per": per, **options})
+
+
+def _table(
+    output_of: Callable[[TrainedModel], Output],
+    model: str | Path,
+    data: str | Sequence[str],
+    out: Path | None,
+    options: dict[str, Any],
+) -> pa.Table | Written:
+    environment()  # refuses what no launcher sets, before the model is loaded
+    if out:
+        writable(out, "--out")
+    else:
+        refuse_ranks("a table in memory is")
     try:
-        return work(args)
-    except (ConfigError, DataError) as error:
-        message, code = str(error), 2
-        args.began |= isinstance(error, DataError)  # perhaps of this rank alone
-    except OutputError as error:
-        message, code = str(error), 1
+        setup = prepare(model, data, **options)
+        output = output_of(setup.model)
+        opened = open_data(setup.options, setup.input)
+        if out:
+            return _written(setup, output, opened, out)
+        return whole(opened.source(), output, setup.input, setup.options.per)
     except OSError as error:
-        ours = args.out and str(error.filename or args.out).startswith(str(args.out))
-        place = f"{flag} {args.out}" if ours else error.filename or f"--data {args.data}"
-        code = 2 if error.errno in PERMANENT else 1
-        message = f"{place}: {error.strerror or error}{resumable * (code == 1)}"
-    except KeyboardInterrupt:
-        message, code = f"interrupted{resumable}", 130
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or args.began or code == 1:  # other errors are the same on every rank
-        of_rank = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        tell(f"{name}: {of_rank}{' '.join(message.split())}")
-    return code
+        raise file_error(error, out) from None
 
 
-def run(args: argparse.Namespace, output_of: Callable[[TrainedModel], Output]) -> int:
-    (rank, world, _), cores = environment(), cores_per_rank()
-    args.device = str(chosen_device(args.device))
-    on_gpu = args.device.startswith("cuda")
-    args.batch = args.batch or (256 if on_gpu else 16)
-    args.workers = args.workers or (cores if on_gpu else max(1, cores // 4))
-    model, model_input = prepare_model(args)
-    output = output_of(model)
-    if args.out is None:
-        if world > 1:
-            raise ConfigError(
-                f"WORLD_SIZE={world}: probes are computed by one process: start it without "
-                "deepspeed or torchrun"
-            )
-        return score(args, output, model_input)
+def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Written:
+    rank, world, _ = environment()
+    options = setup.options
+    if opened.private and rank == 0:
+        tell(f"note: {out} will hold {opened.private}: --pseudonymize KEYFILE replaces both")
     job = {
-        "model": model.digest,
-        "leads": args.leads,
-        "per": args.per,
-        "batch": args.batch,
-        "precision": args.precision,
+        "model": setup.model.digest,
+        "leads": options.leads,
+        "per": options.per,
+        "batch": options.batch,
+        "precision": setup.precision,
+        "device": setup.model.device.type,
+        "on_corrupt": options.on_corrupt,
+        **output.job,
+        **opened.identity,
     }
-    job |= {"device": torch.device(args.device).type, "on_corrupt": args.on_corrupt}
-    identity, opened = open_data(args, model_input)
-    with ParquetParts(args.out, job | output.job | identity, rank, world) as parts:
-        source = None if parts.finished else opened()
-        args.began = True
-        left = make(source, output, model_input, args.per, parts) if source else []
+    left = []
+    with ParquetParts(out, job, rank, world) as parts:
+        if not parts.finished:
+            left = make(opened.source(), output, setup.input, options.per, parts)
     if left and world == 1:
-        raise OutputError(f"{args.out}: part {left[0]} cannot be read back{RESUMABLE}")
+        raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
-        numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
-        return show(
-            f"rank {rank} of {world}: done; others compute parts {numbers} (none runs? start the "
-            "same command again)\n"
-        )
-    if parts.lacking and (why := model.unprepared()):
-        what = f"{parts.lacking:,} of {parts.rows:,} rows lack leads (column {MISSING})"
-        tell(f"note: {args.out}: {what}: {why}")
-    return (
-        0
-        if parts.rows is None
-        else show(f"{args.out}: {parts.rows:,} {output.what}, computed in {args.precision}\n")
-    )
+        numbers = ", ".join(map(str, left[:SHOWN]))
+        if len(left) > SHOWN:
+            numbers += ", ..."
+        doing = f"others compute parts {numbers} (none runs? start the same command again)"
+        return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
+    if parts.rows is None:
+        return Written(out, None, "")
+    if parts.lacking and (why := setup.model.unprepared()):
+        lacking = f"{parts.lacking:,} of {parts.rows:,} rows lack leads (column {MISSING})"
+        tell(f"note: {out}: {lacking}: {why}")
+    message = f"{out}: {parts.rows:,} {output.what}, computed in {setup.precision}\n"
+    return Written(out, parts.rows, message)
 
 
-def score(args: argparse.Namespace, output: Output, model_input: Input) -> int:
-    if (dataset := dataset_of(args)) is None:
+def prepare(
+    model: str | Path,
+    data: str | Sequence[str],
+    *,
+    device: str = "auto",
+    precision: str = "auto",
+    code: bool = False,
+    fs_hz: float | None = None,
+    unit: str | None = None,
+    batch: int | None = None,
+    workers: int | None = None,
+    **options: Any,
+) -> Setup:
+    """Loads the model and completes the options: see EcgOptions and `prepare_model`."""
+    urls = (data,) if isinstance(data, str) else tuple(data)
+    if (fs_hz is not None or unit) and not any(url.endswith(ARRAYS) for url in urls):
         raise ConfigError(
-            f"--data {args.data[0]}: a probe needs a dataset with splits: make one with `omnilead "
-            "shard`"
+            "--fs and --unit are for .npy and .npz files, and --data names none: leave them out"
         )
-    labels = labels_to_probe(dataset, args.task, args.labels)
-    source = dataset_source(args, dataset, model_input, probe_rows(dataset, labels))
-    halves = whole(source, output, model_input, args.per)
-    scores = probe(dataset, halves, labels) | {"precision": args.precision}
-    if args.json:
-        write_result(args.json, json.dumps(nullable(scores), indent=1) + "\n", "--json")
-    return show(report(scores) + "\n")
+    loaded, precision = prepare_model(model, device, precision, code)
+    on_gpu, cores = loaded.device.type == "cuda", cores_per_rank()
+    complete = EcgOptions(
+        urls,
+        fs_hz=fs_hz,
+        unit=unit or "mV",
+        batch=batch or (256 if on_gpu else 16),
+        workers=workers or (cores if on_gpu else max(1, cores // 4)),
+        pin=on_gpu,
+        **options,
+    )
+    leads = complete.leads
+    shown = loaded.input.limited_to(leads) if leads else loaded.input
+    return Setup(loaded, shown, precision, complete)
 
 
-def prepare_model(args: argparse.Namespace) -> tuple[TrainedModel, Input]:
-    """The model on its device, and its input."""
-    device = chosen_device(args.device)
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+def prepare_model(
+    path: str | Path, device: str = "auto", precision: str = "auto", code: bool = False
+) -> tuple[TrainedModel, str]:
+    """The model on its device, and the precision that it computes in. "auto": a GPU if there is
+    one; there bf16 if the model was trained in bf16, else fp32."""
+    place = chosen_device(device)
+    if place.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
     keep_freed_memory()
-    model = load(args.model, args.code)
-    if args.precision == "auto":
-        args.precision = (
-            "bf16" if device.type == "cuda" and model.history.get("precision") == "bf16" else "fp32"
+    model = load(path, code)
+    if precision == "auto":
+        trained = model.history.get("precision")
+        precision = "bf16" if place.type == "cuda" and trained == "bf16" else "fp32"
+    model.to(place, torch.bfloat16 if precision == "bf16" else torch.float32)
+    return model, precision
+
+
+def refuse_ranks(what: str) -> None:
+    world = environment()[1]
+    if world > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={world}: {what} computed by one process: start it without deepspeed or "
+            "torchrun"
         )
-    model.to(device, torch.bfloat16 if args.precision == "bf16" else torch.float32)
-    return model, model.input.limited_to(args.leads) if args.leads else model.input
+
+
+def file_error(error: OSError, out: Path | None, flag: str = "--out") -> UserError:
+    """The line for a file that could not be read or written. `flag`: the option that `out` comes
+    from."""
+    ours = out and str(error.filename or out).startswith(str(out))
+    place = f"{flag} {out}" if ours else error.filename or "--data"
+    message = f"{place}: {error.strerror or error}"
+    if error.errno in PERMANENT:
+        return DataError(message)
+    return OutputError(f"{message}{RESUMABLE}" if out else message)
+
+
+def exit_code(
+    program: str, work: Callable[[], int], out: Path | None = None, flag: str = "--out"
+) -> int:
+    """Runs the work of a command. Its errors become one line and an exit code: 2 if an argument
+    or a file is wrong, 1 if computing or writing failed. A ConfigError is the same on every rank
+    and told by the first; others may be of one rank alone, which tells them."""
+    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    failure: UserError
+    try:
+        return work()
+    except KeyboardInterrupt:
+        if rank == "0":
+            tell(f"{program}: interrupted{RESUMABLE if out else ''}")
+        return 130
+    except OSError as error:
+        failure = file_error(error, out, flag)
+    except (ConfigError, DataError, OutputError) as error:
+        failure = error
+    if rank == "0" or not isinstance(failure, ConfigError):
+        of_rank = f"rank {rank}: " if ranks != "1" else ""
+        tell(f"{program}: {of_rank}{' '.join(str(failure).split())}")
+    return 1 if isinstance(failure, OutputError) else 2

@@ -1,22 +1,22 @@
 """Reads ECGs for a trained model: crops of a dataset, or records of archives, files and arrays, in
 parts of equal batches.
 
-    identity, open_it = open_data(args, model.input)        # args: of engine.embed or engine.predict
-    for batch in open_it().batches([0, 2], progress):       # CropBatch for engine.inference.predict, of these parts
+    opened = open_data(EcgOptions(("DATASET",)), model.input)
+    for batch in opened.source().batches([0, 2], progress):    # CropBatch, of these parts
         ...
 
 A part is always the same PART_BATCHES batches, so results do not depend on where a run was
 interrupted. Records from files are prepared by the dataset builder's own code.
 """
 
-import argparse
 import hashlib
 import json
 import sys
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -67,16 +67,30 @@ COLUMNS = {
 }
 
 
+@dataclass(frozen=True)
+class EcgOptions:
+    """Which ECGs are read, and how."""
+
+    data: tuple[str, ...]  # a dataset; or folders, records, arrays, hospital files
+    per: Per = "crop"
+    leads: str | None = None  # shown to the model; also the names of the rows of arrays
+    fs_hz: float | None = None  # of arrays
+    unit: str = "mV"  # of arrays
+    batch: int = 16  # crops encoded at a time
+    workers: int = 1  # reading threads
+    on_corrupt: Literal["stop", "skip"] = "stop"
+    anonymous: bool = False  # public s3:// data without credentials
+    pseudonymize: str | None = None  # a key file
+    pin: bool = False  # batches in pinned memory, from which a GPU copies without waiting
+
+
 class EmbeddedCrops(NamedTuple):
     """Which crops are in a CropBatch of a source."""
 
     part: int
     table: pa.Table  # COLUMNS, one row for each crop
     record_B: np.ndarray  # number of each crop's record, ascending
-    missing_B: np.ndarray | None = (
-        # one bit for each lead that the model uses but does not get (engine.inference.outputs)
-        None
-    )
+    missing_BL: np.ndarray | None = None  # leads that the model uses but does not get
 
 
 class DatasetSource:
@@ -95,24 +109,22 @@ class DatasetSource:
         self.table = self.table.append_column("row", pa.array(np.arange(len(dataset))))
         self.record = np.arange(len(rows))
         if per == "record":
-            chosen = self.table.take(rows).sort_by(
-                [(name, "ascending") for name in ("source", "record", "start_s")]
-            )
-            rows = chosen["row"].to_numpy()
-            names = pc.binary_join_element_wise(
-                chosen["source"], chosen["record"], "\t"
-            ).combine_chunks()
-            self.record = np.cumsum(
-                np.diff(names.dictionary_encode().indices.to_numpy(), prepend=0) != 0
-            )
-        first = np.flatnonzero(
-            np.diff(self.record, prepend=-1)
-        )  # a part begins where a record begins
-        begins = first[
-            np.searchsorted(first, np.arange(0, len(rows), batch * PART_BATCHES), side="right") - 1
-        ]
-        self.rows, self.begins = rows, np.append(np.unique(begins), len(rows))
+            rows, self.record = self._by_record(rows)
+        # A part begins where a record begins
+        first = np.flatnonzero(np.diff(self.record, prepend=-1))
+        wanted = np.arange(0, len(rows), batch * PART_BATCHES)
+        begins = first[np.searchsorted(first, wanted, side="right") - 1]
+        self.rows = rows
+        self.begins = np.append(np.unique(begins), len(rows))
         self.parts = len(self.begins) - 1
+
+    def _by_record(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows sorted by record, and the number of each one's record."""
+        order = [(name, "ascending") for name in ("source", "record", "start_s")]
+        table = self.table.take(rows).sort_by(order)
+        names = pc.binary_join_element_wise(table["source"], table["record"], "\t")
+        indices = names.combine_chunks().dictionary_encode().indices.to_numpy()
+        return table["row"].to_numpy(), np.cumsum(np.diff(indices, prepend=0) != 0)
 
     def count(self, parts: Iterable[int]) -> int:
         return sum(int(self.begins[part + 1] - self.begins[part]) for part in parts)
@@ -120,21 +132,18 @@ class DatasetSource:
     def batches(
         self, parts: Sequence[int], progress: Callable[[int], Any]
     ) -> Generator[CropBatch, None, None]:
-        spans = (range(self.begins[part], self.begins[part + 1]) for part in parts)
-        rows = [
-            self.rows[span[at : at + self.batch]]
-            for span in spans
-            for at in range(0, len(span), self.batch)
-        ]
+        rows: list[np.ndarray] = []
+        for part in parts:
+            rows_of_part = self.rows[self.begins[part] : self.begins[part + 1]]
+            rows += np.split(rows_of_part, range(self.batch, len(rows_of_part), self.batch))
         position = np.empty(len(self.dataset), np.int64)
         position[self.rows] = np.arange(len(self.rows))
         for batch in dataset_batches(self.dataset, rows, **self.reading):
-            at = position[batch.crops]
-            part = int(np.searchsorted(self.begins, at[0], side="right")) - 1
-            yield batch._replace(
-                crops=EmbeddedCrops(part, self.table.take(batch.crops), self.record[at])
-            )
-            progress(len(at))
+            at_B = position[batch.crops]
+            part = int(np.searchsorted(self.begins, at_B[0], side="right")) - 1
+            table = self.table.take(batch.crops)
+            yield batch._replace(crops=EmbeddedCrops(part, table, self.record[at_B]))
+            progress(len(at_B))
 
 
 class RecordSource:
@@ -143,14 +152,15 @@ class RecordSource:
 
     unit = " records"
 
-    def __init__(self, records: int, read: Callable[[int], Any], batch: int, workers: int) -> None:
+    def __init__(
+        self, records: int, read: Callable[[int], Prepared | None], batch: int, workers: int
+    ) -> None:
         self.records, self.read, self.batch, self.workers = records, read, batch, workers
         self.parts = -(-records // (batch * PART_BATCHES))
 
     def _numbers(self, part: int) -> range:
-        return range(self.records)[
-            part * self.batch * PART_BATCHES : (part + 1) * self.batch * PART_BATCHES
-        ]
+        size = self.batch * PART_BATCHES
+        return range(self.records)[part * size : (part + 1) * size]
 
     def count(self, parts: Iterable[int]) -> int:
         return sum(len(self._numbers(part)) for part in parts)
@@ -163,115 +173,135 @@ class RecordSource:
             for part in parts:
                 crops = self._crops(part, records, progress)
                 while chunk := list(islice(crops, self.batch)):
-                    uv_BLT = np.stack([record.crops_uv[i] for _, record, i in chunk])
-                    halves_B = np.array([record.halves[i] for _, record, i in chunk])
-                    columns = zip(
-                        *((r.source, r.record, r.patient, None, r.start_s[i]) for _, r, i in chunk),
-                        strict=True,
-                    )
-                    arrays = [
-                        pa.array(column, kind)
-                        for column, kind in zip(columns, COLUMNS.values(), strict=True)
-                    ]
-                    record_B = np.array([number for number, _, _ in chunk])
-                    table = pa.Table.from_arrays(arrays, list(COLUMNS))
-                    yield CropBatch(uv_BLT, halves_B, EmbeddedCrops(part, table, record_B))
+                    yield _batch(part, chunk)
 
     def _crops(
-        self, part: int, records: Iterator[Any], progress: Callable[[int], Any]
-    ) -> Iterator[tuple[int, Any, int]]:
+        self, part: int, records: Iterator[Prepared | None], progress: Callable[[int], Any]
+    ) -> Iterator["RecordCrop"]:
         for number, record in zip(self._numbers(part), records, strict=False):
             progress(1)
-            yield from ((number, record, i) for i in range(len(record.halves) if record else 0))
+            if record:
+                for crop in range(len(record.halves)):
+                    yield RecordCrop(number, record, crop)
+
+
+class RecordCrop(NamedTuple):
+    number: int  # of the record
+    record: Prepared
+    crop: int
+
+
+def _batch(part: int, crops: Sequence[RecordCrop]) -> CropBatch:
+    rows = [
+        (ecg.source, ecg.record, ecg.patient, None, ecg.start_s[crop]) for _, ecg, crop in crops
+    ]
+    columns = zip(*rows, strict=True)
+    arrays = [
+        pa.array(column, kind) for column, kind in zip(columns, COLUMNS.values(), strict=True)
+    ]
+    table = pa.Table.from_arrays(arrays, list(COLUMNS))
+    uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
+    halves_B = np.array([ecg.halves[crop] for _, ecg, crop in crops])
+    record_B = np.array([number for number, _, _ in crops])
+    return CropBatch(uv_BLT, halves_B, EmbeddedCrops(part, table, record_B))
 
 
 CropSource = DatasetSource | RecordSource
 
 
-def open_data(
-    args: argparse.Namespace, model_input: Input
-) -> tuple[dict[str, Any], Callable[[], CropSource]]:
-    """Facts that identify the ECGs of --data, and a function that opens them."""
-    key = read_key(args.pseudonymize) if args.pseudonymize else None
-    if (dataset := dataset_of(args)) is not None:
-        if key:
-            made = "a dataset's names are those it was made with: use it with `omnilead shard`"
-            raise ConfigError(f"--pseudonymize {args.pseudonymize}: {made}")
+class OpenedData(NamedTuple):
+    identity: dict[str, Any]  # what distinguishes these ECGs from others, as plain JSON
+    source: Callable[[], CropSource]
+    private: str = ""  # what in the table tells who the patients are
+
+
+def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
+    dataset = dataset_of(options)
+    if dataset is not None:
+        if options.pseudonymize:
+            raise ConfigError(
+                f"--pseudonymize {options.pseudonymize}: a dataset's names are those it was made "
+                "with: use it with `omnilead shard`"
+            )
         rows = np.arange(len(dataset))
-        return {"data": dataset.fingerprint}, partial(
-            dataset_source, args, dataset, model_input, rows
+        return OpenedData(
+            {"data": dataset.fingerprint},
+            partial(dataset_source, dataset, rows, model_input, options),
         )
-    records = list(records_of(args, model_input))
+    key = read_key(options.pseudonymize) if options.pseudonymize else None
+    records = list(records_of(options, model_input))
     digest = hashlib.sha256(key or b"")  # with a key, nobody without it can guess names and compare
     for record in records:
         digest.update(json.dumps([record.name, record.stamp.decode()]).encode())
-    identity = {"data": digest.hexdigest(), "fs_hz": args.fs, "unit": args.unit}
-    identity |= {"pseudonyms": key_mark(key)} if key else {}
-    private = next((record.private for record in records if record.private), "")
-    if private and not key and environment()[0] == 0:
-        tell(f"note: {args.out} will hold {private}: --pseudonymize KEYFILE replaces both")
-    return identity, partial(record_source, args, model_input, records, key)
+    identity = {"data": digest.hexdigest(), "fs_hz": options.fs_hz, "unit": options.unit}
+    if key:
+        identity["pseudonyms"] = key_mark(key)
+    private = "" if key else next((one.private for one in records if one.private), "")
+    return OpenedData(identity, partial(record_source, records, key, model_input, options), private)
 
 
-def dataset_of(args: argparse.Namespace) -> Dataset | None:
-    """The dataset that --data names; None if it names files."""
-    for url in args.data:
+def dataset_of(options: EcgOptions) -> Dataset | None:
+    """The dataset that `data` names; None if it names files."""
+    for url in options.data:
         remote = "://" in url
-        if remote or Path(url, META).is_file():
-            with suppress(*[DataError] * remote):  # it may be an archive
-                dataset = Dataset.open(url, args.anonymous)
-                if len(args.data) > 1:
-                    raise ConfigError(
-                        f"--data {' '.join(args.data)}: give one dataset, or files, but not both"
-                    )
-                return dataset
+        if not remote and not Path(url, META).is_file():
+            continue
+        try:
+            dataset = Dataset.open(url, options.anonymous)
+        except DataError:
+            if remote:  # it may be an archive
+                continue
+            raise
+        if len(options.data) > 1:
+            raise ConfigError(
+                f"--data {' '.join(options.data)}: give one dataset, or files, but not both"
+            )
+        return dataset
     return None
 
 
-def skip(args: argparse.Namespace, name: str, reason: object) -> None:
-    if args.pseudonymize and isinstance(reason, ReadError):  # names and details may tell who it is
-        name, reason = "a record", reason.reason
-    if args.on_corrupt == "stop":
-        raise ConfigError(f"{name}: {reason}: fix it, or skip such data with --on-corrupt skip")
+def skip(options: EcgOptions, name: str, reason: object) -> None:
+    if options.pseudonymize and isinstance(reason, ReadError):
+        name, reason = "a record", reason.reason  # names and details may tell who it is
+    if options.on_corrupt == "stop":
+        raise DataError(f"{name}: {reason}: fix it, or skip such data with --on-corrupt skip")
     with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
         tell(f"skipped: {name}: {reason}")
 
 
 def no_leads(model_input: Input) -> str:
-    return (
-        f"no valid lead: the model uses {describe_leads(model_input.seen)}, of which none was "
-        "recorded"
-    )
+    used = describe_leads(model_input.seen)
+    return f"no valid lead: the model uses {used}, of which none was recorded"
 
 
 def dataset_source(
-    args: argparse.Namespace, dataset: Dataset, model_input: Input, rows: np.ndarray
+    dataset: Dataset, rows: np.ndarray, model_input: Input, options: EcgOptions
 ) -> DatasetSource:
     """Leaves out crops without any of the model's leads. A record that has no other crops counts as
     unreadable."""
-    if dataset.root.remote and args.per == "record":
+    url = dataset.root.url
+    if dataset.root.remote and options.per == "record":
         raise ConfigError(
-            f"--per record of {dataset.root.url}: remote crops are read shard by shard: use crop "
-            "or half"
+            f"--per record of {url}: remote crops are read shard by shard: use crop or half"
         )
     blank = none_measured(dataset, model_input.seen)[rows]
     if blank.all():
-        raise ConfigError(
-            f"--data {dataset.root.url}: {no_leads(model_input)}: choose other --leads"
-        )
+        raise ConfigError(f"--data {url}: {no_leads(model_input)}: choose other --leads")
     if blank.any():
-        names = pc.binary_join_element_wise(
-            *dataset.table(["source", "record"]).take(rows).columns, "/"
-        )
-        without, others = (names.filter(pa.array(which)) for which in (blank, ~blank))
+        table = dataset.table(["source", "record"]).take(rows)
+        names = pc.binary_join_element_wise(*table.columns, "/")
+        without, others = names.filter(pa.array(blank)), names.filter(pa.array(~blank))
         for name in without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist():
-            skip(args, f"{dataset.root.url}: {name}", no_leads(model_input))
-    reading = {
-        "on_corrupt": args.on_corrupt,
-        "threads": args.workers,
-        "pin": args.device.startswith("cuda"),
-    }
-    return DatasetSource(dataset, rows[~blank], args.batch, args.per, **reading)
+            skip(options, f"{url}: {name}", no_leads(model_input))
+    return DatasetSource(
+        dataset,
+        rows[~blank],
+        options.batch,
+        options.per,
+        on_corrupt=options.on_corrupt,
+        threads=options.workers,
+        pin=options.pin,
+    )
 
 
 class RecordToRead(NamedTuple):
@@ -282,99 +312,110 @@ class RecordToRead(NamedTuple):
     private: str = ""  # what in its table row tells who the patient is
 
 
-def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordToRead]:
-    for url in args.data:
-        if url.endswith(ARRAYS) and Path(url).exists():
-            yield from arrays(args, Path(url), model_input)
+def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
+    for url in options.data:
+        exists = Path(url).exists()
+        if url.endswith(ARRAYS) and exists:
+            yield from arrays(Path(url), options, model_input)
         elif url.lower().endswith((".hea", *ENDINGS)):
-            place, _, key = (url if "/" in url else f"./{url}").rpartition("/")
-            source = open_sources(
-                place or "/", "wfdb" if url.endswith(".hea") else "hospital", args.anonymous
-            )[0]
+            folder, _, key = (url if "/" in url else f"./{url}").rpartition("/")
+            kind = "wfdb" if url.endswith(".hea") else "hospital"
+            source = open_sources(folder or "/", kind, options.anonymous)[0]
             yield _of_source(source, key, url, source.root.stamp(key))
         elif "://" in url or Path(url).is_dir():
-            try:
-                sources = open_sources(
-                    url,
-                    anonymous=args.anonymous,
-                    besides=args.data,
-                    private=bool(args.pseudonymize),
-                )
-            except DataError as error:
-                other = "set its format with `omnilead shard --source`, and give the dataset"
-                raise ConfigError(
-                    str(error).replace("set its format with --source", other)
-                ) from None
-            for source in sources:
-                if source.left_out and environment()[0] == 0:
-                    tell(f"note: {source.left_out}")
-                for key in source.keys():  # noqa: SIM118 - no dictionary
-                    stamp = b"" if source.root.remote else source.root.stamp(key)
-                    yield _of_source(source, key, f"{source.root.url}/{key}", stamp)
-        else:
-            what = (
-                "neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file"
-                if Path(url).exists()
-                else "does not exist"
+            yield from _of_archive(url, options)
+        elif exists:
+            raise ConfigError(
+                f"--data {url}: neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file"
             )
-            raise ConfigError(f"--data {url}: {what}")
+        else:
+            raise ConfigError(f"--data {url}: does not exist")
+
+
+def _of_archive(url: str, options: EcgOptions) -> Iterator[RecordToRead]:
+    try:
+        sources = open_sources(
+            url,
+            anonymous=options.anonymous,
+            besides=options.data,
+            private=bool(options.pseudonymize),
+        )
+    except DataError as error:
+        mend = "set its format with `omnilead shard --source`, and give the dataset"
+        raise ConfigError(str(error).replace("set its format with --source", mend)) from None
+    for source in sources:
+        if source.left_out and environment()[0] == 0:
+            tell(f"note: {source.left_out}")
+        for key in source.keys():  # noqa: SIM118 - no dictionary
+            stamp = b"" if source.root.remote else source.root.stamp(key)
+            yield _of_source(source, key, f"{source.root.url}/{key}", stamp)
 
 
 def _of_source(source: Source, key: str, name: str, stamp: bytes) -> RecordToRead:
-    return RecordToRead(
-        name, stamp, partial(prepared, source, key), source.name_for(key), source.private
-    )
+    read = partial(prepared, source, key)
+    return RecordToRead(name, stamp, read, source.name_for(key), source.private)
 
 
-def arrays(args: argparse.Namespace, path: Path, model_input: Input) -> Iterator[RecordToRead]:
-    if args.fs is None:
+class EcgArray(NamedTuple):
+    suffix: str  # of the file's name
+    label: str
+    values: Callable[[], np.ndarray]
+
+
+def arrays(path: Path, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
+    if options.fs_hz is None:
         raise ConfigError(f"--data {path}: give its sampling rate with --fs")
-    leads = [LEADS[i] for i in leads_in_order(args.leads or "12")]
-
-    def read(label: str, values_of: Callable[[], np.ndarray]) -> Prepared | ReadError:
-        try:
-            values = values_of()
-            if not args.leads and values.ndim == 2 and len(values) != len(leads):
-                return ReadError(
-                    f"has {len(values)} rows, not {len(leads)}: name its rows with --leads"
-                )
-            return Prepared(
-                "array", label, None, *crops(values, args.fs, leads, args.unit, model_input)
-            )
-        except (ArrayError, SignalError, OSError) as error:
-            return ReadError(str(error))
-
-    ecgs: list[tuple[str, str, Callable[[], np.ndarray]]]  # suffix of the name, label, values
     try:
-        if zipfile.is_zipfile(path):
-            ecgs = [
-                (f"[{name}]", name, partial(lambda one: load_npz(path, [one])[one], name))
-                for name in npz_names(path)
-            ]
-        else:
-            whole = open_npy(path)
-            ecgs = [("", path.stem, lambda: whole)] if whole.size else []
-            if whole.ndim == 3:
-                ecgs = [
-                    (f"[{i}]", f"{path.stem}[{i}]", partial(whole.__getitem__, i))
-                    for i in range(len(whole))
-                ]
-            elif whole.ndim != 2:
-                raise ConfigError(
-                    f"--data {path}: shape {list(whole.shape)}, not [leads, samples] or [ECGs, "
-                    "leads, samples]"
-                )
+        ecgs = _arrays_in(path)
         stamp = f"{path.stat().st_size},{path.stat().st_mtime_ns}".encode()
     except (ArrayError, OSError) as error:
         raise ConfigError(f"--data {path}: {error}") from None
     if not ecgs:
         raise ConfigError(f"--data {path}: has no ECG")
-    for suffix, label, values_of in ecgs:
-        yield RecordToRead(f"{path}{suffix}", stamp, partial(read, label, values_of), label)
+    for ecg in ecgs:
+        read = partial(_read_array, ecg, options, model_input)
+        yield RecordToRead(f"{path}{ecg.suffix}", stamp, read, ecg.label)
+
+
+def _arrays_in(path: Path) -> list[EcgArray]:
+    if zipfile.is_zipfile(path):
+        return [
+            EcgArray(f"[{name}]", name, partial(_npz_member, path, name))
+            for name in npz_names(path)
+        ]
+    values = open_npy(path)
+    if values.ndim == 3:
+        return [
+            EcgArray(f"[{i}]", f"{path.stem}[{i}]", partial(values.__getitem__, i))
+            for i in range(len(values))
+        ]
+    if values.ndim != 2 and values.size:
+        shape = list(values.shape)
+        raise ArrayError(f"shape {shape}, not [leads, samples] or [ECGs, leads, samples]")
+    return [EcgArray("", path.stem, lambda: values)] if values.size else []
+
+
+def _npz_member(path: Path, name: str) -> np.ndarray:
+    return load_npz(path, [name])[name]
+
+
+def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepared | ReadError:
+    leads = [LEADS[i] for i in leads_in_order(options.leads or "12")]
+    assert options.fs_hz is not None
+    try:
+        values = ecg.values()
+        if not options.leads and values.ndim == 2 and len(values) != len(leads):
+            return ReadError(
+                f"has {len(values)} rows, not {len(leads)}: name its rows with --leads"
+            )
+        cut = crops(values, options.fs_hz, leads, options.unit, model_input)
+        return Prepared("array", ecg.label, None, *cut)
+    except (ArrayError, SignalError, OSError) as error:
+        return ReadError(str(error))
 
 
 def record_source(
-    args: argparse.Namespace, model_input: Input, records: Sequence[RecordToRead], key: bytes | None
+    records: Sequence[RecordToRead], key: bytes | None, model_input: Input, options: EcgOptions
 ) -> RecordSource:
     """`key`: gives records and patients their pseudonyms."""
     labels = Counter(record.label for record in records)
@@ -383,15 +424,15 @@ def record_source(
         record = records[number]
         ecg = record.read()
         if isinstance(ecg, Prepared):
-            if labels[record.label] > 1:
-                ecg = ecg._replace(record=record.name)
             ecg = with_leads(ecg, model_input)
-        if isinstance(ecg, Prepared):
-            return pseudonymised(key, ecg)
-        skip(args, record.name, ecg)
-        return None
+        if isinstance(ecg, ReadError):
+            skip(options, record.name, ecg)
+            return None
+        if labels[record.label] > 1:
+            ecg = ecg._replace(record=record.name)
+        return pseudonymised(key, ecg)
 
-    return RecordSource(len(records), read, args.batch, args.workers)
+    return RecordSource(len(records), read, options.batch, options.workers)
 
 
 def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:

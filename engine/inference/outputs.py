@@ -18,7 +18,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ from omnilead.engine.data.augmenter import FS_HZ, HALF
 from omnilead.engine.inference.inputs import COLUMNS, CropSource, Per
 from omnilead.engine.inference.predict import CropBatch, predict
 from omnilead.engine.inference.preprocess import Input
-from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
+from omnilead.engine.inference.trained_model import NOT_FINITE, HeadInfo, TrainedModel
 
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"
@@ -77,8 +78,8 @@ def vectors(model: TrainedModel, forward: Callable[[Tensor], Tensor], width: int
     def columns(c_ND: np.ndarray) -> list[pa.Array]:
         return [pa.FixedSizeListArray.from_arrays(pa.array(c_ND.reshape(-1)), width)]
 
-    described = pa.schema([*COLUMNS.items(), (VECTOR, pa.list_(pa.float32(), width))])
-    return Output(model, forward, described, columns, f"embeddings of {width}", {})
+    schema = pa.schema([*COLUMNS.items(), (VECTOR, pa.list_(pa.float32(), width))])
+    return Output(model, forward, schema, columns, f"embeddings of {width}", {})
 
 
 def matrix(table: pa.Table) -> np.ndarray:
@@ -90,41 +91,17 @@ def predictions(model: TrainedModel) -> Output:
     """Probabilities and the decisions at the model's thresholds, or values in their unit."""
     head = model.head_info
     if head is None or not head.classes:
-        what = (
-            "only pre-trained"
-            if head is None
-            else f"fine-tuned for {head.task}, which needs no classes"
-        )
+        was = f"fine-tuned for {head.task}, which needs no classes" if head else "only pre-trained"
         raise ConfigError(
-            f"the model was {what}: fine-tune it with `omnilead finetune`, or use `omnilead embed`"
+            f"the model was {was}: fine-tune it with `omnilead finetune`, or use `omnilead embed`"
         )
-    number = pa.float32()
-    if head.kind == "regression":
-        fields = [(f"{name}_{head.unit}" if head.unit else name, number) for name in head.classes]
-    elif head.kind == "multiclass":
-        fields = [("predicted", pa.string()), *((name, number) for name in head.classes)]
-    else:
-        fields = [
-            one
-            for name in head.classes
-            for one in ((name, number), (f"{name}_predicted", pa.bool_()))
-        ]
-    described = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), *fields])
-    if twice := [name for name in described.names if described.names.count(name) > 1]:
-        raise ConfigError(
-            f"two columns would be called {twice[0]!r}: fine-tune the model with another name for "
-            "that label"
-        )
-
-    def columns(y_NK: np.ndarray) -> list[pa.Array]:
-        scores = [pa.array(y_N) for y_N in y_NK.T]
-        if head.kind == "regression":
-            return scores
-        if head.kind == "multiclass":
-            return [pa.array(head.classes).take(pa.array(y_NK.argmax(1))), *scores]
-        decisions = (y_NK > np.array(head.thresholds)).T
-        return [one for pair in zip(scores, map(pa.array, decisions), strict=True) for one in pair]
-
+    schema = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), *_prediction_fields(head)])
+    for name in schema.names:
+        if schema.names.count(name) > 1:
+            raise ConfigError(
+                f"two columns would be called {name!r}: fine-tune the model with another name for "
+                "that label"
+            )
     meaning = {
         "task": head.task,
         "kind": head.kind,
@@ -132,11 +109,36 @@ def predictions(model: TrainedModel) -> Output:
         "thresholds": head.thresholds,
         "unit": head.unit,
     }
-    what = (
-        f"predictions of {head.task} "
-        f"({', '.join(head.classes[:3])}{', ...' * (len(head.classes) > 3)})"
-    )
-    return Output(model, model.scores, described, columns, what, {"predictions": meaning})
+    more = ", ..." if len(head.classes) > 3 else ""
+    what = f"predictions of {head.task} ({', '.join(head.classes[:3])}{more})"
+    columns = partial(_prediction_columns, head)
+    return Output(model, model.scores, schema, columns, what, {"predictions": meaning})
+
+
+def _prediction_fields(head: HeadInfo) -> list[tuple[str, pa.DataType]]:
+    number = pa.float32()
+    if head.kind == "regression":
+        unit = f"_{head.unit}" if head.unit else ""
+        return [(f"{name}{unit}", number) for name in head.classes]
+    if head.kind == "multiclass":
+        return [("predicted", pa.string()), *((name, number) for name in head.classes)]
+    fields = []
+    for name in head.classes:
+        fields += [(name, number), (f"{name}_predicted", pa.bool_())]
+    return fields
+
+
+def _prediction_columns(head: HeadInfo, y_NK: np.ndarray) -> list[pa.Array]:
+    scores = [pa.array(y_N) for y_N in y_NK.T]
+    if head.kind == "regression":
+        return scores
+    if head.kind == "multiclass":
+        return [pa.array(head.classes).take(pa.array(y_NK.argmax(1))), *scores]
+    columns = []
+    decisions_KN = (y_NK > np.array(head.thresholds)).T
+    for score, decision_N in zip(scores, decisions_KN, strict=True):
+        columns += [score, pa.array(decision_N)]
+    return columns
 
 
 def tables(
@@ -152,14 +154,17 @@ def tables(
 
     def prepare(uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         x_RLT = model_input.halves(uv_BLT, halves_B)  # normalised over the whole crop
+        if per != "first":
+            return x_RLT
         first_B = torch.from_numpy(np.cumsum(halves_B, dtype=np.int64) - halves_B)
-        return x_RLT.index_select(0, first_B.to(x_RLT.device)) if per == "first" else x_RLT
+        return x_RLT.index_select(0, first_B.to(x_RLT.device))
 
     with closing(source.batches(parts, progress)) as batches:
-        noted = MISSING in output.schema.names
-        crops = with_missing_leads(batches, output.model.input, model_input) if noted else batches
-        given = predict(crops, prepare, output.forward, output.model.device)
-        for part, group in groupby(given, key=lambda batch: batch[0].crops.part):
+        crops: Iterable[CropBatch] = batches
+        if MISSING in output.schema.names:
+            crops = with_missing_leads(batches, output.model.input, model_input)
+        outputs = predict(crops, prepare, output.forward, output.model.device)
+        for part, group in groupby(outputs, key=lambda batch: batch[0].crops.part):
             empty.remove(part)
             yield part, _table(list(group), output, per)
     for part in sorted(empty):  # none of its records or crops could be read
@@ -170,94 +175,91 @@ def with_missing_leads(
     batches: Iterable[CropBatch], used: Input, shown: Input
 ) -> Iterator[CropBatch]:
     """Notes which of the leads that the model uses were not recorded, or are not shown to it."""
-    bit_L = np.array([1 << lead if lead in used.seen else 0 for lead in ALL], np.int16)
-    hidden_L = ~np.isin(ALL, shown.seen)
+    used_L, hidden_L = np.isin(ALL, used.seen), ~np.isin(ALL, shown.seen)
     for batch in batches:
-        missing_BL = hidden_L | ~batch.uv_BLT.any(axis=2)
-        yield batch._replace(crops=batch.crops._replace(missing_B=missing_BL @ bit_L))
+        missing_BL = used_L & (hidden_L | ~batch.uv_BLT.any(axis=2))
+        yield batch._replace(crops=batch.crops._replace(missing_BL=missing_BL))
 
 
-def _table(given: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) -> pa.Table:
-    crops = pa.concat_tables([batch.crops.table.select(list(COLUMNS)) for batch, _ in given])
-    halves_B = np.concatenate([batch.halves_B for batch, _ in given])
-    crop_H = np.repeat(np.arange(len(crops)), 1 if per == "first" else halves_B)
-    record_B = np.concatenate([batch.crops.record_B for batch, _ in given])
-    y_HD = np.concatenate([y_HD for _, y_HD in given])
+def _table(batches: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) -> pa.Table:
+    """Means of the outputs y_HD over the halves H of each row N."""
+    y_HD = np.concatenate([y_HD for _, y_HD in batches])
     if not np.isfinite(y_HD).all():
         raise OutputError(NOT_FINITE)
-    group_H = {
-        "half": np.arange(len(crop_H)),
-        "first": crop_H,
-        "crop": crop_H,
-        "record": record_B[crop_H],
-    }[per]
-    first = np.flatnonzero(np.diff(group_H, prepend=-1))
-    y_ND = np.add.reduceat(y_HD, first) / np.diff(first, append=len(y_HD))[:, None].astype(
-        np.float32
-    )
-    rows = crops.take(crop_H[first])
-    if MISSING in output.schema.names:
-        missing_B = np.concatenate([batch.crops.missing_B for batch, _ in given])
-        missing_N = np.bitwise_or.reduceat(
-            missing_B[crop_H], first
-        )  # of a record: in any of its crops
-        names = [
-            describe_leads(lead for lead in ALL if bits >> lead & 1) or None
-            for bits in missing_N.tolist()
-        ]
-        rows = rows.append_column(MISSING, pa.array(names, pa.string()))
+    halves_B = np.concatenate([batch.halves_B for batch, _ in batches])
+    crop_H = np.repeat(np.arange(len(halves_B)), 1 if per == "first" else halves_B)
+    group_H = crop_H
     if per == "half":
-        second_H = np.diff(crop_H, prepend=-1) == 0
-        starts = pa.array(rows["start_s"].to_numpy() + second_H * (HALF / FS_HZ))
+        group_H = np.arange(len(crop_H))
+    elif per == "record":
+        group_H = np.concatenate([batch.crops.record_B for batch, _ in batches])[crop_H]
+    first_N = np.flatnonzero(np.diff(group_H, prepend=-1))
+    count_N = np.diff(first_N, append=len(y_HD)).astype(np.float32)
+    y_ND = np.add.reduceat(y_HD, first_N) / count_N[:, None]
+    rows = pa.concat_tables([batch.crops.table for batch, _ in batches])
+    rows = rows.select(list(COLUMNS)).take(crop_H[first_N])
+    if per == "half":
+        second_N = np.diff(crop_H, prepend=-1) == 0
+        starts = pa.array(rows["start_s"].to_numpy() + second_N * (HALF / FS_HZ))
         rows = rows.set_column(rows.column_names.index("start_s"), "start_s", starts)
-    return pa.Table.from_arrays([*rows.columns, *output.columns(y_ND)], schema=output.schema)
+    columns = [*rows.columns, *output.columns(y_ND)]
+    if MISSING in output.schema.names:
+        missing_BL = np.concatenate([batch.crops.missing_BL for batch, _ in batches])
+        # of a record: in any of its crops
+        missing_NL = np.logical_or.reduceat(missing_BL[crop_H], first_N)
+        names = [describe_leads(np.flatnonzero(missing_L)) or None for missing_L in missing_NL]
+        columns.insert(len(COLUMNS), pa.array(names, pa.string()))
+    return pa.Table.from_arrays(columns, schema=output.schema)
 
 
 class ParquetParts:
+    """The parts of a table, in a folder until all are there."""
+
     def __init__(self, out: Path, job: dict[str, Any], rank: int = 0, world: int = 1) -> None:
-        self.out, self.job, self.folder = (
-            out,
-            json.loads(json.dumps(job)),
-            out.with_name(f"{out.name}.parts"),
-        )
-        self.rank, self.world, self.finished = rank, world, out.exists()
+        self.out, self.rank, self.world = out, rank, world
+        self.job = json.loads(json.dumps(job))  # as it is read back
+        self.folder = out.with_name(f"{out.name}.parts")
+        self.finished = out.exists()
         self.rows: int | None = None  # of `out`, on the rank that has joined it
         self.lacking = 0  # rows with missing leads, on that rank
         self._lock: Any = None
-        if self.finished:
-            if out.suffix != CSV:
-                self._require_same(_job_of(out), out)
-                self.rows = None if rank else pq.read_metadata(out).num_rows
-            return
+        if not self.finished:
+            self._open()
+        elif out.suffix != CSV:
+            self._require_same(_job_of(out), out)
+            if rank == 0:
+                self.rows = pq.read_metadata(out).num_rows
+
+    def _open(self) -> None:
+        """Locks the folder for this rank, and refuses parts of another job."""
         if self.folder.is_file():
-            raise ConfigError(f"{out}: {self.folder} is a file: remove it, or choose another file")
+            raise ConfigError(
+                f"{self.out}: {self.folder} is a file: remove it, or choose another file"
+            )
         self.folder.mkdir(exist_ok=True)
-        self._lock = open(self.folder / f"lock-{rank}-of-{world}", "w")  # noqa: SIM115 - held until the end
-        if locked_by_another(self._lock, str(out)):
-            raise OutputError(f"{out}: another process is writing it")
+        lock = self.folder / f"lock-{self.rank}-of-{self.world}"
+        self._lock = open(lock, "w")  # noqa: SIM115 - held until the end
+        if locked_by_another(self._lock, str(self.out)):
+            raise OutputError(f"{self.out}: another process is writing it")
         for path in self.folder.glob("*.parquet"):
-            if (before := _job_of(path)) is not None:
+            before = _job_of(path)
+            if before is not None:
                 self._require_same(before, self.folder)
 
     def _require_same(self, job: Any, place: Path) -> None:
         before = job if isinstance(job, dict) else {}
-        if differ := sorted(
-            name
-            for name in self.job.keys() | before.keys()
-            if self.job.get(name) != before.get(name)
-        ):
-            was, now = (str(job.get(differ[0]))[:60] for job in (before, self.job))
-            raise ConfigError(
-                f"{place}: of another job: {differ[0]} was {was}, now {now}: remove it, or choose "
-                "another file"
-            )
+        for name in sorted(self.job.keys() | before.keys()):
+            was, now = before.get(name), self.job.get(name)
+            if was != now:
+                raise ConfigError(
+                    f"{place}: of another job: {name} was {str(was)[:60]}, now {str(now)[:60]}: "
+                    "remove it, or choose another file"
+                )
 
-    def _read(self, number: int, described: pa.Schema | None = None) -> pa.Table | None:
+    def _read(self, number: int, schema: pa.Schema | None = None) -> pa.Table | None:
         """A part's table; None if it is missing or damaged."""
         try:
-            return pq.read_table(
-                self._path(number), schema=described, page_checksum_verification=True
-            )
+            return pq.read_table(self._path(number), schema=schema, page_checksum_verification=True)
         except (pa.ArrowException, OSError):
             return None
 
@@ -266,65 +268,52 @@ class ParquetParts:
 
     def missing(self, count: int) -> list[int]:
         """This rank's parts that are still missing or damaged."""
-        numbers = [
-            number for number in range(self.rank, count, self.world) if self._read(number) is None
-        ]
-        self.finished = (
-            self.out.exists()
-        )  # checked last: another rank removes the parts only after this file exists
+        mine = range(self.rank, count, self.world)
+        numbers = [number for number in mine if self._read(number) is None]
+        # Checked last: another rank removes the parts only after this file exists
+        self.finished = self.out.exists()
         return [] if self.finished else numbers
 
     def write(self, number: int, table: pa.Table) -> None:
         buffer = io.BytesIO()
-        pq.write_table(
-            table.replace_schema_metadata({KEY: json.dumps(self.job)}),
-            buffer,
-            write_page_checksum=True,
-        )
+        table = table.replace_schema_metadata({KEY: json.dumps(self.job)})
+        pq.write_table(table, buffer, write_page_checksum=True)
         write_whole(self._path(number), buffer.getvalue())
 
-    def join(self, count: int, described: pa.Schema) -> list[int]:
+    def join(self, count: int, schema: pa.Schema) -> list[int]:
         """Joins all parts into one file, atomically. Returns the missing parts, which are other
         ranks'. Ranks that finish together may all join: they write the same bytes."""
+        missing: list[int] = []
         try:
-            missing = (
-                []
-                if self.out.exists()
-                else self._join(count, described.with_metadata({KEY: json.dumps(self.job)}))
-            )
+            if not self.out.exists():
+                missing = self._join(count, schema.with_metadata({KEY: json.dumps(self.job)}))
         except FileNotFoundError:  # another rank has joined the parts and removed them
             if not self.out.exists():
                 raise
         return [] if self.out.exists() else missing
 
-    def _join(self, count: int, described: pa.Schema) -> list[int]:
-        there, whole = set(os.listdir(self.folder)), self.folder / f"whole-{self.rank}"
+    def _join(self, count: int, schema: pa.Schema) -> list[int]:
+        there = set(os.listdir(self.folder))
         missing = [number for number in range(count) if self._path(number).name not in there]
         if missing:
             return missing
-        rows, lacking, as_csv = 0, 0, self.out.suffix == CSV
-        written = without_formulas(described.empty_table()).schema if as_csv else described
-        with (csv.CSVWriter if as_csv else pq.ParquetWriter)(whole, written) as writer:
+        joined = self.folder / f"whole-{self.rank}"
+        rows = lacking = 0
+        with _writer(joined, schema, self.out.suffix == CSV) as write:
             for number in range(count):
-                table = self._read(number, described)
+                table = self._read(number, schema)
                 if table is None:
                     missing.append(number)
                 elif len(table):
-                    table = table.replace_schema_metadata(described.metadata)
-                    writer.write_table(
-                        without_formulas(table) if as_csv else table
-                    )  # one row group in parquet
+                    write(table.replace_schema_metadata(schema.metadata))
                     rows += len(table)
-                    lacking += (
-                        len(table) - table[MISSING].null_count
-                        if MISSING in table.column_names
-                        else 0
-                    )
+                    if MISSING in table.column_names:
+                        lacking += len(table) - table[MISSING].null_count
         if missing:
             return missing
-        with open(whole, "rb") as file:
+        with open(joined, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(whole, self.out)
+        os.replace(joined, self.out)
         sync(self.out.parent)
         self.rows, self.lacking = rows, lacking
         return []
@@ -337,6 +326,17 @@ class ParquetParts:
             self._lock.close()
         if self.out.exists():  # the parts are no longer needed, whichever rank joined them
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def _writer(path: Path, schema: pa.Schema, as_csv: bool) -> Iterator[Callable[[pa.Table], None]]:
+    """Appends tables to a file: in parquet, one row group each."""
+    if not as_csv:
+        with pq.ParquetWriter(path, schema) as writer:
+            yield writer.write_table
+        return
+    with csv.CSVWriter(path, without_formulas(schema.empty_table()).schema) as writer:
+        yield lambda table: writer.write_table(without_formulas(table))
 
 
 def _job_of(path: Path) -> Any:
@@ -362,11 +362,10 @@ def make(
 
 def whole(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
     """The table of all parts, in memory."""
-    parts = range(source.parts)
-    with progress_bar(source.count(parts), source.unit) as bar:
-        return pa.concat_tables(
-            table for _, table in tables(source, output, model_input, parts, per, bar.update)
-        )
+    numbers = range(source.parts)
+    with progress_bar(source.count(numbers), source.unit) as bar:
+        parts = tables(source, output, model_input, numbers, per, bar.update)
+        return pa.concat_tables(table for _, table in parts)
 
 
 def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[None]":

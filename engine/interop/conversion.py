@@ -21,6 +21,8 @@ from omnilead.engine.common import LEADS, ConfigError, describe_leads, leads_in_
 from omnilead.engine.inference.preprocess import SCALES, Input
 from omnilead.engine.inference.trained_model import THRESHOLD, config_of
 from omnilead.engine.interop.fairseq import (
+    MALFORMED,
+    MAX_TEXT,
     from_theirs,
     outputs,
     settings,
@@ -45,6 +47,9 @@ from omnilead.engine.model.folder import (
     write,
 )
 
+# In the paths of z-scored training signals
+ZSCORED = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
+
 
 def from_fairseq(
     checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float | None = None, classes: str = ""
@@ -55,42 +60,37 @@ def from_fairseq(
         raise ConfigError(f"{out}: exists and is not an empty directory: choose another name")
     content = read_checkpoint(checkpoint)
     cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
-    if not isinstance(cfg, dict) or not isinstance(
-        cfg.get("model"), dict
-    ):  # old checkpoints have flat settings
-        cfg = {"model": args, "task": args}
+    if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
+        cfg = {"model": args, "task": args}  # old checkpoints have flat settings
     if not isinstance(cfg["model"], dict):
         raise ForeignCheckpointError(
             f"{checkpoint}: no model settings: is it a checkpoint of fairseq-signals?"
         )
     state = float_tensors(content.get("model"), checkpoint)
     config = settings(cfg["model"])
-    weights = {
-        name: w.clone() for name, w in from_theirs(state, config).items()
-    }  # safetensors refuses tied tensors
-    history = as_json(content.get("optimizer_history"))
-    origin = {
-        "cfg": cfg,
-        "spelling": spelling(state),
-        "order": list(state),
-        "optimizer_history": history,
-    }
+    # Cloned, as safetensors refuses tied tensors
+    weights = {name: w.clone() for name, w in from_theirs(state, config).items()}
     preprocessing, notes = _preprocessing(cfg, config, scale, fs_hz)
-    document: dict[str, Any] = {"model": asdict(config), "fairseq": origin}
-    if names := class_names(classes, outputs(state)):
+    document: dict[str, Any] = {
+        "model": asdict(config),
+        "fairseq": {
+            "cfg": cfg,
+            "spelling": spelling(state),
+            "order": list(state),
+            "optimizer_history": as_json(content.get("optimizer_history")),
+        },
+    }
+    names = class_names(classes, outputs(state))
+    if names:
         document["head"] = _head(cfg, names)
     if names and not classes:
         notes.append(
             f"its {len(names)} outputs were named {names[0]} to {names[-1]}: set names with "
             "--classes LIST|FILE"
         )
-    card = front_matter(
-        {},
-        _card(
-            checkpoint.name, config, preprocessing, names, sum(w.numel() for w in weights.values())
-        ),
-    )
-    write(out, weights, document, preprocessing, card)
+    parameters = sum(w.numel() for w in weights.values())
+    card = _card(checkpoint.name, config, preprocessing, names, parameters)
+    write(out, weights, document, preprocessing, front_matter({}, card))
     return notes
 
 
@@ -98,125 +98,107 @@ def _preprocessing(
     cfg: Mapping[str, Any], config: ModelConfig, scale: str, fs_hz: float | None
 ) -> tuple[dict[str, Any], list[str]]:
     """The input described by the checkpoint's settings; arguments take precedence."""
-    task, notes = cfg["task"] if isinstance(cfg.get("task"), dict) else {}, []
+    task, notes = _section(cfg, "task"), []
     stated = task.get("sample_rate") or _pretraining_task(cfg).get("sample_rate")
-    if fs_hz is not None and stated and stated != fs_hz:
-        notes.append(
-            f"its settings state {stated} Hz, --fs {fs_hz:g} is used instead: leave it out if "
-            "that was not intended"
-        )
-    elif fs_hz is None and not stated:
+    if fs_hz is None and not stated:
         notes.append(
             "its settings do not state a sampling rate: assumed 500 Hz (change with --fs; "
             "DeepECG-SSL: 250)"
         )
-    fs_hz = fs_hz if fs_hz is not None else stated or 500
-    named: Any = [*LEADS[: config.leads]] if config.leads == len(LEADS) else config.leads
-    if scale == "auto" and (scale := _scale(cfg)) == "zscore":
+    elif fs_hz is not None and stated and stated != fs_hz:
         notes.append(
-            "its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with --input "
-            "millivolt)"
+            f"its settings state {stated} Hz, --fs {fs_hz:g} is used instead: leave it out if "
+            "that was not intended"
         )
-    preprocessing = {
-        "fs_hz": fs_hz,
-        "leads": named,
+    if scale == "auto":
+        scale = _scale(cfg)
+        if scale == "zscore":
+            notes.append(
+                "its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with "
+                "--input millivolt)"
+            )
+    preprocessing: dict[str, Any] = {
+        "fs_hz": fs_hz if fs_hz is not None else stated or 500,
+        "leads": [*LEADS] if config.leads == len(LEADS) else config.leads,
         "segment_s": 5.0,
         "scale": scale,
         "meaning": SCALES[scale],
     }
     if loaded := task.get("leads_to_load"):
-        try:
-            wanted = ast.literal_eval(loaded[:1000]) if isinstance(loaded, str) else loaded
-            rows = leads_in_order(
-                [LEADS[lead] if isinstance(lead, int) else lead for lead in wanted]
-            )
-        except (
-            SyntaxError,
-            TypeError,
-            LookupError,
-            ValueError,
-            RecursionError,
-            MemoryError,
-            ConfigError,
-        ) as error:
-            wrong = f"task.leads_to_load={str(loaded)[:80]!r} in the checkpoint's settings"
-            raise ConfigError(f"{wrong}: must be a list of lead names or numbers") from error
+        rows = _loaded_leads(loaded)
         key = "leads" if len(rows) == config.leads else "seen"
         preprocessing[key] = describe_leads(rows).split(",")
-    unnamed = isinstance(preprocessing["leads"], int)
-    Input.of(
-        preprocessing | ({"leads": [*LEADS]} if unnamed else {}),
-        len(LEADS) if unnamed else config.leads,
-    )
-    if unnamed:
+    if isinstance(preprocessing["leads"], int):
         notes.append(
             f"its settings do not name its {config.leads} leads: it can be converted back, but "
             "not loaded"
         )
+        Input.of(preprocessing | {"leads": [*LEADS]}, len(LEADS))
+    else:
+        Input.of(preprocessing, config.leads)
     return preprocessing, notes
+
+
+def _loaded_leads(loaded: Any) -> list[int]:
+    """`leads_to_load`: names or numbers, or a text of such a list."""
+    try:
+        listed = ast.literal_eval(loaded[:MAX_TEXT]) if isinstance(loaded, str) else loaded
+        named = [LEADS[lead] if isinstance(lead, int) else lead for lead in listed]
+        return list(leads_in_order(named))
+    except (*MALFORMED, ConfigError) as error:
+        raise ConfigError(
+            f"task.leads_to_load={str(loaded)[:80]!r} in the checkpoint's settings: must be a "
+            "list of lead names or numbers"
+        ) from error
+
+
+def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = settings.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _pretraining_task(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
     """The task's settings in pre-training, which a fine-tuned checkpoint keeps among those of its
     model."""
-    args = cfg["model"].get("args") or cfg["model"].get("w2v_args")
-    task = args.get("task") if isinstance(args, dict) else None
-    return task if isinstance(task, dict) else {}
+    model = cfg["model"]
+    return _section(_section(model, "args") or _section(model, "w2v_args"), "task")
 
 
 def _scale(cfg: Mapping[str, Any]) -> str:
     """The scale of the input. ECG-FM was trained on z-scored files, which only their paths
     reveal."""
-    sections = [section for section in (cfg["model"], cfg.get("task")) if isinstance(section, dict)]
-    said = {key: value for section in sections for key, value in section.items()}
-    for key, wanted in (
-        ("filter", said.get("filter")),
-        ("mean_path", said.get("normalize") and said.get("mean_path")),
-    ):
-        if wanted:
-            lost = (
-                "its signals were filtered by NeuroKit2"
-                if key == "filter"
-                else "its means are in another file"
-            )
-            said_so = f"task.{key}={str(wanted)[:80]} in the checkpoint's settings: {lost}"
-            raise ConfigError(f"{said_so}: to convert it anyway, give --input millivolt or zscore")
+    task = _section(cfg, "task")
+    said = {**cfg["model"], **task}
+    if said.get("filter"):
+        raise _lost("filter", said["filter"], "its signals were filtered by NeuroKit2")
+    if said.get("normalize") and said.get("mean_path"):
+        raise _lost("mean_path", said["mean_path"], "its means are in another file")
     if said.get("normalize") is True:
         return "layernorm"
-    paths = " ".join(str(section.get("data")) for section in sections).lower()
-    known = any(
-        name in paths for name in ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
+    paths = f"{cfg['model'].get('data')} {task.get('data')}".lower()
+    return "zscore" if any(name in paths for name in ZSCORED) else "millivolt"
+
+
+def _lost(key: str, value: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"task.{key}={str(value)[:80]} in the checkpoint's settings: {why}: to convert it anyway, "
+        "give --input millivolt or zscore"
     )
-    return "zscore" if known else "millivolt"
 
 
 def class_names(given: str, outputs: int) -> list[str]:
     """Names from A,B,C; or from a file: the column `name` of a CSV (such as ECG-FM's
     label_def.csv), or one name per line."""
-    names = (
-        [name.strip() for name in given.split(",")]
-        if given
-        else [f"class_{i}" for i in range(outputs)]
-    )
-    try:
-        if os.path.isfile(given) or given.endswith((".csv", ".txt")):
-            text = Path(given).read_text("utf-8-sig")
-            table = list(csv.DictReader(io.StringIO(text)))
-            names = (
-                [row["name"] for row in table]
-                if table and "name" in table[0]
-                else text.splitlines()
-            )
-            names = [name.strip() for name in names if name and name.strip()]
-    except (OSError, ValueError, csv.Error) as error:
-        raise ConfigError(
-            f"--classes {given}: {error}: give a CSV with a column `name`, or one name per line"
-        ) from None
-    if given and not outputs:
+    if not given:
+        return [f"class_{i}" for i in range(outputs)]
+    if not outputs:
         raise ConfigError(
             f"--classes {given[:80]}: the checkpoint is only pre-trained, without a classifier: "
             "leave it out"
         )
+    names = [name.strip() for name in given.split(",")]
+    if os.path.isfile(given) or given.endswith((".csv", ".txt")):
+        names = _names_in(given)
     if len(names) != outputs or len(set(names)) < len(names) or "" in names:
         raise ConfigError(
             f"--classes {given[:80]}: {len(set(names))} names: must be {outputs}, in the order of "
@@ -225,23 +207,39 @@ def class_names(given: str, outputs: int) -> list[str]:
     return names
 
 
+def _names_in(file: str) -> list[str]:
+    try:
+        lines = Path(file).read_text("utf-8-sig").splitlines()
+        table = list(csv.DictReader(lines))
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(
+            f"--classes {file}: {error}: give a CSV with a column `name`, or one name per line"
+        ) from None
+    if table and "name" in table[0]:
+        lines = [row["name"] or "" for row in table]
+    return [line.strip() for line in lines if line.strip()]
+
+
 def _head(cfg: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     """`head` of config.json, inferred from the loss that the checkpoint was trained with."""
-    criterion = cfg.get("criterion")
-    criterion = criterion if isinstance(criterion, dict) else {"_name": criterion}
+    criterion = _section(cfg, "criterion") or {"_name": cfg.get("criterion")}
     loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
-    sigmoid = "binary" if len(names) == 1 else "multilabel"
-    kind = "regression" if "mse" in loss else "multiclass" if loss == "cross_entropy" else sigmoid
-    head: dict[str, Any] = {"task": "classification", "kind": kind, "classes": names}
-    if kind == sigmoid:
-        threshold = threshold if isinstance(threshold, float) and 0 < threshold < 1 else THRESHOLD
+    head: dict[str, Any] = {"task": "classification", "classes": names}
+    if "mse" in loss:
+        head.update(kind="regression", center=[0.0] * len(names), scale=[1.0] * len(names))
+    elif loss == "cross_entropy":
+        head["kind"] = "multiclass"
+    else:
+        if not isinstance(threshold, float) or not 0 < threshold < 1:
+            threshold = THRESHOLD
+        head["kind"] = "binary" if len(names) == 1 else "multilabel"
         head["thresholds"] = [threshold] * len(names)
-    if kind == "regression":
-        head |= {"center": [0.0] * len(names), "scale": [1.0] * len(names)}
     if set(names) == set(CLASSES):
-        return head | {"task": "diagnosis"}
-    what = "classes" if kind == "multiclass" else "columns"
-    return head | {"definition": {"name": head["task"], "kind": kind, what: names}}
+        head["task"] = "diagnosis"
+        return head
+    what = "classes" if head["kind"] == "multiclass" else "columns"
+    head["definition"] = {"name": head["task"], "kind": head["kind"], what: names}
+    return head
 
 
 def to_fairseq(run: str | Path, out: Path) -> None:
@@ -250,9 +248,8 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     with model_folder(run) as (folder, _):
         document = document_of(folder / CONFIG)
         config, state = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
-    origin = (
-        document.get("fairseq") or {}
-    )  # saved by from_fairseq; models trained with omnilead have none
+    # Saved by from_fairseq; models trained with omnilead have none
+    origin = document.get("fairseq") or {}
     if not any(name.startswith("local.") for name in state) and not (origin and outputs(state)):
         raise ConfigError(
             f"{run}: trained without the local objective, whose weights fairseq-signals needs: "
@@ -263,18 +260,24 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}
         if theirs:
             raise LookupError(f"order lacks {next(iter(theirs))}")
-        cfg, history = (
-            origin.get("cfg") or their_settings(config),
-            origin.get("optimizer_history") or [],
-        )
+        cfg = origin.get("cfg") or their_settings(config)
+        history = origin.get("optimizer_history") or []
     except (AttributeError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{folder / CONFIG}: section fairseq is damaged ({error!r}): restore or remove it"
         ) from error
-    unused: dict[str, Any] = dict.fromkeys(("args", "criterion", "last_optimizer_state"))
-    unused |= {"task_state": {}, "extra_state": {}}
+    checkpoint = {
+        "args": None,
+        "criterion": None,
+        "last_optimizer_state": None,
+        "task_state": {},
+        "extra_state": {},
+        "cfg": cfg,
+        "model": weights,
+        "optimizer_history": history,
+    }
     content = io.BytesIO()
-    torch.save(unused | {"cfg": cfg, "model": weights, "optimizer_history": history}, content)
+    torch.save(checkpoint, content)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, content.getvalue())
 

@@ -29,6 +29,15 @@ NORM_KEYS = {
 }
 CONVOLUTION = re.compile(r"encoder\.conv\.blocks\.(\d+)\.weight")
 MODES = {"default": "group", "layer_norm": "layer"}  # extractor_mode: conv_norm
+MALFORMED = (  # what ast.literal_eval and conversions of its result raise
+    SyntaxError,
+    TypeError,
+    LookupError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
 MAX_BLOCKS, MAX_TEXT = 64, 1000  # limits for a convolution stack given as text
 TASK = {"_name": "ecg_pretraining", "sample_rate": 500, "normalize": False, "filter": False}
 Value = TypeVar("Value")
@@ -89,57 +98,46 @@ def names(
     config: ModelConfig, spelled: str = "parametrizations", classifier: bool = False
 ) -> dict[str, list[str]]:
     """Our name -> the authors' names: several if ours is their concatenation."""
-    both = {
-        "encoder.feature_norm": "layer_norm",
-        "encoder.norm": "encoder.layer_norm",
-    }  # modules with weight and bias
-    both |= {
-        "local.quantizer.logits": "quantizer.weight_proj",
-        "local.target": "project_q",
-        "local.context": "final_proj",
-    }
+    table: dict[str, list[str]] = {}
+
+    def add(ours: str, *theirs: str) -> None:
+        """A module with a weight and a bias."""
+        for kind in ("weight", "bias"):
+            table[f"{ours}.{kind}"] = [f"{their}.{kind}" for their in theirs]
+
+    add("encoder.feature_norm", "layer_norm")
+    add("encoder.norm", "encoder.layer_norm")
     if config.feature_width != config.width:
-        both["encoder.project"] = "post_extract_proj"
-    table = {}
+        add("encoder.project", "post_extract_proj")
     for i in range(len(config.conv)):
         block, their = f"encoder.conv.blocks.{i}", f"feature_extractor.conv_layers.{i}"
         table[f"{block}.weight"] = [f"{their}.0.weight"]
-        if config.conv_norm == "layer" or i == 0:
-            both[f"{block}.norm"] = f"{their}.2.1" if config.conv_norm == "layer" else f"{their}.2"
+        if config.conv_norm == "layer":
+            add(f"{block}.norm", f"{their}.2.1")
+        elif i == 0:
+            add(f"{block}.norm", f"{their}.2")
     for i in range(config.layers):
-        layer, their = f"encoder.layers.{i}.", f"encoder.layers.{i}."
-        both |= {
-            layer + "attention.out": their + "self_attn.out_proj",
-            layer + "norm1": their + "self_attn_layer_norm",
-        }
-        both |= {
-            layer + "fc1": their + "fc1",
-            layer + "fc2": their + "fc2",
-            layer + "norm2": their + "final_layer_norm",
-        }
-        for kind in ("weight", "bias"):
-            table[f"{layer}attention.qkv.{kind}"] = [
-                f"{their}self_attn.{part}_proj.{kind}" for part in "qkv"
-            ]
-    for name, their in both.items():
-        table |= {f"{name}.{kind}": [f"{their}.{kind}"] for kind in ("weight", "bias")}
-    position = {"gain": NORM_KEYS[spelled][0], "direction": NORM_KEYS[spelled][1], "bias": "bias"}
-    table |= {
-        f"encoder.position.{name}": [f"conv_pos.pos_conv.0.{their}"]
-        for name, their in position.items()
-    }
-    table |= {
-        "encoder.mask_embedding": ["mask_emb"],
-        "local.quantizer.codebook": ["quantizer.vars"],
-    }
-    if not classifier:
+        layer = f"encoder.layers.{i}"
+        add(f"{layer}.attention.qkv", *(f"{layer}.self_attn.{part}_proj" for part in "qkv"))
+        add(f"{layer}.attention.out", f"{layer}.self_attn.out_proj")
+        add(f"{layer}.norm1", f"{layer}.self_attn_layer_norm")
+        add(f"{layer}.fc1", f"{layer}.fc1")
+        add(f"{layer}.fc2", f"{layer}.fc2")
+        add(f"{layer}.norm2", f"{layer}.final_layer_norm")
+    gain, direction = NORM_KEYS[spelled]
+    for name, their in (("gain", gain), ("direction", direction), ("bias", "bias")):
+        table[f"encoder.position.{name}"] = [f"conv_pos.pos_conv.0.{their}"]
+    table["encoder.mask_embedding"] = ["mask_emb"]
+    if classifier:
+        for parts in table.values():
+            parts[:] = [f"encoder.{part}" for part in parts]
+        add("head", "proj")
         return table
-    inner = {
-        name: [f"encoder.{part}" for part in parts]
-        for name, parts in table.items()
-        if name.startswith("encoder.")
-    }
-    return inner | {f"head.{kind}": [f"proj.{kind}"] for kind in ("weight", "bias")}
+    add("local.quantizer.logits", "quantizer.weight_proj")
+    add("local.target", "project_q")
+    add("local.context", "final_proj")
+    table["local.quantizer.codebook"] = ["quantizer.vars"]
+    return table
 
 
 def empty_weights(config: ModelConfig, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -147,16 +145,15 @@ def empty_weights(config: ModelConfig, like: Mapping[str, Tensor]) -> dict[str, 
     authors' or ours."""
     with torch.device("meta"):
         weights = dict(Pretrainer(config, ObjectiveConfig()).state_dict())
-        if not (classes := outputs(like)):
+        classes = outputs(like)
+        if not classes:
             return weights
-        head = {
-            "head.weight": torch.empty(classes, config.width),
-            "head.bias": torch.empty(classes),
-        }
-    absent = () if any("mask_emb" in name for name in like) else ("encoder.mask_embedding",)
-    return {
-        name: w for name, w in weights.items() if name.startswith("encoder.") and name not in absent
-    } | head
+        encoder = {name: w for name, w in weights.items() if name.startswith("encoder.")}
+        if not any("mask_emb" in name for name in like):
+            del encoder["encoder.mask_embedding"]
+        encoder["head.weight"] = torch.empty(classes, config.width)
+        encoder["head.bias"] = torch.empty(classes)
+        return encoder
 
 
 def from_theirs(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -180,11 +177,8 @@ def to_theirs(
 
 def _table(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> dict[str, list[str]]:
     """The names of the weights in `state`."""
-    return {
-        name: parts
-        for name, parts in names(config, spelled, outputs(state) > 0).items()
-        if name in state
-    }
+    table = names(config, spelled, outputs(state) > 0)
+    return {name: parts for name, parts in table.items() if name in state}
 
 
 def _renamed(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> dict[str, Tensor]:
@@ -192,40 +186,38 @@ def _renamed(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> 
     for name, parts in _table(state, config, spelled).items():
         weights = state[name]
         if block := CONVOLUTION.fullmatch(name):
-            weights = weights.unflatten(1, (config.conv[int(block[1])][1], -1)).transpose(1, 2)
+            _, kernel = config.conv[int(block[1])]
+            weights = weights.unflatten(1, (kernel, -1)).transpose(1, 2)
         elif name.endswith("codebook"):
             weights = weights.flatten(0, 1)[None]
-        renamed |= {
-            part: w.contiguous().clone()
-            for part, w in zip(parts, weights.chunk(len(parts)), strict=True)
-        }
+        for part, w in zip(parts, weights.chunk(len(parts)), strict=True):
+            renamed[part] = w.contiguous().clone()
     return renamed
 
 
 def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    wrong = misfits(
-        *({name: tuple(w.shape) for name, w in weights.items()} for weights in (state, expected))
-    )
-    if wrong:
+    if wrong := misfits(_shapes(state), _shapes(expected)):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(w.shape) for name, w in weights.items()}
 
 
 def settings(cfg: Mapping[str, Any]) -> ModelConfig:
     """Read the section `model` of the authors' configuration. A classifier's may contain that of
     the pre-trained model."""
     for key in ("args", "w2v_args"):
-        cfg = (
-            inner["model"]
-            if isinstance(inner := cfg.get(key), dict) and isinstance(inner.get("model"), dict)
-            else cfg
-        )
+        inner = cfg.get(key)
+        if isinstance(inner, dict) and isinstance(inner.get("model"), dict):
+            cfg = inner["model"]
     values = {ours: cfg.get(theirs, default) for ours, (theirs, default) in RENAMED.items()}
-    missing = [RENAMED[ours][0] for ours, value in values.items() if value is None]
-    if missing:
-        raise ConfigError(
-            f"the checkpoint's settings lack model.{missing[0]}: is it a wav2vec 2.0 of "
-            "fairseq-signals?"
-        )
+    for ours, value in values.items():
+        if value is None:
+            raise ConfigError(
+                f"the checkpoint's settings lack model.{RENAMED[ours][0]}: is it a wav2vec 2.0 of "
+                "fairseq-signals?"
+            )
     for key, value in FIXED.items():
         if cfg.get(key, value) != value:
             raise ConfigError(
@@ -249,15 +241,7 @@ def _read(
     value = cfg.get(key, default)
     try:
         return parse(value)
-    except (
-        SyntaxError,
-        TypeError,
-        LookupError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-        MemoryError,
-    ) as error:
+    except MALFORMED as error:
         raise ConfigError(
             f"model.{key}={repr(value)[:80]} in the checkpoint's settings: must be {form}"
         ) from error

@@ -11,8 +11,9 @@ update; eps is added outside the square root and before the bias correction.
 import ast
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from omnilead.data_tools.cli import tell
 from omnilead.engine.common import ConfigError
@@ -34,6 +36,13 @@ NOT_COMPARED = {"rlm_survivors", "num_vars", "count"}  # how the source was made
 LOSS, TENSOR, GRADIENT, PARAMETER = 1e-5, 2e-5, 1e-4, 1e-4  # largest allowed errors
 CHANGE = 5e-4  # our error is 2e-4; it would be 1.2e-3 without weight decay
 STEPS = 3
+NO_DROPOUT = {  # as the reference was made
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "dropout_input": 0.0,
+    "dropout_features": 0.0,
+}
 
 
 class Adam(NamedTuple):
@@ -69,59 +78,67 @@ class Comparison:
 
 def read_case(folder: Path, name: str) -> ReferenceCase:
     cfg = json.loads((folder / f"{name}_cfg.json").read_text())
-    model, criterion, optimizer = cfg["model"], cfg["criterion"], cfg["optimizer"]
+    model, criterion = cfg["model"], cfg["criterion"]
     if model["logit_temp"] != criterion["temp"]:
         raise ConfigError(
             f"model.logit_temp={model['logit_temp']} and criterion.temp={criterion['temp']} "
             "differ: not supported"
         )
+    arrays = {}
+    for mode in ("eval", "train"):
+        path = folder / f"{name}_{mode}.npz"
+        if path.exists():
+            arrays[mode] = load_npz(path)
+            check_pairs(arrays[mode], path.name)
+    state = load_file(folder / f"{name}_state_dict.safetensors")
+    return ReferenceCase(
+        name,
+        settings(model | NO_DROPOUT),
+        _objective(model, criterion),
+        _adam(cfg),
+        state,
+        arrays,
+        _optional_weights(folder, name, "train_grads_of_sum_loss", state),
+        _optional_weights(folder, name, "state_dict_after_3_steps", state),
+    )
+
+
+def _objective(model: dict[str, Any], criterion: dict[str, Any]) -> ObjectiveConfig:
     diversity, features = criterion.get("loss_weights") or (0.0, 0.0)
-    contrast = criterion.get("cmsc_weights", 1.0)
-    objective = ObjectiveConfig(
+    contrast = criterion.get("cmsc_weights")
+    if isinstance(contrast, list):
+        contrast = contrast[0]
+    return ObjectiveConfig(
         diversity=diversity,
         features=features,
-        contrast=1.0
-        if contrast is None
-        else float(contrast[0] if isinstance(contrast, list) else contrast),
+        contrast=1.0 if contrast is None else float(contrast),
         form="authors",
         temperature=model["logit_temp"],
         negatives=model["num_negatives"],
         gathered=False,
     )
-    first, second = map(float, ast.literal_eval(str(optimizer["adam_betas"])))
-    lr, eps, decay = map(
-        float, (cfg["optimization"]["lr"][0], optimizer["adam_eps"], optimizer["weight_decay"])
+
+
+def _adam(cfg: dict[str, Any]) -> Adam:
+    optimizer = cfg["optimizer"]
+    first, second = ast.literal_eval(str(optimizer["adam_betas"]))
+    return Adam(
+        lr=float(cfg["optimization"]["lr"][0]),
+        betas=(float(first), float(second)),
+        eps=float(optimizer["adam_eps"]),
+        decay=float(optimizer["weight_decay"]),
     )
-    arrays, state = {}, load_file(folder / f"{name}_state_dict.safetensors")
-    for mode in ("eval", "train"):
-        if (folder / f"{name}_{mode}.npz").exists():
-            arrays[mode] = load_npz(folder / f"{name}_{mode}.npz")
-            check_pairs(arrays[mode], f"{name}_{mode}.npz")
-    optional = [
-        f"{name}_train_grads_of_sum_loss.safetensors",
-        f"{name}_state_dict_after_3_steps.safetensors",
-    ]
-    gradients, after = (
-        load_file(folder / file) if (folder / file).exists() else {} for file in optional
-    )
-    off = dict.fromkeys(
-        ("dropout", "attention_dropout", "activation_dropout", "dropout_input", "dropout_features"),
-        0.0,
-    )
-    config = settings(model | off)  # the reference was made without dropout
-    for file, weights in zip(optional, (gradients, after), strict=True):
-        if missing := sorted(state.keys() - weights.keys()):
-            tell(f"warning: {name}: not compared, as {file} lacks them: {', '.join(missing)}")
-    return ReferenceCase(
-        name,
-        config,
-        objective,
-        Adam(lr, (first, second), eps, decay),
-        state,
-        arrays,
-        gradients,
-        after,
-    )
+
+
+def _optional_weights(
+    folder: Path, name: str, what: str, state: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    file = f"{name}_{what}.safetensors"
+    weights = load_file(folder / file) if (folder / file).exists() else {}
+    missing = sorted(state.keys() - weights.keys())
+    if missing:
+        tell(f"warning: {name}: not compared, as {file} lacks them: {', '.join(missing)}")
+    return weights
 
 
 def check_pairs(arrays: dict[str, np.ndarray], file: str) -> None:
@@ -140,17 +157,14 @@ def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig) -> Draws:
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, used = len(mask_RN), int(mask_RN.sum(1)[0])
     slot_RM, valid_RM = slots(mask_RN, used)
-    other_RMK = (
-        torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1)
-        - torch.arange(0, rows * used, used)[:, None, None]
-    )
+    begin_R11 = torch.arange(0, rows * used, used)[:, None, None]
+    other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - begin_R11
     if other_RMK.min() < 0 or other_RMK.max() >= used:
         raise ConfigError("neg_idxs: a negative is from another segment, which is not supported")
     noise = None
     if "gumbel_noise" in arrays:
-        noise = torch.from_numpy(arrays["gumbel_noise"]).view(
-            rows, used, config.codebooks, config.codes
-        )
+        shape = rows, used, config.codebooks, config.codes
+        noise = torch.from_numpy(arrays["gumbel_noise"]).view(shape)
     return Draws(mask_RN, slot_RM, valid_RM, count_negatives(other_RMK, used), noise)
 
 
@@ -163,81 +177,80 @@ class Runner:
         self.model = Pretrainer(case.config, case.objective).train(mode == "train")
         self.model.load_state_dict(from_theirs(case.state, case.config))
         self.draws = draws_of(self.arrays, case.config)
-        source = torch.from_numpy(self.arrays["source"])
-        self.x_BSLT, self.ids_B = (
-            source.unflatten(0, (-1, 2)),
-            torch.from_numpy(self.arrays["patient_id"])[::2],
-        )
+        self.x_BSLT = torch.from_numpy(self.arrays["source"]).unflatten(0, (-1, 2))
+        self.ids_B = torch.from_numpy(self.arrays["patient_id"])[::2]
         self.tau = torch.tensor(float(self.arrays.get("temp", 1)))
-        self.outputs: dict[str, Tensor] = {}
+        self.outputs: dict[str, Tensor] = {}  # by their names in the reference
 
     def losses(self) -> dict[str, Tensor]:
         return dict(self.model(self.x_BSLT, tau=self.tau, ids_B=self.ids_B, draws=self.draws))
 
     def losses_and_outputs(self) -> dict[str, Tensor]:
-        """Compute the losses, and store the output of every part in `outputs` under its name in the
-        reference."""
-        encoder, local, config = self.model.encoder, self.model.local, self.case.config
-        assert local is not None
-        parts: dict[str, tuple[nn.Module, Callable[[Any], Tensor]]] = {
-            "conv_features": (encoder.conv, lambda y: y.transpose(1, 2)),
-            "features_layer_norm": (encoder.feature_norm, lambda y: y),
-            "post_extract_proj": (encoder.project, lambda y: y),
-            "conv_pos_out": (encoder.position, lambda y: y),
-            "encoder_input_ln": (encoder.norm, lambda y: y),
-            "quantizer_logits": (
-                local.quantizer.logits,
-                lambda y: y.reshape(-1, config.codebooks * config.codes),
-            ),
-            "quantized": (local.quantizer, lambda y: y.values_RMP),
-            "projected_targets": (local.target, lambda y: y),
-            "final_proj_out": (local.context, lambda y: y),
-        }
-        parts |= {
-            f"conv_block{i}": (block, lambda y: y.transpose(1, 2))
-            for i, block in enumerate(encoder.conv.blocks)
-        }
-        parts |= {
-            f"encoder_layer{i}_TBC": (layer, lambda y: y.transpose(0, 1))
-            for i, layer in enumerate(encoder.layers)
-        }
-
-        def keep(name: str, x: Tensor) -> None:
-            self.outputs[name] = x
-
-        hooks = [
-            part.register_forward_hook(lambda _, x, y, name=name, form=form: keep(name, form(y)))
-            for name, (part, form) in parts.items()
-        ]
-        for name, part in (("masked_input", encoder.position), ("quantizer_in", local.quantizer)):
-            hooks.append(part.register_forward_pre_hook(lambda _, x, name=name: keep(name, x[0])))
+        """Computes the losses, and keeps the output of every part in `outputs`."""
+        hooks = self._watch()
         losses = self.losses()
         for hook in hooks:
             hook.remove()
-        last = self.outputs[f"encoder_layer{config.layers - 1}_TBC"]
-        self.outputs |= {
-            "transformer_features": last.transpose(0, 1),
-            "global_mean_pooled": last.mean(0),
-        }
-        self.outputs["logits_NBM"] = self._logits()
+        outputs = self.outputs
+        for name in [name for name in outputs if name.startswith("conv_")]:
+            if name != "conv_pos_out":
+                outputs[name] = outputs[name].transpose(1, 2)
+        for i in range(self.case.config.layers):
+            last = outputs.pop(f"encoder_layer{i}")
+            outputs[f"encoder_layer{i}_TBC"] = last.transpose(0, 1)
+        outputs["transformer_features"] = last
+        outputs["global_mean_pooled"] = last.mean(1)
+        logits = outputs["quantizer_logits"]
+        outputs["quantizer_logits"] = logits.reshape(
+            -1, self.case.config.codebooks * self.case.config.codes
+        )
+        outputs["logits_NBM"] = self._logits()
         return losses
+
+    def _watch(self) -> list[RemovableHandle]:
+        encoder, local = self.model.encoder, self.model.local
+        assert local is not None
+        parts: dict[str, nn.Module] = {
+            "conv_features": encoder.conv,
+            "features_layer_norm": encoder.feature_norm,
+            "post_extract_proj": encoder.project,
+            "conv_pos_out": encoder.position,
+            "encoder_input_ln": encoder.norm,
+            "quantizer_logits": local.quantizer.logits,
+            "quantized": local.quantizer,
+            "projected_targets": local.target,
+            "final_proj_out": local.context,
+        }
+        for i, block in enumerate(encoder.conv.blocks):
+            parts[f"conv_block{i}"] = block
+        for i, layer in enumerate(encoder.layers):
+            parts[f"encoder_layer{i}"] = layer
+
+        def keep_output(name: str, module: nn.Module, given: Any, output: Any) -> None:
+            self.outputs[name] = output.values_RMP if name == "quantized" else output
+
+        def keep_input(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            self.outputs[name] = given[0]
+
+        hooks = [
+            part.register_forward_hook(partial(keep_output, name)) for name, part in parts.items()
+        ]
+        for name, part in (("masked_input", encoder.position), ("quantizer_in", local.quantizer)):
+            hooks.append(part.register_forward_pre_hook(partial(keep_input, name)))
+        return hooks
 
     def _logits(self) -> Tensor:
         """[1 + K, R, M] logits as the authors gather them, taken from our Gram matrix."""
-        x_RMP, y_RMP = (
-            nn.functional.normalize(self.outputs[key], dim=-1)
-            for key in ("final_proj_out", "projected_targets")
-        )
+        x_RMP = nn.functional.normalize(self.outputs["final_proj_out"], dim=-1)
+        y_RMP = nn.functional.normalize(self.outputs["projected_targets"], dim=-1)
         s_RMM = torch.bmm(x_RMP, y_RMP.transpose(1, 2)) / self.case.objective.temperature
         codes_RMP = self.outputs["quantized"]
         same_RMM = (codes_RMP[:, :, None] == codes_RMP[:, None]).all(-1)
-        other_RMK = (
-            torch.from_numpy(self.arrays["neg_idxs"]).view(*s_RMM.shape[:2], -1) % s_RMM.shape[1]
-        )
+        rows, used, _ = s_RMM.shape
+        other_RMK = torch.from_numpy(self.arrays["neg_idxs"]).view(rows, used, -1) % used
         negative_RMK = s_RMM.masked_fill(same_RMM, -torch.inf).gather(2, other_RMK)
-        return torch.cat([s_RMM.diagonal(dim1=1, dim2=2)[..., None], negative_RMK], -1).permute(
-            2, 0, 1
-        )
+        positive_RM = s_RMM.diagonal(dim1=1, dim2=2)
+        return torch.cat([positive_RM[..., None], negative_RMK], -1).permute(2, 0, 1)
 
 
 def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
@@ -245,26 +258,29 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
         runner, label = Runner(case, mode), f"{case.name} {mode}"
         losses = runner.losses_and_outputs()
         tokens, weights = float(arrays["mask_indices"].sum()), case.objective
+        contrast = losses.get("loss_global", torch.zeros(()))
         values = {
             "sample_size": losses["masked"],
             "loss_0_sum": losses["loss_local"] * tokens * weights.local,
             "loss_1_sum": losses["loss_diversity"] * tokens * weights.diversity,
             "loss_2_sum": losses["loss_features"] * tokens * weights.features,
-            "loss_3_sum": losses.get("loss_global", torch.zeros(())) * tokens * weights.contrast,
-            "loss_total_sum": losses["loss"].detach() * tokens,
+            "loss_3_sum": contrast * tokens * weights.contrast,
+            "loss_total_sum": losses["loss"] * tokens,
             "features_pen": losses["loss_features"],
             "prob_perplexity": losses["prob_perplexity"],
             "code_perplexity": losses["code_perplexity"],
             "correct": losses["accuracy_local"] * tokens,
         }
+        for name, reference in arrays.items():
+            if name in runner.outputs:
+                error = difference(runner.outputs[name].detach(), reference)
+                yield Comparison(label, name, error, TENSOR)
+            elif name in values:
+                error = difference(values[name].detach(), reference)
+                yield Comparison(label, name, error, LOSS)
         unknown = arrays.keys() - INPUTS - NOT_COMPARED - runner.outputs.keys() - values.keys()
         if unknown:
             tell(f"warning: {label}: not compared, unknown names: {', '.join(sorted(unknown))}")
-        for quantities, limit in ((runner.outputs, TENSOR), (values, LOSS)):
-            for name in (name for name in quantities if name in arrays):
-                yield Comparison(
-                    label, name, difference(quantities[name].detach(), arrays[name]), limit
-                )
         if mode == "train" and case.gradients:
             yield from compare_gradients(case, runner.model, losses["loss"] * tokens, label)
         if mode == "train" and case.after:
@@ -274,34 +290,32 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
 def difference(ours: Tensor, reference: np.ndarray | Tensor) -> float:
     """Largest absolute error divided by the largest number in the reference; infinite if shapes or
     infinities differ."""
-    mine, theirs = ours.double(), torch.as_tensor(reference).double()
-    if mine.shape != theirs.shape:
+    ours, theirs = ours.double(), torch.as_tensor(reference).double()
+    if ours.shape != theirs.shape:
         return math.inf
     finite = theirs.isfinite()
-    if not torch.equal(mine.isfinite(), finite) or not torch.equal(mine[~finite], theirs[~finite]):
+    if not torch.equal(ours.isfinite(), finite) or not torch.equal(ours[~finite], theirs[~finite]):
         return math.inf
     if not finite.any():
         return 0.0
     scale = theirs[finite].abs().max().clamp(min=1e-30)
-    return float((mine[finite] - theirs[finite]).abs().max() / scale)
+    return float((ours[finite] - theirs[finite]).abs().max() / scale)
 
 
 def compare_gradients(
     case: ReferenceCase, model: nn.Module, loss: Tensor, label: str
 ) -> Iterator[Comparison]:
     loss.backward()
-    grads = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in model.named_parameters()
-    }
-    mine = to_theirs(grads, case.config, spelling(case.state))
+    gradients = {}
+    for name, p in model.named_parameters():
+        gradients[name] = torch.zeros_like(p) if p.grad is None else p.grad
+    ours = to_theirs(gradients, case.config, spelling(case.state))
     scale = max(float(g.abs().max()) for g in case.gradients.values())
     for name, reference in case.gradients.items():
-        error = difference(mine[name], reference)
-        if (
-            float(reference.abs().max()) < 1e-6 * scale
-        ):  # only rounding errors (the key's bias): has no scale
-            error = float((mine[name] - reference).abs().max()) / scale
+        error = difference(ours[name], reference)
+        if float(reference.abs().max()) < 1e-6 * scale:
+            # Only rounding errors (the bias of the keys), which have no scale of their own
+            error = float((ours[name] - reference).abs().max()) / scale
         yield Comparison(label, f"gradient of {name}", error, GRADIENT)
 
 
@@ -311,19 +325,17 @@ def compare_steps(case: ReferenceCase, runner: Runner, label: str) -> Iterator[C
         model.zero_grad()
         runner.losses()["loss"].backward()
         authors_adam(model, case.adam, moments, step)
-    mine = to_theirs(
-        {name: p.detach() for name, p in model.named_parameters()},
-        case.config,
-        spelling(case.state),
-    )
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    ours = to_theirs(weights, case.config, spelling(case.state))
     changed, wrong = 0.0, 0.0
     for name, reference in case.after.items():
-        yield Comparison(
-            label, f"after {STEPS} steps, {name}", difference(mine[name], reference), PARAMETER
-        )
+        error = difference(ours[name], reference)
+        yield Comparison(label, f"after {STEPS} steps, {name}", error, PARAMETER)
         changed += float((reference - case.state[name]).double().square().sum())
-        wrong += float((reference - mine[name]).double().square().sum())
-    error = math.sqrt(wrong / changed) if changed else math.inf if wrong else 0.0
+        wrong += float((reference - ours[name]).double().square().sum())
+    error = math.inf if wrong else 0.0
+    if changed:
+        error = math.sqrt(wrong / changed)
     yield Comparison(label, f"change in {STEPS} steps, all parameters", error, CHANGE)
 
 

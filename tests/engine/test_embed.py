@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import fsspec
 import numpy as np
@@ -21,7 +22,7 @@ import torch
 import omnilead
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine import embed
-from omnilead.engine.common import LEADS
+from omnilead.engine.common import LEADS, ConfigError, OutputError
 from omnilead.engine.inference import commands as embedding
 from omnilead.engine.inference import outputs
 from tests.conftest import save_model
@@ -199,11 +200,7 @@ def test_a_gpu_embeds_in_the_precision_of_the_training(
     ):
         loaded.history = {"precision": trained}
         for device, computed in (("cuda:1", on_gpu), ("cpu", "fp32")):
-            args = embed.parse(
-                [*command(folder, ["d"], crops), "--device", device, "--precision", asked]
-            )
-            embedding.prepare_model(args)
-            assert args.precision == computed
+            assert embedding.prepare_model(folder, device, asked)[1] == computed
     assert json.loads(pq.read_schema(crops).metadata[outputs.KEY])["precision"] == "fp32"
 
 
@@ -469,7 +466,7 @@ def test_unwritable_files_are_named_before_the_work(
     arguments = command(folder, [dataset.root.url], tmp_path / "out")
     probed = ["--model", str(folder), "--data", dataset.root.url, "--probe"]
     with monkeypatch.context() as patch:
-        patch.setattr(embedding, "prepare_model", lambda _: pytest.fail("work was begun"))
+        patch.setattr(embedding, "prepare_model", lambda *_: pytest.fail("work was begun"))
         assert (
             embed.main([*probed, "--json", "no/F"]) == 2
             and "--json no/F: " in capsys.readouterr().err
@@ -564,3 +561,20 @@ def test_probes_of_a_task(dataset: Dataset, folder: Path, tmp_path: Path, capsys
         (["--task", "six"], "did you mean sex"),
     ):
         assert embed.main([*arguments, *given]) == 2 and named in capsys.readouterr().err
+
+
+def test_tables_in_memory_equal_the_files(
+    folder: Path, dataset: Dataset, crops: Path, monkeypatch: Patch
+) -> None:
+    table = embedding.embeddings(folder, dataset.root.url, batch=2)
+    assert table.equals(pq.read_table(crops))
+    with pytest.raises(ConfigError, match="no/data: does not exist"):
+        embedding.embeddings(folder, ["no/data"])
+    with monkeypatch.context() as patch:
+        full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left"))
+        patch.setattr(outputs, "predict", full)
+        with pytest.raises(OutputError, match="No space left"):
+            embedding.embeddings(folder, dataset.root.url)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2: a table in memory is computed by one"):
+        embedding.embeddings(folder, dataset.root.url)
