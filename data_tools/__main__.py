@@ -255,13 +255,14 @@ def _synth(options: argparse.Namespace) -> int:
 
 
 def _open_sources(urls: list[str], kind: str, options: argparse.Namespace) -> list[Any]:
+    from omnilead.data_tools.hospital.files import HospitalFiles
     from omnilead.data_tools.sources import PhysioNet2021, open_sources
 
     private = bool(options.pseudonymize)
     sources = [
         source
         for url in urls
-        for source in open_sources(url, kind, options.anonymous, urls, private)
+        for source in open_sources(url, kind, options.anonymous, urls, private, HospitalFiles)
     ]
     if table := options.patients:
         challenge = [source for source in sources if isinstance(source, PhysioNet2021)]
@@ -413,7 +414,7 @@ def _show(options: argparse.Namespace) -> int:
                 if name != "signal_uv"
             }
             echo("\n".join(f"{name:15}{value}" for name, value in facts.items()))
-            figure = ecg.plot() if options.png else None
+            figure = plots.plot_ecg(ecg) if options.png else None
     if options.png:
         plots.save(figure, options.png)
         echo(f"drawn: {options.png}")

@@ -29,8 +29,8 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import META, Dataset
+from omnilead.data_tools.hospital.files import ENDINGS, HospitalFiles
 from omnilead.data_tools.sources import (
-    ENDINGS,
     DataError,
     Prepared,
     ReadError,
@@ -286,9 +286,8 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
             yield from arrays(args, Path(url), model_input)
         elif url.lower().endswith((".hea", *ENDINGS)):
             place, _, key = (url if "/" in url else f"./{url}").rpartition("/")
-            source = open_sources(
-                place or "/", "wfdb" if url.endswith(".hea") else "hospital", args.anonymous
-            )[0]
+            kind = "wfdb" if url.endswith(".hea") else "hospital"
+            source = open_sources(place or "/", kind, args.anonymous, hospital=HospitalFiles)[0]
             yield _of_source(source, key, url, source.root.stamp(key))
         elif "://" in url or Path(url).is_dir():
             try:
@@ -297,6 +296,7 @@ def records_of(args: argparse.Namespace, model_input: Input) -> Iterator[RecordT
                     anonymous=args.anonymous,
                     besides=args.data,
                     private=bool(args.pseudonymize),
+                    hospital=HospitalFiles,
                 )
             except DataError as error:
                 other = "set its format with `omnilead shard --source`, and give the dataset"

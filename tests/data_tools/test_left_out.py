@@ -9,6 +9,7 @@ from handmade import dat, ecg, header, write_challenge
 from twins import write_code15, write_mimic, write_ptbxl
 
 from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.engine import embed, predict
@@ -31,7 +32,9 @@ def plain(place: Path, records: int = 1) -> None:
 
 def opened(root: Path, *besides: Path) -> tuple[list[tuple[str, int]], str]:
     """Name and records of each source, and what was left out."""
-    sources = open_sources(str(root), besides=[str(root), *map(str, besides)])
+    sources = open_sources(
+        str(root), besides=[str(root), *map(str, besides)], hospital=HospitalFiles
+    )
     noted = [source.left_out for source in sources if source.left_out]
     assert len(noted) <= 1
     return [(source.name, len(list(source.keys()))) for source in sources], (noted or [""])[0]
@@ -52,7 +55,10 @@ def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(
         f"{tmp_path}: left out 21 files that look like ECGs: `omnilead shard --source wfdb` reads "
         "them instead"
     )
-    assert open_sources(str(tmp_path), private=True)[0].left_out == without_names
+    assert (
+        open_sources(str(tmp_path), private=True, hospital=HospitalFiles)[0].left_out
+        == without_names
+    )
 
 
 def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path: Path) -> None:
@@ -153,7 +159,7 @@ def test_a_bucket_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "find",
         lambda self, path, **options: listed.append(path) or find(self, path, **options),
     )
-    (source,) = open_sources("memory://left")
+    (source,) = open_sources("memory://left", hospital=HospitalFiles)
     assert source.left_out.endswith(
         "v1.0/mywfdb/00000_hr.hea: to read them, too, give memory://left/v1.0 as well"
     )
