@@ -33,6 +33,7 @@ from scipy.stats import binomtest
 from omnilead.data_tools.__main__ import main as data_tools
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.errors import DataError, ReadError
+from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.sources import open_sources
 from omnilead.engine.common import ConfigError, Parser, positive, write_whole
 from omnilead.engine.data.leakage import patient_ids
@@ -101,7 +102,9 @@ def make_datasets(archives: Sequence[str], folds: int, out: Path) -> int:
     if code := data_tools(["shard", *archives, "--out", str(out / "all"), "--workers", "1"]):
         return code
     dataset, headers = Dataset.open(str(out / "all")), dict[str, Path]()
-    for source in (source for archive in archives for source in open_sources(archive)):
+    for source in (
+        source for archive in archives for source in open_sources(archive, hospital=HospitalFiles)
+    ):
         for key in source.keys():  # noqa: SIM118 - iterating a source reads its records
             with suppress(ReadError):  # a record that the dataset does not have
                 headers[source.header(key).name] = Path(source.root.url, key)

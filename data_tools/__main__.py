@@ -377,11 +377,12 @@ def _refused(dataset: "Dataset") -> int:
 def _open_sources(
     urls: list[str], kind: str, table: str | None, anonymous: bool, private: bool
 ) -> "list[Source]":
+    from omnilead.data_tools.hospital.files import HospitalFiles
     from omnilead.data_tools.sources import PhysioNet2021, open_sources
 
     sources = []
     for url in urls:
-        sources += open_sources(url, kind, anonymous, urls, private)
+        sources += open_sources(url, kind, anonymous, urls, private, HospitalFiles)
     if table:
         challenge = [source for source in sources if isinstance(source, PhysioNet2021)]
         if not challenge:
@@ -493,7 +494,7 @@ def _show(options: argparse.Namespace) -> int:
                 if name != "signal_uv"
             }
             echo("\n".join(f"{name:15}{value}" for name, value in facts.items()))
-            figure = ecg.plot() if options.png else None
+            figure = plots.plot_ecg(ecg) if options.png else None
     if options.png:
         plots.save(figure, options.png)
         echo(f"drawn: {options.png}")

@@ -15,7 +15,7 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -57,21 +57,27 @@ from omnilead.data_tools.storage import (
 from omnilead.data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
 DIGEST_BYTES = 32  # at the end of a part
-IMPLAUSIBLE = (
-    "implausible"  # flag of the crops of a record whose source warns of an implausible amplitude
-)
+# Flag of the crops of a record whose source warns of an implausible amplitude
+IMPLAUSIBLE = "implausible"
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 ROW_GROUP = 65_536
 FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
-    *("lead not measured", "flat lead", "saturated", "large", "einthoven"),
-    *(
-        "checksum differs",
-        "first value differs",
-        "diagnosis without a code",
-        "not in ptbxl_database.csv",
-    ),
-    *("implausible amplitude", "shorter than stated", "SOP class", "further waveforms"),
-    *("channel status", "no calibration pulse", "inverted lead"),
+    "lead not measured",
+    "flat lead",
+    "saturated",
+    "large",
+    "einthoven",
+    "checksum differs",
+    "first value differs",
+    "diagnosis without a code",
+    "not in ptbxl_database.csv",
+    "implausible amplitude",
+    "shorter than stated",
+    "SOP class",
+    "further waveforms",
+    "channel status",
+    "no calibration pulse",
+    "inverted lead",
 )
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
@@ -239,66 +245,78 @@ def build_shard(
     number, crops, content = task
     name = shard_name(number)
     temporary = out.workdir() / "tmp" / f"{name}.{os.getpid()}.{threading.get_ident()}"
-    rows: list[dict[str, Any]] = []
-    rejects: list[Reject] = []
-    samples = np.empty(CROP_SHAPE, "<i2")
     try:
         with (
             write_errors(out.url, f"shards/{name}"),
             open(temporary, "wb", buffering=1 << 20) as file,
         ):
-            tar = TarWriter(file)
+            writer = _ShardWriter(TarWriter(file), key)
             for path, label, part, record in _records(sources, crops):
-                source, _, plain = label.partition("/")
-                shown = pseudonym(key, "r", source, plain)
-                try:
-                    if isinstance(record, ReadError):
-                        raise record
-                    if part == 0:
-                        rejects += [
-                            (source, shown, reason, detail) for reason, detail in record.warnings
-                        ]
-                    crop = prepare_crop(record, part, samples)
-                    row = row_of(source, shown, record, crop, key)
-                except ReadError as error:
-                    rejects.append((source, shown, error.reason, located(path, error.detail)))
-                    continue
-                rejects += [(source, shown, *flag) for flag in _flags(crop)]
-                row["crc32c"], row["waveform"] = waveform(samples)
-                text = json.dumps(
-                    row | {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
-                )
-                row["offset"] = tar.add(
-                    f"{source}-{shown}-{part:03d}", samples.data.cast("B"), text.encode()
-                )
-                rows.append(row)
-            addresses = tar.close().encode()
+                writer.add(path, label, part, record)
+            index = writer.tar.close().encode()
         out.publish(temporary, f"shards/{name}")
     finally:
         temporary.unlink(missing_ok=True)
-    if key:
+    rejects = writer.rejects
+    if key:  # details may have names of files
         rejects = [(source, record, reason, "") for source, record, reason, _ in rejects]
     facts = {
         "content": content,
         "name": name,
-        "crops": len(rows),
-        "bytes": tar.size,
-        "sha256": tar.sha256.hexdigest(),
+        "crops": len(writer.rows),
+        "bytes": writer.tar.size,
+        "sha256": writer.tar.sha256.hexdigest(),
+        "index": hashlib.sha256(index).hexdigest(),
+        "rejects": rejects,
     }
-    facts |= {"index": hashlib.sha256(addresses).hexdigest(), "rejects": rejects}
-    out.write(index_name(name), addresses)
-    out.write(part_name(name), _part(number, rows, facts))
+    out.write(index_name(name), index)
+    out.write(part_name(name), _part(number, writer.rows, facts))
 
 
-def _part(index: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
-    absent = {"shard": index, "pretrain": False}  # roles are assigned once all records are known
-    columns = [
-        pa.array([absent.get(field.name, row.get(field.name)) for row in rows], field.type)
-        for field in COLUMNS
-    ]
-    data = as_parquet(
-        pa.table(columns, schema=COLUMNS.with_metadata({"omnilead": json.dumps(facts)}))
-    )
+class _ShardWriter:
+    """Prepares crops and appends them to a tar; what cannot be used is noted in `rejects`."""
+
+    def __init__(self, tar: TarWriter, key: bytes | None) -> None:
+        self.tar = tar
+        self.key = key
+        self.rows: list[dict[str, Any]] = []
+        self.rejects: list[Reject] = []
+        self.samples = np.empty(CROP_SHAPE, "<i2")
+
+    def add(self, path: str, label: str, part: int, record: EcgRecord | ReadError) -> None:
+        """Add crop number `part` of a record. `label`: its source/name."""
+        source, _, plain = label.partition("/")
+        name = pseudonym(self.key, "r", source, plain)
+        try:
+            if isinstance(record, ReadError):
+                raise record
+            if part == 0:
+                self._note(source, name, record.warnings)
+            crop = prepare_crop(record, part, self.samples)
+            row = row_of(source, name, record, crop, self.key)
+        except ReadError as error:
+            self._note(source, name, [(error.reason, located(path, error.detail))])
+            return
+        self._note(source, name, _flags(crop))
+        crc, hashed = waveform(self.samples)
+        text = json.dumps(row | {"crc32c": f"{crc:08x}", "waveform": f"{hashed:016x}"})
+        member = f"{source}-{name}-{part:03d}"
+        row["crc32c"] = crc
+        row["waveform"] = hashed
+        row["offset"] = self.tar.add(member, self.samples.data.cast("B"), text.encode())
+        self.rows.append(row)
+
+    def _note(self, source: str, name: str, notes: Iterable[tuple[str, str]]) -> None:
+        for reason, detail in notes:
+            self.rejects.append((source, name, reason, detail))
+
+
+def _part(number: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
+    schema = COLUMNS.with_metadata({"omnilead": json.dumps(facts)})
+    for row in rows:
+        row["shard"] = number
+        row["pretrain"] = False  # roles are assigned once all records are known
+    data = as_parquet(pa.Table.from_pylist(rows, schema))
     return data + hashlib.sha256(data).digest()
 
 
@@ -311,24 +329,23 @@ def as_parquet(table: pa.Table) -> bytes:
 def row_of(
     source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None
 ) -> dict[str, Any]:
-    patient = shown_patient(key, source, record.patient)
-    row: dict[str, Any] = {
+    flags = crop.flags
+    if any(reason == "implausible amplitude" for reason, _ in record.warnings):
+        flags = (*flags, IMPLAUSIBLE)
+    return {
         "source": source,
         "record": name,
-        "patient": patient,
+        "patient": shown_patient(key, source, record.patient),
         "start_s": crop.start_s,
         "halves": crop.halves,
-    }
-    implausible = (IMPLAUSIBLE,) * any(
-        reason == "implausible amplitude" for reason, _ in record.warnings
-    )
-    row |= {
         "missing_leads": crop.missing,
-        "flags": (*crop.flags, *implausible),
+        "flags": flags,
         "dx": record.dx,
         "labels": class_row(record.dx),
+        "age": record.age,
+        "sex": record.sex,
+        "fs_source_hz": float(record.fs_hz),
     }
-    return row | {"age": record.age, "sex": record.sex, "fs_source_hz": float(record.fs_hz)}
 
 
 def _flags(crop: Crop) -> Iterator[tuple[str, str]]:
@@ -375,20 +392,9 @@ def _finish(
     if options.format != "tar":
         zarr_writer.write(table, shards, out, options.workers, options.cluster, options.quiet)
     if options.format == "zarr":
-        out.remove("shards")
         shards = []
-        address = pa.array(np.full(len(table), -1))
-        table = table.set_column(0, COLUMNS[0], address.cast(pa.int32())).set_column(
-            1, COLUMNS[1], address
-        )
-    ours = {shard["name"].removesuffix(".tar") for shard in shards}
-    for name in list(
-        out.names("shards")
-    ):  # leftovers of a killed run with other sources or options
-        if (found := _SHARD_FILE.fullmatch(name)) and found[1] not in ours:
-            out.remove(name)
-    if options.format == "tar" and out.exists(f"{STORE}/zarr.json"):
-        out.remove(STORE)
+        table = _without_shards(table)
+    _remove_leftovers(out, options.format, shards)
     samples, refused = as_parquet(table), _rejects_csv(rejects)
     meta: dict[str, Any] = {
         "format_version": dataset.FORMAT_VERSION,
@@ -408,8 +414,8 @@ def _finish(
         "sources": sources,
         "roles": role_counts(table),
         "formats": FORMATS[options.format],
-        "samples": {"bytes": len(samples), "sha256": hashlib.sha256(samples).hexdigest()},
-        "rejects": {"bytes": len(refused), "sha256": hashlib.sha256(refused).hexdigest()},
+        "samples": _file_facts(samples),
+        "rejects": _file_facts(refused),
         "shards": shards,
     }
     out.write(dataset.SAMPLES, samples)
@@ -419,6 +425,32 @@ def _finish(
     )
     out.remove(".build")
     return Dataset.open(options.out)
+
+
+def _file_facts(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _without_shards(table: pa.Table) -> pa.Table:
+    """With zarr only, the row number is the address."""
+    for name in ("shard", "offset"):
+        field = COLUMNS.field(name)
+        absent = pa.array(np.full(len(table), -1), field.type)
+        table = table.set_column(COLUMNS.get_field_index(name), field, absent)
+    return table
+
+
+def _remove_leftovers(out: Folder, form: str, shards: list[dict[str, Any]]) -> None:
+    """Remove what killed runs with other sources or options left."""
+    if form == "zarr":
+        out.remove("shards")
+    ours = {shard["name"].removesuffix(".tar") for shard in shards}
+    for name in list(out.names("shards")):
+        found = _SHARD_FILE.fullmatch(name)
+        if found and found[1] not in ours:
+            out.remove(name)
+    if form == "tar" and out.exists(f"{STORE}/zarr.json"):
+        out.remove(STORE)
 
 
 def _hidden(rejects: list[Reject], key: bytes | None) -> list[Reject]:

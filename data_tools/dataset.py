@@ -11,7 +11,7 @@ module.
 checked against their crc32c.
 
     dataset = Dataset.open("DATASET")
-    ecg = dataset[0]                        # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels, ecg.plot()
+    ecg = dataset[0]                        # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels
 """
 
 import csv
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import google_crc32c
 import numpy as np
@@ -38,6 +38,8 @@ from omnilead.data_tools.errors import DataError as DataError
 from omnilead.data_tools.errors import DatasetError as DatasetError
 from omnilead.data_tools.errors import ReadError, one_line
 from omnilead.data_tools.record import ABBREVIATIONS, LEADS
+from omnilead.data_tools.record import CROP_BYTES as CROP_BYTES
+from omnilead.data_tools.record import CROP_SHAPE as CROP_SHAPE
 from omnilead.data_tools.record import VENDORS as VENDORS
 from omnilead.data_tools.spreadsheet import QUOTED as QUOTED
 from omnilead.data_tools.spreadsheet import as_csv as as_csv
@@ -45,14 +47,8 @@ from omnilead.data_tools.spreadsheet import unquoted as unquoted
 from omnilead.data_tools.spreadsheet import without_formulas as without_formulas
 from omnilead.data_tools.storage import Folder, dataset_folder
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 FORMAT_VERSION = 1
 CLASSES = ABBREVIATIONS  # the columns of `labels`
-CROP_SAMPLES = 5000
-CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
-CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
 MAX_META = 256 * 2**20
@@ -164,19 +160,6 @@ class Ecg:
     def signal_mv(self) -> np.ndarray:
         return self.signal_uv.astype(np.float32) / 1000
 
-    def plot(self) -> "Figure":
-        """A figure of the twelve leads on ECG paper, to scale; notebooks display it."""
-        from omnilead.data_tools.plots import caption_of, ecg_figure
-
-        title = f"{self.source}/{self.record}, from {self.start_s:g} s"
-        return ecg_figure(
-            self.signal_uv,
-            self.halves,
-            title,
-            caption_of(self.age, self.sex, self.dx),
-            self.missing_leads,
-        )
-
 
 @dataclass(frozen=True)
 class Dataset:
@@ -262,10 +245,6 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Ecg]:
         return map(self.__getitem__, range(len(self)))
-
-    def plot(self, row: int) -> "Figure":
-        """A figure of one crop on ECG paper, to scale; notebooks display it."""
-        return self[row].plot()
 
     @property
     def fingerprint(self) -> str:
@@ -410,7 +389,7 @@ class Dataset:
         """The zarr copy, crop by crop: `chunks.read(row, out)`."""
         from omnilead.data_tools.zarr_reader import Chunks
 
-        return Chunks(self.root, len(self))
+        return Chunks(self.root, STORE, len(self))
 
     def rejects(self) -> list[tuple[str, str, str, str]]:
         """The rows of rejects.csv: (source, record, reason, detail)."""

@@ -1,7 +1,9 @@
 """Figures: an ECG on ECG paper, to scale, and an overview of a dataset.
 
-Used by `omnilead show DATASET|RECORD --png FILE` and data_tools.dataset.Ecg.plot. matplotlib is
-imported only to draw.
+    plot_ecg(dataset[7])                    # a crop on ECG paper; notebooks display it
+    plot_ecg(dataset[7]).savefig("ecg.png")
+
+`omnilead show DATASET|RECORD --png FILE` draws the same. matplotlib is imported only to draw.
 """
 
 import os
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.dataset import Dataset, Ecg
 from omnilead.data_tools.prepare import FS_HZ, HALF
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS
 from omnilead.data_tools.storage import replaced
@@ -47,6 +49,13 @@ ROLE_COLOURS = (
     "#d9d9d4",
     "#3d2c4a",
 )  # differ in lightness, for any colour vision
+
+
+def plot_ecg(ecg: Ecg) -> "Figure":
+    """A figure of a crop's twelve leads on ECG paper, to scale; notebooks display it."""
+    title = f"{ecg.source}/{ecg.record}, from {ecg.start_s:g} s"
+    caption = caption_of(ecg.age, ecg.sex, ecg.dx)
+    return ecg_figure(ecg.signal_uv, ecg.halves, title, caption, ecg.missing_leads)
 
 
 def ecg_figure(

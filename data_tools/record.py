@@ -14,6 +14,9 @@ import numpy as np
 from omnilead.data_tools.errors import ReadError
 
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
+CROP_SAMPLES = 5000  # 10 s at 500 Hz
+CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
+CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES  # int16
 LEAD_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)} | {"DI": 0, "DII": 1, "DIII": 2}
 
 VENDORS = (

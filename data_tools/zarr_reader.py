@@ -17,8 +17,8 @@ import google_crc32c
 import numcodecs.blosc
 import numpy as np
 
-from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, STORE
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
+from omnilead.data_tools.record import CROP_BYTES, CROP_SHAPE
 from omnilead.data_tools.storage import Folder
 
 numcodecs.blosc.use_threads = (
@@ -34,15 +34,17 @@ ABSENT = 2**64 - 1  # start and length of the chunks that the last block does no
 
 
 class Chunks:
-    """The chunks of the zarr copy. `read` may be called from several threads at once."""
+    """The chunks of the zarr copy in the folder `store`. `read` may be called from several threads
+    at once."""
 
-    def __init__(self, root: Folder, crops: int) -> None:
-        self.root, file = root, f"{root.url}/{STORE}/zarr.json"
+    def __init__(self, root: Folder, store: str, crops: int) -> None:
+        self.root = root
+        self.store = store
+        file = f"{root.url}/{store}/zarr.json"
         try:
-            self.meta = json.loads(root.read(f"{STORE}/zarr.json", MAX_META))
-            self.block = int(
-                self.meta["chunk_grid"]["configuration"]["chunk_shape"][0]
-            )  # crops in one storage object
+            self.meta = json.loads(root.read(f"{store}/zarr.json", MAX_META))
+            grid = self.meta["chunk_grid"]["configuration"]
+            self.block = int(grid["chunk_shape"][0])  # crops in one storage object
         except (ReadError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise DatasetError(
                 one_line(f"{file}: {type(error).__name__} {error}: restore the file")
@@ -61,7 +63,7 @@ class Chunks:
         self._index = lru_cache(CACHED_INDEXES)(self.index)
 
     def name(self, block: int) -> str:
-        return f"{STORE}/c/{block}/0/0"
+        return f"{self.store}/c/{block}/0/0"
 
     def read(self, row: int, crop: np.ndarray) -> None:
         """Read a row's samples into `crop`."""

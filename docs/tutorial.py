@@ -19,6 +19,7 @@ import numpy as np
 import omnilead
 from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset, as_csv
+from omnilead.data_tools.plots import plot_ecg
 
 PATIENTS, STEPS = 600, 150  # a hospital has thousands of patients; the paper trains for 200 epochs
 Path("tutorial").mkdir(exist_ok=True)
@@ -48,8 +49,8 @@ run("omnilead shard archive --out dataset --plan all --workers 1")  # in a shell
 run("omnilead verify dataset --archive archive --workers 1")
 
 # %% [markdown]
-""" Always look at the data. A dataset is a sequence of ECGs; in a notebook, `dataset.plot(0)` shows
-one on ECG paper. What was refused or repaired, and why, is in dataset/rejects.csv.
+""" Always look at the data. A dataset is a sequence of ECGs; in a notebook, `plot_ecg(dataset[0])`
+shows one on ECG paper. What was refused or repaired, and why, is in dataset/rejects.csv.
 """
 # %%
 dataset = Dataset.open("dataset")
@@ -59,7 +60,7 @@ print(
     f"{ecg.record}: {ecg.signal_mv.shape} in millivolts, {ecg.age} years, {ecg.sex}, "
     f"{', '.join(ecg.labels)}"
 )
-dataset.plot(0).savefig("ecg.png")
+plot_ecg(ecg).savefig("ecg.png")
 
 # %% [markdown]
 """

@@ -11,9 +11,9 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.base import Decoded, Format
 from omnilead.data_tools.hospital.safe_xml import MAX_BYTES, root_tag, tree
 from omnilead.data_tools.record import AGE_UNITS, LEADS, MV_PER_UNIT, as_number, unit_name
-from omnilead.data_tools.sources.base import Decoded, Format
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 YEARS = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.base import Decoded, Format
 from omnilead.data_tools.prepare import rate_ratio
 from omnilead.data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, as_number, unit_name
-from omnilead.data_tools.sources.base import Decoded, Format
 
 MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = (
     600,

@@ -17,18 +17,21 @@ import numpy as np
 
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital import aecg, dicom, edf, muse_xml, philips_xml, scp
+from omnilead.data_tools.hospital.base import Format
 from omnilead.data_tools.hospital.safe_xml import root_tag
 from omnilead.data_tools.prepare import rate_ratio
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
-from omnilead.data_tools.sources.base import Format, Source, path_name, record_stem
+from omnilead.data_tools.sources.base import FileSource, path_name, record_stem
 from omnilead.data_tools.storage import Folder, prefetch
 
 FORMATS: dict[str, Format] = {
     "muse-xml": muse_xml.FORMAT,
     "dicom": dicom.FORMAT,
     "philips-xml": philips_xml.FORMAT,
+    "hl7-aecg": aecg.FORMAT,
+    "scp-ecg": scp.FORMAT,
+    "edf": edf.FORMAT,
 }
-FORMATS |= {"hl7-aecg": aecg.FORMAT, "scp-ecg": scp.FORMAT, "edf": edf.FORMAT}
 HEAD_BYTES = 4096  # enough to detect the format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
@@ -55,13 +58,14 @@ NOBODY = {
 NOBODY |= {"unk", "noid", "no id", "unidentified", "test", "not available"}
 
 
-class HospitalFiles(Source):
-    name, private = "hospital", "the file names and the hospital's patient ids"
+class HospitalFiles(FileSource):
+    name = "hospital"
+    private = "the file names and the hospital's patient ids"
+    endings = ENDINGS
+    formats = tuple(FORMATS)
 
     def __init__(self, root: Folder, only: str = "") -> None:
-        """`only`: a name in FORMATS; files of other formats are then left out."""
-        super().__init__(root)
-        self.only, self.name = only, only or self.name
+        super().__init__(root, only)
         self.skipped: Counter[str] = Counter()  # number of files left out, by ending
 
     def keys(self) -> Iterator[str]:

@@ -13,9 +13,9 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.base import Decoded, Format
 from omnilead.data_tools.hospital.safe_xml import MAX_BYTES, root_tag, tree
 from omnilead.data_tools.record import AGE_UNITS, as_number, lead_name
-from omnilead.data_tools.sources.base import Decoded, Format
 
 MAX_LEADS = 64
 # Fields that could shift or scale the samples, and the only value that is accepted

@@ -15,9 +15,9 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.base import Decoded, Format
 from omnilead.data_tools.hospital.safe_xml import MAX_BYTES, root_tag, tree
 from omnilead.data_tools.record import AGE_UNITS, LEADS, as_number, lead_name
-from omnilead.data_tools.sources.base import Decoded, Format
 
 MAX_LEADS, MAX_SAMPLES = 32, 30_000
 ECG_S, PULSE_S, PULSE_UV = (

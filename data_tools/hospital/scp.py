@@ -13,8 +13,8 @@ import struct
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.base import Decoded, Format
 from omnilead.data_tools.record import AGE_UNITS, SCP_LEADS
-from omnilead.data_tools.sources.base import Decoded, Format
 
 MAX_BYTES = 4 * 2**20  # twelve leads of 64 KiB, the limit of a lead's length field, are 0.8 MB
 MAX_SAMPLES = 2**19

@@ -5,43 +5,51 @@ archives. Files that look like ECGs and that none of them reads are counted in t
 `left_out`.
 """
 
-import os
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DataError, ReadError, StorageError
-from omnilead.data_tools.hospital.files import ENDINGS, FORMATS, HospitalFiles
 from omnilead.data_tools.plugins import blame, plugin
 from omnilead.data_tools.pseudonyms import key_mark, read_key
-from omnilead.data_tools.sources.base import Prepared, Source, prepared, pseudonymised
+from omnilead.data_tools.sources.base import (
+    FileSource,
+    Prepared,
+    Source,
+    prepared,
+    pseudonymised,
+)
 from omnilead.data_tools.sources.code15 import Code15
+from omnilead.data_tools.sources.left_out import LeftOut, looks_like_file, places_read
 from omnilead.data_tools.sources.mimic_iv_ecg import MimicIvEcg
 from omnilead.data_tools.sources.physionet2021 import DATABASES, PhysioNet2021
 from omnilead.data_tools.sources.ptbxl import PtbXl
 from omnilead.data_tools.sources.wfdb_folder import WfdbFolder
 from omnilead.data_tools.storage import Folder, folder, links_in
 
-ARCHIVES: dict[str, type[Source]] = {
-    "physionet2021": PhysioNet2021,
-    "ptbxl": PtbXl,
-    "mimic-iv-ecg": MimicIvEcg,
-}
-ARCHIVES |= {"code15": Code15, "wfdb": WfdbFolder, "hospital": HospitalFiles}
-
 __all__ = [
     "ARCHIVES",
-    "ENDINGS",
     "DataError",
+    "FileSource",
     "PhysioNet2021",
     "Prepared",
     "ReadError",
     "Source",
     "key_mark",
     "open_sources",
+    "prepared",
+    "pseudonymised",
+    "read_key",
 ]
-__all__ += ["prepared", "pseudonymised", "read_key"]
+
+ARCHIVES: dict[str, type[Source]] = {
+    "physionet2021": PhysioNet2021,
+    "ptbxl": PtbXl,
+    "mimic-iv-ecg": MimicIvEcg,
+    "code15": Code15,
+    "wfdb": WfdbFolder,
+}
+FileReader = type[FileSource]
 
 
 def open_sources(
@@ -50,177 +58,51 @@ def open_sources(
     anonymous: bool = False,
     besides: Sequence[str] = (),
     private: bool = False,
+    hospital: FileReader | None = None,
 ) -> list[Source]:
-    """Open the sources in a folder. `kind`: auto, a name in ARCHIVES or FORMATS, or
-    `file.py:Class` or `module:Class`. `besides`: folders that are opened, too, so what lies in
-    them is not left out. `private`: no message names a file."""
+    """Open the sources in a folder. `kind`: auto, a name in ARCHIVES, `file.py:Class` or
+    `module:Class`. `besides`: folders that are opened, too, so what lies in them is not left out.
+    `private`: no message names a file. `hospital`: the class that reads a hospital's files, whose
+    name and formats are kinds, too; without it they are not looked for."""
     root = folder(url, anonymous, private)
     names = root.children()
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
-    found = _detected(root, names, anonymous) if kind == "auto" else [_of_kind(root, kind)]
-    if not found and META in names:
+    if kind == "auto":
+        found = _detected(root, names, anonymous, hospital)
+    else:
+        found = [_of_kind(root, kind, hospital)]
+    if found:
+        if ":" not in kind:  # only a reader of the user's own knows what it reads
+            endings = hospital.endings if hospital else ()
+            found[0].left_out = LeftOut(root, found, besides, anonymous, endings).sentence()
+        return found
+    if META in names:
         raise StorageError(
             f"{root.url}: a dataset, not an archive: pass the archives that it was made from"
         )
-    if not found:
-        some = "" if private else f" ({', '.join(names[:5])}, ...)"
-        raise StorageError(
-            f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source"
-        )
-    if ":" not in kind:  # only a reader of the user's own knows what it reads
-        found[0].left_out = LeftOut(root, found, besides, anonymous).sentence()
-    return found
+    some = "" if private else f" ({', '.join(names[:5])}, ...)"
+    raise StorageError(
+        f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source"
+    )
 
 
-def _of_kind(root: Folder, kind: str) -> Source:
+def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
     if ":" in kind:
         try:
             return _import(kind)(root)
         except TypeError as error:  # the class lacks an abstract method
             raise DataError(f"--source {kind}: {error}") from None
-    if kind not in ARCHIVES | FORMATS:
-        raise DataError(
-            f"--source {kind}: not auto, {', '.join(ARCHIVES | FORMATS)} or your own file.py:Class"
-        )
-    return HospitalFiles(root, kind) if kind in FORMATS else ARCHIVES[kind](root)
-
-
-def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Source]:
-    """The archives in a folder and in its subfolders. If there is none, the folder is one of WFDB
-    records or of hospital files."""
-    found = _archives(root, names)
-    read = _places(root, found)
-    for name in names:
-        if name in read or (root.remote and _looks_like_file(name)):
-            continue
-        below = folder(root.path(name), anonymous, root.private)
-        with suppress(StorageError):  # not a folder, or one that may not be listed
-            found += _archives(below, below.children())
-    if found:
-        return found
-    challenge = PhysioNet2021(root)
-    if root.url.rsplit("/", 1)[-1] in DATABASES and challenge.has_records():
-        return [challenge]
-    for general in (WfdbFolder(root), HospitalFiles(root)):
-        if next(general.keys(), None):
-            return [general]
-    return []
-
-
-def _archives(place: Folder, names: Sequence[str]) -> list[Source]:
-    found = [archive(place) for archive in ARCHIVES.values() if archive.detect(set(names))]
-    # other folders are called `training` or `ptb-xl`, too
-    return [one for one in found if not isinstance(one, PhysioNet2021) or one.has_records()]
-
-
-def _places(root: Folder, sources: Sequence[Source]) -> set[str]:
-    """Paths below `root` of the folders that these sources read; "" is all of it."""
-    read = set()
-    for source in sources:
-        for place in source.places():
-            path = f"{source.root.url}/{place}".removeprefix(root.url)
-            read.add(path.strip("/"))
-    return read
-
-
-class LeftOut:
-    """The files below a folder that look like ECGs and that none of its sources reads.
-
-    The folders that a source reads are not searched: MIMIC-IV-ECG's has 800,000 subfolders."""
-
-    def __init__(
-        self, root: Folder, sources: Sequence[Source], besides: Sequence[str], anonymous: bool
-    ) -> None:
-        self.root, self.anonymous = root, anonymous
-        self.first: dict[
-            str, str
-        ] = {}  # by uppermost folder; "" holds the files beside the folders
-        self.count: Counter[str] = Counter()
-        self.links: list[str] = []
-        self.unlisted: list[str] = []
-        self.opened = {source.root.url for source in sources}
-        self.read = _places(root, sources)
-        for url in besides:
-            self.read.add(folder(url).url.removeprefix(f"{root.url}/"))
-        if any(isinstance(source, HospitalFiles) for source in sources):
-            return  # it looks at every file, and counts those that it leaves out
-        if "" in self.read:  # all WFDB records are read
-            hospital = [name for name in root.names() if name.lower().endswith(ENDINGS)]
-            self._add("", hospital)
-        else:
-            self._search("")
-
-    def _search(self, place: str) -> None:
-        below = self.root
-        if place:
-            below = folder(self.root.path(place), self.anonymous, self.root.private)
-        for name in below.children():
-            path = f"{place}/{name}" if place else name
-            if path in self.read:
-                continue
-            if any(one.startswith(f"{path}/") for one in self.read):
-                self._search(path)
-            elif _looks_like_ecg(name):
-                self._add(place, [path])
-            elif not (self.root.remote and _looks_like_file(name)):
-                self._add_folder(path)
-
-    def _add_folder(self, path: str) -> None:
-        place = self.root.path(path)
-        if not self.root.remote and os.path.islink(place):
-            if os.path.isdir(place) and os.path.realpath(place) not in self.opened:
-                self.links.append(path)
-            return
-        try:
-            self._add(path, [name for name in self.root.names(path) if _looks_like_ecg(name)])
-        except (StorageError, OSError):
-            self.unlisted.append(path)
-
-    def _add(self, place: str, names: Sequence[str]) -> None:
-        if names:
-            self.first.setdefault(place, names[0])
-            self.count[place] += len(names)
-
-    def sentence(self) -> str:
-        said = []
-        if self.unlisted:
-            said.append(f"could not list {self._named(self.unlisted)}")
-        if self.links:
-            said.append(f"does not follow linked folders: {self._named(self.links)}")
-        if total := self.count.total():
-            files = "1 file that looks like an ECG"
-            if total > 1:
-                files = f"{total:,} files that look like ECGs"
-            said.append(f"leaves out {files}{self._where()}")
-        return f"{self.root.url}: {'; '.join(said)}" if said else ""
-
-    def _named(self, paths: Sequence[str]) -> str:
-        if self.root.private:
-            return f"{len(paths)} of its folders"
-        return ", ".join(paths[:3]) + ", ..." * (len(paths) > 3)
-
-    def _where(self) -> str:
-        if self.root.private:
-            return ": give the folders that hold them as well"
-        parts = []
-        for place, first in list(self.first.items())[:3]:
-            more = f" and {self.count[place] - 1:,} more" if self.count[place] > 1 else ""
-            mend = f"give {self.root.url}/{place} as well"
-            if place == "" or any(one.startswith(f"{place}/") for one in self.read):
-                mend = "move them to a folder of their own and give it as well"
-            parts.append(f"{first}{more}: {mend}")
-        return f": {'; '.join(parts)}" + "; ..." * (len(self.first) > 3)
-
-
-def _looks_like_file(name: str) -> bool:
-    """Whether an object storage need not be asked what is in it: table.csv, but not v1.0."""
-    ending = name.rpartition(".")[2]
-    return ending != name and not ending.isdigit()
-
-
-def _looks_like_ecg(name: str) -> bool:
-    return name.endswith(".hea") or name.lower().endswith(ENDINGS)
+    if kind in ARCHIVES:
+        return ARCHIVES[kind](root)
+    known = list(ARCHIVES)
+    if hospital:
+        if kind == hospital.name:
+            return hospital(root)
+        if kind in hospital.formats:
+            return hospital(root, kind)
+        known += [hospital.name, *hospital.formats]
+    raise DataError(f"--source {kind}: not auto, {', '.join(known)} or your own file.py:Class")
 
 
 def _import(spec: str) -> type[Source]:
@@ -233,3 +115,33 @@ def _import(spec: str) -> type[Source]:
     if not (isinstance(found, type) and issubclass(found, Source)):
         raise DataError(f"--source {spec}: not a subclass of data_tools.sources.Source")
     return found
+
+
+def _detected(
+    root: Folder, names: Sequence[str], anonymous: bool, hospital: FileReader | None
+) -> list[Source]:
+    """The archives in a folder and in its subfolders. If there is none, the folder is one of WFDB
+    records or of hospital files."""
+    found = _archives(root, names)
+    read = places_read(root, found)
+    for name in names:
+        if name in read or (root.remote and looks_like_file(name)):
+            continue
+        below = folder(root.path(name), anonymous, root.private)
+        with suppress(StorageError):  # not a folder, or one that may not be listed
+            found += _archives(below, below.children())
+    if found:
+        return found
+    challenge = PhysioNet2021(root)
+    if root.url.rsplit("/", 1)[-1] in DATABASES and challenge.has_records():
+        return [challenge]
+    general: list[Source] = [WfdbFolder(root)]
+    if hospital:
+        general.append(hospital(root))
+    return [source for source in general if next(source.keys(), None)][:1]
+
+
+def _archives(place: Folder, names: Sequence[str]) -> list[Source]:
+    found = [archive(place) for archive in ARCHIVES.values() if archive.detect(set(names))]
+    # other folders are called `training` or `ptb-xl`, too
+    return [one for one in found if not isinstance(one, PhysioNet2021) or one.has_records()]

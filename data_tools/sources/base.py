@@ -11,7 +11,7 @@ import posixpath
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache, partial, wraps
 from itertools import groupby
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -99,25 +99,18 @@ class Source(ABC):
         return (self.read(key) for key in self.keys())
 
 
-class Decoded(NamedTuple):
-    """An ECG decoded from a vendor's file."""
+class FileSource(Source):
+    """One ECG per file, in any folders. The doors pass such a class to `open_sources`, which so
+    needs to know no file format."""
 
-    signals: dict[str, np.ndarray]  # microvolts by lead name; NaN: not measured
-    fs_hz: float
-    patient: str | None = None
-    age: float | None = None  # years
-    sex: str | None = None
-    warnings: tuple[tuple[str, str], ...] = ()
+    endings: tuple[str, ...] = ()  # lower case; files with these endings look like ECGs
+    formats: Collection[str] = ()
 
-
-class Format(NamedTuple):
-    """A file format with one ECG per file, for sources/hospital.py."""
-
-    looks_like: Callable[
-        [bytes, str], bool
-    ]  # takes the file's first 4 KiB and its name; cheap, never raises
-    decode: Callable[[bytes], Decoded]  # takes the whole file; a ReadError refuses it
-    max_bytes: int
+    def __init__(self, root: Folder, only: str = "") -> None:
+        """`only`: one of the formats; files of others are then left out."""
+        super().__init__(root)
+        self.only = only
+        self.name = only or self.name
 
 
 class WfdbSource(Source):

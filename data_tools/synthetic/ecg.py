@@ -7,10 +7,9 @@ perturbed). Block, axis, Q waves, R progression, low voltage and pacing stay the
 sessions. Patients also have a usual rhythm, ectopy and ST-T; a session shows each with the
 probability in KEPT, else a new draw. In each session the electrodes have moved:
 
-    draw_patients -> [patient kernels] -> _waves -> findings -> one beat [3, time] -> added at every
-    R peak
-                  -> lead field [8, 3 dipole + 3 wander + 1 mains] x sources -> + noise -> integer
-                  uV -> 12 leads
+    draw_patients -> patient's kernels -> _waves -> findings -> one beat [3 axes, time]
+    beat at every R peak, wander, mains -> x lead field [8, 3 dipole + 3 wander + 1 mains]
+                                        -> + noise -> integer uV -> 12 leads
 
 Every draw comes from a generator keyed by (seed, ..., block of BLOCK patients), and a block is
 drawn as a whole, so a record does not depend on the processes or the number of records. 24 of the
@@ -31,66 +30,61 @@ import numpy as np
 from omnilead.data_tools.record import ABBREVIATIONS
 
 BLOCK = 64  # patients that share one generator
-SESSION_JITTER = 2.0  # multiplies the changes in `simulate` and `_beats`
-KNOT_S, NOISE_COURSE = (
-    2.5,
-    0.5,
-)  # noise strength varies within seconds: time step, standard deviation of its logarithm
+SESSION_JITTER = 2.0  # multiplies the changes from session to session
+KNOT_S = 2.5  # the noise's strength changes from knot to knot,
+NOISE_COURSE = 0.5  # its logarithm by this standard deviation
 PATIENT, SESSION, NOISE, DISEASE = 1, 2, 3, 7  # last part of a generator's key: what it is for
 
 # Frank axis, centre (radians of a 1 s beat from R), amplitude (mV), width (radians): Sameni et al.
 # 2007. Three QRS amplitudes (published: -0.32 on Y, -0.4 and 0.46 on Z) were changed to give the
 # R/S ratios of real normal ECGs
-_X = [
-    (-1.09, 0.03, 0.0906),
-    (-0.83, 0.08, 0.1057),
-    (-0.19, -0.13, 0.0453),
-    (-0.07, 0.85, 0.0378),
-    (0.0, 1.11, 0.0332),
-]
-_X += [
-    (0.06, 0.75, 0.0302),
-    (0.22, 0.06, 0.0378),
-    (1.2, 0.1, 0.604),
-    (1.42, 0.17, 0.302),
-    (1.68, 0.39, 0.1812),
-]
-_Y = [
-    (-1.1, 0.035, 0.07),
-    (-0.9, 0.015, 0.07),
-    (-0.76, -0.019, 0.04),
-    (-0.11, 0.32, 0.055),
-    (-0.01, 0.51, 0.037),
-]
-_Y += [(0.065, -0.13, 0.0604), (0.8, 0.04, 0.45), (1.58, 0.08, 0.3)]
-_Z = [
-    (-1.1, -0.03, 0.03),
-    (-0.93, -0.14, 0.12),
-    (-0.7, -0.035, 0.04),
-    (-0.15, -0.24, 0.045),
-    (0.095, 0.69, 0.05),
-]
-_Z += [(1.05, -0.12, 0.8), (1.25, -0.2, 0.4), (1.55, -0.35, 0.2)]
+_PUBLISHED = """
+X -1.09   0.03   0.0906
+X -0.83   0.08   0.1057
+X -0.19  -0.13   0.0453
+X -0.07   0.85   0.0378
+X  0.0    1.11   0.0332
+X  0.06   0.75   0.0302
+X  0.22   0.06   0.0378
+X  1.2    0.1    0.604
+X  1.42   0.17   0.302
+X  1.68   0.39   0.1812
+Y -1.1    0.035  0.07
+Y -0.9    0.015  0.07
+Y -0.76  -0.019  0.04
+Y -0.11   0.32   0.055
+Y -0.01   0.51   0.037
+Y  0.065 -0.13   0.0604
+Y  0.8    0.04   0.45
+Y  1.58   0.08   0.3
+Z -1.1   -0.03   0.03
+Z -0.93  -0.14   0.12
+Z -0.7   -0.035  0.04
+Z -0.15  -0.24   0.045
+Z  0.095  0.69   0.05
+Z  1.05  -0.12   0.8
+Z  1.25  -0.2    0.4
+Z  1.55  -0.35   0.2
+"""
 _P_END_S, _T_START_S = -0.09, 0.06
 # I, II, V1..V6 from X, Y, Z: Dower et al. 1980
-_DOWER = [
-    [0.632, -0.235, 0.059],
-    [0.235, 1.066, -0.132],
-    [-0.515, 0.157, -0.917],
-    [0.044, 0.164, -1.387],
-]
-_DOWER += [
-    [0.882, 0.098, -1.277],
-    [1.213, 0.127, -0.601],
-    [1.125, 0.127, -0.086],
-    [0.831, 0.076, 0.230],
-]
-_SPAN_S = {
+_DOWER = """
+ 0.632 -0.235  0.059
+ 0.235  1.066 -0.132
+-0.515  0.157 -0.917
+ 0.044  0.164 -1.387
+ 0.882  0.098 -1.277
+ 1.213  0.127 -0.601
+ 1.125  0.127 -0.086
+ 0.831  0.076  0.230
+"""
+DOWER = np.array(_DOWER.split(), np.float64).reshape(8, 3)
+_SPAN_S = {  # around the wave's centre
     "P": (-0.12, 0.12),
     "QRS": (-0.12, 0.18),
     "T": (-0.22, 0.22),
     "beat": (-0.46, 0.80),
-}  # around the wave's centre
+}
 _NORMAL, _ATRIAL, _VENTRICULAR = 0, 1, 2  # kinds of beat
 
 # Shares of patients. Tables in VARYING give the usual finding; a session has it with the
@@ -115,26 +109,54 @@ CONDUCTION = {
 }
 AXIS = {"": 0.86, "LAD": 0.10, "RAD": 0.04}
 CHRONIC = {"": 0.80, "LQRSV": 0.07, "QAb": 0.07, "PRWP": 0.06}
-REPOLARISATION, PACED = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}, 0.04
+REPOLARISATION = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}
 ECTOPY = {"": 0.82, "PAC": 0.09, "PVC": 0.09}
+PACED = 0.04
 VARYING = {"rhythm": RHYTHM, "ectopy": ECTOPY, "ST-T": REPOLARISATION}
 KEPT = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
-
-# Standard deviations between patients: log gain of each kernel, log gain of the wave, kernel centre
-# (s), log kernel width
-_SPREAD = {
-    "P": (0.22, 0.18, 0.0036, 0.09),
-    "QRS": (0.27, 0.20, 0.0022, 0.11),
-    "T": (0.22, 0.27, 0.009, 0.11),
+# Heart rates. They touch their neighbours (a sinus bradycardia of 60), so borderline cases occur
+_RATES_BPM = {
+    "SB": (38, 60),
+    "STach": (99, 148),
+    "Brady": (34, 49),
+    "AF": (60, 140),
+    "PR": (60, 74),
+    "SA": (58, 85),
 }
-_TILT_DEG, _FIELD_SPREAD = (
-    (7.2, 7.2, 10.8),
-    (0.11, 0.045),
-)  # orientation of the heart; lead field: factor and offset
+
+
+class Spread(NamedTuple):  # standard deviations between patients
+    log_gain: float  # of each kernel
+    log_wave_gain: float
+    shift_s: float  # of each kernel's centre
+    log_width: float
+
+
+_SPREAD = {
+    "P": Spread(0.22, 0.18, 0.0036, 0.09),
+    "QRS": Spread(0.27, 0.20, 0.0022, 0.11),
+    "T": Spread(0.22, 0.27, 0.009, 0.11),
+}
+_TILT_DEG = (7.2, 7.2, 10.8)  # orientation of the heart
+_FIELD_FACTOR, _FIELD_OFFSET = 0.11, 0.045  # lead field
+_WAVE_CHANGE = {"P": 0.06, "QRS": 0.03, "T": 0.10}  # log gain, from session to session
 
 Key = Sequence[int]
 Names = Sequence[str]
 Findings = dict[str, np.ndarray]  # abbreviation -> bool [patients]
+
+
+class BlockDraws(np.random.Generator):
+    """Random numbers for every patient of a block."""
+
+    def __init__(self, *key: int) -> None:
+        super().__init__(np.random.PCG64(key))
+
+    def between(self, low: float, high: float, *shape: int) -> np.ndarray:
+        return self.uniform(low, high, (BLOCK, *shape))
+
+    def gauss(self, *shape: int) -> np.ndarray:
+        return self.normal(size=(BLOCK, *shape))
 
 
 class Shape(NamedTuple):  # a patient's changes to a wave's kernels: [patients, kernels]
@@ -166,153 +188,215 @@ class Recordings:
     rate_bpm: np.ndarray
 
 
+@dataclass(frozen=True)
+class _Session:
+    patients: SyntheticPatients
+    rng: BlockDraws  # what is new in this session
+    own: BlockDraws  # what the patient's disease looks like in every session
+    has: Findings
+    field: np.ndarray  # [BLOCK, 8 leads, 3 axes]
+    fs_hz: int
+
+
+class _Rhythm(NamedTuple):
+    peak_s: np.ndarray  # R peaks [BLOCK, beats]
+    kind: np.ndarray  # [BLOCK, beats]
+    amplitude: np.ndarray  # [BLOCK, beats], changed by breathing
+    mean_s: np.ndarray  # RR interval [BLOCK]
+    flutter_hz: np.ndarray  # [BLOCK]
+
+
+class _Disturbance(NamedTuple):
+    """Three slow waves (breathing, electrodes) and the mains, and muscle noise."""
+
+    gain_mv: np.ndarray  # [BLOCK, 8 leads, 4]
+    freq_hz: np.ndarray  # [BLOCK, 4]
+    phase: np.ndarray  # [BLOCK, 4] turns
+    noise_mv: np.ndarray  # [BLOCK, 8 leads]
+    log_strength: np.ndarray  # [BLOCK, 2, knots] of slow waves and noise over the record
+
+
 def _kernels() -> dict[str, np.ndarray]:
     """The published kernels by wave, around the wave's centre: rows of axis, centre (s), width (s),
     amplitude (mV).
 
     The gains per axis give the leads the amplitudes of real archives.
     """
-    rows = [
-        (axis, c / 6.2832, s / 6.2832, a)
-        for axis, table in enumerate((_X, _Y, _Z))
-        for c, a, s in table
-    ]
-    p = [
-        (x, c + 0.149, max(s, 0.014), a * (1.0, 1.8, 0.5)[x]) for x, c, s, a in rows if c < _P_END_S
-    ]
+    p, qrs, t = [], [], []
+    for line in _PUBLISHED.strip().split("\n"):
+        name, *numbers = line.split()
+        axis = "XYZ".index(name)
+        centre, amplitude, width = map(float, numbers)
+        centre_s, width_s = centre / 6.2832, width / 6.2832
+        if centre_s < _P_END_S:
+            gain = (1.0, 1.8, 0.5)[axis]
+            p.append((axis, centre_s + 0.149, max(width_s, 0.014), amplitude * gain))
+        elif centre_s <= _T_START_S:
+            gain = (0.72, 0.82, 0.66)[axis]
+            qrs.append((axis, centre_s, max(width_s, 0.0055), amplitude * gain))
+        elif width_s < 0.06:
+            gain = (0.8, 1.4, 0.75)[axis]
+            t.append((axis, centre_s - 0.24, max(width_s, 0.022), amplitude * gain))
     p += [(1, 0.0, 0.02, 0.06), (0, 0.0, 0.02, 0.03)]
-    within = [row for row in rows if _P_END_S <= row[1] <= _T_START_S]
-    qrs = [(x, c, max(s, 0.0055), a * (0.72, 0.82, 0.66)[x]) for x, c, s, a in within]
-    late = [row for row in rows if row[1] > _T_START_S and row[2] < 0.06]
-    t = [(x, c - 0.24, max(s, 0.022), a * (0.8, 1.4, 0.75)[x]) for x, c, s, a in late]
     return {"P": np.array(p).T, "QRS": np.array(qrs).T, "T": np.array(t).T}
 
 
 KERNELS = _kernels()
 
 
-def _choose(rng: np.random.Generator, table: dict[str, float], without: Names) -> np.ndarray:
+def _choose(rng: BlockDraws, table: dict[str, float], without: Names) -> np.ndarray:
     """Draw one name per patient of the block, never those in `without`."""
-    weight = np.array([0.0 if name in without else p for name, p in table.items()])
+    weight = np.array([0.0 if name in without else share for name, share in table.items()])
     return np.array(list(table))[rng.choice(len(table), BLOCK, p=weight / weight.sum())]
+
+
+def _draw_shape(rng: BlockDraws, wave: str) -> Shape:
+    spread = _SPREAD[wave]
+    kernels = KERNELS[wave].shape[1]
+    log_gain = spread.log_gain * rng.gauss(kernels)
+    log_gain += spread.log_wave_gain * rng.gauss(1)
+    shift_s = spread.shift_s * rng.gauss(kernels)
+    log_width = spread.log_width * rng.gauss(kernels)
+    return Shape(np.exp(log_gain), shift_s, np.exp(log_width))
+
+
+def _draw_chronic(rng: BlockDraws, without: Names) -> Findings:
+    """The findings that a patient has in every session. Where one hides another, the patient has
+    only the first."""
+    paced = rng.random(BLOCK) < PACED
+    conduction = np.where(paced, "", _choose(rng, CONDUCTION, without))
+    axis = np.where(paced | (conduction == "LBBB"), "", _choose(rng, AXIS, without))
+    axis = np.where(conduction == "LAnFB", "LAD", axis)
+    hidden = paced | np.isin(conduction, ("LBBB", "RBBB"))
+    other = np.where(hidden, "", _choose(rng, CHRONIC, without))
+    chronic = {"PR": paced}
+    for table, drawn in ((CONDUCTION, conduction), (AXIS, axis), (CHRONIC, other)):
+        for name in table:
+            if name:
+                chronic[name] = drawn == name
+    return chronic
 
 
 def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
     """Draw the block of patients of `key` (seed, ..., block number). `without`: findings that they
     never have."""
-    rng = np.random.default_rng([*key, PATIENT])
-    shape = {}
-    for wave, (spread, common, shift_s, width) in _SPREAD.items():
-        size = (BLOCK, KERNELS[wave].shape[1])
-        gain = np.exp(rng.normal(0, spread, size) + rng.normal(0, common, (BLOCK, 1)))
-        shape[wave] = Shape(gain, rng.normal(0, shift_s, size), np.exp(rng.normal(0, width, size)))
-    paced = rng.random(BLOCK) < PACED
-    conduction = np.where(paced, "", _choose(rng, CONDUCTION, without))
-    axis = np.where(paced | (conduction == "LBBB"), "", _choose(rng, AXIS, without))
-    axis = np.where(conduction == "LAnFB", "LAD", axis)
-    other = np.where(
-        paced | np.isin(conduction, ("LBBB", "RBBB")), "", _choose(rng, CHRONIC, without)
-    )
-    (factor, added), usual = (
-        _FIELD_SPREAD,
-        {kind: _choose(rng, table, without) for kind, table in VARYING.items()},
-    )
-    tables = ((CONDUCTION, conduction), (AXIS, axis), (CHRONIC, other))
-    chronic = {name: drawn == name for table, drawn in tables for name in table if name} | {
-        "PR": paced
-    }
+    rng = BlockDraws(*key, PATIENT)
+    shape = {wave: _draw_shape(rng, wave) for wave in _SPREAD}
+    chronic = _draw_chronic(rng, without)
+    usual = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
+    tilt_rad = rng.gauss(3) * np.deg2rad(_TILT_DEG)
+    field = DOWER * (1 + _FIELD_FACTOR * rng.gauss(8, 3))
+    field += _FIELD_OFFSET * rng.gauss(8, 3)
+    pr_s = 0.155 + 0.014 * rng.gauss()
+    qtc_s = 0.405 + 0.018 * rng.gauss()
+    rate_bpm = 74 + 8 * rng.gauss()
+    ectopic = rng.gauss(3)
+    ectopic /= np.linalg.norm(ectopic, axis=1, keepdims=True)
     return SyntheticPatients(
         key=key,
         shape=shape,
-        tilt_rad=rng.normal(size=(BLOCK, 3)) * np.deg2rad(_TILT_DEG),
-        field=np.array(_DOWER) * (1 + factor * rng.normal(size=(BLOCK, 8, 3)))
-        + added * rng.normal(size=(BLOCK, 8, 3)),
-        pr_s=np.clip(rng.normal(0.155, 0.014, BLOCK), 0.125, 0.195),
-        qtc_s=rng.normal(0.405, 0.018, BLOCK),
-        rate_bpm=np.clip(rng.normal(74, 8, BLOCK), 60, 98),
-        ectopic=(ectopic := rng.normal(size=(BLOCK, 3)))
-        / np.linalg.norm(ectopic, axis=1, keepdims=True),
+        tilt_rad=tilt_rad,
+        field=field,
+        pr_s=np.clip(pr_s, 0.125, 0.195),
+        qtc_s=qtc_s,
+        rate_bpm=np.clip(rate_bpm, 60, 98),
+        ectopic=ectopic,
         chronic=chronic,
         usual=usual,
-        age=np.clip(rng.normal(60, 17, BLOCK), 18, 95).astype(int),
+        age=np.clip(60 + 17 * rng.gauss(), 18, 95).astype(int),
         female=rng.random(BLOCK) < 0.48,
     )
 
 
-def _draw_findings(
-    rng: np.random.Generator, patients: SyntheticPatients, without: Names
-) -> Findings:
+def _draw_findings(rng: BlockDraws, patients: SyntheticPatients, without: Names) -> Findings:
     """Draw a session's findings: rhythm, ectopy, ST-T, and the chronic findings that are visible
     with this rhythm."""
-    anew, chronic = (
-        {kind: _choose(rng, table, without) for kind, table in VARYING.items()},
-        patients.chronic,
-    )
-    today = {
-        kind: np.where(rng.random(BLOCK) < KEPT[kind], patients.usual[kind], anew[kind])
-        for kind in VARYING
-    }
-    present = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS} | {
-        k: v.copy() for k, v in chronic.items()
-    }
-    rhythm = np.where(chronic["PR"], "", today["rhythm"])
-    present |= {name: rhythm == name for name in RHYTHM}
+    anew = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
+    today = {}
+    for kind in VARYING:
+        kept = rng.random(BLOCK) < KEPT[kind]
+        today[kind] = np.where(kept, patients.usual[kind], anew[kind])
+    has = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS}
+    for name, mask in patients.chronic.items():
+        has[name] = mask.copy()
+    rhythm = np.where(has["PR"], "", today["rhythm"])
+    for name in RHYTHM:
+        has[name] = rhythm == name
     sinus = np.isin(rhythm, ("NSR", "SB", "STach"))
-    present["PAC"] = (today["ectopy"] == "PAC") & sinus
-    present["PVC"] = (today["ectopy"] == "PVC") & (sinus | present["AF"])
-    present["IAVB"] &= sinus | present["SA"]
-    hidden = present["PR"] | present["LBBB"] | present["RBBB"] | present["AFL"]
+    has["PAC"] = (today["ectopy"] == "PAC") & sinus
+    has["PVC"] = (today["ectopy"] == "PVC") & (sinus | has["AF"])
+    has["IAVB"] &= sinus | has["SA"]
+    hidden = has["PR"] | has["LBBB"] | has["RBBB"] | has["AFL"]
     st_t = np.where(hidden, "", today["ST-T"])
-    return present | {name: st_t == name for name in REPOLARISATION if name}
+    for name in REPOLARISATION:
+        if name:
+            has[name] = st_t == name
+    return has
 
 
-def _rhythm(
-    rng: np.random.Generator, patients: SyntheticPatients, f: Findings, dur_s: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """R peaks (s) and kinds of beat [BLOCK, beats], mean RR (s), flutter rate (Hz), amplitude of
-    each beat (breathing).
+def _rates(s: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
+    """Heart rates (per minute) and flutter rates (Hz) [BLOCK, 1]."""
+    rng = s.rng
+    rate_bpm = s.patients.rate_bpm[:, None] + 5 * rng.gauss(1)
+    rate_bpm = np.clip(rate_bpm, 59, 101)
+    for name, (low, high) in _RATES_BPM.items():
+        drawn = rng.between(low, high, 1)
+        rate_bpm = np.where(has[name], drawn, rate_bpm)
+    flutter_hz = rng.between(4.3, 5.4, 1)
+    conducted = rng.integers(2, 5, (BLOCK, 1))
+    rate_bpm = np.where(has["AFL"], 60 * flutter_hz / conducted, rate_bpm)
+    return rate_bpm, flutter_hz
 
-    The ranges touch their neighbours (a sinus bradycardia of 60, a PR interval of 0.2 s), so
-    borderline cases occur.
-    """
 
-    def uniform(low: float, high: float, *shape: int) -> np.ndarray:
-        return rng.uniform(low, high, (BLOCK, *shape))
-
-    rate = np.clip(patients.rate_bpm + 5 * rng.normal(size=BLOCK), 59, 101)
-    for name, low, high in (
-        ("SB", 38, 60),
-        ("STach", 99, 148),
-        ("Brady", 34, 49),
-        ("AF", 60, 140),
-        ("PR", 60, 74),
-    ):
-        rate = np.where(f[name], uniform(low, high), rate)
-    rate = np.where(f["SA"], uniform(58, 85), rate)
-    flutter_hz = uniform(4.3, 5.4)
-    rate = np.where(f["AFL"], 60 * flutter_hz / rng.integers(2, 5, BLOCK), rate)
-    mean_s = 60 / rate
+def _rhythm(s: _Session, dur_s: float) -> _Rhythm:
+    rng = s.rng
+    has = {name: mask[:, None] for name, mask in s.has.items()}
+    rate_bpm, flutter_hz = _rates(s, has)
+    mean_s = 60 / rate_bpm
     beats = np.arange(int(dur_s / 0.28) + 8)  # no rhythm here has a shorter mean RR interval
-    clocked = f["PR"] | f["AFL"]
-    swing = np.where(f["SA"], uniform(0.12, 0.22), np.where(clocked, 0, uniform(0.005, 0.03)))
-    breath_hz, phase = uniform(0.18, 0.3), uniform(0, 2 * np.pi)
-    breathing = np.sin(2 * np.pi * (breath_hz * mean_s)[:, None] * beats + phase[:, None])
-    jitter = np.where(clocked, 0, 0.008)[:, None] * rng.normal(size=(BLOCK, len(beats)))
-    rr = mean_s[:, None] * (1 + swing[:, None] * breathing + jitter)
+    clocked = has["PR"] | has["AFL"]
+    arrhythmic = rng.between(0.12, 0.22, 1)
+    normal = rng.between(0.005, 0.03, 1)
+    swing = np.where(has["SA"], arrhythmic, np.where(clocked, 0, normal))
+    breath_hz = rng.between(0.18, 0.3, 1)
+    phase = rng.between(0, 2 * np.pi, 1)
+    breathing = np.sin(2 * np.pi * (breath_hz * mean_s) * beats + phase)
+    jitter = np.where(clocked, 0, 0.008) * rng.gauss(len(beats))
+    rr_s = mean_s * (1 + swing * breathing + jitter)
+    rr_s = np.where(has["AF"], _fibrillating_s(rng, mean_s, len(beats)), rr_s)
+    kind = _premature(rng, has, rr_s, mean_s, beats)
+    start_s = rng.between(0.2, 1.0, 1)
+    peak_s = np.cumsum(rr_s, 1) - rr_s[:, :1] - start_s
+    amplitude = 1 + 0.05 * breathing
+    return _Rhythm(peak_s, kind, amplitude, mean_s[:, 0], flutter_hz[:, 0])
+
+
+def _fibrillating_s(rng: BlockDraws, mean_s: np.ndarray, beats: int) -> np.ndarray:
+    """RR intervals without any order; the coefficient of variation is 0.22."""
     shape = 1 / 0.22**2
-    fibrillating = mean_s[:, None] * np.clip(rng.gamma(shape, 1 / shape, rr.shape), 0.45, 2.2)
-    rr = np.where(f["AF"][:, None], np.maximum(fibrillating, 0.30), rr)
-    first, every = rng.integers(2, 5, (BLOCK, 1)), rng.integers(2, 7, (BLOCK, 1))
-    early = (f["PAC"] | f["PVC"])[:, None] & (beats >= first) & ((beats - first) % every == 0)
-    kind = np.where(early, np.where(f["PVC"][:, None], _VENTRICULAR, _ATRIAL), _NORMAL)
-    prematurity = uniform(0.55, 0.72, len(beats))
-    rr[:, 1:] *= np.where(early[:, 1:], prematurity[:, 1:], 1)
-    pause = np.where(
-        kind == _VENTRICULAR, 2 - prematurity, 1.05
-    )  # fully compensatory only after a ventricular beat
-    rr[:, 1:] = np.where(early[:, :-1], mean_s[:, None] * pause[:, :-1], rr[:, 1:])
-    peak_s = np.cumsum(rr, 1) - rr[:, :1] - uniform(0.2, 1.0, 1)
-    return peak_s, kind, mean_s, flutter_hz, 1 + 0.05 * breathing
+    factor = rng.gamma(shape, 1 / shape, (BLOCK, beats))
+    rr_s: np.ndarray = mean_s * np.clip(factor, 0.45, 2.2)
+    return rr_s.clip(min=0.30)
+
+
+def _premature(
+    rng: BlockDraws, has: Findings, rr_s: np.ndarray, mean_s: np.ndarray, beats: np.ndarray
+) -> np.ndarray:
+    """Make every n-th beat premature, and the next late, in the RR intervals of patients with
+    ectopy. Returns the kinds of all beats."""
+    first = rng.integers(2, 5, (BLOCK, 1))
+    every = rng.integers(2, 7, (BLOCK, 1))
+    turn = (beats >= first) & ((beats - first) % every == 0)
+    early = turn & (has["PAC"] | has["PVC"])
+    ectopic = np.where(has["PVC"], _VENTRICULAR, _ATRIAL)
+    kind = np.where(early, ectopic, _NORMAL)
+    prematurity = rng.between(0.55, 0.72, len(beats))
+    rr_s[:, 1:] *= np.where(early, prematurity, 1)[:, 1:]
+    # Fully compensatory only after a ventricular beat
+    pause = np.where(kind == _VENTRICULAR, 2 - prematurity, 1.05)
+    later = early[:, :-1]
+    rr_s[:, 1:] = np.where(later, (mean_s * pause)[:, :-1], rr_s[:, 1:])
+    return kind
 
 
 def _window(wave: str, fs_hz: int) -> np.ndarray:
@@ -324,21 +408,19 @@ def _gauss(
     window_s: np.ndarray, centre_s: np.ndarray | float, width_s: np.ndarray | float
 ) -> np.ndarray:
     """Gaussian bells: float32 [..., len(window_s)]."""
-    centre, width = (
-        np.asarray(centre_s, np.float32)[..., None],
-        np.asarray(width_s, np.float32)[..., None],
-    )
-    bell: np.ndarray = np.exp(np.float32(-0.5) * ((window_s - centre) / width) ** 2)
+    centre = np.asarray(centre_s, np.float32)[..., None]
+    width = np.asarray(width_s, np.float32)[..., None]
+    distance = (window_s - centre) / width
+    bell: np.ndarray = np.exp(np.float32(-0.5) * distance**2)
     return bell
 
 
-def _waves(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | float = 1.0) -> np.ndarray:
+def _waves(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | float) -> np.ndarray:
     """A wave of every patient on the Frank axes: float32 [BLOCK, 3, window]."""
     axis, centre_s, width_s, amp_mv = KERNELS[wave]
     scale = np.reshape(stretch, (-1, 1))
-    bells = _gauss(
-        _window(wave, fs_hz), (centre_s + shape.shift_s) * scale, width_s * shape.width * scale
-    )
+    centre_s = (centre_s + shape.shift_s) * scale
+    bells = _gauss(_window(wave, fs_hz), centre_s, width_s * shape.width * scale)
     bells *= (amp_mv * shape.gain).astype(np.float32)[..., None]
     waves: np.ndarray = (axis == np.arange(3)[:, None]).astype(np.float32) @ bells
     return waves
@@ -346,219 +428,331 @@ def _waves(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | float = 1.
 
 def _rotation(angles_rad: np.ndarray) -> np.ndarray:
     """Rotation matrices [n, 3, 3] from angles [n, 3] about X, Y, Z."""
-    (cx, cy, cz), (sx, sy, sz) = np.cos(angles_rad).T, np.sin(angles_rad).T
-    rows = [[cy * cz, -cy * sz, sy], [cx * sz + sx * sy * cz, cx * cz - sx * sy * sz, -sx * cy]]
-    rows += [[sx * sz - cx * sy * cz, sx * cz + cx * sy * sz, cx * cy]]
+    cx, cy, cz = np.cos(angles_rad).T
+    sx, sy, sz = np.sin(angles_rad).T
+    rows = [
+        [cy * cz, -cy * sz, sy],
+        [cx * sz + sx * sy * cz, cx * cz - sx * sy * sz, -sx * cy],
+        [sx * sz - cx * sy * cz, sx * cz + cx * sy * sz, cx * cy],
+    ]
     return np.array(rows).transpose(2, 0, 1).astype(np.float32)
 
 
-def _shape_findings(
-    own: np.random.Generator,
-    rng: np.random.Generator,
-    f: Findings,
-    qrs: np.ndarray,
-    t: np.ndarray,
-    fs_hz: int,
+def _about_z(angle_rad: np.ndarray) -> np.ndarray:
+    return _rotation(np.outer(angle_rad, [0, 0, 1]))
+
+
+def _add(wave: np.ndarray, mask: np.ndarray, vector: np.ndarray, bell: np.ndarray) -> None:
+    """Add vector [BLOCK, 3] x bell [(BLOCK,) window] to the wave of the patients in the mask."""
+    wave[mask] += (vector[:, :, None] * bell[..., None, :])[mask]
+
+
+class _Toward:
+    """Vectors [BLOCK, 3] in a direction, as long as the patient's QRS is tall."""
+
+    def __init__(self, own: BlockDraws, qrs: np.ndarray) -> None:
+        self.own = own
+        self.top_mv = np.abs(qrs).max((1, 2))[:, None]
+
+    def __call__(
+        self, x: float, y: float, z: float, spread: Sequence[float] = (0, 0, 0)
+    ) -> np.ndarray:
+        direction = np.array([x, y, z]) + self.own.gauss(3) * spread
+        vector: np.ndarray = (direction * self.top_mv).astype(np.float32)
+        return vector
+
+
+def _bundle_branches(
+    s: _Session, toward: _Toward, window_s: np.ndarray, qrs: np.ndarray, t: np.ndarray
 ) -> None:
-    """Change QRS and T in place for conduction, infarction and voltage (from `own`, equal in all
-    sessions) and ST-T."""
-    window_s, top_mv = _window("QRS", fs_hz), np.abs(qrs).max((1, 2))
+    """Bundle branch blocks and pacing, in place; a T wave follows its QRS in the opposite
+    direction."""
+    has, own = s.has, s.own
+    broad_t = _gauss(_window("T", s.fs_hz), 0.0, 0.045)
 
-    def uniform(low: float, high: float) -> np.ndarray:
-        return own.uniform(low, high, BLOCK)
-
-    def toward(x: float, y: float, z: float, spread: Sequence[float] = (0, 0, 0)) -> np.ndarray:
-        vector: np.ndarray = (np.array([x, y, z]) + own.normal(size=(BLOCK, 3)) * spread) * top_mv[
-            :, None
-        ]
-        return vector.astype(np.float32)
-
-    def add(mask: np.ndarray, vector: np.ndarray, bell: np.ndarray, wave: np.ndarray = qrs) -> None:
-        wave[mask] += (
-            vector[mask][:, :, None] * np.broadcast_to(bell, (BLOCK, bell.shape[-1]))[mask][:, None]
-        )
-
-    wide, broad_t = f["LBBB"] | f["PR"], _gauss(_window("T", fs_hz), 0.0, 0.045)
+    wide = has["LBBB"] | has["PR"]
     vector = toward(0.95, 0.12, 0.55, (0.10, 0.25, 0.15))
-    vector[:, 1] -= f["PR"] * top_mv  # activation spreads upwards from the apex
-    slow = 0.8 * _gauss(window_s, 0.012, uniform(0.017, 0.021))
-    slow = slow + _gauss(window_s, uniform(0.055, 0.070), uniform(0.018, 0.024))
+    # A paced activation spreads upwards from the apex
+    vector[:, 1] -= has["PR"] * toward.top_mv[:, 0]
+    width_s = own.between(0.017, 0.021)
+    slow = 0.8 * _gauss(window_s, 0.012, width_s)
+    centre_s = own.between(0.055, 0.070)
+    width_s = own.between(0.018, 0.024)
+    slow += _gauss(window_s, centre_s, width_s)
     qrs[wide] *= 0.12
     t[wide] *= 0.15
-    add(wide, vector, slow)
-    add(wide, -0.33 * vector, broad_t, t)
+    _add(qrs, wide, vector, slow)
+    _add(t, wide, -0.33 * vector, broad_t)
+
     vector = toward(-0.55, 0.05, -0.75, (0.08, 0.05, 0.10))
-    add(f["RBBB"], 0.8 * vector, _gauss(window_s, uniform(0.058, 0.075), uniform(0.015, 0.020)))
-    add(f["RBBB"], -0.22 * vector, broad_t, t)
+    centre_s = own.between(0.058, 0.075)
+    width_s = own.between(0.015, 0.020)
+    late = _gauss(window_s, centre_s, width_s)
+    _add(qrs, has["RBBB"], 0.8 * vector, late)
+    _add(t, has["RBBB"], -0.22 * vector, broad_t)
+
     vector = toward(-0.27, 0.03, -0.35, (0.05, 0.05, 0.07))
-    add(f["IRBBB"], vector, _gauss(window_s, uniform(0.038, 0.044), uniform(0.008, 0.010)))
-    inferior = (own.random(BLOCK) < 0.5)[:, None]
-    vector = (
-        np.where(inferior, toward(-0.03, -0.6, 0), toward(-0.3, 0, 0.6))
-        * uniform(0.7, 1.1)[:, None]
-    )
-    add(f["QAb"], vector.astype(np.float32), _gauss(window_s, -0.022, 0.011))
-    add(f["PRWP"], toward(-0.25, 0, 0.62), _gauss(window_s, -0.008, 0.013))
-    add(f["LAnFB"], toward(-0.18, 0.3, 0), _gauss(window_s, -0.026, 0.007))
-    qrs *= np.where(f["LQRSV"], uniform(0.22, 0.36), 1).astype(np.float32)[:, None, None]
-    factor = np.where(f["LQRSV"], 0.55, 1) * np.where(f["TInv"], -rng.uniform(0.5, 1.1, BLOCK), 1)
-    t *= np.where(f["TAb"], rng.uniform(-0.15, 0.22, BLOCK), factor).astype(np.float32)[
-        :, None, None
-    ]
+    centre_s = own.between(0.038, 0.044)
+    width_s = own.between(0.008, 0.010)
+    late = _gauss(window_s, centre_s, width_s)
+    _add(qrs, has["IRBBB"], vector, late)
 
 
-def _turn_axis(
-    own: np.random.Generator, f: Findings, qrs: np.ndarray, field: np.ndarray
-) -> np.ndarray:
+def _shape_findings(s: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
+    """Change QRS and T in place for conduction, infarction and voltage, equal in all sessions, and
+    for ST-T."""
+    has, own, rng = s.has, s.own, s.rng
+    window_s = _window("QRS", s.fs_hz)
+    toward = _Toward(own, qrs)
+    _bundle_branches(s, toward, window_s, qrs, t)
+
+    is_inferior = own.random((BLOCK, 1)) < 0.5
+    inferior = toward(-0.03, -0.6, 0)
+    anterior = toward(-0.3, 0, 0.6)
+    vector = np.where(is_inferior, inferior, anterior)
+    vector = vector * own.between(0.7, 1.1, 1)
+    bell = _gauss(window_s, -0.022, 0.011)
+    _add(qrs, has["QAb"], vector.astype(np.float32), bell)
+    vector = toward(-0.25, 0, 0.62)
+    bell = _gauss(window_s, -0.008, 0.013)
+    _add(qrs, has["PRWP"], vector, bell)
+    vector = toward(-0.18, 0.3, 0)
+    bell = _gauss(window_s, -0.026, 0.007)
+    _add(qrs, has["LAnFB"], vector, bell)
+
+    low = has["LQRSV"]
+    height = np.where(low, own.between(0.22, 0.36), 1)
+    qrs *= height.astype(np.float32)[:, None, None]
+    inverted = -rng.between(0.5, 1.1)
+    flat = rng.between(-0.15, 0.22)
+    height = np.where(low, 0.55, 1)
+    height = height * np.where(has["TInv"], inverted, 1)
+    height = np.where(has["TAb"], flat, height)
+    t *= height.astype(np.float32)[:, None, None]
+
+
+def _turn_axis(s: _Session, qrs: np.ndarray) -> np.ndarray:
     """Rotate the QRS in the frontal plane until leads I and aVF show the axis deviation."""
-    area = np.einsum("bls,bs->bl", field[:, :2], qrs.sum(-1))
-    now = np.arctan2(2 * (area[:, 1] - area[:, 0] / 2) / np.sqrt(3), area[:, 0])
-    target = np.deg2rad(
-        np.where(f["LAD"], own.uniform(-75, -33, BLOCK), own.uniform(98, 150, BLOCK))
-    )
-    turned = _rotation(np.outer(target - now, [0, 0, 1])) @ qrs
-    return np.where((f["LAD"] | f["RAD"])[:, None, None], turned, qrs)
+    has, own = s.has, s.own
+    i, ii = np.einsum("bls,bs->lb", s.field[:, :2], qrs.sum(-1))
+    now = np.arctan2(2 * (ii - i / 2) / np.sqrt(3), i)
+    left = own.between(-75, -33)
+    right = own.between(98, 150)
+    target = np.deg2rad(np.where(has["LAD"], left, right))
+    turned = _about_z(target - now) @ qrs
+    deviates = has["LAD"] | has["RAD"]
+    return np.where(deviates[:, None, None], turned, qrs)
 
 
 def _place(beat: np.ndarray, wave: np.ndarray, name: str, centre_s: np.ndarray, fs_hz: int) -> None:
     """Add each patient's wave to their beat [BLOCK, 3, beat], `centre_s` after R."""
-    start = (
-        np.round(centre_s * fs_hz).astype(int)
-        + round(_SPAN_S[name][0] * fs_hz)
-        - round(_SPAN_S["beat"][0] * fs_hz)
-    )
-    start = np.clip(start, 0, beat.shape[-1] - wave.shape[-1])
-    for b, i in enumerate(start):
-        beat[b, :, i : i + wave.shape[-1]] += wave[b]
+    before_wave = round(_SPAN_S[name][0] * fs_hz)
+    before_beat = round(_SPAN_S["beat"][0] * fs_hz)
+    length = wave.shape[-1]
+    starts = np.round(centre_s * fs_hz).astype(int) + before_wave - before_beat
+    starts = np.clip(starts, 0, beat.shape[-1] - length)
+    for patient, start in enumerate(starts):
+        beat[patient, :, start : start + length] += wave[patient]
 
 
-def _beats(
-    rng: np.random.Generator,
-    patients: SyntheticPatients,
-    f: Findings,
-    mean_s: np.ndarray,
-    field: np.ndarray,
-    fs_hz: int,
-) -> np.ndarray:
+def _conducted_waves(s: _Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """P, QRS and T of a session, and the height of the QRS (mV) before the findings change it."""
+    has, rng = s.has, s.rng
+    wide = s.own.between(1.4, 1.75)
+    stretch = np.where(has["LAnFB"], 1.12, 1.0)
+    stretch = np.where(has["NSIVCB"], wide, stretch)
+    waves = {}
+    for name, change in _WAVE_CHANGE.items():
+        shape = s.patients.shape[name]
+        factor = np.exp(SESSION_JITTER * change * rng.gauss(1))
+        shape = shape._replace(gain=shape.gain * factor)
+        waves[name] = _waves(name, shape, s.fs_hz, stretch if name == "QRS" else 1.0)
+    qrs, t = waves["QRS"], waves["T"]
+    top_mv = np.abs(qrs).max((1, 2))
+    _shape_findings(s, qrs, t)
+    wobble_rad = np.deg2rad(2) * SESSION_JITTER * rng.gauss(3)
+    turn = _rotation(s.patients.tilt_rad + wobble_rad)
+    qrs = _turn_axis(s, turn @ qrs)
+    # The pacemaker's spike
+    at_spike = np.abs(_window("QRS", s.fs_hz) + 0.042) < 0.0025
+    spike = at_spike * np.array([[1.1], [-0.85], [0.6]])
+    qrs += has["PR"][:, None, None] * spike.astype(np.float32)
+    p = turn @ waves["P"]
+    without_p = has["AF"] | has["AFL"] | has["PR"] | has["Brady"]
+    p[without_p] = 0
+    return p, qrs, turn @ t, top_mv
+
+
+def _beats(s: _Session, mean_s: np.ndarray) -> np.ndarray:
     """A session's normal, atrial premature and ventricular beats: float32 [BLOCK, 3 kinds, 3 axes,
     beat], mV."""
-    own = np.random.default_rng([*patients.key, DISEASE])
-    stretch = np.where(f["NSIVCB"], own.uniform(1.4, 1.75, BLOCK), np.where(f["LAnFB"], 1.12, 1.0))
-    waves = []
-    for name, change in (("P", 0.06), ("QRS", 0.03), ("T", 0.10)):
-        gain = patients.shape[name].gain * np.exp(
-            SESSION_JITTER * change * rng.normal(size=(BLOCK, 1))
-        )
-        shape = patients.shape[name]._replace(gain=gain)
-        waves.append(_waves(name, shape, fs_hz, stretch if name == "QRS" else 1.0))
-    p, qrs, t = waves
-    top_mv = np.abs(qrs).max((1, 2))
-    _shape_findings(own, rng, f, qrs, t, fs_hz)
-    turn = _rotation(
-        patients.tilt_rad + np.deg2rad(2) * SESSION_JITTER * rng.normal(size=(BLOCK, 3))
-    )
-    p, qrs, t = turn @ p, _turn_axis(own, f, turn @ qrs, field), turn @ t
-    spike = (np.abs(_window("QRS", fs_hz) + 0.042) < 0.0025) * np.array([[1.1], [-0.85], [0.6]])
-    qrs += f["PR"][:, None, None] * spike.astype(np.float32)
-    p[f["AF"] | f["AFL"] | f["PR"] | f["Brady"]] = 0
-    focus = (patients.ectopic * top_mv[:, None]).astype(np.float32)[:, :, None]
-    window_s = _window("QRS", fs_hz)
-    ventricular = (
-        1.25
-        * focus
-        * (_gauss(window_s, 0.01, 0.022) + np.float32(0.8) * _gauss(window_s, 0.06, 0.026))
-    )
-    ectopic_p = _rotation(np.outer(np.deg2rad(own.uniform(60, 120, BLOCK)), [0, 0, 1])) @ p
-
-    pr_s = np.where(f["IAVB"], own.uniform(0.20, 0.31, BLOCK), patients.pr_s) + 0.006 * rng.normal(
-        size=BLOCK
-    )
-    qtc_s = np.where(
-        f["LQT"], rng.uniform(0.47, 0.56, BLOCK), patients.qtc_s + 0.006 * rng.normal(size=BLOCK)
-    )
-    t_peak_s = (qtc_s - 0.115) * np.cbrt(mean_s) - 0.04 + np.where(f["LBBB"] | f["PR"], 0.04, 0)
-    beats, zero = np.zeros((BLOCK, 3, 3, len(_window("beat", fs_hz))), np.float32), np.zeros(BLOCK)
+    p, qrs, t, top_mv = _conducted_waves(s)
+    turned = np.deg2rad(s.own.between(60, 120))
+    ectopic_p = _about_z(turned) @ p
+    pr_s, t_peak_s = _intervals_s(s, mean_s)
+    beats = np.zeros((BLOCK, 3, 3, len(_window("beat", s.fs_hz))), np.float32)
+    at_r = np.zeros(BLOCK)
     for kind, atrial in ((_NORMAL, p), (_ATRIAL, ectopic_p)):
-        for name, wave, centre_s in (
-            ("P", atrial, 0.02 - pr_s),
-            ("QRS", qrs, zero),
-            ("T", t, t_peak_s),
-        ):
-            _place(beats[:, kind], wave, name, centre_s, fs_hz)
-    _place(beats[:, _VENTRICULAR], ventricular, "QRS", zero, fs_hz)
-    _place(
-        beats[:, _VENTRICULAR],
-        -0.4 * focus * _gauss(_window("T", fs_hz), 0.0, 0.05),
-        "T",
-        zero + 0.30,
-        fs_hz,
-    )
+        beat = beats[:, kind]
+        _place(beat, atrial, "P", 0.02 - pr_s, s.fs_hz)
+        _place(beat, qrs, "QRS", at_r, s.fs_hz)
+        _place(beat, t, "T", t_peak_s, s.fs_hz)
+
+    focus = (s.patients.ectopic * top_mv[:, None]).astype(np.float32)[:, :, None]
+    window_s = _window("QRS", s.fs_hz)
+    bell = _gauss(window_s, 0.01, 0.022)
+    bell += np.float32(0.8) * _gauss(window_s, 0.06, 0.026)
+    broad_t = _gauss(_window("T", s.fs_hz), 0.0, 0.05)
+    beat = beats[:, _VENTRICULAR]
+    _place(beat, 1.25 * focus * bell, "QRS", at_r, s.fs_hz)
+    _place(beat, -0.4 * focus * broad_t, "T", at_r + 0.30, s.fs_hz)
     return beats
 
 
-def _atrial_mv(fibrillates: bool, flutter_hz: float, u: np.ndarray, t_s: np.ndarray) -> np.ndarray:
-    """Fibrillation or flutter waves of one record on the Frank axes [3, samples]; `u` are its five
-    random numbers."""
-    if fibrillates:
-        phase = 2 * np.pi * ((4.5 + 4 * u[0]) * t_s + u[1]) + 0.8 * np.sin(
-            2 * np.pi * (0.1 + 0.3 * u[2]) * t_s
-        )
-        wave = np.sin(phase) + 0.45 * np.sin(2 * phase + 0.7) + 0.25 * np.sin(3 * phase + 1.1)
-        wave *= 1 + 0.3 * np.sin(2 * np.pi * (0.23 * t_s + u[3]))
-        return np.outer((0.03 + 0.06 * u[4]) * np.array([0.35, 0.6, -0.75]), wave)
+def _intervals_s(s: _Session, mean_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The PR interval, and the time from R to the top of T, which follows the heart rate."""
+    has, own, rng = s.has, s.own, s.rng
+    prolonged_s = own.between(0.20, 0.31)
+    pr_s = np.where(has["IAVB"], prolonged_s, s.patients.pr_s)
+    pr_s = pr_s + 0.006 * rng.gauss()
+    prolonged_s = rng.between(0.47, 0.56)
+    qtc_s = s.patients.qtc_s + 0.006 * rng.gauss()
+    qtc_s = np.where(has["LQT"], prolonged_s, qtc_s)
+    wide = has["LBBB"] | has["PR"]
+    t_peak_s = (qtc_s - 0.115) * np.cbrt(mean_s) - 0.04
+    return pr_s, t_peak_s + np.where(wide, 0.04, 0)
+
+
+def _fibrillation_mv(u: np.ndarray, t_s: np.ndarray) -> np.ndarray:
+    """Fibrillation waves on the Frank axes [3, samples]; `u` are the record's random numbers."""
+    drift_hz = 0.1 + 0.3 * u[2]
+    drift = np.sin(2 * np.pi * drift_hz * t_s)
+    wave_hz = 4.5 + 4 * u[0]
+    phase = 2 * np.pi * (wave_hz * t_s + u[1])
+    phase = phase + 0.8 * drift
+    wave = np.sin(phase)
+    wave = wave + 0.45 * np.sin(2 * phase + 0.7)
+    wave = wave + 0.25 * np.sin(3 * phase + 1.1)
+    wave *= 1 + 0.3 * np.sin(2 * np.pi * (0.23 * t_s + u[3]))
+    height_mv = 0.03 + 0.06 * u[4]
+    return np.outer(height_mv * np.array([0.35, 0.6, -0.75]), wave)
+
+
+def _flutter_mv(flutter_hz: float, u: np.ndarray, t_s: np.ndarray) -> np.ndarray:
+    """A saw tooth: down within 0.7 of its time, and up again."""
     phase = (flutter_hz * t_s + u[0]) % 1
-    saw = np.where(phase < 0.7, 0.5 - phase / 0.7, (phase - 0.7) / 0.3 - 0.5)
-    return np.outer((0.12 + 0.16 * u[1]) * np.array([0.1, 1.0, -0.25]), saw)
+    down = 0.5 - phase / 0.7
+    up = (phase - 0.7) / 0.3 - 0.5
+    saw = np.where(phase < 0.7, down, up)
+    height_mv = 0.12 + 0.16 * u[1]
+    return np.outer(height_mv * np.array([0.1, 1.0, -0.25]), saw)
 
 
 def twelve_leads(independent: np.ndarray) -> np.ndarray:
     """int16 [8, samples] (I, II, V1..V6) -> [samples, 12]: III is exactly II - I, an aV lead within
     half a unit."""
     i, ii = independent[:2]
-    leads = np.empty((12, independent.shape[1]), np.int16)
-    leads[0:2], leads[6:12] = independent[0:2], independent[2:8]
-    leads[2], leads[3], leads[4], leads[5] = (
-        ii - i,
-        -((i + ii) >> 1),
-        (2 * i - ii) >> 1,
-        (2 * ii - i) >> 1,
-    )
+    samples = len(i)
+    leads = np.empty((12, samples), np.int16)
+    leads[0:2] = independent[0:2]
+    leads[2] = ii - i
+    leads[3] = -((i + ii) >> 1)
+    leads[4] = (2 * i - ii) >> 1
+    leads[5] = (2 * ii - i) >> 1
+    leads[6:12] = independent[2:8]
     return np.ascontiguousarray(leads.T)
 
 
-def _noise(rng: np.random.Generator, samples: int) -> np.ndarray:
+def _noise(rng: BlockDraws, samples: int) -> np.ndarray:
     """Nearly Gaussian low-pass noise of unit variance: float32 [8, samples]. NumPy's normal() would
     take most of the time."""
-    bits = (
-        rng.integers(0, 2**64, 4 * (samples + 1), np.uint64)
-        .view(np.int16)
-        .reshape(2, 8, samples + 1)
-        >> 1
-    )
-    pair = (bits[0] + bits[1]) >> 1
-    noise: np.ndarray = (pair[:, 1:] + pair[:, :-1]) * np.float32(
-        np.sqrt(12.0) / 2**15
-    )  # sums of 15-bit uniforms
+    words = rng.integers(0, 2**64, 4 * (samples + 1), np.uint64)
+    bits = words.view(np.int16).reshape(2, 8, samples + 1) >> 1
+    pair = (bits[0] + bits[1]) >> 1  # sums of 15-bit uniforms
+    scale = np.float32(np.sqrt(12.0) / 2**15)
+    noise: np.ndarray = (pair[:, 1:] + pair[:, :-1]) * scale
     return noise
 
 
-def _disturbance(rng: np.random.Generator, mains_hz: int, knots: int) -> tuple[np.ndarray, ...]:
-    """Three slow waves (breathing, electrodes) and the mains: gain per lead [BLOCK, 8, 4] (mV),
-    frequency (Hz) and phase (turns) [BLOCK, 4]; muscle noise [BLOCK, 8] (mV); log strength of
-    slow waves and muscle noise over the record [BLOCK, 2, knots], with a burst of muscle noise
-    in one of 20 records."""
-    low, high = np.array([0.05, 0.15, 0.35]), np.array([0.15, 0.35, 0.6])
-    height = np.array([0.055, 0.045, 0.018]) * np.abs(rng.normal(size=(BLOCK, 3)))
-    height = np.concatenate([height, rng.uniform(0, 0.012, (BLOCK, 1))], 1)
-    gain_mv = height[:, None] * (1 + 0.4 * rng.normal(size=(BLOCK, 8, 4)))
-    freq_hz = np.concatenate(
-        [rng.uniform(low, high, (BLOCK, 3)), np.full((BLOCK, 1), float(mains_hz))], 1
-    )
-    noise_mv = rng.uniform(0.003, 0.018, (BLOCK, 1)) * np.exp(0.3 * rng.normal(size=(BLOCK, 8)))
-    course = NOISE_COURSE * rng.normal(size=(BLOCK, 2, knots)).astype(np.float32)
-    burst = np.where(rng.random(BLOCK) < 0.05, np.log(rng.uniform(2, 5, BLOCK)), 0)
-    course[np.arange(BLOCK), 1, rng.integers(0, knots, BLOCK)] += burst
-    return gain_mv, freq_hz, rng.random((BLOCK, 4)), noise_mv, course
+def _disturbance(rng: BlockDraws, mains_hz: int, knots: int) -> _Disturbance:
+    """Draw what disturbs each record; one in 20 has a burst of muscle noise."""
+    slow_mv = np.array([0.055, 0.045, 0.018]) * np.abs(rng.gauss(3))
+    mains_mv = rng.between(0, 0.012, 1)
+    height_mv = np.concatenate([slow_mv, mains_mv], 1)
+    gain_mv = height_mv[:, None] * (1 + 0.4 * rng.gauss(8, 4))
+    slow_hz = rng.uniform([0.05, 0.15, 0.35], [0.15, 0.35, 0.6], (BLOCK, 3))
+    freq_hz = np.concatenate([slow_hz, np.full((BLOCK, 1), float(mains_hz))], 1)
+    noise_mv = rng.between(0.003, 0.018, 1)
+    noise_mv = noise_mv * np.exp(0.3 * rng.gauss(8))
+    course = NOISE_COURSE * rng.gauss(2, knots).astype(np.float32)
+    has_burst = rng.random(BLOCK) < 0.05
+    burst = np.log(rng.between(2, 5))
+    knot = rng.integers(0, knots, BLOCK)
+    course[np.arange(BLOCK), 1, knot] += np.where(has_burst, burst, 0)
+    phase = rng.random((BLOCK, 4))
+    return _Disturbance(gain_mv, freq_hz, phase, noise_mv, course)
+
+
+class _Recorder:
+    """Renders the records of a session one by one, in the same buffers."""
+
+    def __init__(self, s: _Session, key: Key, samples: int, mains_hz: int) -> None:
+        dur_s = samples / s.fs_hz
+        self.key = key
+        self.has = s.has
+        self.rhythm = _rhythm(s, dur_s)
+        self.beats = _beats(s, self.rhythm.mean_s)
+        knots = max(2, round(dur_s / KNOT_S) + 1)
+        self.disturbance = _disturbance(s.rng, mains_hz, knots)
+        self.atrial = s.rng.random((BLOCK, 5))
+        field = np.concatenate([s.field, self.disturbance.gain_mv], 2)
+        self.gain_uv = (1000 * field).astype(np.float32)
+        self.noise_uv = (1000 * self.disturbance.noise_mv).astype(np.float32)
+        self.samples = samples
+        self.t_s = np.arange(samples) / s.fs_hz
+        self.hats = _hats(knots, samples)
+        # `sources` (3 axes, 3 slow waves, mains) starts one beat's width before the record
+        self.width = self.beats.shape[-1]
+        before = self.width + round(_SPAN_S["beat"][0] * s.fs_hz)
+        self.start = np.round(self.rhythm.peak_s * s.fs_hz).astype(int) + before
+        self.sources = np.empty((7, samples + 2 * self.width), np.float32)
+        self.within = self.sources[:, self.width : self.width + samples]
+
+    def leads_uv(self, patient: int) -> np.ndarray:
+        """I, II and V1..V6 of a patient: int16 [8, samples]."""
+        strength = np.exp(self.disturbance.log_strength[patient]) @ self.hats
+        self._draw_heart(patient)
+        self._draw_slow_waves(patient, strength[0])
+        noise = _noise(BlockDraws(*self.key, NOISE, patient), self.samples)
+        noise *= self.noise_uv[patient][:, None]
+        noise *= strength[1]
+        noise += self.gain_uv[patient] @ self.within
+        # Clipped so that three times a value fits int16
+        np.rint(noise, out=noise)
+        return noise.clip(-10_000, 10_000, out=noise).astype(np.int16)
+
+    def _draw_heart(self, patient: int) -> None:
+        sources, rhythm = self.sources, self.rhythm
+        sources[:3] = 0
+        heights = rhythm.amplitude[patient].astype(np.float32)
+        for start, kind, height in zip(
+            self.start[patient], rhythm.kind[patient], heights, strict=True
+        ):
+            if 0 <= start <= self.samples + self.width:
+                sources[:3, start : start + self.width] += height * self.beats[patient, kind]
+        u = self.atrial[patient]
+        if self.has["AF"][patient]:
+            self.within[:3] += _fibrillation_mv(u, self.t_s)
+        elif self.has["AFL"][patient]:
+            self.within[:3] += _flutter_mv(rhythm.flutter_hz[patient], u, self.t_s)
+
+    def _draw_slow_waves(self, patient: int, strength: np.ndarray) -> None:
+        disturbance = self.disturbance
+        turns = np.outer(disturbance.freq_hz[patient], self.t_s)
+        turns += disturbance.phase[patient][:, None]
+        turns -= np.floor(turns)  # float32 is precise enough only within one turn
+        self.within[3:] = np.sin(np.float32(2 * np.pi) * turns.astype(np.float32))
+        self.within[3:6] *= strength
 
 
 def simulate(
@@ -572,57 +766,25 @@ def simulate(
 ) -> Recordings:
     """Simulate one session of the patients `who` of a block; `key` is (seed, ..., block,
     session)."""
-    rng = np.random.default_rng([*key, SESSION])
-    f = _draw_findings(rng, patients, without)
-    field = patients.field * (1 + 0.03 * SESSION_JITTER * rng.normal(size=(BLOCK, 8, 3)))
-    field += 0.015 * SESSION_JITTER * rng.normal(size=(BLOCK, 8, 3))
-    peak_s, kind, mean_s, flutter_hz, amplitude = _rhythm(rng, patients, f, samples / fs_hz)
-    beats = _beats(rng, patients, f, mean_s, field, fs_hz)
-    disturbance_mv, freq_hz, phase, noise_mv, knots = _disturbance(
-        rng, mains_hz, max(2, round(samples / fs_hz / KNOT_S) + 1)
-    )
-    gain_uv = (1000 * np.concatenate([field, disturbance_mv], 2)).astype(np.float32)
-    top_uv, u = (1000 * noise_mv).astype(np.float32), rng.random((BLOCK, 5))
-
-    width, t_s = beats.shape[-1], np.arange(samples) / fs_hz
-    early = width + round(
-        _SPAN_S["beat"][0] * fs_hz
-    )  # `sources` starts one beat's width before the record
-    start = np.round(peak_s * fs_hz).astype(int) + early
-    sources = np.empty((7, samples + 2 * width), np.float32)
-    within = sources[:, width : width + samples]
+    rng = BlockDraws(*key, SESSION)
+    own = BlockDraws(*patients.key, DISEASE)
+    has = _draw_findings(rng, patients, without)
+    field = patients.field * (1 + 0.03 * SESSION_JITTER * rng.gauss(8, 3))
+    field += 0.015 * SESSION_JITTER * rng.gauss(8, 3)
+    session = _Session(patients, rng, own, has, field, fs_hz)
+    recorder = _Recorder(session, key, samples, mains_hz)
     digital = np.empty((len(who), samples, 12), np.int16)
-    between = _hats(knots.shape[-1], samples)
-    for made, b in zip(digital, who, strict=True):
-        sources[:3] = 0
-        for i, which, height in zip(
-            start[b], kind[b], amplitude[b].astype(np.float32), strict=True
-        ):
-            if 0 <= i <= samples + width:
-                sources[:3, i : i + width] += height * beats[b, which]
-        if f["AF"][b] or f["AFL"][b]:
-            within[:3] += _atrial_mv(bool(f["AF"][b]), flutter_hz[b], u[b], t_s)
-        turns = np.outer(freq_hz[b], t_s) + phase[b][:, None]
-        turns -= np.floor(turns)  # float32 is precise enough only within one turn
-        strength = np.exp(knots[b]) @ between  # of slow waves and muscle noise
-        within[3:] = np.sin(np.float32(2 * np.pi) * turns.astype(np.float32))
-        within[3:6] *= strength[0]
-        noise_uv = _noise(np.random.default_rng([*key, NOISE, b]), samples)
-        noise_uv *= top_uv[b][:, None]
-        noise_uv *= strength[1]
-        noise_uv += gain_uv[b] @ within
-        uv = np.rint(noise_uv, out=noise_uv).clip(
-            -10_000, 10_000, out=noise_uv
-        )  # so that three times a value fits int16
-        made[:] = twelve_leads(uv.astype(np.int16))
-    return Recordings(
-        digital, {name: mask[list(who)] for name, mask in f.items()}, 60 / mean_s[list(who)]
-    )
+    for record, patient in zip(digital, who, strict=True):
+        record[:] = twelve_leads(recorder.leads_uv(patient))
+    chosen = list(who)
+    present = {name: mask[chosen] for name, mask in has.items()}
+    return Recordings(digital, present, 60 / recorder.rhythm.mean_s[chosen])
 
 
 def _hats(knots: int, samples: int) -> np.ndarray:
     """Hat functions, float32 [knots, samples]: `values @ hats` interpolates linearly between the
     values."""
     at = np.linspace(0, knots - 1, samples)
-    hats: np.ndarray = np.maximum(0, 1 - np.abs(at - np.arange(knots)[:, None])).astype(np.float32)
+    distance = np.abs(at - np.arange(knots)[:, None])
+    hats: np.ndarray = np.maximum(0, 1 - distance).astype(np.float32)
     return hats

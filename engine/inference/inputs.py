@@ -29,8 +29,8 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import META, Dataset
+from omnilead.data_tools.hospital.files import ENDINGS, HospitalFiles
 from omnilead.data_tools.sources import (
-    ENDINGS,
     DataError,
     Prepared,
     ReadError,
@@ -320,7 +320,7 @@ def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead
         elif url.lower().endswith((".hea", *ENDINGS)):
             folder, _, key = (url if "/" in url else f"./{url}").rpartition("/")
             kind = "wfdb" if url.endswith(".hea") else "hospital"
-            source = open_sources(folder or "/", kind, options.anonymous)[0]
+            source = open_sources(folder or "/", kind, options.anonymous, hospital=HospitalFiles)[0]
             yield _of_source(source, key, url, source.root.stamp(key))
         elif "://" in url or Path(url).is_dir():
             yield from _of_archive(url, options)
@@ -339,6 +339,7 @@ def _of_archive(url: str, options: EcgOptions) -> Iterator[RecordToRead]:
             anonymous=options.anonymous,
             besides=options.data,
             private=bool(options.pseudonymize),
+            hospital=HospitalFiles,
         )
     except DataError as error:
         mend = "set its format with `omnilead shard --source`, and give the dataset"

@@ -9,6 +9,7 @@ import numpy as np
 
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.sources import open_sources
 
@@ -68,7 +69,8 @@ def write_challenge(place: Path, name: str, x: np.ndarray, **options: object) ->
 
 
 def build(archive: Path | str, out: Path | str, **options: Any) -> Dataset:
-    return shard(open_sources(str(archive)), ShardOptions(str(out), quiet=True, **options))
+    sources = open_sources(str(archive), hospital=HospitalFiles)
+    return shard(sources, ShardOptions(str(out), quiet=True, **options))
 
 
 def files(root: Path) -> dict[str, bytes]:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.base import Decoded
 from omnilead.data_tools.hospital.files import FORMATS
-from omnilead.data_tools.sources.base import Decoded
 
 SHARED = Path(__file__).parents[3] / "shared" / "formats"
 SECRET, BORN, BORN_ISO = (

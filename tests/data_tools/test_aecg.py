@@ -21,10 +21,10 @@ from hypothesis import given, settings
 
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital.aecg import MISSING
+from omnilead.data_tools.hospital.base import Decoded
 from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.sources import open_sources, prepared
-from omnilead.data_tools.sources.base import Decoded
 from omnilead.data_tools.storage import folder
 from omnilead.data_tools.verify import FLAGS
 
@@ -181,7 +181,7 @@ def test_leads_derived_from_easi_are_not_read_as_measured() -> None:
 @pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
 def test_a_real_file_with_13_samples_is_refused(tmp_path: Path) -> None:
     shutil.copy(SHARED / "bad_aecg_no_waveform.xml", tmp_path)
-    (source,) = open_sources(str(tmp_path))
+    (source,) = open_sources(str(tmp_path), hospital=HospitalFiles)
     assert str(prepared(source, "bad_aecg_no_waveform.xml")) == "too short: 0.026 s"
 
 

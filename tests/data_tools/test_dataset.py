@@ -79,7 +79,7 @@ def test_row_groups_are_read_only_once(dataset: Dataset, monkeypatch: pytest.Mon
 
 
 def test_an_ecg_can_be_plotted(dataset: Dataset) -> None:
-    figure = dataset.plot(3)
+    figure = plots.plot_ecg(dataset[3])
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     texts = {text.get_text() for axes in figure.axes for text in axes.texts} | {
         text.get_text() for text in figure.texts

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from omnilead.data_tools.build import FLAGS
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital import dicom
-from omnilead.data_tools.sources.base import Decoded
+from omnilead.data_tools.hospital.base import Decoded
 
 pydicom = pytest.importorskip("pydicom")
 IMPLICIT, EXPLICIT = "1.2.840.10008.1.2", "1.2.840.10008.1.2.1"

@@ -101,7 +101,7 @@ def test_the_sign_of_a_lead_is_read(tmp_path: Path, label: str) -> None:
     assert noted == (
         [("inverted lead", f"{lead}: labelled with a minus, inverted again")] if sign < 0 else []
     )
-    assert verify(made, open_sources(str(tmp_path), "edf")) == []
+    assert verify(made, open_sources(str(tmp_path), "edf", hospital=HospitalFiles)) == []
 
 
 def test_another_reader_agrees(tmp_path: Path) -> None:

@@ -27,10 +27,11 @@ from omnilead.data_tools import storage
 from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError, StorageError
+from omnilead.data_tools.hospital.base import Decoded
 from omnilead.data_tools.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.record import LEADS, VENDORS
 from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.sources.base import Decoded, read_safely
+from omnilead.data_tools.sources.base import read_safely
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import folder
 from omnilead.data_tools.verify import verify
@@ -186,7 +187,7 @@ def test_beside_a_known_archive_they_are_left_out_and_counted(tmp_path: Path) ->
     for name in ("one.xml", "ward/two.DCM"):
         (tmp_path / "src" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "src" / name).write_bytes(b"")
-    (source,) = open_sources(f"{tmp_path}/src")
+    (source,) = open_sources(f"{tmp_path}/src", hospital=HospitalFiles)
     assert (
         source.name == "physionet2021"
         and "leaves out 2 files that look like ECGs: one.xml: " in source.notes()[-1]
@@ -197,12 +198,12 @@ def test_a_folder_named_training_is_no_archive_without_records(tmp_path: Path) -
     (tmp_path / "src" / "training").mkdir(parents=True)
     for name in ("one.xml", "training/two.xml"):
         (tmp_path / "src" / name).write_text(muse())
-    (source,) = open_sources(f"{tmp_path}/src")
+    (source,) = open_sources(f"{tmp_path}/src", hospital=HospitalFiles)
     assert [*source.keys()] == ["one.xml", "training/two.xml"] and source.name == "hospital"
 
 
 def test_one_format_of_a_mixed_folder(tmp_path: Path) -> None:
-    (source,) = open_sources(str(mixed(tmp_path / "src")), "muse-xml")
+    (source,) = open_sources(str(mixed(tmp_path / "src")), "muse-xml", hospital=HospitalFiles)
     assert [*source.keys()] == ["a/one.xml"] and source.source_of("a/one.xml") == "muse-xml"
 
 
@@ -210,7 +211,7 @@ def test_a_mixed_folder_in_a_bucket() -> None:
     files = {f"a/{UID}": BASE, "empty.txt": b"", "one.xml": muse().encode(), "report.pdf": b"%PDF"}
     for name, content in files.items():
         fsspec.filesystem("memory").pipe(f"/mixed/{name}", content)
-    (source,) = open_sources("memory://mixed")
+    (source,) = open_sources("memory://mixed", hospital=HospitalFiles)
     assert sorted(record.source for record in source) == ["dicom", "muse-xml"]
     assert "2 files of no known format were left out (1 .pdf, 1 .txt)" in source.notes()[0]
 
@@ -337,7 +338,9 @@ def test_records_of_an_implausible_amplitude_are_for_pre_training_only_if_asked_
         assert {row["record"] for row in rows if "implausible" in row["flags"]} == {"1"}
         assert {row["record"] for row in rows if row["pretrain"]} == pretrained
         assert plan == "all" or {row["record"] for row in rows if row["id_role"]} == pretrained
-        assert verify(Dataset.open(out), open_sources(f"{tmp_path}/src")) == []
+        assert (
+            verify(Dataset.open(out), open_sources(f"{tmp_path}/src", hospital=HospitalFiles)) == []
+        )
     assert main([*command, f"{tmp_path}/out0", "--pretrain-implausible"]) == 2
     assert "already finished (pretrain_implausible was False, not True)" in capsys.readouterr().err
 

@@ -9,6 +9,7 @@ from handmade import dat, ecg, header, write_challenge
 from twins import write_code15, write_mimic, write_ptbxl
 
 from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.engine import embed, predict
@@ -31,7 +32,9 @@ def plain(place: Path, records: int = 1) -> None:
 
 def opened(root: Path, *besides: Path) -> tuple[list[tuple[str, int]], str]:
     """Name and records of each source, and what was left out."""
-    sources = open_sources(str(root), besides=[str(root), *map(str, besides)])
+    sources = open_sources(
+        str(root), besides=[str(root), *map(str, besides)], hospital=HospitalFiles
+    )
     noted = [source.left_out for source in sources if source.left_out]
     assert len(noted) <= 1
     return [(source.name, len(list(source.keys()))) for source in sources], (noted or [""])[0]
@@ -48,7 +51,7 @@ def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(
     assert note == f"{what}mywfdb/day 1/00000_hr.hea and 20 more: give {tmp_path}/mywfdb as well"
     assert opened(tmp_path, tmp_path / "mywfdb") == (found, "")
     assert opened(tmp_path / "mywfdb") == ([("wfdb", 21)], "")
-    private = open_sources(str(tmp_path), private=True)[0].left_out
+    private = open_sources(str(tmp_path), private=True, hospital=HospitalFiles)[0].left_out
     assert private == f"{what}give the folders that hold them as well"
 
 
@@ -57,13 +60,13 @@ def test_files_in_an_archives_folder_are_counted_also_if_its_kind_is_given(tmp_p
     (tmp_path / "one.xml").touch()
     note = f"{tmp_path}: leaves out 1 file that looks like an ECG: one.xml: "
     for kind in ("auto", "physionet2021"):
-        (source,) = open_sources(str(tmp_path), kind)
+        (source,) = open_sources(str(tmp_path), kind, hospital=HospitalFiles)
         assert source.left_out == f"{note}move them to a folder of their own and give it as well"
     plain(tmp_path / "wfdb")
     (tmp_path / "wfdb" / "a.dcm").touch()
     assert (
         "1 file that looks like an ECG: a.dcm"
-        in open_sources(f"{tmp_path}/wfdb", "wfdb")[0].left_out
+        in open_sources(f"{tmp_path}/wfdb", "wfdb", hospital=HospitalFiles)[0].left_out
     )
 
 

@@ -23,9 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.hospital.base import Decoded
 from omnilead.data_tools.hospital.philips_xml import ECG_S, PULSE_S
 from omnilead.data_tools.record import LEADS
-from omnilead.data_tools.sources.base import Decoded
 from omnilead.data_tools.verify import FLAGS
 
 KIND, RATE = "philips-xml", 250

@@ -20,6 +20,7 @@ from test_muse_xml import muse
 import omnilead
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.pseudonyms import read_key
 from omnilead.data_tools.sources import open_sources
 from omnilead.engine import embed, predict
@@ -268,7 +269,7 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
         str(tmp_path / "made"), plan="all", pseudonym_key=read_key(str(key)), quiet=True
     )
     names = (
-        shard(open_sources(str(export)), options)
+        shard(open_sources(str(export), hospital=HospitalFiles), options)
         .table(["source", "record", "patient"])
         .to_pylist()[0]
     )
