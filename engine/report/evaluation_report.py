@@ -19,8 +19,8 @@ from omnilead.engine.evaluation.intervals import TOO_FEW
 from omnilead.engine.evaluation.metrics import Array, calibration, predicted, unit_vectors
 from omnilead.engine.evaluation.results import IdentificationResult, TaskResult
 from omnilead.engine.inference.trained_model import HeadInfo
-from omnilead.engine.report import plots, score_plots
-from omnilead.engine.report.plots import Line, LineStyle
+from omnilead.engine.report import charts
+from omnilead.engine.report.charts import Line, LineStyle
 from omnilead.engine.report.run_report import ReportSection, readable, render
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
@@ -105,12 +105,9 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
         notes += [f"{TOO_FEW} have no interval."] * any(NO_INTERVAL in row for row in grid)
         sections.append(ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes)))
     if dataset is not None and result.crops_N is not None:
-        charts = [ecg(result, dataset, row) for row in result.worst(WORST)]
-        sections.append(
-            ReportSection(
-                f"The {len(charts)} records with the largest errors", charts=charts, columns=2
-            )
-        )
+        drawn = [ecg(result, dataset, row) for row in result.worst(WORST)]
+        title = f"The {len(drawn)} records with the largest errors"
+        sections.append(ReportSection(title, charts=drawn, columns=2))
     return (
         f"{head.task}, {head.kind}",
         f"{record['n']:,} records, {half['n']:,} halves of 5 s",
@@ -171,22 +168,21 @@ def decisions(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
         known = ~np.isnan(y[:, 0])
         labels, outputs = (np.concatenate([~of, of], 1)[known] for of in (labels, outputs))
         names, kept = [f"not {names[0]}", names[0]], np.arange(2)
-    confusions = score_plots.confusion_chart(
-        labels[:, kept], outputs[:, kept], [names[k] for k in kept]
-    )
-    charts = [score_plots.calibration_chart(*calibration(y, scores)), confusions]
+    shown_names = [names[k] for k in kept]
+    confusions = charts.confusion_chart(labels[:, kept], outputs[:, kept], shown_names)
+    drawn = [charts.calibration_chart(*calibration(y, scores)), confusions]
     few = f" of the {CONFUSED} most frequent classes" * (len(names) > CONFUSED)
-    yield ReportSection(f"Calibration and confusions{few}", charts=charts)
+    yield ReportSection(f"Calibration and confusions{few}", charts=drawn)
 
 
 def threshold_charts(y: Array, scores: Array, names: Sequence[str]) -> Iterator[str]:
     known = ~np.isnan(y)
     if len(names) > 1:
-        yield score_plots.roc_and_pr("All classes together", y[known] == 1, scores[known])
+        yield charts.roc_and_pr("All classes together", y[known] == 1, scores[known])
     positives = (y == 1).sum(0)
     for k in np.argsort(-positives, kind="stable")[:CLASSES_SHOWN].tolist():
         if 0 < positives[k] < known[:, k].sum():
-            yield score_plots.roc_and_pr(names[k], y[known[:, k], k] == 1, scores[known[:, k], k])
+            yield charts.roc_and_pr(names[k], y[known[:, k], k] == 1, scores[known[:, k], k])
 
 
 def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
@@ -194,10 +190,9 @@ def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
     for k, name in enumerate(head.classes):
         known = np.isfinite(y[:, k])
         if known.any():
-            charts = score_plots.agreement_charts(
-                name, y[known, k], scores[known, k].astype(float), head.unit
-            )
-            yield ReportSection(f"Predicted {name}", charts=charts)
+            values, predictions = y[known, k], scores[known, k].astype(float)
+            drawn = charts.agreement_charts(name, values, predictions, head.unit)
+            yield ReportSection(f"Predicted {name}", charts=drawn)
 
 
 def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
@@ -212,7 +207,7 @@ def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
         str(values[row]) for name, values in result.groups_N.items() if name != "source"
     )
     mv_LT = dataset.read(crop)[:, : halves * HALF] * 1e-3
-    return score_plots.clinical_chart(
+    return charts.clinical_chart(
         f"{result.records_N[row]}: {facts}", reading(result.head, y_K, score_K), mv_LT
     )
 
@@ -264,12 +259,12 @@ def identification(result: IdentificationResult) -> tuple[str, str, list[ReportS
         ("other patients", other_pairs(result)),
         ("most similar other", found["other"]),
     ]
-    similarity = plots.histogram("Similarity to the gallery (cosine)", groups)
-    charts = [plots.line_chart("Patient among the most similar", lines, style), similarity]
+    similarity = charts.histogram("Similarity to the gallery (cosine)", groups)
+    drawn = [charts.line_chart("Patient among the most similar", lines, style), similarity]
     counts = f"{found['n_probes']:,} probes against {found['n_gallery']:,} in the gallery"
     sections = [
         ReportSection(tiles=tiles, note=note, remarks=result.remarks),
-        ReportSection("Patients recognised", charts=charts),
+        ReportSection("Patients recognised", charts=drawn),
     ]
     return "Patient identification", counts, sections
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from omnilead.data_tools.cli import echo, say, tell
 from omnilead.engine.common import LEADS, Parser, flatten, interruptible, write_whole
-from omnilead.engine.report import plots
-from omnilead.engine.report.plots import Line, LineStyle
+from omnilead.engine.report import charts
+from omnilead.engine.report.charts import Line, LineStyle
 from omnilead.engine.training.files import (
     LOWER_IS_BETTER,
     METRICS,
@@ -185,8 +185,8 @@ def build(run: Path) -> str:
                 "Learning rates", grid=[names, *([str(cell) for cell in row] for row in rates)]
             )
         )
-    for title, charts in SECTIONS.items():
-        drawn = [draw(chart, files, best, absent) for chart in charts]
+    for title, planned in SECTIONS.items():
+        drawn = [draw(chart, files, best, absent) for chart in planned]
         note = validation_note(files) if title == "Loss" else ""
         sections.append(ReportSection(title, charts=list(filter(None, drawn)), note=note))
     sections.append(
@@ -393,21 +393,19 @@ def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -
             )
         )
     held_out = any(line.key.startswith(VALID) for line in lines)
-    marks = [(best, f"best at step {best:,.0f}", "best")] if held_out and best is not None else []
-    return (
-        plots.line_chart(chart.title, lines, chart.style, files.metrics.steps, marks)
-        if lines
-        else ""
-    )
+    mark = (best, f"best at step {best:,.0f}") if held_out and best is not None else None
+    if not lines:
+        return ""
+    return charts.line_chart(chart.title, lines, chart.style, files.metrics.steps, mark)
 
 
 def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
     for title, names in SIMILARITIES.items():
         groups = [(label, arrays[name]) for name, label in names.items() if name in arrays]
         if groups:
-            yield plots.histogram(title, groups)
+            yield charts.histogram(title, groups)
         if "positive_similarity" in names and "code_usage" in arrays:
-            yield plots.rank_chart(
+            yield charts.rank_chart(
                 "Usage of codes", np.nan_to_num(arrays["code_usage"], posinf=0, neginf=0).clip(0)
             )
 
@@ -419,7 +417,7 @@ def sample_charts(samples: np.ndarray | None) -> Iterator[str]:
             if len(mv_SLT[0]) == len(LEADS)
             else [str(lead + 1) for lead in range(len(mv_SLT[0]))]
         )
-        yield plots.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ)
+        yield charts.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ)
 
 
 def readable(tree: Any) -> Iterator[tuple[str, str]]:

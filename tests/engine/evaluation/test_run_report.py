@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pages import check
+from pages import check, curves
 
-from omnilead.engine.report import plots, run_report
+from omnilead.engine.report import charts, run_report
 from omnilead.engine.tasks.finetuning import FinetuneTask
 from omnilead.engine.training.files import StepLog, read_diagnostics, write_diagnostics
 from omnilead.engine.training.pretraining import PretrainTask
@@ -63,23 +63,12 @@ def full(tmp_path: Path) -> Path:
     return run
 
 
-def curves(html: str) -> set[str]:
-    return {
-        str(node.get("data-key"))
-        for chart in check(html)
-        for node in chart.iter("path")
-        if node.get("data-key")
-    }
-
-
-def levels(html: str) -> list[str]:
-    nodes = [
-        node
-        for chart in check(html)
-        for node in chart.iter("line")
-        if "level" in str(node.get("class"))
-    ]
-    return sorted(str(node.findtext("title")) for node in nodes)
+def texts(html: str, beginning: str) -> list[str]:
+    """What the charts say with this beginning."""
+    nodes = [node for chart in check(html) for node in chart.iter("text")]
+    return sorted(
+        str(node.text).strip() for node in nodes if str(node.text).strip().startswith(beginning)
+    )
 
 
 def cards(html: str) -> dict[str, tuple[str, str]]:
@@ -103,8 +92,8 @@ def test_every_curve_is_on_the_page_and_texts_are_escaped(
         "valid/loss",
         "valid/accuracy_local",
         "valid/identification_accuracy",
-        "codebook 1",
-        "codebook 2",
+        "book 1: 31 of 32",
+        "book 2: 32 of 32",
     }
     assert wanted <= curves(html)
     assert cards(html)["Patients recognised"] == ("40.0%", "held out, 50.0% before training")
@@ -141,28 +130,20 @@ def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path: Path) -> N
     steps = [{"step": s, "crops_seen": s, "loss": 1 / s, "accuracy": 0.5} for s in range(1, 41)]
     validation = [{"step": step, **figures, "auroc": score} for step, score in scores.items()]
     html = run_report.build(make(tmp_path / "dx", *steps, validation=validation, facts=facts))
-    charts = check(html)
+    charts_of = check(html)
     marked = [
         chart.get("aria-label")
-        for chart in charts
-        for node in chart.iter("text")
-        if node.text == "best"
+        for chart in charts_of
+        if "best at step 20" in "".join(chart.itertext())
     ]
     assert marked == ["Loss", "Accuracy of halves", "AUROC, AUPRC, F-measure", "CinC score"]
     by_class = ("valid/auroc", "valid/auprc", "valid/f_measure")
     assert {*by_class, "valid/challenge", "valid/accuracy", "accuracy"} <= curves(html)
-    paths = [
-        node for chart in charts for node in chart.iter("path") if node.get("data-key") in by_class
-    ]
-    assert [node.get("data-colour") for node in paths] == ["0", "1", "2"]
-    assert (
-        html.count("best at step 20") == len(marked)
-        and "<b>0.750</b><small>held out, chance 0.500" in html
-    )
+    assert "<b>0.750</b><small>held out, chance 0.500" in html
     assert (
         "No step is better than step 0, before training: auroc 0.900, and 0.750 at step 20." in html
     )
-    assert levels(html) == ["chance 0.1", "chance 0.5"]
+    assert texts(html, "chance ") == ["chance 0.1", "chance 0.5"]
     assert cards(html)["Converged"] == ("no", "2 validations since the best")
     assert (
         "Not converged: best auroc 0.7500 at step 20, and 2 validations since without "
@@ -206,11 +187,11 @@ def test_cards_show_held_out_figures_and_chance(tmp_path: Path) -> None:
         cards(html)["Held-out loss"] == ("3.000", "at step 29")
         and cards(html)["Local accuracy"][1] == "training"
     )
-    assert "In validation dropout is off." in html and levels(html) == [
+    assert "In validation dropout is off." in html and texts(html, "chance ") == [
         "chance 1.59%",
         "chance 9.09%",
     ]
-    assert "No step is better than step 0" in html and html.count("best at step 29") > 1
+    assert "No step is better than step 0" in html and len(texts(html, "best at step 29")) > 1
 
 
 RUNS: dict[str, list[Row | str]] = {
@@ -262,7 +243,7 @@ def test_any_run_has_a_report(lines: list[Row | str], tmp_path: Path) -> None:
 def test_non_finite_values_are_marked_and_missing_ones_named(tmp_path: Path) -> None:
     steps = row(1, loss_global=None), row(2, loss=NAN, loss_global=None), row(3, loss_global=None)
     html = run_report.build(make(tmp_path / "run", *steps))
-    assert "not finite in 1 of 3 logged steps" in html and html.count('class="lost"') == 1
+    assert "not finite in 1 of 3 logged steps" in html and html.count('id="lost"') == 1
     assert "Not logged in this run: loss_global" in html and "loss_global" not in curves(html)
 
 
@@ -315,20 +296,10 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_thinning_keeps_outliers_and_smoothing_skips_gaps() -> None:
     y = np.zeros(10_000)
     y[4321], y[77] = 9.0, -3.0
-    x, kept = plots.thinned(np.arange(10_000), y)
-    assert len(x) <= plots.MAX_POINTS and x[kept == 9.0] == [4321] and x[kept == -3.0] == [77]
+    x, kept = charts.thinned(np.arange(10_000), y)
+    assert len(x) <= charts.MAX_POINTS and x[kept == 9.0] == [4321] and x[kept == -3.0] == [77]
     assert (np.diff(x) > 0).all()
     y = np.full(300, 2.0)
     y[100] = NAN
-    smooth = plots.smoothed(y)  # a mean of what is there
+    smooth = charts.smoothed(y)  # a mean of what is there
     assert np.isnan(smooth[100]) and np.allclose(np.delete(smooth, 100), 2.0)
-
-
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (-3, 7), (1e-9, 2e-9), (1234.5, 1234.6), (0, 320), (0, 1e11)]
-)
-def test_ticks_are_few_round_numbers_within_the_range(low: float, high: float) -> None:
-    marks = plots.ticks(low, high, 6)
-    assert 2 <= len(marks) <= 7
-    assert all(low - 1e-9 * abs(high) <= mark <= high + 1e-9 * abs(high) for mark in marks)
-    assert len({plots.tick_labels(marks)(mark) for mark in marks}) == len(marks)

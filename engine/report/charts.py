@@ -1,0 +1,497 @@
+"""The figures of the reports, drawn with matplotlib: numbers in, inline SVG out.
+
+    line_chart("Loss", [Line("loss", "training", steps, values)])    curves over steps
+    histogram("Similarity", [("positive pairs", values), ...])       the distribution of each group
+    rank_chart("Code usage", counts_GV)                              how often each code was used
+    ecg_chart("Crop 1", mv_SLT, names, fs_hz)                        leads under each other
+    roc_and_pr("AF", label_N, score_N)                               both curves side by side
+    calibration_chart(mean, true, count, error)                      predicted and observed frequency
+    confusion_chart(labels_NK, outputs_NK, names)                    what is predicted for each class
+    agreement_charts("age", value_N, prediction_N, "years")          scatter plot and Bland-Altman plot
+    clinical_chart("A0001", "M, 63", mv_LT)                          3 x 4 leads and a rhythm strip
+
+The page sets the colours: every colour of COLOURS becomes a variable of report.html, which has one
+value for light and one for dark pages. The same numbers give the same bytes.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from omnilead.engine.common import LEADS
+from omnilead.engine.evaluation.metrics import Array, confusion_shares, counts, ranked
+
+# Names of the colours in report.html. Here each has a number that nothing else in a figure has.
+SERIES = ("#c0c0c0", "#c0c0c1", "#c0c0c2", "#c0c0c3", "#c0c0c4")
+INK, GREY, RULE, AXIS = "#c0c0d0", "#c0c0d1", "#c0c0d2", "#c0c0d3"
+COLOURS = {colour: f"--c{i}" for i, colour in enumerate(SERIES)}
+COLOURS |= {INK: "--ink", GREY: "--grey", RULE: "--rule", AXIS: "--axis"}
+WRONG = SERIES[4]  # values that are not finite
+Style = dict[str, Any]
+STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "omnilead",  # without one, ids are random
+    "text.parse_math": False,
+    "text.color": GREY,
+    "font.size": 11,
+    "axes.edgecolor": AXIS,
+    "axes.linewidth": 0,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 1,
+    "lines.linewidth": 1.8,
+    "lines.solid_joinstyle": "round",
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "xtick.major.pad": 6,
+    "xtick.labelcolor": GREY,
+    "ytick.labelcolor": GREY,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "legend.borderpad": 0,
+    "legend.borderaxespad": 0.4,
+    "legend.handlelength": 1.5,
+    "legend.columnspacing": 1.2,
+}
+UNNAMED = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+DOTTED = (0, (2, 3))
+
+# Sizes are in units of the drawing, which is scaled to its card: about pixels.
+WIDTH, HEIGHT = 384.0, 212.0
+WIDE = 2 * WIDTH + 52  # two charts side by side, with the gap and margins between them
+ECG_WIDTH = 588.0  # two to a row
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 8.0, 40.0, 26.0  # margins around the plot
+
+MAX_POINTS = 480  # of a curve
+SMOOTHED_FROM = 60  # points; from there a moving average is drawn over the curve
+LONGEST, FEW = 18, 12  # characters of a class name; classes that fit into a narrow card
+DOTS = 1500  # drawn of many
+SPREAD = 1.96  # standard deviations: 95 % of normally distributed differences
+FS_HZ, COLUMN_S, SHOWN_S = 500, 2.5, 10.0
+ROW_MV = 2.6  # from row to row of a printout
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    key: str  # the id of the curve in the page
+    label: str
+    x: Array
+    y: Array  # NaN or infinite where there is no number
+    colour: int = 0
+    dashed: bool = False
+    chance: float | None = None  # the value of guessing
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    unit: str = ""
+    percent: bool = False
+    log: bool = False
+    floor: float | None = None  # the y axis reaches at least down to it
+    smooth: bool = True
+    x_label: str = "step"
+
+
+class Drawing:
+    """A figure with its title, and axes that are placed in units of the drawing."""
+
+    def __init__(self, title: str, width: float = WIDTH, height: float = HEIGHT) -> None:
+        self.title, self.width, self.height = title, width, height
+        self.figure = Figure((width / 72, height / 72), facecolor="none")
+        self.text(0, 13, title, color=INK, size=13.5, weight=700)
+
+    def axes(
+        self,
+        left: float = LEFT,
+        top: float = TOP,
+        width: float | None = None,
+        height: float | None = None,
+    ) -> Axes:
+        width = self.width - LEFT - RIGHT if width is None else width
+        height = self.height - TOP - BOTTOM if height is None else height
+        bottom = self.height - top - height
+        place = left / self.width, bottom / self.height, width / self.width, height / self.height
+        return self.figure.add_axes(place, facecolor="none")
+
+    def text(self, x: float, y: float, content: str, **style: Any) -> None:
+        self.figure.text(x / self.width, 1 - y / self.height, content, **style)
+
+    def svg(self, kind: str = "") -> str:
+        """SVG to stand in a page: without header, fonts, and colours of its own."""
+        self.figure.savefig(file := io.StringIO(), format="svg", metadata=UNNAMED)
+        inside = file.getvalue().partition("</defs>")[2]  # matplotlib's style would reach the page
+        inside = re.sub(r'(?<= d=")[^"]*', _shortened, inside)
+        inside = re.sub(r"font-family: [^;\"]*;? ?", "", re.sub(r"\n\s*", "\n", inside))
+        inside = inside.replace("xlink:href", "href")
+        for colour, name in COLOURS.items():
+            inside = inside.replace(colour, f"var({name})")
+        return (
+            f'<svg class="chart {kind}" viewBox="0 0 {self.width:g} {self.height:g}" role="img" '
+            f'aria-label="{escape(self.title)}">{inside}'
+        )
+
+
+def _shortened(path: re.Match[str]) -> str:
+    """A path in tenths of a unit: a third of the size."""
+    return re.sub(r"(\.\d)\d+", r"\1", path[0]).replace(" \n", " ")
+
+
+def line_chart(
+    title: str,
+    lines: Sequence[Line],
+    style: LineStyle = LineStyle(),
+    span: Array | None = None,
+    mark: tuple[float, str] | None = None,
+) -> str:
+    """`span`: x values that the axis must cover; `mark`: an x, and what is there."""
+    with matplotlib.rc_context(STYLE):
+        drawing = Drawing(title)
+        axes = drawing.axes()
+        axes.grid(visible=False, axis="x")
+        for line in lines:
+            _draw_line(axes, line, style)
+        _set_axes(axes, lines, style, span)
+        drawing.text(LEFT - 7, HEIGHT - 8, style.x_label, ha="right")
+        drawing.text(WIDTH - RIGHT, 13, style.unit, ha="right")
+        for line in lines:
+            if line.chance is not None:
+                _level(axes, line, style)
+        low, high = axes.get_xlim()
+        if mark and low <= mark[0] <= high:
+            axes.axvline(mark[0], color=AXIS, lw=1, ls=DOTTED)
+            side = "right" if mark[0] > (low + high) / 2 else "left"
+            place: Style = {"ha": side, "va": "top", "transform": axes.get_xaxis_transform()}
+            axes.text(mark[0], 0.99, f" {mark[1]} ", **place)
+        if len(lines) > 1:
+            _legend(axes)
+        return drawing.svg()
+
+
+def _draw_line(axes: Axes, line: Line, style: LineStyle) -> None:
+    colour, dashes = SERIES[line.colour], (0, (3, 2)) if line.dashed else "-"
+    good = np.isfinite(line.y)
+    x, y = thinned(line.x, np.where(good, line.y, np.nan))
+    shown = np.isfinite(y)
+    curve: Style = {"color": colour, "ls": dashes, "label": line.label, "gid": line.key}
+    if style.smooth and shown.sum() > SMOOTHED_FROM:
+        log = style.log and bool((y[shown] > 0).all())
+        mean = 10 ** smoothed(np.log10(y)) if log else smoothed(y)
+        axes.plot(x, y, color=colour, lw=1, alpha=0.32)
+        axes.plot(x, mean, **curve)
+    else:
+        axes.plot(x, y, **curve)
+        alone = shown & ~np.r_[False, shown[:-1]] & ~np.r_[shown[1:], False]
+        dots = shown if shown.sum() <= 24 else alone
+        axes.plot(x[dots], y[dots], "o", color=colour, ms=4.8, mew=0, clip_on=False)
+    for at in line.x[~good][:200]:
+        axes.axvline(at, ymax=0.05, color=WRONG, lw=1.6, gid="lost")
+
+
+def _set_axes(
+    axes: Axes, lines: Sequence[Line], style: LineStyle, span: Array | None = None
+) -> None:
+    steps = np.concatenate([line.x for line in lines] + ([] if span is None else [span]))
+    low, high = float(steps.min()), float(steps.max())
+    axes.set_xlim(*((low, high) if high > low else (low - 1, high + 1)))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(_number)
+    axes.margins(y=0.06)
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    values = np.append(values, [line.chance for line in lines if line.chance is not None])
+    if style.log and len(values) and values.min() > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(_number)
+        axes.yaxis.set_minor_formatter("")
+        return
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(_per_cent if style.percent else _number)
+    if style.floor is not None and len(values) and values.min() >= style.floor:
+        axes.set_ylim(bottom=style.floor)
+
+
+@FuncFormatter
+def _number(value: float, _: Any = None) -> str:
+    return f"{value:z,.10g}"
+
+
+@FuncFormatter
+def _per_cent(value: float, _: Any = None) -> str:
+    return f"{100 * value:z,.6g} %"
+
+
+def _level(axes: Axes, line: Line, style: LineStyle) -> None:
+    assert line.chance is not None
+    words = f"chance {line.chance:.2%}" if style.percent else f"chance {line.chance:.3g}"
+    axes.axhline(line.chance, color=SERIES[line.colour], lw=1.2, ls=DOTTED)
+    axes.text(1, line.chance, words, ha="right", va="bottom", transform=axes.get_yaxis_transform())
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=5)
+
+
+def thinned(x: Array, y: Array, limit: int = MAX_POINTS) -> tuple[Array, Array]:
+    """At most `limit` points: the lowest and the highest of each stretch, in their order."""
+    if len(x) <= limit:
+        return x, y
+    length = -(-len(y) // (limit // 2))
+    padded = np.pad(y.astype(float), (0, -len(y) % length), constant_values=np.nan)
+    rows = padded.reshape(-1, length)
+    good, starts = np.isfinite(rows), np.arange(len(rows)) * length
+    lowest = starts + np.where(good, rows, np.inf).argmin(1)
+    highest = starts + np.where(good, rows, -np.inf).argmax(1)
+    kept = np.unique([lowest, highest])
+    return x[kept], y[kept]
+
+
+def smoothed(y: Array) -> Array:
+    """The mean of the neighbours within a thirtieth of the curve; NaN where y is."""
+    good = np.isfinite(y)
+    window = np.ones(2 * max(1, len(y) // 60) + 1)
+    weight = np.convolve(good.astype(float), window, "same")
+    sums = np.convolve(np.where(good, y, 0.0), window, "same")
+    return np.where(good, sums / np.maximum(weight, 1), np.nan)
+
+
+def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -> str:
+    """The share of each group's numbers in each bin; dotted: the means."""
+    finite = {label: values[np.isfinite(values)] for label, values in groups}
+    finite = {label: values for label, values in finite.items() if len(values)}
+    edges = np.histogram_bin_edges(np.concatenate([*finite.values(), []]).round(9), bins)
+    edges[[0, -1]] += (-1e-9, 1e-9)  # values were rounded
+    with matplotlib.rc_context(STYLE):
+        drawing = Drawing(title, WIDE)
+        axes = drawing.axes()
+        for i, (label, values) in enumerate(finite.items()):
+            shares = np.histogram(values, edges)[0] / len(values)
+            _stairs(axes, shares, edges, i, f"{label}, mean {values.mean():.2f}")
+            axes.axvline(values.mean(), color=AXIS, lw=1, ls=DOTTED)
+        axes.yaxis.set_major_formatter(_per_cent)
+        _legend(axes)
+        return drawing.svg("wide")
+
+
+def rank_chart(title: str, counts_GV: Array) -> str:
+    """The share of each code, largest first; dotted: all equal."""
+    shares_GV = -np.sort(-counts_GV / np.maximum(counts_GV.sum(1, keepdims=True), 1), axis=1)
+    codes = counts_GV.shape[1]
+    with matplotlib.rc_context(STYLE):
+        drawing = Drawing(title)
+        axes = drawing.axes()
+        for g, share_V in enumerate(shares_GV):
+            label = f"book {g + 1}: {np.count_nonzero(share_V)} of {codes}"
+            _stairs(axes, share_V, np.arange(codes + 1.0), g % len(SERIES), label)
+        axes.axhline(1 / codes, color=AXIS, lw=1.2, ls=DOTTED)
+        axes.yaxis.set_major_formatter(_per_cent)
+        _legend(axes)
+        return drawing.svg()
+
+
+def _stairs(axes: Axes, shares: Array, edges: Array, colour: int, label: str) -> None:
+    axes.stairs(shares, edges, color=SERIES[colour], fill=True, alpha=0.2)
+    axes.stairs(shares, edges, color=SERIES[colour], lw=1.4, label=label, gid=label)
+    axes.margins(x=0)
+
+
+def ecg_chart(
+    title: str, mv_SLT: Array, leads: Sequence[str], fs_hz: float, step_mv: float = 2.0
+) -> str:
+    """Halves side by side; a lead that is all zeros is a grey line."""
+    halves, rows, samples = mv_SLT.shape
+    half_s, level = samples / fs_hz, -step_mv * np.arange(rows)
+    with matplotlib.rc_context(STYLE):
+        drawing = Drawing(title, ECG_WIDTH, TOP + BOTTOM + 26 * rows)
+        axes = drawing.axes()
+        axes.grid(visible=False)
+        drawing.text(0, 30, f"{step_mv:g} mV from lead to lead; grey: masked out")
+        for s, row in np.ndindex(halves, rows):
+            mv = mv_SLT[s, row].astype(float).clip(-step_mv, step_mv)  # up to the next leads' lines
+            t, mv = thinned(half_s * s + np.arange(samples) / fs_hz, mv)
+            axes.plot(t, mv + level[row], color=SERIES[0] if mv.any() else AXIS, lw=0.8)
+        for s in range(1, halves):
+            axes.axvline(half_s * s, color=AXIS, lw=1, ls=DOTTED)
+        axes.set_xlim(0, halves * half_s)
+        axes.set_ylim(level[-1] - 0.6 * step_mv, 0.6 * step_mv)
+        axes.set_yticks(level, leads)
+        axes.xaxis.set_major_locator(MaxNLocator(10))
+        axes.xaxis.set_major_formatter("{x:g} s")
+        return drawing.svg()
+
+
+def roc_and_pr(title: str, label_N: Array, score_N: Array) -> str:
+    """ROC and precision-recall curves; dotted: chance."""
+    true, false = counts(label_N, *ranked(score_N))
+    positives, negatives = true[-1], false[-1]
+    precision = true / (true + false)
+    sensitivity = np.append(0.0, true / max(positives, 1))
+    fallout = np.append(0.0, false / max(negatives, 1))
+    auroc = float(np.trapezoid(sensitivity, fallout)) if positives and negatives else np.nan
+    auprc = float((np.diff(sensitivity) * precision).sum()) if positives else np.nan
+    share = positives / (positives + negatives)
+    with matplotlib.rc_context(STYLE):
+        drawing = Drawing(title, 300, 186)
+        drawing.text(300, 13, f"{int(positives):,} of {int(positives + negatives):,}", ha="right")
+        roc, pr = (_unit_square(drawing.axes(left, 46, 120, 120)) for left in (24, 176))
+        roc.plot([0, 1], [0, 1], color=AXIS, lw=1, ls=DOTTED)
+        roc.plot(fallout, sensitivity, color=SERIES[0], gid="roc")
+        pr.plot([0, 1], [share, share], color=AXIS, lw=1, ls=DOTTED)
+        pr.plot(sensitivity, np.append(precision[:1], precision), color=SERIES[1], gid="pr")
+        _name_axes(roc, "false positive rate", "sensitivity", f"area {auroc:.3f}")
+        _name_axes(pr, "recall", "precision", f"area {auprc:.3f}")
+        return drawing.svg()
+
+
+def _unit_square(axes: Axes) -> Axes:
+    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+    axes.set_xticklabels(["0", "", ""])
+    axes.set_yticklabels(["0", "", "1"])
+    axes.spines[:].set_linewidth(1)
+    return axes
+
+
+def _name_axes(axes: Axes, x_label: str, y_label: str, note: str = "") -> None:
+    place: Style = {"xycoords": "axes fraction", "textcoords": "offset points", "color": GREY}
+    axes.annotate(x_label, (1, 0), (0, -14), ha="right", **place)
+    axes.annotate(y_label, (0, 1), (0, 6), **place)
+    axes.annotate(note, (1, 1), (0, 6), ha="right", **place | {"color": INK})
+
+
+def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> str:
+    """Above: a dot for each bin of probabilities; below: how many there are, as a logarithm."""
+    there = count > 0
+    with matplotlib.rc_context(STYLE):
+        drawing = Drawing("Calibration", 384, 520)
+        upper = _unit_square(drawing.axes(46, 46, 312, 312))
+        upper.plot([0, 1], [0, 1], color=AXIS, lw=1, ls=DOTTED)
+        upper.plot(mean[there], true[there], "o-", color=SERIES[0], ms=8, mew=0)
+        note = f"calibration error {error:.3f}"
+        _name_axes(upper, "predicted probability", "observed frequency", note)
+        lower = drawing.axes(46, 398, 312, 90)
+        centres = (np.arange(len(count)) + 0.5) / len(count)
+        lower.bar(centres[there], count[there], 0.9 / len(count), color=SERIES[0], alpha=0.35)
+        lower.set(xlim=(0, 1), xticks=(), yscale="log", ylim=(0.7, 10 * max(count.max(), 1)))
+        lower.yaxis.set_major_formatter(_number)
+        lower.minorticks_off()
+        drawing.text(46, 502, "probabilities in each bin (logarithmic)")
+        return drawing.svg()
+
+
+def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -> str:
+    """Each row: the share of a class's samples for which it was predicted (the diagonal:
+    sensitivity), and the shares for which other classes were predicted wrongly."""
+    share_KK, positives = confusion_shares(labels_NK, outputs_NK), labels_NK.sum(0)
+    share_KK = np.nan_to_num(share_KK)
+    names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\u2026" for name in names]
+    columns = [*names, "nothing"] if share_KK[:, -1].any() else names
+    share_KK = share_KK[:, : len(columns)]
+    few, longest = len(names) <= FEW, max(map(len, columns))
+    cell, left = max(26.0, min(52.0, 290 / len(columns))), max(62.0, 6.2 * longest + 14)
+    top, width, height = max(96.0, 5.6 * longest + 48), cell * len(columns), cell * len(names)
+    note = "per cent of each class (row) with each prediction (column)"
+    with matplotlib.rc_context(STYLE):
+        drawing = Drawing("Confusions", max(left + width + 30, 340.0), top + height + 4)
+        drawing.text(0, 31, note)
+        drawing.text(0, 46, "blue: right, brown: wrong or none")
+        axes = drawing.axes(left, top, width, height)
+        axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(names) - 0.5, -0.5))
+        axes.xaxis.tick_top()
+        turned: Style = {"rotation": 60, "ha": "left", "rotation_mode": "anchor"}
+        axes.set_xticks(range(len(columns)), columns, **turned)
+        axes.set_yticks(range(len(names)), names)
+        for label, positive in zip(axes.get_yticklabels(), positives, strict=True):
+            label.set_alpha(1 if positive else 0.45)
+        _draw_shares(axes, share_KK, cell, 0.005 if few else 0.095)
+        return drawing.svg("" if few else "wide")
+
+
+def _draw_shares(axes: Axes, share_KK: Array, cell: float, written_from: float) -> None:
+    """A square for each share, and the numbers that are large enough to be written."""
+    size = (cell - 2) ** 2
+    for right, colour in ((True, SERIES[0]), (False, SERIES[1])):
+        j, k = np.nonzero((share_KK >= 0.005) & (np.eye(*share_KK.shape) == right))
+        if len(j):  # matplotlib cannot colour nothing
+            strength: Any = 0.1 + 0.75 * share_KK[j, k].clip(0, 1)
+            axes.scatter(k, j, size, colour, marker="s", alpha=strength, linewidths=0)
+    for j, k in np.argwhere(share_KK >= written_from):
+        number = f"{100 * share_KK[j, k]:.0f}"
+        axes.text(k, j, number, size=9, color=INK, ha="center", va="center")
+
+
+def agreement_charts(name: str, value_N: Array, prediction_N: Array, unit: str = "") -> list[str]:
+    """Predictions against true values, and their differences with the mean and the limits of
+    agreement."""
+    unit = f", {unit}" if unit else ""
+    shown = np.random.default_rng(0).permutation(len(value_N))[:DOTS]
+    error_N = prediction_N - value_N
+    mean, reach = float(error_N.mean()), SPREAD * float(error_N.std())
+    with matplotlib.rc_context(STYLE):
+        same = Drawing(f"{name}{unit}", 384, 346)
+        axes = same.axes(LEFT, 46, 312, 260)
+        _dots(axes, value_N[shown], prediction_N[shown])
+        axes.axline((value_N[0], value_N[0]), slope=1, color=AXIS, lw=1, ls=DOTTED)
+        _name_axes(axes, "", "predicted")
+        same.text(LEFT + 312, 340, "true", ha="right")
+
+        difference = Drawing(f"Bland-Altman: predicted - true{unit}", 384, 346)
+        axes = difference.axes(LEFT, 46, 312, 260)
+        _dots(axes, (value_N[shown] + prediction_N[shown]) / 2, error_N[shown])
+        for level, word in ((mean - reach, ""), (mean, "mean "), (mean + reach, "")):
+            axes.axhline(level, color=AXIS, lw=1.2, ls=DOTTED)
+            axes.annotate(
+                f"{word}{level:+.3g}", (0, level), (4, 3), color=INK,
+                xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+            )  # fmt: skip
+        _name_axes(axes, "", "difference")
+        difference.text(LEFT + 312, 340, "mean of both", ha="right")
+        return [same.svg(), difference.svg()]
+
+
+def _dots(axes: Axes, x: Array, y: Array) -> None:
+    """One path for all dots, a tenth of the size of a marker for each."""
+    points = np.repeat(np.stack([x, y], 1), 2, axis=0)
+    path = Outline(points, [Outline.MOVETO, Outline.LINETO] * len(x))
+    path.should_simplify = False  # each dot is a line without length, with round ends
+    style: Style = {"edgecolor": SERIES[0], "lw": 4, "alpha": 0.4, "capstyle": "round"}
+    axes.add_patch(PathPatch(path, fill=False, gid="dots", **style))
+    axes.autoscale_view()
+    axes.xaxis.set_major_formatter(_number)
+    axes.yaxis.set_major_formatter(_number)
+
+
+def clinical_chart(title: str, note: str, mv_LT: Array) -> str:
+    """Twelve leads at 500 Hz on ECG paper, each centred on its median; a lead of zeros is grey.
+    Columns past the end of a short ECG start from its beginning again."""
+    length_s = mv_LT.shape[1] / FS_HZ
+    rhythm = ("II", 3, 0.0, min(SHOWN_S, length_s))
+    cells = [(lead, i % 3, COLUMN_S * (i // 3), COLUMN_S) for i, lead in enumerate(LEADS)]
+    with matplotlib.rc_context(STYLE):
+        drawing = Drawing(title, ECG_WIDTH, 290)
+        drawing.text(0, 30, note)
+        axes = drawing.axes(10, 42, 570, 237)  # 25 mm/s and 10 mm/mV, at 2.28 units a millimetre
+        axes.set(xlim=(0, SHOWN_S), ylim=(-3.5 * ROW_MV, 0.5 * ROW_MV), xticks=(), yticks=())
+        paper = [[(s, -3.5 * ROW_MV), (s, 0.5 * ROW_MV)] for s in np.arange(0, SHOWN_S + 0.1, 0.2)]
+        paper += [[(0, mv), (SHOWN_S, mv)] for mv in np.arange(-9, 1.1, 0.5)]
+        axes.add_collection(LineCollection(paper, colors=RULE, linewidths=1), autolim=False)
+        for lead, row, start_s, seconds in [*cells, rhythm]:
+            mv, first = mv_LT[LEADS.index(lead)], round(start_s % length_s * FS_HZ)
+            part = mv[first : first + round(seconds * FS_HZ)] - np.median(mv)
+            t, part = thinned(start_s + np.arange(len(part)) / FS_HZ, part, round(64 * seconds))
+            level = -ROW_MV * row
+            trace: Style = {"color": INK, "gid": "trace"} if mv.any() else {"color": AXIS}
+            axes.plot(t, part.clip(-ROW_MV, ROW_MV) + level, lw=0.9, **trace)
+            axes.text(start_s + 0.05, level + 0.97, lead, color=INK)
+        return drawing.svg()
