@@ -1,5 +1,4 @@
-"""Augmentations of ECG crops. Each is one formula that runs in numpy, in torch on any device and in
-DALI.
+"""Augmentations of ECG crops in torch, on any device. dali.py has the same formulas as a DALI graph.
 
     augment_draws.draws(config, seed, epoch, crop) -> parameters p x -> 3KG matrix -> + gain * wave
     of each noise -> limb leads from I and II -> model's leads -> * window * lead mask -> x
@@ -10,21 +9,23 @@ The variants of the authors' code (kinds authors_*) draw their parameters differ
 the limb leads from I and II.
 
 Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T]
-float32 millivolts; p holds [B, S, 1 or L, 1 or K]. DALI has no B axis. numpy and torch turn one
-half (S = 1) into two views if p has parameters for two. `python -m omnilead.engine.report.picture
+float32 millivolts; p holds [B, S, 1 or L, 1 or K]. One half (S = 1) becomes two views if p has
+parameters for two. `python -m omnilead.engine.report.picture
 augmentations.png --data DATASET` draws every augmentation.
 """
 
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+import torch
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
+from torch import Tensor
 
 from omnilead.engine.common import ALL, OWN, ConfigError, parse_leads
 
@@ -38,12 +39,10 @@ NOISE_SETS = {
 }
 WANDER_COMPONENTS = 3
 TAU = 2 * math.pi
-FINE = 50  # samples in a fine step of _factored_cosines: about the square root of T
+FINE = 50  # samples in a fine step of `cosines`: about the square root of T
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 Millivolts = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
-Array = Any  # numpy array, torch tensor or DALI node
-Product = tuple[Array, Array]  # gain [.., S, 1|L, 1], wave [.., S, 1|L, T]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -159,201 +158,134 @@ def formula(kind: str) -> str:
 
 
 class Axis(NamedTuple):
-    """Three time axes, each [T]."""
+    """Three time axes, each [T] float32."""
 
-    index: Array
-    time_s: Array
+    sample: Tensor
+    time_s: Tensor
     # time modulo 0.1 s, the common period of all mains hum: float32 loses the phase of large angles
-    mains_s: Array
+    mains_s: Tensor
 
 
-@dataclass(frozen=True)
-class Ops:
-    """The operations that the three libraries write differently; + - * < & are the same in all."""
-
-    constant: Callable[[np.ndarray], Array]
-    cosines: Callable[
-        [Array, Array, Array, Array, int], Array
-    ]  # a, f, phi, t, K -> sum_k a_k cos(2 pi f_k t + phi_k)
-    rows: Callable[[Array, int, int], Array]  # leads i to j
-    cat: Callable[[Sequence[Array]], Array]  # along the leads
-    mix: Callable[[Array, Array], Array]  # [.., L, L] @ [.., L, T]
-    add: Callable[[Array, Sequence[Product]], Array]  # x + sum of gain * wave; may overwrite x
-    mul: Callable[[Array, Array], Array]  # x * factor; may overwrite x
-
-
-def axis(samples: int, fs_hz: float, ops: Ops) -> Axis:
+def time_axis(samples: int, fs_hz: float, device: torch.device | str = "cpu") -> Axis:
     index = np.arange(samples)
     time_s = index / fs_hz
     mains_s = (time_s + 0.05) % 0.1 - 0.05
-    return Axis(*(ops.constant(values.astype(np.float32)) for values in (index, time_s, mains_s)))
+    axes = [torch.from_numpy(axis.astype(np.float32)) for axis in (index, time_s, mains_s)]
+    return Axis(*(axis.to(device) for axis in axes))
 
 
-def augment(x: Array, p: Mapping[str, Array], config: AugmentConfig, time: Axis, ops: Ops) -> Array:
-    """Apply the augmentations of `config` with the parameters p. torch overwrites x where it can.
+def augment(x: Tensor, p: Mapping[str, Tensor], config: AugmentConfig, time: Axis) -> Tensor:
+    """Apply the augmentations of `config` with the parameters p. Overwrites x where it can.
 
     The kind emg needs p["white"], standard normal noise [.., S, len(config.noise_leads), T].
     """
     if config.threekg:
-        x = ops.mix(p["matrix"], x)
-    if config.noise_leads == config.output_leads:
-        x = _select(x, config.output_leads, ops)
+        x = p["matrix"] @ x
+    noise_first = config.noise_leads != config.output_leads
+    if not noise_first:
+        x = _select(x, config.output_leads)
     if config.kinds:
-        x = ops.add(x, [WAVES[formula(kind)](p, time, config, ops) for kind in config.kinds])
+        x = _add_noise(x, p, config, time)
     if config.refits_limb_leads:  # it is linear: once after all kinds equals once after each
-        x = refit_limb_leads(x, ops)
-    if config.noise_leads != config.output_leads:
-        x = _select(x, config.output_leads, ops)
+        x = refit_limb_leads(x)
+    if noise_first:
+        x = _select(x, config.output_leads)
     if config.threekg and config.threekg.time_mask:
-        x = ops.mul(x, outside_window(p, time))
-    return ops.mul(x, p["keep"]) if "keep" in p else x
+        x = _multiply(x, outside_window(p, time))
+    if "keep" in p:
+        x = _multiply(x, p["keep"])
+    return x
 
 
-def powerline(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> Product:
-    """n(t) = sum_k a_k cos(2 pi k f t + phi), a_k ~ U(0, max), phi ~ U(0, 2 pi)."""
-    a, f, phi = p["powerline_amplitude"], p["powerline_hz"], p["powerline_phase"]
-    return 1.0, ops.cosines(a, f, phi, time.mains_s, config.powerline_components)
+def shared_wave(kind: str, p: Mapping[str, Tensor], time: Axis) -> Tensor:
+    """A kind of noise other than emg, gain included: [.., S, 1 or L, T]."""
+    gain, wave = _noise(kind, p, time)
+    return wave if gain is None else gain * wave
 
 
-def emg(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> Product:
-    """n(t) ~ N(0, a^2), a ~ U(0, max)."""
-    return p["emg_amplitude"], p["white"]
+def _noise(kind: str, p: Mapping[str, Tensor], time: Axis) -> tuple[Tensor | None, Tensor]:
+    """A gain [.., S, 1 or L, 1], None for 1, and a wave [.., S, 1 or L, T]."""
+    if kind == "powerline":
+        # n(t) = sum_k a_k cos(2 pi k f t + phi), a_k ~ U(0, max), phi ~ U(0, 2 pi)
+        a, hz, phase = p["powerline_amplitude"], p["powerline_hz"], p["powerline_phase"]
+        return None, cosines(a, hz, phase, time.mains_s)
+    if kind == "emg":
+        # n(t) ~ N(0, a^2), a ~ U(0, max)
+        return p["emg_amplitude"], p["white"]
+    if kind == "wander":
+        # n(t) = C sum_k a_k cos(2 pi k df t + phi_k), C ~ N(1, 0.5^2), a_k ~ U(0, max),
+        # df ~ U(0.01, 0.2) Hz
+        a, hz, phase = p["wander_amplitude"], p["wander_hz"], p["wander_phase"]
+        return p["wander_gain"], cosines(a, hz, phase, time.time_s)
+    # shift: n(t) = n from start to stop and 0 elsewhere, n ~ U(-max, max)
+    inside = (time.sample >= p["shift_start"]) & (time.sample < p["shift_stop"])
+    return p["shift_amplitude"], inside
 
 
-def wander(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> Product:
-    """n(t) = C sum_k a_k cos(2 pi k df t + phi_k), C ~ N(1, 0.5^2), a_k ~ U(0, max), df ~ U(0.01,
-    0.2) Hz."""
-    a, f, phi = p["wander_amplitude"], p["wander_hz"], p["wander_phase"]
-    return p["wander_gain"], ops.cosines(a, f, phi, time.time_s, WANDER_COMPONENTS)
+def _add_noise(x: Tensor, p: Mapping[str, Tensor], config: AugmentConfig, time: Axis) -> Tensor:
+    shared, by_lead = [], []
+    for kind in config.kinds:
+        gain, wave = _noise(formula(kind), p, time)
+        per_lead = wave.shape[-2] > 1 or (gain is not None and gain.shape[-2] > 1)
+        if per_lead:
+            by_lead.append((gain, wave))
+        else:
+            shared.append(wave if gain is None else gain * wave)
+    if shared:  # summed first: their sum takes 1/L of the memory of x
+        total = functools.reduce(operator.add, shared)
+        x = _owned(x, total).add_(total)
+    for gain, wave in by_lead:
+        x = _owned(x, wave)
+        if gain is None:
+            x.add_(wave)
+        else:
+            x.addcmul_(gain, wave.to(x.dtype))  # the shift's wave is bool
+    return x
 
 
-def shift(p: Mapping[str, Array], time: Axis, config: AugmentConfig, ops: Ops) -> Product:
-    """n(t) = n from start to stop and 0 elsewhere, n ~ U(-max, max)."""
-    return p["shift_amplitude"], (time.index >= p["shift_start"]) & (time.index < p["shift_stop"])
+def cosines(amplitude: Tensor, hz: Tensor, phase: Tensor, time_s: Tensor) -> Tensor:
+    """sum_k a_k cos(2 pi f_k t + phi_k), over the last axis of a, f and phi.
 
-
-WAVES = {"powerline": powerline, "emg": emg, "wander": wander, "shift": shift}
-
-
-def outside_window(p: Mapping[str, Array], time: Axis) -> Array:
-    """True outside a cyclic window from start to stop."""
-    return (time.index < p["window_start"]) & (time.index >= p["window_wrap"]) | (
-        time.index >= p["window_stop"]
-    )
-
-
-def refit_limb_leads(x: Array, ops: Ops) -> Array:
-    """Recompute III, aVR, aVL and aVF from I and II (Einthoven, Goldberger)."""
-    one, two = ops.rows(x, 0, 1), ops.rows(x, 1, 2)
-    made = [two - one, (one + two) * -0.5, one - two * 0.5, two - one * 0.5]
-    return ops.cat([ops.rows(x, 0, 2), *made, ops.rows(x, 6, 12)])
-
-
-def _select(x: Array, leads: tuple[int, ...], ops: Ops) -> Array:
-    return x if leads == ALL else ops.cat([ops.rows(x, lead, lead + 1) for lead in leads])
-
-
-def _plain_cosines(
-    cos: Callable[[Array], Array], part: Callable[[Array, int], Array]
-) -> Callable[..., Array]:
-    def cosines(amplitude: Array, hz: Array, phase: Array, time_s: Array, count: int) -> Array:
-        waves = (
-            part(amplitude, k) * cos(TAU * part(hz, k) * time_s + part(phase, k))
-            for k in range(count)
-        )
-        return functools.reduce(operator.add, waves)
-
-    return cosines
-
-
-def _factored_cosines(
-    amplitude: Array, hz: Array, phase: Array, time_s: Array, count: int
-) -> Array:
-    """The same with cos(u + v) = cos u cos v - sin u sin v, where u is every 50th sample and v the
-    offset from it, 0 to 49: 50 times fewer cosines. It also holds for time modulo 0.1 s, where t is
-    u + v up to a whole number of periods.
+    cos(u + v) = cos u cos v - sin u sin v, where u is every 50th sample and v the offset from it,
+    0 to 49: 50 times fewer cosines. It also holds for time modulo 0.1 s, where t is u + v up to a
+    whole number of periods.
     """
     coarse_s, fine_s = time_s[::FINE], time_s[:FINE]
-    total = None
-    for k in range(count):
-        a, omega, phi = amplitude[..., k : k + 1], TAU * hz[..., k : k + 1], phase[..., k : k + 1]
-        u, v = (omega * coarse_s + phi)[..., None], (omega * fine_s)[..., None, :]
-        a = a[..., None]
-        first = (a * u.cos()) * v.cos() if total is None else total.addcmul_(a * u.cos(), v.cos())
-        total = first.addcmul_(a * u.sin(), v.sin(), value=-1)
-    return total.flatten(-2)[..., : time_s.shape[0]]  # type: ignore[union-attr]
+    total = torch.zeros((), device=time_s.device)
+    for k in range(amplitude.shape[-1]):
+        a = amplitude[..., k : k + 1, None]
+        omega = TAU * hz[..., k : k + 1]
+        u = (omega * coarse_s + phase[..., k : k + 1])[..., None]
+        v = (omega * fine_s)[..., None, :]
+        total = torch.addcmul(total, a * u.cos(), v.cos())
+        total.addcmul_(a * u.sin(), v.sin(), value=-1)
+    return total.flatten(-2)[..., : time_s.shape[0]]
 
 
-def numpy_ops() -> Ops:
-    return Ops(
-        constant=np.asarray,
-        cosines=_plain_cosines(np.cos, lambda a, k: a[..., k : k + 1]),
-        rows=lambda x, i, j: x[..., i:j, :],
-        cat=lambda parts: np.concatenate(parts, axis=-2),
-        mix=np.matmul,
-        add=lambda x, products: sum((gain * wave for gain, wave in products), x),
-        mul=operator.mul,
-    )
+def outside_window(p: Mapping[str, Tensor], time: Axis) -> Tensor:
+    """True outside a cyclic window from start to stop."""
+    before = (time.sample < p["window_start"]) & (time.sample >= p["window_wrap"])
+    return before | (time.sample >= p["window_stop"])
 
 
-def torch_ops() -> Ops:
-    """Work in place, in few passes over x. torch.compile can fuse them into one kernel."""
-    import torch
+def refit_limb_leads(x: Tensor) -> Tensor:
+    """Recompute III, aVR, aVL and aVF from I and II (Einthoven, Goldberger)."""
+    one, two = x[..., 0:1, :], x[..., 1:2, :]
+    made = [two - one, (one + two) * -0.5, one - two * 0.5, two - one * 0.5]
+    return torch.cat([x[..., 0:2, :], *made, x[..., 6:12, :]], dim=-2)
 
-    broadcast_shapes: Any = torch.broadcast_shapes  # not typed
 
-    def owned(x: Array, *others: Array) -> Array:
-        """x, or a copy of it in the shape of the result, if one half becomes two views."""
-        shape = broadcast_shapes(x.shape, *(other.shape for other in others))
-        return x if x.shape == shape else x.expand(shape).clone()
-
-    def add(x: Array, products: Sequence[Product]) -> Array:
-        def per_lead(product: Product) -> bool:
-            gain, wave = product
-            return wave.shape[-2] > 1 or (not isinstance(gain, float) and gain.shape[-2] > 1)
-
-        if shared := [gain * wave for gain, wave in products if not per_lead((gain, wave))]:
-            total = functools.reduce(operator.add, shared)  # takes 1/L of the memory of x
-            x = owned(x, total).add_(total)
-        for gain, wave in filter(per_lead, products):
-            x = owned(x, wave)
-            x = (
-                x.add_(wave) if isinstance(gain, float) else x.addcmul_(gain, wave.to(x.dtype))
-            )  # the shift's wave is bool
+def _select(x: Tensor, leads: tuple[int, ...]) -> Tensor:
+    if leads == ALL:
         return x
-
-    return Ops(
-        constant=torch.from_numpy,
-        cosines=_factored_cosines,
-        rows=lambda x, i, j: x[..., i:j, :],
-        cat=lambda parts: torch.cat(list(parts), dim=-2),
-        mix=torch.matmul,
-        add=add,
-        mul=lambda x, factor: owned(x, factor).mul_(factor),
-    )
+    return torch.cat([x[..., lead : lead + 1, :] for lead in leads], dim=-2)
 
 
-def dali_ops() -> Ops:
-    """For a DALI pipeline, whose samples have no batch axis: x_SLT. On the CPU it is several times
-    slower than torch."""
-    from nvidia.dali import fn, types
-    from nvidia.dali import math as dali_math
+def _multiply(x: Tensor, factor: Tensor) -> Tensor:
+    return _owned(x, factor).mul_(factor)
 
-    constant: Any = types.Constant  # not typed
 
-    def mix(matrix: Array, x: Array) -> Array:
-        """Matrix product as a sum over leads of column times row: DALI has none."""
-        products = (matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :] for lead in ALL)
-        return functools.reduce(operator.add, products)
-
-    return Ops(
-        constant=constant,
-        cosines=_plain_cosines(dali_math.cos, lambda a, k: a[:, :, k : k + 1]),
-        rows=lambda x, i, j: x[:, i:j, :],
-        cat=lambda parts: fn.cat(*parts, axis=1),
-        mix=mix,
-        add=lambda x, products: functools.reduce(
-            operator.add, (gain * wave for gain, wave in products), x
-        ),
-        mul=operator.mul,
-    )
+def _owned(x: Tensor, other: Tensor) -> Tensor:
+    """x, or a copy of it in the shape of the result, if one half becomes two views."""
+    shape = torch.broadcast_shapes(x.shape, other.shape)
+    return x if x.shape == shape else x.expand(shape).clone()

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from omnilead.engine.data import counter
 from omnilead.engine.data.augment import (
@@ -268,13 +269,7 @@ def white_bank(seed: int) -> np.ndarray:
     return counter.normal(seed, RandomStream.WHITE, np.arange(WHITE_BANK)).astype(np.float32)
 
 
-def white(bank: Any, start: Any, samples: int) -> Any:
-    """Copy noise [B, S, L, T] from a bank at p["white_start"]; both are numpy arrays, or both torch
-    tensors."""
-    if isinstance(bank, np.ndarray):
-        return np.lib.stride_tricks.sliding_window_view(bank, samples)[start[..., 0]]
-    return (
-        bank.unfold(0, samples, 1)
-        .index_select(0, start.reshape(-1))
-        .view(*start.shape[:-1], samples)
-    )
+def white(bank: Tensor, start: Tensor, samples: int) -> Tensor:
+    """Copy noise [.., L, T] from a bank at p["white_start"], [.., L, 1]."""
+    slices = bank.unfold(0, samples, 1).index_select(0, start.reshape(-1))
+    return slices.view(*start.shape[:-1], samples)

@@ -11,13 +11,11 @@ finds them.
 """
 
 import ctypes
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -29,14 +27,12 @@ from omnilead.engine.common import ALL, LEADS
 from omnilead.engine.data import counter
 from omnilead.engine.data.augment import (
     AUTHORS_NOISE,
-    WAVES,
     AugmentConfig,
     Axis,
-    Ops,
     augment,
-    axis,
     formula,
-    torch_ops,
+    shared_wave,
+    time_axis,
 )
 from omnilead.engine.data.augment_draws import Params, draws, white, white_bank
 from omnilead.engine.data.counter import RandomStream
@@ -44,16 +40,11 @@ from omnilead.engine.data.order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3
-CHUNK, WAVES_CHUNK = (
-    16,
-    64,
-)  # crops at a time on a CPU: 4 MB and 1 MB of float32; chosen among 4 to 32 and 4 to 64
+CHUNK = 16  # crops augmented at a time on a CPU: 4 MB of float32; the fastest of 4 to 32
+WAVES_CHUNK = 64  # crops whose common noise is made at a time: 1 MB; the fastest of 4 to 64
 Views = Literal["halves", "window"]
 Tensors = dict[str, torch.Tensor]
 MeasuredLeads = Callable[[Places], np.ndarray]  # bool [B, 12]
-Write = Callable[
-    [Sequence[int], Sequence[int]], None
-]  # (places in a buffer of crops, positions in the batch)
 
 
 @lru_cache(maxsize=4)  # every validation calls this
@@ -131,113 +122,122 @@ class Augmenter:
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
-    ops: Ops = field(default_factory=torch_ops)
 
     @cached_property
     def time(self) -> Axis:
-        return Axis(*(values.to(self.device) for values in axis(HALF, FS_HZ, self.ops)))
+        return time_axis(HALF, FS_HZ, self.device)
 
     @cached_property
     def bank(self) -> torch.Tensor:
         return torch.from_numpy(white_bank(self.seed)).to(self.device)
 
-    @property
-    def by_crop(self) -> bool:
-        """Whether the fast writer applies: halves of all 12 leads, with only white noise and noise
-        that all leads share."""
-        c = self.config
-        per_lead = (
-            c.refits_limb_leads or c.per_lead or any(kind in AUTHORS_NOISE for kind in c.kinds)
-        )
-        return (
-            self.views == "halves"
-            and c.threekg is None
-            and c.output_leads == ALL
-            and not (c.kinds and per_lead)
-        )
-
     def to_device(self, p: Params) -> Tensors:
         """Copy the parameters to the device asynchronously: a few kilobytes for a batch."""
-        return {
-            name: values.to(self.device, non_blocking=True)
-            for name, values in self.pinned(p).items()
-        }
-
-    def pinned(self, p: Params) -> Tensors:
-        tensors = {name: torch.from_numpy(values) for name, values in p.items()}
-        return (
-            {name: values.pin_memory() for name, values in tensors.items()}
-            if self.device.type == "cuda"
-            else tensors
-        )
+        tensors = {}
+        for name, values in p.items():
+            tensor = torch.from_numpy(values)
+            if self.device.type == "cuda":
+                tensor = tensor.pin_memory().to(self.device, non_blocking=True)
+            tensors[name] = tensor
+        return tensors
 
     def __call__(self, crops_BLT: torch.Tensor, p: Tensors) -> torch.Tensor:
-        x = self.split(crops_BLT, p.get("start")).float()
-        if "emg_amplitude" in p:
-            p = p | {"white": white(self.bank, p["white_start"], HALF)}
-        x = cast(torch.Tensor, augment(x.mul_(MV_PER_UV), p, self.config, self.time, self.ops))
-        return (
-            x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)
-        )  # without augmentation, the window is repeated as two views
+        x = self._split(crops_BLT, p.get("start")).float()
+        x = augment(x.mul_(MV_PER_UV), self._with_white(p), self.config, self.time)
+        # without augmentation, the window is repeated as two views
+        return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)
 
-    def writer(self, p: Tensors, out_BSLT: torch.Tensor) -> Callable[[torch.Tensor], Write]:
-        """For a CPU: writer(p, out)(crops)(places, positions) writes a few augmented crops to
-        their positions in `out`. Five times faster than a whole batch at once, where page faults
-        take most of the time."""
-        if self.by_crop:
-            return self._crop_writer(p, out_BSLT)
+    def add_white_noise(self, x_BSLT: torch.Tensor, p: Tensors) -> None:
+        """Add what the kind emg makes of these crops. What follows the noise is linear, so the
+        other augmentations may have been applied before."""
+        kinds = tuple(kind for kind in self.config.kinds if formula(kind) == "emg")
+        alone = replace(self.config, noise=kinds, dependency=self.config.refits_limb_leads)
+        silent = x_BSLT.new_zeros((*x_BSLT.shape[:2], len(ALL), HALF))
+        x_BSLT += augment(silent, self._with_white(p), alone, self.time)
 
-        def of(crops_BLT: torch.Tensor) -> Write:
-            def write(places: Sequence[int], positions: Sequence[int]) -> None:
-                index = torch.tensor(positions)
-                q = {name: values.index_select(0, index) for name, values in p.items()}
-                whole = len(places) == len(crops_BLT)
-                crops = crops_BLT if whole else crops_BLT.index_select(0, torch.tensor(places))
-                out_BSLT.index_copy_(0, index, self(crops, q))
+    def _with_white(self, p: Tensors) -> Tensors:
+        if "white_start" not in p:
+            return p
+        return {**p, "white": white(self.bank, p["white_start"], HALF)}
 
-            return write
-
-        return of
-
-    def _crop_writer(self, p: Tensors, out_BSLT: torch.Tensor) -> Callable[[torch.Tensor], Write]:
-        """The fast writer: what the leads of a crop share is computed here first, for many crops at
-        once."""
-        keep = p.get("keep", torch.ones(1)).expand(len(out_BSLT), 2, len(ALL), 1)
-        scales, keeps, outs = (keep * MV_PER_UV).unbind(), keep.unbind(), out_BSLT.unbind()
-        shared = [formula(kind) for kind in self.config.kinds if formula(kind) != "emg"]
-        waves = self._waves(p, shared, len(out_BSLT)) if shared else ()
-        emg = (p["emg_amplitude"] * keep).unbind() if "emg_amplitude" in p else ()
-        bank, starts = (self.bank, p["white_start"].unbind()) if emg else (None, ())
-
-        def of(crops_BLT: torch.Tensor) -> Write:
-            halves: Any = self.split(crops_BLT)
-            halves = halves.unbind() if len(halves) == 1 else halves
-
-            def write(places: Sequence[int], positions: Sequence[int]) -> None:
-                for place, position in zip(places, positions, strict=True):
-                    out_SLT = outs[position]
-                    torch.mul(halves[place], scales[position], out=out_SLT)
-                    if waves:
-                        out_SLT.addcmul_(keeps[position], waves[position])
-                    if emg:
-                        out_SLT.addcmul_(emg[position], white(bank, starts[position], HALF))
-
-            return write
-
-        return of
-
-    def _waves(self, p: Tensors, kinds: Sequence[str], crops: int) -> tuple[torch.Tensor, ...]:
-        """The sum of these kinds of noise for each crop, [2, 1, 2500]."""
-        waves = torch.empty(crops, 2, 1, HALF)
-        for part in (slice(at, at + WAVES_CHUNK) for at in range(0, crops, WAVES_CHUNK)):
-            q = {name: values[part] for name, values in p.items()}
-            products = (WAVES[kind](q, self.time, self.config, self.ops) for kind in kinds)
-            waves[part] = functools.reduce(operator.add, (gain * wave for gain, wave in products))
-        return waves.unbind()
-
-    def split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None = None) -> torch.Tensor:
+    def _split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None) -> torch.Tensor:
         """The two halves (without copying), or one window, which `augment` turns into two views."""
         if start_B is None:
             return crops_BLT.view(*crops_BLT.shape[:2], 2, HALF).transpose(1, 2)
         index = start_B[:, None, None] + torch.arange(HALF, device=crops_BLT.device)
         return crops_BLT.gather(2, index.expand(-1, crops_BLT.shape[1], -1))[:, None]
+
+    def writer(self, p: Tensors, out_BSLT: torch.Tensor) -> "ChunkWriter | CropWriter":
+        """For a CPU: makes a batch a few crops at a time. Five times faster than a whole batch at
+        once, where page faults take most of the time."""
+        config = self.config
+        authors = any(kind in AUTHORS_NOISE for kind in config.kinds)
+        by_lead = config.refits_limb_leads or config.per_lead or authors
+        plain = config.threekg is None and config.output_leads == ALL
+        if self.views == "halves" and plain and not (config.kinds and by_lead):
+            return CropWriter(self, p, out_BSLT)
+        return ChunkWriter(self, p, out_BSLT)
+
+
+class ChunkWriter:
+    """Writes augmented crops into a batch, `at_a_time` of them while they are in the core's cache."""
+
+    at_a_time = CHUNK
+
+    def __init__(self, augmenter: Augmenter, p: Tensors, out_BSLT: torch.Tensor) -> None:
+        self.augmenter, self.p, self.out_BSLT = augmenter, p, out_BSLT
+
+    def write(self, crops_BLT: torch.Tensor, positions: Sequence[int]) -> None:
+        """The first crops of a buffer to these positions of the batch."""
+        index = torch.tensor(positions)
+        p = {name: values.index_select(0, index) for name, values in self.p.items()}
+        x_BSLT = self.augmenter(crops_BLT[: len(positions)], p)
+        self.out_BSLT.index_copy_(0, index, x_BSLT)
+
+
+class CropWriter:
+    """The same, one crop at a time, in three passes over it and without scratch memory: for halves
+    of all 12 leads, with only white noise and noise that all leads share. What does not need the
+    crop is computed here, for the whole batch: numpy and torch calls for one crop cost more than
+    their arithmetic."""
+
+    at_a_time = 1
+
+    def __init__(self, augmenter: Augmenter, p: Tensors, out_BSLT: torch.Tensor) -> None:
+        crops = len(out_BSLT)
+        keep = p.get("keep", torch.ones(1)).expand(crops, 2, len(ALL), 1)
+        self.out, self.keep, self.scale = (
+            out_BSLT.unbind(),
+            keep.unbind(),
+            (keep * MV_PER_UV).unbind(),
+        )
+        kinds = [formula(kind) for kind in augmenter.config.kinds]
+        shared = [kind for kind in kinds if kind != "emg"]
+        self.waves = _shared_waves(shared, p, augmenter.time, crops).unbind() if shared else None
+        self.emg = None
+        if "emg" in kinds:
+            self.emg = (p["emg_amplitude"] * keep).unbind()
+            self.bank, self.white_start = augmenter.bank, p["white_start"].unbind()
+
+    def write(self, crops_BLT: torch.Tensor, positions: Sequence[int]) -> None:
+        (i,) = positions
+        out_SLT = self.out[i]
+        halves_SLT = crops_BLT.view(len(ALL), 2, HALF).transpose(0, 1)
+        torch.mul(halves_SLT, self.scale[i], out=out_SLT)
+        if self.waves:
+            out_SLT.addcmul_(self.keep[i], self.waves[i])
+        if self.emg:
+            out_SLT.addcmul_(self.emg[i], white(self.bank, self.white_start[i], HALF))
+
+
+def _shared_waves(kinds: Sequence[str], p: Tensors, time: Axis, crops: int) -> torch.Tensor:
+    """The sum of these kinds of noise for each crop, [B, 2, 1, 2500]."""
+    waves = torch.empty(crops, 2, 1, HALF)
+    for at in range(0, crops, WAVES_CHUNK):
+        part = slice(at, at + WAVES_CHUNK)
+        some = {name: values[part] for name, values in p.items()}
+        total = shared_wave(kinds[0], some, time)
+        for kind in kinds[1:]:
+            total = total + shared_wave(kind, some, time)
+        waves[part] = total
+    return waves

@@ -2,24 +2,29 @@
 (device_id=None).
 
     external source (int16 crops and the parameters of their augmentation) -> halves -> mV -> noise
-    -> lead mask -> torch
+    -> limb leads -> window and lead mask -> torch -> white noise (augmenter.add_white_noise)
 
-Parameters come from the counter-based generator on the host. White noise is drawn on the device by
-DALI's own generator. Its state is part of the checkpoint, so a restored pipeline continues bit for
-bit. On a CPU, DALI draws noise ten times slower than torch.
+All parameters come from the counter-based generator on the host, so DALI has no random state. White
+noise is slices of the bank that torch has on the device: DALI has no operator that gathers them.
 """
 
-import base64
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from omnilead.engine.common import ConfigError
-from omnilead.engine.data.augment import AugmentConfig, augment, axis, dali_ops
+from omnilead.engine.common import ALL, ConfigError
+from omnilead.engine.data.augment import (
+    TAU,
+    WANDER_COMPONENTS,
+    AugmentConfig,
+    Axis,
+    formula,
+    outside_window,
+    time_axis,
+)
 from omnilead.engine.data.augment_draws import Params
 from omnilead.engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Views
 
@@ -29,18 +34,76 @@ PREFETCH = 2
 # for.
 IN_USE = PREFETCH + 2
 ON_HOST = "start"  # fn.slice needs this one on the host
+Node = Any  # of a DALI graph
 
 
-def version() -> str:
+def check_installed() -> None:
     try:
-        from nvidia import dali
+        import nvidia.dali  # noqa: F401
     except ImportError:
         raise ConfigError(
             "pipeline.backend=dali (the default on a GPU) needs the extra cu13 or cu12: pip "
-            "install 'omnilead[cu13]', "
-            "or set pipeline.backend=torch"
+            "install 'omnilead[cu13]', or set pipeline.backend=torch"
         ) from None
-    return str(dali.__version__)
+
+
+def augment_graph(x_SLT: Node, p: Mapping[str, Node], config: AugmentConfig, time: Axis) -> Node:
+    """augment.augment without white noise. A sample of DALI is one crop, without the batch axis."""
+    from nvidia.dali import fn
+
+    def leads(x: Node, chosen: tuple[int, ...]) -> Node:
+        if chosen == ALL:
+            return x
+        return fn.cat(*(x[:, lead : lead + 1, :] for lead in chosen), axis=1)
+
+    x = x_SLT
+    if config.threekg:  # the matrix product as a sum of column times row: DALI has none
+        turned = p["matrix"][:, :, 0:1] * x[:, 0:1, :]
+        for lead in ALL[1:]:
+            turned = turned + p["matrix"][:, :, lead : lead + 1] * x[:, lead : lead + 1, :]
+        x = turned
+    if config.noise_leads == config.output_leads:
+        x = leads(x, config.output_leads)
+    for kind in config.kinds:
+        if formula(kind) != "emg":
+            x = x + _wave(formula(kind), p, config, time)
+    if config.refits_limb_leads:
+        one, two = x[:, 0:1, :], x[:, 1:2, :]
+        made = [two - one, (one + two) * -0.5, one - two * 0.5, two - one * 0.5]
+        x = fn.cat(x[:, 0:2, :], *made, x[:, 6:12, :], axis=1)
+    if config.noise_leads != config.output_leads:
+        x = leads(x, config.output_leads)
+    if config.threekg and config.threekg.time_mask:
+        x = x * outside_window(p, time)
+    return x * p["keep"] if "keep" in p else x
+
+
+def _wave(kind: str, p: Mapping[str, Node], config: AugmentConfig, time: Axis) -> Node:
+    if kind == "powerline":
+        return _cosines(kind, p, time.mains_s, config.powerline_components)
+    if kind == "wander":
+        return p["wander_gain"] * _cosines(kind, p, time.time_s, WANDER_COMPONENTS)
+    inside = (time.sample >= p["shift_start"]) & (time.sample < p["shift_stop"])
+    return p["shift_amplitude"] * inside
+
+
+def _cosines(kind: str, p: Mapping[str, Node], time_s: Node, components: int) -> Node:
+    from nvidia.dali import math
+
+    total = 0.0
+    for k in range(components):
+        a, hz, phase = (
+            p[f"{kind}_{name}"][:, :, k : k + 1] for name in ("amplitude", "hz", "phase")
+        )
+        total = total + a * math.cos(TAU * hz * time_s + phase)
+    return total
+
+
+def constant_axis() -> Axis:
+    from nvidia.dali import types
+
+    constant: Any = types.Constant  # not typed
+    return Axis(*(constant(values.numpy()) for values in time_axis(HALF, FS_HZ)))
 
 
 class InFlight:
@@ -68,92 +131,58 @@ class InFlight:
 
 class Pipeline:
     """`feed` is read ahead: (position, crops int16 [B, 12, 5000], parameters). It may reuse the
-    crops IN_USE items later."""
+    crops IN_USE items later. `example`: the parameters of any batch."""
 
     def __init__(
         self,
         config: AugmentConfig,
         views: Views,
-        seed: int,
         feed: Iterator[tuple[int, np.ndarray, Params]],
         batch: int,
         example: Params,
         device: torch.device,
         threads: int = 2,
-        blob: str | None = None,
     ) -> None:
-        version()
-        self.feed, self.names = feed, sorted(name for name in example if name != "white_start")
-        self.device = device
+        check_installed()
+        self.feed, self.device = feed, device
+        white = ("emg_amplitude", "white_start")
+        self.names = sorted(name for name in example if name not in white)
         self.given: deque[list[np.ndarray]] = deque(maxlen=IN_USE)
         self.taken = InFlight(torch.cuda.Event) if device.type == "cuda" else None
-        build = self._definition(config, views, batch, seed, threads)
-        with (
-            warnings.catch_warnings()
-        ):  # DALI does not restore an external source; `feed` starts at the right position
-            warnings.filterwarnings(
-                "ignore", "Checkpointing enabled in a pipeline with external source"
-            )
-            try:
-                state = (
-                    {}
-                    if blob is None
-                    else {"checkpoint": base64.b64decode(blob, validate=True).decode("latin-1")}
-                )
-                self.pipeline = build(**state)
-                self.pipeline.build()
-            except (RuntimeError, ValueError) as error:
-                if blob is None or "alloc" in str(error):  # out of memory
-                    raise
-                damaged = (
-                    "the state of DALI's generator is damaged: restore the checkpoint's files, or "
-                    "start a new run"
-                )
-                raise ConfigError(f"cannot resume: {damaged}") from None
+        self.pipeline = self._definition(config, views, batch, threads)()
+        self.pipeline.build()
 
     def _definition(
-        self, config: AugmentConfig, views: Views, batch: int, seed: int, threads: int
-    ) -> Any:
-        from nvidia.dali import fn
+        self, config: AugmentConfig, views: Views, batch: int, threads: int
+    ) -> Callable[[], Any]:
+        from nvidia.dali import fn, types
         from nvidia.dali import pipeline as dali_pipeline
-        from nvidia.dali import types as dali_types
 
-        types: Any = dali_types  # not typed
-        names, gpu = self.names, self.device.type == "cuda"
-        options: dict[str, Any] = {"device_id": (self.device.index or 0) if gpu else None}
+        gpu = self.device.type == "cuda"
+        device_id: Any = (self.device.index or 0) if gpu else None
 
         @dali_pipeline.pipeline_def(
             batch_size=batch,
             num_threads=threads,
-            **options,
-            seed=seed % 2**31,
+            device_id=device_id,
             prefetch_queue_depth=PREFETCH,
-            enable_checkpointing=True,
         )
         def definition() -> Any:
             stamp, crops, *given = fn.external_source(
-                source=self._next, num_outputs=2 + len(names), batch=True, no_copy=True
+                source=self._next, num_outputs=2 + len(self.names), batch=True, no_copy=True
             )
+            p = dict(zip(self.names, given, strict=True))
             if gpu:
                 crops = crops.gpu()
-                given = [
-                    values if name == ON_HOST else values.gpu()
-                    for name, values in zip(names, given, strict=True)
-                ]
-            p = dict(zip(names, given, strict=True))
+                p = {name: node if name == ON_HOST else node.gpu() for name, node in p.items()}
             if views == "halves":
                 x = fn.transpose(fn.reshape(crops, shape=[12, 2, HALF]), perm=[1, 0, 2])
             else:
                 window = fn.slice(crops, start=p[ON_HOST], shape=[HALF], axes=[1])
                 one = fn.reshape(window, shape=[1, 12, HALF])
                 x = fn.cat(one, one, axis=0)
-            x = fn.cast(x, dtype=types.FLOAT) * np.float32(MV_PER_UV)
-            if "emg_amplitude" in p:
-                p["white"] = fn.random.normal(
-                    shape=[2, len(config.noise_leads), HALF], device="gpu" if gpu else "cpu"
-                )
-            ops = dali_ops()
-            return stamp, augment(x, p, config, axis(HALF, FS_HZ, ops), ops)
+            x = fn.cast(x, dtype=types.DALIDataType.FLOAT) * np.float32(MV_PER_UV)
+            return stamp, augment_graph(x, p, config, constant_axis())
 
         return definition
 
@@ -182,13 +211,6 @@ class Pipeline:
         """Shut down now, not at garbage collection: until then DALI may read the crops that it was
         fed."""
         self.pipeline._shutdown()
-
-    def checkpoint(self) -> str:
-        """The state of DALI's generator after the last batch that `run` returned."""
-        state: Any = self.pipeline.checkpoint()
-        return base64.b64encode(
-            state.encode("latin-1") if isinstance(state, str) else state
-        ).decode()
 
 
 def _fed(name: str, values: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
-"""Your own augmentation, `augment.extra: file.py:function`. The backends torch and resident apply
-it after all others.
+"""Your own augmentation, `augment.extra: file.py:function`. The backend torch applies it
+after all others.
 
     def dim(x_BSLT, generator):                          # float32 millivolts; may be changed in place
         gain = torch.rand(x_BSLT.shape[0], 1, 1, 1, generator=generator, device=x_BSLT.device)

@@ -4,7 +4,7 @@ thread.
 A batch is two arrays, dataset and row. Its reads are sorted by shard and offset and split among
 threads. Each read is one os.preadv of 120,000 bytes straight to the crop's place in the batch,
 without copies. An open dataset takes 17 bytes of memory per crop. Instead of filling a batch, a
-thread can read into its Desk, where crops become tensors while they are in its cache.
+thread can read into an Output of its own, where crops become tensors while they are in its cache.
 
 With check="first", a crop's crc32c is verified when this process first reads it, in 5 us. The zarr
 copy is decoded chunk by chunk (data_tools/zarr_reader.py): half the bytes, five times the CPU time.
@@ -24,14 +24,14 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import count
+from functools import lru_cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import google_crc32c
 import numpy as np
+import torch
 
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, ChunkError, Dataset, DatasetError
 from omnilead.engine.data.order import DatasetRows, Places
@@ -74,20 +74,36 @@ class Report:
         the bad crop."""
         if self.failed and these.start <= self.failed.position < these.stop:
             raise DatasetError(self.failed.reason)
-        mine = (bad for bad in self.skipped if these.start <= bad.position < these.stop)
-        return Report(
-            self.row[these],
-            tuple(bad._replace(position=bad.position - these.start) for bad in mine),
-        )
+        inside = [bad for bad in self.skipped if these.start <= bad.position < these.stop]
+        skipped = (bad._replace(position=bad.position - these.start) for bad in inside)
+        return Report(self.row[these], tuple(skipped))
 
 
-class Desk(NamedTuple):
-    """A reading thread's own buffer for a few crops, and the function that processes them."""
+class Output(Protocol):
+    """Where a reading thread puts its crops."""
 
-    crops: np.ndarray  # int16 [k, 12, 5000]
-    make: Callable[
-        [list[int], list[int]], None
-    ]  # positions and rows of the first crops of the buffer
+    def buffer(self, position: int) -> np.ndarray:
+        """int16 [12, 5000], to read the crop at this position of the batch into."""
+
+    def accept(self, position: int, row: int) -> None:
+        """The crop was read and is good."""
+
+    def finish(self) -> None:
+        """There are no more crops for this thread."""
+
+
+class BatchOutput:
+    """A whole batch, int16 [n, 12, 5000], which all threads fill."""
+
+    def __init__(self, crops: np.ndarray) -> None:
+        self.crops = crops
+
+    def buffer(self, position: int) -> np.ndarray:
+        return np.asarray(self.crops[position])
+
+    def accept(self, position: int, row: int) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class _File:
@@ -107,21 +123,20 @@ class _Source:
     """What CropReader keeps about one dataset."""
 
     def __init__(self, dataset: Dataset, source: str | None, staged: bool) -> None:
+        self.url = dataset.root.url
         formats = dataset.meta["formats"]
         source = source or ("tar" if "tar" in formats else "zarr")
         if source not in formats:
             raise DatasetError(
-                f"{dataset.root.url}: has {' and '.join(formats)}, not {source}: change "
-                "pipeline.source"
+                f"{self.url}: has {' and '.join(formats)}, not {source}: change pipeline.source"
             )
         if dataset.root.remote and source == "tar" and not staged:
             raise DatasetError(
-                f"{dataset.root.url} is remote: its shards are read through a cache "
-                "(pipeline.cache_dir)"
+                f"{self.url} is remote: its shards are read through a cache (pipeline.cache_dir)"
             )
         if not len(dataset):
-            raise DatasetError(f"{dataset.root.url}: the dataset has no crops")
-        self.url, self.staged = dataset.root.url, staged and source == "tar"
+            raise DatasetError(f"{self.url}: the dataset has no crops")
+        self.staged = staged and source == "tar"
         self.names = [f"shards/{shard['name']}" for shard in dataset.shards]
         self.shard, self.offset, self.crc = dataset.addresses
         if source == "tar" and not (self.shard.min() >= 0 and self.shard.max() < len(self.names)):
@@ -144,7 +159,6 @@ class _Source:
         return f"{self.url}/{self.names[read.shard]}: crop {read.row} at byte {read.offset}"
 
 
-Out = np.ndarray | Callable[[], Desk]
 Paths = dict[Key, str | DatasetError]  # local copies of a batch's remote shards
 
 
@@ -164,33 +178,17 @@ class CropReader:
     ) -> None:
         """`source`: the format to read; None: tar if the dataset has it. `staging`: for remote
         datasets. `rows`: the crops of each dataset that may replace a bad one; None: any."""
-        self.check, self.on_corrupt, self.threads, self.staging = (
-            check,
-            on_corrupt,
-            threads,
-            staging,
-        )
-        self._empty: Callable[[tuple[int, ...]], np.ndarray] = partial(np.empty, dtype=np.int16)
-        if pin:  # import now, not later in a thread: a program that exits during an import hangs
-            import torch
-
-            if torch.cuda.is_available():
-                self._empty = lambda shape: torch.empty(
-                    shape, dtype=torch.int16, pin_memory=True
-                ).numpy()
+        self.check, self.on_corrupt, self.staging = check, on_corrupt, staging
+        self.threads, self.pin = threads, pin and torch.cuda.is_available()
         staged = staging.datasets if staging else {}
-        self._sources = [
-            _Source(dataset, source, d in staged) for d, dataset in enumerate(datasets)
-        ]
-        self._file = lru_cache(MAX_DESCRIPTORS - threads)(
-            _File
-        )  # each thread may still hold an evicted one
-        self._pool = ThreadPoolExecutor(
-            max(1, threads - 1), "reader"
-        )  # the calling thread reads too
-        self._rows = rows or [
-            DatasetRows.among(dataset.root.url, [len(dataset)]) for dataset in datasets
-        ]
+        self._sources = []
+        for d, dataset in enumerate(datasets):
+            self._sources.append(_Source(dataset, source, d in staged))
+        # fewer than the limit, as each thread may still hold an evicted one
+        self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)
+        # one thread less, as the calling thread reads too
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "reader")
+        self._rows = rows or [DatasetRows.among(one.root.url, [len(one)]) for one in datasets]
         self._bad: set[tuple[int, int]] = set()
 
     @property
@@ -204,150 +202,168 @@ class CropReader:
 
     def buffers(self, count: int, crops: int) -> list[np.ndarray]:
         """Buffers to read into; in pinned memory with `pin` if there is a GPU."""
-        return [self._empty((crops, *CROP_SHAPE)) for _ in range(count)]
+        buffers = []
+        for _ in range(count):
+            buffer = torch.empty((crops, *CROP_SHAPE), dtype=torch.int16, pin_memory=self.pin)
+            buffers.append(buffer.numpy())
+        return buffers
 
-    def read(self, places: Places, out: Out, late: bool = False) -> Report:
-        """Read crops [n] into `out`, int16 [n, 12, 5000] in microvolts, or into each thread's
-        Desk. A bad crop that may not be skipped raises an error (`late`: only in Report.part);
-        `out` is then invalid."""
-        index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
-        if isinstance(out, np.ndarray) and not (
-            out.dtype == np.int16 and out.shape == (len(rows), *CROP_SHAPE)
-        ):
+    def read(self, places: Places, crops: np.ndarray) -> Report:
+        """Read crops [n] into int16 [n, 12, 5000], in microvolts. A bad crop that may not be
+        skipped raises an error; the buffer is then invalid."""
+        count = len(places.row)
+        if crops.dtype != np.int16 or crops.shape != (count, *CROP_SHAPE):
             raise ValueError(
-                f"{out.dtype} {list(out.shape)} cannot hold {len(rows)} crops of int16 "
+                f"{crops.dtype} {list(crops.shape)} cannot hold {count} crops of int16 "
                 f"{list(CROP_SHAPE)}"
             )
-        bad = sorted(self._fill(index, rows, out))
-        if bad and self.on_corrupt == "stop":
-            if late:
-                return Report(rows, (), bad[0])
-            raise DatasetError(bad[0].reason)
-        return Report(rows, tuple(skip for one in bad for skip in self._substitute(one, rows, out)))
+        return self.read_to(places, lambda: BatchOutput(crops)).part(slice(0, count))
 
-    def _substitute(self, bad: BadCrop, rows: np.ndarray, out: Out) -> Iterator[BadCrop]:
+    def read_to(self, places: Places, output: Callable[[], Output]) -> Report:
+        """Read crops into an output made by each thread. A bad crop that may not be skipped is in
+        the report, whose `part` raises."""
+        index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
+        bad = sorted(self._read(index, rows, output))
+        if bad and self.on_corrupt == "stop":
+            return Report(rows, (), bad[0])
+        skipped: list[BadCrop] = []
+        for one in bad:
+            skipped += self._substitute(one, rows, output)
+        return Report(rows, tuple(skipped))
+
+    def _substitute(
+        self, bad: BadCrop, rows: np.ndarray, output: Callable[[], Output]
+    ) -> list[BadCrop]:
         """Replace a bad crop by the next good selected row: the same one on every rank and after
-        every restart."""
+        every restart. -> all bad crops on the way."""
         p, d, allowed = bad.position, bad.dataset, self._rows[bad.dataset]
-        for tries in count(1):
+        skipped: list[BadCrop] = []
+        while True:
             if (d, bad.row) not in self._bad:
                 self._bad.add((d, bad.row))
                 log.warning("skipped: %s", bad.reason)
-            yield bad
-            if tries == len(allowed):
+            skipped.append(bad)
+            if len(skipped) == len(allowed):
                 raise DatasetError(
                     f"{self._sources[d].url}: none of its {len(allowed)} selected crops can be read"
                 )
             rows[p] = allowed.after(int(rows[p]))
-            again = self._fill(np.array([d]), rows[p : p + 1], out, p)
+            again = self._read(np.array([d]), rows[p : p + 1], output, p)
             if not again:
-                return
+                return skipped
             bad = again[0]
 
-    def _fill(self, index: np.ndarray, rows: np.ndarray, out: Out, at: int = 0) -> list[BadCrop]:
-        """Read into the positions from `at` on."""
+    def _read(
+        self, index: np.ndarray, rows: np.ndarray, output: Callable[[], Output], first: int = 0
+    ) -> list[BadCrop]:
+        """Read rows of datasets to the positions from `first` on."""
         reads: list[_Read] = []
         for d in np.unique(index).tolist():
-            source, positions = self._sources[d], np.flatnonzero(index == d)
-            mine = rows[positions]
-            if mine.min() < 0 or mine.max() >= len(source.checked):
-                raise IndexError(
-                    f"{source.url}: rows {mine.min()} to {mine.max()} of {len(source.checked)}"
-                )
-            due = (
-                np.full(len(mine), self.check == "always")
-                if self.check != "first"
-                else ~source.checked[mine]
-            )
-            crc = np.where(due, source.crc[mine].astype(np.int64), UNCHECKED)
-            shard, offset = source.addresses(mine)
-            by = np.lexsort((offset, shard))
-            columns = [column[by].tolist() for column in (shard, offset, positions + at, mine, crc)]
-            reads += map(_Read, [d] * len(mine), *columns)
-        bad = self._read_all(reads, out)
-        good = np.ones(len(rows), bool)
-        good[[one.position - at for one in bad]] = False
-        for d, source in enumerate(self._sources):
-            if self.check != "never":
+            reads += self._in_file_order(d, np.flatnonzero(index == d), rows, first)
+        bad = self._read_all(reads, output)
+        if self.check != "never":
+            good = np.ones(len(rows), bool)
+            good[[one.position - first for one in bad]] = False
+            for d, source in enumerate(self._sources):
                 source.checked[rows[(index == d) & good]] = True
         return bad
 
-    def _read_all(self, reads: list[_Read], out: Out, retry: bool = True) -> list[BadCrop]:
+    def _in_file_order(
+        self, d: int, positions: np.ndarray, rows: np.ndarray, first: int
+    ) -> Iterator[_Read]:
+        """The reads of one dataset, sorted by shard and offset."""
+        source, rows = self._sources[d], rows[positions]
+        if rows.min() < 0 or rows.max() >= len(source.checked):
+            raise IndexError(
+                f"{source.url}: rows {rows.min()} to {rows.max()} of {len(source.checked)}"
+            )
+        crc = source.crc[rows].astype(np.int64)
+        if self.check == "never":
+            crc[:] = UNCHECKED
+        elif self.check == "first":
+            crc[source.checked[rows]] = UNCHECKED
+        shard, offset = source.addresses(rows)
+        order = np.lexsort((offset, shard))
+        columns = (np.full(len(rows), d), shard, offset, positions + first, rows, crc)
+        return map(_Read, *(column[order].tolist() for column in columns))
+
+    def _read_all(
+        self, reads: list[_Read], output: Callable[[], Output], retry: bool = True
+    ) -> list[BadCrop]:
         """Divide the reads among the threads. Damaged files in the cache are downloaded again,
         once."""
         shards = dict.fromkeys(read[:2] for read in reads if self._sources[read.dataset].staged)
-        held: AbstractContextManager[Paths] = (
-            self.staging.hold(shards) if self.staging and shards else nullcontext({})
-        )
+        held: AbstractContextManager[Paths] = nullcontext({})
+        if self.staging and shards:
+            held = self.staging.hold(shards)
         with held as paths:
-            size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
-            shares = [reads[at : at + size] for at in range(0, len(reads), size)] or [[]]
-            others = [
-                self._pool.submit(self._read_share, share, out, paths) for share in shares[1:]
-            ]
-            try:
-                bad = self._read_share(shares[0], out, paths)
-            finally:
-                wait(others)  # otherwise they could write to a buffer after it was returned
-            bad += [one for other in others for one in other.result()]
-            positions = {one.position for one in bad}
-            again = [
-                read
-                for read in reads
-                if read.position in positions and isinstance(paths.get(read[:2]), str)
-            ]
-            if not (retry and again):
+            bad = self._read_in_threads(reads, output, paths)
+            if not (bad and retry and shards):
                 return bad
-            for path in {str(paths[read[:2]]) for read in again}:
+            positions = {one.position for one in bad}
+            failed = [read for read in reads if read.position in positions]
+            again = [read for read in failed if isinstance(paths.get(read[:2]), str)]
+            for path in sorted({str(paths[read[:2]]) for read in again}):
                 log.warning("%s: the cached file is damaged: downloading it again", path)
                 Path(path).unlink(missing_ok=True)
         redone = {read.position for read in again}
-        return [one for one in bad if one.position not in redone] + self._read_all(
-            again, out, retry=False
-        )
+        lost = [one for one in bad if one.position not in redone]
+        return lost + (self._read_all(again, output, retry=False) if again else [])
 
-    def _read_share(self, reads: list[_Read], out: Out, paths: Paths) -> list[BadCrop]:
+    def _read_in_threads(
+        self, reads: list[_Read], output: Callable[[], Output], paths: Paths
+    ) -> list[BadCrop]:
+        size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
+        others = []
+        for start in range(size, len(reads), size):
+            share = reads[start : start + size]
+            others.append(self._pool.submit(self._read_share, share, output, paths))
+        try:
+            bad = self._read_share(reads[:size], output, paths)
+        finally:
+            wait(others)  # otherwise they could write to a buffer after it was returned
+        for other in others:
+            bad += other.result()
+        return bad
+
+    def _read_share(
+        self, reads: list[_Read], output: Callable[[], Output], paths: Paths
+    ) -> list[BadCrop]:
+        """What one thread reads."""
         bad: list[BadCrop] = []
-        desk = None if isinstance(out, np.ndarray) else out()
-        crops: Any = list(desk.crops) if desk else out
-        positions, rows = list[int](), list[int]()
+        out = output()
         opened, file, crc32c = None, None, google_crc32c.value
         for read in reads:
-            d, shard, offset, position, row, crc = read
-            crop, source, what = crops[len(rows) if desk else position], self._sources[d], ""
+            source, crop, problem = self._sources[read.dataset], out.buffer(read.position), ""
             try:
                 if source.chunks:
-                    source.chunks.read(row, crop)
+                    source.chunks.read(read.row, crop)
                 else:
-                    if opened != (d, shard) or file is None:
-                        file, opened = self._open(read, paths), (d, shard)
-                    if (got := _read_crop(file.fd, crop, offset)) < CROP_BYTES:
-                        what, crc = f"the file is {CROP_BYTES - got} bytes too short", UNCHECKED
-                if crc != UNCHECKED and crc32c(crop) != crc:
-                    what = "it fails its crc32c"
+                    if file is None or opened != read[:2]:
+                        file, opened = self._open(read, paths), read[:2]
+                    missing = CROP_BYTES - _read_crop(file.fd, crop, read.offset)
+                    if missing:
+                        problem = f"the file is {missing} bytes too short"
+                if not problem and read.crc != UNCHECKED and crc32c(crop) != read.crc:
+                    problem = "it fails its crc32c"
             except DatasetError as error:  # the whole shard is unusable
-                bad.append(BadCrop(position, d, row, f"{error} (crop {row} at byte {offset})"))
+                reason = f"{error} (crop {read.row} at byte {read.offset})"
+                bad.append(BadCrop(read.position, read.dataset, read.row, reason))
                 continue
-            except (ChunkError, OSError) as error:
-                if isinstance(error, OSError) and error.errno in MACHINE_IS_FULL:
+            except ChunkError as error:
+                problem = str(error)
+            except OSError as error:
+                if error.errno in MACHINE_IS_FULL:
                     raise
-                what = getattr(error, "strerror", None) or str(error)
-            if what:
-                path = paths.get((d, shard))
-                where = (
-                    f"{path}, downloaded twice: {source.where(read)}"
-                    if path
-                    else source.where(read)
-                )
-                bad.append(BadCrop(position, d, row, f"{where}: {what}: restore the file"))
-            elif desk:
-                positions.append(position)
-                rows.append(row)
-                if len(rows) == len(crops):
-                    desk.make(positions, rows)
-                    positions, rows = [], []
-        if desk and rows:
-            desk.make(positions, rows)
+                problem = error.strerror or str(error)
+            if not problem:
+                out.accept(read.position, read.row)
+                continue
+            path = paths.get(read[:2])
+            where = f"{path}, downloaded twice: " * bool(path) + source.where(read)
+            reason = f"{where}: {problem}: restore the file"
+            bad.append(BadCrop(read.position, read.dataset, read.row, reason))
+        out.finish()
         return bad
 
     def _open(self, read: _Read, paths: Paths) -> _File:

@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
@@ -26,9 +27,8 @@ from omnilead.engine.data.augment import (
     AugmentConfig,
     ThreeKG,
     augment,
-    axis,
     formula,
-    numpy_ops,
+    time_axis,
 )
 from omnilead.engine.data.augment_draws import Params, draws, white, white_bank
 
@@ -114,10 +114,12 @@ def figure(ecg: np.ndarray, title: str) -> Figure:
 
 def apply(halves: np.ndarray, config: AugmentConfig) -> tuple[np.ndarray, Params]:
     p = draws(config, SEED, np.zeros(1, int), np.zeros(1, int))
+    given = {name: torch.from_numpy(values) for name, values in p.items()}
     if "white_start" in p:
-        p["white"] = white(white_bank(SEED), p["white_start"], HALF)
-    ops = numpy_ops()
-    return np.asarray(augment(halves, p, config, axis(HALF, FS_HZ, ops), ops)), p
+        bank = torch.from_numpy(white_bank(SEED))
+        given["white"] = white(bank, given["white_start"], HALF)
+    x_BSLT = torch.from_numpy(halves.copy())  # augment works in place
+    return augment(x_BSLT, given, config, time_axis(HALF, FS_HZ)).numpy(), p
 
 
 def _describe(kind: str, p: Params) -> str:

@@ -288,20 +288,13 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def read_loader_state(path: Path, ranks: Ranks, world_then: int) -> dict[str, Any]:
-    """The loader's state for this rank. If the number of ranks has changed: rank 0's, without what
-    is specific to a rank."""
+    """The loader's state for this rank; rank 0's, which is the same, if the number of ranks has
+    changed."""
     same = world_then == ranks.world
     file = path / f"loader-rank{ranks.rank if same else 0}.json"
     state = _read_json(file)
-    recipe = state.get("recipe")
-    if not isinstance(recipe, dict) or (
-        same and recipe.get("backend") == "dali" and state.get("dali") is None
-    ):
+    if not isinstance(state.get("recipe"), dict):
         raise CheckpointError(f"{file}: is incomplete, so the next crops are unknown: {RESTORE}")
-    if not same:
-        of_rank = {"rank": ranks.rank, "world": ranks.world}
-        recipe |= {name: value for name, value in of_rank.items() if name in recipe}
-        state["dali"] = None  # DALI's white noise starts a new random stream
     return state
 
 

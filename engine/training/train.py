@@ -28,7 +28,6 @@ from omnilead.engine.config import (
     build,
     check,
     deepspeed_json,
-    micro_batch,
     zero_stage,
 )
 from omnilead.engine.data.loader import Loader
@@ -58,10 +57,7 @@ BAD_INPUT = (ConfigError, DataError, CheckpointError)
 COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
 # Up to this many operations, a GPU recomputes float32 values instead of reading them from memory
 INDUCTOR_OPTIONS = {"realize_opcount_threshold": 45}
-LESS_MEMORY = (
-    "lower train.micro_batch or pipeline.read_ahead, avoid pipeline.backend=resident, or free "
-    "memory"
-)
+LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 MAKE_DEMO = (
     "omnilead synth demo/archive --patients 100 && omnilead shard demo/archive --out demo/dataset"
@@ -181,15 +177,8 @@ def _train(
     loader_state = (
         checkpoint.read_loader_state(path, ranks, saved["world"]) if path and saved else None
     )
-    spare = (
-        micro_batch(config, ranks.world)[0]
-        * task.kept_per_crop
-        * (2 if config.train.precision == "bf16" else 4)
-    )
     place = datasets, ranks.device, ranks.rank, ranks.world
-    loader = held.enter_context(
-        closing(Loader(config.loader, *place, loader_state, spare_bytes=spare, **task.roles))
-    )
+    loader = held.enter_context(closing(Loader(config.loader, *place, loader_state, **task.roles)))
     total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
     progress, universal = Progress(), False
     if path and saved:

@@ -1,29 +1,25 @@
-"""Signals, parameters and one call for every library, for the tests of augmentations.
+"""Signals, parameters and one call, for the tests of augmentations.
 
 Shapes: B crops, S views, L leads, T samples.
 """
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from omnilead.engine.data.augment import (
     AugmentConfig,
-    Ops,
+    Axis,
     ThreeKG,
     augment,
-    axis,
-    numpy_ops,
-    torch_ops,
+    time_axis,
 )
 from omnilead.engine.data.augment_draws import FROM_DIPOLE, draws, white
 
 FS_HZ, SAMPLES = 500.0, 2500
 REFERENCE = Path(__file__).parents[3].parent / "shared" / "parity" / "masks_and_augs.npz"
-NUMPY, TORCH = numpy_ops(), torch_ops()
 PLAIN = AugmentConfig(rlm=0)
 CROPS = np.array([7, 3, 1_000_000])
 Params = dict[str, np.ndarray]
@@ -65,15 +61,22 @@ def parameters(
     config: AugmentConfig, bank: np.ndarray, crop_B: np.ndarray = CROPS, samples: int = SAMPLES
 ) -> Params:
     p = draws(config, 5, np.full(crop_B.shape, 2), crop_B, samples=samples)
-    return p | {"white": white(bank, p["white_start"], samples)} if "white_start" in p else p
+    if "white_start" in p:
+        start = torch.from_numpy(p["white_start"])
+        p["white"] = white(torch.from_numpy(bank), start, samples).numpy()
+    return p
 
 
-def apply(x: np.ndarray, p: Params, config: AugmentConfig, ops: Ops = NUMPY) -> np.ndarray:
-    time = axis(x.shape[-1], FS_HZ, ops)
-    if ops is not TORCH:
-        return np.asarray(augment(x, p, config, time, ops))
-    given: Any = {name: torch.from_numpy(values) for name, values in p.items()}
-    result: np.ndarray = augment(torch.from_numpy(x.copy()), given, config, time, ops).numpy()
+def apply(x: np.ndarray, p: Params, config: AugmentConfig, exact: bool = False) -> np.ndarray:
+    """`exact`: in float64."""
+    time = time_axis(x.shape[-1], FS_HZ)
+    tensors = {name: torch.from_numpy(values) for name, values in p.items()}
+    signal = torch.from_numpy(x.copy())
+    if exact:
+        time, signal = Axis(*(values.double() for values in time)), signal.double()
+        for name, values in tensors.items():
+            tensors[name] = values.double() if values.dtype == torch.float32 else values
+    result: np.ndarray = augment(signal, tensors, config, time).numpy()
     return result
 
 

@@ -14,7 +14,7 @@ from omnilead.engine.data.augment import AugmentConfig
 from omnilead.engine.data.loader import Batch, Loader, LoaderConfig, State
 
 CPU = torch.device("cpu")
-BACKENDS = ("torch", "dali", "resident")
+BACKENDS = ("torch", "dali")
 NOISY = AugmentConfig(noise="physio4")
 
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 from augmenting import (
     EVERYTHING,
-    NUMPY,
     SAMPLES,
-    TORCH,
     apply,
     assert_uniform,
     many,
@@ -122,7 +120,8 @@ def test_the_authors_distributions() -> None:
 
 def test_white_noise_is_white_and_independent_between_leads(bank: np.ndarray) -> None:
     p = draws(AugmentConfig(noise="emg"), 5, np.zeros(20, int), np.arange(20))
-    noise = white(bank, p["white_start"], SAMPLES)
+    start = torch.from_numpy(p["white_start"])
+    noise = white(torch.from_numpy(bank), start, SAMPLES).numpy()
     assert noise.shape == (20, 2, 12, SAMPLES)
     assert (
         abs(noise.mean()) < 0.005
@@ -132,8 +131,7 @@ def test_white_noise_is_white_and_independent_between_leads(bank: np.ndarray) ->
     assert abs((noise[..., 1:] * noise[..., :-1]).mean()) < 0.005
     between = np.corrcoef(noise[0].reshape(24, SAMPLES))
     assert np.abs(between - np.eye(24)).max() < 0.12
-    same = white(torch.from_numpy(bank), torch.from_numpy(p["white_start"]), SAMPLES)
-    np.testing.assert_array_equal(same.numpy(), noise)
+    np.testing.assert_array_equal(noise[7, 1, 3], bank[start[7, 1, 3, 0] :][:SAMPLES])
 
 
 # Random lead masking
@@ -143,10 +141,9 @@ def test_masked_leads_are_exactly_zero_and_the_others_unchanged(bank: np.ndarray
     config = AugmentConfig(noise="physio4", threekg=ThreeKG(time_mask=0))
     p = parameters(config, bank)
     bare = {name: values for name, values in p.items() if name != "keep"}
-    for ops in (NUMPY, TORCH):
-        masked, whole = apply(signal(), p, config, ops), apply(signal(), bare, config, ops)
-        np.testing.assert_array_equal(masked, np.where(p["keep"], whole, 0))
-        assert np.all((masked == 0).all(axis=-1) == ~p["keep"][..., 0])
+    masked, whole = apply(signal(), p, config), apply(signal(), bare, config)
+    np.testing.assert_array_equal(masked, np.where(p["keep"], whole, 0))
+    assert np.all((masked == 0).all(axis=-1) == ~p["keep"][..., 0])
 
 
 def test_rlm_masks_half_of_the_leads_independently_for_each_half() -> None:

@@ -25,7 +25,6 @@ def at_once(
     return augmenter(crops, augmenter.to_device(p))
 
 
-@pytest.mark.parametrize("backend", ["torch", "resident"])
 @pytest.mark.parametrize(
     ("views", "augment"),
     [
@@ -44,9 +43,9 @@ def at_once(
     ],
 )
 def test_crop_by_crop_equals_the_whole_batch(
-    backend: str, views: Views, augment: AugmentConfig, dataset: Dataset
+    views: Views, augment: AugmentConfig, dataset: Dataset
 ) -> None:
-    for batch, _ in some(loader(dataset, backend, views=views, augment=augment), 2):
+    for batch, _ in some(loader(dataset, views=views, augment=augment), 2):
         assert torch.equal(batch.x_BSLT, at_once(dataset, batch, augment, views))
 
 
