@@ -21,8 +21,8 @@ from omnilead.engine.evaluation.probe import labels_to_probe, probe, probe_rows,
 from omnilead.engine.evaluation.results import nullable
 from omnilead.engine.inference.inputs import dataset_of, dataset_source, open_data
 from omnilead.engine.inference.outputs import MISSING, RESUMABLE, Output, ParquetParts, make, whole
-from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.inference.trained_model import TrainedModel, load
+from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import chosen_device
 
 SHOWN = 8  # numbers in a message

@@ -38,8 +38,8 @@ from omnilead.engine.common import ALL, ConfigError, OutputError, describe_leads
 from omnilead.engine.data.augmenter import FS_HZ, HALF
 from omnilead.engine.inference.inputs import COLUMNS, CropSource, Per
 from omnilead.engine.inference.predict import CropBatch, predict
-from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
+from omnilead.engine.model.input import Input
 
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"
