@@ -16,7 +16,8 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import BaseModel
 
-from omnilead.engine.config import Config, FinetuneConfig, RunConfig, flatten
+from omnilead.engine.config import Config, RunConfig, flatten
+from omnilead.engine.tasks.config import FinetuneConfig
 
 INTRO = """# Settings
 

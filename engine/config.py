@@ -3,7 +3,7 @@ that names the key.
 
     config = load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])
     check(config, world=8)                    # rejects contradictory settings before any work is done
-    load("diagnosis", ["start=RUN"], FinetuneConfig)
+    load("diagnosis", ["start=RUN"], FinetuneConfig)      # engine.tasks.config
     omnilead pretrain --schema                # JSON schema, for editors
 
 The settings of a component are a dataclass beside its code; this file collects them. A YAML file
@@ -14,7 +14,6 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -28,7 +27,6 @@ from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.data.loader import LoaderConfig, PipelineConfig
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import max_masked
-from omnilead.engine.tasks.config import TaskConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 SHOWN = 80  # characters of a wrong value
@@ -178,29 +176,12 @@ def has_bf16() -> bool:
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(CPUINFO.read_text().split())
 
 
-class FinetuneData(Section):
-    """The task decides which crops are used: engine.tasks."""
-
-    datasets: tuple[str, ...] = ()  # directories or s3:// URLs
-    anonymous: bool = False  # s3:// without credentials
-
-
-class Tuning(Section):
-    """Encoder settings that differ from pre-training. Defaults: the authors' fine-tuning
-    configs."""
-
-    feature_grad: float = 0.0  # 0: convolutions frozen; 1: trained like the rest
-    dropout: float = 0.0  # as model.dropout
-    attention_dropout: float = 0.0  # as model.attention_dropout
-    activation_dropout: float = 0.1  # as model.activation_dropout
-    input_dropout: float = 0.0  # as model.input_dropout
-
-
 class RunConfig(Section):
     """Settings of every training run."""
 
     folder: ClassVar[str] = "pretrain"  # subfolder of configs/ in which a config is found by name
     defaults: ClassVar[dict[str, Any]] = {}  # where they differ from the sections' own
+    elsewhere: ClassVar[dict[str, str]] = {}  # settings that belong to another command
     run: str  # folder of the run
     data: Any
     pipeline: PipelineConfig = PipelineConfig()
@@ -212,12 +193,25 @@ class RunConfig(Section):
         plain: dict[str, Any] = json.loads(self.model_dump_json())
         return plain
 
+    def problems(self, world: int) -> list[tuple[Any, str]]:
+        """Pairs of a condition that is true if settings contradict each other, and what to say."""
+        return []
+
+    @property
+    def length_matters(self) -> bool:
+        """Whether a step depends on the number of all steps."""
+        return self.train.schedule != "fixed"
+
     @property
     def loader(self) -> LoaderConfig:
-        shared = {
-            name: getattr(self.train, name) for name in ("batch_crops", "micro_batch", "seed")
-        }
-        return LoaderConfig(**vars(self.pipeline), **shared, augment=self.augment)
+        t = self.train
+        return LoaderConfig(
+            **vars(self.pipeline),
+            batch_crops=t.batch_crops,
+            micro_batch=t.micro_batch,
+            seed=t.seed,
+            augment=self.augment,
+        )
 
 
 class Config(RunConfig):
@@ -228,28 +222,43 @@ class Config(RunConfig):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("task", "encoder", "code"), "omnilead finetune"
+    )
 
-
-class FinetuneConfig(RunConfig):
-    folder: ClassVar[str] = "finetune"
-    run: str = "runs/finetune"  # folder of the run; an unfinished run there is resumed
-    # pre-trained run or model folder; or a pre-training YAML: its architecture with random weights
-    start: str = ""
-    rates: tuple[
-        Rate, ...
-    ] = ()  # set by a list in train.lr: tried in RUN/lr-RATE; the best by validation becomes RUN
-    code: bool = False  # run the code of a plugged-in encoder in the folder `start`
-    data: FinetuneData = FinetuneData()
-    defaults: ClassVar[dict[str, Any]] = {
-        "augment": {"rlm": 0.0}
-    }  # no lead masking unless asked for
-    augment: AugmentConfig = AugmentConfig(rlm=0.0)
-    encoder: Tuning = Tuning()
-    task: TaskConfig = TaskConfig()
-
-    def tuned(self, model: ModelConfig) -> ModelConfig:
-        """The pre-trained architecture with the settings of this fine-tuning."""
-        return replace(model, leads=len(self.augment.output_leads), **dict(self.encoder))
+    def problems(self, world: int) -> list[tuple[Any, str]]:
+        objective, augment, t = self.objective, self.augment, self.train
+        leads, views = (
+            len(augment.output_leads),
+            "halves" if objective.method == "cmsc" else "window",
+        )
+        contrast = objective.contrast > 0
+        if not self.model.encoder and self.model.tokens(HALF) and objective.local > 0:
+            max_masked(self.model, self.model.tokens(HALF))
+        return [
+            (
+                self.model.leads != leads,
+                f"model.leads={self.model.leads}: augment.leads={augment.leads!r} needs {leads}",
+            ),
+            (
+                contrast and self.pipeline.views != views,
+                f"pipeline.views={self.pipeline.views!r}: objective.method={objective.method} needs "
+                f"{views}",
+            ),
+            (
+                contrast
+                and views == "window"
+                and not (augment.rlm or augment.kinds or augment.threekg or augment.extra),
+                "pipeline.views='window' without augmentation: both views would be equal: set "
+                "augment.rlm or augment.noise",
+            ),
+            (
+                contrast and candidates(self, world) < 2,
+                f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: a crop is "
+                "contrasted with "
+                "the others of its micro-batch: use 2 or more, or objective.contrast=0",
+            ),
+        ]
 
 
 class ZeroSection(BaseModel):
@@ -289,13 +298,10 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
     """Validated settings from nested dicts."""
     tree = merge(kind.defaults, tree)
     train, augment = tree.get("train"), tree.get("augment")
-    if (
-        "rates" in kind.model_fields
-        and isinstance(train, dict)
-        and isinstance(rates := train.get("lr"), list)
-        and rates
-    ):
-        tree = tree | {"train": train | {"lr": rates[0]}, "rates": rates if len(rates) > 1 else []}
+    if tree.get("rates") == []:  # an earlier version wrote it into every config.yaml
+        tree = {name: value for name, value in tree.items() if name != "rates"}
+    if isinstance(train, dict) and isinstance(train.get("lr"), list) and train["lr"]:
+        tree = tree | {"train": train | {"lr": _one_rate(train["lr"])}}
     if isinstance(augment, dict) and type(augment.get("leads")) is int:  # augment.leads=3
         tree = tree | {"augment": augment | {"leads": str(augment["leads"])}}
     try:
@@ -304,6 +310,15 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
         raise ConfigError(
             f"a value has a type that JSON does not have: {error}: write text or a number"
         ) from None
+
+
+def _one_rate(rates: list[Any]) -> Any:
+    if len(rates) > 1:
+        raise ConfigError(
+            f"train.lr={rates}: a run has one learning rate: start one for each: --lr {rates[0]} "
+            f"--out OUT/lr-{rates[0]} and so on, and compare their RUN/result.json"
+        )
+    return rates[0]
 
 
 def schema(kind: type[RunConfig] = Config) -> str:
@@ -339,9 +354,8 @@ def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
 
 
 def _suggest(key: str, kind: type[BaseModel]) -> str:
-    for other, command in ((Config, "omnilead pretrain"), (FinetuneConfig, "omnilead finetune")):
-        if issubclass(kind, RunConfig) and key in other.model_fields:
-            return f" here: it belongs to {command}"
+    if issubclass(kind, RunConfig) and key in kind.elsewhere:
+        return f" here: it belongs to {kind.elsewhere[key]}"
     near = settings_named(key, kind) or nearest_settings(key, kind)
     return (
         f": did you mean {near[0]}?" if near else f": settings are {', '.join(kind.model_fields)}"
@@ -467,56 +481,6 @@ def check(config: RunConfig, world: int) -> None:
             f"pipeline.weights={weights}: give one for each of data.datasets",
         ),
     ]
-    problems += _pretraining_problems(config, world) if isinstance(config, Config) else []
-    problems += _finetuning_problems(config) if isinstance(config, FinetuneConfig) else []
-    for is_wrong, message in problems:
+    for is_wrong, message in [*problems, *config.problems(world)]:
         if is_wrong:
             raise ConfigError(message)
-
-
-def _pretraining_problems(config: Config, world: int) -> list[tuple[Any, str]]:
-    objective, augment, t = config.objective, config.augment, config.train
-    leads, views = len(augment.output_leads), "halves" if objective.method == "cmsc" else "window"
-    contrast = objective.contrast > 0
-    if not config.model.encoder and config.model.tokens(HALF) and objective.local > 0:
-        max_masked(config.model, config.model.tokens(HALF))
-    return [
-        (
-            config.model.leads != leads,
-            f"model.leads={config.model.leads}: augment.leads={augment.leads!r} needs {leads}",
-        ),
-        (
-            contrast and config.pipeline.views != views,
-            f"pipeline.views={config.pipeline.views!r}: objective.method={objective.method} needs "
-            f"{views}",
-        ),
-        (
-            contrast
-            and views == "window"
-            and not (augment.rlm or augment.kinds or augment.threekg or augment.extra),
-            "pipeline.views='window' without augmentation: both views would be equal: set "
-            "augment.rlm or augment.noise",
-        ),
-        (
-            contrast and candidates(config, world) < 2,
-            f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: a crop is "
-            "contrasted with "
-            "the others of its micro-batch: use 2 or more, or objective.contrast=0",
-        ),
-    ]
-
-
-def _finetuning_problems(config: FinetuneConfig) -> list[tuple[Any, str]]:
-    views = config.pipeline.views
-    return [
-        (
-            not config.start,
-            "start='': name a pre-trained run, or a pre-training YAML for random weights: --start "
-            "RUN",
-        ),
-        (
-            views != "halves",
-            f"pipeline.views={views!r}: fine-tuning uses both halves of a crop: use halves",
-        ),
-        (config.augment.threekg, "augment.threekg: is for pre-training only: remove it"),
-    ]

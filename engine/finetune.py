@@ -5,7 +5,6 @@ config.
     omnilead finetune --start RUN --data DATASET --labels my.csv --columns rhythm --kind multiclass --out OUT
     omnilead finetune --start RUN --data DATASET --task age --out AGE            also sex, diagnosis, identification ...
     omnilead finetune --start RUN --data DATASET --config diagnosis --out DX     the paper's settings; also identification
-    ... --lr 1e-4 3e-4 1e-3                                   tries each in OUT/lr-RATE; the best by validation becomes OUT
     ... --set augment.leads=3                                 on three leads, others set to zero; 12, 6, 3, 2, 1 or I,II,V2
     ... --set augment.leads=3 --set augment.padded=false      a model with three input leads
     ... --start w2v_cmsc_rlm.yaml                             its architecture with random weights, for comparison
@@ -33,14 +32,13 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from omnilead.engine.command import SHORTCUTS, Shortcut, command
 from omnilead.engine.common import RUN_CODE, interruptible, leave
-from omnilead.engine.training.command import SHORTCUTS, Shortcut, command
 
 if TYPE_CHECKING:
-    from omnilead.engine.training.run import Data, TrainingRun
+    from omnilead.engine.run import Data, TrainingRun
 
 KINDS = ("binary", "multilabel", "multiclass", "regression")
-RATES = "learning rate; several are tried in RUN/lr-RATE, and the best by validation becomes RUN"
 OWN: dict[str, Shortcut] = {
     "--labels": (
         "task.labels",
@@ -58,13 +56,13 @@ OWN: dict[str, Shortcut] = {
         "task.columns",
         {"nargs": "+", "metavar": "NAME", "help": "label columns (default: all)"},
     ),
-    "--lr": ("train.lr", {"nargs": "+", "type": float, "metavar": "RATE", "help": RATES}),
+    "--lr": ("train.lr", {"nargs": "+", "type": float, "metavar": "RATE", "help": "learning rate"}),
     "--code": ("code", {"action": "store_const", "const": True, "help": RUN_CODE["help"]}),
 }
 
 
 def classes() -> tuple[Any, Any, Any]:
-    from omnilead.engine.config import FinetuneConfig
+    from omnilead.engine.tasks.config import FinetuneConfig
     from omnilead.engine.tasks.finetuning import FinetuneTask
     from omnilead.engine.tasks.recipe import finetuning
 
@@ -91,7 +89,7 @@ def finetune(
     writes a checkpoint and raises KeyboardInterrupt. Other errors have one-line messages, such as
     engine.common.ConfigError.
     """
-    from omnilead.engine.training.run import trained
+    from omnilead.engine.run import trained
 
     of_task = {
         "labels": labels,

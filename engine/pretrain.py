@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from omnilead.engine.command import SHORTCUTS, command
 from omnilead.engine.common import interruptible, leave
-from omnilead.engine.training.command import SHORTCUTS, command
 
 if TYPE_CHECKING:
-    from omnilead.engine.training.run import Data, TrainingRun
+    from omnilead.engine.run import Data, TrainingRun
 
 
 def classes() -> tuple[Any, Any, Any]:
@@ -63,7 +63,7 @@ def pretrain(
     **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and raises
     KeyboardInterrupt. Other errors have one-line messages, such as engine.common.ConfigError.
     """
-    from omnilead.engine.training.run import trained
+    from omnilead.engine.run import trained
 
     return trained(*classes(), config, data, out, settings)
 

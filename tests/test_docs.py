@@ -12,7 +12,8 @@ from docs import house, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.hospital.files import FORMATS
 from omnilead.engine.common import LEADS, flatten
-from omnilead.engine.config import Config, FinetuneConfig
+from omnilead.engine.config import Config
+from omnilead.engine.tasks.config import FinetuneConfig
 from tests.forks import started
 
 DOCS = Path(__file__).parents[1] / "docs"

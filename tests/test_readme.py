@@ -12,7 +12,8 @@ import pytest
 
 from omnilead.__main__ import COMMANDS
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.config import Config, FinetuneConfig, load
+from omnilead.engine.config import Config, load
+from omnilead.engine.tasks.config import FinetuneConfig
 from tests.parsers import parse
 
 ROOT = Path(__file__).parents[1]

@@ -33,8 +33,9 @@ from omnilead.engine.evaluation.metrics import Array
 from omnilead.engine.inference.commands import prepare_model
 from omnilead.engine.inference.outputs import progress_bar
 from omnilead.engine.inference.predict import CropBatch, dataset_batches, predict
-from omnilead.engine.inference.preprocess import Input
-from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel, config_of
+from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
+from omnilead.engine.model.folder import config_of
+from omnilead.engine.model.input import Input
 
 MEAN_BEAT, RANDOM = "mean beat", "random weights"
 ANY = ["encoder", "options", "leads"]

@@ -57,9 +57,9 @@ from omnilead.engine.inference.outputs import (
     vectors,
     whole,
 )
-from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from omnilead.engine.model.config import validated
+from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels, read_task
 

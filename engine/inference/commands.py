@@ -30,8 +30,8 @@ from omnilead.engine.common import (
 from omnilead.engine.inference import outputs
 from omnilead.engine.inference.inputs import EcgOptions, OpenedData, Per, open_data
 from omnilead.engine.inference.outputs import MISSING, RESUMABLE, Output, ParquetParts, make, whole
-from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.inference.trained_model import TrainedModel, load
+from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import chosen_device
 
 SHOWN = 8  # numbers in a message

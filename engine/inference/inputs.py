@@ -53,8 +53,8 @@ from omnilead.engine.common import (
 from omnilead.engine.data.augmenter import none_measured
 from omnilead.engine.inference.npz import ArrayError, load_npz, npz_names, open_npy
 from omnilead.engine.inference.predict import CropBatch, dataset_batches
-from omnilead.engine.inference.preprocess import Input, SignalError
 from omnilead.engine.inference.trained_model import crops
+from omnilead.engine.model.input import Input, SignalError
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16

@@ -46,8 +46,8 @@ from omnilead.engine.common import (
 from omnilead.engine.data.augmenter import FS_HZ, HALF
 from omnilead.engine.inference.inputs import COLUMNS, CropSource, Per
 from omnilead.engine.inference.predict import CropBatch, predict
-from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.inference.trained_model import NOT_FINITE, HeadInfo, TrainedModel
+from omnilead.engine.model.input import Input
 
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"

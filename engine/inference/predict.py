@@ -47,7 +47,7 @@ def predict(
 ) -> Iterator[tuple[CropBatch, np.ndarray]]:
     """Yields each batch, without its signal, and forward(prepare(uv_BLT, halves_B)) in float32.
     `prepare`: returns the halves as the model's input, like
-    engine.inference.preprocess.Input.halves."""
+    engine.model.input.Input.halves."""
     upload = Upload(device) if device.type == "cuda" else None
 
     # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards

@@ -41,21 +41,21 @@ from omnilead.engine.common import (
     plugin,
 )
 from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF
-from omnilead.engine.inference.preprocess import Input, SignalError
-from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.engine.model.config import validated
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import build_encoder, build_head
 from omnilead.engine.model.folder import (
     CONFIG,
-    FORMAT,
     PREPROCESSING,
     WEIGHTS,
     LoadError,
     code_in,
+    config_of,
     document_of,
     misfits,
     model_folder,
 )
+from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.config import TaskKind
 
@@ -318,19 +318,6 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
         )
     with blaming(f"{folder / file}"):
         return plugin(f"{folder / file}:{name}")
-
-
-def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:
-    """The architecture that config.json describes."""
-    version, model = document.get("format_version"), document.get("model")
-    if version != FORMAT:
-        raise LoadError(f"{path}: format_version={version!r}: only {FORMAT} is supported")
-    if not isinstance(model, dict):
-        raise LoadError(f"{path}: has no model settings: is it a config.json of omnilead?")
-    try:
-        return validated(ModelConfig, model, "model")
-    except ConfigError as error:
-        raise LoadError(f"{path}: {error}") from None
 
 
 def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:

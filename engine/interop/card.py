@@ -8,10 +8,11 @@ from torch import Tensor
 
 from omnilead.engine.common import describe_leads
 from omnilead.engine.config import RunConfig
-from omnilead.engine.inference.preprocess import DEFAULT_INPUT, SCALES
 from omnilead.engine.model.encoders import file_of, portable
 from omnilead.engine.model.folder import front_matter
-from omnilead.engine.training.files import VALIDATION, StepLog
+from omnilead.engine.model.input import DEFAULT_INPUT, SCALES
+from omnilead.engine.report.run_files import StepLog
+from omnilead.engine.training.files import VALIDATION
 from omnilead.engine.training.task import METRIC_NAMES, TrainingTask
 
 CARD = """# {title}

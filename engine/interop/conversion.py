@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.common import LEADS, ConfigError, describe_leads, leads_in_order, write_whole
-from omnilead.engine.inference.preprocess import SCALES, Input
-from omnilead.engine.inference.trained_model import THRESHOLD, config_of
+from omnilead.engine.inference.trained_model import THRESHOLD
 from omnilead.engine.interop.fairseq import (
     MALFORMED,
     MAX_TEXT,
@@ -41,11 +40,13 @@ from omnilead.engine.model.folder import (
     CONFIG,
     PREPROCESSING,
     WEIGHTS,
+    config_of,
     document_of,
     front_matter,
     model_folder,
     write,
 )
+from omnilead.engine.model.input import SCALES, Input
 
 # In the paths of z-scored training signals
 ZSCORED = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")

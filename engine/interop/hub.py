@@ -4,8 +4,6 @@ omnilead.load("hf://org/name@revision")."""
 import hashlib
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,20 @@ from omnilead.engine.common import ConfigError
 from omnilead.engine.model.folder import (
     CARD,
     CONFIG,
+    FILE_NAME,
+    HUB,
+    NO_TOKEN,
     PREPROCESSING,
     SHA256,
     WEIGHTS,
     LoadError,
     document_of,
     front_matter,
+    huggingface,
     model_folder,
     sealed,
 )
 
-HUB = "hf://"
-WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
-NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
-ANSWERS = {  # our messages for the errors of huggingface_hub
-    "GatedRepoError": "is gated: ask for access on its page, then `hf auth login`",
-    "RepositoryNotFoundError": "no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN",
-    "RevisionNotFoundError": "no such revision: give a branch, tag or commit after @",
-    "LocalEntryNotFoundError": "the Hub cannot be reached, and the local cache has no copy",
-    "ConnectError": "the Hub cannot be reached: is there a network?",
-    "EntryNotFoundError": f"is not an omnilead model: {CONFIG}, or a file that it names, is missing",
-}
-FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
 # An absolute path or the address of a bucket, but not https:// or hf://
 PLACE = re.compile(
     r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+"
@@ -104,38 +94,3 @@ def pull(repo: str, out: Path) -> None:
             filter(Path.is_file, folder.iterdir()), key=lambda file: file.name == CONFIG
         ):
             shutil.copy(file, out)  # config.json last: without it, the folder is no model
-
-
-def fetched(repo: str) -> Path:
-    """Download org/name@revision into the Hub's local cache; all files are from the same commit."""
-    name, _, revision = repo.partition("@")
-    with huggingface(repo) as (hub, _):
-        config = Path(hub.hf_hub_download(name, CONFIG, revision=revision or None))
-        folder = config.parent  # snapshots/COMMIT
-        sums = document_of(config).get(SHA256)
-        for file in {WEIGHTS, PREPROCESSING, *(sums if isinstance(sums, dict) else ())} - {CONFIG}:
-            if FILE_NAME.fullmatch(file):
-                hub.hf_hub_download(name, file, revision=folder.name)
-    return folder
-
-
-@contextmanager
-def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
-    """The Hub's API and the class for adding a file to a commit; all errors become one line."""
-    try:
-        from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    except ImportError:
-        raise ConfigError(
-            f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'"
-        ) from None
-    try:
-        yield HfApi(library_name="omnilead", token=get_token()), CommitOperationAdd
-    except ConfigError:
-        raise
-    except (
-        Exception
-    ) as error:  # also from the Hub's HTTP client, which changes, and for invalid names
-        denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
-        known = (ANSWERS[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ANSWERS)
-        text = next(known, WRONG_TOKEN if denied else f"{type(error).__name__}: {error}")
-        raise LoadError(f"{HUB}{repo}: {' '.join(text.split())[:200]}") from None

@@ -239,13 +239,6 @@ def local_flops(config: ModelConfig, tokens: int, width: int, feature_width: int
     return 6 * tokens * masked_share(config, tokens) * (heads + codebook + 101 * config.projection)
 
 
-def kept_per_crop(config: ModelConfig) -> int:
-    """Upper bound on the activations that a training step keeps of a crop for the backward pass:
-    20 times the encoder width per token and layer (10 of them in the feed-forward), and as much
-    as two layers for everything before them."""
-    return 20 * 2 * config.tokens(SEGMENT) * config.width * (config.layers + 2)
-
-
 def masked_share(config: ModelConfig, tokens: int) -> float:
     """Expected share of masked tokens. A token stays unmasked if no span that would cover it is
     drawn."""

@@ -7,7 +7,7 @@ file.py:Class`.
 
     encoder = build_encoder(config, generator=generator)
     examine(encoder, config, masked=False)            # ConfigError if it does not follow this interface
-    cost_per_crop(encoder, config, local=False)       # FLOPs of a training step, and the activations it keeps
+    encoder_flops(encoder, config, local=False)       # FLOPs of a training step
 
 For the local objective a class also needs `features`, `context` and `feature_width`
 (engine.model.encoder.MaskedEncoder). With select_leads(weights, rows, of), a model of twelve leads
@@ -36,7 +36,6 @@ from omnilead.engine.model.config import (
     ENCODERS,
     ModelConfig,
     flops_per_crop,
-    kept_per_crop,
     local_flops,
 )
 from omnilead.engine.model.draws import max_masked
@@ -214,43 +213,31 @@ def examine(
     return int(c_RND.shape[1])
 
 
-def cost_per_crop(
-    encoder: nn.Module | None, config: ModelConfig, local: bool
-) -> tuple[float, float]:
-    """FLOPs of 10 s, forward and backward, and how many numbers are kept for the backward pass: by
-    formula for the authors' encoder, for others by running a few rows.
+def encoder_flops(encoder: nn.Module | None, config: ModelConfig, local: bool) -> float:
+    """FLOPs of 10 s, forward and backward: by formula for the authors' encoder, for others by
+    running a few rows.
 
     The forward pass is counted, and the backward pass taken as twice that. This avoids errors of
     torch's counter: it multiplies the weight gradient of a grouped convolution by the groups, and
     counts fused attention and recurrent layers on a CPU as 0.
     """
     if not config.encoder or encoder is None:
-        return flops_per_crop(config, local), kept_per_crop(config)
-    own, rows, saved = copy.deepcopy(encoder).cpu().float().train(), 2, dict[int, int]()
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes() // 4
-        return tensor
-
+        return flops_per_crop(config, local)
+    own, rows = copy.deepcopy(encoder).cpu().float().train(), 2
     with (
         warnings.catch_warnings(action="ignore"),  # torch warns about TF32 on Intel GPUs
         torch.random.fork_rng(devices=[]),
         torch.backends.mkldnn.flags(enabled=False),
         sdpa_kernel(SDPBackend.MATH),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         FlopCounterMode(display=False) as counter,
         blaming(f"model.encoder={config.encoder}, in training"),
     ):
         c_RND = own(torch.randn(rows, config.leads, HALF))
-    weights = {p.untyped_storage().data_ptr() for p in own.parameters()}
-    kept = sum(numbers for place, numbers in saved.items() if place not in weights)
-    flops = 3 * counter.get_total_flops() / rows
-    flops += (
-        local_flops(config, c_RND.shape[1], c_RND.shape[2], int(getattr(own, "feature_width", 0)))
-        if local
-        else 0
-    )
-    return 2 * flops, 2 * kept / rows
+    flops: float = 3 * counter.get_total_flops() / rows
+    if local:
+        _, tokens, width = c_RND.shape
+        flops += local_flops(config, tokens, width, int(getattr(own, "feature_width", 0)))
+    return 2 * flops
 
 
 def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) -> bool:

@@ -12,6 +12,7 @@ them, so that a damaged or changed model is never loaded. The model card may be 
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from omnilead.data_tools.cli import tell
 from omnilead.engine.common import ConfigError, missing_package, parse_yaml
+from omnilead.engine.model.config import ModelConfig, validated
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = (
     "model.safetensors",
@@ -37,6 +39,18 @@ WEIGHTS, CONFIG, PREPROCESSING, CARD = (
 SHA256 = "sha256"  # key in config.json
 FORMAT = 1
 SHOWN = 4  # names shown in a message
+HUB = "hf://"
+WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
+NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
+ANSWERS = {  # our messages for the errors of huggingface_hub
+    "GatedRepoError": "is gated: ask for access on its page, then `hf auth login`",
+    "RepositoryNotFoundError": "no such repository, or your token may not see it: `hf auth login`, or HF_TOKEN",
+    "RevisionNotFoundError": "no such revision: give a branch, tag or commit after @",
+    "LocalEntryNotFoundError": "the Hub cannot be reached, and the local cache has no copy",
+    "ConnectError": "the Hub cannot be reached: is there a network?",
+    "EntryNotFoundError": f"is not an omnilead model: {CONFIG}, or a file that it names, is missing",
+}
+FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
 TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
 
 
@@ -161,10 +175,8 @@ def _json(value: Any) -> str:
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """A verified folder with weights, and its digest. A remote folder is downloaded first."""
     text = os.fspath(path)
-    if text.startswith("hf://"):
-        from omnilead.engine.interop.hub import fetched
-
-        folder = fetched(text.removeprefix("hf://"))
+    if text.startswith(HUB):
+        folder = fetched(text.removeprefix(HUB))
         yield folder, check(folder)
         return
     if "://" in text:
@@ -202,6 +214,41 @@ def _download(url: str, local: Path) -> Path:
     return local
 
 
+def fetched(repo: str) -> Path:
+    """Download org/name@revision into the Hub's local cache; all files are from the same commit."""
+    name, _, revision = repo.partition("@")
+    with huggingface(repo) as (hub, _):
+        config = Path(hub.hf_hub_download(name, CONFIG, revision=revision or None))
+        folder = config.parent  # snapshots/COMMIT
+        sums = document_of(config).get(SHA256)
+        for file in {WEIGHTS, PREPROCESSING, *(sums if isinstance(sums, dict) else ())} - {CONFIG}:
+            if FILE_NAME.fullmatch(file):
+                hub.hf_hub_download(name, file, revision=folder.name)
+    return folder
+
+
+@contextmanager
+def huggingface(repo: str) -> Iterator[tuple[Any, Any]]:
+    """The Hub's API and the class for adding a file to a commit; all errors become one line."""
+    try:
+        from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    except ImportError:
+        raise ConfigError(
+            f"{HUB}{repo}: huggingface_hub is not installed: pip install 'omnilead[hub]'"
+        ) from None
+    try:
+        yield HfApi(library_name="omnilead", token=get_token()), CommitOperationAdd
+    except ConfigError:
+        raise
+    except (
+        Exception
+    ) as error:  # also from the Hub's HTTP client, which changes, and for invalid names
+        denied = getattr(getattr(error, "response", None), "status_code", None) in (401, 403)
+        known = (ANSWERS[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in ANSWERS)
+        text = next(known, WRONG_TOKEN if denied else f"{type(error).__name__}: {error}")
+        raise LoadError(f"{HUB}{repo}: {' '.join(text.split())[:200]}") from None
+
+
 def document_of(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
@@ -210,6 +257,19 @@ def document_of(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise LoadError(f"{path}: contains a {type(document).__name__}, not an object")
     return document
+
+
+def config_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> ModelConfig:
+    """The architecture that config.json describes."""
+    version, model = document.get("format_version"), document.get("model")
+    if version != FORMAT:
+        raise LoadError(f"{path}: format_version={version!r}: only {FORMAT} is supported")
+    if not isinstance(model, dict):
+        raise LoadError(f"{path}: has no model settings: is it a config.json of omnilead?")
+    try:
+        return validated(ModelConfig, model, "model")
+    except ConfigError as error:
+        raise LoadError(f"{path}: {error}") from None
 
 
 def _unreadable(path: Path, error: Exception) -> LoadError:

@@ -1,16 +1,14 @@
 """Writes RUN/report.html, one self-contained page with the training curves of a run.
 
-    python -m omnilead.engine.report.run_report RUN
+    omnilead report RUN
 
 Curves come from metrics.jsonl; validation.jsonl, run.json, config.yaml and diagnostics.npz
 (run_files.py) are added if they exist. An unfinished run has a report too: what was not logged is
 left out, what is not finite is marked.
 """
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -20,19 +18,12 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 
-from omnilead.data_tools.cli import echo, say, tell
-from omnilead.engine.common import LEADS, Parser, flatten, interruptible, write_whole
+from omnilead.data_tools.cli import say
+from omnilead.engine.common import LEADS, flatten, write_whole
 from omnilead.engine.report import charts
 from omnilead.engine.report.charts import Line, LineStyle
-from omnilead.engine.training.files import (
-    LOWER_IS_BETTER,
-    METRICS,
-    VALID,
-    ReportError,
-    RunFiles,
-    StepLog,
-    number,
-)
+from omnilead.engine.report.run_files import RunFiles, StepLog, number
+from omnilead.engine.training.files import LOWER_IS_BETTER, METRICS, VALID
 
 REPORT, RESULT = "report.html", "result.json"
 PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
@@ -436,24 +427,3 @@ def write_report(run: Path) -> Path:
         say(ended["text"])
     write_whole(run / REPORT, build(run))
     return run / REPORT
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    name = "omnilead.engine.report.run_report"
-    parser = Parser(
-        prog=f"python -m {name}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
-    try:
-        echo(write_report(parser.parse_args(arguments).run))
-    except (ReportError, OSError) as error:
-        tell(f"{name}: {' '.join(str(error).split())}")
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    interruptible("omnilead.engine.report.run_report")
-    sys.exit(main())

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from omnilead.engine.common import ConfigError, flatten, read_yaml
-from omnilead.engine.config import CONFIGS, Config, FinetuneConfig, check, load
+from omnilead.engine.config import CONFIGS, Config, check, load
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.reproduce.paper import (
@@ -31,6 +31,7 @@ from omnilead.engine.reproduce.paper import (
     Table,
     as_arguments,
 )
+from omnilead.engine.tasks.config import FinetuneConfig
 
 PROGRAMS = {kind: ("-m", f"engine.{kind}") for kind in ("pretrain", "finetune", "evaluate")}
 GROUPS = {"Dx": "dx", "Id": "id"}  # of roles, in dataset.json

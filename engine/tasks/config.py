@@ -1,28 +1,25 @@
-"""Settings of a task: its labels, their kind, and how records are split. The section `task` of a
-fine-tuning config.
+"""Settings of fine-tuning; those of its task: labels, their kind, and how records are split.
 
 TaskConfig("rhythm", "multiclass", labels="rhythm.csv")
 TaskConfig("age", "regression", columns=("age",), unit="years", split="8:1:1")      # the dataset's own ages
 """
 
-from dataclasses import field
-from typing import Annotated, Literal
+from dataclasses import field, replace
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from omnilead.engine.common import OWN, ConfigError
+from omnilead.engine.config import RunConfig, Section
+from omnilead.engine.data.augment import AugmentConfig
+from omnilead.engine.model.config import ModelConfig
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Value = Annotated[
     str, BeforeValidator(lambda value: str(value) if type(value) is int else value)
 ]  # folds: {train: [1, 2]}
-
-OLD_TASKS = {
-    "diagnosis": "multilabel",
-    "identification": "identity",
-}  # kinds of an earlier version's tasks
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -67,3 +64,59 @@ class TaskConfig:
         assigned = [fold for folds in self.folds.values() for fold in folds]
         if twice := [fold for fold in assigned if assigned.count(fold) > 1]:
             raise ConfigError(f"task.folds: {twice[0]!r} is in two splits: name each fold once")
+
+
+class FinetuneData(Section):
+    """The task decides which crops are used: engine.tasks."""
+
+    datasets: tuple[str, ...] = ()  # directories or s3:// URLs
+    anonymous: bool = False  # s3:// without credentials
+
+
+class Tuning(Section):
+    """Encoder settings that differ from pre-training. Defaults: the authors' fine-tuning
+    configs."""
+
+    feature_grad: float = 0.0  # 0: convolutions frozen; 1: trained like the rest
+    dropout: float = 0.0  # as model.dropout
+    attention_dropout: float = 0.0  # as model.attention_dropout
+    activation_dropout: float = 0.1  # as model.activation_dropout
+    input_dropout: float = 0.0  # as model.input_dropout
+
+
+class FinetuneConfig(RunConfig):
+    folder: ClassVar[str] = "finetune"
+    run: str = "runs/finetune"  # folder of the run; an unfinished run there is resumed
+    # pre-trained run or model folder; or a pre-training YAML: its architecture with random weights
+    start: str = ""
+    code: bool = False  # run the code of a plugged-in encoder in the folder `start`
+    data: FinetuneData = FinetuneData()
+    # no lead masking unless asked for
+    defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}
+    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(("model", "objective"), "omnilead pretrain")
+    augment: AugmentConfig = AugmentConfig(rlm=0.0)
+    encoder: Tuning = Tuning()
+    task: TaskConfig = TaskConfig()
+
+    def tuned(self, model: ModelConfig) -> ModelConfig:
+        """The pre-trained architecture with the settings of this fine-tuning."""
+        return replace(model, leads=len(self.augment.output_leads), **dict(self.encoder))
+
+    @property
+    def length_matters(self) -> bool:
+        return super().length_matters or self.task.margin_warmup > 0
+
+    def problems(self, world: int) -> list[tuple[Any, str]]:
+        views = self.pipeline.views
+        return [
+            (
+                not self.start,
+                "start='': name a pre-trained run, or a pre-training YAML for random weights: --start "
+                "RUN",
+            ),
+            (
+                views != "halves",
+                f"pipeline.views={views!r}: fine-tuning uses both halves of a crop: use halves",
+            ),
+            (self.augment.threekg, "augment.threekg: is for pre-training only: remove it"),
+        ]

@@ -21,7 +21,8 @@ from omnilead.engine.common import (
     read_mapping,
     read_yaml,
 )
-from omnilead.engine.config import FinetuneConfig, build, check, load
+from omnilead.engine.config import build, check, load
+from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.tasks.finetuning import read_start
 from omnilead.engine.tasks.labels import guess, read_task
 from omnilead.engine.training.distributed import environment
@@ -89,11 +90,10 @@ def finetuning(
             settled.train,
             learnt.kind + " (--kind if it is not)" * (learnt is not wanted.task),
         )
-        rates = ", ".join(f"{rate:.2g}" for rate in settled.rates or (t.lr,))
         length_text = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} epochs"
         say(
             f"{learnt.name}: {kind}. {crops:,} training crops: at most {length_text} of "
-            f"{t.batch_crops} crops, lr {rates}; "
+            f"{t.batch_crops} crops, lr {t.lr:.2g}; "
             f"stops early after {t.patience} validations (one every {t.validate_every} steps) "
             "without improvement"
         )

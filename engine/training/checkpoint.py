@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from omnilead.data_tools.cli import UserError, is_memory
+from omnilead.data_tools.cli import UserError, is_memory, tell
 from omnilead.engine.common import locked_by_another, sync, write_whole
 from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
@@ -220,6 +220,10 @@ def fault(path: Path) -> str | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{path / MANIFEST}: {' '.join(str(error).split())[:200]}"
     return None
+
+
+def warn(text: str) -> None:
+    tell(f"warning: {text}")
 
 
 def newest(run: Path, warn: Any = None) -> Path | None:

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from omnilead.engine.common import ConfigError, describe_leads, flatten, overridden, read_mapping
 from omnilead.engine.config import Config, build, load
 from omnilead.engine.data.augmenter import FS_HZ
-from omnilead.engine.inference.preprocess import Input
-from omnilead.engine.inference.trained_model import config_of
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import portable
 from omnilead.engine.model.folder import (
     CONFIG,
     PREPROCESSING,
     WEIGHTS,
+    config_of,
     document_of,
     misfits,
     model_folder,
 )
+from omnilead.engine.model.input import Input
 
 QUICKSTART = "quickstart"  # the config if none is given
 SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on

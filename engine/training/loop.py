@@ -1,6 +1,6 @@
 """The training loop: forward, backward, step, with regular logging, validation and checkpoints.
 
-    Loop(task, config, run, ranks, engine, adam, loader, datasets, progress, total, logger).train()
+    Loop(task, config, run, engine, adam, loader, progress, total, logger).train()
 
 Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change
 nothing and are counted (engine.training.optimizer); after train.max_nonfinite in a row the run
@@ -11,7 +11,8 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from omnilead.engine.training.distributed import AnyRank, Ranks
 from omnilead.engine.training.files import DIAGNOSTICS, write_diagnostics
 from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops
 from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
-from omnilead.engine.training.task import TrainingTask
+from omnilead.engine.training.task import TrainingTask, some_crops
 
 DROPOUT_STREAM = 200
 
@@ -50,9 +51,8 @@ class Progress:
     crops_seen: int = 0
     skipped_steps: int = 0
     in_a_row: int = 0  # consecutive steps skipped up to now
-    best: dict[str, Any] = field(
-        default_factory=dict
-    )  # the best step, its validation metric, and values chosen there
+    # the best step, its validation metric, and values chosen there
+    best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0  # validations since the best
 
 
@@ -61,61 +61,72 @@ class Loop:
     task: TrainingTask
     config: RunConfig
     run: Path
-    ranks: Ranks
     engine: Any
     adam: GuardedAdamW
     loader: Loader
-    datasets: Sequence[Dataset]
     progress: Progress
     total: int  # steps
     logger: RunLogger | None  # on rank 0
 
     def __post_init__(self) -> None:
         t = self.config.train
+        self.ranks = self.task.ranks
         self.micro, _ = micro_batch(self.config, self.ranks.world)
         self.peak_flops = self.ranks.world * peak_tflops(t, self.ranks.device) * 1e12
         self.loader.meter.restart()
         self.recent: deque[tuple[int, Places]] = deque(maxlen=t.max_nonfinite)
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
-        self.terminated, self.interrupted, self.loader_state = False, False, State()
-        self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
+        self.terminated = False  # by SIGTERM or Ctrl-C
+        self.interrupted = False  # by Ctrl-C
+        self.loader_state = State()
+        self.saved_at_step = self.progress.step
+        self.saved_at_s = time.monotonic()
 
     def train(self, tracer: Any = None) -> bool:
         """True when all steps are done; False if the run was asked to stop. `tracer`: see
         engine.training.profiler."""
-        asking = (
-            (signal.SIGTERM, signal.SIGINT)
-            if threading.current_thread() is threading.main_thread()
-            else ()
-        )
-        before = {number: signal.signal(number, self._on_signal) for number in asking}
         any_rank = AnyRank(self.ranks)
         self.engine.train()
-        batches, batch, patience = iter(self.loader), None, self.config.train.patience
+        batches, batch = iter(self.loader), None
+        with self._signals_handled():
+            try:
+                if self.config.train.validate_every and self.progress.step == 0:
+                    self._validate()  # the untrained model: the first point of the curves
+                while not self._is_done():
+                    batch = self._next_batch(batches)
+                    losses = self._step(batch)
+                    self._after_step(losses, batch)
+                    if tracer:
+                        tracer.step()
+                    save = self.ranks.first and self._save_is_due()
+                    stop, save = any_rank(self.terminated, save)
+                    if stop or save:
+                        self._save()
+                    if stop:
+                        return False
+                self._save()
+                if batch is not None:
+                    self._diagnose(batch)
+                return True
+            finally:
+                any_rank.finish()
+                batches.close()  # type: ignore[attr-defined]
+
+    def _is_done(self) -> bool:
+        stopped_early = 0 < self.config.train.patience <= self.progress.stale
+        return stopped_early or self.progress.step >= self.total
+
+    @contextmanager
+    def _signals_handled(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the run after a step. Only a main thread may handle signals."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                before[number] = signal.signal(number, self._on_signal)
         try:
-            if self.config.train.validate_every and self.progress.step == 0:
-                self._validate()  # the untrained model: the first point of the curves
-            while (
-                self.progress.step < self.total and not 0 < patience <= self.progress.stale
-            ):  # early stopping
-                batch = self._next_batch(batches)
-                losses = self._step(batch)
-                self._after_step(losses, batch)
-                if tracer:
-                    tracer.step()
-                stop, save = any_rank(self.terminated, self.ranks.first and self._save_is_due())
-                if stop or save:
-                    self._save()
-                if stop:
-                    return False
-            self._save()
-            if batch is not None:
-                self._diagnose(batch)
-            return True
+            yield
         finally:
-            any_rank.finish()
-            batches.close()  # type: ignore[attr-defined]
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -127,9 +138,8 @@ class Loop:
         try:
             batch, self.loader_state = next(batches)
         except DataError as error:
-            if (
-                self.ranks.world > 1
-            ):  # no checkpoint: the other ranks only see that this rank is gone
+            if self.ranks.world > 1:
+                # no checkpoint: the other ranks only see that this rank is gone
                 raise TrainError(f"rank {self.ranks.rank}: {error}") from None
             self._save()
             raise TrainError(str(error)) from None
@@ -140,16 +150,12 @@ class Loop:
         step, t = self.progress.step, self.config.train
         for group in self.adam.param_groups:
             group["lr"] = lr_at(t, step, self.total)
-        torch.manual_seed(
-            int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1
-        )  # the same dropout after a resume
+        # the same dropout after a resume
+        torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)
         arguments = self.task.arguments(batch, step, self.total)
         calls, reports = self.adam.calls, []
         for start in range(0, len(batch.places), self.micro):
-            part = (
-                a if a is None or a.ndim == 0 else a[start : start + self.micro] for a in arguments
-            )
-            losses = self.engine(*part)
+            losses = self.engine(*some_crops(arguments, start, start + self.micro))
             self.engine.backward(losses["loss"])
             self.engine.step()
             reports.append({name: value.detach() for name, value in losses.items()})
@@ -172,70 +178,70 @@ class Loop:
 
     def _log(self, reports: list[dict[str, Tensor]], batch: Batch) -> None:
         names = list(reports[0])
-        mean = torch.stack(
-            [torch.stack([report[name].float() for name in names]) for report in reports]
-        ).mean(0)
-        values = dict(zip(names, (sum_over_ranks(mean) / self.ranks.world).tolist(), strict=True))
+        rows = [torch.stack([report[name].float() for name in names]) for report in reports]
+        mean = sum_over_ranks(torch.stack(rows).mean(0)) / self.ranks.world
         if self.logger is None:
             return
+        values = dict(zip(names, mean.tolist(), strict=True))
         if batch.skipped:
             say(f"skipped as unreadable: {'; '.join(bad.reason for bad in batch.skipped)}")
         if warning := self.task.warning(values):
             say(f"warning: {warning}")
         progress, speed = self.progress, self.loader.meter.snapshot()
         crops_per_s = speed["crops_per_s"] * self.ranks.world
-        row = {
-            "step": progress.step,
-            "crops_seen": progress.crops_seen,
-            "epoch": progress.crops_seen / self.loader.order.crops_per_epoch,
-            "lr": self.adam.param_groups[0]["lr"],
-            "grad_norm": float(self.adam.norm),
-            "skipped_steps": int(self.adam.skipped),
-            "memory_gb": memory_gb(self.ranks.device),
-            "crops_per_s": crops_per_s,
-            "mfu": crops_per_s * self.task.flops_per_crop / self.peak_flops,
-        }
-        self.logger.log(values | speed | self.task.extra_metrics(progress.step - 1) | row)
+        self.logger.log(
+            {
+                **values,
+                **speed,
+                **self.task.extra_metrics(progress.step - 1),
+                "step": progress.step,
+                "crops_seen": progress.crops_seen,
+                "epoch": progress.crops_seen / self.loader.order.crops_per_epoch,
+                "lr": self.adam.param_groups[0]["lr"],
+                "grad_norm": float(self.adam.norm),
+                "skipped_steps": int(self.adam.skipped),
+                "memory_gb": memory_gb(self.ranks.device),
+                "crops_per_s": crops_per_s,
+                "mfu": crops_per_s * self.task.flops_per_crop / self.peak_flops,
+            }
+        )
 
     def _not_finite(self) -> str:
         """Names the crops of the last skipped steps."""
         crops = []
         for step, places in list(self.recent)[-3:]:
             rows = ", ".join(map(str, places.row[:8].tolist()))
-            crops.append(
-                f"step {step + 1}: rows {rows} ... of "
-                f"{self.datasets[int(places.dataset[0])].root.url}"
-            )
+            url = self.task.datasets[int(places.dataset[0])].root.url
+            crops.append(f"step {step + 1}: rows {rows} ... of {url}")
         return (
             f"loss or gradient was not finite in {self.config.train.max_nonfinite} steps in a row "
-            "(train.max_nonfinite): lower "
-            f"train.lr, set train.clip_norm, or inspect the crops (rank {self.ranks.rank}): "
-            f"{'; '.join(crops)}"
+            "(train.max_nonfinite): lower train.lr, set train.clip_norm, or inspect the crops "
+            f"(rank {self.ranks.rank}): {'; '.join(crops)}"
         )
 
     def _validate(self) -> None:
         started_s = time.perf_counter()
-        with torch.compiler.set_stance(
-            "force_eager"
-        ):  # another graph for a few batches is not worth compiling
+        # another graph for a few batches is not worth compiling
+        with torch.compiler.set_stance("force_eager"):
             row = self.task.validate(self.engine)
-        name, sign = self.task.best
-        value, best = row.get(name, np.nan), self.progress.best.get(name, -sign * np.inf)
-        if (
-            self.progress.step > 0 and np.isfinite(value) and sign * (value - best) > 0
-        ):  # the untrained model is never best
-            self.progress.best = {"step": self.progress.step, name: value} | self.task.chosen()
-            self.progress.stale = 0
-            self._save()
-        elif self.progress.step > 0 and (
-            np.isfinite(value) or self.progress.best
-        ):  # a metric may be undefined on these crops
-            self.progress.stale += 1
+        if self.progress.step > 0:  # the untrained model is never best
+            self._compare_with_best(row)
         if self.logger is not None and row:
-            self.logger.log_validation(
-                {"step": self.progress.step, "crops_seen": self.progress.crops_seen} | row
-            )
+            counts = {"step": self.progress.step, "crops_seen": self.progress.crops_seen}
+            self.logger.log_validation(counts | row)
         self.loader.meter.pause(time.perf_counter() - started_s)
+
+    def _compare_with_best(self, row: dict[str, float]) -> None:
+        name, sign = self.task.best
+        progress = self.progress
+        value = row.get(name, np.nan)
+        best = progress.best.get(name, -sign * np.inf)
+        if np.isfinite(value) and sign * (value - best) > 0:
+            progress.best = {"step": progress.step, name: value, **self.task.chosen()}
+            progress.stale = 0
+            self._save()
+        elif np.isfinite(value) or progress.best:  # a metric may be undefined on these crops
+            progress.stale += 1
 
     def _diagnose(self, batch: Batch) -> None:
         with torch.compiler.set_stance("force_eager"):
@@ -251,18 +257,12 @@ class Loop:
     def _save(self) -> None:
         if self.saved_at_step == self.progress.step:  # writing it again would delete it first
             return
-        self.progress.skipped_steps, self.progress.in_a_row = (
-            int(self.adam.skipped),
-            int(self.adam.in_a_row),
-        )
-        state = (
-            run_facts(self.config, self.datasets, self.ranks)
-            | self.task.facts()
-            | vars(self.progress)
-        )
-        checkpoint.save(
-            self.engine, self.run, state, self.loader_state, self.ranks, self.config.train.keep
-        )
+        self.progress.skipped_steps = int(self.adam.skipped)
+        self.progress.in_a_row = int(self.adam.in_a_row)
+        facts = run_facts(self.config, self.task.datasets, self.ranks)
+        state = {**facts, **self.task.facts(), **vars(self.progress)}
+        keep = self.config.train.keep
+        checkpoint.save(self.engine, self.run, state, self.loader_state, self.ranks, keep)
         self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
 
 

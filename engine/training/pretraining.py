@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
@@ -17,9 +17,9 @@ from omnilead.engine.data.loader import Batch
 from omnilead.engine.model.config import masked_share
 from omnilead.engine.model.encoders import (
     code_of,
-    cost_per_crop,
     describe_encoder,
     drops_out,
+    encoder_flops,
     portable,
     prepared,
 )
@@ -28,7 +28,14 @@ from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.continuing import read_weights
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.files import VALID
-from omnilead.engine.training.task import TrainingTask, best_metric, best_step_text, start_text
+from omnilead.engine.training.task import (
+    Arguments,
+    TrainingTask,
+    best_metric,
+    best_step_text,
+    some_crops,
+    start_text,
+)
 from omnilead.engine.training.validation import (
     Capture,
     PatientProbe,
@@ -70,7 +77,8 @@ class PretrainTask(TrainingTask):
     exports_best = False
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
-        self.config, self.ranks, self.low_logs = config, ranks, 0
+        super().__init__(config, datasets, ranks)
+        self.low_logs = 0
         local = config.objective.local > 0
         self.code = code_of(
             {"model.encoder": config.model.encoder, "augment.extra": config.augment.extra},
@@ -88,7 +96,7 @@ class PretrainTask(TrainingTask):
             PatientProbe(config, datasets, ranks),
         )
         self.remarks = [remark] if (remark := self._validation_remark()) else []
-        self.flops_per_crop, self.kept_per_crop = cost_per_crop(self.encoder, config.model, local)
+        self.flops_per_crop = encoder_flops(self.encoder, config.model, local)
 
     def _validation_remark(self) -> str | None:
         data = self.config.data
@@ -116,7 +124,7 @@ class PretrainTask(TrainingTask):
             self.remarks = [*self.remarks, self.start.into(model)]
         return model
 
-    def arguments(self, batch: Batch, step: int, total: int) -> tuple[Tensor | None, ...]:
+    def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         tau = torch.tensor(temperature(self.config.model, step)).to(
             self.ranks.device, non_blocking=True
         )
@@ -204,7 +212,7 @@ class PretrainTask(TrainingTask):
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
         """Adds similarities of encodings of the first crops of the batch, without dropout."""
         few = min(DIAGNOSED, micro_batch(self.config, self.ranks.world)[0])
-        part = (a if a is None or a.ndim == 0 else a[:few] for a in self.arguments(batch, 0, 1))
+        part = some_crops(self.arguments(batch, 0, 1), 0, few)
         with eval_mode(engine), Capture(engine.module) as captured, torch.no_grad():
             engine(*part)
         return super().diagnostics(engine, batch) | captured.similarities(batch.x_BSLT.shape[1])

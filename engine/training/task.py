@@ -33,23 +33,29 @@ METRIC_NAMES = {
 }
 
 
+# Tensors with one row per crop, scalars, and None for what is not given
+Arguments = tuple[Tensor | None, ...]
+
+
+def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
+    """The arguments for a part of the batch: scalars are the same for all crops."""
+    return tuple(a if a is None or a.ndim == 0 else a[start:stop] for a in arguments)
+
+
 class TrainingTask(ABC):
     keys: ClassVar[tuple[str, ...]]  # of each line in metrics.jsonl
     exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
-    best: tuple[
-        str, int
-    ]  # the validation metric that chooses the best step; 1: higher is better, -1: lower
-    roles: dict[
-        str, Any
-    ]  # of the crops to train on, as arguments of engine.data.order.DatasetRows.of
+    # The validation metric that chooses the best step; 1: higher is better, -1: lower
+    best: tuple[str, int]
+    # Of the crops to train on, as arguments of engine.data.order.DatasetRows.of
+    roles: dict[str, Any]
     flops_per_crop: float
-    kept_per_crop: float  # numbers per crop that a training step keeps in memory
     remarks: Sequence[str] = ()  # printed at the start
     code: Mapping[str, bytes] = {}  # plugged-in files by name, for RUN/code and RUN/model
     kept: Mapping[str, bytes] = {}  # other files by name, for RUN
 
-    @abstractmethod
-    def __init__(self, config: Any, datasets: Sequence[Dataset], ranks: Ranks) -> None: ...
+    def __init__(self, config: Any, datasets: Sequence[Dataset], ranks: Ranks) -> None:
+        self.config, self.datasets, self.ranks = config, datasets, ranks
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> nn.Module:
@@ -57,9 +63,8 @@ class TrainingTask(ABC):
         with the key `loss`."""
 
     @abstractmethod
-    def arguments(self, batch: Batch, step: int, total: int) -> tuple[Tensor | None, ...]:
-        """The model's arguments in step `step` of `total`: tensors with one row per crop, scalars,
-        None."""
+    def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
+        """The model's arguments in step `step` of `total`."""
 
     @abstractmethod
     def validate(self, engine: Any) -> dict[str, float]:

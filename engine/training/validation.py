@@ -28,11 +28,9 @@ from omnilead.engine.data.augmenter import crop_key
 from omnilead.engine.data.leakage import patient_ids
 from omnilead.engine.data.loader import Batch, Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
-from omnilead.engine.evaluation.metrics import identification
-from omnilead.engine.inference.predict import CropBatch, predict
-from omnilead.engine.inference.preprocess import Input
 from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.encoder import pool
+from omnilead.engine.model.input import Input
 from omnilead.engine.model.pretrainer import LocalOutput
 from omnilead.engine.objectives.contrastive import (
     all_gather_no_grad,
@@ -44,6 +42,7 @@ from omnilead.engine.training.distributed import Ranks
 
 BATCH = 16  # crops encoded at a time
 MAX_PAIRS = 20_000  # of each kind that are kept
+TIE = 1e-12  # cosines in float64 closer than this are equal
 LOGGED = ("loss", "loss_local", "loss_global", "accuracy_local", "accuracy_global")
 
 
@@ -191,13 +190,33 @@ class PatientProbe:
         self.pairs = self.pairs[: config.train.probe_patients]
 
     def accuracy(self, engine: Any) -> float:
-        crops = [(dataset, row) for dataset, *rows in self.pairs for row in rows]
-        encoder, ids = engine.module.encoder, range(len(self.pairs))
+        crops = []
+        for dataset, gallery_row, probe_row in self.pairs:
+            crops += [(dataset, gallery_row), (dataset, probe_row)]
+        encoder = engine.module.encoder
+        augment = self.config.augment
         with eval_mode(engine):
             c_RD = predict_on_ranks(
-                self.config, self.ranks, crops, lambda x_RLT: pool(encoder(x_RLT)), halves=1
-            ).numpy()
-        return float(identification(c_RD[::2], ids, c_RD[1::2], ids)["accuracy"])
+                self.config,
+                self.ranks,
+                crops,
+                lambda x_RLT: pool(encoder(x_RLT)),
+                Input(augment.output_leads, augment.seen),
+                halves=1,
+            )
+        return identified_share(c_RD[::2], c_RD[1::2])
+
+
+def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
+    """The share of patients whose probe is nearest (by cosine) to their own gallery entry. A tie
+    counts as a random draw among its entries. Equals evaluation.metrics.identification."""
+    gallery_PD = F.normalize(gallery_PD.double(), dim=-1)
+    probe_PD = F.normalize(probe_PD.double(), dim=-1)
+    cosine_PP = probe_PD @ gallery_PD.T
+    own_P1 = cosine_PP.diagonal()[:, None]
+    beaten_P = (cosine_PP > own_P1 + TIE).any(1)
+    tied_P = ((cosine_PP - own_P1).abs() <= TIE).sum(1)
+    return float((~beaten_P).double().div(tied_P).mean())
 
 
 def predict_on_ranks(
@@ -205,30 +224,26 @@ def predict_on_ranks(
     ranks: Ranks,
     crops: Sequence[tuple[Dataset, int]],
     forward: Callable[[Tensor], Tensor],
+    model_input: Input,
     halves: int = 2,
-    model_input: Input | None = None,
 ) -> Tensor:
     """forward(x_RLT) of the first `halves` halves of all crops, in order, on the CPU of every
-    rank. Ranks share the work and call the model equally often."""
+    rank. Ranks share the work and call the model equally often, as ZeRO stage 3 requires: the
+    last crop is repeated where there are too few."""
     share = math.ceil(len(crops) / ranks.world)
-    mine = [
-        crops[min(i, len(crops) - 1)] for i in range(ranks.rank * share, (ranks.rank + 1) * share)
-    ]
-
-    def batches() -> Iterator[CropBatch]:
-        for at in range(0, share, BATCH):
-            uv_BLT = np.stack([dataset.read(row) for dataset, row in mine[at : at + BATCH]])
-            yield CropBatch(uv_BLT, np.full(len(uv_BLT), halves))
-
-    model_input, dtype = (
-        model_input or Input(config.augment.output_leads, config.augment.seen),
-        dtype_of(config),
-    )
-    outputs = predict(
-        batches(), model_input.halves, lambda x_RLT: forward(x_RLT.to(dtype)), ranks.device
-    )
-    y_RD = torch.from_numpy(np.concatenate([y for _, y in outputs])).to(ranks.device)
-    return all_gather_no_grad(y_RD)[: halves * len(crops)].cpu()
+    numbers = range(ranks.rank * share, (ranks.rank + 1) * share)
+    mine = [crops[min(number, len(crops) - 1)] for number in numbers]
+    outputs = []
+    # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards
+    with torch.no_grad():
+        for start in range(0, share, BATCH):
+            batch = mine[start : start + BATCH]
+            uv_BLT = to_device(
+                np.stack([dataset.read(row) for dataset, row in batch]), ranks.device
+            )
+            x_RLT = model_input.halves(uv_BLT, np.full(len(batch), halves))
+            outputs.append(forward(x_RLT.to(dtype_of(config))).float())
+    return all_gather_no_grad(torch.cat(outputs))[: halves * len(crops)].cpu()
 
 
 class Capture:

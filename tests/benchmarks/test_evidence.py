@@ -16,11 +16,12 @@ from benchmarks import evidence, real, report, trials
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.synthetic import archive as synth
 from omnilead.engine.common import CONFIGS, ConfigError, read_yaml
-from omnilead.engine.config import FinetuneConfig, check, load
+from omnilead.engine.config import check, load
 from omnilead.engine.evaluation import bench
 from omnilead.engine.evaluation.embedders import Vectors
 from omnilead.engine.evaluation.probe import fit_scaled
 from omnilead.engine.report import bench_report
+from omnilead.engine.tasks.config import FinetuneConfig
 from tests.conftest import save_model
 from tests.parsers import parse
 

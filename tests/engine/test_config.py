@@ -10,7 +10,6 @@ import torch
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import (
     CONFIGS,
-    FinetuneConfig,
     build,
     check,
     deepspeed_json,
@@ -20,6 +19,7 @@ from omnilead.engine.config import (
     zero_stage,
 )
 from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.tasks.config import FinetuneConfig
 
 PRETRAIN, FINETUNE = (sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("pretrain", "finetune"))
 PAPER = CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"

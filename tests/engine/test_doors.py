@@ -13,7 +13,8 @@ import pytest
 
 from omnilead.data_tools.cli import guard_streams
 from omnilead.engine import convert, embed, evaluate, parity, pretrain
-from omnilead.engine.report import picture, run_report
+from omnilead.engine.report import __main__ as report
+from omnilead.engine.report import picture
 from tests.forks import started
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         (pretrain.main, ["--nothing"]),
         (convert.main, ["to-onnx"]),
         (parity.main, []),
-        (run_report.main, []),
+        (report.main, []),
     ],
 )
 def test_wrong_arguments_are_one_line(

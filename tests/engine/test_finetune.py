@@ -1,7 +1,6 @@
 """Fine-tuning for diagnosis and identification: what is trained, validated, exported, refused."""
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -24,26 +23,26 @@ from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.engine import evaluate
 from omnilead.engine.common import ConfigError
-from omnilead.engine.config import CONFIGS, FinetuneConfig, build, load
+from omnilead.engine.config import CONFIGS, build
 from omnilead.engine.data.leakage import find_leak, split_of
 from omnilead.engine.finetune import main
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.report.run_files import read_diagnostics
 from omnilead.engine.tasks.classifier import Classifier
-from omnilead.engine.tasks.config import TaskConfig, TaskKind
+from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig, TaskKind
 from omnilead.engine.tasks.finetuning import (
     FinetuneTask,
-    identity_classes,
     read_start,
     select_leads,
     split_remark,
 )
 from omnilead.engine.tasks.labels import TaskLabels, read_table, read_task
 from omnilead.engine.tasks.recipe import finetuning
+from omnilead.engine.tasks.targets import make_targets
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.files import DIAGNOSTICS, LABELS, read_diagnostics
-from omnilead.engine.training.loop import Loop
+from omnilead.engine.training.files import DIAGNOSTICS, LABELS
 from omnilead.engine.training.task import best_metric
 
 KINDS: dict[str, TaskKind] = {"diagnosis": "multilabel", "identification": "identity"}
@@ -356,7 +355,7 @@ def test_class_vectors_initialised_with_means(base: Path, dataset: Dataset, tmp_
     model = task.model(torch.Generator().manual_seed(0))
     assert isinstance(model, Classifier) and model.training
     encoder = model.encoder.eval()
-    y, rows_ = task.y[0], task.labels.rows(0, "train")
+    y, rows_ = task.targets.y[0], task.labels.rows(0, "train")
     unit = {int(k): [] for k in np.unique(y[rows_])}  # type: ignore[var-annotated]
     for row in rows_:
         for half in range(dataset.column("halves")[row]):
@@ -398,7 +397,8 @@ def test_missing_halves_are_ignored(task: Any) -> None:
 
 def test_classes_are_numbered_by_patient(dataset: Dataset) -> None:
     known = read_task(TaskConfig(kind="identity"), [dataset])
-    (patients,), ((labels,), classes) = known.y, identity_classes(known)
+    (patients,), targets = known.y, make_targets(known)
+    (labels,), classes = targets.y, targets.outputs
     trained = dataset.select(identity="train")
     patients, labels = patients[trained], labels[trained]
     assert classes == len(np.unique(patients)) == labels.max() + 1
@@ -587,61 +587,12 @@ def test_early_stopping(
     ] == 2
 
 
-def test_the_best_of_several_learning_rates(
-    base: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One after another; an interrupted one resumes."""
-    figures = iter([0.5, 0.6, 0.7, 0.5, 0.8, 0.75, 0.5, 0.6, 0.6])  # at steps 0, 2 and 4 of each
-    monkeypatch.setattr(FinetuneTask, "validate", lambda *_: {"auroc": next(figures)})
-    rates, run, url = [1e-4, 3e-4, 1e-3], tmp_path / "run", dataset.root.url
-    train = Loop.train
-    with monkeypatch.context() as stopped:  # in the second
-        stopped.setattr(
-            Loop, "train", lambda self, *_: train(self) and self.run.name != "lr-0.0003"
-        )
-        assert (
-            finetune(tmp_path, url, base, "diagnosis", train__lr=rates).ok
-            and not (run / "model").exists()
-        )
-    assert (
-        "was started with several --lr: give the same"
-        in finetune(tmp_path, url, base, "diagnosis", train__lr=[1e-4]).one_line()
-    )
-    ended = finetune(tmp_path, url, base, "diagnosis", train__lr=rates)
-    assert (
-        ended.ok
-        and "lr 0.0003: not converged: best auroc 0.8000 at step 2, and 1 v" in ended.output
-    ), ended.output
-    assert "model is that of lr 0.0003, " in ended.output
-    copied = set(os.listdir(run / "lr-0.0003")) - {"checkpoints", "tensorboard", ".lock"}
-    assert copied <= set(os.listdir(run)) and not (run / ".model").exists()
-    tried = json.loads((run / "rates.json").read_text())
-    assert [(row["lr"], row["step"], row["best"]) for row in tried] == [
-        (1e-4, 4, 0.7),
-        (3e-4, 2, 0.8),
-        (1e-3, 2, 0.6),
-    ]
-    model, chosen = omnilead.load(run), omnilead.load(run / "lr-0.0003")
-    assert all(
-        w.equal(chosen.encoder.state_dict()[name]) for name, w in model.encoder.state_dict().items()
-    )
-    assert rows(run, "validation.jsonl") == rows(run / "lr-0.0003", "validation.jsonl")
-    html = (run / "report.html").read_text()
-    assert "Learning rates" in html and "0.0003" in html
-    config = load(run / "config.yaml", (), FinetuneConfig)
-    assert config.train.lr == 3e-4
-    one = finetune(tmp_path, url, base, "diagnosis", "run/lr-0.001", train__lr=[1e-4, 1e-3])
-    assert "was started with one --lr" in one.one_line()
-    refused = finetune(
-        tmp_path, url, base, "diagnosis", "new", train__lr=rates, train__validate_every=0
-    )
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    ranks = finetune(tmp_path, url, base, "diagnosis", "new", train__lr=rates)
-    assert "3 learning rates need a single process" in ranks.one_line()
-    assert (
-        "a learning rate is chosen by validation" in refused.one_line()
-        and not (tmp_path / "new").exists()
-    )
+def test_a_run_has_one_learning_rate(base: Path, dataset: Dataset, tmp_path: Path) -> None:
+    several = finetune(tmp_path, dataset.root.url, base, "diagnosis", train__lr=[1e-4, 3e-4])
+    assert "train.lr=[0.0001, 0.0003]: a run has one learning rate" in several.one_line()
+    assert not (tmp_path / "run").exists()
+    one = build({"start": "x", "train": {"lr": [1e-4]}, "rates": []}, FinetuneConfig)
+    assert one.train.lr == 1e-4  # `rates` is in the config.yaml of older runs
 
 
 def test_labels_that_cannot_be_learnt_are_refused(

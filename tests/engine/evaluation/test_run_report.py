@@ -11,8 +11,10 @@ import pytest
 from pages import check, curves
 
 from omnilead.engine.report import charts, run_report
+from omnilead.engine.report.__main__ import main as report_main
+from omnilead.engine.report.run_files import StepLog, read_diagnostics
 from omnilead.engine.tasks.finetuning import FinetuneTask
-from omnilead.engine.training.files import StepLog, read_diagnostics, write_diagnostics
+from omnilead.engine.training.files import write_diagnostics
 from omnilead.engine.training.pretraining import PretrainTask
 
 LOGGED = [key for key in PretrainTask.keys if key not in ("step", "crops_seen", "epoch")]
@@ -83,7 +85,7 @@ def cards(html: str) -> dict[str, tuple[str, str]]:
 def test_every_curve_is_on_the_page_and_texts_are_escaped(
     full: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_report.main([str(full)]) == 0
+    assert report_main([str(full)]) == 0
     assert capsys.readouterr().out.strip() == str(full / "report.html")
     html = (full / "report.html").read_text()
     assert html == run_report.build(full)  # same run, same bytes
@@ -288,7 +290,7 @@ def test_diagnostics_are_checked(tmp_path: Path) -> None:
 
 def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for run in (tmp_path / "missing", tmp_path, make(tmp_path / "empty", "\n")):
-        assert run_report.main([str(run)]) == 2
+        assert report_main([str(run)]) == 2
         out, err = capsys.readouterr()
         assert out == "" and len(err.splitlines()) == 1 and "metrics.jsonl" in err
 

@@ -24,7 +24,7 @@ from omnilead.engine import convert, evaluate, finetune, predict
 from omnilead.engine.common import LEADS, ConfigError
 from omnilead.engine.config import build
 from omnilead.engine.data.augmenter import MV_PER_UV
-from omnilead.engine.inference.preprocess import Input
+from omnilead.engine.model.input import Input
 from omnilead.engine.training.continuing import read_weights
 
 SMALL = {"width": 24, "layers": 1, "heads": 2, "ffn": 32, "conv": 16}

@@ -19,11 +19,11 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.prepare import crop_count, prepare_crop
 from omnilead.data_tools.record import EcgRecord
 from omnilead.engine.common import ALL, LEADS, ConfigError
-from omnilead.engine.inference.preprocess import Input, SignalError
-from omnilead.engine.inference.trained_model import TrainedModel, config_of, crops
+from omnilead.engine.inference.trained_model import TrainedModel, crops
 from omnilead.engine.model.config import ObjectiveConfig
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.folder import LoadError, seal
+from omnilead.engine.model.folder import LoadError, config_of, seal
+from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.tasks.finetuning import read_start
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from omnilead.engine.common import ConfigError
-from omnilead.engine.config import CONFIGS, FinetuneConfig, check, load
+from omnilead.engine.config import CONFIGS, check, load
 from omnilead.engine.reproduce import cost
 from omnilead.engine.reproduce.paper import LEADS, TASKS, ReproductionScale, as_arguments, tables
 from omnilead.engine.reproduce.plan import DatasetInfo, JobPlan, make_plan
 from omnilead.engine.reproduce.workdir import WorkDir, write_json
+from omnilead.engine.tasks.config import FinetuneConfig
 
 ROLES = {
     "pretrain": 85_000,

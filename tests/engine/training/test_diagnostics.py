@@ -8,10 +8,12 @@ import torch
 from ranks import pretrain
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.evaluation.metrics import identification
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.training.files import DIAGNOSTICS, read_diagnostics
-from omnilead.engine.training.validation import MAX_PAIRS, Capture, pairs, thinned
+from omnilead.engine.report.run_files import read_diagnostics
+from omnilead.engine.training.files import DIAGNOSTICS
+from omnilead.engine.training.validation import MAX_PAIRS, Capture, identified_share, pairs, thinned
 
 SMALL = ModelConfig(conv=((16, 2),) * 4, width=32, layers=1, heads=4, ffn=48, position_kernel=16, position_groups=4, codes=8,
                     code_width=16, projection=16)  # fmt: skip
@@ -102,3 +104,15 @@ def test_a_run_on_two_ranks_in_bf16_writes_diagnostics(dataset: Dataset, tmp_pat
         "Crop 4, as the model",
     ):
         assert drawn in html
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_patients_identified_are_those_of_the_evaluation(ties: bool) -> None:
+    c_RD = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    if ties:
+        c_RD = c_RD.round()
+        c_RD[3] = 0
+    gallery_PD, probe_PD = c_RD[::2], c_RD[1::2]
+    ids = range(10)
+    expected = identification(gallery_PD.numpy(), ids, probe_PD.numpy(), ids)["accuracy"]
+    assert identified_share(gallery_PD, probe_PD) == pytest.approx(expected, abs=1e-12)

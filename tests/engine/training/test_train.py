@@ -20,7 +20,6 @@ from omnilead.engine.config import CONFIGS, build
 from omnilead.engine.model import folder
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.pretrain import main
-from omnilead.engine.training import rates
 from omnilead.engine.training.checkpoint import crc32c
 from omnilead.engine.training.pretraining import PretrainTask
 
@@ -274,7 +273,7 @@ def test_errors_of_libraries_and_the_system_are_one_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(rates, "train_rates", fail)
+    monkeypatch.setattr("omnilead.engine.run.train", fail)
     assert main([]) == code
     line = capsys.readouterr().err
     assert says in line and line.count("\n") == 1

@@ -19,8 +19,8 @@ import omnilead
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.run import TrainingRun
 from omnilead.engine.training.loop import Loop
-from omnilead.engine.training.run import TrainingRun
 from tests.forks import started
 
 TRAIN = "omnilead.engine.training.train"

@@ -104,8 +104,7 @@ def command(
     ]
 
     from omnilead.engine.config import schema
-    from omnilead.engine.training.rates import train_rates
-    from omnilead.engine.training.train import explain, export_run
+    from omnilead.engine.run import explain, export, run_training
 
     kind, task, read = classes()
     try:
@@ -113,9 +112,9 @@ def command(
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
             return show(schema(kind) + "\n")
         if args.export:
-            say(str(export_run(Path(args.export), kind, task)))
+            say(str(export(Path(args.export), kind, task)))
         else:
-            train_rates(read(args.config, [*overrides, *args.set]), task, args.profile or 0)
+            run_training(read(args.config, [*overrides, *args.set]), task, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)
         if (

@@ -1,0 +1,37 @@
+"""Write RUN/report.html, one self-contained page with the training curves of a run.
+
+    omnilead report RUN
+
+Also for a run that is still training: what was not logged yet is left out.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omnilead.data_tools.cli import echo, tell
+from omnilead.engine.common import Parser, interruptible
+
+NAME = "omnilead report"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
+    run = parser.parse_args(arguments).run
+
+    from omnilead.engine.report.run_files import ReportError
+    from omnilead.engine.report.run_report import write_report
+
+    try:
+        echo(write_report(run))
+    except (ReportError, OSError) as error:
+        tell(f"{NAME}: {' '.join(str(error).split())}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    interruptible(NAME)
+    sys.exit(main())
