@@ -13,9 +13,11 @@ docs/comparing.md. Exit code 2: an argument or a file is wrong.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -35,12 +37,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from omnilead.engine.evaluation.bench import bench
-
     bench(**vars(args))
-    return show(
-        f"{(args.out / 'bench.md').read_text()}\n{args.out}: bench.md, bench.csv, bench.json, "
-        "bench.png\n"
+    files = "bench.md, bench.csv, bench.json, bench.png"
+    return show(f"{(args.out / 'bench.md').read_text()}\n{args.out}: {files}\n")
+
+
+def bench(
+    models: Sequence[str],
+    *,
+    data: str,
+    tasks: Sequence[str],
+    out: str | os.PathLike[str],
+    test_data: str = "",
+    labels: str = "",
+    test_labels: str = "",
+    leads: Sequence[str] = ("12",),
+    share: Sequence[float] = (1.0,),
+    noise: Sequence[float] = (0.0,),
+    seed: int = 0,
+    batch: int | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    code: bool = False,
+    anonymous: bool = False,
+) -> dict[str, Any]:
+    """Compares models on frozen embeddings, as `omnilead bench`: returns what OUT/bench.json holds.
+
+    The arguments are the options of the command. Errors have one-line messages."""
+    from omnilead.engine.evaluation import bench as comparison
+
+    return comparison.bench(
+        models,
+        data,
+        Path(out),
+        tasks,
+        leads,
+        share,
+        noise,
+        test_data=test_data,
+        labels=labels,
+        test_labels=test_labels,
+        seed=seed,
+        batch=batch,
+        device=device,
+        precision=precision,
+        code=code,
+        anonymous=anonymous,
     )
 
 

@@ -20,11 +20,12 @@ scoring or writing failed.
 """
 
 import argparse
-import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -35,6 +36,7 @@ from omnilead.engine.common import (
     ConfigError,
     OutputError,
     Parser,
+    environment,
     interruptible,
     positive,
     writable,
@@ -48,24 +50,58 @@ COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2",
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    args.out = args.json or args.report
-    from omnilead.engine.inference import (
-        commands,  # imported late, so that --help does not wait for PyTorch
-    )
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.inference.commands import exit_code
 
-    return commands.exit_code(
-        "omnilead evaluate",
-        lambda: as_a_rank(args),
-        args.out,
-        "--json" if args.json else "--report",
-    )
+    def run() -> int:
+        options = {name: value for name, value in vars(args).items() if name != "local_rank"}
+        document = evaluate(**options)
+        if document is None:
+            return 0  # the first rank tells the scores
+        text = "\n".join(lines(document)) + "\n"
+        return show(f"{text}{args.report}\n" if args.report else text)
+
+    flag = "--json" if args.json else "--report"
+    return exit_code("omnilead evaluate", run, args.json or args.report, flag)
 
 
-def as_a_rank(args: argparse.Namespace) -> int:
+def evaluate(
+    model: str | os.PathLike[str],
+    *,
+    data: str | os.PathLike[str],
+    leads: str = "",
+    task: str = "auto",
+    labels: str | os.PathLike[str] = "",
+    role: str = "test",
+    json: str | os.PathLike[str] | None = None,
+    report: str | os.PathLike[str] | None = None,
+    batch: int = 32,
+    device: str = "auto",
+    code: bool = False,
+    anonymous: bool = False,
+) -> dict[str, Any] | None:
+    """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns what --json holds.
+
+    The arguments are the options of the command. None on all ranks but the first. Errors have
+    one-line messages."""
     from omnilead.engine.training.distributed import close, lost_a_rank
 
+    files = Files(Path(json) if json else None, Path(report) if report else None)
+    files.check()
     try:
-        return evaluate(args)
+        result, dataset = score(
+            os.fspath(model),
+            os.fspath(data),
+            leads,
+            task,
+            os.fspath(labels),
+            role,
+            batch,
+            device,
+            code,
+            anonymous,
+            files.kept,
+        )
     except RuntimeError as error:
         if not lost_a_rank(error):
             raise
@@ -74,6 +110,49 @@ def as_a_rank(args: argparse.Namespace) -> int:
         ) from None
     finally:
         close()
+    if environment()[0]:
+        return None
+    document: dict[str, Any] = result.document()
+    files.write(result, document, dataset)
+    return document
+
+
+class Files(NamedTuple):
+    """Where the scores of an evaluation go."""
+
+    json: Path | None
+    report: Path | None
+
+    @property
+    def kept(self) -> Path | None:
+        """The model's outputs, until the scores are written."""
+        out = self.json or self.report
+        return Path(f"{out}.halves.parquet") if out else None
+
+    def check(self) -> None:
+        for flag, place in (("--json", self.json), ("--report", self.report)):
+            if place:
+                writable(place, flag)
+        if self.json and self.report and self.json.resolve() == self.report.resolve():
+            raise ConfigError(
+                f"--json {self.json} and --report {self.report} are the same file: choose two names"
+            )
+        world = environment()[1]
+        if world > 1 and not self.kept:
+            raise ConfigError(
+                f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which "
+                "they keep the outputs"
+            )
+
+    def write(self, result: Any, document: dict[str, Any], dataset: Any) -> None:
+        from omnilead.engine.report import evaluation_report
+
+        if self.json:
+            write_result(self.json, dumps(document, indent=1) + "\n", "--json")
+        if self.report:
+            write_result(self.report, evaluation_report.build(result, dataset), "--report")
+        if self.kept:
+            self.kept.unlink()
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -127,52 +206,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def evaluate(args: argparse.Namespace) -> int:
-    for flag, place in (("--json", args.json), ("--report", args.report)):
-        if place is not None:
-            writable(place, flag)
-    if args.json and args.report and args.json.resolve() == args.report.resolve():
-        raise ConfigError(
-            f"--json {args.json} and --report {args.report} are the same file: choose two names"
-        )
+def score(
+    run: str,
+    data: str,
+    leads: str,
+    task_name: str,
+    labels: str,
+    role: str,
+    batch: int,
+    device: str,
+    code: bool,
+    anonymous: bool,
+    kept: Path | None,
+) -> tuple[Any, Any]:
+    """The result, and the dataset that it is of."""
     import omnilead
     from omnilead.data_tools.dataset import Dataset
     from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
     from omnilead.engine.model.kernels import chosen_device
-    from omnilead.engine.report import evaluation_report
-    from omnilead.engine.training.distributed import environment, share_work
+    from omnilead.engine.training.distributed import share_work
 
-    world = environment()[1]
-    if world > 1 and not args.out:
-        raise ConfigError(
-            f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which they "
-            "keep the outputs"
-        )
-    dataset = Dataset.open(args.data, args.anonymous)
-    rank = share_work()
-    model = omnilead.load(args.model, args.code).to(chosen_device(args.device))
-    task = chosen_task(
-        model, args.task, args.labels or (labels_of_run(args.model) if args.task == "auto" else "")
-    )
-    kept = Path(f"{args.out}.halves.parquet") if args.out else None
-    options = EvalOptions(args.role, args.leads, args.batch, args.model, kept)
-    result = (
-        identify(model, dataset, options)
-        if task.kind == "identity"
-        else score_task(model, dataset, task, options)
-    )
-    if rank:
-        return 0
-    document = result.document()
-    text = "\n".join(lines(document)) + "\n"
-    if args.json:
-        write_result(args.json, json.dumps(document, indent=1) + "\n", "--json")
-    if args.report:
-        write_result(args.report, evaluation_report.build(result, dataset), "--report")
-        text += f"{args.report}\n"
-    if kept:
-        kept.unlink()
-    return show(text)
+    dataset = Dataset.open(data, anonymous)
+    share_work()
+    model = omnilead.load(run, code).to(chosen_device(device))
+    if not labels and task_name == "auto":
+        labels = labels_of_run(run)
+    task = chosen_task(model, task_name, labels)
+    options = EvalOptions(role, leads, batch, run, kept)
+    if task.kind == "identity":
+        return identify(model, dataset, options), dataset
+    return score_task(model, dataset, task, options), dataset
 
 
 def labels_of_run(model: str) -> str:

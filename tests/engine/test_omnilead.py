@@ -3,16 +3,22 @@ names options alike."""
 
 import argparse
 import importlib
+import inspect
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 import omnilead
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.errors import DataError
+from omnilead.engine.common import ConfigError
 from tests.parsers import parser_of
 
 ROOT = Path(__file__).parents[2]
@@ -165,3 +171,58 @@ def test_an_unknown_argument_gets_a_suggestion(
         assert line.endswith(f": did you mean {mend}? (--help shows all)")
     else:
         assert "unrecognized arguments: " in line and "did you mean" not in line
+
+
+OUT_OF_PYTHON = {"help", "local_rank", "command", "run"}  # what only a command has
+FUNCTIONS = ("synth", "shard", "verify", "evaluate", "embed", "predict", "bench")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_has_the_words_and_defaults_of_its_command(name: str) -> None:
+    parser = parser_of(name)
+    if name in ("synth", "shard", "verify"):
+        (commands,) = (
+            one for one in parser._actions if isinstance(one, argparse._SubParsersAction)
+        )
+        parser = commands.choices[name]
+    options = {one.dest: one for one in parser._actions if one.dest not in OUT_OF_PYTHON}
+    parameters = inspect.signature(getattr(omnilead, name)).parameters
+    assert set(parameters) == set(options)
+    assert set(omnilead.__dir__()) >= set(FUNCTIONS)
+    for word, parameter in parameters.items():
+        if options[word].required or word in ("out", "sources", "dataset"):
+            continue  # a file is required on the command line; in Python the result is returned
+        assert (parameter.default or None) == (as_in_python(options[word].default) or None), word
+
+
+def as_in_python(default: object) -> object:
+    """All cores are None in Python; a list is a tuple."""
+    if default == (os.cpu_count() or 1):
+        return None
+    return tuple(default) if isinstance(default, list) else default
+
+
+def test_from_python_alone(
+    dataset: Dataset, saved_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A notebook needs no shell: archive to dataset, embeddings, predictions and scores."""
+    counts = omnilead.synth(tmp_path / "archive", patients=5)
+    made = omnilead.shard(tmp_path / "archive", out=tmp_path / "made", workers=1)
+    assert len(made) == sum(counts.values())
+    assert omnilead.verify(tmp_path / "made", archive=tmp_path / "archive", workers=1) == []
+    head = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR"]}
+    model = saved_model(head=head | {"thresholds": [0.5, 0.5]}).parent
+    table = omnilead.embed(model, data=tmp_path / "made")
+    assert table["record"].to_pylist() == made.table(["record"])["record"].to_pylist()
+    assert {"AF", "AF_predicted"} <= set(
+        omnilead.predict(model, data=tmp_path / "made").column_names
+    )
+    written = omnilead.embed(model, data=tmp_path / "made", out=tmp_path / "e.parquet")
+    assert pq.read_table(written.out).equals(table)
+    pretrained = saved_model("pretrained/model").parent
+    scores = omnilead.evaluate(pretrained, data=dataset.root.url, json=tmp_path / "scores.json")
+    assert scores == json.loads((tmp_path / "scores.json").read_text())
+    with pytest.raises(ConfigError, match="no lead is called 'X'"):
+        omnilead.embed(model, data=tmp_path / "made", leads="X")
+    with pytest.raises(DataError, match="so --dx-sources has no effect"):
+        omnilead.shard(tmp_path, out=tmp_path / "x", plan="all", dx_sources=["georgia"])
