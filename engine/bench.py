@@ -36,9 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from omnilead.engine.evaluation.bench import bench
+    from omnilead.engine.report.bench_report import write
 
     given = {name: value for name, value in vars(args).items() if name != "began"}
-    bench(**given)
+    write(bench(**given), args.out)
     return show(
         f"{(args.out / 'bench.md').read_text()}\n{args.out}: bench.md, bench.csv, bench.json, "
         "bench.png\n"
