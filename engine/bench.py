@@ -65,8 +65,9 @@ def bench(
 
     The arguments are the options of the command. Errors have one-line messages."""
     from omnilead.engine.evaluation import bench as comparison
+    from omnilead.engine.report.bench_report import write
 
-    return comparison.bench(
+    found = comparison.bench(
         models,
         data,
         Path(out),
@@ -84,6 +85,8 @@ def bench(
         code=code,
         anonymous=anonymous,
     )
+    write(found, Path(out))
+    return found
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

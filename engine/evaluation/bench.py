@@ -42,7 +42,6 @@ from omnilead.engine.evaluation.metrics import (
     weighted_areas,
 )
 from omnilead.engine.evaluation.probe import (
-    IDENTITY,
     ProbeData,
     fit_scaled,
     labels_to_probe,
@@ -52,12 +51,12 @@ from omnilead.engine.evaluation.probe import (
 )
 from omnilead.engine.evaluation.results import (
     EvalOptions,
+    identity_rows,
     load_task,
     nullable,
     require,
     shown_input,
 )
-from omnilead.engine.report.bench_report import write
 from omnilead.engine.tasks.labels import TaskLabels, read_task
 
 IDENTIFICATION = "identification"
@@ -115,79 +114,118 @@ class Identities(NamedTuple):
     weight_NB: Array  # of the probes
 
 
+class Work(NamedTuple):
+    """What every model is scored on."""
+
+    fitted: Dataset
+    tested: Dataset
+    tasks: dict[str, ProbedTask]  # by name
+    persons: Identities | None
+    noise: list[float]
+
+    @property
+    def test_rows(self) -> Array:
+        """Crops that are embedded with noise."""
+        rows = [task.parts[2].rows for task in self.tasks.values()]
+        if self.persons:
+            rows.append(self.persons.probe)
+        return np.unique(np.concatenate(rows))
+
+    @property
+    def clean_rows(self) -> dict[Dataset, Array]:
+        """Crops that are embedded without noise."""
+        rows: dict[Dataset, list[Array]] = {self.fitted: [], self.tested: []}  # may be one key
+        for task in self.tasks.values():
+            rows[self.fitted] += [part.rows for part in task.parts[:2]]
+        rows[self.tested].append(self.test_rows)
+        if self.persons:
+            rows[self.fitted].append(self.persons.within)
+            rows[self.tested].append(self.persons.gallery)
+        return {dataset: np.concatenate(parts) for dataset, parts in rows.items()}
+
+
 def bench(
     models: Sequence[str], data: str, out: str | Path, tasks: Sequence[str], leads: Sequence[str] = ("12",),
     share: Sequence[float] = (1.0,), noise: Sequence[float] = (0.0,), **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the content of OUT/bench.json. `models`: folders, or NAME=FOLDER. `tasks`: names
     of configs/tasks, label tables, and identification. `options`: DEFAULTS, as in the command."""
-    noise, leads = sorted(set(noise)), list(dict.fromkeys(leads))
-    how = Namespace(**{**DEFAULTS, **options, "leads": leads})
-    for name, values in (("share", share), ("noise", noise)):
-        if wrong := [value for value in values if not LIMITS[name][0] <= value <= LIMITS[name][1]]:
-            raise ConfigError(
-                f"--{name} {wrong[0]:g}: must be from {LIMITS[name][0]:g} to {LIMITS[name][1]:g}"
-            )
+    how = Namespace(**{**DEFAULTS, **options, "leads": list(dict.fromkeys(leads))})
+    require_within("share", share)
+    require_within("noise", noise)
+    work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), how)
+    embedders = embedders_of(models, how)
+    notes = [f"{name}: {note}" for name, task in work.tasks.items() for note in task.labels.remarks]
+    notes += remarks(embedders, how.leads, tuple(work.clean_rows))  # refuses bad input early
+    found: Found = {}
+    for number, embedder in enumerate(embedders, 1):
+        for lead in how.leads:
+            found.update(scores_of(embedder, lead, work, Path(out, "parts")))
+        if not interactive():  # there are no progress bars
+            tell(f"bench: {number} of {len(embedders)} done: {embedder.name}")
+    random = {embedder.name: embedder.random for embedder in embedders}
+    document: dict[str, Any] = nullable(
+        {
+            "data": data,
+            "fingerprint": work.fitted.fingerprint,
+            "test_data": how.test_data or None,
+            "seed": how.seed,
+            "models": random,
+            "notes": notes,
+            **compared(found, random),
+        }
+    )
+    return document
+
+
+def require_within(name: str, values: Sequence[float]) -> None:
+    low, high = LIMITS[name]
+    for value in values:
+        if not low <= value <= high:
+            raise ConfigError(f"--{name} {value:g}: must be from {low:g} to {high:g}")
+
+
+def planned(
+    data: str, words: Sequence[str], shares: list[float], noise: list[float], how: Namespace
+) -> Work:
     fitted = Dataset.open(data, how.anonymous)
     tested = Dataset.open(how.test_data, how.anonymous) if how.test_data else fitted
-    planned = [
-        task_to_probe(word, fitted, tested, sorted(set(share)), how)
-        for word in tasks
-        if word != IDENTIFICATION
-    ]
-    probed = {task.labels.task.name: task for task in planned}
-    if len(probed) < len(planned):
-        raise ConfigError(
-            f"--tasks {' '.join(tasks)}: two tasks have the same name: leave one out, or rename "
-            "its table"
-        )
-    persons = identities(fitted, tested, leads) if IDENTIFICATION in tasks else None
-    test_rows = np.unique(
-        np.concatenate(
-            [*(task.parts[2].rows for task in planned), *([persons.probe] if persons else [])]
-        )
-    )
-    needed = {
-        fitted: [part.rows for task in planned for part in task.parts[:2]]
-        + ([persons.within] if persons else [])
-    }
-    needed.setdefault(tested, []).extend([test_rows, *([persons.gallery] if persons else [])])
-    embedders = embedders_of(models, how)
-    notes = [f"{name}: {remark}" for name, task in probed.items() for remark in task.labels.remarks]
-    notes += remarks(embedders, leads, tuple(needed))  # refuses bad input before the work starts
+    tasks: dict[str, ProbedTask] = {}
+    for word in words:
+        if word == IDENTIFICATION:
+            continue
+        task = task_to_probe(word, fitted, tested, shares, how)
+        name = task.labels.task.name
+        if name in tasks:
+            raise ConfigError(
+                f"--tasks {' '.join(words)}: two tasks have the same name: leave one out, or "
+                "rename its table"
+            )
+        tasks[name] = task
+    persons = identities(fitted, tested, how.leads) if IDENTIFICATION in words else None
+    return Work(fitted, tested, tasks, persons, noise)
+
+
+def scores_of(embedder: Embedder, lead: str, work: Work, folder: Path) -> Found:
+    """All scores of a model that is shown these leads."""
+    clean: dict[Dataset, Vectors] = {}
+    for dataset, rows in work.clean_rows.items():
+        clean[dataset] = embedded(embedder, dataset, rows, 0.0, lead, folder)
+    tests = {0.0: clean[work.tested]}
+    for level in filter(None, work.noise):
+        tests[level] = embedded(embedder, work.tested, work.test_rows, level, lead, folder)
+    tests = {level: tests[level] for level in work.noise}
+
     found: Found = {}
-    for number, one in enumerate(embedders, 1):
-        for lead in leads:
-            place = lead, Path(out, "parts")
-            clean = {
-                dataset: embedded(one, dataset, np.concatenate(rows), 0.0, *place)
-                for dataset, rows in needed.items()
-            }
-            tests = {
-                level: embedded(one, tested, test_rows, level, *place) if level else clean[tested]
-                for level in noise
-            }
-            for name, task in probed.items():
-                for key, row in probe_scores(task, clean[fitted], tests):
-                    found[one.name, name, lead, *key] = row
-            for level, test in tests.items():
-                if persons:
-                    row = identified(persons, clean[fitted], clean[tested], test, one.compared)
-                    found[one.name, IDENTIFICATION, lead, None, level] = row
-        if not interactive():  # there are no progress bars
-            tell(f"bench: {number} of {len(embedders)} done: {one.name}")
-    about = {
-        "data": data,
-        "fingerprint": fitted.fingerprint,
-        "test_data": how.test_data or None,
-        "seed": how.seed,
-    }
-    random = {one.name: one.random for one in embedders}
-    document: dict[str, Any] = nullable(
-        {**about, "models": random, "notes": notes, **compared(found, random)}
-    )
-    write(document, Path(out))
-    return document
+    for name, task in work.tasks.items():
+        for (share, level), scored in probe_scores(task, clean[work.fitted], tests):
+            found[embedder.name, name, lead, share, level] = scored
+    if work.persons:
+        fit, known = clean[work.fitted], clean[work.tested]
+        for level, test in tests.items():
+            scored = identified(work.persons, fit, known, test, embedder.compared)
+            found[embedder.name, IDENTIFICATION, lead, None, level] = scored
+    return found
 
 
 def remarks(
@@ -224,45 +262,54 @@ def task_to_probe(
     split."""
     table = word.endswith(TABLES)
     try:
-        named = ("", word) if table else (word, table_of(how.labels, word))
-        labels = labels_to_probe(fitted, *named, ("train", "valid"))
-        if labels is None:
-            raise ConfigError("name a task")
+        labels, parts = _labels_and_parts(word, fitted, tested, how)
+    except ConfigError as error:
+        absent = ""
+        if how.labels and not table and not table_of(how.labels, word):
+            absent = f"no {word}.parquet in --labels {how.labels}: "
+        raise ConfigError(f"--tasks {word}: {absent}{error}") from None
+    train, _, test = parts
+    draws = {share: list(drawn(train.patient_N, share)) for share in shares}
+    used: dict[float, Array] = {}
+    for share in shares:
+        in_draws = [unlike(train.y_NK[rows]) for rows in draws[share]]
+        used[share] = unlike(test.y_NK) & np.all(in_draws, axis=0)
+        if not used[share].any():
+            raise ConfigError(
+                f"--tasks {word}: --share {share:g} of {len(np.unique(train.patient_N)):,} "
+                f"patients of train, {len(test.y_NK):,} records of test: no class has positives "
+                "and negatives in both: use a larger share"
+            )
+    return ProbedTask(labels, parts, draws, used, resampled(test.patient_N))
+
+
+def _labels_and_parts(
+    word: str, fitted: Dataset, tested: Dataset, how: Namespace
+) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords, ProbedRecords]]:
+    """The labels of the fitted dataset; the records of train, valid and test."""
+    table = word.endswith(TABLES)
+    named = ("", word) if table else (word, table_of(how.labels, word))
+    labels = labels_to_probe(fitted, *named, ("train", "valid"))
+    if labels is None:
+        raise ConfigError("name a task")
+    other = labels
+    if tested is not fitted:
         own = replace(labels.task, folds={}) if table else load_task(word)
-        own = replace(own, columns=labels.task.columns, classes=labels.task.classes)
-        own = replace(own, labels=table_of(how.test_labels, word) or labels.task.labels)
-        other = labels if tested is fitted else read_task(own, [tested])
-        sides = (fitted, labels, "train"), (fitted, labels, "valid"), (tested, other, "test")
-        train, valid, test = (records_of(*side, how.leads) for side in sides)
-        require_unlike(other, "test", tested)
-        if tested is not fitted and (
-            both := overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)
-        ):
+        url = table_of(how.test_labels, word) or labels.task.labels
+        columns, classes = labels.task.columns, labels.task.classes
+        other = read_task(replace(own, columns=columns, classes=classes, labels=url), [tested])
+    train = records_of(fitted, labels, "train", how.leads)
+    valid = records_of(fitted, labels, "valid", how.leads)
+    test = records_of(tested, other, "test", how.leads)
+    require_unlike(other, "test", tested)
+    if tested is not fitted:
+        both = overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)
+        if both:
             labels.remarks.append(
                 f"Possible leakage: {both} is in train or valid of --data and in test of "
                 "--test-data."
             )
-    except ConfigError as error:
-        absent = how.labels and not table and not table_of(how.labels, word)
-        raise ConfigError(
-            f"--tasks {word}: "
-            f"{f'no {word}.parquet in --labels {how.labels}: ' * bool(absent)}{error}"
-        ) from None
-    draws = {share: list(drawn(train.patient_N, share)) for share in shares}
-    used = {
-        share: unlike(test.y_NK) & np.all([unlike(train.y_NK[at]) for at in draws[share]], axis=0)
-        for share in shares
-    }
-    if none := [share for share in shares if not used[share].any()]:
-        counts = (
-            f"{none[0]:g} of {len(np.unique(train.patient_N)):,} patients of train, "
-            f"{len(test.y_NK):,} records of test"
-        )
-        raise ConfigError(
-            f"--tasks {word}: --share {counts}: no class has positives and negatives in both: use "
-            "a larger share"
-        )
-    return ProbedTask(labels, (train, valid, test), draws, used, resampled(test.patient_N))
+    return labels, (train, valid, test)
 
 
 def table_of(folder: str, word: str) -> str:
@@ -324,86 +371,72 @@ def resampled(group_N: Array) -> Array:
 
 
 def identities(fitted: Dataset, tested: Dataset, leads: Sequence[str]) -> Identities:
-    there = np.flatnonzero(measured(tested, leads))
-    gallery, probe = (np.intersect1d(tested.select(identity=role), there) for role in IDENTITY)
-    for role, rows in zip(IDENTITY, (gallery, probe), strict=True):
-        require(
-            rows,
-            tested,
-            f"id={role}",
-            "patients of ptb-xl with two sessions: shard --id-sources names others",
-        )
-    within, patient_B = fitted.select(pretrain=True), patient_ids([tested])[0]
+    gallery, probe = identity_rows(tested, np.flatnonzero(measured(tested, leads)))
+    within = fitted.select(pretrain=True)
     within = within[((fitted.column("halves") == 2) & measured(fitted, leads))[within]]
     require(within, fitted, "pretrain=true and two halves", "records for pre-training")
-    return Identities(
-        gallery, probe, within[:WITHIN], patient_B, resampled(patient_B[probe])
-    )  # rows are in random order
+    within = within[:WITHIN]  # rows are in random order
+    patient_B = patient_ids([tested])[0]
+    return Identities(gallery, probe, within, patient_B, resampled(patient_B[probe]))
 
 
 def probe_scores(
     task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors]
 ) -> Iterator[tuple[Any, Scored]]:
-    """Scores for each share and level of noise."""
-    (train, valid, test), kind, names = (
-        task.parts,
-        task.labels.task.kind,
-        np.array(task.labels.classes),
-    )
+    """Scores for each share and level of noise, averaged over the draws of the share."""
+    train, valid, test = task.parts
+    kind = task.labels.task.kind
     x_ND, valid_ND = train.means(fit), valid.means(fit)
     tests_ND = np.concatenate([test.means(vectors) for vectors in tests.values()])
     for share, draws in task.draws.items():
         used_K = task.used[share]
-        solved_K = used_K | (kind == "multiclass")  # exclusive classes are solved together
-        sums: dict[float, dict[str, Any]] = {level: {} for level in tests}
-        for at, weight_B in weighted(draws):
-            known = train.y_NK[at][:, solved_K], valid.y_NK[:, solved_K]
-            scores_NK = fit_scaled(
-                linear, ProbeData(x_ND[at], known[0], valid_ND, known[1], tests_ND, kind)
-            ).scores_NK
-            for sum_, part_NK in zip(
-                sums.values(), np.split(scores_NK[:, used_K[solved_K]], len(tests)), strict=True
-            ):
-                for name, of_KB in by_class(
-                    kind, test.y_NK[:, used_K], part_NK, task.weight_NB
-                ).items():
-                    sum_[name] = sum_.get(name, 0) + weight_B * of_KB
-        facts = {
-            "n": len(test.y_NK),
-            "patients": len(np.unique(test.patient_N)),
-            "labelled": len(draws[0]),
-        }
-        facts |= {
-            "draws": len(draws),
-            "classes": int(used_K.sum()),
-            "left_out": names[~used_K].tolist(),
-        }
-        for level, of in sums.items():
-            used = names[used_K].tolist()
-            classes = {
-                name: of_KB[:, 0].tolist() for name, of_KB in of.items() if len(of_KB) == len(used)
-            }
-            per_class = {
-                name: dict(zip(used, values, strict=True)) for name, values in classes.items()
-            }
-            yield (share, level), (facts | {"per_class": per_class}, over_classes(of))
+        # exclusive classes are solved together, also those that are not scored
+        solved_K = np.ones_like(used_K) if kind == "multiclass" else used_K
+        valid_NK = valid.y_NK[:, solved_K]
+        means: list[dict[str, Any]] = [{} for _ in tests]
+        for rows, weight_B in weighted(draws):
+            labels_NK = train.y_NK[rows][:, solved_K]
+            data = ProbeData(x_ND[rows], labels_NK, valid_ND, valid_NK, tests_ND, kind)
+            scores_NK = fit_scaled(linear, data).scores_NK[:, used_K[solved_K]]
+            for mean, part_NK in zip(means, np.split(scores_NK, len(tests)), strict=True):
+                samples = by_class(kind, test.y_NK[:, used_K], part_NK, task.weight_NB)
+                add_weighted(mean, samples, weight_B)
+        for level, mean in zip(tests, means, strict=True):
+            yield (share, level), (probe_facts(task, share, mean), over_classes(mean))
+
+
+def add_weighted(sums: dict[str, Any], samples: Samples, weight_B: Array) -> None:
+    for name, value_KB in samples.items():
+        sums[name] = sums.get(name, 0) + weight_B * value_KB
+
+
+def probe_facts(task: ProbedTask, share: float, samples: Samples) -> dict[str, Any]:
+    test, draws, used_K = task.parts[2], task.draws[share], task.used[share]
+    names = np.array(task.labels.classes)
+    used = names[used_K].tolist()
+    per_class = {}
+    for name, value_KB in samples.items():
+        if len(value_KB) == len(used):  # values of regression are means over the columns
+            per_class[name] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
+    return {
+        "n": len(test.y_NK),
+        "patients": len(np.unique(test.patient_N)),
+        "labelled": len(draws[0]),
+        "draws": len(draws),
+        "classes": len(used),
+        "left_out": names[~used_K].tolist(),
+        "per_class": per_class,
+    }
 
 
 def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
     """Metrics [K, B]; for regression their means over K, [1, B]."""
     if kind == "regression":
         statistic = statistic_of(kind, y_NK, scores_NK)
-        return dict(
-            zip(
-                statistic.names,
-                np.stack([statistic(w_N) for w_N in weight_NB.T], 1)[:, None],
-                strict=True,
-            )
-        )
-    areas = [
-        weighted_areas(y_N, score_N, weight_NB)
-        for y_N, score_N in zip(y_NK.T, scores_NK.T, strict=True)
-    ]
+        values_MB = np.stack([statistic(weight_N) for weight_N in weight_NB.T], 1)
+        return dict(zip(statistic.names, values_MB[:, None], strict=True))
+    columns = zip(y_NK.T, scores_NK.T, strict=True)
+    areas = [weighted_areas(y_N, score_N, weight_NB) for y_N, score_N in columns]
     return dict(zip(("auroc", "auprc"), np.stack(areas, 1), strict=True))
 
 
@@ -414,69 +447,74 @@ def over_classes(of: Samples) -> Samples:
 
 
 def identified(
-    of: Identities, fit: Vectors, known: Vectors, test: Vectors, width: int | None
+    persons: Identities, fit: Vectors, known: Vectors, test: Vectors, width: int | None
 ) -> Scored:
     """Accuracy by cosine of the first `width` dimensions, and by cosine after whitening."""
-    gallery, probe = known.of(of.gallery).c_BSD[:, 0], test.of(of.probe).c_BSD[:, 0]
-    center_D, white_DD = whitening(fit.of(of.within).c_BSD)
-    ids, found = (of.patient_B[of.gallery].tolist(), of.patient_B[of.probe].tolist()), {}
-    for name, (a, b) in {
-        "accuracy": (gallery[:, :width], probe[:, :width]),
-        "accuracy_whitened": ((gallery - center_D) @ white_DD, (probe - center_D) @ white_DD),
-    }.items():
-        scores = identification(a, ids[0], b, ids[1])
-        found[name] = scores["hits"] @ of.weight_NB / of.weight_NB.sum(0)
-    return {
-        "n": len(probe),
-        "patients": len(set(ids[1])),
-        "gallery": len(gallery),
+    gallery_PD = known.of(persons.gallery).c_BSD[:, 0]
+    probe_QD = test.of(persons.probe).c_BSD[:, 0]
+    center_D, white_DD = whitening(fit.of(persons.within).c_BSD)
+    gallery_ids = persons.patient_B[persons.gallery].tolist()
+    probe_ids = persons.patient_B[persons.probe].tolist()
+    compared = {
+        "accuracy": (gallery_PD[:, :width], probe_QD[:, :width]),
+        "accuracy_whitened": (
+            (gallery_PD - center_D) @ white_DD,
+            (probe_QD - center_D) @ white_DD,
+        ),
+    }
+    samples = {}
+    for name, (gallery, probe) in compared.items():
+        scores = identification(gallery, gallery_ids, probe, probe_ids)
+        samples[name] = scores["hits"] @ persons.weight_NB / persons.weight_NB.sum(0)
+    facts = {
+        "n": len(probe_ids),
+        "patients": len(set(probe_ids)),
+        "gallery": len(gallery_ids),
         "chance": scores["chance"],
-    }, found
+    }
+    return facts, samples
 
 
 def whitening(c_BSD: Array) -> tuple[Array, Array]:
     """Mean [D], and a matrix [D, D] after which the two halves of a crop differ equally in every
     direction. Their covariance is shrunk towards a multiple of the identity (Chen et al. 2010,
     OAS), more so for fewer crops."""
-    inside_BD, (n, _, width) = (
-        np.diff(c_BSD.astype(np.float64), axis=1)[:, 0] / np.sqrt(2),
-        c_BSD.shape,
-    )
+    n, _, width = c_BSD.shape
+    inside_BD = np.diff(c_BSD.astype(np.float64), axis=1)[:, 0] / np.sqrt(2)
     covariance_DD = inside_BD.T @ inside_BD / n
     trace, square = np.trace(covariance_DD), np.square(covariance_DD).sum()
     spread = (n + 1 - 2 / width) * (square - trace**2 / width)
     shrink = min(1.0, ((1 - 2 / width) * square + trace**2) / spread) if spread > 0 else 1.0
-    values_D, basis_DD = np.linalg.eigh(
-        (1 - shrink) * covariance_DD + shrink * trace / width * np.eye(width)
-    )
-    return c_BSD.mean((0, 1)), basis_DD / np.sqrt(
-        np.maximum(values_D, 1e-12 * max(values_D[-1], 1e-12))
-    )
+    shrunk_DD = (1 - shrink) * covariance_DD + shrink * trace / width * np.eye(width)
+    values_D, basis_DD = np.linalg.eigh(shrunk_DD)
+    floor = 1e-12 * max(values_D[-1], 1e-12)
+    return c_BSD.mean((0, 1)), basis_DD / np.sqrt(np.maximum(values_D, floor))
 
 
 def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
     """Rows, and their differences from random weights of the same architecture (named in `random`)
     and from the first."""
     rows, differences, first = [], [], next(iter(random))
-    place = {key[1:]: i for i, key in reversed(list(enumerate(found)))}
-    for key, (facts, samples) in sorted(found.items(), key=lambda one: place[one[0][1:]]):
+    place: dict[tuple[Any, ...], int] = {}  # of each setting, in the order of its first score
+    for key in found:
+        place.setdefault(key[1:], len(place))
+    for key in sorted(found, key=lambda key: place[key[1:]]):
+        facts, samples = found[key]
         about = dict(zip(("model", "task", "leads", "share", "noise"), key, strict=True))
-        metrics = {name: float(of_B[0]) for name, of_B in samples.items()}
-        ends = {
-            name: interval(of_B, facts["patients"] * name.startswith("accuracy"))
-            for name, of_B in samples.items()
-        }
-        rows.append(about | facts | {"metrics": metrics, "intervals": ends})
+        row: dict[str, Any] = {**about, **facts, "metrics": {}, "intervals": {}}
+        for name, value_B in samples.items():
+            people = facts["patients"] if name.startswith("accuracy") else 0
+            row["metrics"][name] = float(value_B[0])
+            row["intervals"][name] = interval(value_B, people)
+        rows.append(row)
         for other in dict.fromkeys([random[key[0]], first]):
-            for name, of_B in samples.items() if other not in ("", key[0]) else ():
-                gap_B = of_B - found[other, *key[1:]][1][name]
-                one = {
-                    "against": other,
-                    "metric": name,
-                    "difference": float(gap_B[0]),
-                    "interval": interval(gap_B),
-                }
-                differences.append(about | one)
+            if other in ("", key[0]):
+                continue
+            against = found[other, *key[1:]][1]
+            for name, value_B in samples.items():
+                gap_B = value_B - against[name]
+                gap = {"difference": float(gap_B[0]), "interval": interval(gap_B)}
+                differences.append({**about, "against": other, "metric": name, **gap})
     return {"rows": rows, "differences": differences}
 
 

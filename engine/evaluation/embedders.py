@@ -9,15 +9,15 @@ same; only missing or damaged crops are computed. Noise is physio4 at a multiple
 amplitude, the same for all models. B: crops, S: halves.
 """
 
-import hashlib
 import io
 import json
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,39 +81,46 @@ def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
     architecture; the mean beat is last."""
     found, architectures = dict[str, Embedder](), dict[str, str]()
     for text in models:
-        name, equals, place = text.partition("=")
-        if not equals or "/" in name or Path(text).exists():
-            name, place = "", text
-        path = Path(place)
-        name = name or (path.parent.name if path.name == "model" else path.name)
+        name, place = name_and_place(text)
         if name in found or name in (MEAN_BEAT, RANDOM):
             raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={place}")
         model, precision = prepare_model(place, args.device, args.precision, args.code)
-        config, batch = (
-            config_of(model.config),
-            args.batch or (256 if model.device.type == "cuda" else 16),
-        )
-        parts = [getattr(config, part) for part in (ANY if config.encoder else ARCHITECTURE)]
-        key = repr([parts, model.input, sorted(model.code.items()), precision, args.seed])
-        random = architectures.setdefault(key, f"{RANDOM} of {name}" if architectures else RANDOM)
-        found[name] = Embedder(
-            name, f"{model.digest} {precision}", model.input, model.pooled, model, random, batch
-        )
+        batch = args.batch or (256 if model.device.type == "cuda" else 16)
+        digest = f"{model.digest} {precision}"
+        architecture = architecture_of(model, precision, args.seed)
+        random = f"{RANDOM} of {name}" if architectures else RANDOM
+        random = architectures.setdefault(architecture, random)
+        found[name] = Embedder(name, digest, model.input, model.pooled, model, random, batch)
         if random not in found:
-            drawn = model.untrained(args.seed)
-            digest = hashlib.sha256(key.encode()).hexdigest()
+            drawn, digest = model.untrained(args.seed), sha256(architecture.encode()).hexdigest()
             found[random] = Embedder(
                 random, digest, model.input, drawn.pooled, drawn, random, batch
             )
-    digest = hashlib.sha256(Path(mean_beat.__file__).read_bytes()).hexdigest()
+    digest = sha256(Path(mean_beat.__file__).read_bytes()).hexdigest()
+    width = 12 * mean_beat.BEAT
+    beats = Embedder(MEAN_BEAT, digest, Input(ALL, ALL), _mean_beats, compared=width)
+    return [*found.values(), beats]
 
-    def beats(x_RLT: Tensor) -> Tensor:
-        return torch.from_numpy(mean_beat.mean_beats(x_RLT.numpy()))
 
-    return [
-        *found.values(),
-        Embedder(MEAN_BEAT, digest, Input(ALL, ALL), beats, compared=12 * mean_beat.BEAT),
-    ]
+def name_and_place(text: str) -> tuple[str, str]:
+    """The name of a model and its folder, from NAME=FOLDER or FOLDER."""
+    name, equals, place = text.partition("=")
+    if not equals or "/" in name or Path(text).exists():
+        name, place = "", text
+    path = Path(place)
+    return name or (path.parent.name if path.name == "model" else path.name), place
+
+
+def architecture_of(model: TrainedModel, precision: str, seed: int) -> str:
+    """Models with the same text have the same random weights."""
+    config = config_of(model.config)
+    names = ANY if config.encoder else ARCHITECTURE
+    parts = [getattr(config, name) for name in names]
+    return repr([parts, model.input, sorted(model.code.items()), precision, seed])
+
+
+def _mean_beats(x_RLT: Tensor) -> Tensor:
+    return torch.from_numpy(mean_beat.mean_beats(x_RLT.numpy()))
 
 
 def embedded(
@@ -122,35 +129,45 @@ def embedded(
     """The vectors of these crops, ascending; leads that the model is not shown are set to zero."""
     shown = one.input.limited_to(leads)
     job = json.dumps([one.digest, dataset.fingerprint, shown.seen, noise])
-    folder = folder / hashlib.sha256(job.encode()).hexdigest()[:24]
+    folder = folder / sha256(job.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
-    kept, rows = list(_kept(folder)), np.unique(rows)
-    missing = np.setdiff1d(rows, np.concatenate([part.row_B for part in kept])) if kept else rows
-    device = one.model.device if one.model else torch.device("cpu")
+    rows, kept = np.unique(rows), list(_kept(folder))
+    missing = rows
+    if kept:
+        missing = np.setdiff1d(rows, np.concatenate([part.row_B for part in kept]))
     with progress_bar(len(missing), f" crops, {one.name}, leads {leads}") as bar:
-        for block in (missing[at : at + BLOCK] for at in range(0, len(missing), BLOCK)):
-            groups = np.split(block, range(one.batch, len(block), one.batch))
-            batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
-            parts = []
-            for batch, y_RD in predict(
-                noisy(batches, dataset, noise) if noise else batches,
-                shown.halves,
-                one.forward,
-                device,
-            ):
-                c_BSD = np.zeros((len(batch.crops), 2, y_RD.shape[1]), np.float32)
-                c_BSD[np.arange(2) < batch.halves_B[:, None]] = y_RD
-                parts.append(Vectors(batch.crops, batch.halves_B, c_BSD))
-                bar.update(len(batch.crops))
-            if parts:
-                kept.append(Vectors(*map(np.concatenate, zip(*parts, strict=True))))
-                if not np.isfinite(kept[-1].c_BSD).all():
-                    raise ConfigError(f"{one.name}: {NOT_FINITE}")
-                np.savez(buffer := io.BytesIO(), **kept[-1]._asdict())
-                write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
-    whole = Vectors(*map(np.concatenate, zip(*kept, strict=True)))
+        for start in range(0, len(missing), BLOCK):
+            block = missing[start : start + BLOCK]
+            part = _embed(one, dataset, block, noise, shown, bar)
+            if not np.isfinite(part.c_BSD).all():
+                raise ConfigError(f"{one.name}: {NOT_FINITE}")
+            np.savez(buffer := io.BytesIO(), **part._asdict())
+            write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
+            kept.append(part)
+    whole = joined(kept)
     first = np.unique(whole.row_B, return_index=True)[1]
     return Vectors(*(array[first] for array in whole)).of(rows)
+
+
+def _embed(
+    one: Embedder, dataset: Dataset, rows: Array, noise: float, shown: Input, bar: Any
+) -> Vectors:
+    device = one.model.device if one.model else torch.device("cpu")
+    groups = np.split(rows, range(one.batch, len(rows), one.batch))
+    batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
+    if noise:
+        batches = noisy(batches, dataset, noise)
+    parts = []
+    for batch, y_RD in predict(batches, shown.halves, one.forward, device):
+        c_BSD = np.zeros((len(batch.crops), 2, y_RD.shape[1]), np.float32)
+        c_BSD[np.arange(2) < batch.halves_B[:, None]] = y_RD
+        parts.append(Vectors(batch.crops, batch.halves_B, c_BSD))
+        bar.update(len(batch.crops))
+    return joined(parts)
+
+
+def joined(parts: Sequence[Vectors]) -> Vectors:
+    return Vectors(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _kept(folder: Path) -> Iterator[Vectors]:
@@ -167,15 +184,12 @@ def noisy(batches: Iterable[CropBatch], dataset: Dataset, strength: float) -> It
         **{kind: strength * getattr(AmplitudeMv(), kind) for kind in PAPER_NOISE}
     )
     config = AugmentConfig(rlm=0.0, noise=PAPER_NOISE, amplitude_mv=amplitude)
-    augmenter, measured = (
-        Augmenter(config, "halves", 0, torch.device("cpu")),
-        measured_leads([dataset]),
-    )
+    augmenter = Augmenter(config, "halves", 0, torch.device("cpu"))
+    measured = measured_leads([dataset])
     for batch in batches:
         zeros = np.zeros(len(batch.crops), np.int64)
-        p = parameters(
-            config, "halves", augmenter.seed, Places(zeros, batch.crops, zeros), measured
-        )
+        places = Places(zeros, batch.crops, zeros)
+        p = parameters(config, "halves", augmenter.seed, places, measured)
         x_BSLT = augmenter(torch.from_numpy(batch.uv_BLT), augmenter.to_device(p)) / MV_PER_UV
         uv_BLT = x_BSLT.round_().clamp_(-32767, 32767).transpose(1, 2).flatten(2).to(torch.int16)
         yield batch._replace(uv_BLT=uv_BLT.numpy())

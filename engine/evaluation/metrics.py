@@ -178,31 +178,31 @@ def weighted_areas(y_N: Array, score_N: Array, weight_NB: Array) -> Array:
     """AUROC and AUPRC [2, B] of a class for B weightings of the rows at once. NaN without positives
     or negatives."""
     order, last = ranked(score_N, ~np.isnan(y_N))
+    y_N, weight_NB = y_N[order], weight_NB[order]
     first = np.append(0, last[:-1] + 1)
-    there = np.flatnonzero(
-        np.add.reduceat(y_N[order], first) > 0
-    )  # runs of equal scores with a positive
-    positive = np.flatnonzero(y_N[order] > 0)
+    # only at runs of equal scores with a positive do the areas grow
+    there = np.flatnonzero(np.add.reduceat(y_N, first) > 0)
     if not len(there):
         return np.full((2, weight_NB.shape[1]), np.nan)
-    weight_NB = weight_NB[order]
-    new = np.add.reduceat(weight_NB[positive], np.searchsorted(positive, first[there]))
-    edges = np.unique([0, *first[there], *last[there] + 1])
-    before = np.concatenate(
-        [
-            np.zeros_like(new[:1]),
-            np.cumsum(np.add.reduceat(weight_NB, edges[edges < len(order)]), 0),
-        ]
-    )
-    true, start, end = (
-        np.cumsum(new, 0),
-        *(before[np.searchsorted(edges, at)] for at in (first[there], last[there] + 1)),
-    )
-    positives, negatives = true[-1], before[-1] - true[-1]
+    first, stop = first[there], last[there] + 1
+    positive = np.flatnonzero(y_N > 0)
+    new = np.add.reduceat(weight_NB[positive], np.searchsorted(positive, first))
+    edges = np.unique([0, *first, *stop])
+    sums = np.cumsum(np.add.reduceat(weight_NB, edges[edges < len(order)]), 0)
+    before = np.concatenate([np.zeros_like(sums[:1]), sums])  # weight of all rows before an edge
+    start, end = before[np.searchsorted(edges, first)], before[np.searchsorted(edges, stop)]
+    true = np.cumsum(new, 0)
+    return _areas_of_runs(new, true, start, end, before[-1])
+
+
+def _areas_of_runs(new: Array, true: Array, start: Array, end: Array, whole: Array) -> Array:
+    """AUROC and AUPRC from each run of equal scores: its positives, all positives up to it, and the
+    rows before and up to it."""
+    positives = true[-1]
+    negatives = whole - positives
+    below = negatives - (end - true + start - true + new) / 2
     with np.errstate(invalid="ignore", divide="ignore"):
-        auroc = (new * (negatives - (end - true + start - true + new) / 2)).sum(0) / (
-            positives * negatives
-        )
+        auroc = (new * below).sum(0) / (positives * negatives)
         auprc = (new * true / np.maximum(end, 1e-9)).sum(0) / positives
     return np.where(positives * negatives > 0, [auroc, auprc], np.nan)
 
@@ -223,27 +223,23 @@ class Classification:
         unknown = np.isnan(labels) if labels.dtype.kind == "f" else np.zeros(labels.shape, bool)
         self.labels, outputs = checked(np.where(unknown, 0, labels), outputs, len(classes))
         scores = scores if scores.dtype.kind == "f" else scores.astype(float)
-        if scores.shape != self.labels.shape:
+        if scores.shape != labels.shape:
             raise MetricError(
-                f"scores of shape {list(scores.shape)} for labels of shape "
-                f"{list(self.labels.shape)}"
+                f"scores of shape {list(scores.shape)} for labels of shape {list(labels.shape)}"
             )
         if lost := int(np.isnan(scores).sum()):
             raise MetricError(f"{lost:,} of {scores.size:,} scores are NaN")
-        self.known, self.outputs, self.classes = ~unknown, outputs & ~unknown, tuple(classes)
-        self.names = (
-            METRICS[:1] * (self.classes == CLASSES and bool(self.known.all())) + MEASURES[kind]
-        )
-        if "challenge" in self.names:
+        self.classes, self.names = tuple(classes), MEASURES[kind]
+        self.known, self.outputs = ~unknown, outputs & ~unknown
+        if self.classes == CLASSES and self.known.all():
+            self.names = ("challenge", *self.names)
             self.credits = credits(self.labels, self.outputs)
         self.rated_N = self.known.any(1)
         self.right_N = (self.labels == self.outputs).all(1) & self.rated_N
         cells = (self.labels & self.outputs, self.outputs, self.labels, self.known)
         self.cells_NX = np.concatenate(cells, 1).astype(np.float64)
-        self.ranked = [
-            ranked(score_N, known_N)
-            for score_N, known_N in zip(scores.T, self.known.T, strict=True)
-        ]
+        columns = zip(scores.T, self.known.T, strict=True)
+        self.ranked = [ranked(score_N, known_N) for score_N, known_N in columns]
 
     def __call__(self, weight_N: Array | None = None) -> Array:
         """The metrics `names`, where row i counts weight_N[i] times."""
@@ -288,18 +284,17 @@ class Classification:
         """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those
         without AUROC."""
         columns = self.by_class(np.ones(len(self.labels), np.int64))
-        columns |= {
-            "positives": self.labels.sum(0),
-            "predicted": self.outputs.sum(0),
-            "n": self.known.sum(0),
-        }
+        columns["positives"] = self.labels.sum(0)
+        columns["predicted"] = self.outputs.sum(0)
+        columns["n"] = self.known.sum(0)
         classes = table_of(self.classes, columns)
-        return dict(zip(self.names, self().tolist(), strict=True)) | {
+        none = [name for name, row in classes.items() if not row["positives"]]
+        always = [name for name, row in classes.items() if 0 < row["positives"] == row["n"]]
+        return {
+            **dict(zip(self.names, self().tolist(), strict=True)),
             "classes": classes,
-            "without_positives": [name for name, of in classes.items() if not of["positives"]],
-            "without_negatives": [
-                name for name, of in classes.items() if 0 < of["positives"] == of["n"]
-            ],
+            "without_positives": none,
+            "without_negatives": always,
         }
 
 
@@ -325,18 +320,22 @@ class Regression:
         w, e = weight_N[:, None] * self.known, self.errors
         with np.errstate(invalid="ignore", divide="ignore"):
             n = w.sum(0)
-            y, shift = self.values - (w * self.values).sum(0) / n, (w * e).sum(0) / n
-            p, square = y + e - shift, (w * e * e).sum(0)
-            yy, pp, yp = ((w * product).sum(0) for product in (y * y, p * p, y * p))
+            shift, square = (w * e).sum(0) / n, (w * e * e).sum(0)
+            y = self.values - (w * self.values).sum(0) / n
+            p = y + e - shift
+            yy = (w * (y * y)).sum(0)
+            pp = (w * (p * p)).sum(0)
+            yp = (w * (y * p)).sum(0)
             columns = {
                 "mae": (w * abs(e)).sum(0) / n,
                 "rmse": np.sqrt(square / n),
                 "r2": 1 - square / yy,
+                "pearson": yp / np.sqrt(yy * pp),
+                "mean_error": shift,
+                "sd_error": np.sqrt(np.maximum(square / n - shift**2, 0)),
             }
-            columns |= {"pearson": yp / np.sqrt(yy * pp), "mean_error": shift}
-            columns["sd_error"] = np.sqrt(np.maximum(square / n - shift**2, 0))
         return {
-            name: np.where(np.isfinite(column), column, np.nan) for name, column in columns.items()
+            name: np.where(np.isfinite(value), value, np.nan) for name, value in columns.items()
         }
 
     def summary(self) -> dict[str, Any]:
@@ -374,13 +373,10 @@ def identification(
     `other`: for each probe the expected hit, and the highest similarity to the same and to other
     patients.
     """
-    gallery, probes = (
-        _units(gallery_PD, gallery_ids, "gallery"),
-        _units(probe_QD, probe_ids, "probe"),
-    )
-    ids = np.unique(
-        np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)]), return_inverse=True
-    )[1]
+    gallery = _units(gallery_PD, gallery_ids, "gallery")
+    probes = _units(probe_QD, probe_ids, "probe")
+    names = np.concatenate([np.asarray(gallery_ids), np.asarray(probe_ids)])
+    ids = np.unique(names, return_inverse=True)[1]
     own, asked = ids[: len(gallery)], ids[len(gallery) :]
     blocks = _compare(gallery, own, probes, asked)
     better, tied, right, best, same, other = map(np.concatenate, zip(*blocks, strict=True))

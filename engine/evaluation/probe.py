@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import minimize
 from scipy.special import expit, softmax
+from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
@@ -39,13 +40,8 @@ from omnilead.engine.inference.outputs import embeddings, matrix, whole
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
 
-STRENGTHS = (
-    1.0,
-    0.1,
-    0.01,
-    1e-3,
-    1e-4,
-)  # of the penalty on the mean loss; strongest first, each starts from the last solution
+# Of the penalty on the mean loss; strongest first, because each starts from the last solution
+STRENGTHS = (1.0, 0.1, 0.01, 1e-3, 1e-4)
 NEIGHBOURS = (1, 5, 10, 20, 50, 100)
 BLOCK = 1024  # rows compared at a time
 SPLITS, IDENTITY = ("train", "valid", "test"), ("gallery", "probe")
@@ -140,28 +136,29 @@ def probe_rows(dataset: Dataset, labels: TaskLabels | None = None) -> Array:
 
 
 def probe(dataset: Dataset, halves: pa.Table, labels: TaskLabels | None = None) -> dict[str, Any]:
-    row_H = halves["row"].to_numpy()
-    c_HD = matrix(halves)
-    of_task = labels or read_task(TaskConfig(), [dataset])
-    scores: dict[str, Any] = (
-        {"task": of_task.task.name, "kind": of_task.task.kind} if labels else {}
-    )
-    of_split = {split: np.flatnonzero(np.isin(row_H, of_task.rows(0, split))) for split in SPLITS}
-    if all(map(len, of_split.values())):
-        train, valid, (test_ND, y_NK) = (
-            records(dataset, row_H[at], c_HD[at], of_task.y[0]) for at in of_split.values()
-        )
-        data = ProbeData(*train, *valid, test_ND, of_task.task.kind)
+    row_H, c_HD = halves["row"].to_numpy(), matrix(halves)
+    task = labels or read_task(TaskConfig(), [dataset])
+    kind = task.task.kind
+    scores: dict[str, Any] = {"task": task.task.name, "kind": kind} if labels else {}
+    parts = []
+    for split in SPLITS:
+        there = np.isin(row_H, task.rows(0, split))
+        if not there.any():
+            break
+        parts.append(records(dataset, row_H[there], c_HD[there], task.y[0]))
+    else:
+        train, valid, (test_ND, y_NK) = parts
+        data = ProbeData(*train, *valid, test_ND, kind)
         for name, fit in PROBES.items():
             one = fit_scaled(fit, data)
-            found = measure(data.kind, y_NK, one.scores_NK, classes=of_task.classes) | {
-                "chosen": one.chosen
-            }
-            scores[name] = found if labels else {key: found[key] for key in (*METRICS, "chosen")}
-        scores["records"] = dict(
-            zip(SPLITS, map(len, (data.train_ND, data.valid_ND, test_ND)), strict=True)
-        )
-    return scores if labels else scores | identified(dataset, row_H, c_HD)
+            metrics = measure(kind, y_NK, one.scores_NK, classes=task.classes)
+            if not labels:
+                metrics = {key: metrics[key] for key in METRICS}
+            scores[name] = {**metrics, "chosen": one.chosen}
+        scores["records"] = {name: len(x) for name, (x, _) in zip(SPLITS, parts, strict=True)}
+    if not labels:
+        scores.update(identified(dataset, row_H, c_HD))
+    return scores
 
 
 def fit_scaled(fit: "Callable[[ProbeData], ProbeFit]", data: ProbeData) -> ProbeFit:
@@ -201,32 +198,25 @@ def records(dataset: Dataset, row_H: Array, c_HD: Array, y_NK: Array) -> tuple[A
 
 
 def report(scores: dict[str, Any]) -> str:
+    """The scores for the terminal."""
     lines = []
     if count := scores.get("records"):
-        task, metrics = (
-            scores.get("task", "diagnosis"),
-            [name for name in scores["linear"] if name != "chosen"],
-        )
-        lines.append(
-            f"{task}, {count['test']:,} records of test ({count['train']:,} train, "
-            f"{count['valid']:,} valid)"
-        )
+        metrics = [name for name in scores["linear"] if name != "chosen"]
         width = max(11, *(len(metric) + 2 for metric in metrics))
+        lines.append(
+            f"{scores.get('task', 'diagnosis')}, {count['test']:,} records of test "
+            f"({count['train']:,} train, {count['valid']:,} valid)"
+        )
         lines.append(f"{'':18}" + "".join(f"{metric:>{width}}" for metric in metrics))
         for name, parameter in (("linear", "strength"), ("nearest", "k")):
             numbers = "".join(f"{scores[name][metric]:{width}.4f}" for metric in metrics)
             lines.append(f"{name:18}{numbers}   {parameter} {scores[name]['chosen']:g}")
     if found := scores.get("identification"):
-        against = (
-            f"{found['n_probes']:,} probes, {found['n_gallery']:,} in the gallery; chance "
-            f"{found['chance']:.4f}"
-        )
-        absent = (
-            f"; {found['one_sided']:,} of patients not in the gallery: misses"
-            if found["one_sided"]
-            else ""
-        )
-        lines.append(f"{'identification':18}{found['accuracy']:11.4f}   {against}{absent}")
+        line = f"{'identification':18}{found['accuracy']:11.4f}   {found['n_probes']:,} probes, "
+        line += f"{found['n_gallery']:,} in the gallery; chance {found['chance']:.4f}"
+        if found["one_sided"]:
+            line += f"; {found['one_sided']:,} of patients not in the gallery: misses"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -274,38 +264,38 @@ def logistic(
     Each weight is scaled by the curvature of the loss along it, so that few steps suffice if
     features are uncorrelated.
     """
-    y = torch.from_numpy(y_NK.astype(np.float64))
-    known_NK, y, x = (
-        (~y.isnan()).double(),
-        y.nan_to_num(),
-        torch.from_numpy(np.insert(x_ND, 0, 1.0, axis=1)),
-    )
-    share_K = ((y.sum(0) + 1) / (known_NK.sum(0) + 2)).clamp(0.5 / len(y), 1 - 0.5 / len(y))
-    penalty_D1 = torch.full((x.shape[1], 1), strength, dtype=torch.float64)
+    labels_NK = torch.from_numpy(y_NK.astype(np.float64))
+    known_NK, target_NK = (~labels_NK.isnan()).double(), labels_NK.nan_to_num()
+    x_ND1 = torch.from_numpy(np.insert(x_ND, 0, 1.0, axis=1))
+    n = len(x_ND)
+    penalty_D1 = torch.full((x_ND1.shape[1], 1), strength, dtype=torch.float64)
     penalty_D1[0] = 0
-    curvature_DK = x.square().mean(0)[:, None] * (share_K * (1 - share_K) * known_NK.mean(0))
+    share_K = ((target_NK.sum(0) + 1) / (known_NK.sum(0) + 2)).clamp(0.5 / n, 1 - 0.5 / n)
+    curvature_DK = x_ND1.square().mean(0)[:, None] * (share_K * (1 - share_K) * known_NK.mean(0))
     scale_DK = (curvature_DK + penalty_D1).clamp_min(1e-12).rsqrt()
+    loss = _exclusive_loss if exclusive else _independent_loss
 
-    def loss(flat: Array) -> tuple[float, Array]:
+    def objective(flat: Array) -> tuple[float, Array]:
         w_DK = torch.from_numpy(flat).view_as(scale_DK) * scale_DK
-        z_NK = x @ w_DK
-        if exclusive:
-            value, p_NK = z_NK.logsumexp(1).sum() - (y * z_NK).sum(), z_NK.softmax(1)
-        else:
-            value, p_NK = ((F.softplus(z_NK) - y * z_NK) * known_NK).sum(), z_NK.sigmoid()
-        gradient_DK = x.T @ ((p_NK - y) * known_NK / len(y)) + penalty_D1 * w_DK
-        value = value / len(y) + (penalty_D1 / 2 * w_DK.square()).sum()
+        value, p_NK = loss(x_ND1 @ w_DK, target_NK, known_NK)
+        gradient_DK = x_ND1.T @ ((p_NK - target_NK) * known_NK / n) + penalty_D1 * w_DK
+        value = value / n + (penalty_D1 / 2 * w_DK.square()).sum()
         return float(value), (gradient_DK * scale_DK).ravel().numpy()
 
     first = np.zeros(tuple(scale_DK.shape)) if start is None else start / scale_DK.numpy()
-    done = minimize(
-        loss,
-        first.ravel(),
-        jac=True,
-        method="L-BFGS-B",
-        options={"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6},
-    )
+    limits = {"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6}
+    done = minimize(objective, first.ravel(), jac=True, method="L-BFGS-B", options=limits)
     return np.asarray(done.x.reshape(first.shape) * scale_DK.numpy())
+
+
+def _exclusive_loss(z_NK: Tensor, y_NK: Tensor, known_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy and the probabilities of a softmax."""
+    return z_NK.logsumexp(1).sum() - (y_NK * z_NK).sum(), z_NK.softmax(1)
+
+
+def _independent_loss(z_NK: Tensor, y_NK: Tensor, known_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """The summed cross-entropy of known labels and the probabilities of a sigmoid."""
+    return ((F.softplus(z_NK) - y_NK * z_NK) * known_NK).sum(), z_NK.sigmoid()
 
 
 def nearest(data: ProbeData) -> ProbeFit:
@@ -325,20 +315,17 @@ def votes(
     """For each k the means of the neighbours' known labels [N, K], or of all rows' if none is
     known. Of equally similar rows the first counts."""
     known = ~np.isnan(labels_NK.astype(np.float64))
-    labels, usual_K = (
-        np.where(known, labels_NK, 0).astype(np.float64),
-        np.nanmean(labels_NK.astype(np.float64), 0),
-    )
+    labels = np.where(known, labels_NK, 0).astype(np.float64)
+    usual_K = np.nanmean(labels_NK.astype(np.float64), 0)
     shares: dict[int, list[Array]] = {k: [] for k in neighbours}
-    for at in range(0, len(query_ND), BLOCK):
-        order = np.argsort(-(query_ND[at : at + BLOCK] @ train_ND.T), axis=1, kind="stable")[
-            :, : max(neighbours)
-        ]
+    for start in range(0, len(query_ND), BLOCK):
+        similarity = query_ND[start : start + BLOCK] @ train_ND.T
+        order = np.argsort(-similarity, axis=1, kind="stable")[:, : max(neighbours)]
         for k, blocks in shares.items():
-            count = known[order[:, :k]].sum(1)
-            blocks.append(
-                np.where(count > 0, labels[order[:, :k]].sum(1) / np.maximum(count, 1), usual_K)
-            )
+            near = order[:, :k]
+            count = known[near].sum(1)
+            mean = labels[near].sum(1) / np.maximum(count, 1)
+            blocks.append(np.where(count > 0, mean, usual_K))
     return {k: np.concatenate(blocks) for k, blocks in shares.items()}
 
 

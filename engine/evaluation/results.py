@@ -69,6 +69,10 @@ AGES, AGE_BANDS = (
     np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"]),
 )  # years
 CHOSEN = "challenge_chosen"
+CHALLENGE_NOTE = (
+    f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
+    "with chosen thresholds uses the threshold of each class that had the highest F1 in validation."
+)
 DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLASSES))
 
 
@@ -166,22 +170,22 @@ class TaskResult:
         return remarks
 
     def document(self) -> dict[str, Any]:
-        half, head = {"unit": "half", **self.half}, self.head
-        half["score"] = next(iter(half["metrics"].values()))
-        about = {
+        head = self.head
+        document = {
             "task": head.task,
             "kind": head.kind,
             "thresholds": list(head.thresholds),
             "value_unit": head.unit,
-        }
-        rest = {
+            **self.facts,
+            "unit": "half",
+            **self.half,
+            "score": next(iter(self.half["metrics"].values())),
             "record": {"unit": "record", **self.record},
             "groups": self.groups,
             "remarks": self.remarks,
         }
-        return {
-            key: nullable(value) for key, value in {**about, **self.facts, **half, **rest}.items()
-        }
+        found: dict[str, Any] = nullable(document)
+        return found
 
 
 def scored(
@@ -195,32 +199,26 @@ def scored(
             "the data"
         )
     statistic = statistic_of(head.kind, labels, scores, head.thresholds, head.classes)
-    summary, names = statistic.summary(), statistic.names
-    low, high = bootstrap(statistic, patients, resamples).tolist()
-    figures = {
-        name: (summary.pop(name), [a, b]) for name, a, b in zip(names, low, high, strict=True)
-    }
-    if head.chosen and "challenge" in names:
-        again = challenge_statistic(labels, scores > np.asarray(head.chosen))
-        ends = bootstrap(again, patients, resamples).tolist()
-        figures = {
-            "challenge": figures["challenge"],
-            CHOSEN: (again(np.ones(len(labels), np.int64)), ends),
-        } | figures
-    metrics, intervals = (
-        {name: figure[part] for name, figure in figures.items()} for part in (0, 1)
-    )
-    if head.kind != "regression" and few_patients(labels, patients):
-        intervals |= intervals_of_few(metrics, labels, patients)
+    summary, metrics = statistic.summary(), {}
+    ends = bootstrap(statistic, patients, resamples).T.tolist()
+    intervals = dict(zip(statistic.names, ends, strict=True))
+    for name in statistic.names:
+        metrics[name] = summary.pop(name)
+        if name == "challenge" and head.chosen:
+            again = challenge_statistic(labels, scores > np.asarray(head.chosen))
+            metrics[CHOSEN] = again(np.ones(len(labels), np.int64))
+            intervals[CHOSEN] = bootstrap(again, patients, resamples).tolist()
+    if head.kind != "regression":
+        if few_patients(labels, patients):
+            intervals.update(intervals_of_few(metrics, labels, patients))
+        metrics["calibration_error"] = calibration(labels, scores)[-1]
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold
-    if head.kind != "regression":
-        metrics["calibration_error"] = calibration(labels, scores)[-1]
     return {
         "n": len(labels),
         "patients": len(set(patients)),
         "metrics": metrics,
-        "intervals": intervals,
+        "intervals": {name: intervals[name] for name in metrics if name in intervals},
         **summary,
     }
 
@@ -293,22 +291,22 @@ class IdentificationResult:
         if self.untrained:
             metrics["random_weights"] = self.untrained.scores["accuracy"]
             intervals["random_weights"] = self.untrained.interval
-        whole = {
-            **{"task": "identification", **self.facts, "unit": "patient"},
-            **{
-                "n": scores["n_probes"],
-                "gallery": scores["n_gallery"],
-                "one_sided": scores["one_sided"],
-            },
-            **{"metrics": metrics, "intervals": intervals},
-            **{
-                "classes": {},
-                "cmc": scores["cmc"].tolist(),
-                "score": scores["accuracy"],
-                "remarks": self.remarks,
-            },
+        document = {
+            "task": "identification",
+            **self.facts,
+            "unit": "patient",
+            "n": scores["n_probes"],
+            "gallery": scores["n_gallery"],
+            "one_sided": scores["one_sided"],
+            "metrics": metrics,
+            "intervals": intervals,
+            "classes": {},
+            "cmc": scores["cmc"].tolist(),
+            "score": scores["accuracy"],
+            "remarks": self.remarks,
         }
-        return {key: nullable(value) for key, value in whole.items()}
+        found: dict[str, Any] = nullable(document)
+        return found
 
 
 def nullable(value: Any) -> Any:
@@ -323,6 +321,42 @@ def nullable(value: Any) -> Any:
 def score_task(
     model: TrainedModel, dataset: Dataset, task: TaskConfig, options: EvalOptions
 ) -> TaskResult:
+    """Scores a fine-tuned model on the labelled crops of a split."""
+    head = head_for(model, task)
+    model_input, notes = shown_input(model, dataset, options)
+    labels = read_task(task, [dataset])
+    require_classes(model, labels)
+    labelled = labelled_rows(labels, dataset, options.role)
+    (rows,), left_out = _measured(dataset, model_input, labelled)
+    output = vectors(model, model.scores, len(model.classes))
+    scores_RK, crop_R = _outputs(output, dataset, rows, model_input, options)
+    columns = [model.classes.index(name) for name in labels.classes]
+    scored_head = with_thresholds(head, labels, columns)
+    if scored_head.chosen:
+        notes.append(CHALLENGE_NOTE)
+    notes += leakage_notes(model, dataset, labels)
+    notes += unscored_note(model, dataset, labels, options.role)
+    notes += left_out
+    facts = _facts(dataset, options, model_input)
+    if task.labels:
+        facts["labels"] = task.labels
+        notes += labels.remarks
+    crops = rows[crop_R]
+    return TaskResult(
+        labels_NK=labels.y[0][crops],
+        scores_NK=scores_RK[:, columns],
+        records_N=record_names(dataset, crops),
+        patients_N=patient_ids([dataset])[0][crops].tolist(),
+        facts=facts,
+        notes=notes,
+        head=scored_head,
+        crops_N=crops,
+        groups_N=groups_of(dataset, crops),
+    )
+
+
+def head_for(model: TrainedModel, task: TaskConfig) -> HeadInfo:
+    """The model's head; ConfigError if it cannot do the task."""
     head = model.head_info
     if model.head is None or head is None:
         kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
@@ -331,129 +365,115 @@ def score_task(
             "finetune"
         )
     if task.kind != head.kind:
-        own = f"the model is fine-tuned for {head.task}, which is {head.kind}"
         raise ConfigError(
-            f"--task {task.name}: is {task.kind}, {own}: leave --task out, or choose another model"
+            f"--task {task.name}: is {task.kind}, the model is fine-tuned for {head.task}, which "
+            f"is {head.kind}: leave --task out, or choose another model"
         )
-    model_input, notes = shown_input(model, dataset, options)
-    labels = read_task(task, [dataset])
+    return head
+
+
+def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
+    """The model must know every class; exclusive classes must all be there."""
     unknown = [name for name in labels.classes if name not in model.classes]
-    if unknown or (head.kind == "multiclass" and len(labels.classes) < len(model.classes)):
-        differ = (
-            f"not {', '.join(unknown[:5])}"
-            if unknown
-            else f"of which the labels have {', '.join(labels.classes)}"
-        )
-        raise ConfigError(
-            f"the model knows {len(model.classes)} classes, {differ}: use other --labels, or "
-            "another model"
-        )
-    labelled, y_NK = labels_of(labels, dataset, options.role)
-    (rows,), left_out = _measured(dataset, model_input, labelled)
-    y_NK = y_NK[np.isin(labelled, rows)]
-    output = vectors(model, model.scores, len(model.classes))
-    scores_RK, crop_R = _outputs(output, dataset, rows, model_input, options)
-    columns = [model.classes.index(name) for name in labels.classes]
-    challenge = labels.classes == CLASSES
-    thresholds = (
-        [THRESHOLD if challenge else head.thresholds[k] for k in columns] if head.thresholds else []
-    )
-    chosen = (
-        tuple(head.thresholds[k] for k in columns)
-        if challenge and set(head.thresholds) != {THRESHOLD}
-        else ()
-    )
-    if chosen:
-        notes.append(
-            f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the "
-            "Challenge score with chosen "
-            "thresholds uses the threshold of each class that had the highest F1 in validation."
-        )
-    trained = validated(TaskConfig, head.definition, "task") if head.definition else labels.task
-    if (trained.split, trained.folds) != (labels.task.split, labels.task.folds):
-        notes.append(
-            "Possible leakage: the model was fine-tuned with other folds or another split than "
-            "the ones scored here."
-        )
-    elif (
-        model.history.get("datasets") == [dataset.fingerprint]
-        and head.definition
-        and labels.facts["sha256"] != head.sha256
-    ):
-        notes.append(
-            "Possible leakage: the model was fine-tuned on this dataset with other labels or "
-            "another split."
-        )
-    head = replace(
-        head, task=task.name, classes=labels.classes, thresholds=tuple(thresholds), chosen=chosen
-    )
-    known = int((~np.isnan(labels.y[0]).all(1)).sum())
-    if (
-        task.labels
-        and known > len(labelled)
-        and dataset.fingerprint not in (model.history.get("datasets") or [])
-    ):
-        some = f"{len(labelled):,} of {known:,} labelled crops are in the split {options.role}"
-        notes.append(
-            f"{some}. To score all, give the label table a column `split` that says {options.role}."
-        )
-    facts = _facts(dataset, options, model_input) | ({"labels": task.labels} if task.labels else {})
-    table = dataset.table(["source", "record", "age", "sex"]).take(rows)
-    sources, records, ages, sexes = (
-        np.array(column, object)[crop_R] for column in table.to_pydict().values()
-    )
-    names = [f"{source}/{record}" for source, record in zip(sources, records, strict=True)]
-    bands = AGE_BANDS[
-        np.where(np.isnan(ages.astype(float)), -1, np.digitize(ages.astype(float), AGES))
-    ]
-    groups = {
-        "age": bands,
-        "sex": np.array([sex or "unknown" for sex in sexes]),
-        "source": sources.astype(str),
-    }
-    patients = patient_ids([dataset])[0][rows][crop_R].tolist()
-    notes += [*left_out, *(labels.remarks if task.labels else ())]
-    return TaskResult(
-        y_NK[crop_R],
-        scores_RK[:, columns],
-        names,
-        patients,
-        facts,
-        notes,
-        head,
-        rows[crop_R],
-        groups,
+    if unknown:
+        differ = f"not {', '.join(unknown[:5])}"
+    elif labels.task.kind == "multiclass" and len(labels.classes) < len(model.classes):
+        differ = f"of which the labels have {', '.join(labels.classes)}"
+    else:
+        return
+    raise ConfigError(
+        f"the model knows {len(model.classes)} classes, {differ}: use other --labels, or another "
+        "model"
     )
 
 
-def labels_of(labels: TaskLabels, dataset: Dataset, role: str) -> tuple[Array, Array]:
-    """The crops of a split, and their labels."""
+def labelled_rows(labels: TaskLabels, dataset: Dataset, role: str) -> Array:
+    """The crops of a split; ConfigError if there is nothing to score."""
     name, rows = labels.name or dataset.root.url, labels.rows(0, role)
     if labels.role:
-        require(
-            rows,
-            dataset,
-            f"dx={role}",
-            "crops of cpsc_2018 or georgia: shard --dx-sources names others",
-        )
+        source = "crops of cpsc_2018 or georgia: shard --dx-sources names others"
+        require(rows, dataset, f"dx={role}", source)
     if not len(rows):
         raise ConfigError(
             f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role"
         )
-    y_NK = labels.y[0][rows]
-    if labels.task.kind != "regression" and not np.nansum(y_NK):
-        what = (
-            f"with dx={role} has a scored diagnosis"
-            if labels.role
-            else f"of the split {role} has a positive label"
-        )
+    if labels.task.kind != "regression" and not np.nansum(labels.y[0][rows]):
+        what = f"of the split {role} has a positive label"
+        if labels.role:
+            what = f"with dx={role} has a scored diagnosis"
         raise ConfigError(f"{name}: none of its {len(rows):,} crops {what}")
-    return rows, y_NK
+    return rows
+
+
+def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) -> HeadInfo:
+    """The head with the classes of the labels. The Challenge's classes are predicted above 0.5, as
+    in the Challenge; thresholds that were chosen in validation have a score of their own."""
+    thresholds = tuple(head.thresholds[k] for k in columns) if head.thresholds else ()
+    chosen: tuple[float, ...] = ()
+    if labels.classes == CLASSES and thresholds:
+        if set(head.thresholds) != {THRESHOLD}:
+            chosen = thresholds
+        thresholds = (THRESHOLD,) * len(columns)
+    return replace(
+        head, task=labels.task.name, classes=labels.classes, thresholds=thresholds, chosen=chosen
+    )
+
+
+def leakage_notes(model: TrainedModel, dataset: Dataset, labels: TaskLabels) -> list[str]:
+    """Whether the model may have been fine-tuned on what is scored."""
+    head = model.head_info
+    if head is None or not head.definition:
+        return []
+    trained = validated(TaskConfig, head.definition, "task")
+    if (trained.split, trained.folds) != (labels.task.split, labels.task.folds):
+        return [
+            "Possible leakage: the model was fine-tuned with other folds or another split than "
+            "the ones scored here."
+        ]
+    same_data = model.history.get("datasets") == [dataset.fingerprint]
+    if same_data and labels.facts["sha256"] != head.sha256:
+        return [
+            "Possible leakage: the model was fine-tuned on this dataset with other labels or "
+            "another split."
+        ]
+    return []
+
+
+def unscored_note(
+    model: TrainedModel, dataset: Dataset, labels: TaskLabels, role: str
+) -> list[str]:
+    """Of a table with data that the model has not seen, all could be scored."""
+    known, scored = int((~np.isnan(labels.y[0]).all(1)).sum()), len(labels.rows(0, role))
+    seen = dataset.fingerprint in (model.history.get("datasets") or [])
+    if seen or not labels.task.labels or known <= scored:
+        return []
+    return [
+        f"{scored:,} of {known:,} labelled crops are in the split {role}. To score all, give the "
+        f"label table a column `split` that says {role}."
+    ]
+
+
+def record_names(dataset: Dataset, rows: Array) -> list[str]:
+    table = dataset.table(["source", "record"]).take(rows).to_pydict()
+    return [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
+
+
+def groups_of(dataset: Dataset, rows: Array) -> dict[str, Array]:
+    """Age band, sex and source of each row."""
+    table = dataset.table(["age", "sex", "source"]).take(rows).to_pydict()
+    age = np.array(table["age"], float)
+    band = np.where(np.isnan(age), -1, np.digitize(age, AGES))
+    return {
+        "age": AGE_BANDS[band],
+        "sex": np.array([sex or "unknown" for sex in table["sex"]]),
+        "source": np.array(table["source"], str),
+    }
 
 
 def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
+    """Both the model's and its random weights' embeddings are made in one pass over the crops."""
     model_input, notes = shown_input(model, dataset, options)
-    patients, untrained, width = patient_ids([dataset])[0], model.untrained(), model.encoder.width
+    untrained, width = model.untrained(), model.encoder.width
 
     def with_untrained(x_RLT: Tensor) -> Tensor:
         return torch.cat([model.pooled(x_RLT), untrained.pooled(x_RLT)], 1)
@@ -468,25 +488,37 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
         c_RD, _ = _outputs(output, dataset, rows, model_input, options)
         gallery_PD, probe_QD = c_RD[::2], c_RD[1::2]
     else:
-        gallery, probe = (dataset.select(identity=role) for role in ("gallery", "probe"))
-        for role, side in (("gallery", gallery), ("probe", probe)):
-            require(
-                side,
-                dataset,
-                f"id={role}",
-                "patients of ptb-xl with two sessions: shard --id-sources names others",
-            )
-        (gallery, probe), left_out = _measured(dataset, model_input, gallery, probe)
+        sides = identity_rows(dataset)
+        (gallery, probe), left_out = _measured(dataset, model_input, *sides)
         rows = np.union1d(gallery, probe)
         c_BD, _ = _outputs(output, dataset, rows, model_input, options, "first")
         gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
-    notes += left_out
-    ids = patients[gallery].tolist(), patients[probe].tolist()
-    baseline = IdentificationResult(gallery_PD[:, width:], ids[0], probe_QD[:, width:], ids[1])
-    vectors_of = gallery_PD[:, :width], ids[0], probe_QD[:, :width], ids[1]
-    return IdentificationResult(
-        *vectors_of, _facts(dataset, options, model_input), notes, untrained=baseline
+    patients = patient_ids([dataset])[0]
+    gallery_ids, probe_ids = patients[gallery].tolist(), patients[probe].tolist()
+    baseline = IdentificationResult(
+        gallery_PD[:, width:], gallery_ids, probe_QD[:, width:], probe_ids
     )
+    return IdentificationResult(
+        gallery_PD[:, :width],
+        gallery_ids,
+        probe_QD[:, :width],
+        probe_ids,
+        _facts(dataset, options, model_input),
+        notes + left_out,
+        untrained=baseline,
+    )
+
+
+def identity_rows(dataset: Dataset, among: Array | None = None) -> list[Array]:
+    """The gallery and the probe crops; ConfigError if there are none."""
+    sides = []
+    for role in ("gallery", "probe"):
+        rows = dataset.select(identity=role)
+        rows = rows if among is None else np.intersect1d(rows, among)
+        source = "patients of ptb-xl with two sessions: shard --id-sources names others"
+        require(rows, dataset, f"id={role}", source)
+        sides.append(rows)
+    return sides
 
 
 def load_task(name: str) -> TaskConfig:

@@ -6,7 +6,7 @@ write(document, Path("OUT"))        # the tables are aligned for a terminal
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ from matplotlib.figure import Figure
 from omnilead.data_tools.dataset import as_csv
 from omnilead.engine.common import write_whole
 
-MAIN = {"auroc": "AUROC", "auprc": "AUPRC", "mae": "mean absolute error"}
-MAIN |= {
+MAIN = {
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+    "mae": "mean absolute error",
     "challenge": "Challenge score at 0.5",
     "challenge_chosen": "Challenge score, chosen thresholds",
+    "accuracy": "accuracy, cosine",
+    "accuracy_whitened": "accuracy, whitened",
 }
-MAIN |= {"accuracy": "accuracy, cosine", "accuracy_whitened": "accuracy, whitened"}
 KEYS = ("model", "task", "leads", "share", "noise")
 OVER = (
     "over test patients and, at small shares, the drawn labelled patients, "
@@ -33,16 +36,17 @@ INTERVALS = f"In brackets: 95 % intervals {OVER}. Differences use the same resam
 OF_TUNED = (
     "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
 )
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#000000",
-)  # Okabe and Ito: for colour blindness
+# Okabe and Ito: for colour blindness
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKS, CROSSES = "os^Dv<>", "x+*dPXp"
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.parse_math": False,
+    "lines.markersize": 4,
+    "lines.linewidth": 1.5,
+}
 Row = dict[str, Any]
 
 
@@ -76,47 +80,47 @@ def panels(document: Row) -> dict[tuple[str, str], list[Row]]:
 
 
 def markdown(document: Row) -> str:
-    gaps = {(*_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
-    tuned, first = any("each" in row for row in document["rows"]), next(iter(document["models"]))
+    tuned = any("each" in row for row in document["rows"])
     kind, intervals = ("Fine-tuned models", OF_TUNED) if tuned else ("Frozen embeddings", INTERVALS)
     text = [f"# {kind}: {document['data']}", "", intervals]
     for (task, metric), rows in panels(document).items():
-        table = [
-            [
-                "leads",
-                "share",
-                "noise",
-                "model",
-                MAIN[metric],
-                "minus random weights",
-                f"minus {first}",
-            ]
-        ]
-        table[0] += ["of each seed"] * tuned
-        for row in rows:
-            cells = [_cell(row["metrics"][metric], row["intervals"][metric])]
-            for against in (document["models"][row["model"]], first):
-                gap = gaps.get((*_key(row), metric, against))
-                cells.append(_cell(gap["difference"], gap["interval"], "+") if gap else "")
-            share = "" if row["share"] is None else f"{row['share']:g}"
-            cells += [", ".join(map(_cell, row["each"][metric]))] if tuned else []
-            table.append([row["leads"], share, f"{row['noise']:g}", row["model"], *cells])
-        lost = {row["share"]: ", ".join(row["left_out"]) for row in rows if row.get("left_out")}
-        unit = (
-            f"probes against {rows[0]['gallery']:,} in the gallery"
-            if "gallery" in rows[0]
-            else "records"
-        )
-        about = "".join(f"; share {share:g} without {names}" for share, names in lost.items())
-        count = f"{rows[0]['n']:,} {unit}, of {rows[0]['patients']:,} patients{about}."
-        text += ["", f"## {task}: {MAIN[metric]}", "", count, ""]
+        table = score_table(document, rows, metric, tuned)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, ["-" * width for width in widths])
-        text += [
-            "| " + " | ".join(f"{c:{w}}" for c, w in zip(line, widths, strict=True)) + " |"
-            for line in table
-        ]
+        text += ["", f"## {task}: {MAIN[metric]}", "", _count(rows), ""]
+        for line in table:
+            cells = [f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]
+            text.append(f"| {' | '.join(cells)} |")
     return "\n".join([*text, "", *(f"- {note}" for note in document["notes"])]).rstrip() + "\n"
+
+
+def score_table(document: Row, rows: Sequence[Row], metric: str, tuned: bool) -> list[list[str]]:
+    """Each model's score, and its differences from its random weights and from the first model."""
+    gaps = {(*_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
+    first = next(iter(document["models"]))
+    head = ["leads", "share", "noise", "model", MAIN[metric]]
+    head += ["minus random weights", f"minus {first}"] + ["of each seed"] * tuned
+    table = [head]
+    for row in rows:
+        share = "" if row["share"] is None else f"{row['share']:g}"
+        line = [row["leads"], share, f"{row['noise']:g}", row["model"]]
+        line.append(_cell(row["metrics"][metric], row["intervals"][metric]))
+        for against in (document["models"][row["model"]], first):
+            gap = gaps.get((*_key(row), metric, against))
+            line.append(_cell(gap["difference"], gap["interval"], "+") if gap else "")
+        if tuned:
+            line.append(", ".join(map(_cell, row["each"][metric])))
+        table.append(line)
+    return table
+
+
+def _count(rows: Sequence[Row]) -> str:
+    """What was scored, and the classes that small shares leave out."""
+    one = rows[0]
+    unit = f"probes against {one['gallery']:,} in the gallery" if "gallery" in one else "records"
+    lost = {row["share"]: ", ".join(row["left_out"]) for row in rows if row.get("left_out")}
+    about = "".join(f"; share {share:g} without {names}" for share, names in lost.items())
+    return f"{one['n']:,} {unit}, of {one['patients']:,} patients{about}."
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -134,69 +138,50 @@ def _cell(value: float | None, ends: Sequence[float | None] = (None,), sign: str
 def picture(document: Row) -> Figure:
     """A row of panels for each task and metric, a column for each set of leads and level of
     noise."""
-    found, models = panels(document), document["models"]
+    found, styles = panels(document), model_styles(document["models"])
     columns = list(dict.fromkeys((row["leads"], row["noise"]) for row in document["rows"]))
-    trained, drawn = (
-        [name for name, of in models.items() if of and (of == name) == random]
-        for random in (False, True)
-    )
-    plot_style: Any = {
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "text.parse_math": False,
-    }
-    with matplotlib.rc_context(plot_style):
-        figure = Figure(
-            (max(5.5, 3.4 * len(columns)), 2.2 * len(found) + 0.8), layout="constrained"
-        )
+    size = max(5.5, 3.4 * len(columns)), 2.2 * len(found) + 0.8
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(size, layout="constrained")
         grid = figure.subplots(len(found), len(columns), squeeze=False, sharey="row")
         for ((task, metric), rows), line in zip(found.items(), grid, strict=True):
-            for (leads, noise), axes in zip(columns, line, strict=True):
-                for (
-                    name,
-                    random,
-                ) in (
-                    models.items()
-                ):  # trained models in colours; the others in grey and black, broken lines
-                    i = (trained if name in trained else [*drawn, name]).index(name)
-                    style: Row = {
-                        "color": "#777777" if random else "#111111",
-                        "ls": "--" if random else ":",
-                    }
-                    if name in trained:
-                        style = {"color": COLOURS[i % len(COLOURS)], "ls": "-"}
-                    style["marker"] = (MARKS if name in trained else CROSSES)[i % len(MARKS)]
-                    mine = [
-                        row
-                        for row in rows
-                        if (row["model"], row["leads"], row["noise"]) == (name, leads, noise)
-                    ]
-                    _draw(
-                        axes,
-                        mine,
-                        metric,
-                        list(models).index(name),
-                        {"label": name, "ms": 4, "lw": 1.5, **style},
-                    )
-                label = {"12": "12 leads", "1": "lead I"}.get(
-                    leads, f"leads {leads}" if "," in leads else f"{leads} leads"
-                )
-                axes.set_title(
-                    f"{task}, {label}" + (f", noise {noise:g}" if noise else ""),
-                    fontsize=9,
-                    loc="left",
-                )
             line[0].set_ylabel(MAIN[metric])
-        handles = {
-            name: line
-            for axes in grid.flat
-            for line, name in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(
-            handles.values(), handles.keys(), loc="outside upper left", ncols=4, frameon=False
-        )
+            for (leads, noise), axes in zip(columns, line, strict=True):
+                of_panel = [row for row in rows if (row["leads"], row["noise"]) == (leads, noise)]
+                for place, (name, style) in enumerate(styles.items()):
+                    _draw(axes, [r for r in of_panel if r["model"] == name], metric, place, style)
+                title = f"{task}, {_leads(leads)}" + (f", noise {noise:g}" if noise else "")
+                axes.set_title(title, fontsize=9, loc="left")
+        shown: Row = {}
+        for axes in grid.flat:
+            handles, names = axes.get_legend_handles_labels()
+            shown.update(zip(names, handles, strict=True))
+        place_of: Row = {"loc": "outside upper left", "ncols": 4, "frameon": False}
+        figure.legend(shown.values(), shown.keys(), **place_of)
     return figure
+
+
+def model_styles(models: Mapping[str, str]) -> dict[str, Row]:
+    """Trained models in colours; random weights and other baselines in grey and black, broken
+    lines."""
+    styles: dict[str, Row] = {}
+    trained, drawn = 0, 0
+    for name, random in models.items():
+        if random and random != name:
+            colour, marker, line = COLOURS[trained % len(COLOURS)], MARKS[trained % len(MARKS)], "-"
+            trained += 1
+        else:
+            colour, line = ("#777777", "--") if random else ("#111111", ":")
+            marker = CROSSES[drawn % len(CROSSES)]
+            drawn += bool(random)
+        styles[name] = {"label": name, "color": colour, "ls": line, "marker": marker}
+    return styles
+
+
+def _leads(leads: str) -> str:
+    if leads == "1":
+        return "lead I"
+    return f"leads {leads}" if "," in leads else f"{leads} leads"
 
 
 def _draw(axes: Axes, rows: list[Row], metric: str, position: int, style: Row) -> None:

@@ -67,8 +67,10 @@ STYLE: Any = {
     "legend.handlelength": 1.5,
     "legend.columnspacing": 1.2,
 }
+_styled = matplotlib.rc_context(STYLE)  # a decorator
 UNNAMED = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-DOTTED = (0, (2, 3))
+DOTTED: Style = {"lw": 1.2, "ls": (0, (2, 3))}
+GUIDE: Style = {"color": AXIS, **DOTTED}
 
 # Sizes are in units of the drawing, which is scaled to its card: about pixels.
 WIDTH, HEIGHT = 384.0, 212.0
@@ -150,6 +152,7 @@ def _shortened(path: re.Match[str]) -> str:
     return re.sub(r"(\.\d)\d+", r"\1", path[0]).replace(" \n", " ")
 
 
+@_styled
 def line_chart(
     title: str,
     lines: Sequence[Line],
@@ -158,27 +161,26 @@ def line_chart(
     mark: tuple[float, str] | None = None,
 ) -> str:
     """`span`: x values that the axis must cover; `mark`: an x, and what is there."""
-    with matplotlib.rc_context(STYLE):
-        drawing = Drawing(title)
-        axes = drawing.axes()
-        axes.grid(visible=False, axis="x")
-        for line in lines:
-            _draw_line(axes, line, style)
-        _set_axes(axes, lines, style, span)
-        drawing.text(LEFT - 7, HEIGHT - 8, style.x_label, ha="right")
-        drawing.text(WIDTH - RIGHT, 13, style.unit, ha="right")
-        for line in lines:
-            if line.chance is not None:
-                _level(axes, line, style)
-        low, high = axes.get_xlim()
-        if mark and low <= mark[0] <= high:
-            axes.axvline(mark[0], color=AXIS, lw=1, ls=DOTTED)
-            side = "right" if mark[0] > (low + high) / 2 else "left"
-            place: Style = {"ha": side, "va": "top", "transform": axes.get_xaxis_transform()}
-            axes.text(mark[0], 0.99, f" {mark[1]} ", **place)
-        if len(lines) > 1:
-            _legend(axes)
-        return drawing.svg()
+    drawing = Drawing(title)
+    axes = drawing.axes()
+    axes.grid(visible=False, axis="x")
+    for line in lines:
+        _draw_line(axes, line, style)
+    _set_axes(axes, lines, style, span)
+    drawing.text(LEFT - 7, HEIGHT - 8, style.x_label, ha="right")
+    drawing.text(WIDTH - RIGHT, 13, style.unit, ha="right")
+    for line in lines:
+        if line.chance is not None:
+            _level(axes, line, style)
+    low, high = axes.get_xlim()
+    if mark and low <= mark[0] <= high:
+        axes.axvline(mark[0], **GUIDE)
+        side = "right" if mark[0] > (low + high) / 2 else "left"
+        place: Style = {"ha": side, "va": "top", "transform": axes.get_xaxis_transform()}
+        axes.text(mark[0], 0.99, f" {mark[1]} ", **place)
+    if len(lines) > 1:
+        _legend(axes)
+    return drawing.svg()
 
 
 def _draw_line(axes: Axes, line: Line, style: LineStyle) -> None:
@@ -236,7 +238,7 @@ def _per_cent(value: float, _: Any = None) -> str:
 def _level(axes: Axes, line: Line, style: LineStyle) -> None:
     assert line.chance is not None
     words = f"chance {line.chance:.2%}" if style.percent else f"chance {line.chance:.3g}"
-    axes.axhline(line.chance, color=SERIES[line.colour], lw=1.2, ls=DOTTED)
+    axes.axhline(line.chance, color=SERIES[line.colour], **DOTTED)
     axes.text(1, line.chance, words, ha="right", va="bottom", transform=axes.get_yaxis_transform())
 
 
@@ -267,38 +269,38 @@ def smoothed(y: Array) -> Array:
     return np.where(good, sums / np.maximum(weight, 1), np.nan)
 
 
+@_styled
 def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -> str:
     """The share of each group's numbers in each bin; dotted: the means."""
     finite = {label: values[np.isfinite(values)] for label, values in groups}
     finite = {label: values for label, values in finite.items() if len(values)}
     edges = np.histogram_bin_edges(np.concatenate([*finite.values(), []]).round(9), bins)
     edges[[0, -1]] += (-1e-9, 1e-9)  # values were rounded
-    with matplotlib.rc_context(STYLE):
-        drawing = Drawing(title, WIDE)
-        axes = drawing.axes()
-        for i, (label, values) in enumerate(finite.items()):
-            shares = np.histogram(values, edges)[0] / len(values)
-            _stairs(axes, shares, edges, i, f"{label}, mean {values.mean():.2f}")
-            axes.axvline(values.mean(), color=AXIS, lw=1, ls=DOTTED)
-        axes.yaxis.set_major_formatter(_per_cent)
-        _legend(axes)
-        return drawing.svg("wide")
+    drawing = Drawing(title, WIDE)
+    axes = drawing.axes()
+    for i, (label, values) in enumerate(finite.items()):
+        shares = np.histogram(values, edges)[0] / len(values)
+        _stairs(axes, shares, edges, i, f"{label}, mean {values.mean():.2f}")
+        axes.axvline(values.mean(), **GUIDE)
+    axes.yaxis.set_major_formatter(_per_cent)
+    _legend(axes)
+    return drawing.svg("wide")
 
 
+@_styled
 def rank_chart(title: str, counts_GV: Array) -> str:
     """The share of each code, largest first; dotted: all equal."""
     shares_GV = -np.sort(-counts_GV / np.maximum(counts_GV.sum(1, keepdims=True), 1), axis=1)
     codes = counts_GV.shape[1]
-    with matplotlib.rc_context(STYLE):
-        drawing = Drawing(title)
-        axes = drawing.axes()
-        for g, share_V in enumerate(shares_GV):
-            label = f"book {g + 1}: {np.count_nonzero(share_V)} of {codes}"
-            _stairs(axes, share_V, np.arange(codes + 1.0), g % len(SERIES), label)
-        axes.axhline(1 / codes, color=AXIS, lw=1.2, ls=DOTTED)
-        axes.yaxis.set_major_formatter(_per_cent)
-        _legend(axes)
-        return drawing.svg()
+    drawing = Drawing(title)
+    axes = drawing.axes()
+    for g, share_V in enumerate(shares_GV):
+        label = f"book {g + 1}: {np.count_nonzero(share_V)} of {codes}"
+        _stairs(axes, share_V, np.arange(codes + 1.0), g % len(SERIES), label)
+    axes.axhline(1 / codes, **GUIDE)
+    axes.yaxis.set_major_formatter(_per_cent)
+    _legend(axes)
+    return drawing.svg()
 
 
 def _stairs(axes: Axes, shares: Array, edges: Array, colour: int, label: str) -> None:
@@ -307,31 +309,32 @@ def _stairs(axes: Axes, shares: Array, edges: Array, colour: int, label: str) ->
     axes.margins(x=0)
 
 
+@_styled
 def ecg_chart(
     title: str, mv_SLT: Array, leads: Sequence[str], fs_hz: float, step_mv: float = 2.0
 ) -> str:
     """Halves side by side; a lead that is all zeros is a grey line."""
     halves, rows, samples = mv_SLT.shape
     half_s, level = samples / fs_hz, -step_mv * np.arange(rows)
-    with matplotlib.rc_context(STYLE):
-        drawing = Drawing(title, ECG_WIDTH, TOP + BOTTOM + 26 * rows)
-        axes = drawing.axes()
-        axes.grid(visible=False)
-        drawing.text(0, 30, f"{step_mv:g} mV from lead to lead; grey: masked out")
-        for s, row in np.ndindex(halves, rows):
-            mv = mv_SLT[s, row].astype(float).clip(-step_mv, step_mv)  # up to the next leads' lines
-            t, mv = thinned(half_s * s + np.arange(samples) / fs_hz, mv)
-            axes.plot(t, mv + level[row], color=SERIES[0] if mv.any() else AXIS, lw=0.8)
-        for s in range(1, halves):
-            axes.axvline(half_s * s, color=AXIS, lw=1, ls=DOTTED)
-        axes.set_xlim(0, halves * half_s)
-        axes.set_ylim(level[-1] - 0.6 * step_mv, 0.6 * step_mv)
-        axes.set_yticks(level, leads)
-        axes.xaxis.set_major_locator(MaxNLocator(10))
-        axes.xaxis.set_major_formatter("{x:g} s")
-        return drawing.svg()
+    drawing = Drawing(title, ECG_WIDTH, TOP + BOTTOM + 26 * rows)
+    axes = drawing.axes()
+    axes.grid(visible=False)
+    drawing.text(0, 30, f"{step_mv:g} mV from lead to lead; grey: masked out")
+    for s, row in np.ndindex(halves, rows):
+        mv = mv_SLT[s, row].astype(float).clip(-step_mv, step_mv)  # up to the next leads' lines
+        t, mv = thinned(half_s * s + np.arange(samples) / fs_hz, mv)
+        axes.plot(t, mv + level[row], color=SERIES[0] if mv.any() else AXIS, lw=0.8)
+    for s in range(1, halves):
+        axes.axvline(half_s * s, **GUIDE)
+    axes.set_xlim(0, halves * half_s)
+    axes.set_ylim(level[-1] - 0.6 * step_mv, 0.6 * step_mv)
+    axes.set_yticks(level, leads)
+    axes.xaxis.set_major_locator(MaxNLocator(10))
+    axes.xaxis.set_major_formatter("{x:g} s")
+    return drawing.svg()
 
 
+@_styled
 def roc_and_pr(title: str, label_N: Array, score_N: Array) -> str:
     """ROC and precision-recall curves; dotted: chance."""
     true, false = counts(label_N, *ranked(score_N))
@@ -342,17 +345,16 @@ def roc_and_pr(title: str, label_N: Array, score_N: Array) -> str:
     auroc = float(np.trapezoid(sensitivity, fallout)) if positives and negatives else np.nan
     auprc = float((np.diff(sensitivity) * precision).sum()) if positives else np.nan
     share = positives / (positives + negatives)
-    with matplotlib.rc_context(STYLE):
-        drawing = Drawing(title, 300, 186)
-        drawing.text(300, 13, f"{int(positives):,} of {int(positives + negatives):,}", ha="right")
-        roc, pr = (_unit_square(drawing.axes(left, 46, 120, 120)) for left in (24, 176))
-        roc.plot([0, 1], [0, 1], color=AXIS, lw=1, ls=DOTTED)
-        roc.plot(fallout, sensitivity, color=SERIES[0], gid="roc")
-        pr.plot([0, 1], [share, share], color=AXIS, lw=1, ls=DOTTED)
-        pr.plot(sensitivity, np.append(precision[:1], precision), color=SERIES[1], gid="pr")
-        _name_axes(roc, "false positive rate", "sensitivity", f"area {auroc:.3f}")
-        _name_axes(pr, "recall", "precision", f"area {auprc:.3f}")
-        return drawing.svg()
+    drawing = Drawing(title, 300, 186)
+    drawing.text(300, 13, f"{int(positives):,} of {int(positives + negatives):,}", ha="right")
+    roc, pr = (_unit_square(drawing.axes(left, 46, 120, 120)) for left in (24, 176))
+    roc.plot([0, 1], [0, 1], **GUIDE)
+    roc.plot(fallout, sensitivity, color=SERIES[0], gid="roc")
+    pr.plot([0, 1], [share, share], **GUIDE)
+    pr.plot(sensitivity, np.append(precision[:1], precision), color=SERIES[1], gid="pr")
+    _name_axes(roc, "false positive rate", "sensitivity", f"area {auroc:.3f}")
+    _name_axes(pr, "recall", "precision", f"area {auprc:.3f}")
+    return drawing.svg()
 
 
 def _unit_square(axes: Axes) -> Axes:
@@ -370,52 +372,50 @@ def _name_axes(axes: Axes, x_label: str, y_label: str, note: str = "") -> None:
     axes.annotate(note, (1, 1), (0, 6), ha="right", **place | {"color": INK})
 
 
+@_styled
 def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> str:
     """Above: a dot for each bin of probabilities; below: how many there are, as a logarithm."""
     there = count > 0
-    with matplotlib.rc_context(STYLE):
-        drawing = Drawing("Calibration", 384, 520)
-        upper = _unit_square(drawing.axes(46, 46, 312, 312))
-        upper.plot([0, 1], [0, 1], color=AXIS, lw=1, ls=DOTTED)
-        upper.plot(mean[there], true[there], "o-", color=SERIES[0], ms=8, mew=0)
-        note = f"calibration error {error:.3f}"
-        _name_axes(upper, "predicted probability", "observed frequency", note)
-        lower = drawing.axes(46, 398, 312, 90)
-        centres = (np.arange(len(count)) + 0.5) / len(count)
-        lower.bar(centres[there], count[there], 0.9 / len(count), color=SERIES[0], alpha=0.35)
-        lower.set(xlim=(0, 1), xticks=(), yscale="log", ylim=(0.7, 10 * max(count.max(), 1)))
-        lower.yaxis.set_major_formatter(_number)
-        lower.minorticks_off()
-        drawing.text(46, 502, "probabilities in each bin (logarithmic)")
-        return drawing.svg()
+    drawing = Drawing("Calibration", 384, 520)
+    upper = _unit_square(drawing.axes(46, 46, 312, 312))
+    upper.plot([0, 1], [0, 1], **GUIDE)
+    upper.plot(mean[there], true[there], "o-", color=SERIES[0], ms=8, mew=0)
+    note = f"calibration error {error:.3f}"
+    _name_axes(upper, "predicted probability", "observed frequency", note)
+    lower = drawing.axes(46, 398, 312, 90)
+    centres = (np.arange(len(count)) + 0.5) / len(count)
+    lower.bar(centres[there], count[there], 0.9 / len(count), color=SERIES[0], alpha=0.35)
+    lower.set(xlim=(0, 1), xticks=(), yscale="log", ylim=(0.7, 10 * max(count.max(), 1)))
+    lower.yaxis.set_major_formatter(_number)
+    lower.minorticks_off()
+    drawing.text(46, 502, "probabilities in each bin (logarithmic)")
+    return drawing.svg()
 
 
+@_styled
 def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -> str:
     """Each row: the share of a class's samples for which it was predicted (the diagonal:
     sensitivity), and the shares for which other classes were predicted wrongly."""
-    share_KK, positives = confusion_shares(labels_NK, outputs_NK), labels_NK.sum(0)
-    share_KK = np.nan_to_num(share_KK)
+    share_KK = np.nan_to_num(confusion_shares(labels_NK, outputs_NK))
     names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\u2026" for name in names]
     columns = [*names, "nothing"] if share_KK[:, -1].any() else names
-    share_KK = share_KK[:, : len(columns)]
     few, longest = len(names) <= FEW, max(map(len, columns))
-    cell, left = max(26.0, min(52.0, 290 / len(columns))), max(62.0, 6.2 * longest + 14)
-    top, width, height = max(96.0, 5.6 * longest + 48), cell * len(columns), cell * len(names)
-    note = "per cent of each class (row) with each prediction (column)"
-    with matplotlib.rc_context(STYLE):
-        drawing = Drawing("Confusions", max(left + width + 30, 340.0), top + height + 4)
-        drawing.text(0, 31, note)
-        drawing.text(0, 46, "blue: right, brown: wrong or none")
-        axes = drawing.axes(left, top, width, height)
-        axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(names) - 0.5, -0.5))
-        axes.xaxis.tick_top()
-        turned: Style = {"rotation": 60, "ha": "left", "rotation_mode": "anchor"}
-        axes.set_xticks(range(len(columns)), columns, **turned)
-        axes.set_yticks(range(len(names)), names)
-        for label, positive in zip(axes.get_yticklabels(), positives, strict=True):
-            label.set_alpha(1 if positive else 0.45)
-        _draw_shares(axes, share_KK, cell, 0.005 if few else 0.095)
-        return drawing.svg("" if few else "wide")
+    cell = max(26.0, min(52.0, 290 / len(columns)))
+    left, top = max(62.0, 6.2 * longest + 14), max(96.0, 5.6 * longest + 48)
+    width, height = cell * len(columns), cell * len(names)
+    turned: Style = {"rotation": 60, "ha": "left", "rotation_mode": "anchor"}
+    drawing = Drawing("Confusions", max(left + width + 30, 340.0), top + height + 4)
+    drawing.text(0, 31, "per cent of each class (row) with each prediction (column)")
+    drawing.text(0, 46, "blue: right, brown: wrong or none")
+    axes = drawing.axes(left, top, width, height)
+    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(names) - 0.5, -0.5))
+    axes.xaxis.tick_top()
+    axes.set_xticks(range(len(columns)), columns, **turned)
+    axes.set_yticks(range(len(names)), names)
+    for label, positives in zip(axes.get_yticklabels(), labels_NK.sum(0), strict=True):
+        label.set_alpha(1 if positives else 0.45)
+    _draw_shares(axes, share_KK[:, : len(columns)], cell, 0.005 if few else 0.095)
+    return drawing.svg("" if few else "wide")
 
 
 def _draw_shares(axes: Axes, share_KK: Array, cell: float, written_from: float) -> None:
@@ -431,6 +431,7 @@ def _draw_shares(axes: Axes, share_KK: Array, cell: float, written_from: float) 
         axes.text(k, j, number, size=9, color=INK, ha="center", va="center")
 
 
+@_styled
 def agreement_charts(name: str, value_N: Array, prediction_N: Array, unit: str = "") -> list[str]:
     """Predictions against true values, and their differences with the mean and the limits of
     agreement."""
@@ -438,26 +439,25 @@ def agreement_charts(name: str, value_N: Array, prediction_N: Array, unit: str =
     shown = np.random.default_rng(0).permutation(len(value_N))[:DOTS]
     error_N = prediction_N - value_N
     mean, reach = float(error_N.mean()), SPREAD * float(error_N.std())
-    with matplotlib.rc_context(STYLE):
-        same = Drawing(f"{name}{unit}", 384, 346)
-        axes = same.axes(LEFT, 46, 312, 260)
-        _dots(axes, value_N[shown], prediction_N[shown])
-        axes.axline((value_N[0], value_N[0]), slope=1, color=AXIS, lw=1, ls=DOTTED)
-        _name_axes(axes, "", "predicted")
-        same.text(LEFT + 312, 340, "true", ha="right")
+    same = Drawing(f"{name}{unit}", 384, 346)
+    axes = same.axes(LEFT, 46, 312, 260)
+    _dots(axes, value_N[shown], prediction_N[shown])
+    axes.axline((value_N[0], value_N[0]), slope=1, **GUIDE)
+    _name_axes(axes, "", "predicted")
+    same.text(LEFT + 312, 340, "true", ha="right")
 
-        difference = Drawing(f"Bland-Altman: predicted - true{unit}", 384, 346)
-        axes = difference.axes(LEFT, 46, 312, 260)
-        _dots(axes, (value_N[shown] + prediction_N[shown]) / 2, error_N[shown])
-        for level, word in ((mean - reach, ""), (mean, "mean "), (mean + reach, "")):
-            axes.axhline(level, color=AXIS, lw=1.2, ls=DOTTED)
-            axes.annotate(
-                f"{word}{level:+.3g}", (0, level), (4, 3), color=INK,
-                xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-            )  # fmt: skip
-        _name_axes(axes, "", "difference")
-        difference.text(LEFT + 312, 340, "mean of both", ha="right")
-        return [same.svg(), difference.svg()]
+    difference = Drawing(f"Bland-Altman: predicted - true{unit}", 384, 346)
+    axes = difference.axes(LEFT, 46, 312, 260)
+    _dots(axes, (value_N[shown] + prediction_N[shown]) / 2, error_N[shown])
+    for level, word in ((mean - reach, ""), (mean, "mean "), (mean + reach, "")):
+        axes.axhline(level, **GUIDE)
+        axes.annotate(
+            f"{word}{level:+.3g}", (0, level), (4, 3), color=INK,
+            xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+        )  # fmt: skip
+    _name_axes(axes, "", "difference")
+    difference.text(LEFT + 312, 340, "mean of both", ha="right")
+    return [same.svg(), difference.svg()]
 
 
 def _dots(axes: Axes, x: Array, y: Array) -> None:
@@ -472,26 +472,33 @@ def _dots(axes: Axes, x: Array, y: Array) -> None:
     axes.yaxis.set_major_formatter(_number)
 
 
+@_styled
 def clinical_chart(title: str, note: str, mv_LT: Array) -> str:
     """Twelve leads at 500 Hz on ECG paper, each centred on its median; a lead of zeros is grey.
     Columns past the end of a short ECG start from its beginning again."""
     length_s = mv_LT.shape[1] / FS_HZ
-    rhythm = ("II", 3, 0.0, min(SHOWN_S, length_s))
     cells = [(lead, i % 3, COLUMN_S * (i // 3), COLUMN_S) for i, lead in enumerate(LEADS)]
-    with matplotlib.rc_context(STYLE):
-        drawing = Drawing(title, ECG_WIDTH, 290)
-        drawing.text(0, 30, note)
-        axes = drawing.axes(10, 42, 570, 237)  # 25 mm/s and 10 mm/mV, at 2.28 units a millimetre
-        axes.set(xlim=(0, SHOWN_S), ylim=(-3.5 * ROW_MV, 0.5 * ROW_MV), xticks=(), yticks=())
-        paper = [[(s, -3.5 * ROW_MV), (s, 0.5 * ROW_MV)] for s in np.arange(0, SHOWN_S + 0.1, 0.2)]
-        paper += [[(0, mv), (SHOWN_S, mv)] for mv in np.arange(-9, 1.1, 0.5)]
-        axes.add_collection(LineCollection(paper, colors=RULE, linewidths=1), autolim=False)
-        for lead, row, start_s, seconds in [*cells, rhythm]:
-            mv, first = mv_LT[LEADS.index(lead)], round(start_s % length_s * FS_HZ)
-            part = mv[first : first + round(seconds * FS_HZ)] - np.median(mv)
-            t, part = thinned(start_s + np.arange(len(part)) / FS_HZ, part, round(64 * seconds))
-            level = -ROW_MV * row
-            trace: Style = {"color": INK, "gid": "trace"} if mv.any() else {"color": AXIS}
-            axes.plot(t, part.clip(-ROW_MV, ROW_MV) + level, lw=0.9, **trace)
-            axes.text(start_s + 0.05, level + 0.97, lead, color=INK)
-        return drawing.svg()
+    cells.append(("II", 3, 0.0, min(SHOWN_S, length_s)))
+    drawing = Drawing(title, ECG_WIDTH, 290)
+    drawing.text(0, 30, note)
+    axes = _ecg_paper(drawing)
+    for lead, row, start_s, seconds in cells:
+        mv, first = mv_LT[LEADS.index(lead)], round(start_s % length_s * FS_HZ)
+        part = mv[first : first + round(seconds * FS_HZ)] - np.median(mv)
+        t, part = thinned(start_s + np.arange(len(part)) / FS_HZ, part, round(64 * seconds))
+        level = -ROW_MV * row
+        trace: Style = {"color": INK, "gid": "trace"} if mv.any() else {"color": AXIS}
+        axes.plot(t, part.clip(-ROW_MV, ROW_MV) + level, lw=0.9, **trace)
+        axes.text(start_s + 0.05, level + 0.97, lead, color=INK)
+    return drawing.svg()
+
+
+def _ecg_paper(drawing: Drawing) -> Axes:
+    """25 mm/s and 10 mm/mV, at 2.28 units a millimetre; lines 5 mm apart."""
+    axes = drawing.axes(10, 42, 570, 237)
+    low, high = -3.5 * ROW_MV, 0.5 * ROW_MV
+    axes.set(xlim=(0, SHOWN_S), ylim=(low, high), xticks=(), yticks=())
+    paper = [[(s, low), (s, high)] for s in np.arange(0, SHOWN_S + 0.1, 0.2)]
+    paper += [[(0, mv), (SHOWN_S, mv)] for mv in np.arange(-9, high, 0.5)]
+    axes.add_collection(LineCollection(paper, colors=RULE, linewidths=1), autolim=False)
+    return axes

@@ -29,19 +29,25 @@ WORST = 12  # ECGs drawn
 NO_INTERVAL = "no interval"
 OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
 NAMES = {
-    **{"positives": "Positives", "predicted": "Predicted", "n": "Known", "threshold": "Threshold"},
-    **{
-        "challenge": "Challenge score at 0.5",
-        "challenge_chosen": "Challenge score, thresholds of validation",
-    },
-    **{"auroc": "AUROC", "auprc": "AUPRC", "accuracy": "Accuracy", "f_measure": "F measure"},
-    **{
-        "balanced_accuracy": "Balanced accuracy",
-        "sensitivity": "Sensitivity",
-        "specificity": "Specificity",
-    },
-    **{"mae": "Mean absolute error", "rmse": "RMSE", "r2": "R\u00b2", "pearson": "Pearson r"},
-    **{"mean_error": "Mean error", "sd_error": "SD of the error"},
+    "positives": "Positives",
+    "predicted": "Predicted",
+    "n": "Known",
+    "threshold": "Threshold",
+    "challenge": "Challenge score at 0.5",
+    "challenge_chosen": "Challenge score, thresholds of validation",
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+    "accuracy": "Accuracy",
+    "f_measure": "F measure",
+    "balanced_accuracy": "Balanced accuracy",
+    "sensitivity": "Sensitivity",
+    "specificity": "Specificity",
+    "mae": "Mean absolute error",
+    "rmse": "RMSE",
+    "r2": "R\u00b2",
+    "pearson": "Pearson r",
+    "mean_error": "Mean error",
+    "sd_error": "SD of the error",
 }
 
 
@@ -71,47 +77,43 @@ def interval(ends: list[float], percent: bool = False) -> str:
 
 def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
     half, record, head = result.half, result.record, result.head
-    means = (
-        "AUROC, AUPRC and F are means over the classes for which they are defined; unknown labels "
-        "are ignored."
-    )
-    how = {
-        "multiclass": f"The most probable class is predicted. {means}",
-        "regression": f"In {head.unit or 'its own unit'}.",
-    }
-    note = (
-        "Of whole records: the mean over the halves of 5 s. Small: 95 % bootstrap intervals over "
-        "patients. "
-        + how.get(
-            head.kind, f"A class is predicted where its probability is above its threshold. {means}"
-        )
-    )
+    values = head.kind == "regression"
     y_NK, scores_NK, _ = result.of_records()
-    compared = agreement if head.kind == "regression" else decisions
+    compared = agreement if values else decisions
     sections = [
-        ReportSection("Records", tiles=list(tiles(record)), note=note, remarks=result.remarks),
+        ReportSection(
+            "Records", tiles=list(tiles(record)), note=scoring_note(head), remarks=result.remarks
+        ),
         ReportSection("Halves of 5 s, as in the paper", tiles=list(tiles(half))),
         *compared(head, np.asarray(y_NK, float), scores_NK),
         ReportSection(
-            "By class" if head.kind != "regression" else "By column",
-            grid=list(class_table(record["classes"])),
+            "By column" if values else "By class", grid=list(class_table(record["classes"]))
         ),
     ]
     for name, groups in result.groups.items():
-        grid = list(group_table(name.capitalize(), groups, list(record["intervals"])))
-        notes = ["Positives: of the rarest and of the most frequent class."] * (
-            len(head.classes) > 1 and "Positives" in grid[0]
-        )
-        notes += [f"{TOO_FEW} have no interval."] * any(NO_INTERVAL in row for row in grid)
-        sections.append(ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes)))
+        sections.append(group_section(name, groups, list(record["intervals"]), len(head.classes)))
     if dataset is not None and result.crops_N is not None:
         drawn = [ecg(result, dataset, row) for row in result.worst(WORST)]
         title = f"The {len(drawn)} records with the largest errors"
         sections.append(ReportSection(title, charts=drawn, columns=2))
-    return (
-        f"{head.task}, {head.kind}",
-        f"{record['n']:,} records, {half['n']:,} halves of 5 s",
-        sections,
+    counts = f"{record['n']:,} records, {half['n']:,} halves of 5 s"
+    return f"{head.task}, {head.kind}", counts, sections
+
+
+def scoring_note(head: HeadInfo) -> str:
+    note = (
+        "Of whole records: the mean over the halves of 5 s. Small: 95 % bootstrap intervals over "
+        "patients. "
+    )
+    if head.kind == "regression":
+        return f"{note}In {head.unit or 'its own unit'}."
+    if head.kind == "multiclass":
+        note += "The most probable class is predicted. "
+    else:
+        note += "A class is predicted where its probability is above its threshold. "
+    return note + (
+        "AUROC, AUPRC and F are means over the classes for which they are defined; unknown labels "
+        "are ignored."
     )
 
 
@@ -132,20 +134,25 @@ def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Sequence[s
         ]
 
 
-def group_table(
-    name: str, groups: Mapping[str, Any], metrics: Sequence[str]
-) -> Iterator[Sequence[str]]:
+def group_section(
+    name: str, groups: Mapping[str, Any], metrics: Sequence[str], classes: int
+) -> ReportSection:
     first, *others = metrics
-    counted = ["Records", "Patients"] + ["Positives"] * any(
-        "positives" in of for of in groups.values()
-    )
-    yield [name, *counted, NAMES[first], "95 % interval", *(NAMES[key] for key in others)]
-    for value, of in groups.items():
-        counts = [f"{of['n']:,}", f"{of['patients']:,}"]
-        if "positives" in of:
-            counts.append(span(of["positives"].values()))
-        score = shown(of["metrics"][first]), interval(of["intervals"][first])
-        yield [value, *counts, *score, *(shown(of["metrics"][key]) for key in others)]
+    counted = any("positives" in group for group in groups.values())
+    head = [name.capitalize(), "Records", "Patients"] + ["Positives"] * counted
+    grid = [[*head, NAMES[first], "95 % interval", *(NAMES[key] for key in others)]]
+    for value, group in groups.items():
+        row = [value, f"{group['n']:,}", f"{group['patients']:,}"]
+        if "positives" in group:
+            row.append(span(group["positives"].values()))
+        row += [shown(group["metrics"][first]), interval(group["intervals"][first])]
+        grid.append(row + [shown(group["metrics"][key]) for key in others])
+    notes = []
+    if classes > 1 and counted:
+        notes.append("Positives: of the rarest and of the most frequent class.")
+    if any(NO_INTERVAL in row for row in grid):
+        notes.append(f"{TOO_FEW} have no interval.")
+    return ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes))
 
 
 def span(counts: Iterable[int]) -> str:
@@ -197,19 +204,13 @@ def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
 
 def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
     assert result.crops_N is not None
-    crop, y_K, score_K = (
-        int(result.crops_N[row]),
-        np.asarray(result.labels_NK, float)[row],
-        result.scores_NK[row],
-    )
+    crop = int(result.crops_N[row])
     halves = int(dataset.column("halves")[crop])
-    facts = ", ".join(
-        str(values[row]) for name, values in result.groups_N.items() if name != "source"
-    )
     mv_LT = dataset.read(crop)[:, : halves * HALF] * 1e-3
-    return charts.clinical_chart(
-        f"{result.records_N[row]}: {facts}", reading(result.head, y_K, score_K), mv_LT
-    )
+    groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
+    title = f"{result.records_N[row]}: {', '.join(groups)}"
+    y_K = np.asarray(result.labels_NK, float)[row]
+    return charts.clinical_chart(title, reading(result.head, y_K, result.scores_NK[row]), mv_LT)
 
 
 def reading(head: HeadInfo, y_K: Array, score_K: Array) -> str:

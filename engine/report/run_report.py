@@ -30,17 +30,19 @@ PATIENCE = 10  # validations without improvement that count as convergence if tr
 SAMPLES_SHOWN, FS_HZ = 4, 500.0
 
 
+Tile = tuple[str, str, str]  # label, value, detail
+
+
 @dataclass(frozen=True)
 class ReportSection:
     """A section of a page. report.html draws the fields that are set, in this order."""
 
     title: str = ""
-    tiles: Sequence[tuple[str, str, str]] = ()  # label, value, detail
+    tiles: Sequence[Tile] = ()
     charts: Sequence[str] = ()
     columns: int = 3
-    grid: Sequence[
-        Sequence[str]
-    ] = ()  # rows of numbers under a row of names; a row whose second cell is "0" is grey
+    # rows of numbers under a row of names; a row whose second cell is "0" is grey
+    grid: Sequence[Sequence[str]] = ()
     table: Sequence[tuple[str, str]] = ()
     config: str = ""
     note: str = ""
@@ -145,10 +147,8 @@ CARDS = {
     "r2": ("R2", ".3f"),
     "accuracy_local": ("Local accuracy", ".1%"),
     "accuracy_global": ("Global accuracy", ".1%"),
-    RECOGNISED: (
-        "Patients recognised",
-        ".1%",
-    ),  # random weights recognise patients far above chance: step 0 is shown beside
+    # random weights recognise patients far above chance: step 0 is shown beside
+    RECOGNISED: ("Patients recognised", ".1%"),
 }
 SIMILARITIES = {
     "Cosine of contexts and targets": {
@@ -264,54 +264,49 @@ def validation_note(files: RunFiles) -> str:
     )
 
 
-def summary(files: RunFiles, best: float | None) -> Iterator[tuple[str, str, str]]:
+def summary(files: RunFiles, best: float | None) -> Iterator[Tile]:
     """The main figures of the exported step, held-out ones rather than training ones."""
     metrics, held_out = files.metrics, files.held_out
-    step = (
-        best
-        if kind_of(files) != "Pre-training"
-        else float(held_out.steps[-1])
-        if held_out.rows
-        else None
-    )
+    step = best
+    if kind_of(files) == "Pre-training":
+        step = float(held_out.steps[-1]) if held_out.rows else None
     if math.isfinite(loss := metrics.recent("loss")):
         yield "Training loss", f"{loss:.3f}", f"{metrics.finite('loss')[0]:.3f} at first"
     if math.isfinite(loss := held_out.at("loss", step)):
         yield "Held-out loss", f"{loss:.3f}", f"at step {step:,.0f}"
     for key, (name, form) in CARDS.items():
-        value, prefix, where = held_out.at(key, step), VALID, "held out"
-        if not math.isfinite(value):
-            value, prefix, where = metrics.recent(key), "", "training"
-        if math.isfinite(value):
-            guess = number(files.fact("chance", prefix + key))
-            before = held_out.at(key, 0) if prefix and key == RECOGNISED else math.nan
-            where += f", chance {guess:{form}}" if math.isfinite(guess) else ""
-            yield (
-                name,
-                f"{value:{form}}",
-                where + (f", {before:{form}} before training" if math.isfinite(before) else ""),
-            )
+        if tile := score_tile(files, key, name, form, step):
+            yield tile
     if ended := result(files):
-        yield (
-            "Converged",
-            "yes" if ended["converged"] else "no",
-            f"{ended['validations_since']} validations since the best",
-        )
+        since = f"{ended['validations_since']} validations since the best"
+        yield "Converged", "yes" if ended["converged"] else "no", since
     if math.isfinite(used := metrics.last("code_perplexity")):
-        codes = number(files.fact("config", "model", "codebooks")) * number(
-            files.fact("config", "model", "codes")
+        codes = math.prod(
+            number(files.fact("config", "model", name)) for name in ("codebooks", "codes")
         )
-        yield (
-            "Codes in use",
-            f"{used:,.0f}",
-            f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity",
-        )
+        known = f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity"
+        yield "Codes in use", f"{used:,.0f}", known
     if math.isfinite(rate := metrics.median("crops_per_s")):
         wait = metrics.median("data_wait_pct")
         waited = f"{wait:.1f} % data wait" if wait >= 0 else ""
         yield "Crops per second", f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}", waited
     if math.isfinite(share := metrics.median("mfu")):
         yield "MFU", f"{share:.1%}", "of the device's peak"
+
+
+def score_tile(files: RunFiles, key: str, name: str, form: str, step: float | None) -> Tile | None:
+    """A held-out score, else the recent one of training, beside that of guessing."""
+    value, prefix, detail = files.held_out.at(key, step), VALID, "held out"
+    if not math.isfinite(value):
+        value, prefix, detail = files.metrics.recent(key), "", "training"
+    if not math.isfinite(value):
+        return None
+    if math.isfinite(guess := number(files.fact("chance", prefix + key))):
+        detail += f", chance {guess:{form}}"
+    before = files.held_out.at(key, 0)
+    if prefix and key == RECOGNISED and math.isfinite(before):
+        detail += f", {before:{form}} before training"
+    return name, f"{value:{form}}", detail
 
 
 def chosen_by(files: RunFiles) -> tuple[str, int]:
@@ -350,39 +345,39 @@ def result(files: RunFiles) -> dict[str, Any]:
         for step, value in zip(*files.held_out.curve(name), strict=True)
         if math.isfinite(value)
     ]
-    found = {
+    return {
         "metric": name,
         "higher_is_better": sign > 0,
         "best": value,
         "step": int(best),
         "validations_since": since,
+        "converged": converged,
+        "text": text,
+        "curve": curve,
     }
-    return found | {"converged": converged, "text": text, "curve": curve}
 
 
 def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -> str:
     """The chart, or "" if none of its curves was logged; keys that were logged as null are added to
     `absent`."""
     lines: list[Line] = []
+    compared = not all(curve.held_out for curve in chart.curves)  # with training
     for curve in chart.curves:
         log: StepLog = files.held_out if curve.held_out else files.metrics
         x, y = log.curve(curve.key)
         if not len(x):
-            absent += [curve.key] * (
-                not curve.held_out and any(curve.key in row for row in log.rows)
-            )
+            if not curve.held_out and any(curve.key in row for row in log.rows):
+                absent.append(curve.key)
             continue
+        key, colour, dashed = curve.key, len(lines), False
         if curve.held_out:
             x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-        key = VALID * curve.held_out + curve.key
-        beside_training = curve.held_out and not all(other.held_out for other in chart.curves)
+            key = VALID + key
+            if compared:
+                colour, dashed = 1, True
         chance = number(files.fact("chance", key))
         level = chance if math.isfinite(chance) else None
-        lines.append(
-            Line(
-                key, curve.label, x, y, 1 if beside_training else len(lines), beside_training, level
-            )
-        )
+        lines.append(Line(key, curve.label, x, y, colour, dashed, level))
     held_out = any(line.key.startswith(VALID) for line in lines)
     mark = (best, f"best at step {best:,.0f}") if held_out and best is not None else None
     if not lines:
@@ -403,11 +398,8 @@ def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
 
 def sample_charts(samples: np.ndarray | None) -> Iterator[str]:
     for i, mv_SLT in enumerate(samples[:SAMPLES_SHOWN] if samples is not None else ()):
-        names = (
-            LEADS
-            if len(mv_SLT[0]) == len(LEADS)
-            else [str(lead + 1) for lead in range(len(mv_SLT[0]))]
-        )
+        count = mv_SLT.shape[1]
+        names = LEADS if count == len(LEADS) else [str(lead + 1) for lead in range(count)]
         yield charts.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ)
 
 
