@@ -6,8 +6,7 @@ A cell is the mean and half of the 95 % interval (Student's t) over the seeds of
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
 from omnilead.data_tools.dataset import as_csv
 from omnilead.engine.common import flatten, read_yaml, write_whole
@@ -36,144 +35,134 @@ UNMENTIONED = {
 }
 
 
-Cell = dict[str, Any]  # a line of the csv
+@dataclass(frozen=True)
+class Cell:
+    """A line of the csv."""
+
+    table: int
+    row: str
+    task: str
+    leads: int
+    column: str
+    mean: float | None
+    interval: float | None
+    bold: bool
+    seeds_done: int
+    seeds_asked: int
+    state: str
+    paper_mean: float | None
+    paper_interval: float | None
+    scores: list[float]
+    auroc: float | None  # of Dx.; the paper does not print it
+    auroc_interval: float | None
 
 
 def table_cells(folder: WorkDir, table: Table, plan: JobPlan) -> list[Cell]:
-    cells = [
-        _cell(folder, table, row, task, leads, plan)
-        for row in table.rows.values()
-        for task in TASKS
-        for leads in LEADS
-    ]
-    for cell in cells:
-        cell["bold"] = _is_bold(cell, table, cells)
-    return cells
+    cells = []
+    for row in table.rows.values():
+        for task in TASKS:
+            for leads in LEADS:
+                cells.append(_cell(folder, table, row, task, leads, plan))  # noqa: PERF401
+    return [replace(cell, bold=_is_bold(cell, table, cells)) for cell in cells]
 
 
 def _cell(folder: WorkDir, table: Table, row: Row, task: str, leads: int, plan: JobPlan) -> Cell:
     jobs = [plan.jobs[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
     scores = [score for job in jobs if (score := folder.score(job)) is not None]
+    areas = [area for job in jobs if (area := folder.score(job, "auroc")) is not None]
+    mean, interval = _spread(scores)
+    auroc, auroc_interval = _spread(areas if task == "Dx" else [])
     printed = row.printed[task][leads]
+    paper_mean, paper_interval = printed or (None, None)
     if scores:
         state = "done" if len(scores) == len(jobs) else "part"
     elif jobs:
-        state = (
-            "failed"
-            if any(folder.failure(job) for last in jobs for job in _with_needs(plan, last))
-            else "not yet"
-        )
+        state = "failed" if any(_failed(folder, plan, job) for job in jobs) else "not yet"
     else:
         state = "not asked" if printed else "none in the paper"
-    cell = {
-        "table": table.number,
-        "row": row.name,
-        "task": task,
-        "leads": leads,
-        "column": table.column(leads),
-    }
-    cell |= _spread(scores) | {
-        "bold": False,
-        "seeds_done": len(scores),
-        "seeds_asked": len(jobs),
-        "state": state,
-    }
-    cell |= dict(zip(("paper_mean", "paper_interval"), printed or (None, None), strict=True)) | {
-        "scores": scores
-    }
-    areas = [
-        area for job in jobs if task == "Dx" and (area := folder.score(job, "auroc")) is not None
-    ]
-    return cell | _spread(areas, "auroc", "auroc_interval")  # which the paper does not print
+    return Cell(
+        table.number, row.name, task, leads, table.column(leads),
+        mean, interval, False, len(scores), len(jobs), state,
+        paper_mean, paper_interval, scores, auroc, auroc_interval,
+    )  # fmt: skip
 
 
-def _spread(values: list[float], mean: str = "mean", interval: str = "interval") -> Cell:
+def _spread(values: list[float]) -> tuple[float | None, float | None]:
     center, half = over_seeds(values) if values else (None, None)
-    return {mean: center, interval: half if len(values) > 1 else None}
+    return center, half if len(values) > 1 else None
 
 
-def _with_needs(plan: JobPlan, job: Job) -> list[Job]:
-    return [job, *(before for name in job.needs for before in _with_needs(plan, plan.jobs[name]))]
+def _failed(folder: WorkDir, plan: JobPlan, job: Job) -> bool:
+    """Whether this job or one that it needs has failed."""
+    if folder.failure(job):
+        return True
+    return any(_failed(folder, plan, plan.jobs[name]) for name in job.needs)
 
 
 def _is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
     """By the rule in the table's caption, with the scores as printed."""
-    column = [
-        other for other in cells if (other["task"], other["leads"]) == (cell["task"], cell["leads"])
-    ]
-    scores = {
-        other["row"]: round(other["mean"], 3) for other in column if other["mean"] is not None
-    }
-    mine = scores.pop(cell["row"], None)
+    scores = {}
+    for other in cells:
+        if (other.task, other.leads) == (cell.task, cell.leads) and other.mean is not None:
+            scores[other.row] = round(other.mean, 3)
+    mine = scores.pop(cell.row, None)
+    if mine is None:
+        return False
     if table.bold == "gain":
-        return mine is not None and mine > scores.get(table.rows[cell["row"]].against, mine)
-    return mine is not None and bool(scores) and mine >= max(scores.values())
+        return mine > scores.get(table.rows[cell.row].against, mine)
+    return bool(scores) and mine >= max(scores.values())
 
 
 def write_table(folder: WorkDir, table: Table, plan: JobPlan, seeds: int) -> None:
     cells, text = table_cells(folder, table, plan), protocol(plan.scale, plan.data, seeds)
     path = folder.path / f"table-{table.number}"
-    about = {
+    rows = [asdict(cell) for cell in cells]
+    document = {
         "table": table.number,
         "title": table.title,
         "protocol": text,
         "scale": plan.scale.name,
         "data": asdict(plan.data),
+        "cells": rows,
     }
-    write_json(path.with_suffix(".json"), about | {"cells": cells})
-    lines = [cell | {"scores": " ".join(map(repr, cell["scores"]))} for cell in cells]
-    write_whole(
-        path.with_suffix(".csv"), as_csv([list(cells[0]), *(list(line.values()) for line in lines)])
-    )
+    write_json(path.with_suffix(".json"), document)
+    lines = [list(rows[0])]
+    for row in rows:
+        scores = " ".join(map(repr, row["scores"]))
+        lines.append([*({**row, "scores": scores}).values()])
+    write_whole(path.with_suffix(".csv"), as_csv(lines))
     write_whole(path.with_suffix(".md"), markdown(table, cells, text))
 
 
 def markdown(table: Table, cells: list[Cell], text: str) -> str:
     """The requested rows and columns."""
-    asked = [
-        cell for cell in cells if cell["state"] not in ("not asked", "none in the paper")
-    ] or cells
-    tasks = [task for task in TASKS if any(cell["task"] == task for cell in asked)]
-    columns = [leads for leads in LEADS if any(cell["leads"] == leads for cell in asked)]
+    asked = [cell for cell in cells if cell.state not in ("not asked", "none in the paper")]
+    asked = asked or cells
+    tasks = [task for task in TASKS if any(cell.task == task for cell in asked)]
+    columns = [leads for leads in LEADS if any(cell.leads == leads for cell in asked)]
     head = ["Methods", "", *(table.column(leads) for leads in columns)]
-    lines = [
-        f"# Table {table.number}: {table.title}",
-        "",
-        text,
-        "",
-        _line(head),
-        _line(["---"] * len(head)),
-    ]
-    for row in dict.fromkeys(cell["row"] for cell in asked):
+    lines = [f"# Table {table.number}: {table.title}", "", text, ""]
+    lines += [_line(head), _line(["---"] * len(head))]
+    for row in dict.fromkeys(cell.row for cell in asked):
         for task in tasks:
             own = [
                 cell
                 for cell in cells
-                if (cell["row"], cell["task"]) == (row, task) and cell["leads"] in columns
+                if (cell.row, cell.task) == (row, task) and cell.leads in columns
             ]
-            lines.append(
-                _line([row if task == tasks[0] else "", f"{task}.", *map(_cell_text, own)])
-            )
-            if any(cell["auroc"] is not None for cell in own):
-                lines.append(
-                    _line(
-                        [
-                            "",
-                            "AUROC",
-                            *(_number(cell["auroc"], cell["auroc_interval"]) for cell in own),
-                        ]
-                    )
-                )
-    bold = (
-        "the best of its column"
-        if table.bold == "best"
-        else "better than without random lead masking"
-    )
-    legend = [
-        text for state, text in LEGEND.items() if any(cell["state"] == state for cell in asked)
-    ]
-    lines += ["", " ".join([f"Each cell: ours / the paper's. Bold: {bold}, among ours.", *legend])]
-    return "\n".join(lines) + "\n"
+            name = row if task == tasks[0] else ""
+            lines.append(_line([name, f"{task}.", *map(_cell_text, own)]))
+            if any(cell.auroc is not None for cell in own):
+                areas = [_number(cell.auroc, cell.auroc_interval) for cell in own]
+                lines.append(_line(["", "AUROC", *areas]))
+    bold = "better than without random lead masking"
+    if table.bold == "best":
+        bold = "the best of its column"
+    legend = f"Each cell: ours / the paper's. Bold: {bold}, among ours."
+    for state, meaning in LEGEND.items():
+        if any(cell.state == state for cell in asked):
+            legend += f" {meaning}"
+    return "\n".join([*lines, "", legend]) + "\n"
 
 
 def _line(parts: list[str]) -> str:
@@ -181,14 +170,15 @@ def _line(parts: list[str]) -> str:
 
 
 def _cell_text(cell: Cell) -> str:
-    if cell["state"] == "none in the paper":
+    if cell.state == "none in the paper":
         return "-"
-    ours = {"failed": "failed", "not yet": "...", "not asked": ""}.get(cell["state"]) or _number(
-        cell["mean"], cell["interval"]
-    )
-    ours = f"**{ours}**" if cell["bold"] else ours
-    part = f" [{cell['seeds_done']}/{cell['seeds_asked']}]" if cell["state"] == "part" else ""
-    return f"{ours}{part} / {_number(cell['paper_mean'], cell['paper_interval'])}".strip()
+    ours = _number(cell.mean, cell.interval)
+    ours = {"failed": "failed", "not yet": "...", "not asked": ""}.get(cell.state, ours)
+    if cell.bold:
+        ours = f"**{ours}**"
+    if cell.state == "part":
+        ours += f" [{cell.seeds_done}/{cell.seeds_asked}]"
+    return f"{ours} / {_number(cell.paper_mean, cell.paper_interval)}".strip()
 
 
 def _number(mean: float | None, interval: float | None) -> str:
@@ -200,16 +190,12 @@ def _number(mean: float | None, interval: float | None) -> str:
 def protocol(scale: ReproductionScale, data: DatasetInfo, seeds: int) -> str:
     """How this differs from the paper, in one paragraph."""
     dx = " / ".join(f"{data.count('dx', role):,}" for role in ("train", "valid", "test"))
-    leak = (
-        ", split by crop as in the authors' code: crops of one ECG are on both sides"
-        if data.split == "paper-split"
-        else ""
-    )
-    over = (
-        f"{seeds} seeds of fine-tuning ± half of the 95 % interval (Student's t)"
-        if seeds > 1
-        else "1 seed of fine-tuning"
-    )
+    leak = ""
+    if data.split == "paper-split":
+        leak = ", split by crop as in the authors' code: crops of one ECG are on both sides"
+    over = "1 seed of fine-tuning"
+    if seeds > 1:
+        over = f"{seeds} seeds of fine-tuning ± half of the 95 % interval (Student's t)"
     best = scale.settings["diagnosis"].get("train.best", "auroc")
     changes = "; ".join(_changes(scale)) or "nothing"
     return (
@@ -230,16 +216,15 @@ def protocol(scale: ReproductionScale, data: DatasetInfo, seeds: int) -> str:
 
 def _changes(scale: ReproductionScale) -> Iterator[str]:
     """The settings that a scale changes, by stage."""
-    files = {"pretrain": CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"}
-    files |= {stage: CONFIGS / "finetune" / f"{stage}.yaml" for stage in TASKS.values()}
-    for stage, path in files.items():
-        base, settings = flatten(read_yaml(path)), scale.settings[stage]
-        changed = {
-            key: value
-            for key, value in settings.items()
-            if value is not None and value != base.get(key)
-        }
-        shown = [f"{key} {value}" for key, value in changed.items() if key not in UNMENTIONED]
+    for stage, settings in scale.settings.items():
+        path = CONFIGS / "finetune" / f"{stage}.yaml"
+        if stage == "pretrain":
+            path = CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"
+        base = flatten(read_yaml(path))
+        shown = []
+        for key, value in settings.items():
+            if value is not None and value != base.get(key) and key not in UNMENTIONED:
+                shown.append(f"{key} {value}")
         if stage == "pretrain" and shown:
             config: Config = load(path, as_arguments(settings))
             shown.insert(0, f"a model of {parameters(config.model) / 1e6:.2g} M parameters")

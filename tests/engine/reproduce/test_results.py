@@ -116,7 +116,7 @@ def test_bold_cells_are_the_papers(number: int, tmp_path: Path) -> None:
             (table.rows[row].printed[task][leads] or [0.0])[0],
         )
     cells = results.table_cells(folder, table, made)
-    ours = {(cell["row"], cell["task"], cell["leads"]) for cell in cells if cell["bold"]}
+    ours = {(cell.row, cell.task, cell.leads) for cell in cells if cell.bold}
     assert ours ^ theirs == (
         {("RLM", "Dx", 1), ("RLM+Physio(4)", "Dx", 1)} if number == 4 else set()
     )
