@@ -14,24 +14,19 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import tables
 from benchmarks.tables import (
     Part,
     Result,
-    clock,
     device_of,
-    is_peer,
     machine,
     markdown,
-    number,
     per_cpu,
 )
 from omnilead.engine.common import Parser
@@ -56,9 +51,6 @@ NEEDED += ("versions.python", "hardware.cpu", "hardware.cores", "hardware.load_b
 SIGNED = {"overhead_pct", "loop_pct", "loader_pct", "stall_pct"}
 TEN_MILLION = 10_000_000
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
-BLUE, GREY, INK = "#2f6690", "#b5b5bd", "#333333"
-UNITS = {"ingest": "records", "loader": "crops of 10 s", "step": "crops of 10 s"}
-PEERS = ("loadmat", "webdataset", "streaming")
 
 
 class RecordError(Exception):
@@ -308,8 +300,8 @@ def whole(parts: Sequence[Part]) -> str:
         for device in ("cuda", "cpu"):
             if part := newest(parts).get((benchmark, device)):
                 blocks += published(part)
-                if drawn := picture(part):
-                    blocks.append(f"![{drawn[0]}](results/{drawn[0]}.png)")
+                if benchmark == "evidence":
+                    blocks.append(f"![evidence](results/{picture_of(part)})")
     return "\n\n".join([*blocks, *tables.cluster(newest(parts).get(("step", "cuda")))]) + "\n"
 
 
@@ -333,58 +325,8 @@ def readme(parts: Sequence[Part]) -> str:
     return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
 
 
-def picture(part: Part) -> tuple[str, Callable[[], Figure]] | None:
-    """The file name without suffix, and a function that draws it; None for a benchmark without."""
-    benchmark, on_gpu = part["benchmark"], device_of(part) == "cuda"
-    name = f"{benchmark}_gpu" if on_gpu else benchmark
-    if benchmark == "evidence":
-        return name, partial(share_curves, part)
-    if benchmark not in UNITS:
-        return None
-    spreads = {}
-    for case, result in part["results"].items():
-        if not case.startswith(("verify", "matrix product")):
-            spreads[case] = result[clock(part)]
-    if not spreads:
-        return None
-    unit = f"{UNITS[benchmark]} a {'second' if on_gpu else 'CPU-second'}; grey: others"
-    title = f"{benchmark}, {machine(part)}, {part['date'][:10]}"
-    return name, partial(bar_chart, spreads, title, unit)
-
-
-def bar_chart(spreads: dict[str, Any], title: str, unit: str) -> Figure:
-    """One bar per case, with its lowest and highest repeat."""
-    drawn = Figure(figsize=(9, 0.27 * len(spreads) + 1.2), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10)
-    names, values = list(spreads), list(spreads.values())
-    ends = [[abs(s[end] - s["median"]) for s in values] for end in ("low", "high")]
-    colours = [
-        GREY if is_peer(name) or any(peer in name for peer in PEERS) else BLUE for name in names
-    ]
-    axes.barh(
-        names,
-        [s["median"] for s in values],
-        xerr=ends,
-        color=colours,
-        error_kw={"lw": 0.8, "ecolor": INK},
-    )
-    for row, s in enumerate(values):
-        axes.annotate(f" {number(s['median'])}", (s["high"], row), va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    axes.margins(y=0.01)
-    low, high = min(s["low"] for s in values), max(s["high"] for s in values)
-    if high < 10 * low:
-        axes.set_xlim(0, high * 1.12)  # room for the largest bar's label
-    else:
-        axes.set_xscale("log")
-        axes.set_xlim(low / 3, high * (high / low) ** 0.12 * 1.5)
-        unit += "; logarithmic"
-    axes.set_xlabel(unit, fontsize=9)
-    return drawn
+def picture_of(part: Part) -> str:
+    return "evidence_gpu.png" if device_of(part) == "cuda" else "evidence.png"
 
 
 def share_curves(part: Part) -> Figure:
@@ -420,10 +362,10 @@ def main() -> int:
         return int(any(path.read_text() != text for path, text in written.items()))
     for path, text in written.items():
         path.write_text(text)
-    for drawn in map(picture, newest(parts).values()):
-        if drawn:
-            name, draw = drawn
-            draw().savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
+    for (benchmark, _), part in newest(parts).items():
+        if benchmark == "evidence":
+            figure = share_curves(part)
+            figure.savefig(RESULTS / picture_of(part), dpi=120, metadata={"Software": None})
     return 0
 
 
