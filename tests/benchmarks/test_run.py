@@ -24,7 +24,7 @@ SECONDS = {
     "seconds": {"median": 2.0, "low": 1.0, "high": 3.0},
     "cpu_seconds": {"median": 2.0, "low": 1.0, "high": 3.0},
 }
-INPUT = {"archive": "synthetic", "dataset": "0" * 64}
+INPUT = {"archive": "synthetic", "dataset": "0" * 64, "crops": 4}
 
 
 def result(_: str) -> dict[str, Any]:
