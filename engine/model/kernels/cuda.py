@@ -36,40 +36,32 @@ class BlockConvolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_RND, weight_DcK = (
-            saved.to(grads[0].dtype) for saved in ctx.saved_tensors
-        )  # with autocast they are wider
-        rows, tokens, width = x_RND.shape
-        groups, each, kernel = ctx.groups, width // ctx.groups, weight_DcK.shape[2]
-        turned = (
-            weight_DcK.view(groups, each, each, kernel)
-            .transpose(1, 2)
-            .flip(3)
-            .reshape(weight_DcK.shape)
-        )
-        grad_x = in_blocks(grads[0], turned, groups, (kernel - 1) // 2)
+        (grad_RND,) = grads
+        x_RND, weight_DcK = ctx.saved_tensors  # with autocast they are wider than the gradient
+        groups, each, kernel = ctx.groups, weight_DcK.shape[1], weight_DcK.shape[2]
+        weight_Goik = weight_DcK.to(grad_RND.dtype).view(groups, each, each, kernel)
+        turned = weight_Goik.transpose(1, 2).flip(3).reshape(weight_DcK.shape)
+        grad_x = in_blocks(grad_RND, turned, groups, (kernel - 1) // 2)
+        grad_weight = weight_gradient(x_RND.to(grad_RND.dtype), grad_RND, kernel, groups)
+        return grad_x.to(x_RND.dtype), grad_weight.to(weight_DcK.dtype), None
 
-        blocks, window = -(-tokens // BLOCK), kernel + BLOCK - 1
-        y = F.pad(grads[0], (0, 0, 0, blocks * BLOCK - tokens)).reshape(
-            rows * blocks, BLOCK, groups, each
-        )
-        y = y.permute(2, 0, 1, 3).reshape(groups, rows * blocks, BLOCK * each)
-        band = torch.bmm(
-            patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2), y
-        )  # [G, window * c in, BLOCK * c out]
-        step = each * BLOCK * each  # one step of the window
-        sizes, strides = (
-            (groups, each, each, kernel, BLOCK),
-            (window * step, 1, BLOCK * each, step, step + each),
-        )
-        taps = band.as_strided(
-            sizes, strides
-        )  # [G, c out, c in, K, BLOCK]: tap k connects output b to input b + k
-        grad_weight = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32)).view_as(
-            weight_DcK
-        )
-        x_dtype, weight_dtype = (saved.dtype for saved in ctx.saved_tensors)
-        return grad_x.to(x_dtype), grad_weight.to(weight_dtype), None
+
+def weight_gradient(x_RND: Tensor, grad_RND: Tensor, kernel: int, groups: int) -> Tensor:
+    rows, tokens, width = x_RND.shape
+    each, blocks = width // groups, -(-tokens // BLOCK)
+    y = F.pad(grad_RND, (0, 0, 0, blocks * BLOCK - tokens))
+    y = y.reshape(rows * blocks, BLOCK, groups, each).permute(2, 0, 1, 3)
+    y = y.reshape(groups, rows * blocks, BLOCK * each)
+    x = patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
+    band = torch.bmm(x, y)  # [G, window * c in, BLOCK * c out]
+    # [G, c out, c in, K, BLOCK]: tap k connects output b to input b + k
+    step = each * BLOCK * each  # one step of the window
+    taps = band.as_strided(
+        (groups, each, each, kernel, BLOCK),
+        ((kernel + BLOCK - 1) * step, 1, BLOCK * each, step, step + each),
+    )
+    summed = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32))
+    return summed.view(width, each, kernel)
 
 
 def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int, left: int) -> Tensor:
