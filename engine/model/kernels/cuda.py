@@ -39,11 +39,17 @@ class BlockConvolution(torch.autograd.Function):
         (grad_RND,) = grads
         x_RND, weight_DcK = ctx.saved_tensors  # with autocast they are wider than the gradient
         groups, each, kernel = ctx.groups, weight_DcK.shape[1], weight_DcK.shape[2]
-        weight_Goik = weight_DcK.to(grad_RND.dtype).view(groups, each, each, kernel)
-        turned = weight_Goik.transpose(1, 2).flip(3).reshape(weight_DcK.shape)
+        weight_Goik = weight_DcK.to(grad_RND.dtype)
+        weight_Goik = weight_Goik.view(groups, each, each, kernel)
+        turned = weight_Goik.transpose(1, 2).flip(3)
+        turned = turned.reshape(weight_DcK.shape)
         grad_x = in_blocks(grad_RND, turned, groups, (kernel - 1) // 2)
         grad_weight = weight_gradient(x_RND.to(grad_RND.dtype), grad_RND, kernel, groups)
-        return grad_x.to(x_RND.dtype), grad_weight.to(weight_DcK.dtype), None
+        return (
+            grad_x.to(x_RND.dtype),
+            grad_weight.to(weight_DcK.dtype),
+            None,
+        )
 
 
 def weight_gradient(x_RND: Tensor, grad_RND: Tensor, kernel: int, groups: int) -> Tensor:
@@ -67,24 +73,24 @@ def weight_gradient(x_RND: Tensor, grad_RND: Tensor, kernel: int, groups: int) -
 def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int, left: int) -> Tensor:
     """Convolve BLOCK outputs at a time; output n needs inputs from n - left on."""
     rows, tokens, width = x_RND.shape
-    kernel, each, blocks = weight_DcK.shape[2], width // groups, -(-tokens // BLOCK)
-    taps_Goik = F.pad(weight_DcK.view(groups, each, each, kernel), (BLOCK - 1, BLOCK - 1))
-    band = (
-        taps_Goik.unfold(3, BLOCK, 1).flip(4).permute(0, 3, 2, 4, 1)
-    )  # [G, window, c in, BLOCK, c out]
-    y = torch.bmm(patches(x_RND, kernel, groups, left), band.reshape(groups, -1, BLOCK * each))
-    return (
-        y.view(groups, rows, blocks * BLOCK, each)[:, :, :tokens]
-        .permute(1, 2, 0, 3)
-        .reshape(rows, tokens, width)
-    )
+    kernel, each = weight_DcK.shape[2], width // groups
+    taps_Goik = weight_DcK.view(groups, each, each, kernel)
+    taps_Goik = F.pad(taps_Goik, (BLOCK - 1, BLOCK - 1))
+    # [G, window, c in, BLOCK, c out]
+    band = taps_Goik.unfold(3, BLOCK, 1).flip(4).permute(0, 3, 2, 4, 1)
+    band = band.reshape(groups, -1, BLOCK * each)
+    y = torch.bmm(patches(x_RND, kernel, groups, left), band)
+    y = y.view(groups, rows, -1, each)[:, :, :tokens]
+    return y.permute(1, 2, 0, 3).reshape(rows, tokens, width)
 
 
 def patches(x_RND: Tensor, kernel: int, groups: int, left: int) -> Tensor:
     """The inputs that each block needs: [G, R * blocks, window * c in]."""
     rows, tokens, width = x_RND.shape
-    blocks, window = -(-tokens // BLOCK), kernel + BLOCK - 1
-    x_RTGc = F.pad(x_RND, (0, 0, left, blocks * BLOCK - tokens + kernel - 1 - left)).reshape(
-        rows, -1, groups, width // groups
-    )
-    return x_RTGc.unfold(1, window, BLOCK).permute(2, 0, 1, 4, 3).reshape(groups, rows * blocks, -1)
+    blocks = -(-tokens // BLOCK)
+    right = blocks * BLOCK - tokens + kernel - 1 - left
+    x_RTGc = F.pad(x_RND, (0, 0, left, right))
+    x_RTGc = x_RTGc.reshape(rows, -1, groups, width // groups)
+    windows = x_RTGc.unfold(1, kernel + BLOCK - 1, BLOCK)
+    windows = windows.permute(2, 0, 1, 4, 3)
+    return windows.reshape(groups, rows * blocks, -1)
