@@ -104,11 +104,8 @@ def compare(run: LoopRun) -> dict[str, Any]:
     return figures(loop_turns(run), run)
 
 
-def loop_turns(
-    run: LoopRun, rank: int = 0, measure: Callable[..., dict[str, Any]] | None = None
-) -> dict[str, Any]:
-    """Replace Loop.train by turns of each side and return their seconds and CPU-seconds, or the
-    result of `measure`."""
+def loop_turns(run: LoopRun, rank: int = 0) -> dict[str, Any]:
+    """Replace Loop.train by turns of each side and return their seconds and CPU-seconds."""
     os.environ.update(run.environment)
     if run.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -120,7 +117,7 @@ def loop_turns(
     measured: dict[str, Any] = {}
 
     def train(loop: Loop, *_: Any) -> bool:
-        measured.update((measure or measure_sides)(loop, run, original))
+        measured.update(measure_sides(loop, run, original))
         return False  # training has not ended: no export
 
     original, Loop.train = Loop.train, train  # type: ignore[method-assign]
@@ -133,31 +130,34 @@ def loop_turns(
     return measured
 
 
-def pretrain(run: LoopRun, log: str, *settings: str) -> None:
+def pretrain(run: LoopRun, log: str, *settings: str, profiled: int = 0) -> None:
     """Run engine/pretrain.py in this process. Its output goes to `log`; a CaseError has the last
     line."""
     from benchmarks.step import config_file
     from omnilead.engine import pretrain
 
-    common = (
+    words = ["--config", config_file(run.model)]
+    for setting in (
         f"run={run.run}",
         f"data.datasets={json.dumps([run.dataset])}",
+        f"train.batch_crops={run.batch * run.world}",
+        f"train.precision={precision()}",
         "train.epochs=null",
         "train.schedule=fixed",
-    )
-    common += (
-        f"train.batch_crops={run.batch * run.world}",
         "train.validate_every=0",
-        f"train.precision={precision()}",
-    )
-    common += ("augment.rlm=0.5", "train.peak_tflops=1")  # skip measuring the peak for MFU
-    words = [word for each in (*common, *settings, *run.settings) for word in ("--set", each)]
+        "train.peak_tflops=1",  # skip measuring the peak for MFU
+        "augment.rlm=0.5",
+        *settings,
+        *run.settings,
+    ):
+        words += ["--set", setting]
+    if profiled:
+        words += ["--profile", str(profiled)]
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        code = pretrain.main(["--config", config_file(run.model), *words])
+        code = pretrain.main(words)
     if code:
-        raise CaseError(
-            (Path(log).read_text().strip().splitlines() or ["pretrain printed nothing"])[-1]
-        )
+        said = Path(log).read_text().strip().splitlines() or ["pretrain printed nothing"]
+        raise CaseError(said[-1])
 
 
 def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> dict[str, Any]:

@@ -17,17 +17,15 @@ import re
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.e2e import EndlessLoader, LoopRun, loop_turns, precision, pretrain
-from benchmarks.measure import CaseError, call_fresh, make_dataset, say, sync_debug_mode
+from benchmarks.e2e import LoopRun, precision, pretrain
+from benchmarks.measure import CaseError, call_fresh, make_dataset, say
 from omnilead.data_tools.cli import Parser
 from omnilead.engine.common import write_whole
 
@@ -44,7 +42,7 @@ PACKAGES = (
     "pytest",
 )
 NEEDED = {"torch", "deepspeed", "zarr", "wfdb"}
-TOP = 25  # kernels listed in a profile
+TOP = 25  # lines of a profile
 Found = dict[str, Any]
 
 
@@ -169,68 +167,15 @@ def smoke(run: LoopRun) -> Found:
 
 
 def profile(run: LoopRun) -> Found:
-    """Profile steps of the training loop: host time, total time, what waits for the device, the
-    longest kernels."""
-    return loop_turns(run, measure=profile_steps)
+    """Trace steps of the training loop: RUN/profile has the trace and the slowest operations."""
+    from omnilead.engine.training.profiler import WARM_UP
 
-
-def profile_steps(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Found:
-    import torch
-
-    cuda, loader = run.device == "cuda", EndlessLoader(loop.loader)
-    loop._save, loop._diagnose = (
-        (lambda: None),
-        (lambda batch: None),
-    )  # train() calls these at its end
-
-    def steps(count: int) -> float:
-        """Run steps and return the host's seconds."""
-        loop.loader, loop.total, began = loader, loop.progress.step + count, time.perf_counter()
-        train(loop)
-        host_s = time.perf_counter() - began
-        if cuda:
-            torch.cuda.synchronize()
-        return host_s
-
-    steps(3)
-    began = time.perf_counter()
-    host_s = steps(run.steps)
-    found: Found = {
-        "step_ms": 1e3 * (time.perf_counter() - began) / run.steps,
-        "host_ms": 1e3 * host_s / run.steps,
-    }
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with sync_debug_mode("warn") if cuda else nullcontext():
-            loop.loader, loop.total = loader, loop.progress.step + 2
-            train(loop)
-    waits = [
-        f"{Path(each.filename).name}:{each.lineno}: {str(each.message).splitlines()[0][:120]}"
-        for each in caught
-    ]
-    activities = [
-        torch.profiler.ProfilerActivity.CPU,
-        *([torch.profiler.ProfilerActivity.CUDA] if cuda else []),
-    ]
-    with torch.profiler.profile(activities=activities) as profiled:
-        steps(2)
-    profiled.export_chrome_trace(f"{run.run}.trace.json.gz")
-    key = "self_device_time_total" if cuda else "self_cpu_time_total"
-    events = [
-        event
-        for event in profiled.key_averages()
-        if not cuda or str(event.device_type).endswith("CUDA")
-    ]
-    events.sort(key=lambda event: -getattr(event, key))
-    kernels = [
-        {"ms": getattr(e, key) / 2e3, "calls": e.count / 2, "name": e.key[:160]}
-        for e in events[:TOP]
-    ]
-    found |= {"busy_ms": sum(getattr(event, key) for event in events) / 2e3, "kernels": kernels}
-    return found | {
-        "waits_in_two_steps": {wait: waits.count(wait) for wait in sorted(set(waits))},
-        "backend": loader.loader.backend,
-    }
+    steps = WARM_UP + run.steps + 1
+    pretrain(run, f"{run.run}.txt", f"train.steps={steps}", profiled=run.steps)
+    folder = Path(run.run)
+    operators = (folder / "profile" / "operators.txt").read_text().splitlines()
+    last: Found = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return last | {"operators": operators[:TOP]}
 
 
 def train(run: LoopRun, seconds: float) -> Found:

@@ -18,8 +18,7 @@ import statistics
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import comb, inf
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -249,22 +248,6 @@ def take_turns(
                     {"wall_s": time.perf_counter() - wall, "cpu_s": cpu_s() - cpu} | more
                 )
     return rows
-
-
-@contextlib.contextmanager
-def sync_debug_mode(mode: str) -> Iterator[None]:
-    """torch warns ("warn") or raises ("error") where the host waits for the GPU. Its warning
-    that this is a prototype is ignored: where warnings are errors, it would be raised after the
-    mode was set, and leave it on."""
-    import torch
-
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-            torch.cuda.set_sync_debug_mode(mode)
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def peaks_mb() -> dict[str, float]:

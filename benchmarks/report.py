@@ -14,24 +14,19 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks import tables
 from benchmarks.tables import (
     Part,
     Result,
-    clock,
     device_of,
-    is_peer,
     machine,
     markdown,
-    number,
     per_cpu,
 )
 from omnilead.engine.common import Parser
@@ -43,24 +38,19 @@ TABLES, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 OF_RECORD = ("format", "date", "git", "hardware", "versions", "page_cache")
 NEEDED: tuple[str, ...] = (
+    "format",
+    "date",
+    "benchmark",
+    "config",
+    "results",
+    "input.archive",
     "git.commit",
-    "versions.python",
-    "hardware.cpu",
-    "hardware.cores",
-    "hardware.load_before",
 )
-NEEDED += (*OF_RECORD[:-1], "benchmark", "config", "input.archive", "results")
-SIGNED = (
-    "overhead_pct",
-    "loop_pct",
-    "loader_pct",
-    "stall_pct",
-)  # may be 0 or less; all others must be above 0
+NEEDED += ("versions.python", "hardware.cpu", "hardware.cores", "hardware.load_before")
+# percentages, which may be 0 or less; all other figures must be above 0
+SIGNED = {"overhead_pct", "loop_pct", "loader_pct", "stall_pct"}
 TEN_MILLION = 10_000_000
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
-BLUE, GREY, INK = "#2f6690", "#b5b5bd", "#333333"
-UNITS = {"ingest": "records", "loader": "crops of 10 s", "step": "crops of 10 s"}
-PEERS = ("loadmat", "webdataset", "streaming")
 
 
 class RecordError(Exception):
@@ -69,19 +59,18 @@ class RecordError(Exception):
 
 def load(path: Path) -> list[Part]:
     """The parts of a record, each with the facts that they share."""
+    parts = []
     try:
         record: dict[str, Any] = json.loads(path.read_text())
         shared = {name: record[name] for name in OF_RECORD if name in record}
-        alone = "parts" not in record
-        parts = [
-            shared | {"file": path.name, "alone": alone} | part
-            for part in ([record] if alone else record["parts"])
-        ]
-        for part in parts:
+        shared |= {"file": path.name, "alone": "parts" not in record}
+        for own in [record] if shared["alone"] else record["parts"]:
+            part = shared | own
             check(part)
             rank(part)
             list(published(part))
-        if not parts and not record["checks"]:
+            parts.append(part)
+        if not parts:
             raise RecordError("it has no parts")
     except RecordError as error:
         raise RecordError(f"{path.name}: {error}") from None
@@ -92,37 +81,40 @@ def load(path: Path) -> list[Part]:
 
 
 def check(part: Part) -> None:
-    for key in NEEDED:
-        outer, _, inner = key.partition(".")
-        value = part.get(outer, {})
-        value = value.get(inner) if inner else value
-        if value in ({}, None, ""):
-            raise RecordError(f"incomplete: it lacks {key}")
-    benchmark = part["benchmark"]
-    if part["format"] != 1:
-        raise RecordError(f"format {part['format']}: only 1 is supported")
+    benchmark, timed = part["benchmark"], part["benchmark"] != "evidence"
     if benchmark not in tables.TABLES or device_of(part) not in ("cpu", "cuda"):
         raise RecordError(f"there is no benchmark {benchmark!r} on {device_of(part)!r}")
-    if "page_cache" not in part and benchmark != "evidence":
-        raise RecordError("incomplete: it lacks page_cache")
-    if "dataset" not in part["input"] and benchmark not in ("step", "evidence"):
-        raise RecordError("incomplete: it lacks input.dataset")
-    if device_of(part) == "cuda" and not part["hardware"].get("gpus"):
-        raise RecordError("incomplete: it lacks hardware.gpus")
-    if benchmark != "evidence" and (repeats := tables.repeated(part)[0]) < 3:
+    needed = list(NEEDED)
+    if timed:
+        needed.append("page_cache")
+    if benchmark not in ("step", "evidence"):
+        needed.append("input.dataset")
+    if device_of(part) == "cuda":
+        needed.append("hardware.gpus")
+    for key in needed:
+        value: Any = part
+        for name in key.split("."):
+            value = value.get(name, {})
+        if value in ({}, [], None, ""):
+            raise RecordError(f"incomplete: it lacks {key}")
+    if part["format"] != 1:
+        raise RecordError(f"format {part['format']}: only 1 is supported")
+    if not timed:
+        return
+    if (repeats := tables.repeated(part)[0]) < 3:
         raise RecordError(f"{repeats} repeats show no spread: at least 3 are needed")
-    for case, result in part["results"].items() if benchmark != "evidence" else ():
+    for case, result in part["results"].items():
         for figure, spread in result.items():
-            if not isinstance(spread, dict):
-                continue
-            low, median, high = (spread.get(key, nan) for key in ("low", "median", "high"))
-            if not (
-                low <= median <= high and isfinite(high - low) and (low > 0 or figure in SIGNED)
-            ):
-                raise RecordError(
-                    f"{case}: {figure} is {median} ({low} to {high}): must be finite, in order, "
-                    "above 0"
-                )
+            if isinstance(spread, dict):
+                check_spread(f"{case}: {figure}", spread, figure in SIGNED)
+
+
+def check_spread(name: str, spread: dict[str, float], signed: bool) -> None:
+    low, median, high = (spread.get(key, nan) for key in ("low", "median", "high"))
+    if not (low <= median <= high and isfinite(high - low) and (low > 0 or signed)):
+        raise RecordError(
+            f"{name} is {median} ({low} to {high}): must be finite, in order, above 0"
+        )
 
 
 def every(results: Path = RESULTS) -> list[Part]:
@@ -154,16 +146,15 @@ def reduced(config: Part) -> bool:
 
 class Bar(NamedTuple):
     what: str  # the description; it states what `cases` and `asks` leave out
+    benchmark: str
     cases: str  # regular expression for the names of cases
-    figure: Callable[
-        [str, dict[str, Result]], float
-    ]  # (case, results of all cases) -> figure, or NaN
+    # (case, results of all cases) -> figure, or NaN
+    figure: Callable[[str, dict[str, Result]], float]
     bar: float  # the target
     device: str = ""  # "": both
     at_most: bool = False
-    asks: Callable[[Part], bool] = lambda input: (
-        True
-    )  # whether a part with this input can answer it
+    # whether a part with this input can answer it
+    asks: Callable[[Part], bool] = lambda input: True
 
     def met(self, value: float) -> bool:
         return value <= self.bar if self.at_most else value >= self.bar
@@ -178,26 +169,36 @@ def median(figure: str) -> Callable[[str, dict[str, Result]], float]:
 
 def times_recreation(name: str, results: dict[str, Result]) -> float:
     """The speed per CPU-second, relative to the fastest re-creation of the same stage."""
-    peers = [
-        r for other, r in results.items() if other.startswith(f"{name.split(':')[0]}: re-creation")
-    ]
-    return per_cpu(results[name]) / max(map(per_cpu, peers)) if peers else nan
+    prefix = f"{name.split(':')[0]}: re-creation"
+    peers = [per_cpu(result) for other, result in results.items() if other.startswith(prefix)]
+    return per_cpu(results[name]) / max(peers) if peers else nan
 
 
 def times_step(name: str, results: dict[str, Result]) -> float:
     """The speed per CPU-second, relative to the re-creation in fp32 with the same number of crops:
     its smallest batch."""
-    peers = {
-        int(other.split()[-2]): r
-        for other, r in results.items()
-        if re.match("re-creation.*: fp32, ", other)
-    }
+    peers = {}
+    for other, result in results.items():
+        if re.match("re-creation.*: fp32, ", other):
+            peers[int(other.split()[-2])] = per_cpu(result)
     crops = int(name.split()[-2])
-    return per_cpu(results[name]) / per_cpu(peers[crops]) if crops == min(peers, default=0) else nan
+    return per_cpu(results[name]) / peers[crops] if crops == min(peers, default=0) else nan
+
+
+def seconds_to_open(name: str, results: dict[str, Result]) -> float:
+    return 1 / median("per_s")(name, results)
+
+
+def memory(name: str, results: dict[str, Result]) -> float:
+    return float(results[name]["peak_mb"])
 
 
 def paper(input: Part) -> bool:
     return bool(input["model"] == "paper")
+
+
+def paper_on_h200(input: Part) -> bool:
+    return paper(input) and "H200" in input["device"]
 
 
 def huge(input: Part) -> bool:
@@ -208,124 +209,42 @@ def four_threads(input: Part) -> bool:
     return "threads" in input and int(input["threads"]) <= 4
 
 
-OURS, TO_GPU = (
-    r": torch, batch \d+(, first epoch)?$",
-    r" to cuda, batch (256|1024)$",
-)  # OURS: with one thread
-FROM_TAR = "crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads"
-H200_STEP = "crops a second through the paper's model on an H200"
-EMBED, EMBEDDED = (
-    "ECGs of 500 Hz to embeddings, % of the encoder's own speed",
-    "^(tar|WFDB|arrays, 500 Hz):",
+ONE_THREAD = r": torch, batch \d+(, first epoch)?$"
+LOADER = "times the re-creation of fairseq-signals' loader"
+STEP = "times the re-creation of fairseq-signals' in fp32"
+TAR = "^ingest: omnilead, tar$"
+# fmt: off
+BARS = (
+    Bar("records to tar shards a CPU-second, one worker", "ingest", TAR, median("per_cpu_s"), 2000),
+    Bar("records to tar shards, times the re-creation of fairseq-signals' preprocessing",
+        "ingest", TAR, times_recreation, 10),
+    Bar(f"lead masking, torch, one thread, {LOADER}",
+        "loader", f"^RLM{ONE_THREAD}", times_recreation, 10, "cpu"),
+    Bar(f"noise, torch, one thread, {LOADER}",
+        "loader", rf"^physio\S*{ONE_THREAD}", times_recreation, 15, "cpu"),
+    Bar("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
+        "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median("per_s"), 27_000,
+        "cuda", asks=four_threads),
+    Bar(f"the paper's model in bf16, {STEP}",
+        "step", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu", asks=paper),
+    Bar(f"the paper's model in fp32, {STEP}",
+        "step", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu", asks=paper),
+    Bar("crops a second through the paper's model on an H200",
+        "step", "^omnilead: ", median("per_s"), 2700, "cuda", asks=paper_on_h200),
+    Bar("overhead of the loader and the loop over the bare step, %",
+        "e2e", "", median("overhead_pct"), 3, at_most=True),
+    Bar("overhead of the loop alone, %", "e2e", "", median("loop_pct"), 2, at_most=True),
+    Bar("stall, % of the time", "e2e", "", median("stall_pct"), 1, at_most=True),
+    Bar("ECGs of 500 Hz to embeddings, % of the encoder's own speed",
+        "embed", "^(tar|WFDB|arrays, 500 Hz):", median("share_pct"), 90),
+    Bar("seconds from the command to the first step",
+        "start", "^first step", median("seconds"), 20, "cpu", at_most=True),
+    Bar("10,000,000 crops: seconds to a rank's first batch",
+        "scaling", "^open", seconds_to_open, 10, at_most=True, asks=huge),
+    Bar("10,000,000 crops: a rank's memory, MB",
+        "scaling", "^open", memory, 1000, at_most=True, asks=huge),
 )
-LOADER, STEP = (
-    "times the re-creation of fairseq-signals' loader",
-    "times the re-creation of fairseq-signals' in fp32",
-)
-TEN_M, TAR = "10,000,000 crops:", "^ingest: omnilead, tar$"
-BARS = {
-    "ingest": (
-        Bar("records to tar shards a CPU-second, one worker", TAR, median("per_cpu_s"), 2000),
-        Bar(
-            "records to tar shards, times the re-creation of fairseq-signals' preprocessing",
-            TAR,
-            times_recreation,
-            10,
-        ),
-    ),
-    "loader": (
-        Bar(
-            f"lead masking, torch, one thread, {LOADER}",
-            f"^RLM{OURS}",
-            times_recreation,
-            10,
-            "cpu",
-        ),
-        Bar(
-            f"noise, torch, one thread, {LOADER}",
-            rf"^physio\S*{OURS}",
-            times_recreation,
-            15,
-            "cpu",
-        ),
-        Bar(
-            FROM_TAR,
-            f"^RLM: (torch|dali){TO_GPU}",
-            median("per_s"),
-            27_000,
-            "cuda",
-            asks=four_threads,
-        ),
-    ),
-    "step": (
-        Bar(
-            f"the paper's model in bf16, {STEP}",
-            "^omnilead: (autocast|bf16), .*crops$",
-            times_step,
-            3,
-            "cpu",
-            asks=paper,
-        ),
-        Bar(
-            f"the paper's model in fp32, {STEP}",
-            "^omnilead: fp32, .*crops$",
-            times_step,
-            1.1,
-            "cpu",
-            asks=paper,
-        ),
-        Bar(
-            H200_STEP,
-            "^omnilead: ",
-            median("per_s"),
-            2700,
-            "cuda",
-            asks=lambda input: paper(input) and "H200" in input["device"],
-        ),
-    ),
-    "e2e": (
-        Bar(
-            "overhead of the loader and the loop over the bare step, %",
-            "",
-            median("overhead_pct"),
-            3,
-            at_most=True,
-        ),
-        Bar("overhead of the loop alone, %", "", median("loop_pct"), 2, at_most=True),
-        Bar("stall, % of the time", "", median("stall_pct"), 1, at_most=True),
-    ),
-    "embed": (Bar(EMBED, EMBEDDED, median("share_pct"), 90),),
-    "start": (
-        Bar(
-            "seconds from the command to the first step",
-            "^first step",
-            median("seconds"),
-            20,
-            "cpu",
-            at_most=True,
-        ),
-    ),
-    "scaling": (
-        Bar(
-            f"{TEN_M} seconds to a rank's first batch",
-            "^open",
-            lambda n, r: 1 / median("per_s")(n, r),
-            10,
-            "",
-            True,
-            huge,
-        ),
-        Bar(
-            f"{TEN_M} a rank's memory, MB",
-            "^open",
-            lambda n, r: float(r[n]["peak_mb"]),
-            1000,
-            "",
-            True,
-            huge,
-        ),
-    ),
-}
+# fmt: on
 
 
 def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
@@ -333,36 +252,33 @@ def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
     not measured. The worst case counts; for a step, whose cases are ways to do the same thing,
     the best."""
     results = part["results"]
-    for bar in BARS.get(part["benchmark"], ()):
-        if bar.device in ("", device_of(part)):
-            cases = (
-                [name for name in results if re.search(bar.cases, name)]
-                if bar.asks(part["input"])
-                else []
-            )
-            values = {
-                name: value for name in cases if (value := bar.figure(name, results)) == value
-            }
-            highest = bar.at_most != (part["benchmark"] == "step")
-            counts = (max if highest else min)(values, key=lambda name: values[name], default="")
-            yield counts, values.get(counts, nan), bar
+    for bar in BARS:
+        if bar.benchmark != part["benchmark"] or bar.device not in ("", device_of(part)):
+            continue
+        values = {}
+        for name in results if bar.asks(part["input"]) else ():
+            if re.search(bar.cases, name) and not isnan(value := bar.figure(name, results)):
+                values[name] = value
+        highest_counts = bar.at_most != (part["benchmark"] == "step")
+        choose = max if highest_counts else min
+        case = choose(values, key=values.__getitem__, default="")
+        yield case, values.get(case, nan), bar
 
 
 def bars_table(parts: Sequence[Part]) -> str:
     """Each target and the figures of the newest record of each machine, or "not measured"."""
     by_machine = {(part["benchmark"], device_of(part), machine(part)): part for part in parts}
-    verdicts = [
-        (part, *one)
-        for part in sorted(by_machine.values(), key=rank, reverse=True)
-        for one in judged(part)
-    ]
+    newest_first = sorted(by_machine.values(), key=rank, reverse=True)
     rows = []
-    for bar in (bar for bars in BARS.values() for bar in bars):
-        heads = [bar.what, str(bar)]
-        for part, case, value, _ in (one for one in verdicts if one[3] is bar and one[1]):
-            figure = f"{value:,.4g}" if bar.met(value) else f"**missed: {value:,.4g}**"
-            rows.append([*heads, figure, machine(part), f"[{case}](results/{part['file']})"])
-            heads = ["", ""]
+    for asked in BARS:
+        heads = [asked.what, str(asked)]
+        for part in newest_first:
+            for case, value, bar in judged(part):
+                if bar is asked and case:
+                    figure = f"{value:,.4g}" if bar.met(value) else f"**missed: {value:,.4g}**"
+                    link = f"[{case}](results/{part['file']})"
+                    rows.append([*heads, figure, machine(part), link])
+                    heads = ["", ""]
         if heads[0]:
             rows.append([*heads, "not measured", "", ""])
     return markdown("| | target | measured | on | case: the worst; for a step, the best |", rows)
@@ -383,11 +299,9 @@ def whole(parts: Sequence[Part]) -> str:
     for benchmark in tables.TABLES:
         for device in ("cuda", "cpu"):
             if part := newest(parts).get((benchmark, device)):
-                drawn = pictures({(benchmark, device): part})
-                blocks += [
-                    *published(part),
-                    *(f"![{name}](results/{name}.png)" for name, _ in drawn),
-                ]
+                blocks += published(part)
+                if benchmark == "evidence":
+                    blocks.append(f"![evidence](results/{picture_of(part)})")
     return "\n\n".join([*blocks, *tables.cluster(newest(parts).get(("step", "cuda")))]) + "\n"
 
 
@@ -402,99 +316,31 @@ def published(part: Part) -> Iterator[str]:
 def readme(parts: Sequence[Part]) -> str:
     """README.md with the figure and four rows of the evidence for pre-training between the
     marks."""
-    part = newest(parts).get(("evidence", "cpu"))
-    blocks = (
-        [
-            "![AUROC against the share of labels](results/evidence.png)",
-            tables.headline(part),
-            tables.note(part),
-        ]
-        if part
-        else []
-    )
-    table = "\n\n".join(blocks).replace("](results/", "](benchmarks/results/")
+    table = ""
+    if part := newest(parts).get(("evidence", "cpu")):
+        figure = "![AUROC against the share of labels](results/evidence.png)"
+        table = "\n\n".join([figure, tables.headline(part), tables.note(part)])
+    table = table.replace("](results/", "](benchmarks/results/")
     before, _, rest = README.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
 
 
-def pictures(parts: Parts) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """(file name without suffix, function that draws it)."""
-    for (benchmark, device), part in parts.items():
-        name, title = (
-            benchmark + "_gpu" * (device == "cuda"),
-            f"{machine(part)}, {part['date'][:10]}",
-        )
-        if benchmark in UNITS:
-            shown = {
-                n: r[clock(part)]
-                for n, r in part["results"].items()
-                if not n.startswith(("verify", "matrix product"))
-            }
-            unit = (
-                f"{UNITS[benchmark]} a {'second' if device == 'cuda' else 'CPU-second'}; grey: "
-                "others"
-            )
-            if shown:
-                yield name, partial(bar_chart, shown, f"{benchmark}, {title}", unit)
-        elif benchmark == "evidence":
-            yield name, partial(share_curves, part)
-
-
-def bar_chart(spreads: dict[str, Any], title: str, unit: str) -> Figure:
-    """One bar per case, with its lowest and highest repeat."""
-    drawn = Figure(figsize=(9, 0.27 * len(spreads) + 1.2), layout="constrained")
-    FigureCanvasAgg(drawn)
-    axes = drawn.subplots()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10)
-    names, values = list(spreads), list(spreads.values())
-    ends = [[abs(s[end] - s["median"]) for s in values] for end in ("low", "high")]
-    colours = [
-        GREY if is_peer(name) or any(peer in name for peer in PEERS) else BLUE for name in names
-    ]
-    axes.barh(
-        names,
-        [s["median"] for s in values],
-        xerr=ends,
-        color=colours,
-        error_kw={"lw": 0.8, "ecolor": INK},
-    )
-    for row, s in enumerate(values):
-        axes.annotate(f" {number(s['median'])}", (s["high"], row), va="center", fontsize=8)
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0, labelsize=8)
-    axes.margins(y=0.01)
-    low, high = min(s["low"] for s in values), max(s["high"] for s in values)
-    if high < 10 * low:
-        axes.set_xlim(0, high * 1.12)  # room for the largest bar's label
-    else:
-        axes.set_xscale("log")
-        axes.set_xlim(low / 3, high * (high / low) ** 0.12 * 1.5)
-        unit += "; logarithmic"
-    axes.set_xlabel(unit, fontsize=9)
-    return drawn
+def picture_of(part: Part) -> str:
+    return "evidence_gpu.png" if device_of(part) == "cuda" else "evidence.png"
 
 
 def share_curves(part: Part) -> Figure:
     """AUROC of diagnosis against the share of labels: synthetic beside real ECGs, 12 leads and lead
     I."""
-    rows, models = list[Result](), dict[str, str]()
+    rows: list[Result] = []
+    models: dict[str, str] = {}
     for where, document in part["results"].items():
-        shown = {
-            name
-            for name, random in document["models"].items()
-            if name in (*tables.BASELINES, *list(document["models"])[:1])
-        }
-        of = [
-            row
-            for row in document["rows"]
-            if row["task"] == "diagnosis" and row["share"] and row["model"] in shown
-        ]
-        rows += [
-            row | {"task": f"diagnosis, {where}", "metrics": {"auroc": row["metrics"]["auroc"]}}
-            for row in of
-        ]
-        models |= {row["model"]: document["models"][row["model"]] for row in of}
+        shown = {*tables.BASELINES, *list(document["models"])[:1]}
+        for row in document["rows"]:
+            if row["task"] == "diagnosis" and row["share"] and row["model"] in shown:
+                auroc = {"auroc": row["metrics"]["auroc"]}
+                rows.append({**row, "task": f"diagnosis, {where}", "metrics": auroc})
+                models[row["model"]] = document["models"][row["model"]]
     return bench_report.picture({"rows": rows, "models": models})
 
 
@@ -516,8 +362,10 @@ def main() -> int:
         return int(any(path.read_text() != text for path, text in written.items()))
     for path, text in written.items():
         path.write_text(text)
-    for name, draw in pictures(newest(parts)):
-        draw().savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Software": None})
+    for (benchmark, _), part in newest(parts).items():
+        if benchmark == "evidence":
+            figure = share_curves(part)
+            figure.savefig(RESULTS / picture_of(part), dpi=120, metadata={"Software": None})
     return 0
 
 

@@ -10,7 +10,15 @@ from omnilead.engine.report import bench_report
 
 Part = dict[str, Any]
 Result = dict[str, Any]
-UNITS = ("records", "crops")
+CLUSTERS: tuple[tuple[int, int], ...] = (
+    (1, 512),
+    (8, 64),
+    (8, 512),
+    (16, 512),
+    (64, 64),
+    (64, 512),
+)
+CLUSTERS += ((256, 512), (1024, 64), (1024, 512))  # GPUs, and crops of each
 NODE, NVLINK_GB_PER_S, NETWORK_GB_PER_S, HOP_S, FP32_TFLOPS = 8, 450.0, 50.0, 5e-6, 50.0
 PARAMETERS, WIDTH = 90_883_072, 768  # of the paper's model
 BASELINES = ("random weights", "mean beat")
@@ -30,45 +38,28 @@ FRESH = (
 
 
 def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(
-        [
-            head,
-            f"|{'---|' * (head.count('|') - 1)}",
-            *(f"| {' | '.join(cells)} |" for cells in rows),
-        ]
-    )
+    lines = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *lines])
 
 
 def rates(part: Part) -> Iterator[str]:
     """The peer of a case is the fastest re-creation of its kind (the name before the colon).
     Memory is that of the case's main process, so it is omitted for cases with workers."""
     results, rows = part["results"], []
-    for name, r in results.items():
-        peer = max(
-            (
-                per_cpu(results[other])
-                for other in results
-                if is_peer(other) and kind(other) == kind(name)
-            ),
-            default=0.0,
-        )
-        times = (
-            f"{per_cpu(r) / peer:.1f}x"
-            if peer and not is_peer(name) and not name.endswith("(crops)")
-            else ""
-        )
-        memory = "" if re.search(r"[1-9]\d* workers$", name) else f"{r['peak_mb']:.0f} MB"
+    peers: dict[str, float] = {}
+    for name, result in results.items():
+        if is_peer(name):
+            peers[kind(name)] = max(per_cpu(result), peers.get(kind(name), 0.0))
+    for name, result in results.items():
+        times = ""
+        if kind(name) in peers and not is_peer(name) and not name.endswith("(crops)"):
+            times = f"{per_cpu(result) / peers[kind(name)]:.1f}x"
+        memory = f"{result['peak_mb']:.0f} MB"
+        if re.search(r"[1-9]\d* workers$", name):
+            memory = ""
         unit = " GB" if name.startswith("verify") else ""
-        rows.append(
-            [
-                name,
-                number(per_cpu(r)) + unit,
-                reach(r["per_cpu_s"]),
-                middle(r["per_s"]) + unit,
-                times,
-                memory,
-            ]
-        )
+        cells = [name, number(per_cpu(result)) + unit, reach(result["per_cpu_s"])]
+        rows.append([*cells, middle(result["per_s"]) + unit, times, memory])
     yield markdown(
         "| | per CPU-second | lowest to highest | per second | against the peer | peak memory |",
         rows,
@@ -92,46 +83,35 @@ def loader(part: Part) -> Iterator[str]:
 def step(part: Part) -> Iterator[str]:
     """MFU is relative to the rate of the matrix product; ratios are to the re-creation with the
     same number of crops."""
-    results, rows, on_gpu = part["results"], [], device_of(part) == "cuda"
-    for name, r in results.items():
-        precision, crops, figure = (
-            name.split(": ")[1].split(",")[0],
-            name.split(", ")[-1],
-            clock(part),
-        )
+    results, figure = part["results"], clock(part)
+    speed = {name: float(result[figure]["median"]) for name, result in results.items()}
+    baselines = {"fp32": ""}
+    if device_of(part) == "cuda":
+        baselines["autocast"] = " (its autocast)"
+    rows = []
+    for name, result in results.items():
+        precision, crops = name.split(": ")[1].split(",")[0], name.split(", ")[-1]
         unit, mfu, times = " GFLOP", "", []
         if not name.startswith("matrix product"):
             unit = ""
-            if product := results.get(
-                f"matrix product: {'fp32' if precision == 'fp32' else 'bf16'}"
-            ):
+            product = f"matrix product: {'fp32' if precision == 'fp32' else 'bf16'}"
+            if product in results:
                 gflop = part["input"]["gflop_per_crop"]
-                mfu = f"{100 * r[figure]['median'] * gflop / product[figure]['median']:.0f} %"
-            for other, label in (
-                ("fp32", ""),
-                *([("autocast", " (its autocast)")] if on_gpu else []),
-            ):
-                if peer := results.get(f"re-creation of fairseq-signals' step: {other}, {crops}"):
-                    times.append(f"{r[figure]['median'] / peer[figure]['median']:.2f}x{label}")
-        cells = [
-            name,
-            middle(r["per_s"]) + unit,
-            number(per_cpu(r)) + unit,
-            reach(r[figure]),
-            mfu,
-            " ".join(times),
-        ]
-        rows.append([*cells, f"{r.get('gpu_peak_mb', r['peak_mb']) / 1024:.1f} GB"])
+                mfu = f"{100 * speed[name] * gflop / speed[product]:.0f} %"
+            for other, label in baselines.items():
+                peer = f"re-creation of fairseq-signals' step: {other}, {crops}"
+                if peer in results:
+                    times.append(f"{speed[name] / speed[peer]:.2f}x{label}")
+        cells = [name, middle(result["per_s"]) + unit, number(per_cpu(result)) + unit]
+        cells += [reach(result[figure]), mfu, " ".join(times)]
+        rows.append([*cells, f"{result.get('gpu_peak_mb', result['peak_mb']) / 1024:.1f} GB"])
     head = (
         "| | crops per second | per CPU-second | lowest to highest | MFU | against the "
         "re-creation | peak memory |"
     )
     yield markdown(head, rows)
     if ours := [name for name in results if name.startswith("omnilead: bf16")]:
-        yield (
-            f"Fastest in bf16: "
-            f"{max(ours, key=lambda name: float(results[name][clock(part)]['median']))}."
-        )
+        yield f"Fastest in bf16: {max(ours, key=speed.__getitem__)}."
     if any(name.startswith("re-creation") and "autocast" in name for name in results):
         yield (
             "fairseq-signals as released does not run under bf16 autocast: that row is a "
@@ -141,24 +121,13 @@ def step(part: Part) -> Iterator[str]:
 
 def e2e(part: Part) -> Iterator[str]:
     rows = []
-    for name, r in part["results"].items():
-        rates = [middle(r[key]) for key in ("per_s", "per_cpu_s", f"bare_{clock(part)}")]
-        overhead, of_loader, stall = (
-            f"{r[key]['median']:.1f} %" for key in ("overhead_pct", "loader_pct", "stall_pct")
-        )
-        between = f"{r['overhead_pct']['low']:.1f} to {r['overhead_pct']['high']:.1f} %"
-        rows.append(
-            [
-                name,
-                r["backend"],
-                *rates,
-                overhead,
-                between,
-                of_loader,
-                stall,
-                f"{r['checkpoint_s']:.2f} s",
-            ]
-        )
+    for name, result in part["results"].items():
+        cells = [name, result["backend"]]
+        cells += [middle(result[key]) for key in ("per_s", "per_cpu_s", f"bare_{clock(part)}")]
+        overhead = result["overhead_pct"]
+        cells += [percent(overhead), f"{overhead['low']:.1f} to {overhead['high']:.1f} %"]
+        cells += [percent(result["loader_pct"]), percent(result["stall_pct"])]
+        rows.append([*cells, f"{result['checkpoint_s']:.2f} s"])
     between = "95 % interval" if repeated(part)[0] >= INTERVAL_FROM else "lowest to highest"
     head = (
         f"| | backend | crops per second | per CPU-second | bare step | overhead | {between} | "
@@ -167,20 +136,17 @@ def e2e(part: Part) -> Iterator[str]:
     yield markdown(f"{head} stall | checkpoint |", rows)
 
 
+def percent(spread: dict[str, float]) -> str:
+    return f"{spread['median']:.1f} %"
+
+
 def embed(part: Part) -> Iterator[str]:
     rows = []
-    for name, r in part["results"].items():
-        share = (
-            f"{r['share_pct']['median']:.0f} %",
-            f"{r['share_pct']['low']:.0f} to {r['share_pct']['high']:.0f} %",
-        )
-        rows.append(
-            [
-                name,
-                *(middle(r[key]) for key in ("per_s", "per_cpu_s", "bare_per_s", "bare_per_cpu_s")),
-                *share,
-            ]
-        )
+    for name, result in part["results"].items():
+        share = result["share_pct"]
+        keys = ("per_s", "per_cpu_s", "bare_per_s", "bare_per_cpu_s")
+        cells = [name, *(middle(result[key]) for key in keys), f"{share['median']:.0f} %"]
+        rows.append([*cells, f"{share['low']:.0f} to {share['high']:.0f} %"])
     head = (
         "| | crops per second | per CPU-second | encoder alone | per CPU-second | share of its "
         "speed | lowest to highest |"
@@ -190,54 +156,32 @@ def embed(part: Part) -> Iterator[str]:
 
 def start(part: Part) -> Iterator[str]:
     rows = []
-    for name, r in part["results"].items():
-        rows.append(
-            [
-                name,
-                f"{r['seconds']['median']:.1f}",
-                reach(r["seconds"]),
-                f"{r['cpu_seconds']['median']:.1f}",
-            ]
-        )
+    for name, result in part["results"].items():
+        seconds, cpu = (f"{result[key]['median']:.1f}" for key in ("seconds", "cpu_seconds"))
+        rows.append([name, seconds, reach(result["seconds"]), cpu])
     yield markdown("| | seconds | lowest to highest | CPU-seconds |", rows)
 
 
 def scaling(part: Part) -> Iterator[str]:
-    rows = [
-        [name, f"{1 / r['per_s']['median']:.2f}", f"{r['peak_mb']:.0f} MB"]
-        for name, r in part["results"].items()
-    ]
+    rows = []
+    for name, result in part["results"].items():
+        rows.append([name, f"{1 / result['per_s']['median']:.2f}", f"{result['peak_mb']:.0f} MB"])
     yield markdown("| | seconds | peak memory |", rows)
-    rows = [
-        [
-            name,
-            f"{facts['correlation']:.4f}",
-            f"{facts['shards_per_batch']:.1f}",
-            f"{100 * facts['row_span_95']:.0f} %",
-        ]
-        for name, facts in part["shuffle_quality"].items()
-    ]
+    rows = []
+    for name, facts in part["shuffle_quality"].items():
+        cells = [name, f"{facts['correlation']:.4f}", f"{facts['shards_per_batch']:.1f}"]
+        rows.append([*cells, f"{100 * facts['row_span_95']:.0f} %"])
     yield markdown(
         "| order | correlation of position and row | shards per batch | range of a batch's rows "
         "(95 %) |",
         rows,
     )
     rows, worlds = [], part["ranks"]
-    for n, w in worlds.items():
-        kept, kept_cpu = (
-            w[key]["median"] / worlds["1"][key]["median"] for key in ("per_s", "per_cpu_s")
-        )
-        kept /= int(n)
-        rows.append(
-            [
-                n,
-                middle(w["per_s"]),
-                reach(w["per_s"]),
-                f"{100 * kept:.0f} %",
-                number(per_cpu(w)),
-                f"{100 * kept_cpu:.0f} %",
-            ]
-        )
+    for ranks, result in worlds.items():
+        kept = result["per_s"]["median"] / worlds["1"]["per_s"]["median"] / int(ranks)
+        kept_cpu = per_cpu(result) / per_cpu(worlds["1"])
+        cells = [ranks, middle(result["per_s"]), reach(result["per_s"]), f"{100 * kept:.0f} %"]
+        rows.append([*cells, number(per_cpu(result)), f"{100 * kept_cpu:.0f} %"])
     if rows:
         head = (
             "| ranks on this machine | crops per second | lowest to highest | efficiency | per "
@@ -259,40 +203,25 @@ def cluster(step: Part | None) -> Iterator[str]:
     """
     rate, basis = 2700.0, "the target for one H200; nothing was measured on a GPU"
     if step and step["input"].get("model") == "paper":
-        rates = [
-            float(r["per_s"]["median"])
-            for name, r in step["results"].items()
-            if name.startswith("omnilead")
-        ]
-        rate, basis = (
-            (max(rates), f"measured on one {step['input']['device']}") if rates else (rate, basis)
-        )
+        rates = []
+        for name, result in step["results"].items():
+            if name.startswith("omnilead"):
+                rates.append(float(result["per_s"]["median"]))
+        if rates:
+            rate, basis = max(rates), f"measured on one {step['input']['device']}"
     yield (
         "### Many GPUs, by formula: communication per step, efficiency and training time "
         "(estimated)"
     )
     rows = []
-    for gpus, crops in (
-        (1, 512),
-        (8, 64),
-        (8, 512),
-        (16, 512),
-        (64, 64),
-        (64, 512),
-        (256, 512),
-        (1024, 64),
-        (1024, 512),
-    ):
+    for gpus, crops in CLUSTERS:
         *ms, sent_mb, efficiency = cluster_step(gpus, crops, rate)
-        cells = [
-            f"{gpus:,}",
-            f"{crops}",
-            f"{1e3 * crops / rate:.0f} ms",
-            f"{sent_mb:,.0f} MB",
-            *(f"{each:.1f} ms" for each in ms),
-        ]
-        minutes = [total / (gpus * rate * efficiency) / 60 for total in (200 * 85_000, 10_000_000)]
-        rows.append([*cells, f"{100 * efficiency:.0f} %", *(f"{each:.3g} min" for each in minutes)])
+        cells = [f"{gpus:,}", f"{crops}", f"{1e3 * crops / rate:.0f} ms", f"{sent_mb:,.0f} MB"]
+        cells += [f"{each:.1f} ms" for each in ms]
+        cells.append(f"{100 * efficiency:.0f} %")
+        for total in (200 * 85_000, 10_000_000):
+            cells.append(f"{total / (gpus * rate * efficiency) / 60:.3g} min")
+        rows.append(cells)
     head = (
         "| GPUs | crops per GPU | compute | sent per GPU | gradients | weights | CMSC candidates "
         "| its scores | efficiency |"
@@ -311,33 +240,31 @@ def cluster(step: Part | None) -> Iterator[str]:
 def cluster_step(gpus: int, crops: int, rate: float) -> tuple[float, ...]:
     """Milliseconds for gradients, weights, candidates and scores; the megabytes that a GPU sends;
     and the efficiency."""
-    sent = [
-        part * (gpus - 1) / gpus
-        for part in (4 * PARAMETERS, 2 * PARAMETERS, 2 * gpus * crops * 2 * WIDTH * 4)
-    ]
     bandwidth = 1e9 * (NVLINK_GB_PER_S if gpus <= NODE else NETWORK_GB_PER_S)
-    spent = [
-        part / bandwidth + rounds * (gpus - 1) * HOP_S
-        for part, rounds in zip(sent, (2, 1, 2), strict=True)
-    ]
-    spent.append(
-        3 * 2 * (2 * crops) * (gpus - 1) * (2 * crops) * WIDTH / (FP32_TFLOPS * 1e12)
-    )  # in addition to one GPU's
+    sent = 0.0
+    spent = []
+    # bytes, and how often they go around the ring
+    for size, rounds in (
+        (4 * PARAMETERS, 2),
+        (2 * PARAMETERS, 1),
+        (2 * gpus * crops * 2 * WIDTH * 4, 2),
+    ):
+        part = size * (gpus - 1) / gpus
+        sent += part
+        spent.append(part / bandwidth + rounds * (gpus - 1) * HOP_S)
+    # in addition to one GPU's
+    spent.append(3 * 2 * (2 * crops) * (gpus - 1) * (2 * crops) * WIDTH / (FP32_TFLOPS * 1e12))
     compute = crops / rate
-    return *(1e3 * seconds for seconds in spent), sum(sent) / 1e6, compute / (compute + sum(spent))
+    return *(1e3 * seconds for seconds in spent), sent / 1e6, compute / (compute + sum(spent))
 
 
 def evidence(part: Part) -> Iterator[str]:
     """The reports of `omnilead bench` on synthetic and real ECGs, and the same for fine-tuned
     models."""
     for where, document in part["results"].items():
-        yield (
-            bench_report.markdown(document)
-            .strip()
-            .replace("\n## ", f"\n#### {where}: ")
-            .partition("\n")[2]
-            .strip()
-        )
+        text = bench_report.markdown(document).strip()
+        text = text.replace("\n## ", f"\n#### {where}: ")
+        yield text.partition("\n")[2].strip()
 
 
 def headline(part: Part) -> str:
@@ -345,40 +272,29 @@ def headline(part: Part) -> str:
     config."""
     body = []
     for where, task, metric, leads, share in HEADLINE:
-        document = part["results"].get(where, {})
+        document = part["results"].get(where, {"rows": (), "differences": ()})
         asked = {"task": task, "leads": leads, "share": share}
-        rows = {
-            row["model"]: row for row in document.get("rows", ()) if asked.items() <= row.items()
-        }
-        gaps = [
-            row
-            for row in document.get("differences", ())
-            if (asked | {"metric": metric}).items() <= row.items()
-        ]
-        for model in list(rows)[:1]:
-            cells = [
-                scored(rows[name]["metrics"][metric], rows[name]["intervals"][metric])
-                for name in (model, *BASELINES)
-            ]
-            prefix, _, number = model.rpartition("-")
-            others = [
-                of["metrics"][metric]
-                for name, of in rows.items()
-                if re.fullmatch(rf"{re.escape(prefix)}-\d+", name)
-            ]
-            if number.isdecimal() and len(others) > 1:
-                cells[0] += f", seeds {min(others):.3f} to {max(others):.3f}"
-            cells += [
-                scored(gap["difference"], gap["interval"], "+")
-                for gap in gaps
-                if (gap["model"], gap["against"]) == (model, BASELINES[0])
-            ]
-            what = f"{task}, {'lead I' if leads == '1' else f'{leads} leads'}" + (
-                f", {100 * share:g} % of labels" if share else ""
-            )
-            body.append(
-                [f"{where}: {what}, {bench_report.MAIN[metric]} (n = {rows[model]['n']:,})", *cells]
-            )
+        rows = {row["model"]: row for row in document["rows"] if asked.items() <= row.items()}
+        if not rows:
+            continue
+        model = next(iter(rows))
+        shown = [rows[name] for name in (model, *BASELINES)]
+        cells = [scored(row["metrics"][metric], row["intervals"][metric]) for row in shown]
+        prefix, _, seed = model.rpartition("-")
+        seeds = []
+        for name, row in rows.items():
+            if re.fullmatch(rf"{re.escape(prefix)}-\d+", name):
+                seeds.append(row["metrics"][metric])
+        if seed.isdecimal() and len(seeds) > 1:
+            cells[0] += f", seeds {min(seeds):.3f} to {max(seeds):.3f}"
+        asked |= {"metric": metric, "model": model, "against": BASELINES[0]}
+        gaps = [gap for gap in document["differences"] if asked.items() <= gap.items()]
+        cells += [scored(gap["difference"], gap["interval"], "+") for gap in gaps]
+        what = f"{task}, {'lead I' if leads == '1' else f'{leads} leads'}"
+        if share:
+            what += f", {100 * share:g} % of labels"
+        count = rows[model]["n"]
+        body.append([f"{where}: {what}, {bench_report.MAIN[metric]} (n = {count:,})", *cells])
     return markdown(f"| | pre-trained | {' | '.join(BASELINES)} | pre-trained minus random |", body)
 
 
@@ -449,42 +365,32 @@ def repeated(part: Part) -> tuple[int, int]:
 
 def note(part: Part) -> str:
     """How a table was measured: machine, date, input, repeats and versions."""
-    hardware, facts, on_gpu, name = (
-        part["hardware"],
-        part["input"],
-        device_of(part) == "cuda",
-        part["benchmark"],
-    )
-    fewest, repeats = repeated(part)  # fewer if time ran out
+    hardware, facts, name = part["hardware"], part["input"], part["benchmark"]
+    on_gpu = device_of(part) == "cuda"
     file = f"[{part['file']}](results/{part['file']})"
     where = f"{machine(part)}, {hardware['cpu']}" if on_gpu else hardware["cpu"]
     where += f", {hardware['cores']} cores" + ("" if on_gpu else " shared with others")
-    when = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
+    when = part["date"][:10]
+    if part["git"]["dirty"]:
+        when = f"uncommitted changes, {when}"
     if name == "evidence":
-        outside = (
-            f"; made outside the plan: {', '.join(names)}"
-            if (names := facts.get("made_outside"))
-            else ""
-        )
-        return f"{where}, {when}; {facts['archive']}{outside}; {file}. {bench_report.INTERVALS}"
-    amount = next(
-        (
-            f"{facts[unit]:,} {unit} ({facts['archive']}) in the page cache"
-            for unit in UNITS
-            if unit in facts
-        ),
-        "",
-    )
-    what = (
-        facts["archive"]
-        if name == "step"
-        else amount + f", {facts.get('threads')} threads" * ("threads" in facts)
-    )
+        made = f"{where}, {when}; {facts['archive']}"
+        if outside := facts.get("made_outside"):
+            made += f"; made outside the plan: {', '.join(outside)}"
+        return f"{made}; {file}. {bench_report.INTERVALS}"
+    what = facts["archive"]
+    if name != "step":
+        unit = "records" if "records" in facts else "crops"
+        what = f"{facts[unit]:,} {unit} ({facts['archive']}) in the page cache"
+        if "threads" in facts:
+            what += f", {facts['threads']} threads"
+    fewest, repeats = repeated(part)  # fewer if time ran out
     many = f"{fewest} to {repeats} runs" if fewest < repeats else f"{repeats} runs"
-    many += ", each in a fresh process" * (name in FRESH and not on_gpu)
+    if name in FRESH and not on_gpu:
+        many += ", each in a fresh process"
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
-    left_out = "".join(
-        f" Left out: {case}: {reason}." for case, reason in part.get("left_out", {}).items()
-    )
     load = f"load {hardware['load_before']:.1f} before"
-    return f"{where} ({load}), {when}; {what}; median of {many}; {versions}; {file}.{left_out}"
+    said = f"{where} ({load}), {when}; {what}; median of {many}; {versions}; {file}."
+    for case, reason in part.get("left_out", {}).items():
+        said += f" Left out: {case}: {reason}."
+    return said

@@ -103,13 +103,13 @@ class JobPlan:
         }
         finetune = self._finetune(f"finetune/{cell}", row, task, model, own)
         evaluate, score = f"evaluate/{cell}", f"scores/{cell}.json"
-        command = (*PROGRAMS["evaluate"], "--model", str(self.out / finetune))
-        command += ("--data", self.data.path, "--leads", str(leads), "--role", "test")
-        command += ("--json", str(self.out / score))
+        command = [*PROGRAMS["evaluate"], "--model", str(self.out / finetune)]
+        command += ["--data", self.data.path, "--leads", str(leads), "--role", "test"]
+        command += ["--json", str(self.out / score)]
         roles = ("test",) if task == "Dx" else ("gallery", "probe")
         crops = sum(self.data.count(GROUPS[task], role) for role in roles)
         flops = crops * flops_per_crop(model, local=False) / 3  # without the backward pass
-        self.jobs[evaluate] = Job(evaluate, command, (finetune,), score, flops, 4096)
+        self.jobs[evaluate] = Job(evaluate, tuple(command), (finetune,), score, flops, 4096)
         return evaluate
 
     def _start(self, row: Row, leads: int) -> str:
@@ -172,10 +172,10 @@ class JobPlan:
         disk: float,
     ) -> None:
         own = {"run": str(self.out / name), "data.datasets": [self.data.path]}
-        command = (*PROGRAMS[name.partition("/")[0]], "--config", config.stem)
+        command = [*PROGRAMS[name.partition("/")[0]], "--config", config.stem]
         for pair in as_arguments(settings | own):
-            command += ("--set", pair)
-        self.jobs[name] = Job(name, command, needs, f"{name}/model", flops, disk)
+            command += ["--set", pair]
+        self.jobs[name] = Job(name, tuple(command), needs, f"{name}/model", flops, disk)
 
 
 def make_plan(

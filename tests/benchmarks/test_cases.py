@@ -3,9 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
-import multiprocessing
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -89,21 +87,6 @@ def test_two_ranks(dataset: Dataset, tiny: str, tmp_path: Path) -> None:
     assert lines[-1]["crops_seen"] == 8 * (lines[-1]["step"] + 1)  # the first batch was put aside
 
 
-def one_fails(setup: e2e.LoopRun, rank: int) -> None:
-    if rank == 0:
-        raise CaseError("no luck")
-    time.sleep(10**6)
-
-
-def test_no_rank_waits_for_one_that_failed(
-    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(e2e, "loop_turns", one_fails)
-    with pytest.raises(CaseError, match="no luck"):
-        scaling.ranks(e2e.LoopRun(dataset.root.url, str(tmp_path / "run")), 2)
-    assert not multiprocessing.active_children()
-
-
 def test_a_dataset_of_zeros_and_its_shuffle_quality(tmp_path: Path) -> None:
     dataset = scaling.zeros(tmp_path / "zeros", 30_000)
     assert len(dataset) == 30_000 and not dataset.read(29_999).any()
@@ -137,18 +120,6 @@ def test_embedding_is_measured_against_the_encoder_alone(tiny: str, tmp_path: Pa
     assert first == second
 
 
-def test_a_share_is_computed_from_adjacent_turns() -> None:
-    rows = {
-        name: [{"wall_s": s * d, "cpu_s": 2 * s * d} for d in (1, 5, 2)]
-        for name, s in (("alone", 0.9), ("command", 1.0))
-    }
-    result = embed.figures(rows, 10, "cpu")
-    assert result["share_pct"] == pytest.approx({"median": 90, "low": 90, "high": 90})
-    assert result["per_s"]["high"] == pytest.approx(10) and result["bare_per_cpu_s"][
-        "high"
-    ] == pytest.approx(10 / 1.8)
-
-
 COMMAND = """
 import pathlib, sys, time
 run = next(word for word in sys.argv if word.startswith("run=")).removeprefix("run=")
@@ -175,13 +146,6 @@ def test_the_time_to_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         and result["seconds"]["low"] >= 0.2
         and not (tmp_path / "run").exists()
     )
-
-
-def test_deepspeed_needs_no_script_beside_the_interpreter() -> None:
-    """`pip install --target` installs none."""
-    assert {command[0] for command in start.COMMANDS.values()} == {sys.executable}
-    module = start.COMMANDS[start.DEEPSPEED][2].replace(".", "/") + ".py"
-    assert Path(str(importlib.metadata.distribution("deepspeed").locate_file(module))).is_file()
 
 
 def test_loader_throughput_counts_whole_batches(dataset: Dataset) -> None:
@@ -230,23 +194,3 @@ def test_a_loader_without_a_batch_is_an_error() -> None:
         next(loader.epochs([1, 2, 3], 4, 0))
     stream = loader.epochs([1, 2, 3], 2, 0)
     assert [len(next(stream)) for _ in range(3)] == [2, 2, 2]
-
-
-def test_the_loaders_cases(
-    monkeypatch: pytest.MonkeyPatch, dataset: Dataset, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(loader, "make_dataset", lambda *_, **__: dataset)
-    monkeypatch.setattr(loader.os, "sched_getaffinity", lambda _: range(64))
-    prepared = loader.prepare(tmp_path, run.parse(["loader", "--device", "cuda"]))
-    assert prepared.input["threads"] == 4 and {
-        arguments[4] for _, arguments in prepared.cases.values()
-    } == {4}
-    assert {"RLM: torch to cuda, batch 1024", "RLM: torch to cuda, batch 64"} <= set(prepared.cases)
-    monkeypatch.setattr(loader, "find_spec", lambda _: None)
-    assert not any("dali" in name for name in loader.gpu_cases(Path("dataset"), 1, 2))
-    names = set(loader.cases(Path("dataset"), Path("segments"), 1))
-    assert {
-        "RLM: torch, batch 256",
-        "physio4+RLM: torch, batch 256",
-        "crop: dali on the CPU, batch 256",
-    } <= names

@@ -41,12 +41,8 @@ def test_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found) == ["install", "smoke torch quickstart", "profile", "train"]
     assert found["smoke torch quickstart"]["step"] == 2
     profile = found["profile"]
-    assert profile["backend"] == "torch" and profile["step_ms"] >= profile["host_ms"] > 0
-    assert (
-        len(profile["kernels"]) == first_run.TOP
-        and sum(kernel["ms"] for kernel in profile["kernels"]) <= profile["busy_ms"]
-    )
-    assert list(tmp_path.glob("profile-*.trace.json.gz"))
+    assert profile["step"] > 0 and "Self CPU" in "".join(profile["operators"])
+    assert list(tmp_path.glob("profile-*/profile/trace.json"))
     train = found["train"]
     assert train["last"]["step"] >= train["first"]["step"] == 1
     assert len(set(probed)) == 2 and probed[1] == f"{probed[0]}-random"

@@ -1,14 +1,12 @@
 """Cases in fresh processes: turns, time limits, what is kept if one fails, and figures with their
 spread."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,44 +185,6 @@ def ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def test_a_process_that_cannot_be_killed_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "kill", lambda _: None)
-    monkeypatch.setattr(measure, "EXIT_S", 0.01)
-    before = {*multiprocessing.active_children()}  # of other tests
-    with pytest.raises(CaseError, match=measure.OVER_TIME):
-        call_fresh(time.sleep, 10**6, seconds=0.01)
-    (process,) = {*multiprocessing.active_children()} - before
-    process.kill()
-    process.join()
-
-
-def test_the_sync_debug_mode_is_always_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch warns once that it is a prototype, after the mode was set; here warnings are errors."""
-    modes = ["default"]
-
-    def set_mode(mode: str) -> None:
-        modes.append(mode)
-        if modes.count("error") == 1 and mode == "error":
-            warnings.warn(
-                "Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1
-            )
-        if mode == "wrong":
-            raise ValueError(mode)
-
-    monkeypatch.setattr("torch.cuda.set_sync_debug_mode", set_mode)
-    with measure.sync_debug_mode("error"):
-        assert modes[-1] == "error"
-        with pytest.raises(
-            UserWarning, match="waits"
-        ):  # warnings of the code under test stay what they are
-            warnings.warn("waits", UserWarning, stacklevel=1)
-    assert modes[-1] == "default"
-    for mode in ("error", "wrong"):
-        with pytest.raises(ValueError, match="wrong"), measure.sync_debug_mode(mode):
-            raise ValueError("wrong")
-        assert modes[-1] == "default"
 
 
 def test_sides_are_measured_in_alternating_order() -> None:

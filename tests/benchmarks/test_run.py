@@ -24,7 +24,7 @@ SECONDS = {
     "seconds": {"median": 2.0, "low": 1.0, "high": 3.0},
     "cpu_seconds": {"median": 2.0, "low": 1.0, "high": 3.0},
 }
-INPUT = {"archive": "synthetic", "dataset": "0" * 64}
+INPUT = {"archive": "synthetic", "dataset": "0" * 64, "crops": 4}
 
 
 def result(_: str) -> dict[str, Any]:
@@ -179,24 +179,6 @@ def test_a_record_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> N
     assert run.revision()["commit"] == "1" * 40
 
 
-@pytest.mark.parametrize(("visible", "option"), [(None, []), ("2,0", ["--id=2,0"]), ("", None)])
-def test_the_gpus_of_a_record_are_the_visible_ones(
-    visible: str | None, option: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[list[str]] = []
-    rows = "A, 570, 1 MiB, 700 W, 1980 MHz\nB, 570, 1 MiB, 700 W, 1980 MHz\n"
-    monkeypatch.setattr(
-        run.subprocess,
-        "run",
-        lambda words, **_: asked.append(words) or SimpleNamespace(stdout=rows),
-    )
-    monkeypatch.setattr(os, "environ", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    gpus = run.gpu_facts()
-    assert [gpu["name"] for gpu in gpus] == ([] if option is None else ["A", "B"])
-    assert [words[3:] for words in asked] == ([] if option is None else [option])
-    assert all(list(gpu) == list(run.GPU_FACTS) for gpu in gpus)
-
-
 def test_a_suite_continues_where_it_stopped(
     cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,20 +242,6 @@ def test_another_record_is_not_continued(
         with pytest.raises(SystemExit):
             run.main([*words, *more])
         assert "record.json: is not a record of this command" in capsys.readouterr().err
-
-
-def test_an_unfinished_record_of_today_is_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "RESULTS", tmp_path)
-    new = run.environment() | {"benchmark": "suite", "config": {"device": "cpu"}, "left_out": {}}
-    path, _ = run.resumed(None, new)
-    unfinished = new | {"left_out": {"b": measure.OUT_OF_TIME}}
-    for old, continued in ((unfinished, True), (new, False), (unfinished | {"config": {}}, False)):
-        path.write_text(json.dumps(old))
-        assert run.resumed(None, new) == (
-            (path, old) if continued else (path.with_stem(f"{path.stem}-2"), new)
-        )
 
 
 @pytest.mark.parametrize(("device", "rows"), [("cpu", run.CPU), ("cuda", run.GPU)])

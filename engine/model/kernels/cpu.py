@@ -23,11 +23,8 @@ def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     if not training or p == 0:
         return x
     dropped = round(p * 65536)
-    words = (
-        torch.empty(-(-x.numel() // 4), dtype=torch.int64)
-        .random_(-(2**63), None)
-        .view(torch.int16)[: x.numel()]
-    )
+    draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    words = draws.view(torch.int16)[: x.numel()]
     keep = words.ge_(dropped - 32768).neg_().view(x.shape)  # 0 or -1: no bits set, or all
     kept: Tensor = MaskedScale.apply(x, keep, 65536 / (65536 - dropped))
     return kept
@@ -40,7 +37,8 @@ class MaskedScale(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, keep: Tensor, scale: float) -> Tensor:
         integer = INTEGER[x.element_size()]
-        return (x.contiguous().view(integer) & keep.to(integer)).view(x.dtype).mul_(scale)
+        bits = x.contiguous().view(integer) & keep.to(integer)
+        return bits.view(x.dtype).mul_(scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
@@ -71,35 +69,50 @@ class GroupNormGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
         out_RTC = torch.empty_like(y_RTC)
-        mean_R1C, rstd_R1C = torch.empty(2, len(y_RTC), 1, y_RTC.shape[2])
+        rows, _, width = y_RTC.shape
+        mean_R1C, rstd_R1C = torch.empty(2, rows, 1, width)
+        weight, bias = weight_C.float(), bias_C.float()
         for part in in_cache(y_RTC):
             y = y_RTC[part].float()
-            mean_R1C[part] = y.mean(1, keepdim=True)
-            x = y - mean_R1C[part]
-            rstd_R1C[part] = torch.rsqrt(x.square().mean(1, keepdim=True) + eps)
-            normed = torch.addcmul(bias_C.float(), x, rstd_R1C[part] * weight_C.float())
+            mean = y.mean(1, keepdim=True)
+            x = y - mean
+            variance = x.square().mean(1, keepdim=True)
+            rstd = torch.rsqrt(variance + eps)
+            normed = torch.addcmul(bias, x, rstd * weight)
             out_RTC[part] = F.gelu(normed.to(y_RTC.dtype))
+            mean_R1C[part] = mean
+            rstd_R1C[part] = rstd
         ctx.save_for_backward(y_RTC, weight_C, bias_C, mean_R1C, rstd_R1C)
         return out_RTC
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         y_RTC, weight_C, bias_C, mean_R1C, rstd_R1C = ctx.saved_tensors
-        grad_y_RTC, steps = torch.empty_like(y_RTC), y_RTC.shape[1]
-        grad_weight_R1C, grad_bias_R1C = torch.empty_like(mean_R1C), torch.empty_like(mean_R1C)
+        steps = y_RTC.shape[1]
+        grad_y_RTC = torch.empty_like(y_RTC)
+        grad_weight_R1C = torch.empty_like(mean_R1C)
+        grad_bias_R1C = torch.empty_like(mean_R1C)
+        weight, bias = weight_C.float(), bias_C.float()
         for part in in_cache(y_RTC):
-            x = (y_RTC[part].float() - mean_R1C[part]).mul_(rstd_R1C[part])
-            normed = torch.addcmul(bias_C.float(), x, weight_C.float()).to(y_RTC.dtype)
+            rstd = rstd_R1C[part]
+            x = y_RTC[part].float() - mean_R1C[part]
+            x.mul_(rstd)
+            normed = torch.addcmul(bias, x, weight).to(y_RTC.dtype)
             grad = torch.ops.aten.gelu_backward(grads[0][part], normed).float()
-            grad_bias_R1C[part] = grad.sum(1, keepdim=True)
-            grad_weight_R1C[part] = (grad * x).sum(1, keepdim=True)
-            scale_R1C = rstd_R1C[part] * weight_C.float()
-            x.mul_(grad_weight_R1C[part] * scale_R1C / -steps).sub_(
-                grad_bias_R1C[part] * scale_R1C / steps
-            )
-            grad_y_RTC[part] = x.addcmul_(grad, scale_R1C)
-        grad_weight_C, grad_bias_C = grad_weight_R1C.sum((0, 1)), grad_bias_R1C.sum((0, 1))
-        return grad_y_RTC, grad_weight_C.to(weight_C.dtype), grad_bias_C.to(bias_C.dtype), None
+            grad_bias = grad.sum(1, keepdim=True)
+            grad_weight = (grad * x).sum(1, keepdim=True)
+            grad_bias_R1C[part] = grad_bias
+            grad_weight_R1C[part] = grad_weight
+            scale = rstd * weight
+            x.mul_(grad_weight * scale / -steps)
+            x.sub_(grad_bias * scale / steps)
+            grad_y_RTC[part] = x.addcmul_(grad, scale)
+        return (
+            grad_y_RTC,
+            grad_weight_R1C.sum((0, 1)).to(weight_C.dtype),
+            grad_bias_R1C.sum((0, 1)).to(bias_C.dtype),
+            None,
+        )
 
 
 def in_cache(y_RTC: Tensor) -> Iterator[slice]:
@@ -113,14 +126,15 @@ def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
     """On a CPU, torch fuses attention only without dropout. With dropout, explicit scores and
     softmax are faster."""
     rows, tokens, _ = qkv.shape
-    q_RHNd, k_RHNd, v_RHNd = (
-        qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous().unbind(0)
-    )
+    parts = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous()
+    q_RHNd, k_RHNd, v_RHNd = parts.unbind(0)
     if dropout_p == 0:
         y_RHNd = F.scaled_dot_product_attention(q_RHNd, k_RHNd, v_RHNd)
     else:
-        scores = (q_RHNd * q_RHNd.shape[-1] ** -0.5) @ k_RHNd.transpose(-1, -2)
-        y_RHNd = dropout(Softmax.apply(scores), dropout_p) @ v_RHNd
+        scale = q_RHNd.shape[-1] ** -0.5
+        scores = (q_RHNd * scale) @ k_RHNd.transpose(-1, -2)
+        shares = Softmax.apply(scores)
+        y_RHNd = dropout(shares, dropout_p) @ v_RHNd
     return y_RHNd.transpose(1, 2).flatten(2)
 
 
@@ -148,39 +162,61 @@ def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> 
     products, which are faster than an FFT for some hundred tokens. A period of tokens + kernel /
     2 is enough: wrap-around does not reach the output."""
     rows, tokens, width = x_RND.shape
-    kernel, each = weight_DcK.shape[2], width // groups
+    kernel = weight_DcK.shape[2]
     period = tokens + kernel // 2
     period += period % 2
     x_NX = at_least_float32(x_RND.transpose(0, 1).reshape(tokens, rows * width))
     cos_QN, sin_QN = waves(torch.arange(tokens), period, x_NX.dtype)
     cos_QK, sin_QK = waves(torch.arange(kernel) - kernel // 2, period, x_NX.dtype)
-
-    def split(x: Tensor) -> Tensor:
-        return (
-            x.view(-1, rows, groups, each).transpose(1, 2).reshape(-1, rows, each)
-        )  # [Q * G, R, c]
-
-    def joined(x: Tensor) -> Tensor:
-        return (
-            x.view(-1, groups, rows, each).transpose(1, 2).reshape(-1, rows * width)
-        )  # [Q, R * D]
-
     with torch.autocast("cpu", enabled=False):
-        taps_WK = at_least_float32(
-            weight_DcK.view(groups, each, each, kernel).transpose(1, 2).reshape(-1, kernel)
-        )
-        x_re, x_im = split(cos_QN @ x_NX), split(sin_QN @ x_NX)  # im: of the complex conjugate
-        w_re, w_im = ((wave_QK @ taps_WK.t()).view(-1, each, each) for wave_QK in (cos_QK, sin_QK))
-        y_re = torch.baddbmm(torch.bmm(x_re, w_re), x_im, w_im)
-        y_im = torch.baddbmm(torch.bmm(x_im, w_re), x_re, w_im, alpha=-1)
-        twice_Q1 = torch.full(
-            (len(cos_QN), 1), 2 / period, dtype=x_NX.dtype
-        )  # a frequency and its mirror image
-        twice_Q1[0] = twice_Q1[-1] = 1 / period
+        taps_KW = taps_by_group(at_least_float32(weight_DcK), groups)
+        x_re = split_groups(cos_QN @ x_NX, rows, groups)
+        x_im = split_groups(sin_QN @ x_NX, rows, groups)  # of the complex conjugate
+        each = width // groups
+        w_re = (cos_QK @ taps_KW).view(-1, each, each)
+        w_im = (sin_QK @ taps_KW).view(-1, each, each)
+        y_re = torch.bmm(x_re, w_re)
+        y_re = torch.baddbmm(y_re, x_im, w_im)
+        y_im = torch.bmm(x_im, w_re)
+        y_im = torch.baddbmm(y_im, x_re, w_im, alpha=-1)
+        share_Q1 = shares(len(cos_QN), period, x_NX.dtype)
         y_NX = torch.addmm(
-            (cos_QN * twice_Q1).t() @ joined(y_re), (sin_QN * twice_Q1).t(), joined(y_im)
+            (cos_QN * share_Q1).t() @ join_groups(y_re, rows, groups),
+            (sin_QN * share_Q1).t(),
+            join_groups(y_im, rows, groups),
         )
-    return y_NX.view(tokens, rows, width).transpose(0, 1).to(x_RND.dtype) + bias_D
+    y_RND = y_NX.view(tokens, rows, width).transpose(0, 1)
+    return y_RND.to(x_RND.dtype) + bias_D
+
+
+def shares(frequencies: int, period: int, dtype: torch.dtype) -> Tensor:
+    """Weights of the inverse transform [Q, 1]: a frequency and its mirror image count as two, the
+    first and the last have none."""
+    share_Q1 = torch.full((frequencies, 1), 2 / period, dtype=dtype)
+    share_Q1[0] = 1 / period
+    share_Q1[-1] = 1 / period
+    return share_Q1
+
+
+def taps_by_group(weight_DcK: Tensor, groups: int) -> Tensor:
+    """[K, G * c in * c out], a view."""
+    _, each, kernel = weight_DcK.shape
+    weight_GoiK = weight_DcK.view(groups, each, each, kernel)
+    return weight_GoiK.transpose(1, 2).reshape(-1, kernel).t()
+
+
+def split_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:
+    """[Q, R * D] -> [Q * G, R, c]."""
+    each = x_QX.shape[1] // rows // groups
+    x_QRGc = x_QX.view(-1, rows, groups, each)
+    return x_QRGc.transpose(1, 2).reshape(-1, rows, each)
+
+
+def join_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:
+    """[Q * G, R, c] -> [Q, R * D]."""
+    each = x_QX.shape[2]
+    x_QGRc = x_QX.view(-1, groups, rows, each)
+    return x_QGRc.transpose(1, 2).reshape(-1, rows * groups * each)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -190,9 +226,9 @@ def at_least_float32(x: Tensor) -> Tensor:
 def waves(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine [Q, T] of every frequency of an even period. Angles are exact: integers
     modulo the period."""
-    angle_QT = (torch.arange(period // 2 + 1)[:, None] * step_T).remainder(period).double() * (
-        2 * math.pi / period
-    )
+    frequency_Q1 = torch.arange(period // 2 + 1)[:, None]
+    turn_QT = (frequency_Q1 * step_T).remainder(period)
+    angle_QT = turn_QT.double() * (2 * math.pi / period)
     return angle_QT.cos().to(dtype), angle_QT.sin().to(dtype)
 
 
