@@ -251,14 +251,18 @@ def cosines(amplitude: Tensor, hz: Tensor, phase: Tensor, time_s: Tensor) -> Ten
     whole number of periods.
     """
     coarse_s, fine_s = time_s[::FINE], time_s[:FINE]
-    total = torch.zeros((), device=time_s.device)
+    total: Tensor | None = None
     for k in range(amplitude.shape[-1]):
         a = amplitude[..., k : k + 1, None]
         omega = TAU * hz[..., k : k + 1]
         u = (omega * coarse_s + phase[..., k : k + 1])[..., None]
         v = (omega * fine_s)[..., None, :]
-        total = torch.addcmul(total, a * u.cos(), v.cos())
+        if total is None:
+            total = (a * u.cos()) * v.cos()
+        else:  # in place: a new tensor would be one more pass over memory
+            total.addcmul_(a * u.cos(), v.cos())
         total.addcmul_(a * u.sin(), v.sin(), value=-1)
+    assert total is not None
     return total.flatten(-2)[..., : time_s.shape[0]]
 
 

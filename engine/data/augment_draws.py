@@ -14,15 +14,12 @@ Shapes: B crops, S views, L leads, T samples, K components.
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from omnilead.engine.data import counter
 from omnilead.engine.data.augment import (
-    AUTHORS_NOISE,
-    PAPER_NOISE,
     TAU,
     WANDER_COMPONENTS,
     AugmentConfig,
@@ -32,9 +29,8 @@ from omnilead.engine.data.counter import RandomStream
 
 Params = dict[str, np.ndarray]
 ONE_FOR_ALL = (0,)  # in place of lead numbers: one draw for all leads
-WHITE_BANK = (
-    2**22
-)  # 16 MiB: fits in a CPU's cache, and the noise of two leads overlaps with probability 0.001
+# 16 MiB: fits in a CPU's cache, and the noise of two leads overlaps with probability 0.001
+WHITE_BANK = 2**22
 
 # From I II V1..V6 to Frank's X (left), Y (inferior), Z (posterior): Edenbrandt and Pahlm 1988. Its
 # pseudo-inverse is Dower's matrix to within 0.005 and inverts it exactly, so the dipole of a view
@@ -48,9 +44,8 @@ INVERSE_DOWER = np.array(
 )
 DOWER = np.linalg.pinv(INVERSE_DOWER)
 INDEPENDENT = (0, 1, 6, 7, 8, 9, 10, 11)
-_LIMB = np.array(
-    [[1, 0], [0, 1], [-1, 1], [-0.5, -0.5], [1, -0.5], [-0.5, 1]]
-)  # I II III aVR aVL aVF from I and II
+# I II III aVR aVL aVF from I and II
+_LIMB = np.array([[1, 0], [0, 1], [-1, 1], [-0.5, -0.5], [1, -0.5], [-0.5, 1]])
 _TO_12 = np.block([[_LIMB, np.zeros((6, 6))], [np.zeros((6, 2)), np.eye(6)]])
 TO_DIPOLE = np.zeros((3, 12))  # [3, 12]
 TO_DIPOLE[:, INDEPENDENT] = INVERSE_DOWER
@@ -63,26 +58,22 @@ class _Draw:
 
     def __init__(self, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray) -> None:
         epoch, crop = np.broadcast_arrays(np.atleast_1d(epoch_B), np.atleast_1d(crop_B))
-        self.key: tuple[Any, ...] = (
-            epoch[:, None, None, None],
-            crop[:, None, None, None],
-            np.arange(2)[:, None, None],
-        )
         self.seed = seed
+        self.epoch, self.crop = epoch[:, None, None, None], crop[:, None, None, None]
+        self.view = np.arange(2)[:, None, None]
 
     def uniform(
         self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
     ) -> np.ndarray:
-        return counter.uniform(
-            self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots)
-        )
+        return counter.uniform(self.seed, stream, *self._counters(leads, slots))
 
     def normal(
         self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
     ) -> np.ndarray:
-        return counter.normal(
-            self.seed, stream, *self.key, np.array(leads)[:, None], np.array(slots)
-        )
+        return counter.normal(self.seed, stream, *self._counters(leads, slots))
+
+    def _counters(self, leads: Sequence[int], slots: Sequence[int]) -> tuple[np.ndarray, ...]:
+        return self.epoch, self.crop, self.view, np.array(leads)[:, None], np.array(slots)
 
 
 def draws(
@@ -98,17 +89,17 @@ def draws(
     draw = _Draw(seed, epoch_B, crop_B)
     p: Params = {}
     if config.threekg:
-        p |= _threekg(draw, config.threekg, config.output_leads, samples)
+        p.update(_threekg(draw, config.threekg, config.output_leads, samples))
     for kind in config.kinds:
-        p |= _NOISE[kind](draw, config, samples)
+        p.update(_NOISE[kind](draw, config, samples))
     whole = config.output_leads == config.seen
     if config.rlm or not whole or measured_BL is not None:
         p["keep"] = _keep(draw, config, measured_BL)
-    kept = (np.bool_, np.int32)
-    return {
-        name: np.ascontiguousarray(v if v.dtype in kept else v.astype(np.float32))
-        for name, v in p.items()
-    }
+    for name, values in p.items():
+        if values.dtype not in (np.bool_, np.int32):
+            values = values.astype(np.float32)
+        p[name] = np.ascontiguousarray(values)
+    return p
 
 
 def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) -> np.ndarray:
@@ -119,22 +110,17 @@ def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) ->
         usable = usable & measured_BL[:, None, list(config.output_leads), None]
     u = np.where(usable, draw.uniform(RandomStream.LEAD_MASK, config.output_leads, [0]), -1.0)
     keep: np.ndarray = (u >= config.rlm) & usable
-    if config.rlm_keep_one:
-        keep |= (
-            u == u.max(axis=-2, keepdims=True)
-        ) & usable  # every lead is equally likely to have the largest u
+    if config.rlm_keep_one:  # every lead is equally likely to have the largest u
+        keep |= (u == u.max(axis=-2, keepdims=True)) & usable
     return keep
 
 
 def _powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     count, leads = config.powerline_components, _noise_leads(config)
-    amplitude = (
-        draw.uniform(RandomStream.POWERLINE, leads, range(2, 2 + count))
-        * config.amplitude_mv.powerline
-    )
-    phase = (
-        draw.uniform(RandomStream.POWERLINE, leads, [0]) * TAU
-    )  # the same for all components, as in the paper
+    share = draw.uniform(RandomStream.POWERLINE, leads, range(2, 2 + count))
+    amplitude = share * config.amplitude_mv.powerline
+    # the same for all components, as in the paper
+    phase = draw.uniform(RandomStream.POWERLINE, leads, [0]) * TAU
     hz = np.full(amplitude.shape, config.powerline_hz) * np.arange(1, 1 + count)
     return {
         "powerline_amplitude": amplitude,
@@ -147,9 +133,8 @@ def _authors_powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Para
     """50 or 60 Hz at random (augmentations.py:61)."""
     p = _powerline(draw, config, samples)
     american = draw.uniform(RandomStream.POWERLINE, ONE_FOR_ALL, [1]) >= 0.5
-    return p | {
-        "powerline_hz": p["powerline_hz"] / config.powerline_hz * np.where(american, 60, 50)
-    }
+    p["powerline_hz"] = p["powerline_hz"] / config.powerline_hz * np.where(american, 60, 50)
+    return p
 
 
 def _emg(draw: _Draw, config: AugmentConfig, samples: int, own: bool = False) -> Params:
@@ -184,7 +169,9 @@ def _authors_wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     count = WANDER_COMPONENTS
     hz = 0.01 + draw.uniform(RandomStream.WANDER, ONE_FOR_ALL, range(2 * count, 3 * count)) * 0.19
     gain = 1 + 0.5 * draw.normal(RandomStream.WANDER, config.noise_leads, [3 * count])
-    return _wander(draw, config, samples) | {"wander_hz": hz, "wander_gain": gain}
+    p = _wander(draw, config, samples)
+    p.update(wander_hz=hz, wander_gain=gain)
+    return p
 
 
 def _shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
@@ -207,17 +194,25 @@ def _authors_shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     probably meant times)."""
     sign = np.where(draw.uniform(RandomStream.SHIFT, config.noise_leads, [3]) < 0.5, 1.0, -1.0)
     subtracted = draw.uniform(RandomStream.SHIFT, ONE_FOR_ALL, [0]) * config.amplitude_mv.shift
-    return _shift(draw, config, samples) | {"shift_amplitude": sign - subtracted}
+    p = _shift(draw, config, samples)
+    p["shift_amplitude"] = sign - subtracted
+    return p
 
 
 def _noise_leads(config: AugmentConfig) -> tuple[int, ...]:
     return config.noise_leads if config.per_lead else ONE_FOR_ALL
 
 
-_NOISE = dict(zip(PAPER_NOISE, (_powerline, _emg, _wander, _shift), strict=True))
-_NOISE |= zip(
-    AUTHORS_NOISE, (_authors_powerline, _authors_emg, _authors_wander, _authors_shift), strict=True
-)
+_NOISE = {
+    "powerline": _powerline,
+    "emg": _emg,
+    "wander": _wander,
+    "shift": _shift,
+    "authors_powerline": _authors_powerline,
+    "authors_emg": _authors_emg,
+    "authors_wander": _authors_wander,
+    "authors_shift": _authors_shift,
+}
 
 
 def _threekg(draw: _Draw, threekg: ThreeKG, leads: tuple[int, ...], samples: int) -> Params:
@@ -227,7 +222,7 @@ def _threekg(draw: _Draw, threekg: ThreeKG, leads: tuple[int, ...], samples: int
     if threekg.time_mask:
         start = np.floor(draw.uniform(RandomStream.TIME_MASK, leads, [0]) * samples)
         stop = start + np.floor(threekg.time_mask * samples)
-        p |= {"window_start": start, "window_stop": stop, "window_wrap": stop - samples}
+        p.update(window_start=start, window_stop=stop, window_wrap=stop - samples)
     return p
 
 
@@ -246,9 +241,9 @@ def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
 def rotation(angle_rad: np.ndarray) -> np.ndarray:
     """[..., 3] -> [..., 3, 3]: rotate about the fixed axes z, then y, then x (scipy's
     Rotation.from_euler("zyx"))."""
-    about_z, about_y, about_x = (
-        _about(axis, angle_rad[..., i]) for i, axis in enumerate((2, 1, 0))
-    )
+    about_z = _about(2, angle_rad[..., 0])
+    about_y = _about(1, angle_rad[..., 1])
+    about_x = _about(0, angle_rad[..., 2])
     turned: np.ndarray = about_x @ about_y @ about_z
     return turned
 

@@ -52,7 +52,7 @@ class RandomStream(IntEnum):
     SHIFT = 9
     ROTATION = 10
     TIME_MASK = 11
-    MIX = 12
+    # 12 was never drawn from
     WHITE = 13
     EXTRA = 14
     LABELS = 15

@@ -23,13 +23,8 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import VENDORS, Dataset
 
-SPLIT = (
-    "plan",
-    "seed",
-    "id_share",
-    "role_sources",
-    "pseudonyms",
-)  # with a name, they determine a role: data_tools.splits
+# with a patient's name, these settings determine its role: data_tools.splits
+SPLIT = ("plan", "seed", "id_share", "role_sources", "pseudonyms")
 KEY = b"omnilead data.hold_out"
 OWNER = ("source", "patient", "record")
 
@@ -47,18 +42,17 @@ def split_of(dataset: Dataset) -> dict[str, Any]:
 def conflicting_splits(history: Any, dataset: Dataset) -> list[list[tuple[str, Any, Any]]]:
     """Per conflicting dataset: (setting, the model's value, this dataset's). `history`: a list of
     split_of(...), untrusted."""
-    mine, conflicts = split_of(dataset), []
-    for one in history if isinstance(history, list) else ():
-        if (
-            isinstance(one, dict)
-            and one.get("fingerprint") != dataset.fingerprint
-            and isinstance(one.get("sources"), list)
-        ):
-            differ = [
-                (name, one.get(name), mine[name]) for name in SPLIT if one.get(name) != mine[name]
-            ]
-            if differ and any(name in mine["sources"] for name in one["sources"]):
-                conflicts.append(differ)
+    this, conflicts = split_of(dataset), []
+    for other in history if isinstance(history, list) else ():
+        if not isinstance(other, dict) or other.get("fingerprint") == this["fingerprint"]:
+            continue
+        sources = other.get("sources")
+        if not isinstance(sources, list) or not any(name in this["sources"] for name in sources):
+            continue
+        settings = [(name, other.get(name), this[name]) for name in SPLIT]
+        differing = [setting for setting in settings if setting[1] != setting[2]]
+        if differing:
+            conflicts.append(differing)
     return conflicts
 
 
@@ -66,30 +60,29 @@ def find_leak(datasets: Sequence[Dataset], role: str) -> str | None:
     """Describe a record, patient or waveform that one dataset trains on and another holds out.
     `role`: dx_role, id_role or pretrain. For pretrain, valid and test of dx_role and gallery and
     probe of id_role are held out."""
-    sides = [_sides(dataset, role) for dataset in datasets] if len(datasets) > 1 else []
-    for a, b in permutations(range(len(sides)), 2):
-        if both := _in_both(sides[a][0], sides[b][1]):
-            return (
-                f"{both} is trained on in {datasets[a].root.url} and held out in "
-                f"{datasets[b].root.url}"
-            )
+    if len(datasets) < 2:
+        return None
+    sides = [(dataset.root.url, *_sides(dataset, role)) for dataset in datasets]
+    for (url, trained, _), (other_url, _, held) in permutations(sides, 2):
+        both = _in_both(trained, held)
+        if both:
+            return f"{both} is trained on in {url} and held out in {other_url}"
     return None
 
 
 def overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
     """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there
     is none."""
-    return _in_both(
-        *(
-            _names(one.table([*OWNER, "waveform"]).take(some))
-            for one, some in ((a, rows), (b, others))
-        )
-    )
+    columns = [*OWNER, "waveform"]
+    return _in_both(_names(a.table(columns).take(rows)), _names(b.table(columns).take(others)))
 
 
 def _in_both(a: dict[str, pa.Array], b: dict[str, pa.Array]) -> str:
-    both = {kind: names.filter(pc.is_in(names, b[kind])) for kind, names in a.items()}
-    return next((f"{kind} {names[0]}" for kind, names in both.items() if len(names)), "")
+    for kind, names in a.items():
+        both = names.filter(pc.is_in(names, b[kind]))
+        if len(both):
+            return f"{kind} {both[0]}"
+    return ""
 
 
 def _sides(dataset: Dataset, role: str) -> tuple[dict[str, pa.Array], dict[str, pa.Array]]:
@@ -97,28 +90,25 @@ def _sides(dataset: Dataset, role: str) -> tuple[dict[str, pa.Array], dict[str, 
     columns = ("dx_role", "id_role", "pretrain") if role == "pretrain" else (role,)
     table = dataset.table(["source", "patient", "record", "waveform", *columns])
     if role == "pretrain":
-        tests = pa.array(["valid", "test"]), pa.array(["gallery", "probe"])
-        trained, held = (
-            table[role],
-            pc.or_(pc.is_in(table["dx_role"], tests[0]), pc.is_in(table["id_role"], tests[1])),
-        )
+        trained = table[role]
+        diagnosed = pc.is_in(table["dx_role"], pa.array(["valid", "test"]))
+        identified = pc.is_in(table["id_role"], pa.array(["gallery", "probe"]))
+        held = pc.or_(diagnosed, identified)
     else:
-        trained, held = pc.equal(table[role], "train"), pc.not_equal(table[role], "train")
+        trained = pc.equal(table[role], "train")
+        held = pc.not_equal(table[role], "train")
     return _names(table.filter(trained)), _names(table.filter(held))
 
 
 def _names(table: pa.Table) -> dict[str, pa.Array]:
-    patients = pc.if_else(pc.not_equal(table["patient"], ""), table["patient"], None)
-    named = {"record": table["record"], "patient": patients}
-    sources = {"record": table["source"], "patient": _patient_source(table["source"])}
+    source = table["source"]
+    patient = pc.if_else(pc.not_equal(table["patient"], ""), table["patient"], None)
     names = {
-        kind: pc.binary_join_element_wise(sources[kind], column, "/")
-        for kind, column in named.items()
+        "record": pc.binary_join_element_wise(source, table["record"], "/"),
+        "patient": pc.binary_join_element_wise(_patient_source(source), patient, "/"),
+        "waveform": table["waveform"],
     }
-    return {
-        kind: column.drop_null().combine_chunks()
-        for kind, column in (names | {"waveform": table["waveform"]}).items()
-    }
+    return {kind: column.drop_null().combine_chunks() for kind, column in names.items()}
 
 
 def _patient_source(source: pa.Array) -> pa.Array:
@@ -129,12 +119,14 @@ def _patient_source(source: pa.Array) -> pa.Array:
 @lru_cache(maxsize=4)  # every validation calls this
 def validation_split(dataset: Dataset, share: float) -> tuple[np.ndarray, np.ndarray]:
     """Masks of the training and the held-out crops, bool [crops] each."""
-    held, waveforms = [], []
+    held, held_waveforms = [], []
     for part in dataset.parts([*OWNER, "waveform"]):
         names, _ = owners(part)
-        held.append((uniforms(names.dictionary) < share)[names.indices.to_numpy()])
-        waveforms.append(part["waveform"].to_numpy()[held[-1]])
-    theirs = np.unique(np.concatenate(waveforms))
+        held_here = (uniforms(names.dictionary) < share)[names.indices.to_numpy()]
+        held.append(held_here)
+        waveform = part["waveform"].to_numpy()
+        held_waveforms.append(waveform[held_here])
+    theirs = np.unique(np.concatenate(held_waveforms))
     copies = [np.isin(part["waveform"].to_numpy(), theirs) for part in dataset.parts(["waveform"])]
     return ~np.concatenate(copies), np.concatenate(held)
 
@@ -155,12 +147,9 @@ def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
     ids: list[np.ndarray] = []
     for number, dataset in enumerate(datasets):
         names, known = zip(*map(owners, dataset.parts(OWNER)), strict=True)
-        codes = [
-            part.indices.to_numpy() for part in pa.chunked_array(names).unify_dictionaries().chunks
-        ]
-        ids.append(
-            number << 40 | np.concatenate(codes).astype(np.int64) << 1 | np.concatenate(known)
-        )
+        chunks = pa.chunked_array(names).unify_dictionaries().chunks
+        codes = np.concatenate([chunk.indices.to_numpy() for chunk in chunks]).astype(np.int64)
+        ids.append(number << 40 | codes << 1 | np.concatenate(known))
     return ids
 
 

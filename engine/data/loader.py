@@ -101,15 +101,15 @@ class Batch:
     skipped: tuple[BadCrop, ...] = ()  # unreadable crops that were replaced
 
 
-class Plan(NamedTuple):
+class Planned(NamedTuple):
     """One or several batches before they are read: which crops, and the parameters of their
     augmentation."""
 
     places: Places
     p: Params
 
-    def part(self, part: slice) -> "Plan":
-        return Plan(self.places[part], {name: values[part] for name, values in self.p.items()})
+    def part(self, part: slice) -> "Planned":
+        return Planned(self.places[part], {name: values[part] for name, values in self.p.items()})
 
 
 class StageTimer:
@@ -248,7 +248,7 @@ class Loader:
             seen = self.step * self.config.batch_crops
             yield batch, {"crops_seen": seen, "recipe": self.recipe}
 
-    def _plans(self, together: int = 1) -> Iterator[Plan]:
+    def _plans(self, together: int = 1) -> Iterator[Planned]:
         """Plan `together` batches at a time."""
         crops = together * self.crops
         steps = max(1, PLANNED_CROPS // crops) * together
@@ -257,7 +257,7 @@ class Loader:
                 places = self.order.slice(
                     first, self.rank, self.world, steps, self.config.micro_batch
                 )
-                plan = Plan(places, self._parameters(places))
+                plan = Planned(places, self._parameters(places))
             yield from map(plan.part, _slices(len(places), crops))
 
     def _parameters(self, places: Places) -> Params:
@@ -274,7 +274,7 @@ class Loader:
         ahead = -(-self.config.read_ahead // together)
         outs = [torch.empty(shape) for _ in range(ahead + 1)]
 
-        def make(plan: Plan, x_BSLT: torch.Tensor) -> tuple[torch.Tensor, Plan, Report]:
+        def make(plan: Planned, x_BSLT: torch.Tensor) -> tuple[torch.Tensor, Planned, Report]:
             single_threaded()
             with self.meter.timed("augment"):
                 writer = self.augmenter.writer(self.augmenter.to_device(plan.p), x_BSLT)
@@ -293,15 +293,15 @@ class Loader:
                 for part in _slices(len(places), self.crops):
                     yield Batch(x_BSLT[part], places[part], report.part(part).skipped)
 
-    def _read(self, in_use: int = 1) -> Generator[tuple[Plan, np.ndarray, Report], None, None]:
+    def _read(self, in_use: int = 1) -> Generator[tuple[Planned, np.ndarray, Report], None, None]:
         """Batches as they are read, with the plan of the crops that they have."""
 
-        def fill(plan: Plan, crops: np.ndarray) -> tuple[Plan, np.ndarray, Report]:
+        def fill(plan: Planned, crops: np.ndarray) -> tuple[Planned, np.ndarray, Report]:
             with self.meter.timed("read"):
                 report = self.reader.read(plan.places, crops)
             if report.skipped:  # the parameters of a replacement depend on its row
                 places = dataclasses.replace(plan.places, row=report.row)
-                plan = Plan(places, self._parameters(places))
+                plan = Planned(places, self._parameters(places))
             return plan, crops, report
 
         buffers = self.reader.buffers(self.config.read_ahead + in_use, self.crops)
@@ -322,7 +322,7 @@ class Loader:
 
     def _by_dali(self) -> Iterator[Batch]:
         """DALI prefetches, so the plan of a batch is kept until DALI returns it."""
-        given: dict[int, tuple[Plan, Report]] = {}
+        given: dict[int, tuple[Planned, Report]] = {}
         read = self._read(in_use=dali.IN_USE)
 
         def feed() -> Generator[tuple[int, np.ndarray, Params], None, None]:

@@ -50,16 +50,12 @@ def deal(position: np.ndarray, quotas: Sequence[int]) -> tuple[np.ndarray, np.nd
     read in its own order, which block order needs.
     """
     cycle, place = np.divmod(position, sum(quotas))
-    dataset, turn = (
-        np.full(position.shape, len(quotas) - 1, np.int16),
-        np.empty(position.shape, np.int64),
-    )
+    dataset = np.full(position.shape, len(quotas) - 1, np.int16)
+    turn = np.empty(position.shape, np.int64)
     left = np.ones(position.shape, bool)
     for d, quota in enumerate(quotas[:-1]):  # each dataset against all later ones
-        before, after = (
-            _dealt(place, quota, rest := sum(quotas[d:])),
-            _dealt(place + 1, quota, rest),
-        )
+        rest = sum(quotas[d:])
+        before, after = _dealt(place, quota, rest), _dealt(place + 1, quota, rest)
         mine = left & (after > before)
         dataset[mine], turn[mine] = d, (cycle * quota + before)[mine]
         left &= ~mine
@@ -101,32 +97,28 @@ class DatasetRows:
         `held` keep only them (leakage.validation_split)."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # only zarr
-            crops = [
-                min(SHARD_CROPS, len(dataset) - start)
-                for start in range(0, len(dataset), SHARD_CROPS)
-            ]
+            starts = range(0, len(dataset), SHARD_CROPS)
+            crops = [min(SHARD_CROPS, len(dataset) - start) for start in starts]
         if sum(crops) != len(dataset):
             raise OrderError(
                 f"{name}: {sum(crops)} crops in its shards, {len(dataset)} in its table: run "
                 "omnilead verify"
             )
-        numbers = (
-            rows
-            if (pretrain, dx, identity) == (None,) * 3
-            else dataset.select(pretrain, dx, identity)
-        )
-        masks = [] if halves is None else [dataset.column("halves") >= halves]
-        masks += [validation_split(dataset, hold_out)[held]] if hold_out else []
+        numbers = rows
+        if (pretrain, dx, identity) != (None, None, None):
+            numbers = dataset.select(pretrain, dx, identity)
+        masks = []
+        if halves is not None:
+            masks.append(dataset.column("halves") >= halves)
+        if hold_out:
+            masks.append(validation_split(dataset, hold_out)[held])
         for keep in masks:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
-            asked: dict[str, Any] = {
-                "pretrain": pretrain,
-                "dx": dx,
-                "identity": identity,
-                "halves": halves,
-            }
-            asked |= {"data.hold_out": hold_out, "held": held} if hold_out else {}
+            asked: dict[str, Any] = {"pretrain": pretrain, "dx": dx, "identity": identity}
+            asked["halves"] = halves
+            if hold_out:
+                asked.update({"data.hold_out": hold_out, "held": held})
             text = ", ".join(
                 f"{key}={value!r}" for key, value in asked.items() if value is not None
             )
@@ -144,10 +136,10 @@ class DatasetRows:
         shard_first = np.concatenate([[0], np.cumsum(shard_crops, dtype=np.int64)])
         if numbers is None or len(numbers) == shard_first[-1]:
             return cls(name, None, shard_first, shard_first)
-        small = numbers.astype(np.int32 if shard_first[-1] < 2**31 else np.int64)
-        return cls(
-            name, small, np.searchsorted(small, shard_first.astype(small.dtype)), shard_first
-        )
+        numbers = numbers.astype(np.int32 if shard_first[-1] < 2**31 else np.int64)
+        # in one dtype: searchsorted would otherwise copy the numbers
+        first = np.searchsorted(numbers, shard_first.astype(numbers.dtype))
+        return cls(name, numbers, first, shard_first)
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -187,9 +179,8 @@ class Order:
     rows: tuple[DatasetRows, ...]
     batch_crops: int  # over all ranks
     seed: int = 0
-    weights: tuple[float, ...] | None = (
-        None  # None: by size, so that every crop is drawn equally often
-    )
+    # None: by size, so that every crop is drawn equally often
+    weights: tuple[float, ...] | None = None
     block_shards: int = 0
 
     def __post_init__(self) -> None:
@@ -204,13 +195,13 @@ class Order:
                 f"train.batch_crops={self.batch_crops}: {total} crops are selected: use 1 to "
                 f"{total}"
             )
-        if weights is not None and (
-            len(weights) != len(self.rows) or not all(0 < weight < math.inf for weight in weights)
-        ):
-            raise OrderError(
-                f"pipeline.weights={weights}: give a positive number for each of {len(self.rows)} "
-                "datasets, or null"
-            )
+        if weights is not None:
+            positive = all(0 < weight < math.inf for weight in weights)
+            if len(weights) != len(self.rows) or not positive:
+                raise OrderError(
+                    f"pipeline.weights={weights}: give a positive number for each of "
+                    f"{len(self.rows)} datasets, or null"
+                )
         if not all(self._quotas):
             raise OrderError(
                 f"pipeline.weights={weights}: one share is below 2**-30: raise it, or leave the "
@@ -272,9 +263,9 @@ class Order:
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
             mine = np.flatnonzero(dataset == d)
-            epoch[mine], i = np.divmod(
-                turn[mine], self.crops_per_epoch if len(self.rows) == 1 else len(rows)
-            )
+            # a dataset of its own drops the incomplete last batch of an epoch
+            size = self.crops_per_epoch if len(self.rows) == 1 else len(rows)
+            epoch[mine], i = np.divmod(turn[mine], size)
             row[mine] = rows.row(self._index(d, epoch[mine], i))
         return Places(dataset, row, epoch)
 
@@ -284,10 +275,9 @@ class Order:
             return permute(i, len(rows), bits(self.seed, RandomStream.ORDER, dataset, epoch))
         index = np.empty_like(i)
         for e in np.unique(epoch).tolist():
+            layout = _layout(rows, self.seed, dataset, e, self.block_shards)
             now = epoch == e
-            index[now] = _index_in_blocks(
-                _layout(rows, self.seed, dataset, e, self.block_shards), i[now]
-            )
+            index[now] = _index_in_blocks(layout, i[now])
         return index
 
 
@@ -307,13 +297,8 @@ def _layout(rows: DatasetRows, seed: int, dataset: int, epoch: int, block_shards
     10,000."""
     crops = np.diff(rows.first)
     filled = np.flatnonzero(crops)
-    shard = filled[
-        permute(
-            np.arange(len(filled)),
-            len(filled),
-            bits(seed, RandomStream.SHARD_ORDER, dataset, epoch),
-        )
-    ]
+    key = bits(seed, RandomStream.SHARD_ORDER, dataset, epoch)
+    shard = filled[permute(np.arange(len(filled)), len(filled), key)]
     before = np.concatenate([[0], np.cumsum(crops[shard])])
     block_first = np.append(before[:-1:block_shards], before[-1])
     keys = bits(seed, RandomStream.BLOCK_ORDER, dataset, epoch, np.arange(len(block_first) - 1))
@@ -338,12 +323,12 @@ def shards_needed(order: Order, crops_seen: int) -> Iterator[tuple[int, int]]:
         for d, rows in enumerate(order.rows):
             mine = places.dataset == d
             shard[mine] = rows.shard(places.row[mine])
-        needed = dict.fromkeys(
-            zip(places.dataset.tolist(), places.epoch.tolist(), shard.tolist(), strict=True)
-        )
-        for d, epoch, number in needed:
-            if epochs.get(d, (-1,))[0] != epoch:
-                epochs[d] = epoch, set()
-            if number not in epochs[d][1]:
-                epochs[d][1].add(number)
+        columns = (column.tolist() for column in (places.dataset, places.epoch, shard))
+        for d, epoch, number in dict.fromkeys(zip(*columns, strict=True)):
+            now, given = epochs.get(d, (-1, set()))
+            if now != epoch:
+                given = set()
+                epochs[d] = epoch, given
+            if number not in given:
+                given.add(number)
                 yield d, number

@@ -59,21 +59,15 @@ class Staging:
         """`order`: shards in the order of use, `together` consecutive ones of each dataset at a
         time. `ahead`: how many shards to prefetch. `timeout_s`: how long to wait for space that
         others hold."""
-        self.datasets, self.cache, self.max_bytes, self.timeout_s = (
-            datasets,
-            Path(cache_dir),
-            max_bytes,
-            timeout_s,
-        )
-        self._shards = {
-            (d, s): shard
-            for d, dataset in datasets.items()
-            for s, shard in enumerate(dataset.shards)
-        }
+        self.datasets, self.cache = datasets, Path(cache_dir)
+        self.max_bytes, self.timeout_s = max_bytes, timeout_s
+        self._shards = {}
+        for d, dataset in datasets.items():
+            for s, shard in enumerate(dataset.shards):
+                self._shards[d, s] = shard
         self._order = iter(order)
-        self._current = {
-            d: deque[Key](maxlen=together) for d in datasets
-        }  # the latest shards in the order
+        # the latest shards in the order
+        self._current = {d: deque[Key](maxlen=together) for d in datasets}
         self._coming = list(islice(self._order, ahead))
         self._tried: set[Key] = set()  # those of _coming that are downloaded or downloading
         self._failed: dict[Key, DatasetError] = {}
@@ -88,9 +82,8 @@ class Staging:
                 f"pipeline.cache_dir={self.cache}: {error.strerror}: choose another directory"
             ) from None
         atexit.register(self.close)
-        for _ in range(
-            DOWNLOADS
-        ):  # daemons, so that a program can exit without waiting for the network
+        # daemons, so that a program can exit without waiting for the network
+        for _ in range(DOWNLOADS):
             threading.Thread(target=self._prefetch, name="staging", daemon=True).start()
 
     @contextmanager
@@ -99,7 +92,8 @@ class Staging:
         them before the end of the block. If processes wait for each other's space, this one
         releases all its shards and tries again."""
         keys = list(keys)
-        if (need := sum(map(self._bytes, keys))) > self.max_bytes:
+        need = sum(map(self._bytes, keys))
+        if need > self.max_bytes:
             raise StagingError(
                 f"{self.cache}: {self.max_bytes} bytes cannot hold the shards of one batch "
                 f"({need}): {MORE}"
@@ -277,17 +271,14 @@ class Staging:
             if _CACHED.fullmatch(entry.name):
                 with suppress(FileNotFoundError):
                     files.append((entry.stat().st_mtime_ns, entry.stat().st_size, Path(entry.path)))
-        used, present = (
-            need + sum(size for _, size, _ in files),
-            {path.stem for _, _, path in files},
-        )
+        used = need + sum(size for _, size, _ in files)
+        present = {path.stem for _, _, path in files}
         with self._changed:
             order = [*chain(*self._current.values()), *self._coming]
         rank = {self._file(one): i for i, one in reversed(list(enumerate(order, 1)))}
         if not needed:
-            earlier = set(
-                takewhile(lambda one: one != key, order)
-            )  # they still need space of their own
+            # those before it still need space of their own
+            earlier = set(takewhile(lambda one: one != key, order))
             used += sum(self._bytes(one) for one in earlier if self._file(one).stem not in present)
             files = [file for file in files if file[2] not in rank]
         for _, size, path in sorted(
