@@ -68,15 +68,45 @@ def command(
 ) -> int:
     """Parses the arguments and trains. `default`: the default config, for --help. Errors are one
     line and an exit code."""
+    parser = _parser(name, about, default, shortcuts)
+    parser.kind = lambda: classes()[0]
+    args = parser.parse_args(arguments)
+
+    from omnilead.engine.config import schema
+    from omnilead.engine.run import explain, export, run_training
+
+    kind, task, read = classes()
+    try:
+        if args.schema:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
+            return show(schema(kind) + "\n")
+        if args.export:
+            say(str(export(Path(args.export), kind, task)))
+        else:
+            overrides = [*_overrides(args, shortcuts), *args.set]
+            run_training(read(args.config, overrides), task, args.profile or 0)
+    except (Exception, KeyboardInterrupt) as error:
+        message, code = explain(error)
+        # bad input fails on every rank: only rank 0 reports it
+        if code == 1 or os.environ.get("RANK", "0") == "0":
+            with suppress(OSError):
+                tell(f"omnilead {name}: {' '.join(message.split())}")
+        return code
+    return 0
+
+
+def _parser(
+    name: str, about: str | None, default: str | None, shortcuts: Mapping[str, Shortcut]
+) -> TrainingParser:
     parser = TrainingParser(
         f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.kind, parser.shortcuts = lambda: classes()[0], shortcuts
+    parser.shortcuts = shortcuts
     add = parser.add_argument
     which = f" (default: {default})" if default else ""
     add("--config", metavar="NAME|F", help=f"a shipped config by its name, or a YAML file{which}")
     for option, (setting, how) in shortcuts.items():
-        add(option, **how | {"help": f"{how['help']}; --set {setting}=..."})
+        add(option, **{**how, "help": f"{how['help']}; --set {setting}=..."})
     add(
         "--set",
         action="append",
@@ -91,36 +121,16 @@ def command(
     add("--profile", type=positive, metavar="N", help=traced)
     add("--export", metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
-    add(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # added by deepspeed's launcher; LOCAL_RANK is used instead
-    args = parser.parse_args(arguments)
-    settings = (
-        (setting, getattr(args, option.removeprefix("--")))
-        for option, (setting, _) in shortcuts.items()
-    )
-    overrides = [
-        f"{setting}={json.dumps(value)}" for setting, value in settings if value is not None
-    ]
+    # added by deepspeed's launcher; LOCAL_RANK is used instead
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
+    return parser
 
-    from omnilead.engine.config import schema
-    from omnilead.engine.run import explain, export, run_training
 
-    kind, task, read = classes()
-    try:
-        if args.schema:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
-            return show(schema(kind) + "\n")
-        if args.export:
-            say(str(export(Path(args.export), kind, task)))
-        else:
-            run_training(read(args.config, [*overrides, *args.set]), task, args.profile or 0)
-    except (Exception, KeyboardInterrupt) as error:
-        message, code = explain(error)
-        if (
-            code == 1 or os.environ.get("RANK", "0") == "0"
-        ):  # bad input fails on every rank: only rank 0 reports it
-            with suppress(OSError):
-                tell(f"omnilead {name}: {' '.join(message.split())}")
-        return code
-    return 0
+def _overrides(args: argparse.Namespace, shortcuts: Mapping[str, Shortcut]) -> list[str]:
+    """The options that stand for a setting, as --set would say them."""
+    overrides = []
+    for option, (setting, _) in shortcuts.items():
+        value = getattr(args, option.removeprefix("--"))
+        if value is not None:
+            overrides.append(f"{setting}={json.dumps(value)}")
+    return overrides

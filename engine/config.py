@@ -333,19 +333,16 @@ def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:
 
 
 def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
-    unknown = [
-        error
-        for error in errors
-        if error["type"] in ("extra_forbidden", "unexpected_keyword_argument")
-    ]
-    first = (unknown or errors)[0]
+    for error in errors:
+        if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            key = ".".join(map(str, error["loc"]))[:SHOWN]
+            return f"{key}: no such setting{_suggest(key, kind)}"
+    first = errors[0]
     if first["type"] == "json_invalid":
         return "settings are not valid JSON or UTF-8 text: write other values"
-    key = ".".join(
-        str(part) for part in first["loc"] if unknown or not re.search(r"\W|^str$", str(part))
-    )[:SHOWN]
-    if unknown:
-        return f"{key}: no such setting{_suggest(key, kind)}"
+    # pydantic also names the types of a union that it tried: str, constrained-float[...]
+    parts = [str(part) for part in first["loc"]]
+    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[:SHOWN]
     value, message = repr(first["input"]), first["msg"][0].lower() + first["msg"][1:]
     if len(value) > SHOWN:
         return f"{key}={value[:SHOWN]}...: {message}"
@@ -357,20 +354,20 @@ def _suggest(key: str, kind: type[BaseModel]) -> str:
     if issubclass(kind, RunConfig) and key in kind.elsewhere:
         return f" here: it belongs to {kind.elsewhere[key]}"
     near = settings_named(key, kind) or nearest_settings(key, kind)
-    return (
-        f": did you mean {near[0]}?" if near else f": settings are {', '.join(kind.model_fields)}"
-    )
+    if near:
+        return f": did you mean {near[0]}?"
+    return f": settings are {', '.join(kind.model_fields)}"
 
 
 def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
     """Settings whose name, or a name in other libraries, is the last part of this one."""
     name = key.rpartition(".")[2]
-    settings = flatten(kind().model_dump())
-    return [
-        one
-        for one in settings
-        if name == one.rpartition(".")[2] or name in ALIASES.get(one, "").split()
-    ]
+    named = []
+    for setting in flatten(kind().model_dump()):
+        own = setting.rpartition(".")[2]
+        if name == own or name in ALIASES.get(setting, "").split():
+            named.append(setting)
+    return named
 
 
 def nearest_settings(key: str, kind: type[BaseModel]) -> list[str]:

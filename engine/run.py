@@ -31,10 +31,7 @@ from omnilead.engine.training.task import TrainingTask
 from omnilead.engine.training.train import train
 
 BAD_INPUT = (ConfigError, DataError, CheckpointError)
-LESS_MEMORY = (
-    "lower train.micro_batch or pipeline.read_ahead, avoid pipeline.backend=resident, or free "
-    "memory"
-)
+LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 Data = str | os.PathLike[str] | Dataset
 
@@ -66,27 +63,18 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "interrupted before training: the same command continues", 130
     if is_memory(error):
-        return (
-            f"out of memory: {LESS_MEMORY} "
-            f"({' '.join(str(error).split())[:120] or type(error).__name__})",
-            1,
-        )
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        return f"out of memory: {LESS_MEMORY} ({reason})", 1
     if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
         return f"{error.object[:200]!r}: not UTF-8: choose another name", 2
     if isinstance(error, OSError):
         name = f"{error.filename or 'RUN'}: {error.strerror}"
-        wrong = error.errno in NOT_WRITABLE
-        return (
-            (f"{name}: choose another with --out RUN", 2)
-            if wrong
-            else (f"{name}: the last checkpoint is intact", 1)
-        )
+        if error.errno in NOT_WRITABLE:
+            return f"{name}: choose another with --out RUN", 2
+        return f"{name}: the last checkpoint is intact", 1
     if isinstance(error, RuntimeError) and distributed.lost_a_rank(error):
-        return (
-            f"another rank died or hung ({str(error).splitlines()[0][:150]}): start again to "
-            "resume",
-            1,
-        )
+        reason = str(error).splitlines()[0][:150]
+        return f"another rank died or hung ({reason}): start again to resume", 1
     raise error
 
 

@@ -19,7 +19,7 @@ engine.model.config.
 import copy
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,18 +138,11 @@ def prepared(
     if not config.encoder:
         return None, config.tokens(HALF)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
-    for part in (
-        encoder.modules()
-    ):  # DeepSpeed casts only weights; a batch norm needs statistics of the same type
-        if (
-            isinstance(part, _NormBase)
-            and part.running_mean is not None
-            and part.running_var is not None
-        ):
-            part.running_mean, part.running_var = (
-                part.running_mean.to(dtype),
-                part.running_var.to(dtype),
-            )
+    # DeepSpeed casts only weights; a batch norm needs statistics of the same type
+    for part in encoder.modules():
+        if isinstance(part, _NormBase) and part.running_mean is not None:
+            part.running_mean = part.running_mean.to(dtype)
+            part.running_var = cast(Tensor, part.running_var).to(dtype)
     return encoder, examine(encoder, config, masked, dtype)
 
 
@@ -162,55 +155,58 @@ def examine(
 ) -> int:
     """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in 5
     s. `masked`: also examine what the local objective needs."""
-    generator, own = torch.Generator().manual_seed(0), cast(Any, copy.deepcopy(encoder).eval())
-    x_RLT, other_RLT = (
-        torch.randn(ROWS, config.leads, HALF, generator=generator).to(dtype) for _ in range(2)
-    )
-    x_RLT[1], other_RLT[0] = (
-        0,
-        x_RLT[0],
-    )  # a row of zeros, as RLM may give; a row that is in both batches
+    own = cast(Any, copy.deepcopy(encoder).eval())
     for p in own.parameters():
         p.data = p.data.to(dtype)
-
-    def checked(name: str, width: int, y: Tensor) -> Tensor:
-        if y.ndim != 3 or len(y) != ROWS or y.shape[2] != width:
-            raise ConfigError(
-                f"{name} returns {list(y.shape)} for {list(x_RLT.shape)}, not [{ROWS}, tokens, "
-                f"{width}]"
-            )
-        if not y.isfinite().all():
-            raise ConfigError(f"{name} returns NaN or infinity for noise and zeros")
-        return y.float()
-
-    def same(a: Tensor, b: Tensor) -> bool:
-        return a.shape == b.shape and bool((a - b).abs().max() <= AGREE[dtype] * a.abs().max())
-
-    fewer = (
-        ""
-        if config.leads == 12
-        else f": can it take {config.leads} leads? augment.padded=true gives it 12, others zero"
-    )
-    with blaming(f"model.encoder={config.encoder}", fewer):
-        c_RND, other_RND = (checked("forward", own.width, own(x)) for x in (x_RLT, other_RLT))
-        if not same(c_RND[0], other_RND[0]):
+    generator = torch.Generator().manual_seed(0)
+    shape = ROWS, config.leads, HALF
+    x_RLT = torch.randn(shape, generator=generator).to(dtype)
+    other_RLT = torch.randn(shape, generator=generator).to(dtype)
+    x_RLT[1] = 0  # a row of zeros, as RLM may give
+    other_RLT[0] = x_RLT[0]  # a row that is in both batches
+    hint = ""
+    if config.leads != 12:
+        hint = f": can it take {config.leads} leads? augment.padded=true gives it 12, others zero"
+    with blaming(f"model.encoder={config.encoder}", hint):
+        c_RND = _examined("forward", own(x_RLT), own.width, shape)
+        other_RND = _examined("forward", own(other_RLT), own.width, shape)
+        if not _agree(c_RND[0], other_RND[0], dtype):
             raise ConfigError(
                 "in eval mode a row changes when other rows of the batch change: rows must be "
                 "independent"
             )
+        tokens = int(c_RND.shape[1])
         if masked and isinstance(own, MaskedEncoder):
-            max_masked(config, c_RND.shape[1])
-            z_RNF = checked("features", own.feature_width, own.features(x_RLT)[0]).to(dtype)
-            mask_RN = torch.arange(c_RND.shape[1]).expand(ROWS, -1) % 2 == 0
-            hidden_RNF = torch.where(mask_RN[..., None], 1 - 2 * z_RNF, z_RNF)
-            first, second = (
-                checked("context", own.width, own.context(z, mask_RN)) for z in (z_RNF, hidden_RNF)
-            )
-            if not same(first, second):
-                raise ConfigError(
-                    "context sees the masked tokens, so the local objective would be too easy"
-                )
-    return int(c_RND.shape[1])
+            max_masked(config, tokens)
+            features_RNF = _examined("features", own.features(x_RLT)[0], own.feature_width, shape)
+            _examine_masking(own, features_RNF.to(dtype))
+    return tokens
+
+
+def _examine_masking(own: Any, z_RNF: Tensor) -> None:
+    mask_RN = torch.arange(z_RNF.shape[1]).expand(ROWS, -1) % 2 == 0
+    hidden_RNF = torch.where(mask_RN[..., None], 1 - 2 * z_RNF, z_RNF)
+    first = _examined("context", own.context(z_RNF, mask_RN), own.width, z_RNF.shape)
+    second = _examined("context", own.context(hidden_RNF, mask_RN), own.width, z_RNF.shape)
+    if not _agree(first, second, z_RNF.dtype):
+        raise ConfigError(
+            "context sees the masked tokens, so the local objective would be too easy"
+        )
+
+
+def _examined(name: str, y: Tensor, width: int, shape: Sequence[int]) -> Tensor:
+    """The output for an input of this shape, in float32."""
+    if y.ndim != 3 or len(y) != ROWS or y.shape[2] != width:
+        raise ConfigError(
+            f"{name} returns {list(y.shape)} for {list(shape)}, not [{ROWS}, tokens, {width}]"
+        )
+    if not y.isfinite().all():
+        raise ConfigError(f"{name} returns NaN or infinity for noise and zeros")
+    return y.float()
+
+
+def _agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= AGREE[dtype] * a.abs().max())
 
 
 def encoder_flops(encoder: nn.Module | None, config: ModelConfig, local: bool) -> float:

@@ -32,48 +32,62 @@ def loss(
     and the share that is known. The sum of the first divided by the sum of the second is the
     mean over known labels."""
     loss_RK, known_RK = cell_losses(kind, logits_RK, y_RK)
-    loss_RK = loss_RK if weights_RK is None else loss_RK * weights_RK
-    return (loss_RK * known_RK).sum(1) / loss_RK.shape[1], known_RK.float().mean(1)
+    if weights_RK is not None:
+        loss_RK = loss_RK * weights_RK
+    sum_R = (loss_RK * known_RK).sum(1)
+    return sum_R / loss_RK.shape[1], known_RK.float().mean(1)
 
 
 def right(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
     """Whether all known labels of a sample are predicted."""
     if kind == "multiclass":
         return logits_RK.argmax(1) == y_RK.argmax(1)
-    return (((logits_RK > 0) == (y_RK > 0)) | y_RK.isnan()).all(1)
+    same_RK = (logits_RK > 0) == (y_RK > 0)
+    return (same_RK | y_RK.isnan()).all(1)
 
 
 def scores(kind: TaskKind, logits_RK: Tensor) -> Tensor:
     if kind == "multiclass":
         return logits_RK.softmax(1)
-    return logits_RK if kind == "regression" else logits_RK.sigmoid()
+    if kind == "regression":
+        return logits_RK
+    return logits_RK.sigmoid()
 
 
 def balanced(kind: TaskKind, y_NK: np.ndarray) -> np.ndarray:
     """[2, K]: weights of negative and positive labels, inverse to their frequency, 1 on average."""
     known_K = np.maximum((~np.isnan(y_NK)).sum(0), 1)
-    counts_2K = np.maximum([(y_NK == 0).sum(0), (y_NK > 0).sum(0)], 1)
-    return np.asarray(
-        known_K / (y_NK.shape[1] if kind == "multiclass" else 2) / counts_2K, np.float32
-    )
+    negative_K = (y_NK == 0).sum(0)
+    positive_K = (y_NK > 0).sum(0)
+    counts_2K = np.maximum([negative_K, positive_K], 1)
+    groups = y_NK.shape[1] if kind == "multiclass" else 2
+    return np.asarray(known_K / groups / counts_2K, np.float32)
 
 
 def weights(kind: TaskKind, y_NK: np.ndarray, balanced_2K: np.ndarray) -> np.ndarray:
     """The weight of each label [N, K]; for multiclass [N, 1]."""
+    negative_K, positive_K = balanced_2K
     if kind == "multiclass":
-        return np.asarray(np.nansum(y_NK * balanced_2K[1], axis=1, keepdims=True), np.float32)
-    return np.asarray(np.where(y_NK > 0, balanced_2K[1], balanced_2K[0]))
+        of_class_N1 = np.nansum(y_NK * positive_K, axis=1, keepdims=True)
+        return np.asarray(of_class_N1, np.float32)
+    return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
 
 
 def thresholds(y_NK: np.ndarray, scores_NK: np.ndarray) -> list[float]:
     """For each class, the threshold with the highest F1; 0.5 if it has no positives."""
-    chosen = []
-    for y_N, score_N in zip(y_NK.T, scores_NK.T, strict=True):
-        known = np.flatnonzero(~np.isnan(y_N))
-        order = known[np.argsort(-score_N[known], kind="stable")]
-        score, true = np.append(score_N[order], 0.0), np.cumsum(y_N[order] > 0)
-        f1 = 2 * true / (np.arange(1, len(order) + 1) + true[-1:])
-        f1[score[1:] == score[:-1]] = -1  # no threshold lies between equal scores
-        best = int(f1.argmax()) if true[-1:].any() else -1
-        chosen.append(float((score[best] + score[best + 1]) / 2) if best >= 0 else 0.5)
-    return chosen
+    columns = zip(y_NK.T, scores_NK.T, strict=True)
+    return [_threshold(y_N, score_N) for y_N, score_N in columns]
+
+
+def _threshold(y_N: np.ndarray, score_N: np.ndarray) -> float:
+    known = np.flatnonzero(~np.isnan(y_N))
+    order = known[np.argsort(-score_N[known], kind="stable")]
+    true = np.cumsum(y_N[order] > 0)  # positives among the 1, 2, ... highest scores
+    if not true[-1:].any():
+        return 0.5
+    score = np.append(score_N[order], 0.0)
+    predicted = np.arange(1, len(order) + 1)
+    f1 = 2 * true / (predicted + true[-1])
+    f1[score[1:] == score[:-1]] = -1  # no threshold lies between equal scores
+    best = int(f1.argmax())
+    return float((score[best] + score[best + 1]) / 2)

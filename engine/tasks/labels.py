@@ -273,67 +273,105 @@ def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
 def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     """Finds the table's row for each crop by the name of its record."""
     url, cells = task.labels, read_table(task.labels)
+    data = _records(datasets)
+    by_source = "source" in cells.column_names
+    # without a source, records of two databases that share a name have equal targets
+    targets = data.keys if by_source else data.names
+    found = _find(cells, targets, by_source)
+    record = cells["record"].combine_chunks()
+    rows = np.flatnonzero(found >= 0)
+    _refuse_ambiguous(url, record, rows, found, data.keys, targets)
+    missing = np.flatnonzero(found < 0)
+    row_of_key = np.full(len(data.keys), -1)
+    row_of_key[found[rows]] = rows
+    bare = np.flatnonzero(row_of_key < 0)
+    remarks, name = [], url
+    if len(missing):
+        absent = f"{url}: {_some(missing, record)} of {len(record):,} records are not in the data"
+        remarks.append(absent)
+        if len(missing) > len(rows):
+            there = ", ".join(targets[:SHOWN].to_pylist())
+            name = f"{absent}, which has {there}, ...: check that the table belongs to the data"
+    if len(bare):
+        all_records = f"{len(data.keys):,} records of the data"
+        remarks.append(f"{url}: has no row for {_some(bare, data.keys)} of {all_records}")
+    ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
+    return LabelTable(name, cells, np.split(row_of_key[data.key_of_crop], ends), remarks)
+
+
+class Records(NamedTuple):
+    """The records of some datasets, each once."""
+
+    keys: pa.Array  # source/record
+    names: pa.Array  # record
+    key_of_crop: np.ndarray  # indices into both
+
+
+def _records(datasets: Sequence[Dataset]) -> Records:
     crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
-    key = (
-        pc.binary_join_element_wise(crops["source"], crops["record"], "/")
-        .combine_chunks()
-        .dictionary_encode()
-    )
-    keys, key_of_crop = key.dictionary, key.indices.to_numpy()
+    key = pc.binary_join_element_wise(crops["source"], crops["record"], "/")
+    key = key.combine_chunks().dictionary_encode()
+    key_of_crop = key.indices.to_numpy()
     first = np.unique(key_of_crop, return_index=True)[1]
-    by_source, record = "source" in cells.column_names, cells["record"].combine_chunks()
-    targets = keys if by_source else crops["record"].take(pa.array(first)).combine_chunks()
+    names = crops["record"].take(pa.array(first)).combine_chunks()
+    return Records(key.dictionary, names, key_of_crop)
+
+
+def _find(cells: pa.Table, targets: pa.Array, by_source: bool) -> np.ndarray:
+    """For each row of a table, its index in `targets`; -1 if it is not among them. The first of
+    FORMS that yields one counts."""
+    record = cells["record"].combine_chunks()
     found = np.full(len(record), -1)
     for form in FORMS:
         left = pa.array(np.flatnonzero(found < 0))
         names = record.take(left)
         for pattern, new in form:
             names = pc.replace_substring_regex(names, pattern, new)
-        names = (
-            pc.binary_join_element_wise(cells["source"].take(left), names, "/")
-            if by_source
-            else names
+        if by_source:
+            names = pc.binary_join_element_wise(cells["source"].take(left), names, "/")
+        found[left] = _index(names, targets)
+    return found
+
+
+def _index(values: pa.Array, among: pa.Array) -> np.ndarray:
+    """Index of each value in `among`; -1 if it is not there, or null."""
+    index = pc.fill_null(pc.index_in(values, among), -1)
+    return np.asarray(index.to_numpy(zero_copy_only=False))
+
+
+def _refuse_ambiguous(
+    url: str,
+    record: pa.Array,
+    rows: np.ndarray,
+    found: np.ndarray,
+    keys: pa.Array,
+    targets: pa.Array,
+) -> None:
+    """`rows` are those of the table whose record was found among `targets`."""
+    if not len(rows):
+        here = ", ".join(map(str, record[:SHOWN].to_pylist()))
+        there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
+        raise ConfigError(
+            f"{url}: none of its {len(record):,} records is in the data: it names {here}, the "
+            f"data {there}"
         )
-        found[left] = pc.fill_null(pc.index_in(names, targets), -1).to_numpy(zero_copy_only=False)
-    target = (
-        targets.dictionary_encode().indices.to_numpy()
-    )  # equal for records of two databases that share a name
-    rows = np.flatnonzero(found >= 0)
+    target = targets.dictionary_encode().indices.to_numpy()
     named = np.bincount(target[found[rows]], minlength=len(keys))
-    if len(shared := np.flatnonzero((named > 0) & (np.bincount(target, minlength=len(keys)) > 1))):
+    records = np.bincount(target, minlength=len(keys))
+    shared = np.flatnonzero((named > 0) & (records > 1))
+    if len(shared):
         twice = keys.take(pa.array(np.flatnonzero(target == shared[0]))).to_pylist()
         raise ConfigError(
             f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the "
             "table"
         )
-    if len(again := np.flatnonzero(named > 1)):
+    again = np.flatnonzero(named > 1)
+    if len(again):
         lines = rows[target[found[rows]] == again[0]] + 1
         raise ConfigError(
             f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one "
             "of them"
         )
-    if not len(rows):
-        here, there = (", ".join(map(str, some[:SHOWN].to_pylist())) for some in (record, targets))
-        raise ConfigError(
-            f"{url}: none of its {len(record):,} records is in the data: it names {here}, the "
-            f"data {there}"
-        )
-    row_of_key = np.full(len(keys), -1)
-    row_of_key[found[rows]] = rows
-    missing, bare = np.flatnonzero(found < 0), np.flatnonzero(row_of_key < 0)
-    absent = f"{url}: {_some(missing, record)} of {len(record):,} records are not in the data"
-    remarks = [absent] if len(missing) else []
-    remarks += (
-        [f"{url}: has no row for {_some(bare, keys)} of {len(keys):,} records of the data"]
-        if len(bare)
-        else []
-    )
-    ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
-    name = url
-    if len(missing) > len(rows):
-        there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
-        name = f"{absent}, which has {there}, ...: check that the table belongs to the data"
-    return LabelTable(name, cells, np.split(row_of_key[key_of_crop], ends), remarks)
 
 
 def _some(positions: np.ndarray, names: pa.Array) -> str:
@@ -359,45 +397,46 @@ def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str,
             f"{table.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
             "--columns NAME"
         )
-    columns = [table.cells[name].combine_chunks() for name in task.columns]
-    if task.kind != "multiclass":
-        y = [
-            _parsed(task, table, name, column)
-            for name, column in zip(task.columns, columns, strict=True)
-        ]
-        return task, task.columns, np.stack(y, axis=1)
-    used = np.zeros(len(table.cells) + 1, bool)
-    used[np.concatenate(table.row)] = True
-    of_data = columns[0].filter(pa.array(used[:-1]))
-    classes = task.classes or tuple(_in_order(pc.drop_null(of_data).unique().to_pylist()))
+    if task.kind == "multiclass":
+        return _one_hot(task, table)
+    y = [_parsed(task, table, name) for name in task.columns]
+    return task, task.columns, np.stack(y, axis=1)
+
+
+def _one_hot(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str, ...], np.ndarray]:
+    (name,) = task.columns
+    column = table.cells[name].combine_chunks()
+    used = np.zeros(len(column) + 1, bool)
+    used[np.concatenate(table.row)] = True  # the last one is row -1: crops without a row
+    used = used[:-1]
+    classes = task.classes
+    if not classes:
+        of_data = pc.drop_null(column.filter(pa.array(used))).unique()
+        classes = tuple(_in_order(of_data.to_pylist()))
     if len(classes) > MAX_VALUES:
         raise ConfigError(
-            f"{table.name}: {task.columns[0]} has {len(classes):,} values: use at most "
-            f"{MAX_VALUES} classes"
+            f"{table.name}: {name} has {len(classes):,} values: use at most {MAX_VALUES} classes"
         )
-    code = pc.fill_null(pc.index_in(columns[0], pa.array(classes, pa.string())), -1).to_numpy(
-        zero_copy_only=False
-    )
-    unknown = used[:-1] & (code < 0) & columns[0].is_valid().to_numpy(zero_copy_only=False)
+    code = _index(column, pa.array(classes, pa.string()))
+    unknown = used & (code < 0) & column.is_valid().to_numpy(zero_copy_only=False)
     if unknown.any():
-        cell = _cell(table, task.columns[0], int(unknown.argmax()))
+        cell = _cell(table, name, int(unknown.argmax()))
         raise ConfigError(f"{cell} is not one of its classes {', '.join(classes)}")
-    y_NK = np.concatenate(
-        [np.eye(len(classes), dtype=np.float32), np.full((1, len(classes)), np.nan, np.float32)]
-    )[code]
-    return replace(task, classes=classes), classes, y_NK
+    rows = np.eye(len(classes), dtype=np.float32)
+    unlabelled = np.full((1, len(classes)), np.nan, np.float32)  # for code -1
+    return replace(task, classes=classes), classes, np.concatenate([rows, unlabelled])[code]
 
 
-def _parsed(task: TaskConfig, table: LabelTable, name: str, column: pa.Array) -> np.ndarray:
-    coded = column.dictionary_encode()
-    texts = coded.dictionary.to_pylist()
+def _parsed(task: TaskConfig, table: LabelTable, name: str) -> np.ndarray:
+    coded = table.cells[name].combine_chunks().dictionary_encode()
+    values, mend = [], "0 or 1, true or false, yes or no"
     if task.kind == "regression":
-        values, mend = [float(text) if _numbers([text]) else np.inf for text in texts], "a number"
-    else:
-        values, mend = (
-            [BOOLEANS.get(text.lower(), np.inf) for text in texts],
-            "0 or 1, true or false, yes or no",
-        )
+        mend = "a number"
+    for text in coded.dictionary.to_pylist():
+        if task.kind != "regression":
+            values.append(BOOLEANS.get(text.lower(), np.inf))
+        else:
+            values.append(float(text) if _numbers([text]) else np.inf)
     with np.errstate(over="ignore"):  # too large for float32: infinite, which is refused
         numbers = np.array([*values, np.nan], np.float32)
     number_N = numbers[pc.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)]
@@ -428,15 +467,9 @@ def _splits(
 ) -> tuple[TaskConfig, np.ndarray, list[str]]:
     """The task with its folds, the split of each crop of all datasets, and remarks."""
     columns = [name for name in ("fold", "split") if name in table.cells.column_names]
-    how = (
-        task.split
-        if task.split != "auto"
-        else "column"
-        if columns
-        else "8:1:1"
-        if task.labels
-        else "roles"
-    )
+    how = task.split
+    if how == "auto":
+        how = "column" if columns else "8:1:1" if task.labels else "roles"
     if how == "roles":
         return task, np.concatenate(_by_role(datasets, "dx_role")), []
     if how == "column" and not columns:
@@ -444,41 +477,53 @@ def _splits(
             f"{table.name}: task.split=column, but it has neither `fold` nor `split`: use "
             "task.split=8:1:1"
         )
-    chunks = [owners(part)[0] for dataset in datasets for part in dataset.parts(OWNER)]
-    owner = pa.chunked_array(chunks).unify_dictionaries().combine_chunks()
-    names, owner_N = owner.dictionary, owner.indices.to_numpy()
+    names, owner_N = _owners(datasets)
     if how == "column":
         task, split = _by_column(task, table, columns[0], known, names, owner_N)
     else:
-        split = (
-            3 - np.digitize(uniforms(names), (0.1, 0.2))[owner_N]
-        )  # first come those whom data.hold_out holds out: test
-    waveform, before = (
-        np.concatenate([dataset.column("waveform") for dataset in datasets]),
-        split.copy(),
-    )
-    for side in (3, 2):  # copies of test ECGs are not used for training or validation
-        split[
-            (split > 0)
-            & (split < side)
-            & known
-            & np.isin(waveform, waveform[known & (split == side)])
-        ] = 0
+        # first come those whom data.hold_out holds out: test
+        split = 3 - np.digitize(uniforms(names), (0.1, 0.2))[owner_N]
+    kept = _without_copies(split, datasets, known)
     remarks = []
-    if left_out := int((split != before).sum()):
+    if left_out := int((kept != split).sum()):
         remarks.append(f"{left_out:,} crops are left out: copies of ECGs in valid or test")
-    if nowhere := int((known & (before == 0)).sum()):
+    if nowhere := int((known & (split == 0)).sum()):
         remarks.append(
             f"{nowhere:,} crops are left out: their {columns[0]} is not for train, valid or test"
         )
-    if "patient" in table.cells.column_names and any(
-        part.null_count for d in datasets for part in d.table(["patient"]).columns
-    ):
+    if "patient" in table.cells.column_names and _any_without_patient(datasets):
         remarks.append(
             f"{task.labels}: column `patient` is not read: ECGs without a patient in the dataset "
             "count as one each"
         )
-    return task, split, remarks
+    return task, kept, remarks
+
+
+def _owners(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray]:
+    """Those who must be in one split: names of patients, or of records without a patient; and the
+    index of each crop's."""
+    chunks = [owners(part)[0] for dataset in datasets for part in dataset.parts(OWNER)]
+    owner = pa.chunked_array(chunks).unify_dictionaries().combine_chunks()
+    return owner.dictionary, owner.indices.to_numpy()
+
+
+def _without_copies(
+    split: np.ndarray, datasets: Sequence[Dataset], known: np.ndarray
+) -> np.ndarray:
+    """Copies of test ECGs are not used for training or validation, nor those of validation ECGs
+    for training: their split becomes 0."""
+    waveform = np.concatenate([dataset.column("waveform") for dataset in datasets])
+    split = split.copy()
+    for side in (3, 2):
+        held_out = waveform[known & (split == side)]
+        earlier = (split > 0) & (split < side) & known
+        split[earlier & np.isin(waveform, held_out)] = 0
+    return split
+
+
+def _any_without_patient(datasets: Sequence[Dataset]) -> bool:
+    columns = [column for dataset in datasets for column in dataset.table(["patient"]).columns]
+    return any(column.null_count for column in columns)
 
 
 def _by_role(datasets: Sequence[Dataset], role: str) -> list[np.ndarray]:
@@ -511,31 +556,44 @@ def _by_column(
                 f"{table.name}: split {values[int(number.argmin())]!r}: write train, valid or test"
             )
     else:
-        ordered = _in_order(values)
-        if not task.folds and len(ordered) < 3:
-            raise ConfigError(
-                f"{table.name}: folds {', '.join(ordered)}: at least 3 are needed, for train, "
-                "valid and test"
-            )
-        last: Any = dict(
-            zip(SPLITS[1:], map(tuple, (ordered[:-2], ordered[-2:-1], ordered[-1:])), strict=True)
-        )
-        task = replace(task, folds=task.folds or last)
-        of = {value: SPLIT_OF[split] for split, some in task.folds.items() for value in some}
-        number = np.array(
-            [of.get(value, of.get(value.removesuffix(".0"), 0)) for value in values], np.int8
-        )
-    code = np.append(
-        pc.fill_null(cells.indices, len(values)).to_numpy(zero_copy_only=False), len(values)
-    )  # of a row
-    fold_N = code[np.concatenate(table.row)]
-    seen = np.zeros((len(names), len(values) + 1), bool)
-    seen[owner_N[known], fold_N[known]] = True
-    seen[:, -1] = False
-    if len(twice := np.flatnonzero(seen.sum(1) > 1)):
+        task = replace(task, folds=task.folds or _last_folds(table.name, values))
+        number = _folds(task, values)
+    none = len(values)  # the code of an empty cell, and of a crop without a row
+    code_of_row = pc.fill_null(cells.indices, none).to_numpy(zero_copy_only=False)
+    code_N = np.append(code_of_row, none)[np.concatenate(table.row)]
+    seen = np.zeros((len(names), none + 1), bool)  # which patient is in which fold
+    seen[owner_N[known], code_N[known]] = True
+    seen[:, none] = False
+    twice = np.flatnonzero(seen.sum(1) > 1)
+    if len(twice):
         folds = " and ".join(values[fold] for fold in np.flatnonzero(seen[twice[0]])[:2])
         raise ConfigError(
             f"{table.name}: patient {names[int(twice[0])]} is in {column}s {folds}: put each "
             "patient in one"
         )
-    return task, np.append(number, 0)[fold_N]
+    return task, np.append(number, 0)[code_N]
+
+
+def _last_folds(name: str, values: list[str]) -> Any:
+    """task.folds if none are given: the last is test, the one before it valid."""
+    ordered = _in_order(values)
+    if len(ordered) < 3:
+        raise ConfigError(
+            f"{name}: folds {', '.join(ordered)}: at least 3 are needed, for train, valid and test"
+        )
+    return {
+        "train": tuple(ordered[:-2]),
+        "valid": tuple(ordered[-2:-1]),
+        "test": tuple(ordered[-1:]),
+    }
+
+
+def _folds(task: TaskConfig, values: list[str]) -> np.ndarray:
+    """The split of each value; 0 where task.folds does not name it."""
+    split_of = {}
+    for split, folds in task.folds.items():
+        for fold in folds:
+            split_of[fold] = SPLIT_OF[split]
+    # pandas writes whole numbers as 1.0 in a column with empty cells
+    splits = [split_of.get(v, split_of.get(v.removesuffix(".0"), 0)) for v in values]
+    return np.array(splits, np.int8)

@@ -42,59 +42,65 @@ def finetuning(
     if config is not None:
         return load(config, overrides, FinetuneConfig)
     tree = overridden({}, overrides)
-    given, task = build(tree, FinetuneConfig).train.model_fields_set, tree.get("task", {})
-    if name := task.pop("name", None):
-        tree = merge(read_yaml(find_config(name, "tasks", "--task"), "tasks"), tree)
-    elif labels := task.get("labels"):
-        task["name"] = Path(labels).stem
-    else:
-        raise ConfigError(
-            "no task is given: use --labels my.csv, --task NAME (age, sex, ...) or --config "
-            "diagnosis"
-        )
-    length = {} if {"steps", "epochs"} & given else {"epochs": EPOCHS}
+    given = build(tree, FinetuneConfig).train.model_fields_set
+    tree = with_task(tree)
+    length_given = bool({"steps", "epochs"} & given)
+    length = {} if length_given else {"epochs": EPOCHS}
     wanted = build(merge({"train": length}, tree), FinetuneConfig)
-    check(wanted, world := environment()[1])
-    learnt = (
-        guess(wanted.task) if wanted.task.labels and "kind" not in tree["task"] else wanted.task
-    )
-    crops = len(read_task(learnt, open_datasets(wanted)).of("train"))
-    batch = (
-        wanted.train.batch_crops
-        if "batch_crops" in given
-        else max(1, min(BATCH, crops // 10) // world) * world
-    )
+    _, world, _ = environment()
+    check(wanted, world)
+    task = wanted.task
+    guessed = bool(task.labels) and "kind" not in tree["task"]
+    if guessed:
+        task = guess(task)
+    crops = len(read_task(task, open_datasets(wanted)).of("train"))
+    batch = max(1, min(BATCH, crops // 10) // world) * world
+    if "batch_crops" in given:
+        batch = wanted.train.batch_crops
     epoch = max(1, crops // batch)
+    model = read_start(wanted.start, wanted.code).model
     chosen: dict[str, Any] = {
         "batch_crops": batch,
         "validate_every": min(epoch, VALIDATE),
         "valid_batches": 1000,
         "patience": PATIENCE,
-    }
-    chosen |= {"steps": min(EPOCHS * epoch, STEPS)} if length else {}
-    model = read_start(wanted.start, wanted.code).model
-    chosen |= {
         "lr": LR if model.encoder else min(LR, LR_WIDTH / model.width),
         "schedule": "warmup_cosine",
         "precision": "auto",
     }
+    if not length_given:
+        chosen["steps"] = min(EPOCHS * epoch, STEPS)
     before = Path(wanted.run, "config.yaml")
     saved = read_mapping(before) if before.is_file() else {}
     if (saved.get("task") or {}).get("name") == wanted.task.name:
         # resuming, perhaps with another number of ranks
         train = saved.get("train") or {}
         chosen |= {name: train[name] for name in chosen if name in train}
-    settled = build(merge({"train": chosen, "task": {"kind": learnt.kind}}, tree), FinetuneConfig)
+    settled = build(merge({"train": chosen, "task": {"kind": task.kind}}, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
-        t, kind = (
-            settled.train,
-            learnt.kind + " (--kind if it is not)" * (learnt is not wanted.task),
-        )
-        length_text = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} epochs"
-        say(
-            f"{learnt.name}: {kind}. {crops:,} training crops: at most {length_text} of "
-            f"{t.batch_crops} crops, lr {t.lr:.2g}; "
-            f"stops early after {t.patience} validations (one every {t.validate_every} steps) "
-            "without improvement"
-        )
+        say(what_was_chosen(settled, crops, guessed))
     return settled
+
+
+def with_task(tree: dict[str, Any]) -> dict[str, Any]:
+    """The settings with those of the task that task.name or task.labels names."""
+    task = tree.get("task", {})
+    if name := task.pop("name", None):
+        return merge(read_yaml(find_config(name, "tasks", "--task"), "tasks"), tree)
+    if labels := task.get("labels"):
+        task["name"] = Path(labels).stem
+        return tree
+    raise ConfigError(
+        "no task is given: use --labels my.csv, --task NAME (age, sex, ...) or --config diagnosis"
+    )
+
+
+def what_was_chosen(config: FinetuneConfig, crops: int, guessed: bool) -> str:
+    t, task = config.train, config.task
+    kind = f"{task.kind} (--kind if it is not)" if guessed else task.kind
+    length = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} epochs"
+    return (
+        f"{task.name}: {kind}. {crops:,} training crops: at most {length} of {t.batch_crops} "
+        f"crops, lr {t.lr:.2g}; stops early after {t.patience} validations (one every "
+        f"{t.validate_every} steps) without improvement"
+    )

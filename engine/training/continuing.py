@@ -35,15 +35,9 @@ from omnilead.engine.model.input import Input
 
 QUICKSTART = "quickstart"  # the config if none is given
 SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on
-AUTHORS = (
-    "conv",
-    "conv_norm",
-    "width",
-    "layers",
-    "heads",
-    "ffn",
-    "position_kernel",
-    "position_groups",
+AUTHORS = (  # and those of the authors'
+    *("conv", "conv_norm", "width", "layers", "heads", "ffn"),
+    *("position_kernel", "position_groups"),
 )
 PLUGGED = ("model.encoder", "augment.extra")  # may name the user's own code
 PLACES: dict[str, Any] = {
@@ -63,39 +57,38 @@ class StartingWeights:
 
     @torch.no_grad()
     def into(self, model: nn.Module) -> str:
+        """Loads the weights into the model; what was loaded, and what starts afresh."""
         own = model.state_dict()
-        encoder, heads = (
-            {name: own[name] for name in own if name.startswith(part)}
-            for part in ("encoder.", "local.")
-        )
-        theirs = {
-            name: w
-            for name, w in self.weights.items()
-            if name.startswith("encoder.") and (name != MASK or name in own)
-        }
-        anew = ["the mask embedding"] if MASK in encoder and MASK not in theirs else []
-        theirs = {name: own[name] for name in encoder if name == MASK} | theirs
-        if wrong := misfits(
-            *({name: tuple(w.shape) for name, w in side.items()} for side in (theirs, encoder))
-        ):
+        encoder = {name: w for name, w in own.items() if name.startswith("encoder.")}
+        heads = {name: w for name, w in own.items() if name.startswith("local.")}
+        theirs = {name: w for name, w in self.weights.items() if name.startswith("encoder.")}
+        new = []
+        if MASK not in encoder:
+            theirs.pop(MASK, None)
+        elif MASK not in theirs:
+            theirs[MASK] = own[MASK]
+            new.append("the mask embedding")
+        if wrong := misfits(shapes(theirs), shapes(encoder)):
             raise ConfigError(
                 f"start={self.start}: its weights are not those of this encoder: {wrong}"
             )
-        fit = bool(heads) and all(
-            name in self.weights and self.weights[name].shape == w.shape
-            for name, w in heads.items()
-        )
-        model.load_state_dict(
-            own | theirs | ({name: self.weights[name] for name in heads} if fit else {})
-        )
-        taken = "the encoder" + " and the heads of the local objective" * fit
-        anew += ["the heads of the local objective"] * (bool(heads) and not fit) + ["the optimiser"]
-        scale = (
-            ""
-            if self.scale == "millivolt"
-            else f"; it was trained on signals in {self.scale}, now millivolts"
-        )
-        return f"start={self.start}: {taken} loaded; new: {', '.join(anew)}{scale}"
+        taken = "the encoder"
+        their_heads = {name: w for name, w in self.weights.items() if name in heads}
+        if heads and shapes(their_heads) == shapes(heads):
+            taken += " and the heads of the local objective"
+            theirs |= their_heads
+        elif heads:
+            new.append("the heads of the local objective")
+        new.append("the optimiser")
+        model.load_state_dict({**own, **theirs})
+        said = f"start={self.start}: {taken} loaded; new: {', '.join(new)}"
+        if self.scale != "millivolt":
+            said += f"; it was trained on signals in {self.scale}, now millivolts"
+        return said
+
+
+def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
 def read_config(
@@ -116,70 +109,73 @@ def read_config(
         )
     settings = read_mapping(before) if before.is_file() else {"task": {}}
     if "task" not in settings:
-        tree = {
-            name: section
-            for name, section in settings.items()
-            if name not in ("run", "start", "data")
-        }
+        left_out = ("run", "start", "data")
+        tree = {name: section for name, section in settings.items() if name not in left_out}
     else:  # a model folder, or a fine-tuned run
         with model_folder(start) as (folder, _):
             document = document_of(folder / CONFIG)
         tree = {name: document[name] for name in ("model", "objective") if name in document}
-    named = flatten(given)
-    for key, value in flatten(tree).items():
-        if (
-            key in PLUGGED and ":" in str(value) and key not in named
-        ):  # the run may come from anyone
-            raise ConfigError(
-                f"start={start}: {key}={value} is code: to run it, name the file: --set "
-                f"{key}={value}"
-            )
-        if key in PLACES and value != PLACES[key] and key not in named:
-            raise ConfigError(
-                f"start={start}: {key}={value} is a file or a service: to use it again, --set "
-                f"{key}={value}"
-            )
+    refuse_foreign(start, flatten(tree), flatten(given))
     return build(overridden(tree, overrides))
 
 
+def refuse_foreign(start: str, settings: dict[str, Any], given: dict[str, Any]) -> None:
+    """The run may come from anyone: code, files and services that it names are used only if they
+    are named again."""
+    for key, value in settings.items():
+        again = f"--set {key}={value}"
+        if key in given:
+            continue
+        if key in PLUGGED and ":" in str(value):
+            raise ConfigError(
+                f"start={start}: {key}={value} is code: to run it, name the file: {again}"
+            )
+        if key in PLACES and value != PLACES[key]:
+            raise ConfigError(
+                f"start={start}: {key}={value} is a file or a service: to use it again, {again}"
+            )
+
+
 def read_weights(config: Config) -> StartingWeights:
-    start, augment = config.start, config.augment
+    start = config.start
     with model_folder(start) as (folder, digest):
-        document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
-        theirs, weights = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
+        document = document_of(folder / CONFIG)
+        preprocessing = document_of(folder / PREPROCESSING)
+        theirs = config_of(document, folder / CONFIG)
+        weights = load_file(folder / WEIGHTS)
+    check_fits(config, theirs, Input.of(preprocessing, theirs.leads))
+    trained = document.get("trained") or {}
+    continued: dict[str, Any] = {"start": start, "digest": digest[:16]}
+    continued |= {key: trained.get(key) for key in ("step", "datasets")}
+    facts: dict[str, Any] = {"continued": continued}
+    if trained.get("splits"):
+        facts["splits_before"] = trained["splits"]
+    floats = {name: w.float() for name, w in weights.items()}
+    return StartingWeights(start, floats, facts, str(preprocessing["scale"]))
+
+
+def check_fits(config: Config, theirs: ModelConfig, signals: Input) -> None:
+    start, augment = config.start, config.augment
     before, now = _architecture(theirs), _architecture(config.model)
-    if differ := [
-        f"model.{key} is {value!r} there, {now[key]!r} here"
-        for key, value in before.items()
-        if now.get(key, value) != value
-    ]:
+    differ = []
+    for key, value in before.items():
+        if now.get(key, value) != value:
+            differ.append(f"model.{key} is {value!r} there, {now[key]!r} here")
+    if differ:
         raise ConfigError(
             f"start={start}: another architecture: {'; '.join(differ)}: set the same, or leave "
             "out --config"
         )
-    had, fs_hz = (given := Input.of(preprocessing, theirs.leads)).leads, given.fs_hz
-    if fs_hz != FS_HZ:
+    if signals.fs_hz != FS_HZ:
         raise ConfigError(
-            f"start={start}: was trained at {fs_hz:g} Hz, pre-training is at 500 Hz: fine-tune "
-            "from it instead"
+            f"start={start}: was trained at {signals.fs_hz:g} Hz, pre-training is at 500 Hz: "
+            "fine-tune from it instead"
         )
-    if had != augment.output_leads:
+    if signals.leads != augment.output_leads:
         raise ConfigError(
-            f"start={start}: augment.leads={augment.leads!r}: use {describe_leads(had)}, as it "
-            "was trained on these"
+            f"start={start}: augment.leads={augment.leads!r}: use "
+            f"{describe_leads(signals.leads)}, as it was trained on these"
         )
-    trained = document.get("trained") or {}
-    facts = {
-        "continued": {
-            "start": start,
-            "digest": digest[:16],
-            **{key: trained.get(key) for key in ("step", "datasets")},
-        }
-    }
-    facts |= {"splits_before": trained["splits"]} if trained.get("splits") else {}
-    return StartingWeights(
-        start, {name: w.float() for name, w in weights.items()}, facts, str(preprocessing["scale"])
-    )
 
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:

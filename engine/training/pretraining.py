@@ -52,71 +52,50 @@ COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 
 class PretrainTask(TrainingTask):
     keys = (
-        *(
-            "step",
-            "crops_seen",
-            "epoch",
-            "loss",
-            "loss_local",
-            "loss_global",
-            "loss_diversity",
-            "loss_features",
-            "lr",
-        ),
-        *(
-            "grad_norm",
-            "crops_per_s",
-            "data_wait_pct",
-            "mfu",
-            "code_perplexity",
-            "prob_perplexity",
-            "gumbel_tau",
-        ),
-        *("masked_share", "accuracy_local", "accuracy_global", "skipped_steps", "memory_gb"),
+        *("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global"),
+        *("loss_diversity", "loss_features", "lr", "grad_norm", "crops_per_s", "data_wait_pct"),
+        *("mfu", "code_perplexity", "prob_perplexity", "gumbel_tau", "masked_share"),
+        *("accuracy_local", "accuracy_global", "skipped_steps", "memory_gb"),
     )
     exports_best = False
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         super().__init__(config, datasets, ranks)
-        self.low_logs = 0
+        self.low_logs = 0  # log lines in a row with few codes in use
         local = config.objective.local > 0
-        self.code = code_of(
-            {"model.encoder": config.model.encoder, "augment.extra": config.augment.extra},
-            config.run,
-        )
-        self.encoder, self.tokens = prepared(
-            config.model, local, dtype_of(config), config.train.seed
-        )
+        plugged = {"model.encoder": config.model.encoder, "augment.extra": config.augment.extra}
+        self.code = code_of(plugged, config.run)
+        dtype = dtype_of(config)
+        self.encoder, self.tokens = prepared(config.model, local, dtype, config.train.seed)
         self.start = read_weights(config) if config.start else None
         self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         self.roles = training_roles(config)
         self.patients = patient_ids(datasets) if config.objective.needs_ids else None
-        self.held_out, self.probe = (
-            ValidationLoss(config, datasets, ranks),
-            PatientProbe(config, datasets, ranks),
-        )
-        self.remarks = [remark] if (remark := self._validation_remark()) else []
+        self.held_out = ValidationLoss(config, datasets, ranks)
+        self.probe = PatientProbe(config, datasets, ranks)
+        self.remarks = self._validation_remarks()
         self.flops_per_crop = encoder_flops(self.encoder, config.model, local)
 
-    def _validation_remark(self) -> str | None:
+    def _validation_remarks(self) -> list[str]:
         data = self.config.data
         if self.held_out.crops:
             shared = 0 if data.hold_out else self.held_out.trained_on()
-            leak = (
+            if not shared:
+                return []
+            return [
                 f"{shared} validation crops are also trained on (data.train, data.valid): their "
                 "loss is not held out"
-            )
-            return leak if shared else None
+            ]
         if data.hold_out:
             raise ConfigError(
                 f"data.hold_out={data.hold_out}: selects no patient of these datasets: raise it, "
                 "or leave it out"
             )
         role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
-        return (
+        return [
             f"no validation loss: too few crops have data.valid {role}; data.hold_out=0.05 holds "
             "patients out for it"
-        )
+        ]
 
     def model(self, generator: torch.Generator) -> nn.Module:
         model = Pretrainer(self.config.model, self.config.objective, self.encoder, generator)
@@ -138,60 +117,56 @@ class PretrainTask(TrainingTask):
 
     def facts(self) -> dict[str, Any]:
         """Adds the number of candidates, which is part of the objective."""
-        contrasted = self.config.objective.contrast > 0
-        facts = (
-            {"train.micro_batch x ranks": candidates(self.config, self.ranks.world)}
-            if contrasted
-            else {}
-        )
-        return super().facts() | facts | (self.start.facts if self.start else {})
+        facts = super().facts()
+        if self.config.objective.contrast > 0:
+            facts["train.micro_batch x ranks"] = candidates(self.config, self.ranks.world)
+        if self.start:
+            facts |= self.start.facts
+        return facts
 
     def explained(self) -> dict[str, Any]:
-        c, m = self.config, self.config.model
-        local, contrast = c.objective.local > 0, c.objective.contrast > 0
-        chance: dict[str, float] = {}
-        crops = {"": candidates(c, self.ranks.world), VALID: self.held_out.crops}
-        if local:
-            tokens, drawn = self.tokens, c.objective.negatives
-            others = max(1.0, tokens * masked_share(m, tokens) - 1)
-            rivals = others * (1 - (1 - 1 / others) ** drawn)  # some are drawn more than once
-            for prefix in crops:
-                chance |= {
-                    f"{prefix}loss_local": math.log(1 + drawn),
-                    f"{prefix}accuracy_local": 1 / (1 + rivals),
-                }
-        if contrast:
-            one_half = (c.objective.method, c.objective.form) == ("cmsc", "authors")
-            for prefix, n in crops.items():
-                choices = n if one_half else 2 * n - 1
-                chance |= (
-                    {
-                        f"{prefix}loss_global": math.log(choices),
-                        f"{prefix}accuracy_global": 1 / choices,
-                    }
-                    if n
-                    else {}
-                )
+        in_training, held_out = candidates(self.config, self.ranks.world), self.held_out.crops
+        chance = self._chance("", in_training) | self._chance(VALID, held_out)
         if self.probe.pairs:
             chance[f"{VALID}identification_accuracy"] = 1 / len(self.probe.pairs)
-        differs = ["dropout is off"] * drops_out(self.encoder, m, m.feature_dropout)
-        differs += ["codes are the likeliest ones, not sampled"] * local
-        if contrast and crops[VALID] != crops[""]:
-            differs.append(
-                f"crops are contrasted in batches of {crops[VALID]:,}, not {crops['']:,}"
-            )
-        masked = ["tokens"] * local + ["leads"] * (c.augment.rlm > 0)
-        differs += (
-            [f"{' and '.join(masked)} are masked as in training"] if differs and masked else []
-        )
-        return {"chance": chance, "validation": differs if self.held_out.crops else []}
+        differs = self._validation_differs(in_training, held_out) if held_out else []
+        return {"chance": chance, "validation": differs}
+
+    def _chance(self, prefix: str, crops: int) -> dict[str, float]:
+        """Losses and accuracies when guessing. `crops`: how many are contrasted."""
+        objective, model = self.config.objective, self.config.model
+        chance: dict[str, float] = {}
+        if objective.local > 0:
+            drawn = objective.negatives
+            others = max(1.0, self.tokens * masked_share(model, self.tokens) - 1)
+            rivals = others * (1 - (1 - 1 / others) ** drawn)  # some are drawn more than once
+            chance[f"{prefix}loss_local"] = math.log(1 + drawn)
+            chance[f"{prefix}accuracy_local"] = 1 / (1 + rivals)
+        if objective.contrast > 0 and crops:
+            one_half = objective.method == "cmsc" and objective.form == "authors"
+            choices = crops if one_half else 2 * crops - 1
+            chance[f"{prefix}loss_global"] = math.log(choices)
+            chance[f"{prefix}accuracy_global"] = 1 / choices
+        return chance
+
+    def _validation_differs(self, in_training: int, held_out: int) -> list[str]:
+        config, model = self.config, self.config.model
+        local = config.objective.local > 0
+        differs = []
+        if drops_out(self.encoder, model, model.feature_dropout):
+            differs.append("dropout is off")
+        if local:
+            differs.append("codes are the likeliest ones, not sampled")
+        if config.objective.contrast > 0 and held_out != in_training:
+            differs.append(f"crops are contrasted in batches of {held_out:,}, not {in_training:,}")
+        masked = ["tokens"] * local + ["leads"] * (config.augment.rlm > 0)
+        if differs and masked:
+            differs.append(f"{' and '.join(masked)} are masked as in training")
+        return differs
 
     def extra_metrics(self, step: int) -> dict[str, float | None]:
-        return {
-            "gumbel_tau": temperature(self.config.model, step)
-            if self.config.objective.local
-            else None
-        }
+        local = self.config.objective.local > 0
+        return {"gumbel_tau": temperature(self.config.model, step) if local else None}
 
     def warning(self, values: dict[str, float]) -> str | None:
         """Warns once, and early, when the quantizer collapses."""
@@ -204,9 +179,8 @@ class PretrainTask(TrainingTask):
             return None
         return (
             f"the quantizer is collapsing: {codes:.1f} of {m.codebooks * m.codes} codes are in "
-            "use. Raise objective.diversity "
-            f"({self.config.objective.diversity}), lower train.lr ({self.config.train.lr}), or "
-            "raise model.tau_decay"
+            f"use. Raise objective.diversity ({self.config.objective.diversity}), lower train.lr "
+            f"({self.config.train.lr}), or raise model.tau_decay"
         )
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
@@ -220,22 +194,23 @@ class PretrainTask(TrainingTask):
     @staticmethod
     def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
         model = asdict(config.model) | {"encoder": portable(config.model.encoder)}
-        continued = {"continued": state["continued"]} if "continued" in state else {}
-        return {"model": model, "objective": asdict(config.objective)} | continued
+        document = {"model": model, "objective": asdict(config.objective)}
+        if "continued" in state:
+            document["continued"] = state["continued"]
+        return document
 
     @staticmethod
     def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
-        m, o = config.model, config.objective
-        names = ("local", "diversity", "features", "contrast") if o.local else ("contrast",)
-        terms = [f"{getattr(o, name)} x {name}" for name in names if getattr(o, name)]
-        return "Lead-agnostic ECG encoder, pre-trained with omnilead", [
-            describe_encoder(m),
-            *(
-                [f"Continued from the weights of {start_text(config.start)}."]
-                if config.start
-                else []
-            ),
-            f"Loss: {', '.join(terms)}; global objective {o.method if o.contrast else 'none'}.",
-            f"Weights of step {state['step']:,}, the newest. "
-            f"{best_step_text(state.get('best') or {})}",
-        ]
+        objective = config.objective
+        names = ["contrast"]
+        if objective.local:
+            names = ["local", "diversity", "features", "contrast"]
+        terms = [f"{getattr(objective, n)} x {n}" for n in names if getattr(objective, n)]
+        global_objective = objective.method if objective.contrast else "none"
+        lines = [describe_encoder(config.model)]
+        if config.start:
+            lines.append(f"Continued from the weights of {start_text(config.start)}.")
+        lines.append(f"Loss: {', '.join(terms)}; global objective {global_objective}.")
+        best = best_step_text(state.get("best") or {})
+        lines.append(f"Weights of step {state['step']:,}, the newest. {best}")
+        return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines

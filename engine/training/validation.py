@@ -61,16 +61,13 @@ def model_inputs(
     """A batch as arguments of engine.model.pretrainer.Pretrainer. `patients`: patient_ids of the
     datasets."""
     x, places = batch.x_BSLT, batch.places
-    keys = to_device(
-        row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1]), x.device
-    )
-    ids = None
+    keys = row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1])
+    ids: Tensor | None = None
     if patients:
         crops = zip(places.dataset.tolist(), places.row.tolist(), strict=True)
-        ids = to_device(
-            np.array([patients[dataset][row] for dataset, row in crops], np.int64), x.device
-        )
-    return x.to(dtype_of(config)), keys, tau, ids
+        of_crop = np.array([patients[dataset][row] for dataset, row in crops], np.int64)
+        ids = to_device(of_crop, x.device)
+    return x.to(dtype_of(config)), to_device(keys, x.device), tau, ids
 
 
 @contextmanager
@@ -88,24 +85,20 @@ def eval_mode(engine: Any) -> Iterator[None]:
 
 def training_roles(config: Config) -> dict[str, Any]:
     """Which crops pre-training draws, as arguments of engine.data.order.DatasetRows.of."""
-    roles: dict[str, Any] = {
-        name: value for name, value in config.data.train if value is not None
-    } | {"halves": 2}
-    return roles | ({"hold_out": config.data.hold_out} if config.data.hold_out else {})
+    roles: dict[str, Any] = {"halves": 2}
+    roles |= {name: value for name, value in config.data.train if value is not None}
+    if config.data.hold_out:
+        roles["hold_out"] = config.data.hold_out
+    return roles
 
 
-def count_crops(dataset: Dataset, roles: dict[str, Any], also: dict[str, Any] | None = None) -> int:
-    """Crops with these roles; with `also`, those that have both."""
+def rows_of(dataset: Dataset, roles: dict[str, Any]) -> np.ndarray:
+    """The crops with these roles."""
     try:
-        selected = [DatasetRows.of(dataset, **one) for one in (roles, also) if one is not None]
+        rows = DatasetRows.of(dataset, **roles)
     except OrderError:  # no crop has the role
-        return 0
-    some = [rows.numbers for rows in selected if rows.numbers is not None]
-    return (
-        len(np.intersect1d(some[0], some[1], assume_unique=True))
-        if len(some) == 2
-        else min(map(len, selected))
-    )
+        return np.arange(0)
+    return np.arange(len(rows)) if rows.numbers is None else rows.numbers
 
 
 class ValidationLoss:
@@ -118,22 +111,22 @@ class ValidationLoss:
             self.roles = training_roles(config) | {"held": True}
         else:
             self.roles = {**dict(config.data.valid), "halves": 2}
-        counts = [count_crops(dataset, self.roles) for dataset in datasets]
+        counts = [len(rows_of(dataset, self.roles)) for dataset in datasets]
         self.datasets = [dataset for dataset, count in zip(datasets, counts, strict=True) if count]
         contrasted = config.objective.contrast > 0
         largest = candidates(config, ranks.world) if contrasted else config.train.batch_crops
         self.crops = min(largest, sum(counts)) if sum(counts) > contrasted else 0
         self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
-        self.patients = (
-            patient_ids(self.datasets) if self.crops and config.objective.needs_ids else None
-        )
+        needs_ids = self.crops and config.objective.needs_ids
+        self.patients = patient_ids(self.datasets) if needs_ids else None
 
     def trained_on(self) -> int:
         """How many of the validation crops are trained on as well."""
-        return sum(
-            count_crops(dataset, self.roles, training_roles(self.config))
-            for dataset in self.datasets
-        )
+        shared = 0
+        for dataset in self.datasets:
+            trained = rows_of(dataset, training_roles(self.config))
+            shared += len(np.intersect1d(rows_of(dataset, self.roles), trained))
+        return shared
 
     def measure(self, engine: Any) -> dict[str, float]:
         """Means over at most train.valid_batches batches. Each rank takes whole batches, so the
@@ -146,28 +139,24 @@ class ValidationLoss:
             micro_batch=None,
             weights=None,
         )
-        share = -(-self.batches // self.ranks.world)
+        share = math.ceil(self.batches / self.ranks.world)
         first = self.ranks.rank * share
         loader = Loader(settings, self.datasets, self.ranks.device, step=first, **self.roles)
         sums: dict[str, Tensor] = {}
         try:
             with eval_mode(engine), torch.no_grad(), single_process():
                 for number, (batch, _) in enumerate(islice(loader, share), first):
-                    for name, value in engine(
-                        *model_inputs(batch, self.config, self.patients)
-                    ).items():
-                        counted = (
-                            value.float()
-                            if number < self.batches
-                            else torch.zeros_like(value, dtype=torch.float32)
-                        )
-                        sums[name] = sums.get(name, 0) + counted
+                    losses = engine(*model_inputs(batch, self.config, self.patients))
+                    for name, value in losses.items():
+                        # selected, not multiplied: what does not count may be NaN
+                        counts = number < self.batches
+                        value = value.float() if counts else torch.zeros_like(value).float()
+                        sums[name] = sums.get(name, 0) + value
         finally:
             loader.close()
-        means = sum_over_ranks(torch.stack(list(sums.values()))) / self.batches
-        return {
-            name: value for name, value in zip(sums, means.tolist(), strict=True) if name in LOGGED
-        }
+        total = sum_over_ranks(torch.stack(list(sums.values())))
+        means = dict(zip(sums, (total / self.batches).tolist(), strict=True))
+        return {name: mean for name, mean in means.items() if name in LOGGED}
 
 
 class PatientProbe:
@@ -178,15 +167,11 @@ class PatientProbe:
         self.config, self.ranks = config, ranks
         self.pairs: list[tuple[Dataset, int, int]] = []  # dataset, gallery row, probe row
         for dataset, patients in zip(datasets, patient_ids(datasets), strict=True):
-            gallery, probe = (
-                {patients[row]: row for row in dataset.select(identity=role).tolist()}
-                for role in ("gallery", "probe")
-            )
-            self.pairs += [
-                (dataset, gallery[patient], probe[patient])
-                for patient in gallery
-                if patient in probe
-            ]
+            gallery = {patients[row]: row for row in dataset.select(identity="gallery").tolist()}
+            probe = {patients[row]: row for row in dataset.select(identity="probe").tolist()}
+            for patient, row in gallery.items():
+                if patient in probe:
+                    self.pairs.append((dataset, row, probe[patient]))
         self.pairs = self.pairs[: config.train.probe_patients]
 
     def accuracy(self, engine: Any) -> float:
@@ -275,13 +260,12 @@ class Capture:
         assert self.c_RND is not None
         arrays = {}
         if self.compared is not None and self.draws is not None:
-            arrays["positive_similarity"], arrays["negative_similarity"] = contexts(
-                self.compared, self.draws
-            )
+            own, others = contexts(self.compared, self.draws)
+            arrays = {"positive_similarity": own, "negative_similarity": others}
             arrays["code_usage"] = sum_over_ranks(self.compared.quantized.hard_GV).cpu().numpy()
         crop_R = torch.arange(len(self.c_RND), device=self.c_RND.device) // views
-        arrays["same_similarity"], arrays["other_similarity"] = pairs(pool(self.c_RND), crop_R)
-        return arrays
+        same, other = pairs(pool(self.c_RND), crop_R)
+        return {**arrays, "same_similarity": same, "other_similarity": other}
 
 
 def contexts(compared: LocalOutput, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
