@@ -122,27 +122,6 @@ def test_our_run_becomes_their_checkpoint(tmp_path: Path) -> None:
     assert same(one["model"], other["model"])
 
 
-@pytest.mark.parametrize(
-    "section, given, expected",
-    [
-        ({}, "auto", "millivolt"),
-        ({"normalize": True}, "auto", "layernorm"),
-        ({"data": "/x/mimic_iv_ecg/manifests"}, "auto", "zscore"),
-        ({}, "zscore", "zscore"),
-        ({"normalize": True}, "millivolt", "millivolt"),
-    ],
-)
-def test_the_scale_of_the_input_is_recorded(
-    section: dict[str, Any], given: str, expected: str, tmp_path: Path
-) -> None:
-    path = saved(
-        tmp_path / "a.pt", cfg=their_settings(CONFIG) | {"task": {"sample_rate": 500} | section}
-    )
-    assert convert.main(["from-fairseq", str(path), str(tmp_path / "out"), "--input", given]) == 0
-    document = json.loads((tmp_path / "out" / "preprocessing.json").read_text())
-    assert (document["scale"], document["fs_hz"], document["leads"][3]) == (expected, 500, "aVR")
-
-
 class Content:
     """Settings as OmegaConf stores them: a class of another package, with nodes that hold
     values."""

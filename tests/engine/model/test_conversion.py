@@ -281,18 +281,21 @@ def test_what_is_guessed_or_contradicted_is_noted(tmp_path: Path, capsys: Any) -
     nested = {"task": {"sample_rate": 250}}  # of pre-training, in a fine-tuned checkpoint
     contradicted = "its settings state 250 Hz, --fs 500 is used instead: leave it out if"
     guessed = "its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with --input"
-    for task, options, fs_hz, note in (
-        ({}, [], 250, ""),
-        ({}, ["--fs", "250"], 250, ""),
-        ({}, ["--fs", "500"], 500, contradicted),
-        ({"sample_rate": 400}, [], 400, ""),
-        ({"data": "/x/mimic_iv_ecg"}, [], 250, guessed),
-        ({"data": "/x/mimic_iv_ecg"}, ["--input", "zscore"], 250, ""),
+    for task, options, fs_hz, scale, note in (
+        ({}, [], 250, "millivolt", ""),
+        ({}, ["--fs", "250"], 250, "millivolt", ""),
+        ({}, ["--fs", "500"], 500, "millivolt", contradicted),
+        ({"sample_rate": 400}, [], 400, "millivolt", ""),
+        ({"normalize": True}, [], 250, "layernorm", ""),
+        ({"normalize": True}, ["--input", "millivolt"], 250, "millivolt", ""),
+        ({"data": "/x/mimic_iv_ecg"}, [], 250, "zscore", guessed),
+        ({"data": "/x/mimic_iv_ecg"}, ["--input", "zscore"], 250, "zscore", ""),
     ):
         saved(tmp_path / "a.pt", SMALL, task, 0, args=nested)
         out = converted(tmp_path, *options)
         err = capsys.readouterr().err
-        assert json.loads((out / "preprocessing.json").read_text())["fs_hz"] == fs_hz
+        made = json.loads((out / "preprocessing.json").read_text())
+        assert (made["fs_hz"], made["scale"], made["leads"]) == (fs_hz, scale, list(LEADS))
         assert err.count("\n") == bool(note) and note in err
         shutil.rmtree(out)
 
