@@ -10,6 +10,7 @@ Errors are ConfigError, DataError and OutputError, each with one line for the us
 import errno
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,31 +159,26 @@ def prepare(
     device: str = "auto",
     precision: str = "auto",
     code: bool = False,
-    fs_hz: float | None = None,
-    unit: str | None = None,
-    batch: int | None = None,
-    workers: int | None = None,
     **options: Any,
 ) -> Setup:
     """Loads the model and completes the options: see EcgOptions and `prepare_model`."""
     urls = (data,) if isinstance(data, str) else tuple(data)
-    if (fs_hz is not None or unit) and not any(url.endswith(ARRAYS) for url in urls):
+    given = {name: value for name, value in options.items() if value is not None}
+    asked = EcgOptions(urls, **given)
+    if (asked.fs_hz is not None or asked.unit) and not any(url.endswith(ARRAYS) for url in urls):
         raise ConfigError(
             "--fs and --unit are for .npy and .npz files, and --data names none: leave them out"
         )
     loaded, precision = prepare_model(model, device, precision, code)
     on_gpu, cores = loaded.device.type == "cuda", cores_per_rank()
-    complete = EcgOptions(
-        urls,
-        fs_hz=fs_hz,
-        unit=unit or "mV",
-        batch=batch or (256 if on_gpu else 16),
-        workers=workers or (cores if on_gpu else max(1, cores // 4)),
+    complete = replace(
+        asked,
+        unit=asked.unit or "mV",
+        batch=asked.batch or (256 if on_gpu else 16),
+        workers=asked.workers or (cores if on_gpu else max(1, cores // 4)),
         pin=on_gpu,
-        **options,
     )
-    leads = complete.leads
-    shown = loaded.input.limited_to(leads) if leads else loaded.input
+    shown = loaded.input.limited_to(asked.leads) if asked.leads else loaded.input
     return Setup(loaded, shown, precision, complete)
 
 

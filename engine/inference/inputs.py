@@ -75,9 +75,9 @@ class EcgOptions:
     per: Per = "crop"
     leads: str | None = None  # shown to the model; also the names of the rows of arrays
     fs_hz: float | None = None  # of arrays
-    unit: str = "mV"  # of arrays
-    batch: int = 16  # crops encoded at a time
-    workers: int = 1  # reading threads
+    unit: str = ""  # of arrays; "": mV
+    batch: int = 0  # crops encoded at a time; 0: 16, on a GPU 256
+    workers: int = 0  # reading threads; 0: a quarter of the cores, with a GPU all
     on_corrupt: Literal["stop", "skip"] = "stop"
     anonymous: bool = False  # public s3:// data without credentials
     pseudonymize: str | None = None  # a key file

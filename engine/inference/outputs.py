@@ -196,20 +196,30 @@ def _table(batches: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per
     first_N = np.flatnonzero(np.diff(group_H, prepend=-1))
     count_N = np.diff(first_N, append=len(y_HD)).astype(np.float32)
     y_ND = np.add.reduceat(y_HD, first_N) / count_N[:, None]
-    rows = pa.concat_tables([batch.crops.table for batch, _ in batches])
-    rows = rows.select(list(COLUMNS)).take(crop_H[first_N])
+    crops = pa.concat_tables([batch.crops.table for batch, _ in batches])
+    rows = crops.select(list(COLUMNS)).take(crop_H[first_N])
     if per == "half":
-        second_N = np.diff(crop_H, prepend=-1) == 0
-        starts = pa.array(rows["start_s"].to_numpy() + second_N * (HALF / FS_HZ))
-        rows = rows.set_column(rows.column_names.index("start_s"), "start_s", starts)
+        rows = _with_starts(rows, np.diff(crop_H, prepend=-1) == 0)
     columns = [*rows.columns, *output.columns(y_ND)]
     if MISSING in output.schema.names:
-        missing_BL = np.concatenate([batch.crops.missing_BL for batch, _ in batches])
-        # of a record: in any of its crops
-        missing_NL = np.logical_or.reduceat(missing_BL[crop_H], first_N)
-        names = [describe_leads(np.flatnonzero(missing_L)) or None for missing_L in missing_NL]
-        columns.insert(len(COLUMNS), pa.array(names, pa.string()))
+        columns.insert(len(COLUMNS), _missing_leads(batches, crop_H, first_N))
     return pa.Table.from_arrays(columns, schema=output.schema)
+
+
+def _with_starts(rows: pa.Table, second_N: np.ndarray) -> pa.Table:
+    """The second halves of crops start 5 s later."""
+    starts = rows["start_s"].to_numpy() + second_N * (HALF / FS_HZ)
+    return rows.set_column(rows.column_names.index("start_s"), "start_s", pa.array(starts))
+
+
+def _missing_leads(
+    batches: list[tuple[CropBatch, np.ndarray]], crop_H: np.ndarray, first_N: np.ndarray
+) -> pa.Array:
+    """The names of the leads that are missing in any crop of a row."""
+    missing_BL = np.concatenate([batch.crops.missing_BL for batch, _ in batches])
+    missing_NL = np.logical_or.reduceat(missing_BL[crop_H], first_N)
+    names = [describe_leads(np.flatnonzero(missing_L)) or None for missing_L in missing_NL]
+    return pa.array(names, pa.string())
 
 
 class ParquetParts:

@@ -59,11 +59,8 @@ from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.config import TaskKind
 
-LARGE_MV, HUGE_MV, TINY_MV = (
-    20.0,
-    100.0,
-    0.01,
-)  # limits for a typical lead's median, peak, peak; hearts peak at 0.1 to 10 mV
+# Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
+LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01
 NOT_MEASURED = -32_768  # in int16
 ROWS = 64  # segments encoded at a time
 NOT_FINITE = "the model's outputs are not finite: its weights are broken"
@@ -78,33 +75,26 @@ class HeadInfo:
     task: str
     kind: TaskKind
     classes: tuple[str, ...] = ()  # [K]; for binary and regression, the label columns
-    thresholds: tuple[
-        float, ...
-    ] = ()  # [K] for binary and multilabel: a class is predicted above its threshold
-    chosen: tuple[
-        float, ...
-    ] = ()  # [K] thresholds chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
+    # [K] for binary and multilabel: a class is predicted above its threshold
+    thresholds: tuple[float, ...] = ()
+    # [K] chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
+    chosen: tuple[float, ...] = ()
     unit: str = ""  # for regression
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[float, ...] = ()
-    definition: dict[str, Any] = field(
-        default_factory=dict
-    )  # settings of the task: labels, split, ...
+    # Settings of the task: labels, split, ...
+    definition: dict[str, Any] = field(default_factory=dict)
     sha256: str = ""  # of the training labels and splits, if they are not the dataset's own
 
     def __post_init__(self) -> None:
-        figures = {
-            "regression": ("center", "scale"),
-            "binary": ("thresholds",),
-            "multilabel": ("thresholds",),
-        }
-        lengths = {
-            name: len(getattr(self, name)) for name in ("classes", *figures.get(self.kind, ()))
-        }
+        lengths = {"classes": len(self.classes)}
+        if self.kind == "regression":
+            lengths |= {"center": len(self.center), "scale": len(self.scale)}
+        elif self.kind in ("binary", "multilabel"):
+            lengths["thresholds"] = len(self.thresholds)
         if len(set(lengths.values())) > 1 or (self.kind == "identity") != (not self.classes):
-            raise ConfigError(
-                f"{self.kind} with {', '.join(f'{n} {name}' for name, n in lengths.items())}"
-            )
+            counted = ", ".join(f"{length} {name}" for name, length in lengths.items())
+            raise ConfigError(f"{self.kind} with {counted}")
 
     def scores(self, logits_RK: Tensor) -> Tensor:
         """Probabilities, or values in `unit`."""
@@ -128,17 +118,10 @@ class TrainedModel(nn.Module):
         digest: str = "",
     ) -> None:
         super().__init__()
-        self.encoder, self.head, self.config, self.preprocessing, self.digest = (
-            encoder,
-            head,
-            config,
-            preprocessing,
-            digest,
-        )
-        self.input, self.head_info = (
-            Input.of(preprocessing, config_of(config).leads),
-            head_of(config),
-        )
+        self.encoder, self.head = encoder, head
+        self.config, self.preprocessing, self.digest = config, preprocessing, digest
+        self.input = Input.of(preprocessing, config_of(config).leads)
+        self.head_info = head_of(config)
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
@@ -166,16 +149,15 @@ class TrainedModel(nn.Module):
     def unprepared(self) -> str:
         """Why its predictions are doubtful if some of its leads are missing; "" if it was trained
         with random lead masking."""
-        masked = self.history.get(
-            "rlm"
-        )  # unknown for models of other programs and of older versions
+        # Unknown for models of other programs and of older versions
+        masked = self.history.get("rlm")
         if masked:
             return ""
         trained = "was not trained" if masked == 0 else "is not known to have been trained"
-        measure = (
-            "measure it with `omnilead evaluate --leads`, or fine-tune it with augment.rlm=0.5"
+        return (
+            f"the model {trained} with missing leads: measure it with `omnilead evaluate --leads`, "
+            "or fine-tune it with augment.rlm=0.5"
         )
-        return f"the model {trained} with missing leads: {measure}"
 
     def pooled(self, x_RLT: Tensor) -> Tensor:
         """c_RD, float32: the mean over tokens."""
@@ -218,7 +200,7 @@ class TrainedModel(nn.Module):
         is refused.
         """
         c_BD = self._means(self.pooled, self.encoder.width, signal, fs_hz, leads, unit)
-        return c_BD if getattr(signal, "ndim", None) == 3 else c_BD[0]
+        return c_BD if _several(signal) else c_BD[0]
 
     @torch.inference_mode()
     def predict(
@@ -229,14 +211,13 @@ class TrainedModel(nn.Module):
         Arguments: see `embed`. Warns if leads are missing that the model was not trained
         without."""
         leads = leads if isinstance(leads, str) else tuple(leads)
-        missing = set(self.input.seen) - set(leads_in_order(leads))
+        missing = sorted(set(self.input.seen) - set(leads_in_order(leads)))
         if missing and (why := self.unprepared()):
-            warnings.warn(
-                f"without leads {describe_leads(sorted(missing))}: {why}", stacklevel=3
-            )  # 2 is torch's decorator
+            # The second frame is torch's decorator
+            warnings.warn(f"without leads {describe_leads(missing)}: {why}", stacklevel=3)
         y_BK = self._means(self.scores, len(self.classes), signal, fs_hz, leads, unit)
-        found = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
-        return found if getattr(signal, "ndim", None) == 3 else found[0]
+        answers = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
+        return answers if _several(signal) else answers[0]
 
     def _means(
         self,
@@ -247,15 +228,16 @@ class TrainedModel(nn.Module):
         leads: str | Iterable[str],
         unit: str,
     ) -> Tensor:
-        """[B, width] (B = 1 for one ECG): the output of `forward`, averaged over the segments of
-        each ECG."""
+        """[B, width]: the output of `forward` for each ECG (one or several), averaged over its segments."""
         leads = leads if isinstance(leads, str) else tuple(leads)
-        several, parts = getattr(signal, "ndim", None) == 3, []
-        for i, record in enumerate(signal if several else (signal,)):
+        parts = []
+        for i, record in enumerate(signal if _several(signal) else [signal]):
             try:
                 parts.append(self.segments(record, fs_hz, leads, unit))
             except SignalError as error:
-                raise SignalError(f"signal[{i}]: {error}" if several else str(error)) from None
+                if _several(signal):
+                    raise SignalError(f"signal[{i}]: {error}") from None
+                raise
         if not parts:
             return torch.zeros(0, width, device=self.device)
         y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
@@ -263,6 +245,10 @@ class TrainedModel(nn.Module):
         if not y_BD.isfinite().all():
             raise ConfigError(NOT_FINITE)
         return y_BD
+
+
+def _several(signal: Any) -> bool:
+    return getattr(signal, "ndim", None) == 3
 
 
 def load(
@@ -273,30 +259,28 @@ def load(
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
-        classes = (
-            len(head_info.classes) if head_info else 0
-        )  # 0 for identification: its class vectors are not exported
         if encoder and not config.encoder:
             raise LoadError(
                 f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: "
                 "leave it out"
             )
+        kind = encoder or own_class(folder, config.encoder, code, "encoder")
         with torch.device("cpu" if config.encoder else "meta"):
-            own: Any = build_encoder(
-                config, kind=encoder or own_class(folder, config.encoder, code, "encoder")
-            )
-            top: Any = nn.Linear(own.width, classes) if classes else None
+            own: Any = build_encoder(config, kind=kind)
+            top: nn.Module | None = None
+            # Identification has no classes: its class vectors are not exported
+            if head_info and head_info.classes:
+                top = nn.Linear(own.width, len(head_info.classes))
         if head_info and (spec := str(head_info.definition.get("head") or "")):
-            top = build_head(
-                spec, own.width, classes, kind=head or own_class(folder, spec, code, "head")
-            )
+            kind = head or own_class(folder, spec, code, "head")
+            top = build_head(spec, own.width, len(head_info.classes), kind=kind)
         _load_weights(folder / WEIGHTS, own, top)
         try:
             model = TrainedModel(own, top, document, preprocessing, digest)
-            model.code = code_in(folder)
-            return model
         except ConfigError as error:
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
+        model.code = code_in(folder)
+        return model
 
 
 def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
@@ -312,9 +296,9 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
             f"again, or {give}"
         )
     if not code:
-        ask = f"read it, then use --code, omnilead.load(..., code=True), or {give}"
         raise LoadError(
-            f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: {ask}"
+            f"{folder}: its {part} is code in that folder, {file}, which runs only if asked: read "
+            f"it, then use --code, omnilead.load(..., code=True), or {give}"
         )
     with blaming(f"{folder / file}"):
         return plugin(f"{folder / file}:{name}")
@@ -334,25 +318,23 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
     """Load all weights from the file."""
     try:
         with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            shapes = {}
+            for name in file.keys():  # noqa: SIM118 - no dictionary
+                if name.startswith(("encoder.", "head.")):
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
             if isinstance(encoder, Encoder) and "encoder.mask_embedding" not in shapes:
                 encoder.mask_embedding = None
-            model = nn.ModuleDict({"encoder": encoder} | ({"head": head} if head else {}))
+            model = nn.ModuleDict({"encoder": encoder})
+            if head:
+                model["head"] = head
             expected = {name: tuple(weights.shape) for name, weights in model.state_dict().items()}
-            own = {
-                name: shape
-                for name, shape in shapes.items()
-                if name.startswith(("encoder.", "head."))
-            }
-            if wrong := misfits(own, expected):
+            if wrong := misfits(shapes, expected):
                 raise LoadError(f"{path}: the weights do not fit {CONFIG}: {wrong}")
-            tensors = {name: file.get_tensor(name) for name in expected}
-            floats = {
-                name: tensor.float()
-                for name, tensor in tensors.items()
-                if tensor.is_floating_point()
-            }
-            model.load_state_dict(tensors | floats, assign=True)
+            weights = {}
+            for name in expected:
+                tensor = file.get_tensor(name)
+                weights[name] = tensor.float() if tensor.is_floating_point() else tensor
+            model.load_state_dict(weights, assign=True)
     except (SafetensorError, OSError) as error:
         raise LoadError(
             f"{path}: cannot be read as safetensors: {error}: copy it again".splitlines()[0]
@@ -390,20 +372,22 @@ def crops(
         )
     _plausible(record, unit)
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
-    used: list[tuple[float, int]] = []
+    starts: list[float] = []
+    halves: list[int] = []
     for index in range(count):
-        body, missing, _ = fill(record, index, uv_BLT[len(used)])
-        flat = body.min(axis=1) == body.max(
-            axis=1
-        )  # a dataset does not take crops with only flat leads either
-        if not (missing[list(wanted.seen)].all() or (flat | missing).all()):
-            used.append((index * CROP / FS_HZ, body.shape[1] // HALF))
-    if not used:
+        body, missing, _ = fill(record, index, uv_BLT[len(starts)])
+        # A dataset does not take crops with only flat leads either
+        flat = body.min(axis=1) == body.max(axis=1)
+        if missing[list(wanted.seen)].all() or (flat | missing).all():
+            continue
+        starts.append(index * CROP / FS_HZ)
+        halves.append(body.shape[1] // HALF)
+    if not starts:
         raise SignalError(
             "no valid lead: in every 10 s crop, all leads are flat or all leads that the model "
             "uses have NaN"
         )
-    return EcgCrops(uv_BLT[: len(used)], *(tuple(column) for column in zip(*used, strict=True)))
+    return EcgCrops(uv_BLT[: len(starts)], tuple(starts), tuple(halves))
 
 
 def _values(signal: Any) -> np.ndarray:
@@ -420,25 +404,23 @@ def _values(signal: Any) -> np.ndarray:
 def _plausible(record: EcgRecord, unit: str) -> None:
     """Refuse signals whose unit is off by a factor of 1,000. Single leads may be off: the median
     lead decides."""
-    mv = MV_PER_UNIT[record.unit]
-    measured = (
-        np.isfinite(record.signal) if record.invalid is None else record.signal != record.invalid
-    )
+    measured = np.isfinite(record.signal)
+    if record.invalid is not None:
+        measured = record.signal != record.invalid
+    if not measured.any():
+        return
     there = record.signal if measured.all() else np.where(measured, record.signal, 0)
-    peaks = mv * np.maximum(
-        there.max(axis=1).astype(np.float64), -there.min(axis=1).astype(np.float64)
-    )
-    peak = float(np.median(peaks[measured.any(axis=1)])) if measured.any() else 0.0
-    seen = f"a typical lead peaks at {peak:.3g} mV"
-    middle = (
-        mv * float(np.median(np.abs(there[measured].astype(np.float64))))
-        if peaks.max() > LARGE_MV
-        else 0.0
-    )
+    mv = MV_PER_UNIT[record.unit]
+    highest, lowest = there.max(axis=1).astype(np.float64), there.min(axis=1).astype(np.float64)
+    peaks = mv * np.maximum(highest, -lowest)
+    peak = float(np.median(peaks[measured.any(axis=1)]))
+    middle = 0.0
+    if peaks.max() > LARGE_MV:
+        middle = mv * float(np.median(np.abs(there[measured].astype(np.float64))))
+    seen = f"unit={unit!r}: a typical lead peaks at {peak:.3g} mV"
     if middle > LARGE_MV or peak > HUGE_MV:
         raise SignalError(
-            f"unit={unit!r}: {seen} (median {middle:.3g} mV), too large for an ECG: is the unit "
-            "smaller?"
+            f"{seen} (median {middle:.3g} mV), too large for an ECG: is the unit smaller?"
         )
     if 0 < peak < TINY_MV:
-        raise SignalError(f"unit={unit!r}: {seen}, too small for an ECG: is the unit larger?")
+        raise SignalError(f"{seen}, too small for an ECG: is the unit larger?")

@@ -48,22 +48,11 @@ def model_card(
     leads = config.augment.output_leads
     described = task.described(config, state)
     head, signals = described.get("head"), state.get("input", DEFAULT_INPUT)
-    needed = file_of(described["model"].get("encoder", "")) or (
-        head and file_of(head["definition"].get("head", ""))
-    )
+    plugged = file_of(described["model"].get("encoder", ""))
+    if head and not plugged:
+        plugged = file_of(head["definition"].get("head", ""))
     sources = sorted({name for split in state.get("splits", ()) for name in split["sources"]})
-    validated = next(
-        (row for row in StepLog(run / VALIDATION).rows if row["step"] == state["step"]), {}
-    )
-    measured = {
-        name: value
-        for name, value in validated.items()
-        if isinstance(value, float) and math.isfinite(value)
-    }
-    rows = "".join(
-        f"| {METRIC_NAMES.get(name, name.replace('_', ' '))} | {value:.4f} |\n"
-        for name, value in measured.items()
-    )
+    measured = _measured(run, state["step"])
     card = CARD.format(
         title=title,
         lines="\n".join(f"- {line}" for line in lines),
@@ -73,22 +62,54 @@ def model_card(
         leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
         sources=", ".join(sources) or "unknown sources",
         datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),
-        noise=", ".join([*config.augment.kinds, *filter(None, [portable(config.augment.extra)])])
-        or "none",
-        code=", code=True" * bool(needed),
-        table=f"| in validation | |\n|---|---|\n{rows}\n" if rows else "",
+        noise=_noise(config) or "none",
+        code=", code=True" if plugged else "",
+        table=_table(measured),
         state=state,
         t=config.train,
         augment=config.augment,
     )
+    if head and head.get("classes"):
+        card += PREDICT
     facts: dict[str, Any] = {"datasets": sources}
     if measured:
-        metrics = [{"type": name, "value": round(value, 4)} for name, value in measured.items()]
-        about = {"name": head["task"] if head else "pre-training", "type": "ecg"}
-        result = {
-            "task": about,
-            "dataset": {"name": ", ".join(sources), "type": "ecg", "split": "validation"},
-            "metrics": metrics,
-        }
-        facts["model-index"] = [{"name": title, "results": [result]}]
-    return front_matter(facts) + card + (PREDICT if head and head.get("classes") else "")
+        name = head["task"] if head else "pre-training"
+        facts["model-index"] = [{"name": title, "results": [_result(name, sources, measured)]}]
+    return front_matter(facts, card)
+
+
+def _noise(config: RunConfig) -> str:
+    kinds = [*config.augment.kinds]
+    if config.augment.extra:
+        kinds.append(portable(config.augment.extra))
+    return ", ".join(kinds)
+
+
+def _measured(run: Path, step: int) -> dict[str, float]:
+    """The finite numbers of this step's validation."""
+    for row in StepLog(run / VALIDATION).rows:
+        if row["step"] == step:
+            return {
+                name: value
+                for name, value in row.items()
+                if isinstance(value, float) and math.isfinite(value)
+            }
+    return {}
+
+
+def _table(measured: dict[str, float]) -> str:
+    if not measured:
+        return ""
+    rows = ["| in validation | |", "|---|---|"]
+    for name, value in measured.items():
+        rows.append(f"| {METRIC_NAMES.get(name, name.replace('_', ' '))} | {value:.4f} |")
+    return "\n".join(rows) + "\n\n"
+
+
+def _result(task: str, sources: list[str], measured: dict[str, float]) -> dict[str, Any]:
+    """Hugging Face's entry for the results of one evaluation."""
+    return {
+        "task": {"name": task, "type": "ecg"},
+        "dataset": {"name": ", ".join(sources), "type": "ecg", "split": "validation"},
+        "metrics": [{"type": name, "value": round(value, 4)} for name, value in measured.items()],
+    }

@@ -39,6 +39,14 @@ MALFORMED = (  # what ast.literal_eval and conversions of its result raise
     MemoryError,
 )
 MAX_BLOCKS, MAX_TEXT = 64, 1000  # limits for a convolution stack given as text
+LAYER = {  # modules of a transformer layer
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.out": ("self_attn.out_proj",),
+    "norm1": ("self_attn_layer_norm",),
+    "fc1": ("fc1",),
+    "fc2": ("fc2",),
+    "norm2": ("final_layer_norm",),
+}
 TASK = {"_name": "ecg_pretraining", "sample_rate": 500, "normalize": False, "filter": False}
 Value = TypeVar("Value")
 RENAMED = {  # our setting: (the authors' name, their default)
@@ -118,12 +126,8 @@ def names(
             add(f"{block}.norm", f"{their}.2")
     for i in range(config.layers):
         layer = f"encoder.layers.{i}"
-        add(f"{layer}.attention.qkv", *(f"{layer}.self_attn.{part}_proj" for part in "qkv"))
-        add(f"{layer}.attention.out", f"{layer}.self_attn.out_proj")
-        add(f"{layer}.norm1", f"{layer}.self_attn_layer_norm")
-        add(f"{layer}.fc1", f"{layer}.fc1")
-        add(f"{layer}.fc2", f"{layer}.fc2")
-        add(f"{layer}.norm2", f"{layer}.final_layer_norm")
+        for ours, theirs in LAYER.items():
+            add(f"{layer}.{ours}", *(f"{layer}.{their}" for their in theirs))
     gain, direction = NORM_KEYS[spelled]
     for name, their in (("gain", gain), ("direction", direction), ("bias", "bias")):
         table[f"encoder.position.{name}"] = [f"conv_pos.pos_conv.0.{their}"]

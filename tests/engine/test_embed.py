@@ -72,10 +72,22 @@ def command(model: Path, data: Any, out: Path, **options: Any) -> list[str]:
     return ["--model", str(model), "--data", *map(str, data), "--out", str(out), *given]
 
 
+def probing(model: Path, data: Any) -> list[str]:
+    return ["--model", str(model), "--data", str(data), "--probe"]
+
+
+def refused(arguments: list[str], capsys: Any) -> str:
+    """The line that embed ends with."""
+    assert embed.main(arguments) == 2
+    err = str(capsys.readouterr().err)
+    assert err.count("\n") == 1
+    return err
+
+
 def names(table: pa.Table) -> list[str]:
     return [
-        f"{one['source']}\t{one['record']}"
-        for one in table.select(["source", "record"]).to_pylist()
+        f"{source}\t{record}"
+        for source, record in zip(table["source"], table["record"], strict=True)
     ]
 
 
@@ -88,10 +100,8 @@ def test_rows_of_a_dataset(dataset: Dataset, crops: Path, embedded: Embedded, mo
         dataset.table(["source", "record", "patient", "start_s", "halves"]),
         dataset.root.url,
     )
-    crop, half, record = (
-        pq.read_table(crops),
-        *(embedded(url, to=per, per=per, batch=7) for per in ("half", "record")),
-    )
+    crop = pq.read_table(crops)
+    half, record = (embedded(url, to=per, per=per, batch=7) for per in ("half", "record"))
     assert crop["row"].to_pylist() == list(range(len(dataset)))
     for name in ("source", "record", "patient", "start_s"):
         assert crop[name].to_pylist() == about[name].to_pylist()
@@ -101,9 +111,8 @@ def test_rows_of_a_dataset(dataset: Dataset, crops: Path, embedded: Embedded, mo
         expected = model.embed(dataset.read(row)[:, : 2500 * halves[row]], 500, LEADS, "uV")
         np.testing.assert_allclose(vectors(crop.slice(row, 1))[0], expected, atol=2e-6)
     assert half["row"].to_pylist() == np.repeat(np.arange(len(dataset)), halves).tolist()
-    assert set(
-        half["start_s"].to_numpy() - about["start_s"].to_numpy()[half["row"].to_numpy()]
-    ) == {0.0, 5.0}
+    starts = about["start_s"].to_numpy()[half["row"].to_numpy()]
+    assert set(half["start_s"].to_numpy() - starts) == {0.0, 5.0}
     order, which = np.unique(names(half), return_inverse=True)
     means = np.stack([vectors(half)[which == i].mean(0) for i in range(len(order))])
     assert names(record) == order.tolist()
@@ -117,39 +126,25 @@ def test_files_give_the_same_embeddings_as_their_dataset(
     whole = embedded(dataset.root.url, to="a", per="record")
     files = embedded(archive, to="b", per="record", batch=5, workers=3)
     keys = ["source", "record", "patient"]
-    assert sorted(map(str, files.select(keys).to_pylist())) == sorted(
-        map(str, whole.select(keys).to_pylist())
-    )
-    order = [(name, "ascending") for name in ("source", "record")]
-    np.testing.assert_allclose(
-        vectors(files.sort_by(order)), vectors(whole.sort_by(order)), atol=2e-6
-    )
+    order = [(name, "ascending") for name in keys]
+    whole, files = whole.sort_by(order), files.sort_by(order)
+    assert files.select(keys).equals(whole.select(keys))
+    np.testing.assert_allclose(vectors(files), vectors(whole), atol=2e-6)
     header = next(archive.rglob("*.hea"))
     one = embedded(header, to="c", per="record")
-    np.testing.assert_allclose(
-        vectors(one),
-        vectors(files.filter(pa.compute.equal(files["record"], header.stem))),
-        atol=2e-6,
-    )
+    same = files.filter(pa.compute.equal(files["record"], header.stem))
+    np.testing.assert_allclose(vectors(one), vectors(same), atol=2e-6)
 
 
 def test_arrays(embedded: Embedded, model: Any, tmp_path: Path) -> None:
     many = np.cumsum(np.random.default_rng(0).normal(0, 20, (3, 2, 4000)), 2) % 900
     np.save(tmp_path / "many.npy", many)
     np.savez(tmp_path / "few.npz", a=many[0], b=many[1])
-    table = embedded(
-        tmp_path / "many.npy",
-        tmp_path / "few.npz",
-        batch=2,
-        fs=250,
-        leads="V1,II",
-        unit="uV",
-        per="record",
-    )
+    files = tmp_path / "many.npy", tmp_path / "few.npz"
+    table = embedded(*files, batch=2, fs=250, leads="V1,II", unit="uV", per="record")
     assert table["record"].to_pylist() == ["many[0]", "many[1]", "many[2]", "a", "b"]
-    np.testing.assert_allclose(
-        vectors(table), model.embed(many, 250, "V1,II", "uV").numpy()[[0, 1, 2, 0, 1]], atol=2e-6
-    )
+    expected = model.embed(many, 250, "V1,II", "uV").numpy()[[0, 1, 2, 0, 1]]
+    np.testing.assert_allclose(vectors(table), expected, atol=2e-6)
 
 
 def test_arrays_with_the_same_name_are_told_apart(embedded: Embedded, tmp_path: Path) -> None:
@@ -242,26 +237,8 @@ def test_a_kill_at_any_part_does_not_change_the_result(
     assert (tmp_path / "cut").read_bytes() == before
     left[0] = 0  # done already: nothing is written again
     assert embed.main(arguments) == 0
-    assert (
-        embed.main([*arguments, "--leads", "I"]) == 2 and (tmp_path / "cut").read_bytes() == before
-    )
-
-
-def test_a_process_killed_by_a_signal_resumes(
-    folder: Path, dataset: Dataset, crops: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "cut"
-    arguments = command(folder, [dataset.root.url], out, batch=2)
-    running = started(embed.main, arguments, out=tmp_path / "output.txt")
-    until(
-        lambda: (
-            out.with_name("cut.parts").joinpath("000001.parquet").exists() or not running.is_alive()
-        )
-    )
-    running.kill()
-    running.join()
-    assert embed.main(arguments) == 0
-    assert out.read_bytes() == crops.read_bytes()
+    assert embed.main([*arguments, "--leads", "I"]) == 2
+    assert (tmp_path / "cut").read_bytes() == before
 
 
 def test_ranks_share_the_parts(
@@ -308,8 +285,7 @@ def test_a_corrupt_crop_stops_or_is_skipped(
     content = bytearray((url / "shards" / dataset.shards[shard]["name"]).read_bytes())
     content[offset + 100] ^= 1
     (url / "shards" / dataset.shards[shard]["name"]).write_bytes(content)
-    assert embed.main(command(folder, [url], tmp_path / "a")) == 2
-    assert "crop 5 at byte" in capsys.readouterr().err
+    assert "crop 5 at byte" in refused(command(folder, [url], tmp_path / "a"), capsys)
     table = embedded(url, to="b", on_corrupt="skip", batch=2)
     assert table["row"].to_pylist() == [row for row in range(len(dataset)) if row != 5]
     np.testing.assert_allclose(
@@ -322,11 +298,10 @@ def test_a_record_that_cannot_be_read_stops_or_is_skipped(
 ) -> None:
     good = np.random.default_rng(0).normal(0, 0.3, (12, 5000))
     np.savez(tmp_path / "a.npz", a=good, b=good[:, :2000], c=good)
-    assert embed.main(command(folder, [tmp_path / "a.npz"], tmp_path / "a", fs=500)) == 2
-    assert "a.npz[b]: 4 s of signal" in capsys.readouterr().err
-    assert embedded(tmp_path / "a.npz", to="b", fs=500, on_corrupt="skip")[
-        "record"
-    ].to_pylist() == ["a", "c"]
+    stopped = command(folder, [tmp_path / "a.npz"], tmp_path / "a", fs=500)
+    assert "a.npz[b]: 4 s of signal" in refused(stopped, capsys)
+    table = embedded(tmp_path / "a.npz", to="b", fs=500, on_corrupt="skip")
+    assert table["record"].to_pylist() == ["a", "c"]
 
 
 def test_crops_without_any_of_the_models_leads(
@@ -354,20 +329,12 @@ def test_crops_without_any_of_the_models_leads(
     )
     for number, (data, how) in enumerate(inputs):
         arguments = command(folder, [data], tmp_path / f"{number}", leads=lead, **how)
-        assert embed.main(arguments) == 2
-        err = capsys.readouterr().err
-        assert (
-            "no valid lead" in err
-            and (record if number < 2 else "a.npz[x]") in err
-            and err.count("\n") == 1
-        )
-        assert (
-            embed.main([*arguments, "--on-corrupt", "skip"]) == 0
-            and "skipped: " in capsys.readouterr().err
-        )
-    assert pq.read_table(tmp_path / "0")["row"].to_pylist() == [
-        i for i in range(len(dataset)) if i != row
-    ]
+        err = refused(arguments, capsys)
+        assert "no valid lead" in err and (record if number < 2 else "a.npz[x]") in err
+        assert embed.main([*arguments, "--on-corrupt", "skip"]) == 0
+        assert "skipped: " in capsys.readouterr().err
+    rows = [i for i in range(len(dataset)) if i != row]
+    assert pq.read_table(tmp_path / "0")["row"].to_pylist() == rows
     assert len(pq.read_table(tmp_path / "1")) == 0
     starts = pq.read_table(tmp_path / "2").select(["record", "start_s"]).to_pylist()
     assert starts == [{"record": "y", "start_s": start} for start in (0.0, 20.0)]
@@ -376,8 +343,8 @@ def test_crops_without_any_of_the_models_leads(
         "omnilead.engine.inference.inputs.none_measured",
         lambda dataset, leads: np.ones(len(dataset), bool),
     )
-    probed = ["--model", str(folder), "--data", dataset.root.url, "--probe", "--on-corrupt", "skip"]
-    assert embed.main(probed) == 2 and "no valid lead" in capsys.readouterr().err
+    probed = [*probing(folder, dataset.root.url), "--on-corrupt", "skip"]
+    assert "no valid lead" in refused(probed, capsys)
 
 
 def test_files_without_arrays(folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -392,22 +359,10 @@ def test_files_without_arrays(folder: Path, tmp_path: Path, capsys: Any) -> None
     content = bytearray((tmp_path / "damaged.npz").read_bytes())
     content[5000:5100] = bytes(100)
     (tmp_path / "damaged.npz").write_bytes(content)
-    for name in (
-        "empty.npy",
-        "zero.npy",
-        "flat.npy",
-        "none.npz",
-        "object.npz[a]",
-        "damaged.npz[a]",
-    ):
-        assert (
-            embed.main(
-                command(folder, [tmp_path / name.partition("[")[0]], tmp_path / "out", fs=500)
-            )
-            == 2
-        )
-        err = capsys.readouterr().err
-        assert f"{name}: " in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+    for file in ("empty.npy", "zero.npy", "flat.npy", "none.npz", "object.npz", "damaged.npz"):
+        member = "[a]" if file in ("object.npz", "damaged.npz") else ""
+        err = refused(command(folder, [tmp_path / file], tmp_path / "out", fs=500), capsys)
+        assert f"{file}{member}: " in err and not (tmp_path / "out").exists()
         shutil.rmtree(tmp_path / "out.parts", ignore_errors=True)
 
 
@@ -455,26 +410,20 @@ def test_errors_are_one_line(
         "DATASET": dataset.root.url
     }
     arguments = command(folder, [dataset.root.url], tmp_path / "out")
-    assert embed.main([*arguments, *(places.get(text, text) for text in change)]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and re.search(named, err) and not (tmp_path / "out").exists(), err
+    err = refused([*arguments, *(places.get(text, text) for text in change)], capsys)
+    assert re.search(named, err) and not (tmp_path / "out").exists(), err
 
 
 def test_unwritable_files_are_named_before_the_work(
     dataset: Dataset, folder: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any
 ) -> None:
     arguments = command(folder, [dataset.root.url], tmp_path / "out")
-    probed = ["--model", str(folder), "--data", dataset.root.url, "--probe"]
+    probed = [*probing(folder, dataset.root.url), "--json", "no/F"]
     with monkeypatch.context() as patch:
         patch.setattr(embedding, "prepare_model", lambda *_: pytest.fail("work was begun"))
-        assert (
-            embed.main([*probed, "--json", "no/F"]) == 2
-            and "--json no/F: " in capsys.readouterr().err
-        )
+        assert "--json no/F: " in refused(probed, capsys)
         patch.setattr(os, "access", lambda *_: False)
-        assert (
-            embed.main(arguments) == 2 and f"--out {tmp_path / 'out'}: " in capsys.readouterr().err
-        )
+        assert f"--out {tmp_path / 'out'}: " in refused(arguments, capsys)
 
     for number, code in ((errno.ENOSPC, 1), (errno.EROFS, 2)):
 
@@ -484,37 +433,24 @@ def test_unwritable_files_are_named_before_the_work(
         monkeypatch.setattr(outputs, "write_whole", fails)
         assert embed.main(arguments) == code
         err = capsys.readouterr().err
-        assert (
-            err.startswith(f"omnilead embed: --out {tmp_path / 'out'}: {os.strerror(number)}")
-            and err.count("\n") == 1
-        )
+        said = f"omnilead embed: --out {tmp_path / 'out'}: {os.strerror(number)}"
+        assert err.startswith(said) and err.count("\n") == 1
         assert ("same command" in err) == (code == 1)
 
 
 def test_all_probes_in_one_command(
     archive: Path, dataset: Dataset, folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
-    arguments = [
-        "--model",
-        str(folder),
-        "--data",
-        dataset.root.url,
-        "--probe",
-        "--json",
-        str(tmp_path / "scores.json"),
-    ]
+    arguments = [*probing(folder, dataset.root.url), "--json", str(tmp_path / "scores.json")]
     assert embed.main(arguments) == 0
     scores, shown = json.loads((tmp_path / "scores.json").read_text()), capsys.readouterr().out
     assert {"linear", "nearest", "identification", "records", "precision"} == set(scores)
     for probe in ("linear", "nearest"):
-        assert (
-            f"{scores[probe]['challenge']:.4f}" in shown
-            and f"{scores[probe]['auroc']:.4f}" in shown
-        )
+        assert f"{scores[probe]['challenge']:.4f}" in shown
+        assert f"{scores[probe]['auroc']:.4f}" in shown
     assert scores["identification"]["n_probes"] == len(dataset.select(identity="probe"))
     assert f"{scores['identification']['accuracy']:.4f}" in shown
-    assert embed.main(["--model", str(folder), "--data", str(archive), "--probe"]) == 2
-    assert "a probe needs a dataset" in capsys.readouterr().err
+    assert "a probe needs a dataset" in refused(probing(folder, archive), capsys)
 
 
 def test_probes_of_a_task(dataset: Dataset, folder: Path, tmp_path: Path, capsys: Any) -> None:
@@ -526,15 +462,7 @@ def test_probes_of_a_task(dataset: Dataset, folder: Path, tmp_path: Path, capsys
     table.write_text("\n".join(["record,source,kind", *rows]))
     never = tmp_path / "never.csv"
     never.write_text("\n".join(["record,source,y", *(f"{row[:-2]},0" for row in rows)]))
-    arguments = [
-        "--model",
-        str(folder),
-        "--data",
-        dataset.root.url,
-        "--probe",
-        "--json",
-        str(scores),
-    ]
+    arguments = [*probing(folder, dataset.root.url), "--json", str(scores)]
     for given, name, metric in (
         (["--task", "age"], "age", "mae"),
         (["--labels", str(table)], "my", "balanced_accuracy"),
@@ -542,25 +470,18 @@ def test_probes_of_a_task(dataset: Dataset, folder: Path, tmp_path: Path, capsys
         assert embed.main([*arguments, *given]) == 0
         found, shown = json.loads(scores.read_text()), capsys.readouterr().out
         assert found["task"] == name and sum(found["records"].values()) <= len(records)
-        assert (
-            f"{found['nearest'][metric]:.4f}" in shown
-            and f"{name}, {found['records']['test']} records of test" in shown
-        )
-    assert embed.main([*arguments, "--labels", str(never)]) == 2
-    assert (
-        f"{never}: all labels of the split train are the same: nothing to learn"
-        in capsys.readouterr().err
-    )
+        assert f"{found['nearest'][metric]:.4f}" in shown
+        assert f"{name}, {found['records']['test']} records of test" in shown
+    err = refused([*arguments, "--labels", str(never)], capsys)
+    assert f"{never}: all labels of the split train are the same: nothing to learn" in err
     table.write_text("\n".join(["record,source,kind,split", *(f"{row},train" for row in rows)]))
-    for given, named in (
-        (
-            ["--labels", str(table)],
-            f"{table}: no record is in the split valid: a probe needs train, valid, test",
-        ),
-        (["--task", "identification"], "--task identification: leave it out"),
-        (["--task", "six"], "did you mean sex"),
+    lacking = f"{table}: no record is in the split valid: a probe needs train, valid, test"
+    for option, value, named in (
+        ("--labels", str(table), lacking),
+        ("--task", "identification", "--task identification: leave it out"),
+        ("--task", "six", "did you mean sex"),
     ):
-        assert embed.main([*arguments, *given]) == 2 and named in capsys.readouterr().err
+        assert named in refused([*arguments, option, value], capsys)
 
 
 def test_tables_in_memory_equal_the_files(

@@ -31,53 +31,39 @@ from tests.conftest import save_model
 
 torch.set_num_threads(1)
 BASE = ["source", "record", "patient", "row", "start_s", "missing_leads"]
+TWO = {"kind": "multilabel", "classes": ["AF", "SB"]}
+VALUE = {"kind": "regression", "center": [60.0], "scale": [15.0]}
 HEADS: dict[str, dict[str, Any]] = {
-    "diagnosis": {
-        "task": "diagnosis",
-        "kind": "multilabel",
-        "classes": ["AF", "SB"],
-        "thresholds": [0.5, 0.5],
-    },
-    "rhythm": {
-        "task": "rhythm",
-        "kind": "multilabel",
-        "classes": ["AF", "SB"],
-        "thresholds": [0.4, 0.6],
-    },
+    "diagnosis": {"task": "diagnosis", **TWO, "thresholds": [0.5, 0.5]},
+    "rhythm": {"task": "rhythm", **TWO, "thresholds": [0.4, 0.6]},
     "axis": {"task": "axis", "kind": "multiclass", "classes": ["left", "normal", "right"]},
-    "age": {
-        "task": "age",
-        "kind": "regression",
-        "classes": ["age"],
-        "unit": "years",
-        "center": [60.0],
-        "scale": [15.0],
-    },
-    "plain": {
-        "task": "k",
-        "kind": "regression",
-        "classes": ["potassium"],
-        "center": [4.0],
-        "scale": [0.5],
-    },
+    "age": {"task": "age", **VALUE, "classes": ["age"], "unit": "years"},
+    "plain": {"task": "k", **VALUE, "classes": ["potassium"]},
     "identity": {"task": "identification", "kind": "identity", "classes": []},
     "twice": {"task": "twice", "kind": "binary", "classes": ["patient"], "thresholds": [0.5]},
 }
+Predicted = Callable[..., tuple[Path, Any]]
+
+
+def words(model: Path, data: Any, out: Path, *options: str) -> list[str]:
+    return ["--model", str(model), "--data", str(data), "--out", str(out), *options]
+
+
+def refused(arguments: list[str], capsys: Any) -> str:
+    assert predict.main(arguments) == 2
+    err = str(capsys.readouterr().err)
+    assert err.count("\n") == 1
+    return err
 
 
 @pytest.fixture(scope="module")
-def predicted(dataset: Dataset, tmp_path_factory: Any) -> Callable[..., tuple[Path, Any]]:
+def predicted(dataset: Dataset, tmp_path_factory: Any) -> Predicted:
     folder = tmp_path_factory.mktemp("predict")
 
     def made(head: str, *options: str, name: str = "out.parquet") -> tuple[Path, Any]:
         model, out = folder / head, folder / f"{head}-{name}"
         model = model if model.exists() else save_model(model, head=HEADS[head])
-        assert (
-            predict.main(
-                ["--model", str(model), "--data", dataset.root.url, "--out", str(out), *options]
-            )
-            == 0
-        )
+        assert predict.main(words(model, dataset.root.url, out, *options)) == 0
         return out, omnilead.load(model)
 
     return made
@@ -92,7 +78,7 @@ def expected(model: Any, dataset: Dataset, rows: pa.Table) -> np.ndarray:
 
 @pytest.mark.parametrize("head", ["diagnosis", "rhythm", "axis", "age", "plain"])
 def test_columns_and_numbers_of_each_kind(
-    head: str, dataset: Dataset, predicted: Callable[..., tuple[Path, Any]], capsys: Any
+    head: str, dataset: Dataset, predicted: Predicted, capsys: Any
 ) -> None:
     out, model = predicted(head)
     table, classes = pq.read_table(out), model.classes
@@ -129,7 +115,7 @@ def test_columns_and_numbers_of_each_kind(
 
 def test_csv_equals_parquet_also_from_two_ranks(
     dataset: Dataset,
-    predicted: Callable[..., tuple[Path, Any]],
+    predicted: Predicted,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
@@ -138,17 +124,8 @@ def test_csv_equals_parquet_also_from_two_ranks(
     assert csv.read_csv(
         out, convert_options=csv.ConvertOptions(column_types=table.schema, strings_can_be_null=True)
     ).equals(table)
-    arguments = [
-        "--model",
-        str(out.parent / "rhythm"),
-        "--data",
-        dataset.root.url,
-        "--out",
-        str(out),
-    ]
-    assert (
-        predict.main(arguments) == 2 and f"--out {out}: already exists" in capsys.readouterr().err
-    )
+    again = words(out.parent / "rhythm", dataset.root.url, out)
+    assert f"--out {out}: already exists" in refused(again, capsys)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
@@ -217,17 +194,11 @@ def test_leads_that_are_hidden_are_missing(dataset: Dataset, tmp_path: Path) -> 
         tmp_path / "out.parquet",
         save_model(tmp_path / "model", head=HEADS["rhythm"], preprocessing={"seen": ["I", "II"]}),
     )
-    assert predict.main(["--model", str(model), "--data", dataset.root.url, "--out", str(out)]) == 0
-    assert (
-        pq.read_table(out)["missing_leads"].null_count == pq.read_metadata(out).num_rows
-    )  # it uses two leads, both there
+    assert predict.main(words(model, dataset.root.url, out)) == 0
+    missing = pq.read_table(out)["missing_leads"]
+    assert missing.null_count == len(missing)  # it uses two leads, both there
     out = tmp_path / "one.parquet"
-    assert (
-        predict.main(
-            ["--model", str(model), "--data", dataset.root.url, "--out", str(out), "--leads", "II"]
-        )
-        == 0
-    )
+    assert predict.main(words(model, dataset.root.url, out, "--leads", "II")) == 0
     assert set(pq.read_table(out)["missing_leads"].to_pylist()) == {"I"}
 
 
@@ -268,61 +239,36 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
     options = ShardOptions(
         str(tmp_path / "made"), plan="all", pseudonym_key=read_key(str(key)), quiet=True
     )
-    names = (
-        shard(open_sources(str(export), hospital=HospitalFiles), options)
-        .table(["source", "record", "patient"])
-        .to_pylist()[0]
-    )
+    made = shard(open_sources(str(export), hospital=HospitalFiles), options)
+    names = made.table(["source", "record", "patient"]).to_pylist()[0]
+    hidden = ["--pseudonymize", str(key)]
     for program, end in ((predict, "csv"), (predict, "parquet"), (embed, "parquet")):
-        out, arguments = (
-            tmp_path / f"{program.__name__}.{end}",
-            ["--model", str(model), "--data", str(export)],
-        )
-        assert program.main([*arguments, "--out", str(out)]) == 0
+        out = tmp_path / f"{program.__name__}.{end}"
+        assert program.main(words(model, export, out)) == 0
         said = (
             f"note: {out} will hold the file names and the hospital's patient ids: --pseudonymize "
             "KEYFILE replaces both\n"
         )
         assert capsys.readouterr().err == said and b"jane_doe" in out.read_bytes()
-        out, arguments = (
-            tmp_path / f"hidden-{program.__name__}.{end}",
-            [*arguments, "--pseudonymize", str(key)],
-        )
-        assert program.main([*arguments, "--out", str(out)]) == 0 and capsys.readouterr().err == ""
-        damaged = export / "ward" / "JOHN_DOE_1951.xml"
-        damaged.write_text(muse()[:400])
-        skipping = [*arguments, "--on-corrupt", "skip", "--out", f"{tmp_path}/skipping.{end}"]
-        assert program.main([*arguments, "--out", f"{tmp_path}/stopped.{end}"]) == 2
-        assert program.main(skipping) == 0
-        said = capsys.readouterr().err
-        assert "skipped: a record: " in said and "DOE" not in said
-        for one in (damaged, tmp_path / f"skipping.{end}"):
-            one.unlink()
+        out = tmp_path / f"hidden-{program.__name__}.{end}"
+        assert program.main(words(model, export, out, *hidden)) == 0
         content = out.read_bytes()
-        assert b"jane" not in content and b"4711" not in content
+        assert capsys.readouterr().err == "" and b"jane" not in content and b"4711" not in content
         table = csv.read_csv(out) if end == "csv" else pq.read_table(out)
         assert table.select(list(names)).to_pylist()[0] == names
-        if end == "parquet":
-            key.write_bytes(bytes(range(1, 33)))
-            assert (
-                program.main([*arguments, "--out", str(out)]) == 2
-                and "of another job" in capsys.readouterr().err
-            )
-            key.write_bytes(bytes(range(32)))
-    on_dataset = [
-        "--model",
-        str(model),
-        "--data",
-        dataset.root.url,
-        "--out",
-        str(tmp_path / "F.csv"),
-        "--pseudonymize",
-        str(key),
-    ]
-    assert (
-        predict.main(on_dataset) == 2
-        and "a dataset's names are those it was made with" in capsys.readouterr().err
-    )
+    damaged = export / "ward" / "JOHN_DOE_1951.xml"
+    damaged.write_text(muse()[:400])
+    skipping = words(model, export, tmp_path / "skipping.csv", *hidden, "--on-corrupt", "skip")
+    assert predict.main(skipping) == 0
+    assert predict.main(words(model, export, tmp_path / "stopped.csv", *hidden)) == 2
+    said = capsys.readouterr().err
+    assert "skipped: a record: " in said and "DOE" not in said
+    damaged.unlink()
+    key.write_bytes(bytes(range(1, 33)))
+    assert embed.main(words(model, export, out, *hidden)) == 2
+    assert "of another job" in capsys.readouterr().err
+    on_dataset = words(model, dataset.root.url, tmp_path / "F.csv", *hidden)
+    assert "a dataset's names are those it was made with" in refused(on_dataset, capsys)
 
 
 @pytest.mark.parametrize(
@@ -339,11 +285,5 @@ def test_refusals_are_one_line(
     head: str | None, out: str, named: str, dataset: Dataset, tmp_path: Path, capsys: Any
 ) -> None:
     model = save_model(tmp_path / "model", head=HEADS.get(head or ""))
-    assert (
-        predict.main(
-            ["--model", str(model), "--data", dataset.root.url, "--out", str(tmp_path / out)]
-        )
-        == 2
-    )
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and re.search(named, err) and not (tmp_path / out).exists()
+    err = refused(words(model, dataset.root.url, tmp_path / out), capsys)
+    assert re.search(named, err) and not (tmp_path / out).exists()

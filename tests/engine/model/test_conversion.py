@@ -32,104 +32,67 @@ LARGE = {"width": 48, "layers": 3, "heads": 4, "ffn": 64, "conv": 32}
 TAPS, GROUPS = 8, 4
 NAMES = ["Sinus rhythm", "Q wave (inferior - II, III, aVF)", "Afib"]
 TASK = {
-    **{
-        "_name": "ecg_classification",
-        "data": "/data/manifest",
-        "leads_to_load": None,
-        "leads_bucket": None,
-    },
-    **{
-        "bucket_selection": "uniform",
-        "sample_rate": None,
-        "filter": False,
-        "normalize": False,
-        "mean_path": None,
-    },
-    **{
-        "std_path": None,
-        "enable_padding": True,
-        "enable_padding_leads": False,
-        "max_sample_size": None,
-        "label_file": None,
-    },
+    "_name": "ecg_classification",
+    "data": "/data/manifest",
+    "leads_to_load": None,
+    "sample_rate": None,
+    "filter": False,
+    "normalize": False,
+    "mean_path": None,
+    "label_file": None,
 }
 MODEL = {
-    **{
-        "all_gather": False,
-        "normalize": False,
-        "filter": False,
-        "args": None,
-        "layer_norm_first": False,
-        "dropout": 0.0,
-    },
-    **{
-        "attention_dropout": 0.0,
-        "activation_dropout": 0.1,
-        "encoder_layerdrop": 0.0,
-        "dropout_input": 0.0,
-        "mask_prob": 0.0,
-    },
-    **{
-        "dropout_features": 0.0,
-        "apply_mask": False,
-        "mask_length": 10,
-        "mask_selection": "static",
-        "mask_other": 0.0,
-    },
-    **{
-        "no_mask_overlap": False,
-        "mask_channel_prob": 0.0,
-        "extractor_mode": "default",
-        "in_d": 12,
-        "conv_bias": False,
-    },
-    **{
-        "feature_grad_mult": 0.0,
-        "conv_pos": TAPS,
-        "conv_pos_groups": GROUPS,
-        "model_path": "base_ssl.pt",
-    },
-    **{"no_pretrained_weights": False, "freeze_finetune_updates": 0, "final_dropout": 0.0},
+    "args": None,
+    "model_path": "base_ssl.pt",
+    "layer_norm_first": False,
+    "dropout": 0.0,
+    "activation_dropout": 0.1,
+    "mask_prob": 0.0,
+    "mask_selection": "static",
+    "mask_channel_prob": 0.0,
+    "extractor_mode": "default",
+    "in_d": 12,
+    "conv_bias": False,
+    "feature_grad_mult": 0.0,
+    "conv_pos": TAPS,
+    "conv_pos_groups": GROUPS,
 }
 
 
 def encoder_state(size: dict[str, int], leads: int = 12) -> dict[str, Tensor]:
     """Random weights with the authors' names."""
     d, ffn, conv = size["width"], size["ffn"], size["conv"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "post_extract_proj.weight": (d, conv),
-        "post_extract_proj.bias": (d,),
-    }
-    shapes |= {
-        f"feature_extractor.conv_layers.{i}.0.weight": (conv, conv if i else leads, 2)
-        for i in range(4)
-    }
-    shapes |= {
-        "conv_pos.pos_conv.0.weight_g": (1, 1, TAPS),
-        "conv_pos.pos_conv.0.weight_v": (d, d // GROUPS, TAPS),
-    }
-    shapes |= {"conv_pos.pos_conv.0.bias": (d,)}
-    norms = {"feature_extractor.conv_layers.0.2": conv, "layer_norm": conv, "encoder.layer_norm": d}
-    for i in range(size["layers"]):
-        layer = f"encoder.layers.{i}."
-        shapes |= {
-            f"{layer}self_attn.{part}_proj.weight": (d, d) for part in ("q", "k", "v", "out")
-        }
-        shapes |= {f"{layer}self_attn.{part}_proj.bias": (d,) for part in ("q", "k", "v", "out")}
-        shapes |= {
-            f"{layer}fc1.weight": (ffn, d),
-            f"{layer}fc1.bias": (ffn,),
-            f"{layer}fc2.weight": (d, ffn),
-        }
-        shapes |= {f"{layer}fc2.bias": (d,)}
-        norms |= {f"{layer}self_attn_layer_norm": d, f"{layer}final_layer_norm": d}
     seeded = torch.Generator().manual_seed(0)
-    state = {name: 0.3 * torch.randn(shape, generator=seeded) for name, shape in shapes.items()}
-    for name, width in norms.items():
-        state |= {
-            f"{name}.weight": 1 + 0.1 * torch.randn(width, generator=seeded),
-            f"{name}.bias": torch.zeros(width),
-        }
+    state: dict[str, Tensor] = {}
+
+    def draw(name: str, *shape: int) -> None:
+        state[name] = 0.3 * torch.randn(shape, generator=seeded)
+
+    def linear(name: str, rows: int, columns: int) -> None:
+        draw(f"{name}.weight", rows, columns)
+        draw(f"{name}.bias", rows)
+
+    def norm(name: str, width: int) -> None:
+        state[f"{name}.weight"] = 1 + 0.1 * torch.randn(width, generator=seeded)
+        state[f"{name}.bias"] = torch.zeros(width)
+
+    linear("post_extract_proj", d, conv)
+    for i in range(4):
+        draw(f"feature_extractor.conv_layers.{i}.0.weight", conv, conv if i else leads, 2)
+    draw("conv_pos.pos_conv.0.weight_g", 1, 1, TAPS)
+    draw("conv_pos.pos_conv.0.weight_v", d, d // GROUPS, TAPS)
+    draw("conv_pos.pos_conv.0.bias", d)
+    norm("feature_extractor.conv_layers.0.2", conv)
+    norm("layer_norm", conv)
+    norm("encoder.layer_norm", d)
+    for i in range(size["layers"]):
+        layer = f"encoder.layers.{i}"
+        for part in ("q", "k", "v", "out"):
+            linear(f"{layer}.self_attn.{part}_proj", d, d)
+        linear(f"{layer}.fc1", ffn, d)
+        linear(f"{layer}.fc2", d, ffn)
+        norm(f"{layer}.self_attn_layer_norm", d)
+        norm(f"{layer}.final_layer_norm", d)
     return state
 
 
@@ -138,55 +101,36 @@ def saved(
 ) -> dict[str, Tensor]:
     """Save a classifier, or with 0 classes a pre-trained model, and return its weights. `changes`:
     to its section model."""
-    state = encoder_state(size, changes.get("in_d", 12))
+    state, d = encoder_state(size, changes.get("in_d", 12)), size["width"]
     model = MODEL | {
-        "_name": "ecg_transformer_classifier",
-        "num_labels": classes,
-        "encoder_embed_dim": size["width"],
-    }
-    model |= {"encoder_layers": size["layers"], "encoder_ffn_embed_dim": size["ffn"], **changes}
-    model |= {
+        "encoder_embed_dim": d,
+        "encoder_layers": size["layers"],
+        "encoder_ffn_embed_dim": size["ffn"],
         "encoder_attention_heads": size["heads"],
         "conv_feature_layers": f"[({size['conv']}, 2, 2)] * 4",
+        **changes,
     }
     if classes:
+        model |= {"_name": "ecg_transformer_classifier", "num_labels": classes}
         state = {f"encoder.{name}": w for name, w in state.items()}
-        state |= {
-            "proj.weight": torch.randn(classes, size["width"]),
-            "proj.bias": torch.randn(classes),
-        }
+        shapes = {"proj.weight": (classes, d), "proj.bias": (classes,)}
     else:
-        d = size["width"]
-        state |= {
-            "mask_emb": torch.rand(d),
-            "quantizer.vars": torch.rand(1, 16, 8),
-            "project_q.bias": torch.rand(8),
+        model |= {"_name": "wav2vec2_cmsc", "latent_vars": 8, "latent_dim": 16, "final_dim": 8}
+        shapes = {
+            "mask_emb": (d,),
+            "quantizer.vars": (1, 16, 8),
+            "quantizer.weight_proj.weight": (16, size["conv"]),
+            "quantizer.weight_proj.bias": (16,),
+            "project_q.weight": (8, 16),
+            "project_q.bias": (8,),
+            "final_proj.weight": (8, d),
+            "final_proj.bias": (8,),
         }
-        state |= {
-            "quantizer.weight_proj.weight": torch.rand(16, size["conv"]),
-            "quantizer.weight_proj.bias": torch.rand(16),
-        }
-        state |= {
-            "project_q.weight": torch.rand(8, 16),
-            "final_proj.weight": torch.rand(8, d),
-            "final_proj.bias": torch.rand(8),
-        }
-        model |= {
-            "_name": "wav2vec2_cmsc",
-            "latent_vars": 8,
-            "latent_dim": 16,
-            "final_dim": 8,
-            "quantize_targets": True,
-        }
-        del model["num_labels"]
-    cfg = {
-        "task": TASK | task,
-        "criterion": {"_name": "binary_cross_entropy_with_logits", "threshold": 0.3},
-        "model": model,
-    }
-    torch.save(
-        {"args": None, "cfg": cfg, "model": state, "optimizer_history": [{"num_updates": 7}]}, path
-    )
+    state |= {name: torch.randn(shape) for name, shape in shapes.items()}
+    criterion = {"_name": "binary_cross_entropy_with_logits", "threshold": 0.3}
+    cfg = {"task": TASK | task, "criterion": criterion, "model": model}
+    history = [{"num_updates": 7}]
+    torch.save({"args": None, "cfg": cfg, "model": state, "optimizer_history": history}, path)
     return state
 
 
@@ -335,28 +279,23 @@ def test_pretrained_at_250_hz(size: dict[str, int], tmp_path: Path, capsys: Any)
 
 def test_what_is_guessed_or_contradicted_is_noted(tmp_path: Path, capsys: Any) -> None:
     nested = {"task": {"sample_rate": 250}}  # of pre-training, in a fine-tuned checkpoint
-    for task, options, fs_hz, note in (
-        ({}, [], 250, ""),
-        ({}, ["--fs", "250"], 250, ""),
-        (
-            {},
-            ["--fs", "500"],
-            500,
-            "its settings state 250 Hz, --fs 500 is used instead: leave it out if",
-        ),
-        ({"sample_rate": 400}, [], 400, ""),
-        (
-            {"data": "/x/mimic_iv_ecg"},
-            [],
-            250,
-            "its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with --input",
-        ),
-        ({"data": "/x/mimic_iv_ecg"}, ["--input", "zscore"], 250, ""),
+    contradicted = "its settings state 250 Hz, --fs 500 is used instead: leave it out if"
+    guessed = "its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with --input"
+    for task, options, fs_hz, scale, note in (
+        ({}, [], 250, "millivolt", ""),
+        ({}, ["--fs", "250"], 250, "millivolt", ""),
+        ({}, ["--fs", "500"], 500, "millivolt", contradicted),
+        ({"sample_rate": 400}, [], 400, "millivolt", ""),
+        ({"normalize": True}, [], 250, "layernorm", ""),
+        ({"normalize": True}, ["--input", "millivolt"], 250, "millivolt", ""),
+        ({"data": "/x/mimic_iv_ecg"}, [], 250, "zscore", guessed),
+        ({"data": "/x/mimic_iv_ecg"}, ["--input", "zscore"], 250, "zscore", ""),
     ):
         saved(tmp_path / "a.pt", SMALL, task, 0, args=nested)
         out = converted(tmp_path, *options)
         err = capsys.readouterr().err
-        assert json.loads((out / "preprocessing.json").read_text())["fs_hz"] == fs_hz
+        made = json.loads((out / "preprocessing.json").read_text())
+        assert (made["fs_hz"], made["scale"], made["leads"]) == (fs_hz, scale, list(LEADS))
         assert err.count("\n") == bool(note) and note in err
         shutil.rmtree(out)
 
@@ -391,49 +330,20 @@ def test_fine_tuning_and_prediction_keep_the_models_rate_and_scale(
     out = tmp_path / "AF.csv"
     assert predict.main(["--model", str(start), "--data", dataset.root.url, "--out", str(out)]) == 0
     assert out.read_text().partition("\n")[0].endswith('"AF","AF_predicted"')
-    settings = [
-        "train.steps=2",
-        "train.validate_every=1",
-        "train.batch_crops=4",
-        "train.precision=fp32",
-        "encoder.dropout=0.1",
-    ]
-    sets = [word for setting in settings for word in ("--set", setting)]
-    how = [
-        "--start",
-        str(start),
-        "--data",
-        dataset.root.url,
-        "--config",
-        "diagnosis",
-        "--out",
-        str(run),
-        *sets,
-    ]
+    url = dataset.root.url
+    how = ["--start", str(start), "--data", url, "--config", "diagnosis", "--out", str(run)]
+    for setting in ("steps=2", "validate_every=1", "batch_crops=4", "precision=fp32"):
+        how += ["--set", f"train.{setting}"]
+    how += ["--set", "encoder.dropout=0.1"]
     assert finetune.main(how) == 0
     model = omnilead.load(run)
     assert (model.input.fs_hz, model.input.scale) == (250.0, "zscore") and "at 250 Hz" in (
         run / "model/README.md"
     ).read_text()
-    best = max(
-        json.loads(line)["auroc"]
-        for line in (run / "validation.jsonl").read_text().splitlines()[1:]
-    )
-    assert (
-        evaluate.main(
-            [
-                "--model",
-                str(run),
-                "--data",
-                dataset.root.url,
-                "--role",
-                "valid",
-                "--json",
-                str(found),
-            ]
-        )
-        == 0
-    )
+    lines = (run / "validation.jsonl").read_text().splitlines()[1:]
+    best = max(json.loads(line)["auroc"] for line in lines)
+    scored = ["--model", str(run), "--data", url, "--role", "valid", "--json", str(found)]
+    assert evaluate.main(scored) == 0
     assert json.loads(found.read_text())["metrics"]["auroc"] == pytest.approx(best, abs=1e-6)
     assert finetune.main(how) == 0  # resumes, with the same facts
 
@@ -467,55 +377,42 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path: Path, capsys: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("task", "classes", "options", "text"),
+    ("task", "options", "text"),
     [
-        (
-            {"filter": True},
-            3,
-            [],
-            "task.filter=True .* filtered by NeuroKit2: to convert it anyway, give --input",
-        ),
-        (
-            {"normalize": True, "mean_path": "m.txt"},
-            3,
-            [],
-            "task.mean_path=m.txt .* its means are in another file",
-        ),
-        ({"sample_rate": 25}, 3, [], "fs_hz=25: must be 50 to 2000"),
-        ({"sample_rate": "fast"}, 3, [], "fs_hz='fast': must be"),
-        (
-            {"leads_to_load": "[0, 12]"},
-            3,
-            [],
-            "task.leads_to_load=.* must be a list of lead names or numbers",
-        ),
-        ({"leads_to_load": "__import__('os')"}, 3, [], "task.leads_to_load="),
-        ({}, 3, ["--classes", "A,B"], "2 names: must be 3, in the order of the outputs"),
-        ({}, 3, ["--classes", "A,B,A"], "2 names: must be 3"),
-        (
-            {},
-            3,
-            ["--classes", "nowhere.csv"],
-            "nowhere.csv: .*No such file.*: give a CSV with a column `name`",
-        ),
-        (
-            {},
-            3,
-            ["--classes", __file__.replace("test_conversion.py", "tiny.py")],
-            "names: must be 3",
-        ),
-        ({}, 0, ["--classes", "A"], "only pre-trained, without a classifier: leave it out"),
-        ({}, 3, ["--fs", "nan"], "fs_hz=nan"),
-        ({"sample_rate": 250}, 3, ["--fs", "0"], "fs_hz=0.0: must be 50 to 2000"),
+        ({"filter": True}, "", "task.filter=True .* NeuroKit2: to convert it anyway, give --input"),
+        ({"normalize": True, "mean_path": "m"}, "", "task.mean_path=m .* are in another file"),
+        ({"sample_rate": 25}, "", "fs_hz=25: must be 50 to 2000"),
+        ({"sample_rate": "fast"}, "", "fs_hz='fast': must be"),
+        ({"leads_to_load": "[0, 12]"}, "", "leads_to_load=.* must be a list of lead names or"),
+        ({"leads_to_load": "__import__('os')"}, "", "task.leads_to_load="),
+        ({}, "--classes A,B", "2 names: must be 3, in the order of the outputs"),
+        ({}, "--classes A,B,A", "2 names: must be 3"),
+        ({}, "--classes no.csv", "no.csv: .*No such file.*: give a CSV with a column `name`"),
+        ({}, "--fs nan", "fs_hz=nan"),
+        ({"sample_rate": 250}, "--fs 0", "fs_hz=0.0: must be 50 to 2000"),
     ],
 )
 def test_what_cannot_be_converted_is_a_one_line_error(
-    task: dict[str, Any], classes: int, options: list[str], text: str, tmp_path: Path, capsys: Any
+    task: dict[str, Any], options: str, text: str, tmp_path: Path, capsys: Any
 ) -> None:
-    saved(tmp_path / "a.pt", SMALL, task, classes)
-    assert (
-        convert.main(["from-fairseq", str(tmp_path / "a.pt"), str(tmp_path / "out"), *options]) == 2
-    )
+    saved(tmp_path / "a.pt", SMALL, task)
+    convert_refused(tmp_path, options.split(), text, capsys)
+
+
+def test_names_for_a_model_without_a_classifier_or_in_a_file_are_refused(
+    tmp_path: Path, capsys: Any
+) -> None:
+    saved(tmp_path / "a.pt", SMALL, {}, classes=0)
+    convert_refused(tmp_path, ["--classes", "A"], "only pre-trained, without a classifier", capsys)
+    saved(tmp_path / "a.pt", SMALL, {})
+    (tmp_path / "names.txt").write_text("A\nB")
+    names = str(tmp_path / "names.txt")
+    convert_refused(tmp_path, ["--classes", names], "2 names: must be 3", capsys)
+
+
+def convert_refused(tmp_path: Path, options: list[str], text: str, capsys: Any) -> None:
+    arguments = ["from-fairseq", str(tmp_path / "a.pt"), str(tmp_path / "out"), *options]
+    assert convert.main(arguments) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and re.search(text, err) and not (tmp_path / "out").exists()
 
@@ -540,5 +437,4 @@ def test_other_heads_are_refused_by_name(
     content = torch.load(path, weights_only=True)
     content["model"] = {name: w for name, w in (content["model"] | change).items() if w is not None}
     torch.save(content, path)
-    assert convert.main(["from-fairseq", str(path), str(tmp_path / "out")]) == 2
-    assert re.search(text, capsys.readouterr().err)
+    convert_refused(tmp_path, [], text, capsys)

@@ -28,20 +28,14 @@ from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.tasks.finetuning import read_start
 
 Saved = Callable[..., Path]
-DIAGNOSIS = {
+DIAGNOSIS: dict[str, Any] = {
     "task": "diagnosis",
     "kind": "multilabel",
     "classes": ["AF", "NSR", "SB"],
-    "thresholds": [0.5] * 3,
 }
-AGE = {
-    "task": "age",
-    "kind": "regression",
-    "classes": ["age"],
-    "unit": "years",
-    "center": [60.0],
-    "scale": [15.0],
-}
+DIAGNOSIS["thresholds"] = [0.5] * 3
+AGE: dict[str, Any] = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years"}
+AGE |= {"center": [60.0], "scale": [15.0]}
 torch.set_num_threads(1)
 
 
@@ -67,10 +61,9 @@ def model(saved_model: Saved) -> TrainedModel:
 def test_unreadable_weights_are_refused(
     saved_model: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, denied = (
-        saved_model(),
-        mock.Mock(side_effect=PermissionError),
-    )  # root, as which tests may run, may read all files
+    # Root, as which tests may run, may read all files
+    denied = mock.Mock(side_effect=PermissionError)
+    folder = saved_model()
     monkeypatch.setattr("omnilead.engine.model.folder.file_sha256", denied)
     with pytest.raises(LoadError, match="permission denied"):
         omnilead.load(folder)
@@ -86,20 +79,16 @@ def test_weights_equal_those_in_the_file(saved_model: Saved) -> None:
     x = torch.randn(3, 12, 2500)
     for place in (folder, folder.parent, str(folder)):
         model = omnilead.load(place)
-        assert (
-            not model.training
-            and torch.equal(model(x), pool(whole.encoder(x)))
-            and model(x).dtype == torch.float32
-        )
+        assert not model.training and model(x).dtype == torch.float32
+        assert torch.equal(model(x), pool(whole.encoder(x)))
     assert torch.allclose(model.logits(x), pool(whole.encoder(x)) @ head[0].T + head[1], atol=1e-6)
     assert model.classes == ("AF", "NSR", "SB")
 
 
 def test_a_model_from_a_bucket_and_one_in_half_precision(saved_model: Saved) -> None:
     folder = saved_model()
-    weights(
-        folder, **{name: w.half() for name, w in load_file(folder / "model.safetensors").items()}
-    )
+    state = load_file(folder / "model.safetensors")
+    weights(folder, **{name: w.half() for name, w in state.items()})
     bucket = fsspec.filesystem("memory")
     bucket.put(str(folder), "/bucket/run/model", recursive=True)
     x = torch.randn(1, 12, 2500)
@@ -113,10 +102,8 @@ def test_a_model_from_a_bucket_and_one_in_half_precision(saved_model: Saved) -> 
 def test_an_encoder_that_was_never_masked_and_a_head_without_classes(saved_model: Saved) -> None:
     folder = saved_model(head={"task": "identification", "kind": "identity"})
     names = load_file(folder / "model.safetensors")
-    weights(
-        folder,
-        **dict.fromkeys(name for name in names if "mask" in name or name.startswith("local.")),
-    )
+    unused = [name for name in names if "mask" in name or name.startswith("local.")]
+    weights(folder, **dict.fromkeys(unused))
     model = omnilead.load(folder)
     assert model.head is None and model(torch.randn(1, 12, 2500)).isfinite().all()
     with pytest.raises(ConfigError, match="no head"):
@@ -134,18 +121,14 @@ def change(folder: Path, name: str, **to: Any) -> None:
 
 
 def model_setting(folder: Path, **to: Any) -> None:
-    change(
-        folder, "config.json", model=json.loads((folder / "config.json").read_text())["model"] | to
-    )
+    settings = json.loads((folder / "config.json").read_text())["model"]
+    change(folder, "config.json", model=settings | to)
 
 
 def weights(folder: Path, **to: Tensor | None) -> None:
-    changed = load_file(folder / "model.safetensors") | {
-        name.replace("__", "."): w for name, w in to.items()
-    }
-    save_file(
-        {name: w for name, w in changed.items() if w is not None}, folder / "model.safetensors"
-    )
+    path = folder / "model.safetensors"
+    changed = load_file(path) | {name.replace("__", "."): w for name, w in to.items()}
+    save_file({name: w for name, w in changed.items() if w is not None}, path)
     sealed(folder)
 
 
@@ -262,11 +245,8 @@ def test_a_crop_has_the_same_embedding_in_memory_and_in_a_dataset(
     dataset: Dataset, model: TrainedModel
 ) -> None:
     crop = dataset.read(0)
-    x_SLT = (
-        torch.from_numpy(crop.astype(np.float32) * np.float32(1e-3))
-        .view(12, 2, 2500)
-        .transpose(0, 1)
-    )
+    mv_LT = torch.from_numpy(crop.astype(np.float32) * np.float32(1e-3))
+    x_SLT = mv_LT.view(12, 2, 2500).transpose(0, 1)
     expected = model(x_SLT).mean(0)
     assert torch.allclose(model.embed(crop, 500, LEADS, "uV"), expected, atol=1e-6)
     assert torch.allclose(model.embed(crop / 1e6, 500, LEADS, "V"), expected, atol=1e-6)
@@ -324,11 +304,9 @@ def test_several_records_and_any_length(model: TrainedModel) -> None:
 
 
 def test_predictions_are_the_mean_over_segments(saved_model: Saved) -> None:
-    signals, rhythm = (
-        np.stack([ecg(13, seed=seed) for seed in range(2)]),
-        {"task": "rhythm", "kind": "multiclass"},
-    )
-    kinds = {"a": DIAGNOSIS, "b": rhythm | {"classes": ["AF", "NSR"]}, "c": AGE}
+    signals = np.stack([ecg(13, seed=seed) for seed in range(2)])
+    rhythm = {"task": "rhythm", "kind": "multiclass", "classes": ["AF", "NSR"]}
+    kinds = {"a": DIAGNOSIS, "b": rhythm, "c": AGE}
     for place, head in kinds.items():
         model = omnilead.load(saved_model(place, head=head))
         x_RLT = model.segments(signals[1], 500, LEADS)
@@ -336,13 +314,11 @@ def test_predictions_are_the_mean_over_segments(saved_model: Saved) -> None:
         kind = {"a": logits.sigmoid(), "b": logits.softmax(1), "c": 15 * logits + 60}[place]
         assert torch.allclose(scores, kind)
         first, second = model.predict(signals, 500, LEADS)
-        assert second == pytest.approx(
-            dict(zip(head["classes"], scores.mean(0).tolist(), strict=True)), abs=1e-5
-        )
+        expected = dict(zip(head["classes"], scores.mean(0).tolist(), strict=True))
+        assert second == pytest.approx(expected, abs=1e-5)
         assert model.predict(signals[0], 500, LEADS) == pytest.approx(first, abs=1e-5)
-        assert model.unit == head.get("unit", "") and model.thresholds == (
-            () if place != "a" else (0.5, 0.5, 0.5)
-        )
+        assert model.unit == head.get("unit", "")
+        assert model.thresholds == tuple(head.get("thresholds", ()))
     assert model.predict(signals[:0], 500, LEADS) == []
     assert model.head is not None
     model.head.bias.data[:] = torch.inf
@@ -358,9 +334,8 @@ def test_ten_seconds_in_which_nothing_was_measured_are_left_out(model: TrainedMo
     kept = np.concatenate([signal[:, :5000], signal[:, 10000:]], 1)
     assert torch.allclose(model.embed(signal, 500, LEADS), model.embed(kept, 500, LEADS), atol=1e-6)
     quiet = np.concatenate([signal[:, :5000], np.full((12, 5000), 0.1)], axis=1)
-    assert torch.allclose(
-        model.embed(quiet, 500, LEADS), model.embed(signal[:, :5000], 500, LEADS), atol=1e-6
-    )
+    beating = model.embed(signal[:, :5000], 500, LEADS)
+    assert torch.allclose(model.embed(quiet, 500, LEADS), beating, atol=1e-6)
 
 
 def test_scores_of_each_lead(saved_model: Saved) -> None:
