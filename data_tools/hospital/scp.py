@@ -80,60 +80,78 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
             "no rhythm",
             "only section 12, which is not read" if 12 in sections else "no section 3 or 6",
         )
-    leads, rhythm = sections[3], sections[6]
-    (table,) = struct.unpack_from("<H", sections[2]) if 2 in sections else (None,)
-    nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", rhythm)
-    refused = (
-        (leads[1] & 1, "reference beats", "subtracted from the rhythm"),
-        (bimodal, "bimodal compression", "fewer samples between the beats"),
-        (
-            table not in (None, DEFAULT_TABLE),
-            "Huffman table",
-            f"{table} of its own, the standard's default is read",
-        ),
-        (order > 2, "differences", f"of order {order}, 0 to 2 are read"),
-        (not nanovolts, "gain", "0 nV per step"),
-        (not interval_us, "sampling rate", "0 us between samples"),
-    )
-    if reason := next(((name, detail) for wrong, name, detail in refused if wrong), None):
-        raise ReadError(*reason)
-    count, start = leads[0], 6 + 2 * leads[0]
-    sizes = struct.unpack_from(f"<{count}H", rhythm, 6)
-    found: dict[str, tuple[int, np.ndarray]] = {}
-    warnings: tuple[tuple[str, str], ...] = ()
-    for row, size in enumerate(sizes):
-        first, last, code = struct.unpack_from("<IIB", leads, 2 + 9 * row)
-        first = max(first, 1)  # some writers count the first sample from 0, but the last from 1
-        coded, start = rhythm[start : start + size], start + size
-        if not (lead := SCP_LEADS.get(str(code))):
-            continue
-        if lead in found or len(coded) < size:
-            raise ReadError("duplicated lead" if lead in found else "truncated file", lead)
-        samples = last - first + 1
-        if table is None and size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES:
-            warnings = (
-                (
-                    "shorter than stated",
-                    f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold",
-                ),
-            )
-            samples = size // 2
-        if not 0 < samples <= MAX_SAMPLES or (table is None and size != 2 * samples):
-            raise ReadError("sample count", f"lead {lead}: {samples} stated, {size} bytes found")
-        steps = (
-            np.frombuffer(coded, "<i2").astype(np.int64)
-            if table is None
-            else huffman(coded, samples)
-        )
-        found[lead] = first, _sums(steps, order)
+    rhythm = _CodedRhythm(sections)
+    leads, warnings = rhythm.leads()
     signals = _on_one_axis(
-        {lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in found.items()}
+        {lead: (first, steps * rhythm.nanovolts / 1000) for lead, (first, steps) in leads.items()}
     )
-    nominal_hz = float(round(1e6 / interval_us))
-    fs_hz = (
-        nominal_hz if round(1e6 / nominal_hz) == interval_us else 1e6 / interval_us
-    )  # 1,667 us mean 600 Hz
+    nominal_hz = float(round(1e6 / rhythm.interval_us))
+    # 1,667 us mean 600 Hz
+    is_nominal = round(1e6 / nominal_hz) == rhythm.interval_us
+    fs_hz = nominal_hz if is_nominal else 1e6 / rhythm.interval_us
     return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), warnings)
+
+
+class _CodedRhythm:
+    """Sections 3 (which leads there are) and 6 (their samples)."""
+
+    def __init__(self, sections: dict[int, bytes]) -> None:
+        self.leads_section = sections[3]
+        self.samples_section = sections[6]
+        self.is_coded = 2 in sections
+        table = struct.unpack_from("<H", sections[2])[0] if self.is_coded else DEFAULT_TABLE
+        fields = struct.unpack_from("<HHBB", self.samples_section)
+        self.nanovolts, self.interval_us, self.order, bimodal = fields
+        if self.leads_section[1] & 1:
+            raise ReadError("reference beats", "subtracted from the rhythm")
+        if bimodal:
+            raise ReadError("bimodal compression", "fewer samples between the beats")
+        if table != DEFAULT_TABLE:
+            raise ReadError("Huffman table", f"{table} of its own, the standard's default is read")
+        if self.order > 2:
+            raise ReadError("differences", f"of order {self.order}, 0 to 2 are read")
+        if not self.nanovolts:
+            raise ReadError("gain", "0 nV per step")
+        if not self.interval_us:
+            raise ReadError("sampling rate", "0 us between samples")
+
+    def leads(self) -> tuple[dict[str, tuple[int, np.ndarray]], tuple[tuple[str, str], ...]]:
+        """(first sample, steps) of each of the twelve leads, and a warning."""
+        count = self.leads_section[0]
+        start = 6 + 2 * count
+        found: dict[str, tuple[int, np.ndarray]] = {}
+        warnings: tuple[tuple[str, str], ...] = ()
+        for row, size in enumerate(struct.unpack_from(f"<{count}H", self.samples_section, 6)):
+            first, last, code = struct.unpack_from("<IIB", self.leads_section, 2 + 9 * row)
+            first = max(first, 1)  # some writers count the first sample from 0, the last from 1
+            coded = self.samples_section[start : start + size]
+            start += size
+            lead = SCP_LEADS.get(str(code))
+            if not lead:
+                continue
+            if lead in found:
+                raise ReadError("duplicated lead", lead)
+            if len(coded) < size:
+                raise ReadError("truncated file", lead)
+            samples = last - first + 1
+            is_cut = size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES
+            if is_cut and not self.is_coded:
+                detail = (
+                    f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"
+                )
+                warnings = (("shorter than stated", detail),)
+                samples = size // 2
+            found[lead] = first, self._steps(lead, coded, samples)
+        return found, warnings
+
+    def _steps(self, lead: str, coded: bytes, samples: int) -> np.ndarray:
+        is_wrong = not self.is_coded and len(coded) != 2 * samples
+        if is_wrong or not 0 < samples <= MAX_SAMPLES:
+            detail = f"lead {lead}: {samples} stated, {len(coded)} bytes found"
+            raise ReadError("sample count", detail)
+        if self.is_coded:
+            return _sums(huffman(coded, samples), self.order)
+        return _sums(np.frombuffer(coded, "<i2").astype(np.int64), self.order)
 
 
 def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
