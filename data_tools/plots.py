@@ -347,11 +347,9 @@ def _draw_bars(
 
     totals = {name: sum(parts.values()) for name, parts in counts.items()}
     order = sorted(totals, key=lambda name: (-totals[name], name))
-    lowest, highest, start = (
-        min(filter(None, totals.values()), default=1),
-        max([1, *totals.values()]),
-        0.0,
-    )
+    lowest = min(filter(None, totals.values()), default=1)
+    highest = max([1, *totals.values()])
+    start = 0.0
     axes.set_xlim(0, highest * 1.14)
     if wide_range and highest / lowest > 50:
         start = lowest / 2
@@ -361,37 +359,31 @@ def _draw_bars(
     else:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     left = np.full(len(order), start)
-    for name, colour in zip(
-        dict.fromkeys(part for parts in counts.values() for part in parts), cycle(ROLE_COLOURS)
-    ):
-        part = np.array([counts[one].get(name, 0) for one in order])
-        width = np.maximum(part - start, 0)
-        axes.barh(
-            range(len(order)), width, 0.68, left=left, color=colour, label=f"{name}  {part.sum():,}"
-        )
+    parts = dict.fromkeys(part for parts in counts.values() for part in parts)
+    rows = range(len(order))
+    for part, colour in zip(parts, cycle(ROLE_COLOURS)):
+        values = np.array([counts[name].get(part, 0) for name in order])
+        width = np.maximum(values - start, 0)
+        label = f"{part}  {values.sum():,}"
+        bars = axes.barh(rows, width, 0.68, left=left, color=colour, label=label)
         left += width
+    if parts:
+        words = [f"{totals[name]:,}" for name in order]
+        axes.bar_label(bars, words, padding=4, fontsize=8, fontfamily=FONT, color=INK)
+    axes.set_ylim(slots - 0.4, -0.6)
+    axes.set_yticks(rows, order, parse_math=False)
+    _style_bars(axes)
+
+
+def _style_bars(axes: "Axes") -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.tick_params(axis="x", which="both", colors=GREY, labelsize=8, labelfontfamily=FONT)
     axes.tick_params(axis="y", length=0, labelcolor=INK, labelsize=9, labelfontfamily=FONT)
     axes.grid(axis="x", color="#e6e6ea", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_ylim(slots - 0.4, -0.6)
-    axes.set_yticks(range(len(order)), order, parse_math=False)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter("")
-    _write_totals(axes, [totals[name] for name in order])
-
-
-def _write_totals(axes: "Axes", totals: Sequence[int]) -> None:
-    """After the end of each bar."""
-    for y, value in enumerate(totals):
-        place = (max(value, axes.get_xlim()[0]), y)
-        colour = INK if value else GREY
-        text = axes.annotate(
-            f"{value:,}", place, (4, 0), textcoords="offset points", va="center", color=colour
-        )
-        text.set(fontsize=8, fontfamily=FONT)
 
 
 def picture_kind(path: Path) -> str:
