@@ -114,22 +114,31 @@ def make_plan(
     scans.sort(key=lambda scan: scan.number)  # they finish in any order
     scanned = pa.concat_tables(scan.records for scan in scans).combine_chunks()
     refused = [one for scan in scans for one in scan.refused]
-    seen = Counter(source for _, (source, *_) in refused)
-    for row in pc.value_counts(scanned["source"]).to_pylist():
-        seen[row["values"]] += row["counts"]
+    seen = _counts(scanned["source"], refused)
     is_first = _first_of_name(scanned["label"])
-    for row in scanned.filter(pa.array(~is_first)).select(["key", "label"]).to_pylist():
-        source, _, name = row["label"].partition("/")
-        reject = (source, name, "record read already", f"another {name} came first")
-        refused.append((row["key"], reject))
     records = scanned.filter(pa.array(is_first))
+    refused += _read_already(scanned.filter(pa.array(~is_first)))
     rejects = _with_unique_names(refused, records["label"])
     first_crop = np.concatenate([[0], np.cumsum(records["crops"].to_numpy(), dtype=np.int64)])
-    tables = sha256(b"".join(sha256(source.tables()).digest() for source in sources)).hexdigest()
+    tables = sha256()
+    for source in sources:
+        tables.update(sha256(source.tables()).digest())
     order = permutation(int(first_crop[-1]), seed)
-    return ShardPlan(
-        sources, records, tables, first_crop, order, dict(sorted(seen.items())), rejects
-    )
+    return ShardPlan(sources, records, tables.hexdigest(), first_crop, order, seen, rejects)
+
+
+def _counts(sources: pa.ChunkedArray, refused: Iterable[tuple[str, Reject]]) -> dict[str, int]:
+    """The number of records by source, usable or not."""
+    counts = Counter(source for _, (source, *_) in refused)
+    for row in pc.value_counts(sources).to_pylist():
+        counts[row["values"]] += row["counts"]
+    return dict(sorted(counts.items()))
+
+
+def _read_already(records: pa.Table) -> Iterator[tuple[str, Reject]]:
+    for key, label in zip(*records.select(["key", "label"]).to_pydict().values(), strict=True):
+        source, _, name = label.partition("/")
+        yield key, (source, name, "record read already", f"another {name} came first")
 
 
 def _first_of_name(labels: pa.ChunkedArray) -> np.ndarray:

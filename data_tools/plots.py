@@ -370,12 +370,12 @@ def _draw_bars(
     if parts:
         words = [f"{totals[name]:,}" for name in order]
         axes.bar_label(bars, words, padding=4, fontsize=8, fontfamily=FONT, color=INK)
-    axes.set_ylim(slots - 0.4, -0.6)
     axes.set_yticks(rows, order, parse_math=False)
-    _style_bars(axes)
+    _style_bars(axes, slots)
 
 
-def _style_bars(axes: "Axes") -> None:
+def _style_bars(axes: "Axes", slots: float) -> None:
+    axes.set_ylim(slots - 0.4, -0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.tick_params(axis="x", which="both", colors=GREY, labelsize=8, labelfontfamily=FONT)

@@ -172,41 +172,47 @@ def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
 
 
 def huffman(coded: bytes, count: int) -> np.ndarray:
-    """Decode `count` numbers in the default table's code.
+    """Decode `count` numbers in the default table's code."""
+    octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
+    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits starting at every byte
+    shifts = np.arange(14, 6, -1, dtype=np.int32)
+    windows = (words[:, None] >> shifts & 1023).ravel()  # 10 bits starting at every bit
+    starts = _starts(windows, count)
+    codes = windows.take(starts)
+    spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
+    if not 0 <= spare < 16:  # a lead has an even number of bytes
+        what = "more" if spare > 0 else "fewer"
+        raise ReadError("sample count", f"{count} stated, the Huffman code holds {what}")
+    values: np.ndarray = _VALUES.take(codes)
+    for code, bits in _ESCAPES:
+        where = np.flatnonzero(codes == code)
+        begin = starts[where] + 10
+        shift = 24 - bits - (begin & 7)
+        number = (words[begin >> 3] >> shift) & ((1 << bits) - 1)
+        values[where] = number - ((number >> (bits - 1)) << bits)  # two's complement
+    return values
+
+
+def _starts(windows: np.ndarray, count: int) -> np.ndarray:
+    """The bits at which the numbers begin.
 
     The position of a number depends on all numbers before it. So the jump to the next number is
     looked up for every bit, as if a number began there, and jumps are chained into jumps over 2,
     4, 8 and 16 numbers: the loop finds only every 16th start."""
-    octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
-    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits starting at every byte
-    windows = (
-        words[:, None] >> np.arange(14, 6, -1, dtype=np.int32) & 1023
-    ).ravel()  # 10 bits starting at every bit
-    jumps = [np.minimum(np.arange(len(windows)) + _LENGTHS.take(windows), len(windows) - 1)]
+    jump = np.arange(len(windows)) + _LENGTHS.take(windows)
+    jumps = [np.minimum(jump, len(windows) - 1)]
     for _ in range(HOPS):
         jumps.append(jumps[-1].take(jumps[-1]))
-    far, place, every = jumps.pop().data, 0, []
+    far = jumps.pop().data
+    place = 0
+    every = []
     for _ in range(-(-count >> HOPS)):
         every.append(place)
         place = far[place]
     starts = np.array(every)[:, None]
     for jump in reversed(jumps):
         starts = np.stack([starts, jump.take(starts)], axis=-1).reshape(len(every), -1)
-    starts = starts.ravel()[:count]
-    codes = windows.take(starts)
-    spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
-    if not 0 <= spare < 16:  # a lead has an even number of bytes
-        raise ReadError(
-            "sample count",
-            f"{count} stated, the Huffman code holds {'more' if spare > 0 else 'fewer'}",
-        )
-    values: np.ndarray = _VALUES.take(codes)
-    for code, bits in _ESCAPES:
-        where = np.flatnonzero(codes == code)
-        begin = starts[where] + 10
-        number = (words[begin >> 3] >> (24 - bits - (begin & 7))) & ((1 << bits) - 1)
-        values[where] = number - ((number >> (bits - 1)) << bits)  # two's complement
-    return values
+    return starts.ravel()[:count]
 
 
 def _sums(steps: np.ndarray, order: int) -> np.ndarray:

@@ -4,6 +4,7 @@
 import posixpath
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -54,26 +55,10 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The label sets of PTB-XL's benchmark (Strodthoff et al. 2020,
     doi:10.1109/JBHI.2020.3022989). As there, statements count at any likelihood, a set omits
     records without one of its labels, and labels are in alphabetical order."""
-    place = next((place for place in TABLE_PLACES if root.exists(place)), TABLE_PLACES[0])
-    read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
-    if not root.exists(read[1]):
-        raise StorageError(f"{root.url}: no {read[1]}: copy it from PTB-XL's release")
-    columns = ("", "description", *_SETS, *_CLASSES.values())
-    known = {row[""]: row for row in read_table(root, read[1], MAX_TABLE, columns)}
-    rows = list(read_table(root, place, MAX_TABLE, ("ecg_id", "scp_codes", "strat_fold")))
-    records = np.array([f"HR{row['ecg_id'].removesuffix('.0'):0>5}" for row in rows])
-    fold = np.array([as_number(row["strat_fold"]) for row in rows])
-    if not np.isin(fold, np.arange(1, 11)).all():
-        raise StorageError(
-            f"{root.url}/{place}: strat_fold is not 1 to 10 in every row: restore the file"
-        )
-    likelihood = np.full((len(rows), len(known)), np.nan, np.float32)
-    for i, row in enumerate(rows):
-        given = statements(row["scp_codes"])
-        likelihood[i] = [given.get(name, np.nan) for name in known]
+    read, known, records, fold, likelihood = _ptbxl_tables(root)
     for kind, label_of in _label_sets(known).items():
         labels = _labels_of_set(known, label_of, ~np.isnan(likelihood))
-        kept = np.zeros(len(rows), bool)
+        kept = np.zeros(len(records), bool)
         for _, has in labels.values():
             kept |= has
         chosen = {name: (means, has[kept].astype(np.int8)) for name, (means, has) in labels.items()}
@@ -91,6 +76,35 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     for column, (name, row) in zip(likelihood.T, known.items(), strict=True):
         percents[name] = (row["description"], column)
     yield PublishedLabels("ptbxl-likelihood", about, read, "ptb-xl", records, percents, fold)
+
+
+class _PtbXlTables(NamedTuple):
+    read: tuple[str, str]  # the files
+    known: dict[str, dict[str, str]]  # scp_statements.csv by statement
+    records: np.ndarray
+    fold: np.ndarray
+    likelihood: np.ndarray  # float32 [records, statements], NaN if not stated
+
+
+def _ptbxl_tables(root: Folder) -> _PtbXlTables:
+    place = next((place for place in TABLE_PLACES if root.exists(place)), TABLE_PLACES[0])
+    read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
+    if not root.exists(read[1]):
+        raise StorageError(f"{root.url}: no {read[1]}: copy it from PTB-XL's release")
+    columns = ("", "description", *_SETS, *_CLASSES.values())
+    known = {row[""]: row for row in read_table(root, read[1], MAX_TABLE, columns)}
+    rows = list(read_table(root, place, MAX_TABLE, ("ecg_id", "scp_codes", "strat_fold")))
+    records = np.array([f"HR{row['ecg_id'].removesuffix('.0'):0>5}" for row in rows])
+    fold = np.array([as_number(row["strat_fold"]) for row in rows])
+    if not np.isin(fold, np.arange(1, 11)).all():
+        raise StorageError(
+            f"{root.url}/{place}: strat_fold is not 1 to 10 in every row: restore the file"
+        )
+    likelihood = np.full((len(rows), len(known)), np.nan, np.float32)
+    for i, row in enumerate(rows):
+        given = statements(row["scp_codes"])
+        likelihood[i] = [given.get(name, np.nan) for name in known]
+    return _PtbXlTables(read, known, records, fold, likelihood)
 
 
 def _labels_of_set(
