@@ -260,7 +260,8 @@ def _write(
     color: str = INK,
     **style: object,
 ) -> None:
-    where.text(x, y, text, fontsize=size, color=color, fontfamily=FONT, parse_math=False, **style)  # type: ignore[arg-type]
+    style |= {"fontsize": size, "color": color, "fontfamily": FONT, "parse_math": False}
+    where.text(x, y, text, **style)  # type: ignore[arg-type]
 
 
 def dataset_figure(dataset: Dataset) -> "Figure":
@@ -347,8 +348,8 @@ def _draw_bars(
 
     totals = {name: sum(parts.values()) for name, parts in counts.items()}
     order = sorted(totals, key=lambda name: (-totals[name], name))
-    lowest = min(filter(None, totals.values()), default=1)
-    highest = max([1, *totals.values()])
+    known = [total for total in totals.values() if total] or [1]
+    lowest, highest = min(known), max(known)
     start = 0.0
     axes.set_xlim(0, highest * 1.14)
     if wide_range and highest / lowest > 50:
@@ -369,7 +370,7 @@ def _draw_bars(
         left += width
     if parts:
         words = [f"{totals[name]:,}" for name in order]
-        axes.bar_label(bars, words, padding=4, fontsize=8, fontfamily=FONT, color=INK)
+        axes.bar_label(bars, words, padding=4, size=8, family=FONT, color=INK)
     axes.set_yticks(rows, order, parse_math=False)
     _style_bars(axes, slots)
 

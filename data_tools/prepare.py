@@ -56,7 +56,8 @@ SPEC = {
     "saturation_uv": MAX_UV,
     "filter": "none",
     "normalisation": "none",
-    "resampling": f"polyphase FIR, Kaiser beta {_KAISER_BETA}, {_TAPS_PER_PHASE} zero crossings a side, edges held",
+    "resampling": f"polyphase FIR, Kaiser beta {_KAISER_BETA}, {_TAPS_PER_PHASE} zero crossings "
+    "a side, edges held",
 }
 SPEC_HASH = hashlib.sha256(json.dumps(SPEC, sort_keys=True).encode()).hexdigest()
 

@@ -142,9 +142,10 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
     ]
     advice = {
         "pretrain": "--pretrain-sources names sources for pre-training",
-        "dx": f"diagnosis roles are for records of {' or '.join(chosen.dx)}: --dx-sources names others",
-        "id gallery": f"gallery and probe are for patients of {' or '.join(chosen.id)} with two sessions, at most "
-        f"{chosen.id_share:g} of all: --id-sources and --id-share change that",
+        "dx": f"diagnosis roles are for records of {' or '.join(chosen.dx)}: --dx-sources names "
+        "others",
+        "id gallery": f"gallery and probe are for patients of {' or '.join(chosen.id)} with two "
+        f"sessions, at most {chosen.id_share:g} of all: --id-sources and --id-share change that",
     }
     if empty:
         given = [

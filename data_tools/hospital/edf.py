@@ -60,15 +60,11 @@ def decode(data: bytes) -> Decoded:
         raise ReadError(
             "no known lead", f"none of {count} signals is labelled as one of the 12 leads"
         )
-    rates, inverted = leads.rates, leads.inverted
-    if len(rates) > 1 or duration_s <= 0:
-        stated = ", ".join(map(str, sorted(rates)))
-        raise ReadError("sampling rate", f"leads with {stated} samples in {duration_s:g} s")
-    fs_hz = rates.pop() / duration_s
+    fs_hz = leads.fs_hz(duration_s)
     rate_ratio(fs_hz)  # refuses unsupported rates
     warnings: tuple[tuple[str, str], ...] = ()
-    if inverted:
-        detail = f"{' '.join(inverted)}: labelled with a minus, inverted again"
+    if leads.inverted:
+        detail = f"{' '.join(leads.inverted)}: labelled with a minus, inverted again"
         warnings = (("inverted lead", detail),)
     return Decoded(leads.found, fs_hz, *_person(data), warnings)
 
@@ -93,6 +89,12 @@ class _Leads:
             self.found[lead] = -self.found[lead]
             self.inverted.append(lead)
         self.rates.add(steps.shape[1])
+
+    def fs_hz(self, duration_s: float) -> float:
+        if len(self.rates) > 1 or duration_s <= 0:
+            stated = ", ".join(map(str, sorted(self.rates)))
+            raise ReadError("sampling rate", f"leads with {stated} samples in {duration_s:g} s")
+        return self.rates.pop() / duration_s
 
 
 MAGIC = (b"0       ", b"\xffBIOSEMI")
@@ -124,8 +126,9 @@ def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
 
 def _sign_and_name(label: str) -> tuple[str, str]:
     """ "-" or nothing, and the name of the lead in capitals."""
-    sign, name = _LABEL.fullmatch(label.upper()).groups()  # type: ignore[union-attr]  # it matches any text
-    return sign, name
+    match = _LABEL.fullmatch(label.upper())
+    assert match  # it matches any text
+    return match[1], match[2]
 
 
 def _text(field: bytes) -> str:

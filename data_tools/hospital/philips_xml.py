@@ -70,10 +70,7 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("rhythm waveform", f"{len(waveforms)} of them, 1 is read")
     stated = _stated(waveforms[0], root)
     names, fs_hz = _lead_names(stated), _number(stated, "samplingrate")
-    try:
-        packed = binascii.a2b_base64("".join((waveforms[0].text or "").split()), strict_mode=True)
-    except ValueError as error:
-        raise ReadError("base64", str(error)) from None
+    packed = _from_base64(waveforms[0].text or "")
     samples = _number(stated, "durationperchannel") * fs_hz / 1000
     if not 3 <= samples <= MAX_SAMPLES or samples % 1:
         raise ReadError("sample count", f"{samples:g} a lead")
@@ -90,6 +87,13 @@ def decode(data: bytes) -> Decoded:
         detail = f"{samples / fs_hz:g} s without it: damage and a wrong scale are not noticed"
         warnings = (("no calibration pulse", detail),)
     return Decoded(signals, fs_hz, patient, _age(root), _person(root, "sex"), warnings)
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return binascii.a2b_base64("".join(text.split()), strict_mode=True)
+    except ValueError as error:
+        raise ReadError("base64", str(error)) from None
 
 
 def _person(root: Element, tag: str) -> str:

@@ -169,18 +169,29 @@ def physionet2021(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     unread = len(keys) - len(rows)
     note = f" ({unread} of {len(keys)} headers are unreadable or duplicates)" if unread else ""
     about = "PhysioNet/CinC Challenge 2021, {} of the headers" + note
-    is_scored = np.array([class_row(dx) for dx in rows.values()], np.int8).T
-    scored: Labels = {}
-    for (name, codes), values in zip(CLASSES, is_scored, strict=True):
-        scored[name] = (f"SNOMED CT {' or '.join(codes)}", values)
+    diagnoses = list(rows.values())
     what = about.format("the 26 scored diagnoses")
-    yield PublishedLabels("physionet2021-scored", what, (), sources, records, scored)
-    every: Labels = {}
-    for code in sorted({code for dx in rows.values() for code in dx}):
-        has = [code in dx for dx in rows.values()]
-        every[code] = (f"SNOMED CT {code}", np.array(has, np.int8))
+    labels = _scored(diagnoses)
+    yield PublishedLabels("physionet2021-scored", what, (), sources, records, labels)
     what = about.format("all SNOMED CT codes")
-    yield PublishedLabels("physionet2021-all", what, (), sources, records, every)
+    labels = _every_code(diagnoses)
+    yield PublishedLabels("physionet2021-all", what, (), sources, records, labels)
+
+
+def _scored(diagnoses: list[tuple[str, ...]]) -> Labels:
+    is_scored = np.array([class_row(dx) for dx in diagnoses], np.int8).T
+    labels: Labels = {}
+    for (name, codes), values in zip(CLASSES, is_scored, strict=True):
+        labels[name] = (f"SNOMED CT {' or '.join(codes)}", values)
+    return labels
+
+
+def _every_code(diagnoses: list[tuple[str, ...]]) -> Labels:
+    labels: Labels = {}
+    for code in sorted({code for dx in diagnoses for code in dx}):
+        has = [code in dx for dx in diagnoses]
+        labels[code] = (f"SNOMED CT {code}", np.array(has, np.int8))
+    return labels
 
 
 def _diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
