@@ -396,20 +396,7 @@ def _finish(
         table = _without_shards(table)
     _remove_leftovers(out, options.format, shards)
     samples, refused = as_parquet(table), _rejects_csv(rejects)
-    meta: dict[str, Any] = {
-        "format_version": dataset.FORMAT_VERSION,
-        **{name: SPEC[name] for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples")},
-        "preprocessing": SPEC,
-        "preprocessing_sha256": SPEC_HASH,
-        "seed": options.seed,
-        "plan": options.plan,
-        **{
-            name: recipe[name]
-            for name in ("id_share", "role_sources", "pretrain_implausible")
-            if name in recipe
-        },
-        "recipe": recipe_hash(recipe),
-        "pseudonyms": recipe["pseudonyms"],
+    meta = _settings(recipe) | {
         "crops": len(table),
         "sources": sources,
         "roles": role_counts(table),
@@ -420,11 +407,23 @@ def _finish(
     }
     out.write(dataset.SAMPLES, samples)
     out.write(dataset.REJECTS, refused)
-    out.write(
-        META, (json.dumps(meta | {"fingerprint": fingerprint(meta)}, indent=1) + "\n").encode()
-    )
+    meta["fingerprint"] = fingerprint(meta)
+    out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
     out.remove(".build")
     return Dataset.open(options.out)
+
+
+def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The part of dataset.json that says how it was made."""
+    meta: dict[str, Any] = {"format_version": dataset.FORMAT_VERSION}
+    for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
+        meta[name] = SPEC[name]
+    meta["preprocessing"] = SPEC
+    meta["preprocessing_sha256"] = SPEC_HASH
+    for name in ("seed", "plan", "id_share", "role_sources", "pretrain_implausible"):
+        if name in recipe:
+            meta[name] = recipe[name]
+    return meta | {"recipe": recipe_hash(recipe), "pseudonyms": recipe["pseudonyms"]}
 
 
 def _file_facts(data: bytes) -> dict[str, Any]:

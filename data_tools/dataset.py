@@ -1,17 +1,17 @@
 """A dataset on disk or in a bucket, format version 1. The engine uses data_tools through this
 module.
 
-    DATASET/dataset.json      preprocessing, sources, roles, shards with their sha256, and a fingerprint of the rest
+    DATASET/dataset.json      preprocessing, sources, roles, shards, and a fingerprint of it all
             samples.parquet   one row per crop, in shard order
             rejects.csv       every record, lead or crop that was refused, repaired or flagged
-            shards/00000.tar  <key>.ecg = int16 little-endian [12, 5000] microvolts, <key>.json; 00000.idx for DALI
+            shards/00000.tar  <key>.ecg = int16 [12, 5000] in microvolts, <key>.json; .idx for DALI
             store.zarr/       optional copy: int16 [crops, 12, 5000]
 
 `Dataset.open` reads only dataset.json. Columns are read on demand; crops are read by offset and
 checked against their crc32c.
 
     dataset = Dataset.open("DATASET")
-    ecg = dataset[0]                        # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels
+    ecg = dataset[0]    # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels
 """
 
 import csv
@@ -56,16 +56,12 @@ GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
 
 COLUMNS = pa.schema(
     [
-        (
-            "shard",
-            pa.int32(),
-        ),  # -1 in a dataset with zarr only, where the row number is the address
+        # -1 in a dataset with zarr only, where the row number is the address
+        ("shard", pa.int32()),
         ("offset", pa.int64()),
         ("crc32c", pa.uint32()),
-        (
-            "waveform",
-            pa.uint64(),
-        ),  # crc32c of the limb leads, then of the chest leads: equal for equal waveforms
+        # crc32c of the limb leads, then of the chest leads: equal for equal waveforms
+        ("waveform", pa.uint64()),
         ("source", pa.string()),
         ("record", pa.string()),
         ("patient", pa.string()),
@@ -137,9 +133,8 @@ class Ecg:
     """One crop of 10 s. If `halves` is 1, it is 5 s long and its second half is zero."""
 
     row: int
-    signal_uv: np.ndarray = field(
-        repr=False
-    )  # int16 [12, 5000], leads in the order of data_tools.record.LEADS
+    # int16 [12, 5000], leads in the order of data_tools.record.LEADS
+    signal_uv: np.ndarray = field(repr=False)
     source: str
     record: str
     patient: str | None
@@ -289,10 +284,8 @@ class Dataset:
 
     @cached_property
     def _group(self) -> Any:
-        columns, fragment = (
-            [name for name in COLUMNS.names if name in Ecg.__annotations__],
-            self._samples.fragments[0],
-        )
+        columns = [name for name in COLUMNS.names if name in Ecg.__annotations__]
+        fragment = self._samples.fragments[0]
 
         @lru_cache(GROUPS_KEPT)
         def read(group: int) -> pa.Table:
@@ -336,12 +329,8 @@ class Dataset:
     @property
     def labels(self) -> np.ndarray:
         """bool [crops, 26]: which diagnoses in CLASSES each crop's record has."""
-        values: np.ndarray = (
-            self.table(["labels"])["labels"]
-            .combine_chunks()
-            .flatten()
-            .to_numpy(zero_copy_only=False)
-        )
+        column = self.table(["labels"])["labels"].combine_chunks().flatten()
+        values: np.ndarray = column.to_numpy(zero_copy_only=False)
         return values.reshape(len(self), len(CLASSES))
 
     @cached_property

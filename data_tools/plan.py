@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, sha256
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from omnilead.data_tools.errors import ReadError, StorageError, printable
 from omnilead.data_tools.prepare import SPEC_HASH, crop_count, dropped_s
+from omnilead.data_tools.record import Header
 from omnilead.data_tools.sources.base import Source, located, read_safely, record_stem
 from omnilead.data_tools.storage import links_in, prefetch
 from omnilead.data_tools.tar import MAX_NAME
@@ -85,6 +86,14 @@ class ShardPlan:
         return PlannedShard(planned, identity.hexdigest(), content.hexdigest())
 
 
+class _Scan(NamedTuple):
+    """The headers of a chunk of keys."""
+
+    number: int
+    records: pa.Table  # the usable ones, with the columns of SCANNED
+    refused: list[tuple[str, Reject]]  # by key
+
+
 def make_plan(
     sources: Iterable[Source],
     seed: int,
@@ -94,41 +103,52 @@ def make_plan(
 ) -> ShardPlan:
     """Read all headers in parallel and plan the shards."""
     sources = tuple(sources)
-    scans: dict[int, tuple[int, pa.Table, list[tuple[str, Reject]]]] = {}
+    scans: list[_Scan] = []
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
         for scan in cluster.run(_scan, _chunks(sources), workers, dask):
-            scans[scan[0]] = scan
-            bar.update(len(scan[1]) + len(scan[2]))
+            scans.append(scan)
+            bar.update(len(scan.records) + len(scan.refused))
     if not scans:
-        raise StorageError(
-            f"no records in "
-            f"{', '.join(source.root.url + links_in(source.root) for source in sources)}"
-        )
-    scanned = pa.concat_tables(scans[number][1] for number in sorted(scans)).combine_chunks()
-    refused = [one for number in sorted(scans) for one in scans[number][2]]
-    seen = Counter(source for _, (source, *_) in refused)
-    seen.update(
-        {row["values"]: row["counts"] for row in pc.value_counts(scanned["source"]).to_pylist()}
-    )
-    tar_names = pc.replace_substring(
-        scanned["label"].combine_chunks(), "/", "-"
-    )  # the same for a-b/c and a/b-c
-    names = pc.dictionary_encode(tar_names)
-    first = np.zeros(len(scanned), bool)
-    first[np.unique(names.indices.to_numpy(), return_index=True)[1]] = True
-    for row in scanned.filter(pa.array(~first)).select(["key", "label"]).to_pylist():
-        source, _, name = row["label"].partition("/")
-        refused.append(
-            (row["key"], (source, name, "record read already", f"another {name} came first"))
-        )
-    records = scanned.filter(pa.array(first))
+        places = (source.root.url + links_in(source.root) for source in sources)
+        raise StorageError(f"no records in {', '.join(places)}")
+    scans.sort(key=lambda scan: scan.number)  # they finish in any order
+    scanned = pa.concat_tables(scan.records for scan in scans).combine_chunks()
+    refused = [one for scan in scans for one in scan.refused]
+    seen = _counts(scanned["source"], refused)
+    is_first = _first_of_name(scanned["label"])
+    records = scanned.filter(pa.array(is_first))
+    refused += _read_already(scanned.filter(pa.array(~is_first)))
     rejects = _with_unique_names(refused, records["label"])
     first_crop = np.concatenate([[0], np.cumsum(records["crops"].to_numpy(), dtype=np.int64)])
-    tables = sha256(b"".join(sha256(source.tables()).digest() for source in sources)).hexdigest()
+    tables = sha256()
+    for source in sources:
+        tables.update(sha256(source.tables()).digest())
     order = permutation(int(first_crop[-1]), seed)
-    return ShardPlan(
-        sources, records, tables, first_crop, order, dict(sorted(seen.items())), rejects
-    )
+    return ShardPlan(sources, records, tables.hexdigest(), first_crop, order, seen, rejects)
+
+
+def _counts(sources: pa.ChunkedArray, refused: Iterable[tuple[str, Reject]]) -> dict[str, int]:
+    """The number of records by source, usable or not."""
+    counts = Counter(source for _, (source, *_) in refused)
+    for row in pc.value_counts(sources).to_pylist():
+        counts[row["values"]] += row["counts"]
+    return dict(sorted(counts.items()))
+
+
+def _read_already(records: pa.Table) -> Iterator[tuple[str, Reject]]:
+    for key, label in zip(*records.select(["key", "label"]).to_pydict().values(), strict=True):
+        source, _, name = label.partition("/")
+        yield key, (source, name, "record read already", f"another {name} came first")
+
+
+def _first_of_name(labels: pa.ChunkedArray) -> np.ndarray:
+    """A mask of the records whose name no record before has, as it will be in a tar: a-b/c and
+    a/b-c are the same there."""
+    tar_names = pc.replace_substring(labels.combine_chunks(), "/", "-")
+    numbers = pc.dictionary_encode(tar_names).indices.to_numpy()
+    is_first = np.zeros(len(labels), bool)
+    is_first[np.unique(numbers, return_index=True)[1]] = True
+    return is_first
 
 
 def permutation(count: int, seed: int) -> np.ndarray:
@@ -150,58 +170,45 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, lis
             number += 1
 
 
-def _scan(
-    task: tuple[int, int, Source, list[str]],
-) -> tuple[int, pa.Table, list[tuple[str, Reject]]]:
-    """Return the chunk's number, its usable records, and its refused records with their keys."""
+def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
     keep_freed_memory()
     number, archive, source, keys = task
-    rows: list[tuple[int, str, str, str, int, int, int, float]] = []
+    rows: list[dict[str, Any]] = []
     refused: list[tuple[str, Reject]] = []
     read = partial(read_safely, source.header)
-    for key, header in zip(
-        keys, prefetch(read, keys) if source.root.remote else map(read, keys), strict=True
-    ):
-        try:
-            if isinstance(header, ReadError):
-                name, filed = source.name_for(key), source.source_of(key)
-                raise header
+    headers = prefetch(read, keys) if source.root.remote else map(read, keys)
+    for key, header in zip(keys, headers, strict=True):
+        if isinstance(header, ReadError):
+            name, filed, error = source.name_for(key), source.source_of(key), header
+        else:
             name, filed = header.name, header.source
-            if not (_NAME.fullmatch(name) and _NAME.fullmatch(filed)):
-                raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
-            crops = crop_count(header.samples, header.fs_hz)
-            if not crops:
-                raise ReadError(
-                    "too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed"
-                )
-            if (length := len(f"{filed}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
-                raise ReadError(
-                    "record name", f"{length} characters in a shard, {MAX_NAME} at most"
-                )
-            lost = dropped_s(header.samples, header.fs_hz)
-            words = header.fingerprint + f"{header.samples} {header.fs_hz}".encode()
-            rows.append(
-                (
-                    archive,
-                    key,
-                    f"{filed}/{name}",
-                    filed,
-                    _hash(words),
-                    _hash(header.stamp),
-                    crops,
-                    lost,
-                )
-            )
-        except ReadError as error:
-            refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
-    columns = list(zip(*rows, strict=True)) or [()] * len(SCANNED)
-    return (
-        number,
-        pa.table(
-            [pa.array(*pair) for pair in zip(columns, SCANNED.types, strict=True)], schema=SCANNED
-        ),
-        refused,
-    )
+            try:
+                rows.append({"archive": archive, "key": key} | _scanned(header))
+                continue
+            except ReadError as refusal:
+                error = refusal
+        refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
+    return _Scan(number, pa.Table.from_pylist(rows, SCANNED), refused)
+
+
+def _scanned(header: Header) -> dict[str, Any]:
+    """The columns of SCANNED; a ReadError if the record can have no place in a shard."""
+    name, source = header.name, header.source
+    if not (_NAME.fullmatch(name) and _NAME.fullmatch(source)):
+        raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
+    crops = crop_count(header.samples, header.fs_hz)
+    if not crops:
+        raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
+    if (length := len(f"{source}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
+        raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
+    return {
+        "label": f"{source}/{name}",
+        "source": source,
+        "fingerprint": _hash(header.fingerprint + f"{header.samples} {header.fs_hz}".encode()),
+        "stamp": _hash(header.stamp),
+        "crops": crops,
+        "dropped_s": dropped_s(header.samples, header.fs_hz),
+    }
 
 
 def _hash(words: bytes) -> int:

@@ -14,7 +14,7 @@ from functools import partial
 from io import BytesIO
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,15 @@ def plot_ecg(ecg: Ecg) -> "Figure":
     return ecg_figure(ecg.signal_uv, ecg.halves, title, caption, ecg.missing_leads)
 
 
+class _Cell(NamedTuple):
+    """A place of the printout and the part of a lead that is drawn there."""
+
+    lead: str
+    row: int
+    start_s: float
+    end_s: float
+
+
 def ecg_figure(
     signal_uv: np.ndarray,
     halves: int,
@@ -71,47 +80,22 @@ def ecg_figure(
     Each lead is centred on its median, as AC-coupled carts do. A crop of 5 s is drawn again in
     the last two columns."""
     mv = signal_uv[:, : HALF * halves] / 1000.0
-    shown = {
-        lead: row - np.median(row)
-        for lead, row in zip(LEADS, mv, strict=True)
-        if lead not in missing
-    }
-    rhythm = next(
-        (lead for lead in ("II", *LEADS) if lead in shown and np.ptp(shown[lead]) > FLAT_MV), "II"
-    )
     length_s = mv.shape[1] / FS_HZ
-
-    # cells of the printout: (lead, row, from second, to second)
-    cells = [
-        (lead, i % 3, COLUMN_S * (i // 3), COLUMN_S * (i // 3 + 1)) for i, lead in enumerate(LEADS)
-    ]
-    cells.append((rhythm, 3, 0.0, length_s))
-
-    def trace_mm(gain: float, lead: str, row: int, start_s: float, end_s: float) -> np.ndarray:
-        """[points, (x, y)]; a sample on the edge of two columns is in both."""
-        first = round(start_s % length_s * FS_HZ)
-        values = shown.get(lead, np.empty(0))[first : first + round((end_s - start_s) * FS_HZ) + 1]
-        return np.stack(
-            [
-                TRACE_X_MM + MM_PER_S * (start_s + np.arange(len(values)) / FS_HZ),
-                ROWS_Y_MM[row] + gain * values,
-            ],
-            axis=1,
-        )
-
+    shown = {}
+    for lead, values in zip(LEADS, mv, strict=True):
+        if lead not in missing:
+            shown[lead] = values - np.median(values)
+    cells = _cells(shown, length_s)
     gain, notes = GAINS_MM_PER_MV[0], list[str]()
-    edges = (
-        PAPER_MM[1],
-        *ROWS_Y_MM,
-        0.0,
-    )  # a trace may reach into the next row, but not cross its baseline
-    traces = [trace_mm(gain, *cell) for cell in cells]
+    traces = [_trace_mm(shown, cell, length_s, gain) for cell in cells]
+    # A trace may reach into the next row, but not cross its baseline
+    edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)
     if any(
-        _leaves(trace, edges[row + 2], edges[row])
-        for trace, (_, row, _, _) in zip(traces, cells, strict=True)
+        _leaves(trace, edges[cell.row + 2], edges[cell.row])
+        for trace, cell in zip(traces, cells, strict=True)
     ):
         gain = GAINS_MM_PER_MV[1]
-        traces = [trace_mm(gain, *cell) for cell in cells]
+        traces = [_trace_mm(shown, cell, length_s, gain) for cell in cells]
         notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
     if any(_leaves(trace, 0.0, PAPER_MM[1]) for trace in traces):
         notes.append("cut at the edge of the paper")
@@ -119,26 +103,46 @@ def ecg_figure(
         notes.append(f"{length_s:g} s long: its end is not the last column's")
 
     figure, axes = _paper()
+    _draw_pulses(axes, gain)
+    for cell, trace in zip(cells, traces, strict=True):
+        _draw_lead(axes, cell, trace if cell.lead in shown else None)
+    scale = f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz"
+    _margins(figure, title, caption, scale, "   ".join(notes))
+    return figure
+
+
+def _cells(shown: Mapping[str, np.ndarray], length_s: float) -> list[_Cell]:
+    """Four columns of three leads, and the rhythm strip: II, or the first lead with a signal."""
+    cells = []
+    for i, lead in enumerate(LEADS):
+        column, row = divmod(i, 3)
+        cells.append(_Cell(lead, row, COLUMN_S * column, COLUMN_S * (column + 1)))
+    rhythm = "II"
+    for lead in ("II", *LEADS):
+        if lead in shown and np.ptp(shown[lead]) > FLAT_MV:
+            rhythm = lead
+            break
+    cells.append(_Cell(rhythm, 3, 0.0, length_s))
+    return cells
+
+
+def _trace_mm(
+    shown: Mapping[str, np.ndarray], cell: _Cell, length_s: float, gain: float
+) -> np.ndarray:
+    """[points, (x, y)]; a sample on the edge of two columns is in both."""
+    first = round(cell.start_s % length_s * FS_HZ)
+    last = first + round((cell.end_s - cell.start_s) * FS_HZ)
+    mv = shown.get(cell.lead, np.empty(0))[first : last + 1]
+    x = TRACE_X_MM + MM_PER_S * (cell.start_s + np.arange(len(mv)) / FS_HZ)
+    return np.stack([x, ROWS_Y_MM[cell.row] + gain * mv], axis=1)
+
+
+def _draw_pulses(axes: "Axes", gain: float) -> None:
+    x = (2, 5, 5, 10, 10, 13)
+    style = {"color": INK, "lw": 0.9, "solid_joinstyle": "miter", "label": "calibration"}
     for row_y in ROWS_Y_MM:
         pulse = row_y + gain * np.array([0, 0, 1, 1, 0, 0])
-        axes.plot(
-            (2, 5, 5, 10, 10, 13),
-            pulse,
-            color=INK,
-            lw=0.9,
-            solid_joinstyle="miter",
-            label="calibration",
-        )
-    for (lead, row, start_s, end_s), trace in zip(cells, traces, strict=True):
-        _draw_lead(axes, lead, row, start_s, end_s, trace if lead in shown else None)
-    _margins(
-        figure,
-        title,
-        caption,
-        f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz",
-        "   ".join(notes),
-    )
-    return figure
+        axes.plot(x, pulse, **style)  # type: ignore[arg-type]
 
 
 def caption_of(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
@@ -150,13 +154,13 @@ def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
     return bool(np.any(trace[:, 1] < floor) or np.any(trace[:, 1] > ceiling))
 
 
-def _draw_lead(
-    axes: "Axes", lead: str, row: int, start_s: float, end_s: float, trace: np.ndarray | None
-) -> None:
+def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
     from matplotlib.patheffects import withStroke
 
-    x, end_x, y = TRACE_X_MM + MM_PER_S * start_s, TRACE_X_MM + MM_PER_S * end_s, ROWS_Y_MM[row]
-    if start_s > 0:
+    lead, y = cell.lead, ROWS_Y_MM[cell.row]
+    x = TRACE_X_MM + MM_PER_S * cell.start_s
+    end_x = TRACE_X_MM + MM_PER_S * cell.end_s
+    if cell.start_s > 0:
         axes.plot([x, x], [y - 4, y + 4], color=INK, lw=0.7, label="separator")
     if trace is None:
         axes.plot([x, end_x], [y, y], color=GREY, lw=0.9, ls=(0, (5, 4)), label=f"missing {lead}")
@@ -256,7 +260,8 @@ def _write(
     color: str = INK,
     **style: object,
 ) -> None:
-    where.text(x, y, text, fontsize=size, color=color, fontfamily=FONT, parse_math=False, **style)  # type: ignore[arg-type]
+    style |= {"fontsize": size, "color": color, "fontfamily": FONT, "parse_math": False}
+    where.text(x, y, text, **style)  # type: ignore[arg-type]
 
 
 def dataset_figure(dataset: Dataset) -> "Figure":
@@ -343,11 +348,9 @@ def _draw_bars(
 
     totals = {name: sum(parts.values()) for name, parts in counts.items()}
     order = sorted(totals, key=lambda name: (-totals[name], name))
-    lowest, highest, start = (
-        min(filter(None, totals.values()), default=1),
-        max([1, *totals.values()]),
-        0.0,
-    )
+    known = [total for total in totals.values() if total] or [1]
+    lowest, highest = min(known), max(known)
+    start = 0.0
     axes.set_xlim(0, highest * 1.14)
     if wide_range and highest / lowest > 50:
         start = lowest / 2
@@ -357,29 +360,29 @@ def _draw_bars(
     else:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     left = np.full(len(order), start)
-    for name, colour in zip(
-        dict.fromkeys(part for parts in counts.values() for part in parts), cycle(ROLE_COLOURS)
-    ):
-        part = np.array([counts[one].get(name, 0) for one in order])
-        width = np.maximum(part - start, 0)
-        axes.barh(
-            range(len(order)), width, 0.68, left=left, color=colour, label=f"{name}  {part.sum():,}"
-        )
+    parts = dict.fromkeys(part for parts in counts.values() for part in parts)
+    rows = range(len(order))
+    for part, colour in zip(parts, cycle(ROLE_COLOURS)):
+        values = np.array([counts[name].get(part, 0) for name in order])
+        width = np.maximum(values - start, 0)
+        label = f"{part}  {values.sum():,}"
+        bars = axes.barh(rows, width, 0.68, left=left, color=colour, label=label)
         left += width
+    if parts:
+        words = [f"{totals[name]:,}" for name in order]
+        axes.bar_label(bars, words, padding=4, size=8, family=FONT, color=INK)
+    axes.set_yticks(rows, order, parse_math=False)
+    _style_bars(axes, slots)
+
+
+def _style_bars(axes: "Axes", slots: float) -> None:
+    axes.set_ylim(slots - 0.4, -0.6)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(GREY)
     axes.tick_params(axis="x", which="both", colors=GREY, labelsize=8, labelfontfamily=FONT)
     axes.tick_params(axis="y", length=0, labelcolor=INK, labelsize=9, labelfontfamily=FONT)
     axes.grid(axis="x", color="#e6e6ea", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.set_ylim(slots - 0.4, -0.6)
-    axes.set_yticks(range(len(order)), order, parse_math=False)
-    for y, value in enumerate(totals[name] for name in order):
-        at, colour = (max(value, axes.get_xlim()[0]), y), INK if value else GREY
-        text = axes.annotate(
-            f"{value:,}", at, (4, 0), textcoords="offset points", va="center", color=colour
-        )
-        text.set(fontsize=8, fontfamily=FONT)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_formatter("")
 

@@ -1,7 +1,7 @@
 """Load user code where an option or a setting takes `file.py:Name`.
 
 plugin("clinic.py:Csv")                   # the class Csv; raises whatever the file raises
-blame(error)                              # the error on one line, with the line of the file that raised it
+blame(error)                              # on one line, with the line of the file that raised it
 """
 
 import hashlib

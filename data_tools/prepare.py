@@ -56,7 +56,8 @@ SPEC = {
     "saturation_uv": MAX_UV,
     "filter": "none",
     "normalisation": "none",
-    "resampling": f"polyphase FIR, Kaiser beta {_KAISER_BETA}, {_TAPS_PER_PHASE} zero crossings a side, edges held",
+    "resampling": f"polyphase FIR, Kaiser beta {_KAISER_BETA}, {_TAPS_PER_PHASE} zero crossings "
+    "a side, edges held",
 }
 SPEC_HASH = hashlib.sha256(json.dumps(SPEC, sort_keys=True).encode()).hexdigest()
 
@@ -191,30 +192,9 @@ def _convert(
 ) -> tuple[np.ndarray, list[str]]:
     """Convert numbers of any type, lead order and rate, from only the samples that this crop
     needs."""
-    gain, baseline = (
-        np.broadcast_to(np.asarray(x, np.float64), len(record.leads))
-        for x in (record.gain, record.baseline)
-    )
-    if not (np.isfinite(gain).all() and (gain > 0).all() and np.isfinite(baseline).all()):
-        raise ReadError("gain", f"{record.gain}"[:60])
     leads, taken = list(rows), list(rows.values())
     first, last, lead_in = _needed(record, start, body.shape[1])
-    with np.errstate(invalid="ignore"):  # damaged files can have signalling NaNs
-        values = record.signal[taken, first:last].astype(np.float64)
-    invalid = (
-        np.zeros(values.shape, bool) if record.signal.dtype.kind in "iu" else ~np.isfinite(values)
-    )
-    if record.invalid is not None:
-        invalid |= values == record.invalid
-    values[invalid] = 0.0
-    with np.errstate(over="ignore"):  # absurd values are clipped below
-        if not (_is_all(record.baseline, 0.0) and _is_all(record.gain, 1.0)):
-            values -= baseline[taken, None]
-            values /= gain[taken, None]
-        values *= MV_PER_UNIT[unit_name(record.unit)]
-    if record.signal.dtype.kind == "f":
-        np.clip(values, -MAX_MV, MAX_MV, out=values)
-    values[invalid] = 0.0
+    values, invalid = _millivolts(record, taken, first, last)
     if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz counts as 500 Hz
         values = resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0
@@ -225,6 +205,34 @@ def _convert(
     missing = np.ones(len(LEADS), bool)
     missing[leads] = invalid.any(axis=1)
     return missing, ["saturated"] if saturated else []
+
+
+def _millivolts(
+    record: EcgRecord, taken: list[int], first: int, last: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The samples first to last of these rows, 0 where they were not measured, and a mask of
+    those."""
+    shape = len(record.leads)
+    gain = np.broadcast_to(np.asarray(record.gain, np.float64), shape)
+    baseline = np.broadcast_to(np.asarray(record.baseline, np.float64), shape)
+    if not (np.isfinite(gain).all() and (gain > 0).all() and np.isfinite(baseline).all()):
+        raise ReadError("gain", f"{record.gain}"[:60])
+    is_float = record.signal.dtype.kind == "f"
+    with np.errstate(invalid="ignore"):  # damaged files can have signalling NaNs
+        values = record.signal[taken, first:last].astype(np.float64)
+    invalid = ~np.isfinite(values) if is_float else np.zeros(values.shape, bool)
+    if record.invalid is not None:
+        invalid |= values == record.invalid
+    values[invalid] = 0.0
+    with np.errstate(over="ignore"):  # absurd values are clipped below
+        if not (_is_all(record.baseline, 0.0) and _is_all(record.gain, 1.0)):
+            values -= baseline[taken, None]
+            values /= gain[taken, None]
+        values *= MV_PER_UNIT[unit_name(record.unit)]
+    if is_float:
+        np.clip(values, -MAX_MV, MAX_MV, out=values)
+    values[invalid] = 0.0
+    return values, invalid
 
 
 def _needed(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:

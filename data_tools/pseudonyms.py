@@ -1,8 +1,8 @@
 """Keyed hashes in place of the names of records and the ids of patients. One key always gives the
 same pseudonyms.
 
-key = read_key("KEYFILE")                                   # (umask 077; head -c 32 /dev/urandom > KEYFILE)
-pseudonym(key, "r", "muse-xml", "ward_12345")               # of a record; data_tools.sources.base.shown_patient: of a patient
+key = read_key("KEYFILE")       # (umask 077; head -c 32 /dev/urandom > KEYFILE)
+pseudonym(key, "r", "muse-xml", "ward_12345")       # of a record
 """
 
 import os

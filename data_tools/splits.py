@@ -6,7 +6,8 @@ whole and is never split. The code works on whole columns (numpy), so ten millio
 seconds.
 
 `paper`        by group, as the paper describes; no leakage; the default
-`paper-split`  by crop, as the authors' code does: crops of one ECG can be in both train and test. For comparison only
+`paper-split`  by crop, as the authors' code does: crops of one ECG can be in both train and
+               test. For comparison only
 `all`          everything is for pre-training
 """
 

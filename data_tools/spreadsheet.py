@@ -2,7 +2,7 @@
 apostrophe, which reading removes.
 
     as_csv([("record", "age"), ("=1+2", 60)])       # "record,age\\n'=1+2,60\\n"
-    without_formulas(table)                         # an arrow table of any size, for pyarrow's faster writer
+    without_formulas(table)         # an arrow table of any size, for pyarrow's faster writer
     unquoted("'=1+2")                               # "=1+2"
 
 A text that itself begins with apostrophes before such a character gets one more, so that reading

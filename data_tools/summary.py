@@ -2,7 +2,8 @@
 and warnings."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,64 +17,95 @@ from omnilead.data_tools.splits import RoleSources
 MANY_SATURATED = 0.01  # share of a source's crops
 # Numbers of 5 s segments in Oh et al. 2022, section 5.1. They split by segment and exclude nothing:
 # see `--plan paper-split`
-PAPER_ROLES = {"pretrain": 189_051, "dx train": 32_640, "dx valid": 4_079, "dx test": 4_079}
-PAPER_ROLES |= {"id train": 147_444, "id valid": 17_670, "id gallery": 2_127, "id probe": 2_127}
+PAPER_ROLES = {
+    "pretrain": 189_051,
+    "dx train": 32_640,
+    "dx valid": 4_079,
+    "dx test": 4_079,
+    "id train": 147_444,
+    "id valid": 17_670,
+    "id gallery": 2_127,
+    "id probe": 2_127,
+}
 # Their six databases and the numbers of records in the Challenge's release
-PAPER_SETS = {"chapman_shaoxing": 10_247, "cpsc_2018": 6_877, "cpsc_2018_extra": 3_453}
-PAPER_SETS |= {"georgia": 10_344, "ningbo": 34_905, "ptb-xl": 21_837}
+PAPER_SETS = {
+    "chapman_shaoxing": 10_247,
+    "cpsc_2018": 6_877,
+    "cpsc_2018_extra": 3_453,
+    "georgia": 10_344,
+    "ningbo": 34_905,
+    "ptb-xl": 21_837,
+}
 
 
 def describe(dataset: Dataset) -> str:
     """Describe sources, roles (with a plan of the paper: compared with it), and what was refused
     and why."""
-    meta, like_paper = dataset.meta, dataset.meta["plan"] != "all"
-    heading = f"{'the paper':>11}" if like_paper else ""
+    meta = dataset.meta
+    count = len(dataset.shards)
     megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
-    shards = (
-        f"{len(dataset.shards)} tar shard{'s' * (len(dataset.shards) != 1)} of {megabytes:,.0f} "
-        "MB in all"
-    )
+    shards = f"{count} tar shard{'s' * (count != 1)} of {megabytes:,.0f} MB in all"
+    zarr = ", zarr copy" if "zarr" in meta["formats"] else ""
     lines = [
-        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}"
-        + ", zarr copy" * ("zarr" in meta["formats"]),
+        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}{zarr}",
         f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
         "",
-        f"{'source':22}{'records':>10}{heading}{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}  licence",
+        *_source_lines(meta),
+        "",
+        *_role_lines(dataset),
+        *_duplicate_lines(dataset),
+        "",
     ]
+    reasons = Counter(reason for _, _, reason, _ in dataset.rejects())
+    if reasons:
+        lines.append("refused, repaired or flagged (rejects.csv):")
+    else:
+        lines.append("nothing was refused, repaired or flagged")
+    lines += [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()]
+    return "\n".join(lines)
+
+
+def _source_lines(meta: Mapping[str, Any]) -> Iterator[str]:
+    like_paper = meta["plan"] != "all"
+    paper = f"{'the paper':>11}" if like_paper else ""
+    counts = f"{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}"
+    yield f"{'source':22}{'records':>10}{paper}{counts}  licence"
     for source in meta["sources"]:
         name, records = source["name"], source["records"]
         paper = f"{PAPER_SETS.get(name, 0):11,}" if like_paper else ""
-        counts = f"{name:22}{records['seen']:10,}{paper}{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
-        lines.append(f"{counts}{source['dropped_s']:10,.0f} s  {source['licence']}")
-    lines += ["", f"{'role':22}{'crops':>10}{'5 s parts':>11}{heading}"]
-    if meta["plan"] == "paper-split":
-        lines.append(
+        counts = f"{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
+        dropped = f"{source['dropped_s']:10,.0f} s"
+        yield f"{name:22}{records['seen']:10,}{paper}{counts}{dropped}  {source['licence']}"
+
+
+def _role_lines(dataset: Dataset) -> Iterator[str]:
+    like_paper = dataset.meta["plan"] != "all"
+    paper = f"{'the paper':>11}" if like_paper else ""
+    yield f"{'role':22}{'crops':>10}{'5 s parts':>11}{paper}"
+    if dataset.meta["plan"] == "paper-split":
+        yield (
             "paper-split LEAKS: crops of one ECG are in train and test, as in the authors' code. "
             "For comparison only."
         )
     table = dataset.table(["halves", "pretrain", "dx_role", "id_role"])
-    for name in PAPER_ROLES:
+    for name, segments in PAPER_ROLES.items():
         task, _, role = name.partition(" ")
         mask = pc.equal(table[f"{task}_role"], role).fill_null(False) if role else table["pretrain"]
-        crops, parts = pc.sum(mask).as_py() or 0, pc.sum(table["halves"].filter(mask)).as_py() or 0
-        paper = f"{PAPER_ROLES[name]:11,}" if like_paper else ""
+        crops = pc.sum(mask).as_py() or 0
+        parts = pc.sum(table["halves"].filter(mask)).as_py() or 0
         if crops or like_paper:
-            lines.append(f"{name:22}{crops:10,}{parts:11,}{paper}")
+            paper = f"{segments:11,}" if like_paper else ""
+            yield f"{name:22}{crops:10,}{parts:11,}{paper}"
+
+
+def _duplicate_lines(dataset: Dataset) -> list[str]:
     records = records_of(dataset.table(["source", "record", "patient", "start_s", "waveform"]))
     _, number = np.unique(records.waveform, return_inverse=True)
     pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
-    if duplicates := int((np.bincount(pairs[0])[number] > 1).sum()):
-        lines += ["", f"{duplicates:,} crops have the same waveform as a crop of another record"]
-    reasons = Counter(reject[2] for reject in dataset.rejects())
-    lines += [
-        "",
-        "refused, repaired or flagged (rejects.csv):"
-        if reasons
-        else "nothing was refused, repaired or flagged",
-    ]
-    return "\n".join(
-        lines + [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()]
-    )
+    duplicates = int((np.bincount(pairs[0])[number] > 1).sum())
+    if not duplicates:
+        return []
+    return ["", f"{duplicates:,} crops have the same waveform as a crop of another record"]
 
 
 def notes(dataset: Dataset) -> Iterator[str]:
@@ -110,9 +142,10 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
     ]
     advice = {
         "pretrain": "--pretrain-sources names sources for pre-training",
-        "dx": f"diagnosis roles are for records of {' or '.join(chosen.dx)}: --dx-sources names others",
-        "id gallery": f"gallery and probe are for patients of {' or '.join(chosen.id)} with two sessions, at most "
-        f"{chosen.id_share:g} of all: --id-sources and --id-share change that",
+        "dx": f"diagnosis roles are for records of {' or '.join(chosen.dx)}: --dx-sources names "
+        "others",
+        "id gallery": f"gallery and probe are for patients of {' or '.join(chosen.id)} with two "
+        f"sessions, at most {chosen.id_share:g} of all: --id-sources and --id-share change that",
     }
     if empty:
         given = [

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,40 +71,43 @@ def verify(
     key: bytes | None = None,
     quiet: bool = True,
 ) -> list[str]:
-    meta, found = dataset.meta, list[str]()
     try:
-        data = dataset.root.read(SAMPLES, meta["samples"]["bytes"])
-        table = dataset.table()
+        table = _read_table(dataset)
     except (ReadError, DatasetError) as error:
         return [str(error)]  # further checks would mean nothing
-    if unknown := set(pq.read_schema(pa.BufferReader(data)).names) - set(COLUMNS.names):
-        return [
-            f"{SAMPLES}: columns that version 1 does not have: {', '.join(sorted(unknown))}"[:200]
-        ]
-    if np.mod(table["start_s"].to_numpy(), CROP / FS_HZ).any():
-        return [f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s"]
+    found: list[str] = []
     rejects: list[Reject] = []
     try:
         rejects = dataset.rejects()
     except DatasetError as error:
         found.append(str(error))
-    found += [*_check_meta(dataset, table), *_check_table(dataset, table)]
+    found += _check_meta(dataset, table)
+    found += _check_table(dataset, table)
     starts = np.searchsorted(table["shard"].to_numpy(), np.arange(len(dataset.shards) + 1))
     if dataset.shards and starts[-1] != len(table):
         return [*found, f"{SAMPLES}: {len(table) - starts[-1]} rows of no shard in {META}"]
-    shards = (
-        (i, table.slice(starts[i], starts[i + 1] - starts[i])) for i in range(len(dataset.shards))
-    )
-    checks = cluster.run(partial(check_shard, dataset, fast), shards, workers)
-    for findings in tqdm(
-        checks, total=len(dataset.shards), unit=" shards", desc="shards", disable=quiet
-    ):
+    rows = ((i, table.slice(start, end - start)) for i, (start, end) in enumerate(pairwise(starts)))
+    checks = cluster.run(partial(check_shard, dataset, fast), rows, workers)
+    bar = {"total": len(dataset.shards), "unit": " shards", "desc": "shards", "disable": quiet}
+    for findings in tqdm(checks, **bar):
         found += findings
-    if "zarr" in meta["formats"]:
+    if "zarr" in dataset.meta["formats"]:
         found += _check_zarr(dataset, table, fast, workers, quiet)
     if sources:
         found += _compare_archive(dataset, table, sources, rejects, key, quiet)
     return found
+
+
+def _read_table(dataset: Dataset) -> pa.Table:
+    data = dataset.root.read(SAMPLES, dataset.meta["samples"]["bytes"])
+    table = dataset.table()
+    unknown = set(pq.read_schema(pa.BufferReader(data)).names) - set(COLUMNS.names)
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise DatasetError(f"{SAMPLES}: columns that version 1 does not have: {names}"[:200])
+    if np.mod(table["start_s"].to_numpy(), CROP / FS_HZ).any():
+        raise DatasetError(f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s")
+    return table
 
 
 def _check_meta(dataset: Dataset, table: pa.Table) -> Iterator[str]:
@@ -167,42 +171,37 @@ def _check_table(dataset: Dataset, table: pa.Table) -> Iterator[str]:
 def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     index, rows = rows_of
     shard = dataset.shards[index]
-    name, found = f"shards/{shard['name']}", list[str]()
+    name = f"shards/{shard['name']}"
+    found: list[str] = []
     try:
         if len(rows) != shard["crops"]:
             found.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in {META}")
         if fast:
-            return [
-                *found,
-                *_check_size(dataset, name, shard["bytes"]),
-                *_check_size(dataset, index_name(shard["name"])),
-            ]
+            found += _check_size(dataset, name, shard["bytes"])
+            return [*found, *_check_size(dataset, index_name(shard["name"]))]
         data = _contents(dataset, name, shard["bytes"])
         if len(data) != shard["bytes"]:
             return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
         if hashlib.sha256(data).hexdigest() != shard["sha256"]:
             found.append(f"{name}: fails its sha256")
-        for number, row in enumerate(rows.select(["offset", *CONTENT_COLUMNS]).to_pylist()):
-            piece = bytes(data[row["offset"] : row["offset"] + CROP_BYTES])
-            crop = np.frombuffer(piece.ljust(CROP_BYTES, b"\0"), "<i2").reshape(CROP_SHAPE)
-            found += [
-                f"{name}: crop {number} at byte {row['offset']} {finding}"
-                for finding in _check_crop(crop, row)
-            ]
+        found += _check_crops(name, data, rows)
         found += _check_index(dataset, index_name(shard["name"]), data, rows)
         if not found:
-            try:
-                found += _check_members(name, data, rows)
-            except (
-                ValueError,
-                TypeError,
-                AttributeError,
-                RecursionError,
-            ) as error:  # a forged file with the right sha256
-                found.append(one_line(f"{name}: an invalid tar member: {error}"))
+            found += _check_members(name, data, rows)
     except ReadError as error:
         found.append(f"{name}: {error.reason}")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        # A forged file with the right sha256
+        found.append(one_line(f"{name}: an invalid tar member: {error}"))
     return _first(found, name)
+
+
+def _check_crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
+    for number, row in enumerate(rows.select(["offset", *CONTENT_COLUMNS]).to_pylist()):
+        piece = bytes(data[row["offset"] : row["offset"] + CROP_BYTES])
+        crop = np.frombuffer(piece.ljust(CROP_BYTES, b"\0"), "<i2").reshape(CROP_SHAPE)
+        for finding in _check_crop(crop, row):
+            yield f"{name}: crop {number} at byte {row['offset']} {finding}"
 
 
 def _first(found: list[str], what: str) -> list[str]:
@@ -284,18 +283,22 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
         ):
             yield f"{at}: another crop or another kind of tar member is in its place"
             return
-        facts = json.loads(bytes(data[text : text + length]))
-        expected = {column: row[column] for column in JSON_COLUMNS}
-        expected |= {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
-        if facts.get("age") is not None:
-            facts["age"] = float(np.float32(facts["age"]))  # rounded as in the table
-        if differing := sorted(
-            name for name in facts.keys() | expected.keys() if facts.get(name) != expected.get(name)
-        ):
+        if differing := _differing(json.loads(bytes(data[text : text + length])), row):
             yield f"{at}: JSON and {SAMPLES} differ in {', '.join(differing)}"
         end = text + length + -length % BLOCK
     if bytes(data[end:]) != bytes(2 * BLOCK):
         yield f"{name}: the end of the tar file does not follow its last crop"
+
+
+def _differing(facts: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """The names of the entries of a crop's JSON that differ from its row."""
+    expected = {column: row[column] for column in JSON_COLUMNS}
+    expected["crc32c"] = f"{row['crc32c']:08x}"
+    expected["waveform"] = f"{row['waveform']:016x}"
+    if facts.get("age") is not None:
+        facts["age"] = float(np.float32(facts["age"]))  # rounded as in the table
+    names = facts.keys() | expected.keys()
+    return sorted(name for name in names if facts.get(name) != expected.get(name))
 
 
 def _check_zarr(

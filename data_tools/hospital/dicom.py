@@ -10,7 +10,6 @@ with.
 
 import math
 import struct
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -125,35 +124,15 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("malformed DICOM", "cut off") from None
     if _ENCRYPTED in file:
         raise ReadError("encrypted", "the file has encrypted attributes")
-    if not (groups := [_Group(one) for one in file.get(_WAVEFORMS, [])]):
+    groups = [_Group(fields) for fields in file.get(_WAVEFORMS, [])]
+    kind = _uid(file, _CLASS)
+    if not groups:
         what = next((words for tag, words in _OTHER.items() if tag in file), "")
-        raise ReadError("no waveform", what or f"SOP class {_uid(file, _CLASS) or 'unknown'}")
-    rhythms = sorted(
-        (one for one in groups if one.leads and not one.derived), key=lambda one: one.time
-    )
-    together = [[*same] for _, same in groupby(rhythms, key=lambda one: one.time)]
-    most = max((sum(len(one.leads) for one in same) for same in together), default=0)
-    chosen = [same for same in together if sum(len(one.leads) for one in same) == most]
-    unusable = ", ".join(
-        f"{lead} {status}"
-        for one in (chosen or [groups])[0]
-        for lead, status in one.unusable.items()
-    )
-    if not rhythms and unusable:
-        raise ReadError("channel status", unusable)
-    if len(chosen) != 1:
-        raise ReadError(
-            "rhythm waveform", f"{len(chosen)} of {len(groups)} waveforms with ECG leads, 1 is read"
-        )
-    if len({lead for one in chosen[0] for lead in one.leads}) != most:
-        raise ReadError("duplicated lead", "in two waveforms of one time")
-    signals = {lead: uv for one in chosen[0] for lead, uv in one.signals().items()}
-    age, kind = _text(file, _AGE), _uid(file, _CLASS)
-    years = (
-        int(age[:3]) * YEARS.get(age[3], math.nan)
-        if len(age) == 4 and age[:3].isdecimal()
-        else None
-    )
+        raise ReadError("no waveform", what or f"SOP class {kind or 'unknown'}")
+    chosen, unusable = _rhythm(groups)
+    signals: dict[str, np.ndarray] = {}
+    for group in chosen:
+        signals |= group.signals()
     notes: list[tuple[str, str]] = []
     if kind not in ECG_CLASSES:
         notes.append(
@@ -161,9 +140,38 @@ def decode(data: bytes) -> Decoded:
         )
     if unusable:
         notes.append(("channel status", f"left out: {unusable}"))
-    return Decoded(
-        signals, chosen[0][0].fs_hz, _text(file, _PATIENT), years, _text(file, _SEX), tuple(notes)
-    )
+    person = _text(file, _PATIENT), _age_years(_text(file, _AGE)), _text(file, _SEX)
+    return Decoded(signals, chosen[0].fs_hz, *person, tuple(notes))
+
+
+def _rhythm(groups: list["_Group"]) -> tuple[list["_Group"], str]:
+    """The groups of one time with the most ECG leads, and their unusable channels."""
+    by_time: dict[tuple[float, ...], list[_Group]] = {}
+    for group in groups:
+        if group.leads and not group.derived:
+            by_time.setdefault(group.time, []).append(group)
+    counts = {time: sum(len(one.leads) for one in same) for time, same in by_time.items()}
+    most = max(counts.values(), default=0)
+    chosen = [by_time[time] for time in sorted(by_time) if counts[time] == most]
+    unusable = []
+    for group in chosen[0] if chosen else groups:
+        unusable += [f"{lead} {status}" for lead, status in group.unusable.items()]
+    if not chosen and unusable:
+        raise ReadError("channel status", ", ".join(unusable))
+    if len(chosen) != 1:
+        raise ReadError(
+            "rhythm waveform", f"{len(chosen)} of {len(groups)} waveforms with ECG leads, 1 is read"
+        )
+    if len({lead for group in chosen[0] for lead in group.leads}) != most:
+        raise ReadError("duplicated lead", "in two waveforms of one time")
+    return chosen[0], ", ".join(unusable)
+
+
+def _age_years(text: str) -> float | None:
+    """From 063Y, 011M, ..."""
+    if len(text) != 4 or not text[:3].isdecimal():
+        return None
+    return int(text[:3]) * YEARS.get(text[3], math.nan)
 
 
 FORMAT = Format(
@@ -272,42 +280,37 @@ class _Group:
             raise ReadError(
                 "too long", f"{self.samples} samples at {self.fs_hz:g} Hz, {MAX_S} s at most"
             )
-        bits, form, data = (
-            _whole(self.fields, _BITS),
-            _text(self.fields, _FORM),
-            self.fields.get(_DATA, b""),
-        )
-        if (form, bits) not in TYPES:
-            raise ReadError("sample format", f"{form[:8]!r} of {bits} bits")
-        count, size = len(self.channels), len(self.channels) * self.samples * bits // 8
-        if (
-            count != _whole(self.fields, _CHANNELS)
-            or not isinstance(data, bytes)
-            or len(data) != size + size % 2
-        ):
-            raise ReadError(
-                "sample count", f"{len(data)} bytes for {count} channels of {self.samples} samples"
-            )
-        rows, steps = (
-            list(self.leads.values()),
-            np.frombuffer(data[:size], TYPES[form, bits]).reshape(self.samples, count),
-        )
-        steps = np.ascontiguousarray(steps.T[rows])
-        scales = np.array([_microvolts(self.channels[row]) for row in rows])
-        values = steps * scales[:, :1] + scales[:, 1:]
-        padding = np.frombuffer(
-            _bytes(self.fields, _PADDING)[: bits // 8].ljust(bits // 8, b"\0"), steps.dtype
-        )[0]
-        for absent in {-(2 ** (bits - 1)), int(padding)} - {
-            0
-        }:  # a stated padding of 0 is meaningless
-            values[steps == absent] = np.nan
+        values = self._microvolts()
         late = {lead: self._skew(self.channels[row]) for lead, row in self.leads.items()}
         first, last = max(late.values()), min(late.values()) + self.samples
         return {
             lead: uv[first - late[lead] : last - late[lead]]
             for lead, uv in zip(self.leads, values, strict=True)
         }
+
+    def _microvolts(self) -> np.ndarray:
+        """The samples of the leads, NaN where they were not measured."""
+        bits, form = _whole(self.fields, _BITS), _text(self.fields, _FORM)
+        data = self.fields.get(_DATA, b"")
+        if (form, bits) not in TYPES:
+            raise ReadError("sample format", f"{form[:8]!r} of {bits} bits")
+        count = len(self.channels)
+        size = count * self.samples * bits // 8
+        stated = _whole(self.fields, _CHANNELS)
+        if stated != count or not isinstance(data, bytes) or len(data) != size + size % 2:
+            raise ReadError(
+                "sample count", f"{len(data)} bytes for {count} channels of {self.samples} samples"
+            )
+        rows = list(self.leads.values())
+        steps = np.frombuffer(data[:size], TYPES[form, bits]).reshape(self.samples, count)
+        steps = np.ascontiguousarray(steps.T[rows])
+        scales = np.array([_microvolts(self.channels[row]) for row in rows])
+        values: np.ndarray = steps * scales[:, :1] + scales[:, 1:]
+        padding = _bytes(self.fields, _PADDING)[: bits // 8].ljust(bits // 8, b"\0")
+        absent = {-(2 ** (bits - 1)), int(np.frombuffer(padding, steps.dtype)[0])}
+        for step in absent - {0}:  # a stated padding of 0 is meaningless
+            values[steps == step] = np.nan
+        return values
 
     def _skew(self, channel: Elements) -> int:
         """The channel's delay in whole samples. It is stated in samples or in seconds; if in both,

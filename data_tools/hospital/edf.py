@@ -9,7 +9,6 @@ of 12 leads at 500 Hz; cut Holter recordings into pieces first).
 
 import math
 import re
-from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -42,53 +41,60 @@ def decode(data: bytes) -> Decoded:
     if data[:1] == b"\xff":
         raise ReadError("BDF", "samples of 24 bits are not read: convert the file to EDF")
     signals, count = _header(data)
-    bounds = list(
-        accumulate(
-            (_whole(size, "samples of a record", 1) for size in signals["samples"]), initial=0
-        )
-    )
-    records, duration_s = (
-        _whole(_text(data[236:244]), "records", 1),
-        _number(_text(data[244:252]), "duration of a record"),
-    )
-    expected = 256 * (count + 1) + 2 * records * bounds[-1]
+    sizes = [_whole(size, "samples of a record", 1) for size in signals["samples"]]
+    records = _whole(_text(data[236:244]), "records", 1)
+    duration_s = _number(_text(data[244:252]), "duration of a record")
+    header = 256 * (count + 1)
+    expected = header + 2 * records * sum(sizes)
     if len(data) != expected:
-        raise ReadError(
-            "truncated file" if len(data) < expected else "file length",
-            f"{len(data)} of {expected} bytes",
-        )
-    steps = np.frombuffer(data, "<i2", offset=256 * (count + 1)).reshape(records, bounds[-1])
-    found: dict[str, np.ndarray] = {}
-    rates = set()
-    inverted: list[str] = []
-    for row, (start, stop) in enumerate(pairwise(bounds)):
-        sign, name = _sign_and_name(signals["label"][row])
-        if (index := LEAD_INDEX.get(name)) is None:
-            continue
-        if (lead := LEADS[index]) in found:
-            raise ReadError("duplicated lead", lead)
+        reason = "truncated file" if len(data) < expected else "file length"
+        raise ReadError(reason, f"{len(data)} of {expected} bytes")
+    steps = np.frombuffer(data, "<i2", offset=header).reshape(records, sum(sizes))
+    leads = _Leads()
+    stop = 0
+    for row, size in enumerate(sizes):
+        start, stop = stop, stop + size
         fields = {name: texts[row] for name, texts in signals.items()}
-        found[lead] = _microvolts(steps[:, start:stop].ravel(), fields, lead)
-        if sign:
-            found[lead] = -found[lead]
-            inverted.append(lead)
-        rates.add(stop - start)
-    if not found:
+        leads.add(steps[:, start:stop], fields)
+    if not leads.found:
         raise ReadError(
             "no known lead", f"none of {count} signals is labelled as one of the 12 leads"
         )
-    if len(rates) > 1 or duration_s <= 0:
-        raise ReadError(
-            "sampling rate",
-            f"leads with {', '.join(map(str, sorted(rates)))} samples in {duration_s:g} s",
-        )
-    rate_ratio(fs_hz := rates.pop() / duration_s)  # refuses unsupported rates
-    warnings = (
-        (("inverted lead", f"{' '.join(inverted)}: labelled with a minus, inverted again"),)
-        if inverted
-        else ()
-    )
-    return Decoded(found, fs_hz, *_person(data), warnings)
+    fs_hz = leads.fs_hz(duration_s)
+    rate_ratio(fs_hz)  # refuses unsupported rates
+    warnings: tuple[tuple[str, str], ...] = ()
+    if leads.inverted:
+        detail = f"{' '.join(leads.inverted)}: labelled with a minus, inverted again"
+        warnings = (("inverted lead", detail),)
+    return Decoded(leads.found, fs_hz, *_person(data), warnings)
+
+
+class _Leads:
+    """The signals that are labelled as one of the twelve leads."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, np.ndarray] = {}
+        self.inverted: list[str] = []
+        self.rates: set[int] = set()  # samples of a record
+
+    def add(self, steps: np.ndarray, fields: dict[str, str]) -> None:
+        sign, name = _sign_and_name(fields["label"])
+        if name not in LEAD_INDEX:
+            return
+        lead = LEADS[LEAD_INDEX[name]]
+        if lead in self.found:
+            raise ReadError("duplicated lead", lead)
+        self.found[lead] = _microvolts(steps.ravel(), fields, lead)
+        if sign:
+            self.found[lead] = -self.found[lead]
+            self.inverted.append(lead)
+        self.rates.add(steps.shape[1])
+
+    def fs_hz(self, duration_s: float) -> float:
+        if len(self.rates) > 1 or duration_s <= 0:
+            stated = ", ".join(map(str, sorted(self.rates)))
+            raise ReadError("sampling rate", f"leads with {stated} samples in {duration_s:g} s")
+        return self.rates.pop() / duration_s
 
 
 MAGIC = (b"0       ", b"\xffBIOSEMI")
@@ -122,8 +128,9 @@ def _sign_and_name(label: str) -> tuple[str, str]:
     """ "-" or nothing, and the name of the lead in capitals."""
     text = label.upper().replace("(", "").replace(")", "")
     before = "-" if text.startswith("-") else ""  # of the word, as in `-ECG I`
-    sign, name = _LABEL.fullmatch(text.lstrip("- ")).groups()  # type: ignore[union-attr]  # matches any text
-    return before or sign, name
+    match = _LABEL.fullmatch(text.lstrip("- "))
+    assert match  # it matches any text
+    return before or match[1], match[2]
 
 
 def _text(field: bytes) -> str:

@@ -70,36 +70,47 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("rhythm waveform", f"{len(waveforms)} of them, 1 is read")
     stated = _stated(waveforms[0], root)
     names, fs_hz = _lead_names(stated), _number(stated, "samplingrate")
-    try:
-        packed = binascii.a2b_base64("".join((waveforms[0].text or "").split()), strict_mode=True)
-    except ValueError as error:
-        raise ReadError("base64", str(error)) from None
+    packed = _from_base64(waveforms[0].text or "")
     samples = _number(stated, "durationperchannel") * fs_hz / 1000
     if not 3 <= samples <= MAX_SAMPLES or samples % 1:
         raise ReadError("sample count", f"{samples:g} a lead")
     leads = _with_limb_leads(dict(zip(names, _xli(packed, len(names), int(samples)), strict=True)))
     height = _pulse(leads, fs_hz)
-    uv_per_step = (
-        _number(stated, "resolution") if "resolution" in stated or not height else PULSE_UV / height
-    )
-    if not 0 < uv_per_step <= 1000 or (
-        height and abs(height * uv_per_step - PULSE_UV) > PULSE_UV / 20
-    ):
+    uv_per_step = _uv_per_step(stated, height)
+    signals = {}
+    for name, counts in leads.items():
+        if name in LEADS:
+            signals[name] = counts[: int(ECG_S * fs_hz) if height else None] * uv_per_step
+    patient = _person(root, "patientid") or _person(root, "MRN") or None
+    warnings: tuple[tuple[str, str], ...] = ()
+    if not height:
+        detail = f"{samples / fs_hz:g} s without it: damage and a wrong scale are not noticed"
+        warnings = (("no calibration pulse", detail),)
+    return Decoded(signals, fs_hz, patient, _age(root), _person(root, "sex"), warnings)
+
+
+def _from_base64(text: str) -> bytes:
+    try:
+        return binascii.a2b_base64("".join(text.split()), strict_mode=True)
+    except ValueError as error:
+        raise ReadError("base64", str(error)) from None
+
+
+def _person(root: Element, tag: str) -> str:
+    return root.findtext(f"{_PERSON}/{tag}", "").strip()
+
+
+def _uv_per_step(stated: Stated, height: int) -> float:
+    """The resolution that the file states, or by the height of its calibration pulse, which must
+    agree."""
+    is_stated = "resolution" in stated or not height
+    uv_per_step = _number(stated, "resolution") if is_stated else PULSE_UV / height
+    differs = height and abs(height * uv_per_step - PULSE_UV) > PULSE_UV / 20
+    if differs or not 0 < uv_per_step <= 1000:
         raise ReadError(
             "gain", f"{uv_per_step:g} uV per step, calibration pulse of {height or 'no'} steps"
         )
-    end = int(ECG_S * fs_hz) if height else None
-    signals = {name: counts[:end] * uv_per_step for name, counts in leads.items() if name in LEADS}
-    patient, number, sex = (
-        root.findtext(f"{_PERSON}/{tag}", "").strip() for tag in ("patientid", "MRN", "sex")
-    )
-    note = (
-        "no calibration pulse",
-        f"{samples / fs_hz:g} s without it: damage and a wrong scale are not noticed",
-    )
-    return Decoded(
-        signals, fs_hz, patient or number or None, _age(root), sex, () if height else (note,)
-    )
+    return uv_per_step
 
 
 FORMAT = Format(lambda head, name: root_tag(head) == "restingecgdata", decode, MAX_BYTES)

@@ -80,60 +80,78 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
             "no rhythm",
             "only section 12, which is not read" if 12 in sections else "no section 3 or 6",
         )
-    leads, rhythm = sections[3], sections[6]
-    (table,) = struct.unpack_from("<H", sections[2]) if 2 in sections else (None,)
-    nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", rhythm)
-    refused = (
-        (leads[1] & 1, "reference beats", "subtracted from the rhythm"),
-        (bimodal, "bimodal compression", "fewer samples between the beats"),
-        (
-            table not in (None, DEFAULT_TABLE),
-            "Huffman table",
-            f"{table} of its own, the standard's default is read",
-        ),
-        (order > 2, "differences", f"of order {order}, 0 to 2 are read"),
-        (not nanovolts, "gain", "0 nV per step"),
-        (not interval_us, "sampling rate", "0 us between samples"),
-    )
-    if reason := next(((name, detail) for wrong, name, detail in refused if wrong), None):
-        raise ReadError(*reason)
-    count, start = leads[0], 6 + 2 * leads[0]
-    sizes = struct.unpack_from(f"<{count}H", rhythm, 6)
-    found: dict[str, tuple[int, np.ndarray]] = {}
-    warnings: tuple[tuple[str, str], ...] = ()
-    for row, size in enumerate(sizes):
-        first, last, code = struct.unpack_from("<IIB", leads, 2 + 9 * row)
-        first = max(first, 1)  # some writers count the first sample from 0, but the last from 1
-        coded, start = rhythm[start : start + size], start + size
-        if not (lead := SCP_LEADS.get(str(code))):
-            continue
-        if lead in found or len(coded) < size:
-            raise ReadError("duplicated lead" if lead in found else "truncated file", lead)
-        samples = last - first + 1
-        if table is None and size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES:
-            warnings = (
-                (
-                    "shorter than stated",
-                    f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold",
-                ),
-            )
-            samples = size // 2
-        if not 0 < samples <= MAX_SAMPLES or (table is None and size != 2 * samples):
-            raise ReadError("sample count", f"lead {lead}: {samples} stated, {size} bytes found")
-        steps = (
-            np.frombuffer(coded, "<i2").astype(np.int64)
-            if table is None
-            else huffman(coded, samples)
-        )
-        found[lead] = first, _sums(steps, order)
+    rhythm = _CodedRhythm(sections)
+    leads, warnings = rhythm.leads()
     signals = _on_one_axis(
-        {lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in found.items()}
+        {lead: (first, steps * rhythm.nanovolts / 1000) for lead, (first, steps) in leads.items()}
     )
-    nominal_hz = float(round(1e6 / interval_us))
-    fs_hz = (
-        nominal_hz if round(1e6 / nominal_hz) == interval_us else 1e6 / interval_us
-    )  # 1,667 us mean 600 Hz
+    nominal_hz = float(round(1e6 / rhythm.interval_us))
+    # 1,667 us mean 600 Hz
+    is_nominal = round(1e6 / nominal_hz) == rhythm.interval_us
+    fs_hz = nominal_hz if is_nominal else 1e6 / rhythm.interval_us
     return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), warnings)
+
+
+class _CodedRhythm:
+    """Sections 3 (which leads there are) and 6 (their samples)."""
+
+    def __init__(self, sections: dict[int, bytes]) -> None:
+        self.leads_section = sections[3]
+        self.samples_section = sections[6]
+        self.is_coded = 2 in sections
+        table = struct.unpack_from("<H", sections[2])[0] if self.is_coded else DEFAULT_TABLE
+        fields = struct.unpack_from("<HHBB", self.samples_section)
+        self.nanovolts, self.interval_us, self.order, bimodal = fields
+        if self.leads_section[1] & 1:
+            raise ReadError("reference beats", "subtracted from the rhythm")
+        if bimodal:
+            raise ReadError("bimodal compression", "fewer samples between the beats")
+        if table != DEFAULT_TABLE:
+            raise ReadError("Huffman table", f"{table} of its own, the standard's default is read")
+        if self.order > 2:
+            raise ReadError("differences", f"of order {self.order}, 0 to 2 are read")
+        if not self.nanovolts:
+            raise ReadError("gain", "0 nV per step")
+        if not self.interval_us:
+            raise ReadError("sampling rate", "0 us between samples")
+
+    def leads(self) -> tuple[dict[str, tuple[int, np.ndarray]], tuple[tuple[str, str], ...]]:
+        """(first sample, steps) of each of the twelve leads, and a warning."""
+        count = self.leads_section[0]
+        start = 6 + 2 * count
+        found: dict[str, tuple[int, np.ndarray]] = {}
+        warnings: tuple[tuple[str, str], ...] = ()
+        for row, size in enumerate(struct.unpack_from(f"<{count}H", self.samples_section, 6)):
+            first, last, code = struct.unpack_from("<IIB", self.leads_section, 2 + 9 * row)
+            first = max(first, 1)  # some writers count the first sample from 0, the last from 1
+            coded = self.samples_section[start : start + size]
+            start += size
+            lead = SCP_LEADS.get(str(code))
+            if not lead:
+                continue
+            if lead in found:
+                raise ReadError("duplicated lead", lead)
+            if len(coded) < size:
+                raise ReadError("truncated file", lead)
+            samples = last - first + 1
+            is_cut = size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES
+            if is_cut and not self.is_coded:
+                detail = (
+                    f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"
+                )
+                warnings = (("shorter than stated", detail),)
+                samples = size // 2
+            found[lead] = first, self._steps(lead, coded, samples)
+        return found, warnings
+
+    def _steps(self, lead: str, coded: bytes, samples: int) -> np.ndarray:
+        is_wrong = not self.is_coded and len(coded) != 2 * samples
+        if is_wrong or not 0 < samples <= MAX_SAMPLES:
+            detail = f"lead {lead}: {samples} stated, {len(coded)} bytes found"
+            raise ReadError("sample count", detail)
+        if self.is_coded:
+            return _sums(huffman(coded, samples), self.order)
+        return _sums(np.frombuffer(coded, "<i2").astype(np.int64), self.order)
 
 
 def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
@@ -154,41 +172,47 @@ def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
 
 
 def huffman(coded: bytes, count: int) -> np.ndarray:
-    """Decode `count` numbers in the default table's code.
+    """Decode `count` numbers in the default table's code."""
+    octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
+    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits starting at every byte
+    shifts = np.arange(14, 6, -1, dtype=np.int32)
+    windows = (words[:, None] >> shifts & 1023).ravel()  # 10 bits starting at every bit
+    starts = _starts(windows, count)
+    codes = windows.take(starts)
+    spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
+    if not 0 <= spare < 16:  # a lead has an even number of bytes
+        what = "more" if spare > 0 else "fewer"
+        raise ReadError("sample count", f"{count} stated, the Huffman code holds {what}")
+    values: np.ndarray = _VALUES.take(codes)
+    for code, bits in _ESCAPES:
+        where = np.flatnonzero(codes == code)
+        begin = starts[where] + 10
+        shift = 24 - bits - (begin & 7)
+        number = (words[begin >> 3] >> shift) & ((1 << bits) - 1)
+        values[where] = number - ((number >> (bits - 1)) << bits)  # two's complement
+    return values
+
+
+def _starts(windows: np.ndarray, count: int) -> np.ndarray:
+    """The bits at which the numbers begin.
 
     The position of a number depends on all numbers before it. So the jump to the next number is
     looked up for every bit, as if a number began there, and jumps are chained into jumps over 2,
     4, 8 and 16 numbers: the loop finds only every 16th start."""
-    octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
-    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits starting at every byte
-    windows = (
-        words[:, None] >> np.arange(14, 6, -1, dtype=np.int32) & 1023
-    ).ravel()  # 10 bits starting at every bit
-    jumps = [np.minimum(np.arange(len(windows)) + _LENGTHS.take(windows), len(windows) - 1)]
+    jump = np.arange(len(windows)) + _LENGTHS.take(windows)
+    jumps = [np.minimum(jump, len(windows) - 1)]
     for _ in range(HOPS):
         jumps.append(jumps[-1].take(jumps[-1]))
-    far, place, every = jumps.pop().data, 0, []
+    far = jumps.pop().data
+    place = 0
+    every = []
     for _ in range(-(-count >> HOPS)):
         every.append(place)
         place = far[place]
     starts = np.array(every)[:, None]
     for jump in reversed(jumps):
         starts = np.stack([starts, jump.take(starts)], axis=-1).reshape(len(every), -1)
-    starts = starts.ravel()[:count]
-    codes = windows.take(starts)
-    spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
-    if not 0 <= spare < 16:  # a lead has an even number of bytes
-        raise ReadError(
-            "sample count",
-            f"{count} stated, the Huffman code holds {'more' if spare > 0 else 'fewer'}",
-        )
-    values: np.ndarray = _VALUES.take(codes)
-    for code, bits in _ESCAPES:
-        where = np.flatnonzero(codes == code)
-        begin = starts[where] + 10
-        number = (words[begin >> 3] >> (24 - bits - (begin & 7))) & ((1 << bits) - 1)
-        values[where] = number - ((number >> (bits - 1)) << bits)  # two's complement
-    return values
+    return starts.ravel()[:count]
 
 
 def _sums(steps: np.ndarray, order: int) -> np.ndarray:

@@ -4,6 +4,7 @@
 import posixpath
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -38,17 +39,14 @@ CODE15 = {
     "1dAVb": "first degree AV block",
     "RBBB": "right bundle branch block",
     "LBBB": "left bundle branch block",
-}
-CODE15 |= {
     "SB": "sinus bradycardia",
     "AF": "atrial fibrillation",
     "ST": "sinus tachycardia",
     "normal_ecg": "normal ECG",
-}
-CODE15 |= {
     "is_male": "male sex",
     "death": "died during follow-up; known for one exam of each patient",
 }
+Labels = dict[str, tuple[str, np.ndarray]]  # meaning and values
 _SETS = ("diagnostic", "form", "rhythm")
 _CLASSES = {"subdiagnostic": "diagnostic_subclass", "superdiagnostic": "diagnostic_class"}
 
@@ -57,6 +55,38 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The label sets of PTB-XL's benchmark (Strodthoff et al. 2020,
     doi:10.1109/JBHI.2020.3022989). As there, statements count at any likelihood, a set omits
     records without one of its labels, and labels are in alphabetical order."""
+    read, known, records, fold, likelihood = _ptbxl_tables(root)
+    for kind, label_of in _label_sets(known).items():
+        labels = _labels_of_set(known, label_of, ~np.isnan(likelihood))
+        kept = np.zeros(len(records), bool)
+        for _, has in labels.values():
+            kept |= has
+        chosen = {name: (means, has[kept].astype(np.int8)) for name, (means, has) in labels.items()}
+        about = (
+            f"PTB-XL, {kind} statements as in its benchmark (Strodthoff et al. 2020); records "
+            "without one are left out"
+        )
+        name = f"ptbxl-{kind}"
+        yield PublishedLabels(name, about, read, "ptb-xl", records[kept], chosen, fold[kept])
+    about = (
+        "PTB-XL, likelihood of each statement in per cent: 0 if it is stated without one, empty "
+        "if it is not stated"
+    )
+    percents = {}
+    for column, (name, row) in zip(likelihood.T, known.items(), strict=True):
+        percents[name] = (row["description"], column)
+    yield PublishedLabels("ptbxl-likelihood", about, read, "ptb-xl", records, percents, fold)
+
+
+class _PtbXlTables(NamedTuple):
+    read: tuple[str, str]  # the files
+    known: dict[str, dict[str, str]]  # scp_statements.csv by statement
+    records: np.ndarray
+    fold: np.ndarray
+    likelihood: np.ndarray  # float32 [records, statements], NaN if not stated
+
+
+def _ptbxl_tables(root: Folder) -> _PtbXlTables:
     place = next((place for place in TABLE_PLACES if root.exists(place)), TABLE_PLACES[0])
     read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
     if not root.exists(read[1]):
@@ -74,50 +104,32 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     for i, row in enumerate(rows):
         given = statements(row["scp_codes"])
         likelihood[i] = [given.get(name, np.nan) for name in known]
+    return _PtbXlTables(read, known, records, fold, likelihood)
+
+
+def _labels_of_set(
+    known: dict[str, dict[str, str]], label_of: dict[str, str], is_stated: np.ndarray
+) -> Labels:
+    """The labels of a set, in alphabetical order. `is_stated` [records, statements]."""
+    labels: Labels = {}
+    for label in sorted(set(label_of.values()) - {""}):
+        stated = [name for name in known if label_of.get(name) == label]
+        means = f"{SUPERCLASSES.get(label, label)}: {', '.join(stated)}"
+        if stated == [label]:
+            means = known[label]["description"]
+        columns = [name in stated for name in known]
+        labels[label] = (means, np.any(is_stated[:, columns], axis=1))
+    return labels
+
+
+def _label_sets(known: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """For each label set the label that a statement has there."""
     sets = {"all": {name: name for name in known}}
-    sets |= {
-        kind: {name: name for name, row in known.items() if _TRUTH.get(row[kind]) == 1}
-        for kind in _SETS
-    }
-    sets |= {
-        kind: {name: known[name][column] for name in sets["diagnostic"]}
-        for kind, column in _CLASSES.items()
-    }
-    for kind, label_of in sets.items():
-        labels = {}
-        for label in sorted(set(label_of.values()) - {""}):
-            of = [name for name in known if label_of.get(name) == label]
-            means = (
-                known[label]["description"]
-                if of == [label]
-                else f"{SUPERCLASSES.get(label, label)}: {', '.join(of)}"
-            )
-            labels[label] = (
-                means,
-                np.any(~np.isnan(likelihood[:, np.isin(list(known), of)]), axis=1),
-            )
-        kept = np.logical_or.reduce(
-            [np.zeros(len(rows), bool), *(values for _, values in labels.values())]
-        )
-        chosen = {
-            label: (means, values[kept].astype(np.int8))
-            for label, (means, values) in labels.items()
-        }
-        about = (
-            f"PTB-XL, {kind} statements as in its benchmark (Strodthoff et al. 2020); records "
-            "without one are left out"
-        )
-        yield PublishedLabels(
-            f"ptbxl-{kind}", about, read, "ptb-xl", records[kept], chosen, fold[kept]
-        )
-    about = (
-        "PTB-XL, likelihood of each statement in per cent: 0 if it is stated without one, empty "
-        "if it is not stated"
-    )
-    percents = {
-        name: (row["description"], likelihood[:, i]) for i, (name, row) in enumerate(known.items())
-    }
-    yield PublishedLabels("ptbxl-likelihood", about, read, "ptb-xl", records, percents, fold)
+    for kind in _SETS:
+        sets[kind] = {name: name for name, row in known.items() if _TRUTH.get(row[kind]) == 1}
+    for kind, column in _CLASSES.items():
+        sets[kind] = {name: known[name][column] for name in sets["diagnostic"]}
+    return sets
 
 
 def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
@@ -125,22 +137,16 @@ def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     published: split by patient."""
     rows = list(read_table(root, TABLE, MAX_TABLE, ("exam_id", *CODE15, "age", "timey")))
     records = [row["exam_id"] for row in rows]
-    truth = {
-        name: np.array([_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows], np.int8)
-        for name in CODE15
-    }
-    labels = {name: (means, truth[name]) for name, means in CODE15.items()}
-    labels["age"] = (
-        "age in years, 90 for all over 89",
-        np.array([clean_age(row["age"]) for row in rows], np.float32),
-    )
-    labels["timey"] = (
-        "years to death or to the last contact",
-        np.array([as_number(row["timey"]) for row in rows], np.float32),
-    )
-    yield PublishedLabels(
-        "code15", "CODE-15 %, labels of exams.csv", (TABLE,), "code15", records, labels
-    )
+    labels: Labels = {}
+    for name, means in CODE15.items():
+        values = [_TRUTH.get(row[name].lower(), UNKNOWN) for row in rows]
+        labels[name] = (means, np.array(values, np.int8))
+    ages = np.array([clean_age(row["age"]) for row in rows], np.float32)
+    years = np.array([as_number(row["timey"]) for row in rows], np.float32)
+    labels["age"] = ("age in years, 90 for all over 89", ages)
+    labels["timey"] = ("years to death or to the last contact", years)
+    about = "CODE-15 %, labels of exams.csv"
+    yield PublishedLabels("code15", about, (TABLE,), "code15", records, labels)
 
 
 def physionet2021(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
@@ -149,42 +155,43 @@ def physionet2021(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     source = PhysioNet2021(root)
     keys = [key for key in source.keys() if key.endswith(".hea")]  # noqa: SIM118
     read = partial(read_safely, partial(_diagnoses, root))
-    found = tqdm(
-        prefetch(read, keys) if root.remote else map(read, keys),
-        total=len(keys),
-        unit=" headers",
-        disable=quiet,
-    )
-    rows: dict[
-        tuple[str, str], tuple[str, ...]
-    ] = {}  # of records with the same name the first counts, as in a dataset
-    for key, one in zip(keys, found, strict=True):
-        if not isinstance(one, ReadError):
-            rows.setdefault((source.source_of(key), one[0]), one[1])
+    headers = prefetch(read, keys) if root.remote else map(read, keys)
+    headers = tqdm(headers, total=len(keys), unit=" headers", disable=quiet)
+    # Of records with the same name the first counts, as in a dataset
+    rows: dict[tuple[str, str], tuple[str, ...]] = {}
+    for key, found in zip(keys, headers, strict=True):
+        if not isinstance(found, ReadError):
+            name, dx = found
+            rows.setdefault((source.source_of(key), name), dx)
     if not rows:
         raise StorageError(f"{root.url}: no readable header of the Challenge{links_in(root)}")
     sources, records = zip(*rows, strict=True)
-    unread = (
-        f" ({len(keys) - len(rows)} of {len(keys)} headers are unreadable or duplicates)"
-        if len(keys) > len(rows)
-        else ""
-    )
-    scored = np.array([class_row(dx) for dx in rows.values()], np.int8).T
-    classes = {
-        name: (f"SNOMED CT {' or '.join(codes)}", scored[i])
-        for i, (name, codes) in enumerate(CLASSES)
-    }
-    codes = sorted({code for dx in rows.values() for code in dx})
-    every = {
-        code: (f"SNOMED CT {code}", np.array([code in dx for dx in rows.values()], np.int8))
-        for code in codes
-    }
-    for name, about, labels in (
-        ("scored", "the 26 scored diagnoses", classes),
-        ("all", "all SNOMED CT codes", every),
-    ):
-        about = f"PhysioNet/CinC Challenge 2021, {about} of the headers{unread}"
-        yield PublishedLabels(f"physionet2021-{name}", about, (), sources, records, labels)
+    unread = len(keys) - len(rows)
+    note = f" ({unread} of {len(keys)} headers are unreadable or duplicates)" if unread else ""
+    about = "PhysioNet/CinC Challenge 2021, {} of the headers" + note
+    diagnoses = list(rows.values())
+    what = about.format("the 26 scored diagnoses")
+    labels = _scored(diagnoses)
+    yield PublishedLabels("physionet2021-scored", what, (), sources, records, labels)
+    what = about.format("all SNOMED CT codes")
+    labels = _every_code(diagnoses)
+    yield PublishedLabels("physionet2021-all", what, (), sources, records, labels)
+
+
+def _scored(diagnoses: list[tuple[str, ...]]) -> Labels:
+    is_scored = np.array([class_row(dx) for dx in diagnoses], np.int8).T
+    labels: Labels = {}
+    for (name, codes), values in zip(CLASSES, is_scored, strict=True):
+        labels[name] = (f"SNOMED CT {' or '.join(codes)}", values)
+    return labels
+
+
+def _every_code(diagnoses: list[tuple[str, ...]]) -> Labels:
+    labels: Labels = {}
+    for code in sorted({code for dx in diagnoses for code in dx}):
+        has = [code in dx for dx in diagnoses]
+        labels[code] = (f"SNOMED CT {code}", np.array(has, np.int8))
+    return labels
 
 
 def _diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:

@@ -70,53 +70,55 @@ _NEGATED = re.compile(
 
 def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     table = _read(root)
-    studies, said = table["study_id"].to_numpy(), np.zeros((2, len(table)), np.uint64)
+    studies = table["study_id"].to_numpy()
+    said = np.zeros((2, len(table)), np.uint64)
     for name in tqdm(REPORTS, unit=" columns", disable=quiet):
         said |= _codes(table[name].unify_dictionaries().combine_chunks())
-    some = said[0] != 0
-    bit = {code: np.uint64(1 << i) for i, code in enumerate(CODES)}
-    labels = {}
-    for code, (means, _) in CODES.items():
-        (stated, hedged), unread = said[:, some] & bit[code] != 0, said[0, some] & bit[UNREAD] != 0
-        labels[code] = (
-            means,
-            np.where(stated, 1, np.where(hedged | unread, UNKNOWN, 0)).astype(np.int8),
-        )
     about = (
         f"MIMIC-IV-ECG, the carts' computer interpretations, pattern list {VERSION}: 1 stated, 0 "
         "not, empty hedged"
     )
-    yield PublishedLabels(
-        "mimic-iv-ecg-statements", about, (TABLE,), "mimic-iv-ecg", studies[some], labels
-    )
-    numbers = {"zero": np.zeros(len(table), np.float32)} | {
-        name: table[name].to_numpy() for name in NUMBERS
-    }
-    x = {
-        name: np.where(np.abs(one) <= (180 if "axis" in name else MAX_MS), one, np.nan)
-        for name, one in numbers.items()
-    }
-    for name in ("p_onset", "p_axis"):
-        x[name] = x[name] + 0 * (
-            x["p_onset"] + x["p_end"]
-        )  # empty if a part of the P wave was not found
-    spans = {
-        name: (f"{means} in ms", x[end] - x[start]) for name, (means, start, end) in SPANS.items()
-    }
-    measured = {
-        name: (means, np.where(span > 0, span, np.nan).astype(np.float32))
-        for name, (means, span) in spans.items()
-    }
-    measured |= {
-        f"{wave}_axis": (f"axis of {wave} in degrees", x[f"{wave.lower()}_axis"])
-        for wave in ("P", "QRS", "T")
-    }
+    some = said[0] != 0
+    labels = _statements(said[:, some])
+    read, source = (TABLE,), "mimic-iv-ecg"
+    yield PublishedLabels("mimic-iv-ecg-statements", about, read, source, studies[some], labels)
     about = (
         "MIMIC-IV-ECG, intervals and axes measured by the carts' programs; empty where not measured"
     )
-    yield PublishedLabels(
-        "mimic-iv-ecg-intervals", about, (TABLE,), "mimic-iv-ecg", studies, measured
-    )
+    labels = _intervals(table)
+    yield PublishedLabels("mimic-iv-ecg-intervals", about, read, source, studies, labels)
+
+
+def _statements(said: np.ndarray) -> dict[str, tuple[str, np.ndarray]]:
+    """Labels from stated and hedged codes [2, records]."""
+    bit = {code: np.uint64(1 << i) for i, code in enumerate(CODES)}
+    unread = said[0] & bit[UNREAD] != 0
+    labels = {}
+    for code, (means, _) in CODES.items():
+        stated, hedged = said & bit[code] != 0
+        values = np.where(hedged | unread, UNKNOWN, 0)
+        labels[code] = (means, np.where(stated, 1, values).astype(np.int8))
+    return labels
+
+
+def _intervals(table: pa.Table) -> dict[str, tuple[str, np.ndarray]]:
+    x = {"zero": np.zeros(len(table), np.float32)}
+    for name in NUMBERS:
+        values = table[name].to_numpy()
+        largest = 180 if "axis" in name else MAX_MS
+        x[name] = np.where(np.abs(values) <= largest, values, np.nan)
+    # Empty if a part of the P wave was not found
+    p_wave = 0 * (x["p_onset"] + x["p_end"])
+    x["p_onset"] = x["p_onset"] + p_wave
+    x["p_axis"] = x["p_axis"] + p_wave
+    labels = {}
+    for name, (means, start, end) in SPANS.items():
+        span = x[end] - x[start]
+        span = np.where(span > 0, span, np.nan)
+        labels[name] = (f"{means} in ms", span.astype(np.float32))
+    for wave in ("P", "QRS", "T"):
+        labels[f"{wave}_axis"] = (f"axis of {wave} in degrees", x[f"{wave.lower()}_axis"])
+    return labels
 
 
 def _read(root: Folder) -> pa.Table:

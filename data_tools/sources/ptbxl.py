@@ -17,9 +17,8 @@ from omnilead.data_tools.storage import Folder
 
 FOLDERS = ("records500", "records100")
 TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20
-MAX_STATEMENTS = (
-    4096  # characters of scp_codes; limited because the parser in literal_eval recurses
-)
+# Characters of scp_codes; limited because the parser in literal_eval recurses
+MAX_STATEMENTS = 4096
 
 
 class PtbXl(WfdbSource):
@@ -84,8 +83,12 @@ def statements(scp_codes: str) -> dict[str, float]:
         given = ast.literal_eval(scp_codes[:MAX_STATEMENTS])
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         given = {}
-    pairs = given.items() if isinstance(given, dict) else ()
-    return {str(name): value if isinstance(value, int | float) else 0 for name, value in pairs}
+    if not isinstance(given, dict):
+        return {}
+    likelihoods = {}
+    for name, value in given.items():
+        likelihoods[str(name)] = value if isinstance(value, int | float) else 0
+    return likelihoods
 
 
 def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
@@ -99,4 +102,5 @@ def _rows(root: Folder, place: str) -> dict[str, dict[str, str]]:
     """The six columns that are used, by ecg_id; others (dates, reports, names of staff) are never
     read."""
     columns = ("ecg_id", "patient_id", "age", "sex", "scp_codes", "heart_axis")
-    return {row["ecg_id"].split(".")[0]: row for row in read_table(root, place, MAX_TABLE, columns)}
+    rows = read_table(root, place, MAX_TABLE, columns)
+    return {row["ecg_id"].split(".")[0]: row for row in rows}

@@ -246,8 +246,11 @@ KERNELS = _kernels()
 
 def _choose(rng: BlockDraws, table: dict[str, float], without: Names) -> np.ndarray:
     """Draw one name per patient of the block, never those in `without`."""
-    weight = np.array([0.0 if name in without else share for name, share in table.items()])
-    return np.array(list(table))[rng.choice(len(table), BLOCK, p=weight / weight.sum())]
+    names = np.array(list(table))
+    weight = np.array(list(table.values()))
+    weight[np.isin(names, without)] = 0
+    chosen = rng.choice(len(table), BLOCK, p=weight / weight.sum())
+    return names[chosen]
 
 
 def _draw_shape(rng: BlockDraws, wave: str) -> Shape:
@@ -264,11 +267,15 @@ def _draw_chronic(rng: BlockDraws, without: Names) -> Findings:
     """The findings that a patient has in every session. Where one hides another, the patient has
     only the first."""
     paced = rng.random(BLOCK) < PACED
-    conduction = np.where(paced, "", _choose(rng, CONDUCTION, without))
-    axis = np.where(paced | (conduction == "LBBB"), "", _choose(rng, AXIS, without))
+    conduction = _choose(rng, CONDUCTION, without)
+    conduction = np.where(paced, "", conduction)
+    axis = _choose(rng, AXIS, without)
     axis = np.where(conduction == "LAnFB", "LAD", axis)
+    hidden = paced | (conduction == "LBBB")
+    axis = np.where(hidden, "", axis)
+    other = _choose(rng, CHRONIC, without)
     hidden = paced | np.isin(conduction, ("LBBB", "RBBB"))
-    other = np.where(hidden, "", _choose(rng, CHRONIC, without))
+    other = np.where(hidden, "", other)
     chronic = {"PR": paced}
     for table, drawn in ((CONDUCTION, conduction), (AXIS, axis), (CHRONIC, other)):
         for name in table:
@@ -420,9 +427,12 @@ def _waves(wave: str, shape: Shape, fs_hz: int, stretch: np.ndarray | float) -> 
     axis, centre_s, width_s, amp_mv = KERNELS[wave]
     scale = np.reshape(stretch, (-1, 1))
     centre_s = (centre_s + shape.shift_s) * scale
-    bells = _gauss(_window(wave, fs_hz), centre_s, width_s * shape.width * scale)
-    bells *= (amp_mv * shape.gain).astype(np.float32)[..., None]
-    waves: np.ndarray = (axis == np.arange(3)[:, None]).astype(np.float32) @ bells
+    width_s = width_s * shape.width * scale
+    bells = _gauss(_window(wave, fs_hz), centre_s, width_s)
+    height_mv = amp_mv * shape.gain
+    bells *= height_mv.astype(np.float32)[..., None]
+    is_on_axis = axis == np.arange(3)[:, None]
+    waves: np.ndarray = is_on_axis.astype(np.float32) @ bells
     return waves
 
 

@@ -22,7 +22,6 @@ from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.plan import make_plan, permutation
-from omnilead.data_tools.record import class_row
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.data_tools.tar import member_header
@@ -71,21 +70,6 @@ def test_a_dataset_has_the_documented_files_and_dataset_json(dataset: Dataset) -
     ]
     assert sum(entry["crops"] for entry in meta["shards"]) == meta["crops"] == len(dataset)
     assert dataset.table().schema.names == COLUMNS.names
-
-
-def test_rows_hold_the_values_of_the_headers(archive: Path, dataset: Dataset) -> None:
-    rows = {(r["source"], r["record"], r["start_s"]): r for r in dataset.table().to_pylist()}
-    for source in open_sources(str(archive)):
-        for key in list(source.keys())[::7]:
-            record = source.read(key)
-            row = rows[(record.source, record.name, 0.0)]
-            assert (row["age"], row["sex"], row["patient"]) == (
-                record.age,
-                record.sex,
-                record.patient,
-            )
-            assert (tuple(row["dx"]), row["labels"]) == (record.dx, class_row(record.dx))
-            assert row["fs_source_hz"] == record.fs_hz
 
 
 def test_webdataset_reads_the_tars(dataset: Dataset) -> None:
@@ -262,14 +246,6 @@ def test_pseudonyms_depend_only_on_the_key(small: Path, tmp_path: Path) -> None:
     names = [{row["record"] for row in one.table(["record"]).to_pylist()} for one in made]
     assert names[0] == names[1] and len(names[0]) == len(names[3])
     assert not names[0] & names[2] and not names[0] & names[3]
-
-
-def test_roles_can_be_selected(dataset: Dataset) -> None:
-    gallery, probe = dataset.select(identity="gallery"), dataset.select(identity="probe")
-    patients = np.array(dataset.table(["patient"])["patient"].to_pylist(), dtype=object)
-    assert sorted(patients[gallery]) == sorted(patients[probe]) and len(gallery) == 60
-    assert not np.isin(gallery, dataset.select(pretrain=True)).any()
-    assert len(dataset.select(dx="train")) == dataset.meta["roles"]["dx"]["train"]
 
 
 def test_the_plan_has_every_crop_once_and_depends_on_the_seed(small: Path) -> None:

@@ -235,20 +235,6 @@ def test_sources_of_the_paper_and_left_out_sources_are_printed(
     assert code == 0 and "no crop for pretrain, id train, id valid: --pretrain-sources" in err
 
 
-def test_the_paper_is_not_mentioned_if_everything_is_for_pre_training(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = run(capsys, "shard", small, "--out", tmp_path / "out", "--workers", 1, "--plan", "all")[
-        1
-    ]
-    assert "the paper" not in text
-    head, *roles = text.split("\nrole ")[1].split("\n\n")[0].splitlines()
-    assert head.split() == ["crops", "5", "s", "parts"] and [line.split() for line in roles] == [
-        ["pretrain", "15", "30"]
-    ]
-    assert re.search(r"^ptb-xl +10 +10 +0 +10 +0 s", text, re.MULTILINE)
-
-
 def test_file_names_that_are_not_utf_8_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,17 +165,6 @@ def test_ecgdatakit_reads_the_same_microvolts(tmp_path: Path) -> None:
         np.testing.assert_allclose(leads[name][: ECG_S * RATE], uv)
 
 
-@pytest.mark.parametrize(
-    "encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1", "utf-8 that says utf-16"]
-)
-def test_all_encodings_are_read(encoding: str) -> None:
-    name = encoding.split()[0]
-    text = philips(more="<x>é</x>").replace(
-        "UTF-8", {"utf-8-sig": "UTF-8"}.get(encoding, encoding.split()[-1])
-    )
-    check_truth(read(text.encode(name)))
-
-
 def test_version_1_03_is_read_without_lead_names_or_resolution() -> None:
     old = {
         "compression": None,

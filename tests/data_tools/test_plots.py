@@ -1,7 +1,6 @@
 """Figures are to scale, and state what they show and what is missing."""
 
 from pathlib import Path
-from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from omnilead.data_tools.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, s
 from omnilead.data_tools.record import ABBREVIATIONS, LEADS
 
 FS_HZ = 500.0
-DPI = 254  # ten pixels to the millimetre
-PX_PER_MM = 10
 
 
 def square_waves(mv: float = 1.0) -> np.ndarray:
@@ -36,39 +33,16 @@ def words(where: Figure | Axes) -> list[str]:
     return [text.get_text() for text in where.texts]
 
 
-def test_the_page_is_a4_with_10_mm_per_mv_and_25_mm_per_second() -> None:
-    figure = ecg_figure(square_waves(), 2)
-    figure.set_dpi(DPI)
-    figure.canvas.draw()
-    image = np.asarray(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
-    assert image.shape[:2] == (2100, 2970)
-    corners = [(TRACE_X_MM + 14, ROWS_Y_MM[3] - 8), (TRACE_X_MM + 249, ROWS_Y_MM[3] + 16)]
-    (left, bottom), (right, top) = figure.axes[0].transData.transform(corners).round().astype(int)
-    ink = (image.max(axis=2) < 110)[
-        2100 - top : 2100 - bottom, left:right
-    ]  # the grid is too pale to count
-    rows = np.flatnonzero(ink.sum(axis=1) > ink.shape[1] // 4)  # the two levels of the wave
-    upper, lower = rows[rows < rows.mean()], rows[rows > rows.mean()]
-    assert lower.mean() - upper.mean() == pytest.approx(10 * PX_PER_MM, abs=1)
-    edges = np.flatnonzero(ink[int(upper.mean()) + 30])  # half way up: only the wave's flanks
-    flanks = [group.mean() for group in np.split(edges, np.flatnonzero(np.diff(edges) > 5) + 1)]
-    assert np.diff(flanks[::2]) == pytest.approx(25 * PX_PER_MM, abs=1)
-    assert len(flanks) >= 16
-
-
-def test_every_row_has_a_calibration_pulse() -> None:
-    pulses = [points(line) for line in lines(ecg_figure(np.zeros((12, 5000)), 2), "calibration")]
+def test_every_row_has_a_calibration_pulse_on_a_page_of_a4() -> None:
+    figure = ecg_figure(np.zeros((12, 5000)), 2)
+    assert figure.get_size_inches() * 25.4 == pytest.approx([297, 210])
+    assert figure.axes[0].get_window_extent().width / figure.dpi * 25.4 == pytest.approx(270)
+    pulses = [points(line) for line in lines(figure, "calibration")]
     assert [pulse[0, 1] for pulse in pulses] == list(ROWS_Y_MM)
     for pulse in pulses:
         high = pulse[pulse[:, 1] > pulse[0, 1]]
         assert np.ptp(high[:, 0]) == 5 and np.ptp(pulse[:, 1]) == 10
         assert pulse[:, 0].max() < TRACE_X_MM
-
-
-def test_the_grid_has_lines_every_1_mm_and_stronger_ones_every_5_mm() -> None:
-    fine, coarse = ecg_figure(square_waves(), 2).axes[0].collections
-    assert [len(grid.get_paths()) for grid in (fine, coarse)] == [271 + 176, 55 + 36]
-    assert np.max(coarse.get_linewidth()) > np.max(fine.get_linewidth())
 
 
 def test_columns_are_contiguous_in_time() -> None:
@@ -142,26 +116,6 @@ def test_the_rhythm_strip_uses_another_lead_if_ii_has_no_signal(how: str) -> Non
     assert strip[0, 1] == ROWS_Y_MM[3] and len(strip) == 5000
 
 
-def test_the_offset_is_removed_without_changing_the_input() -> None:
-    uv = square_waves() + np.int16(20_000)
-    before = uv.copy()
-    figure = ecg_figure(uv, 2)
-    assert points(lines(figure, "trace I")[0])[0, 1] == pytest.approx(ROWS_Y_MM[0])
-    assert np.array_equal(uv, before)
-
-
-def test_title_and_caption_are_plain_text_and_stay_on_the_page() -> None:
-    figure = ecg_figure(
-        square_waves(), 2, title=r"cost $5\nonsense{ and $6 " * 20, caption="SNOMED 164889003 " * 60
-    )
-    figure.canvas.draw()
-    page = figure.get_window_extent()
-    for text in figure.texts:
-        box = text.get_window_extent()
-        assert page.x0 <= box.x0 and box.x1 <= page.x1 and box.y1 <= page.y1
-    assert words(figure)[0].startswith(r"cost $5\nonsense{ and $6 cost")
-
-
 def tick_names(axes: Axes) -> list[str]:
     return [label.get_text() for label in axes.get_yticklabels()]
 
@@ -194,16 +148,6 @@ def test_the_summary_shows_all_names_and_counts(sources: int) -> None:
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
 
 
-@pytest.mark.parametrize("counts", [{}, {"a": {}}, {"a": {"train": 5}}])
-def test_the_summary_can_be_drawn_without_labels_or_sources(
-    counts: dict[str, dict[str, int]],
-) -> None:
-    figure = summary_figure(counts, {}, "t")
-    figure.canvas.draw()
-    assert words(figure.axes[1]) == ["no diagnosis labels"]
-    assert tick_names(figure.axes[0]) == list(counts)
-
-
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_save_is_deterministic_and_leaves_nothing_else(tmp_path: Path, suffix: str) -> None:
     paths = [tmp_path / f"{name}.{suffix}" for name in "ab"]
@@ -216,25 +160,3 @@ def test_save_is_deterministic_and_leaves_nothing_else(tmp_path: Path, suffix: s
     for stamp in (b"Software", b"CreationDate", b"dc:date"):
         assert stamp not in first
     assert sorted(tmp_path.iterdir()) == paths
-
-
-@pytest.mark.parametrize(
-    "name, error",
-    [
-        ("a.nonsense", ".nonsense is not a picture format: use .png, .svg or .pdf"),
-        ("a.png", "no room"),
-    ],
-)
-def test_a_failed_save_keeps_the_old_file(
-    name: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Figure, file: IO[bytes], **_: Any) -> None:
-        file.write(b"half")
-        raise OSError("no room")
-
-    path = tmp_path / name
-    path.write_bytes(b"old")
-    monkeypatch.setattr(Figure, "savefig", full)
-    with pytest.raises(OSError, match=error):
-        save(Figure(), path)
-    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]

@@ -30,7 +30,6 @@ from omnilead.data_tools.dataset import CROP_SHAPE, META, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.sources import open_sources, physionet2021, ptbxl
 from omnilead.data_tools.storage import folder
-from omnilead.data_tools.verify import verify
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.reader import CropReader
 from omnilead.engine.data.staging import Staging
@@ -370,22 +369,6 @@ def test_a_dead_network_gives_a_one_line_error_and_the_run_can_be_finished(
     if how == "500":
         assert main(command) == 0
         assert_same(f"{BUCKET}/made", right["both"])
-
-
-def test_short_responses_are_requested_again(s3: Server, small: Path) -> None:
-    dataset = build(small, f"{BUCKET}/good")
-    dataset.addresses  # noqa: B018
-    s3.faults = [Fault("lie", "GET", "tar$", 2)]
-    assert dataset.read(0).any()  # the third answer is whole
-    s3.faults = [Fault("lie", "GET", "tar$", float("inf"))]
-    with pytest.raises(StorageError, match="after 6 tries: 60000 of 120000 bytes arrived"):
-        dataset.read(0)
-    s3.faults = [
-        Fault("lie", "GET", path, 1)
-        for path in ("tar$", "idx$", "samples.parquet$", "rejects.csv$")
-    ]
-    assert verify(dataset) == []
-    assert [fault for fault in s3.faults if fault.times] == []
 
 
 @pytest.mark.parametrize("path", ["00001.tar$", "store.zarr/c/0/0/0$", "dataset.json$"])

@@ -307,19 +307,6 @@ def test_two_sessions_are_as_alike_as_real_ones(
     assert 0.25 < np.median(others) < 0.5
 
 
-def test_noise_differs_between_the_halves_of_a_record(sessions: list[tuple]) -> None:
-    """Otherwise a model could tell from the noise level which halves belong together."""
-    fast = np.diff(
-        np.concatenate([made.digital for pair in sessions for made in pair])[:, :, 6:].astype(
-            np.float32
-        ),
-        axis=1,
-    )
-    level = np.log(np.median(np.abs(np.stack(np.split(fast[:, :4998], 2, axis=1))), axis=(2, 3)))
-    ratio = (level[0] - level[1]).std() / level[0].std()
-    assert 0.3 < ratio < 1.2
-
-
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")

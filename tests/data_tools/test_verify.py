@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from handmade import ecg, flip, write_challenge
 
 from omnilead.data_tools import build, plan, zarr_writer
 from omnilead.data_tools.__main__ import main
-from omnilead.data_tools.build import FLAGS, row_of
+from omnilead.data_tools.build import row_of
 from omnilead.data_tools.dataset import CROP_BYTES, Dataset, fingerprint
 from omnilead.data_tools.errors import DatasetError
 from omnilead.data_tools.sources import open_sources
@@ -447,16 +446,6 @@ def test_columns_that_differ_from_the_archive_are_named(
         )
         (place / name).write_text(text)
         copy = place
-
-
-def test_the_readme_lists_all_flags() -> None:
-    flagged = (
-        (ROOT / "data_tools" / "README.md")
-        .read_text()
-        .partition("Used, but flagged:")[2]
-        .replace("\n", " ")
-    )
-    assert sorted(re.findall("`([^`]+)`", flagged)) == sorted(FLAGS)
 
 
 def test_findings_that_are_not_listed_are_counted(copy: Path) -> None:
