@@ -74,22 +74,18 @@ class AugmentConfig:
     # random lead masking: probability of zeroing each lead of each half; 0 = off
     rlm: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     rlm_keep_one: bool = False  # never mask all leads of a half (the paper's masking can)
-    noise: (
-        str | tuple[str, ...]
-    ) = ()  # kinds of noise, or a set: physio3, physio4, authors_physio3, authors_physio4
+    # kinds of noise, or a set: physio3, physio4, authors_physio3, authors_physio4
+    noise: str | tuple[str, ...] = ()
     amplitude_mv: AmplitudeMv = field(default_factory=AmplitudeMv)
-    powerline_hz: Literal[50, 60] = (
-        50  # 60 in the Americas; authors_powerline picks 50 or 60 at random
-    )
-    powerline_components: Annotated[int, Field(ge=1, le=4)] = (
-        1  # number of harmonics of powerline_hz
-    )
+    # 60 in the Americas; authors_powerline picks 50 or 60 at random
+    powerline_hz: Literal[50, 60] = 50
+    # number of harmonics of powerline_hz
+    powerline_components: Annotated[int, Field(ge=1, le=4)] = 1
     # draw noise parameters for each lead instead of once for all; white noise always differs by
     # lead
     per_lead: bool = False
-    dependency: bool | None = (
-        None  # recompute the limb leads from I and II after adding noise; None: for authors_* only
-    )
+    # recompute the limb leads from I and II after adding noise; None: for authors_* only
+    dependency: bool | None = None
     threekg: ThreeKG | None = None
     leads: str | tuple[str, ...] = "12"  # leads that the model uses
     padded: bool = True  # keep the other leads as zeros; false: leave them out

@@ -19,18 +19,16 @@ from enum import IntEnum
 
 import numpy as np
 
-GOLDEN = (
-    0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: multiples of it are spread over all 64 bits
-)
+# 2**64 / golden ratio, odd: multiples of it are spread over all 64 bits
+GOLDEN = 0x9E3779B97F4A7C15
 # makes the result depend on the order of the counters: word k adds (k + 1) times this
 _WORD = 0xD1B54A32D192ED03
 _RADIUS, _ANGLE = 0x8CB92BA72F3D8DD7, 0xAEF17502108EF2D9  # the two uniforms behind a normal
 _ALL_BITS = 2**64 - 1
 
 MAX_SIZE = 2**40  # largest permutation
-HALF_ROUNDS = (
-    8  # with 6, pairs of elements are visibly dependent below n = 50; with 8 only below 17
-)
+# with 6, pairs of elements are visibly dependent below n = 50; with 8 only below 17
+HALF_ROUNDS = 8
 # up to this size, no number of rounds makes all permutations of a Feistel network equally likely
 TINY = 32
 
@@ -61,9 +59,8 @@ class RandomStream(IntEnum):
 def mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser (Stafford's variant 13), in place: a bijection of uint64 with full
     avalanche."""
-    shifted = (
-        x >> 30
-    )  # the only scratch array: allocating fresh pages costs more than the arithmetic
+    # the only scratch array: allocating fresh pages costs more than the arithmetic
+    shifted = x >> 30
     x ^= shifted
     x *= 0xBF58476D1CE4E5B9
     x ^= np.right_shift(x, 27, out=shifted)
@@ -125,10 +122,7 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
     arguments broadcast."""
     shape = np.broadcast_shapes(np.shape(i), np.shape(n), np.shape(key))
     x = np.broadcast_to(i, shape).reshape(-1)
-    size, keys = (
-        v.reshape(1) if v.size == 1 else np.broadcast_to(v, shape).reshape(-1)
-        for v in (np.asarray(n), bits(key))
-    )
+    size, keys = _flat(np.asarray(n), shape), _flat(bits(key), shape)
     if x.size and (size.min() < 1 or size.max() > MAX_SIZE or x.min() < 0 or (x >= size).any()):
         raise ValueError(
             f"permute: element {x.max()} of {size.min()}: 0 <= element < size <= 2**40 must hold"
@@ -137,10 +131,14 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
     tiny = np.broadcast_to(size <= TINY, x.shape)
     for scheme, at in ((_rank, np.flatnonzero(tiny)), (_walk, np.flatnonzero(~tiny))):
         if at.size:
-            out[at] = scheme(
-                x[at].astype(np.uint64), _at(size, at).astype(np.uint64), _at(keys, at)
-            )
+            elements, sizes = x[at].astype(np.uint64), _at(size, at).astype(np.uint64)
+            out[at] = scheme(elements, sizes, _at(keys, at))
     return out.astype(np.int64).reshape(shape)
+
+
+def _flat(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """One element for all, or one each."""
+    return value.reshape(1) if value.size == 1 else np.broadcast_to(value, shape).reshape(-1)
 
 
 def _at(value: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -171,9 +169,8 @@ def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
     high, low = np.divmod(x, b)
-    for k in range(
-        0, HALF_ROUNDS, 2
-    ):  # 53 bits of each hash, so that the sums do not overflow before the modulus
+    # 53 bits of each hash, so that the sums do not overflow before the modulus
+    for k in range(0, HALF_ROUNDS, 2):
         high = (high + (mix(low * GOLDEN ^ (key + k)) >> 11)) % a
         low = (low + (mix(high * GOLDEN ^ (key + (k + 1))) >> 11)) % b
     return np.asarray(high * b + low)
