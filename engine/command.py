@@ -73,7 +73,8 @@ def command(
     args = parser.parse_args(arguments)
 
     from omnilead.engine.config import schema
-    from omnilead.engine.run import explain, export, run_training
+    from omnilead.engine.run import explain, export, finish
+    from omnilead.engine.training.train import train
 
     kind, task, read = classes()
     try:
@@ -84,7 +85,9 @@ def command(
             say(str(export(Path(args.export), kind, task)))
         else:
             overrides = [*_overrides(args, shortcuts), *args.set]
-            run_training(read(args.config, overrides), task, args.profile or 0)
+            config = read(args.config, overrides)
+            if train(config, task, args.profile or 0):
+                finish(config, task)
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)
         # bad input fails on every rank: only rank 0 reports it

@@ -42,13 +42,14 @@ LENGTHS = ("train.steps", "train.epochs")
 # two.
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 LIMB, ALL = tuple(range(6)), tuple(range(12))
+# Oh et al. 2022, section 4
 SUBSETS = {
     "12": ALL,
     "6": LIMB,
     "3": (0, 1, 7),
     "2": (0, 1),
     "1": (0,),
-}  # Oh et al. 2022, section 4
+}
 _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 RUN_CODE: Any = {
@@ -131,9 +132,8 @@ class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
     def compose_node(self, parent: Any, index: Any) -> Any:
         is_alias, before = self.check_event(yaml.AliasEvent), self.values
         node = super().compose_node(parent, index)
-        self.values += (
-            self.sizes.get(id(node), MAX_YAML_VALUES) if is_alias else 1
-        )  # an unfinished node contains itself
+        # an unfinished node contains itself
+        self.values += self.sizes.get(id(node), MAX_YAML_VALUES) if is_alias else 1
         if self.values > MAX_YAML_VALUES:
             raise yaml.YAMLError(
                 f"more than {MAX_YAML_VALUES:,} values, counting those that aliases repeat"
@@ -369,9 +369,9 @@ def interruptible(name: str) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
             tell(f"{name}: interrupted")
-            leave(
-                130
-            )  # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started it
+            # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started
+            # it
+            leave(130)
         elif is_memory(error):
             tell(f"{name}: out of memory: raise the limit (ulimit -v), or free some")
         else:

@@ -75,24 +75,20 @@ class Section(BaseModel):
 class RoleSelection(Section):
     """Selects crops of a dataset by role: see data_tools.dataset.Dataset.select."""
 
-    pretrain: bool | None = (
-        None  # with (true) or without (false) the role of pre-training; null: both
-    )
+    # with (true) or without (false) the role of pre-training; null: both
+    pretrain: bool | None = None
     dx: Literal["train", "valid", "test"] | None = None  # the role in diagnosis; null: any
-    identity: Literal["train", "valid", "gallery", "probe"] | None = (
-        None  # the role in identification; null: any
-    )
+    # the role in identification; null: any
+    identity: Literal["train", "valid", "gallery", "probe"] | None = None
 
 
 class DataConfig(Section):
     datasets: tuple[str, ...] = ()  # directories or s3:// URLs
     train: RoleSelection = RoleSelection(pretrain=True)
-    valid: RoleSelection = RoleSelection(
-        dx="valid"
-    )  # for the validation loss; datasets without such crops are skipped
-    hold_out: float = Field(
-        default=0.0, ge=0, lt=1
-    )  # share of the patients of `train` kept for validation instead of `valid`
+    # for the validation loss; datasets without such crops are skipped
+    valid: RoleSelection = RoleSelection(dx="valid")
+    # share of the patients of `train` kept for validation instead of `valid`
+    hold_out: float = Field(default=0.0, ge=0, lt=1)
     anonymous: bool = False  # s3:// without credentials
 
 
@@ -104,64 +100,50 @@ class TrainConfig(Section):
     # crops are contrasted only within a micro-batch (of all ranks): CMSC, SimCLR, 3KG see
     # micro_batch x ranks candidates. Code diversity likewise.
     micro_batch: int | None = Field(default=None, ge=1)
-    precision: Literal["auto", "bf16", "fp32"] = (
-        "bf16"  # auto: bf16 if the hardware supports it, else fp32
-    )
-    zero_stage: int | None = Field(
-        default=None, ge=0, le=3
-    )  # None: the stage in the DeepSpeed JSON, else 1
-    deepspeed: str | None = (
-        None  # DeepSpeed JSON file, or zero0 to zero3; it may set ZeRO and communication only
-    )
-    compile: Literal["eager", "layers", "step"] | None = (
-        None  # scope of torch.compile; None: layers on CUDA, else eager
-    )
+    # auto: bf16 if the hardware supports it, else fp32
+    precision: Literal["auto", "bf16", "fp32"] = "bf16"
+    # None: the stage in the DeepSpeed JSON, else 1
+    zero_stage: int | None = Field(default=None, ge=0, le=3)
+    # DeepSpeed JSON file, or zero0 to zero3; it may set ZeRO and communication only
+    deepspeed: str | None = None
+    # scope of torch.compile; None: layers on CUDA, else eager
+    compile: Literal["eager", "layers", "step"] | None = None
     lr: Rate = 5e-5  # peak learning rate
-    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = (
-        "fixed"  # fixed: constant lr; tri_stage: warm-up, hold, decay
-    )
+    # fixed: constant lr; tri_stage: warm-up, hold, decay
+    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
     warmup: float = Field(default=0.1, ge=0, le=1)  # share of all steps
     hold: float = Field(default=0.2, ge=0, le=1)  # share of all steps, tri_stage only
-    start_factor: float = Field(
-        default=0.01, ge=0, le=1
-    )  # first learning rate, as a fraction of lr
+    # first learning rate, as a fraction of lr
+    start_factor: float = Field(default=0.01, ge=0, le=1)
     end_factor: float = Field(default=0.01, ge=0, le=1)  # last learning rate, as a fraction of lr
     weight_decay: float = Field(default=0.01, ge=0, le=1)  # decoupled, on every parameter
     betas: tuple[Beta, Beta] = (0.9, 0.98)  # of AdamW
     eps: float = Field(default=1e-6, gt=0, le=1)  # of AdamW
     clip_norm: float = Field(default=0.0, ge=0)  # 0: no gradient clipping
-    max_nonfinite: int = Field(
-        default=10, ge=1, le=10**6
-    )  # stop after N non-finite steps in a row; checked when logging
+    # stop after N non-finite steps in a row; checked when logging
+    max_nonfinite: int = Field(default=10, ge=1, le=10**6)
     seed: int = Field(default=0, ge=0, lt=2**63)  # of data order, augmentation and initial weights
-    deterministic: bool = (
-        False  # deterministic GPU kernels; an operation that has none is an error that names it
-    )
-    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = (
-        "tensorboard",
-    )  # besides metrics.jsonl
+    # deterministic GPU kernels; an operation that has none is an error that names it
+    deterministic: bool = False
+    # besides metrics.jsonl
+    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     log_every: int = Field(default=10, ge=1)  # steps
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
     valid_batches: int = Field(default=16, ge=1)  # at most, per validation
     # The metric that chooses the best checkpoint; None: the task's first validation metric
     best: BestMetric | None = None
-    patience: int = Field(
-        default=0, ge=0
-    )  # early stopping after this many validations in a row without improvement; 0: never
-    probe_patients: int = Field(
-        default=256, ge=0
-    )  # patients to identify in each validation of pre-training; 0: none
-    save_every_steps: int = Field(
-        default=0, ge=0
-    )  # steps between checkpoints; 0: by time only, and at the end
+    # early stopping after this many validations in a row without improvement; 0: never
+    patience: int = Field(default=0, ge=0)
+    # patients to identify in each validation of pre-training; 0: none
+    probe_patients: int = Field(default=256, ge=0)
+    # steps between checkpoints; 0: by time only, and at the end
+    save_every_steps: int = Field(default=0, ge=0)
     save_every_minutes: float = Field(default=30.0, gt=0)  # minutes between checkpoints
     keep: int = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
-    peak_tflops: float | None = Field(
-        default=None, gt=0
-    )  # of one device, for MFU; None: measured at the start
-    timeout_s: float = Field(
-        default=600.0, gt=0, le=1e6
-    )  # the run ends when a rank does not respond for this long
+    # of one device, for MFU; None: measured at the start
+    peak_tflops: float | None = Field(default=None, gt=0)
+    # the run ends when a rank does not respond for this long
+    timeout_s: float = Field(default=600.0, gt=0, le=1e6)
 
     @field_validator("precision")
     @classmethod
@@ -380,9 +362,8 @@ def deepspeed_json(config: RunConfig, world: int, universal: bool = False) -> di
     own = _deepspeed_file(config).model_dump(exclude_unset=True)
     zero: dict[str, Any] = own.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
     if zero["stage"] in (1, 2):
-        zero["compute_grad_norm"] = (
-            False  # the optimizer computes it without waiting for the device
-        )
+        # the optimizer computes it without waiting for the device
+        zero["compute_grad_norm"] = False
     elif zero["stage"] == 3:
         zero["sub_group_size"] = 10**12  # one call of the optimizer per step
     micro, accumulation = micro_batch(config, world)

@@ -1,6 +1,7 @@
-"""A training with what follows it: RUN/model, its model card and RUN/report.html.
+"""What follows a training: RUN/model, its model card and RUN/report.html; training from Python.
 
-run_training(config, PretrainTask)                       # trains or resumes
+if train(config, PretrainTask):                          # engine.training.train: trains or resumes
+    finish(config, PretrainTask)
 export(Path("RUN"), Config, PretrainTask)                # RUN/model from a checkpoint
 run = trained(Config, PretrainTask, load, "w2v_cmsc_rlm", "DATASET", "RUN", {"train.steps": 1000})
 run.model().embed(...), run.validation[-1], run.report
@@ -36,14 +37,11 @@ NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 Data = str | os.PathLike[str] | Dataset
 
 
-def run_training(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool:
-    """Starts or resumes a run. When all steps are done, writes its model and its report. -> False
-    if SIGTERM stopped it."""
-    finished = train(config, task, profile)
-    if finished and environment()[0] == 0:
+def finish(config: RunConfig, task: type[TrainingTask]) -> None:
+    """When all steps are done: RUN/model and RUN/report.html, on rank 0."""
+    if environment()[0] == 0:
         run = Path(config.run)
         say(f"done: {export(run, type(config), task)}, {write_report(run)}")
-    return finished
 
 
 def export(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Path:
@@ -129,7 +127,9 @@ def trained(
     }
     try:
         settled = read(config, {"data.datasets": urls, "run": os.fspath(out), **given})
-        finished = run_training(settled, task)
+        finished = train(settled, task)
+        if finished:
+            finish(settled, task)
     except Exception as error:
         message, code = explain(error)
         if message == str(error):

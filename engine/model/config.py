@@ -60,22 +60,18 @@ class ModelConfig:
     objective. Other encoders are configured by `options`; they ignore the settings from `conv`
     to `input_dropout`, except `kernels`."""
 
-    encoder: str = (
-        ""  # "": the authors'; resnet; or your own, file.py:Class (engine.model.encoders)
-    )
-    options: dict[str, Any] = field(
-        default_factory=dict, hash=False
-    )  # arguments of the encoder's class
+    # "": the authors'; resnet; or your own, file.py:Class (engine.model.encoders)
+    encoder: str = ""
+    # arguments of the encoder's class
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     leads: Count = 12  # input channels
     conv: Annotated[
         tuple[tuple[Count, Annotated[int, Field(ge=1, le=1024)]], ...],
         Field(min_length=1, max_length=16),
-    ] = (
-        ((256, 2),) * 4  # (width, kernel = stride) of each block
-    )
-    conv_norm: Literal["group", "layer"] = (
-        "group"  # group: one group norm, in block 0 (authors); layer: in each block (paper)
-    )
+        # (width, kernel = stride) of each block
+    ] = ((256, 2),) * 4
+    # group: one group norm, in block 0 (authors); layer: in each block (paper)
+    conv_norm: Literal["group", "layer"] = "group"
     feature_grad: Share = 0.1  # scales the gradient of the convolutions; 0 freezes them
     width: Count = 768  # width of the tokens
     layers: Annotated[int, Field(ge=1, le=1000)] = 12  # transformer layers
@@ -83,12 +79,10 @@ class ModelConfig:
     ffn: Count = 3072  # width of the feed-forward layers
     position_kernel: Count = 128  # kernel size of the positional convolution, in tokens
     position_groups: Count = 16  # groups of the positional convolution
-    kernels: Annotated[Literal["plain", "auto"], BeforeValidator(without_removed_kernels)] = (
-        "auto"  # faster implementations of operations: engine.model.kernels
-    )
-    dropout: Probability = (
-        0.1  # dropout on the residual branches, and on the tokens before the first layer
-    )
+    # faster implementations of operations: engine.model.kernels
+    kernels: Annotated[Literal["plain", "auto"], BeforeValidator(without_removed_kernels)] = "auto"
+    # dropout on the residual branches, and on the tokens before the first layer
+    dropout: Probability = 0.1
     attention_dropout: Probability = 0.1  # dropout on attention weights
     activation_dropout: Probability = 0.0  # dropout inside the feed-forward layers
     input_dropout: Probability = 0.1  # dropout on the projected features
@@ -97,23 +91,18 @@ class ModelConfig:
     codes: Count = 320  # codes in each codebook
     code_width: Count = 256  # width of a quantised feature: all codebooks together
     projection: Count = 256  # width of the space in which contexts and targets are compared
-    tau_start: Annotated[float, Field(ge=1e-3, le=1e3)] = (
-        2.0  # Gumbel temperature: max(start * decay ** updates, end)
-    )
+    # Gumbel temperature: max(start * decay ** updates, end)
+    tau_start: Annotated[float, Field(ge=1e-3, le=1e3)] = 2.0
     tau_end: Annotated[float, Field(ge=1e-3, le=1e3)] = 0.5  # lowest Gumbel temperature
-    tau_decay: Annotated[float, Field(gt=0, le=1)] = (
-        0.999995  # decay of the Gumbel temperature per update
-    )
-    mask_share: Share = (
-        0.65  # share of tokens in spans if none overlapped; with overlaps about half are masked
-    )
+    # decay of the Gumbel temperature per update
+    tau_decay: Annotated[float, Field(gt=0, le=1)] = 0.999995
+    # share of tokens in spans if none overlapped; with overlaps about half are masked
+    mask_share: Share = 0.65
     mask_span: Count = 10  # length of a masked span, in tokens
-    mask_starts: Literal["count", "bernoulli"] = (
-        "count"  # count: a fixed number of spans (authors); bernoulli: random (paper)
-    )
-    mask_trim: bool = (
-        False  # trim the masked tokens of every row to the smallest count in the batch (authors)
-    )
+    # count: a fixed number of spans (authors); bernoulli: random (paper)
+    mask_starts: Literal["count", "bernoulli"] = "count"
+    # trim the masked tokens of every row to the smallest count in the batch (authors)
+    mask_trim: bool = False
 
     def __post_init__(self) -> None:
         if self.encoder not in ENCODERS and not OWN.fullmatch(self.encoder):
@@ -164,9 +153,8 @@ class ObjectiveConfig:
     contrast: Weight = 1.0  # weight of the global objective
     method: Literal["cmsc", "simclr", "3kg"] = "cmsc"  # global objective
     form: Literal["paper", "authors"] = "paper"  # variant of CMSC
-    temperature: Annotated[float, Field(ge=1e-4, le=1e4)] = (
-        0.1  # temperature of the local and the global objective
-    )
+    # temperature of the local and the global objective
+    temperature: Annotated[float, Field(ge=1e-4, le=1e4)] = 0.1
     negatives: Annotated[int, Field(ge=1, le=10_000)] = 100  # negatives for each masked token
     gathered: bool = True  # take candidates and code usage from all ranks, with gradient
     # no gradient through the norm of global representations (CMSC's form `authors` never has it)
@@ -249,8 +237,7 @@ def masked_share(config: ModelConfig, tokens: int) -> float:
         return config.mask_share
     unmasked, spans = 0.0, min(rate * tokens, float(starts))
     for n in range(tokens):
-        covering = (
-            min(n, starts - 1) - max(0, n - config.mask_span + 1) + 1
-        )  # starts whose span covers token n
+        # starts whose span covers token n
+        covering = min(n, starts - 1) - max(0, n - config.mask_span + 1) + 1
         unmasked += prod(max(0.0, 1 - spans / (starts - j)) for j in range(covering))
     return 1 - unmasked / tokens

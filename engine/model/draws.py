@@ -58,10 +58,10 @@ class Draws(NamedTuple):
 
 def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.ndarray:
     """int64 [B, S]. `epoch` and `crop` are integers or arrays [B]."""
-    epoch_B1, crop_B1 = np.atleast_1d(epoch)[:, None], np.atleast_1d(crop)[:, None]
-    return bits(seed, int(ModelStream.ROW), epoch_B1, crop_B1, np.arange(halves)[None]).view(
-        np.int64
-    )
+    epoch_B1 = np.atleast_1d(epoch)[:, None]
+    crop_B1 = np.atleast_1d(crop)[:, None]
+    half_1S = np.arange(halves)[None]
+    return bits(seed, int(ModelStream.ROW), epoch_B1, crop_B1, half_1S).view(np.int64)
 
 
 def draw(
@@ -102,23 +102,17 @@ def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
 
 def bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Each token is a start with probability share / span, independently."""
-    chance_RN = (
-        hashed(keys_R[:, None], ModelStream.STARTS, torch.arange(tokens, device=keys_R.device))
-        & 0xFFFFFF
-    )
+    chance_RN = row_numbers(keys_R, ModelStream.STARTS, tokens) & 0xFFFFFF
     return (chance_RN < config.mask_share / config.mask_span * 2**24).long()
 
 
 def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Draw starts without replacement: the first few in a random order of all tokens."""
-    limit, starts = max_spans(config, tokens), tokens - config.mask_span
+    limit = max_spans(config, tokens)
     rounding_R = (hashed(keys_R, ModelStream.SPANS) & 0xFFFFFF).float() * 2.0**-24  # in [0, 1)
-    spans_R = (
-        (config.mask_share * tokens / config.mask_span + rounding_R).floor().clamp(2, limit).long()
-    )
-    order_RN = hashed(
-        keys_R[:, None], ModelStream.STARTS, torch.arange(starts, device=keys_R.device)
-    )
+    spans_R = config.mask_share * tokens / config.mask_span + rounding_R
+    spans_R = spans_R.floor().clamp(2, limit).long()
+    order_RN = row_numbers(keys_R, ModelStream.STARTS, tokens - config.mask_span)
     first_RS = order_RN.topk(limit, dim=1, largest=False).indices
     drawn_RS = torch.arange(limit, device=keys_R.device) < spans_R[:, None]
     return keys_R.new_zeros(len(keys_R), tokens).scatter_(1, first_RS, drawn_RS.long())
@@ -127,9 +121,7 @@ def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
 def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
     """Trim every row at random to the smallest count among these rows."""
     fewest = mask_RN.sum(1).amin()
-    order_RN = hashed(
-        keys_R[:, None], ModelStream.TRIM, torch.arange(mask_RN.shape[1], device=keys_R.device)
-    )
+    order_RN = row_numbers(keys_R, ModelStream.TRIM, mask_RN.shape[1])
     order_RN = torch.where(mask_RN, order_RN, torch.iinfo(torch.int64).max)
     rank_RN = order_RN.argsort(1).argsort(1)
     return rank_RN < fewest
@@ -139,13 +131,11 @@ def slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Those beyond `count`
     are dropped."""
     rows, tokens = mask_RN.shape
-    place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count).clamp(
-        max=count
-    )  # the extra place takes all other tokens
+    # the extra place takes all other tokens
+    place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count).clamp(max=count)
     token_RN = torch.arange(tokens, device=mask_RN.device).expand(rows, tokens)
-    slot_RM = torch.zeros(rows, count + 1, dtype=torch.int64, device=mask_RN.device).scatter_(
-        1, place_RN, token_RN
-    )[:, :count]
+    slot_RM = torch.zeros(rows, count + 1, dtype=torch.int64, device=mask_RN.device)
+    slot_RM = slot_RM.scatter_(1, place_RN, token_RN)[:, :count]
     valid_RM = torch.arange(count, device=mask_RN.device) < mask_RN.sum(1, keepdim=True)
     return slot_RM * valid_RM, valid_RM
 
@@ -165,26 +155,25 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
 
 def count_negatives(other_RMK: Tensor, count: int) -> Tensor:
     """Count the drawn slots -> times_RMM. Sums of ones are exact in any order."""
-    zeros = torch.zeros(*other_RMK.shape[:2], count, device=other_RMK.device)
-    return zeros.scatter_add_(
-        2, other_RMK, torch.ones((), device=other_RMK.device).expand(other_RMK.shape)
-    )
+    device = other_RMK.device
+    zeros_RMM = torch.zeros(*other_RMK.shape[:2], count, device=device)
+    ones_RMK = torch.ones((), device=device).expand(other_RMK.shape)
+    return zeros_RMM.scatter_add_(2, other_RMK, ones_RMK)
 
 
 def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
     """-log(-log u), where u in (0, 1) has 23 bits: exact in float32, and no logarithm of 0. Each
     hash gives two numbers."""
     count = math.prod(shape)
-    random = hashed(
-        keys_R[:, None], ModelStream.GUMBEL, torch.arange((count + 1) // 2, device=keys_R.device)
-    )
-    u = (
-        torch.cat([random & 0x7FFFFF, random >> 32 & 0x7FFFFF], 1)[:, :count]
-        .float()
-        .add_(0.5)
-        .mul_(2.0**-23)
-    )
+    random = row_numbers(keys_R, ModelStream.GUMBEL, (count + 1) // 2)
+    u = torch.cat([random & 0x7FFFFF, random >> 32 & 0x7FFFFF], 1)[:, :count]
+    u = u.float().add_(0.5).mul_(2.0**-23)
     return u.log_().neg_().log_().neg_().view(-1, *shape)
+
+
+def row_numbers(keys_R: Tensor, stream: ModelStream, count: int) -> Tensor:
+    """[R, count] random int64."""
+    return hashed(keys_R[:, None], stream, torch.arange(count, device=keys_R.device))
 
 
 def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:

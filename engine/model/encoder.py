@@ -87,9 +87,8 @@ class ConvBlock(nn.Module):
         super().__init__()
         self.kernel, self.over_time, self.kernels = kernel, norm == "group", kernels
         self.weight = nn.Parameter(torch.empty(outputs, kernel * inputs))
-        self.norm = (
-            nn.LayerNorm(outputs) if norm else None
-        )  # also holds the weights of a group norm
+        # also holds the weights of a group norm
+        self.norm = nn.LayerNorm(outputs) if norm else None
 
     def forward(self, x_RTC: Tensor) -> Tensor:
         rows, length, width = x_RTC.shape
@@ -110,9 +109,8 @@ def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float)
     y = y_RTC.float()
     variance_R1C, mean_R1C = torch.var_mean(y, dim=1, correction=0, keepdim=True)
     scale_R1C = torch.rsqrt(variance_R1C + eps) * weight_C.float()
-    return F.gelu(
-        torch.addcmul(bias_C.float() - mean_R1C * scale_R1C, y, scale_R1C).to(y_RTC.dtype)
-    )
+    shift_R1C = bias_C.float() - mean_R1C * scale_R1C
+    return F.gelu(torch.addcmul(shift_R1C, y, scale_R1C).to(y_RTC.dtype))
 
 
 class ConvStack(nn.Module):
@@ -122,10 +120,9 @@ class ConvStack(nn.Module):
         super().__init__()
         self.feature_grad = config.feature_grad
         widths = [config.leads, *(width for width, _ in config.conv)]
-        norms = [
-            "layer" if config.conv_norm == "layer" else "group" if i == 0 else ""
-            for i in range(len(config.conv))
-        ]
+        norms = ["layer"] * len(config.conv)
+        if config.conv_norm != "layer":
+            norms = ["group"] + [""] * (len(config.conv) - 1)
         self.blocks = nn.ModuleList(
             ConvBlock(widths[i], width, kernel, norms[i], config.kernels)
             for i, (width, kernel) in enumerate(config.conv)
@@ -156,9 +153,8 @@ class PositionalConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.width))
 
     def weight(self) -> Tensor:
-        direction = self.direction.to(
-            torch.promote_types(self.direction.dtype, torch.float32)
-        )  # sums thousands of squares
+        # at least float32: sums thousands of squares
+        direction = self.direction.to(torch.promote_types(self.direction.dtype, torch.float32))
         norm = direction.square().sum((0, 1), keepdim=True).sqrt()
         return (direction * (self.gain.to(norm.dtype) / norm)).to(self.direction.dtype)
 
@@ -170,9 +166,8 @@ class PositionalConvolution(nn.Module):
 
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
     taps = weight_DcK.shape[2]
-    x_RDN = F.pad(
-        x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2)
-    )  # as the authors: pad alike, drop the last
+    # as the authors: pad alike, drop the last
+    x_RDN = F.pad(x_RND.transpose(1, 2), (taps // 2, (taps - 1) // 2))
     low = weight_DcK.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
     if weight_DcK.is_cpu and low:
         # On CPUs with AMX, torch 2.13's bf16 convolution of 4 to 15 channels a group with 16 taps
@@ -186,19 +181,16 @@ def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> 
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.dropout, self.kernels = (
-            config.heads,
-            config.attention_dropout,
-            config.kernels,
-        )
+        self.heads = config.heads
+        self.dropout = config.attention_dropout
+        self.kernels = config.kernels
         self.qkv = Linear(config.width, 3 * config.width, config.kernels)
         self.out = Linear(config.width, config.width, config.kernels)
 
     def forward(self, x_RND: Tensor) -> Tensor:
         attend = pick("attention", attention, self.kernels, x_RND)
-        y: Tensor = self.out(
-            attend(self.qkv(x_RND), self.heads, self.dropout if self.training else 0.0)
-        )
+        dropout_p = self.dropout if self.training else 0.0
+        y: Tensor = self.out(attend(self.qkv(x_RND), self.heads, dropout_p))
         return y
 
 
@@ -238,12 +230,10 @@ class Encoder(nn.Module):
         self.width, self.feature_width = config.width, config.feature_width
         self.conv = ConvStack(config)
         self.feature_norm = nn.LayerNorm(config.feature_width)
-        same = (
-            config.feature_width == config.width
-        )  # then the authors have no projection (ecg_transformer.py)
-        self.project: nn.Module = (
-            nn.Identity() if same else nn.Linear(config.feature_width, config.width)
-        )
+        # as wide as the encoder: then the authors have no projection (ecg_transformer.py)
+        self.project: nn.Module = nn.Identity()
+        if config.feature_width != config.width:
+            self.project = nn.Linear(config.feature_width, config.width)
         self.input_dropout = Dropout(config.input_dropout, config.kernels)
         self.mask_embedding = nn.Parameter(torch.empty(config.width)) if mask else None
         self.position = PositionalConvolution(config)

@@ -44,10 +44,11 @@ from omnilead.engine.model.init_weights import initialise
 
 CODE = "code"  # folder in a run
 ROWS = 4  # segments in the batch that examines an encoder
+# relative to the largest number: outputs of a row in two batches
 AGREE = {
     torch.float32: 1e-3,
     torch.bfloat16: 5e-2,
-}  # relative to the largest number: outputs of a row in two batches
+}
 
 
 def file_of(spec: str) -> Path | None:

@@ -117,9 +117,8 @@ def seal(folder: Path, config: Mapping[str, Any]) -> None:
 
 def sealed(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     """The text of config.json for files with these sha256."""
-    content = json.loads(
-        json.dumps({key: value for key, value in config.items() if key != SHA256})
-    )  # as read back
+    # as read back
+    content = json.loads(json.dumps({key: value for key, value in config.items() if key != SHA256}))
     return _json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}})
 
 

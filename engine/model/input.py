@@ -25,10 +25,11 @@ SCALES = {
     "layernorm": "mean 0 and standard deviation 1 over all leads of each 5 s",
 }
 DEFAULT_INPUT = {"fs_hz": 500, "scale": "millivolt"}
+# axes of x_BSLT that share a mean and a standard deviation
 TOGETHER = {
     "zscore": (1, 3),
     "layernorm": (2, 3),
-}  # axes of x_BSLT that share a mean and a standard deviation
+}
 
 
 class SignalError(ConfigError):

@@ -81,10 +81,11 @@ class Pretrainer(nn.Module):
         all other weights."""
         super().__init__()
         self.config, self.objective = config, objective
+        # attributes, so that they can be replaced by compiled versions
         self.draw, self.pool = (
             draw,
             pool,
-        )  # attributes, so that they can be replaced by compiled versions
+        )
         local = objective.local > 0
         self.encoder = build_encoder(config, local, generator) if encoder is None else encoder
         if local and not isinstance(self.encoder, MaskedEncoder):

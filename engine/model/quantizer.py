@@ -50,9 +50,8 @@ class LookUp(torch.autograd.Function):
             codes_AG.t()[:, None, :]
             == torch.arange(codebook_GVd.shape[1], device=codes_AG.device)[:, None]
         )
-        grad_codebook = torch.bmm(
-            chosen_GVA.to(codebook_GVd.dtype), grad_GAd
-        )  # sums in a fixed order, unlike scatter_add
+        # sums in a fixed order, unlike scatter_add
+        grad_codebook = torch.bmm(chosen_GVA.to(codebook_GVd.dtype), grad_GAd)
         return grad_soft_AGV.to(ctx.soft_dtype), grad_codebook, None
 
 
@@ -81,9 +80,8 @@ class Quantizer(nn.Module):
         logits_AGV = self.logits(z_RMF).float().view(rows * slots, self.books, self.codes)
         weight_A = valid_RM.reshape(-1).float()
         best_AG = logits_AGV.detach().argmax(-1)
-        share_GV = (logits_AGV.softmax(-1) * weight_A[:, None, None]).sum(
-            0
-        )  # not a matmul: autocast would use bf16
+        # not a matmul: autocast would use bf16
+        share_GV = (logits_AGV.softmax(-1) * weight_A[:, None, None]).sum(0)
         if noise_RMGV is None:
             codes_AG = best_AG
             values = self.codebook[torch.arange(self.books, device=codes_AG.device), codes_AG]
@@ -92,9 +90,8 @@ class Quantizer(nn.Module):
             codes_AG = noisy_AGV.detach().argmax(-1)
             values = LookUp.apply(noisy_AGV.softmax(-1), self.codebook, codes_AG)
         at_AG = best_AG + self.codes * torch.arange(self.books, device=best_AG.device)
-        counts = torch.zeros(
-            self.books * self.codes, device=best_AG.device
-        )  # sums of 0 and 1 are exact in any order
+        # sums of 0 and 1 are exact in any order
+        counts = torch.zeros(self.books * self.codes, device=best_AG.device)
         counts = counts.scatter_add(
             0, at_AG.reshape(-1), weight_A[:, None].expand_as(at_AG).reshape(-1)
         )

@@ -43,20 +43,18 @@ def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1
 class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
-        self.conv1, self.norm1 = convolution(inputs, outputs), nn.GroupNorm(GROUPS, outputs)
-        self.conv2, self.norm2 = (
-            convolution(outputs, outputs, stride=STRIDE),
-            nn.GroupNorm(GROUPS, outputs),
-        )
+        self.conv1 = convolution(inputs, outputs)
+        self.norm1 = nn.GroupNorm(GROUPS, outputs)
+        self.conv2 = convolution(outputs, outputs, stride=STRIDE)
+        self.norm2 = nn.GroupNorm(GROUPS, outputs)
         self.skip = convolution(inputs, outputs, kernel=1)
         self.dropout = Dropout(dropout, "auto")
 
     def forward(self, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The output of the block after and before the activation."""
         h = self.conv2(self.dropout(F.relu(self.norm1(self.conv1(a)))))
-        h = h + self.skip(
-            F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2))
-        )  # same length as conv2's
+        shorter = F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2))
+        h = h + self.skip(shorter)  # same length as conv2's
         return self.dropout(F.relu(self.norm2(h))), h
 
 

@@ -26,12 +26,14 @@ def arcface_logits(
     margin = torch.as_tensor(margin, dtype=torch.float64)
     cosine_RC = cosine_RC.float().clamp(-1 + CLIP, 1 - CLIP)
     true_R1 = cosine_RC.gather(1, label_R[:, None])
-    moved_R1 = true_R1 * margin.cos() - (1 - true_R1.square()).sqrt() * margin.sin()
-    moved_R1 = torch.where(
-        true_R1 > (math.pi - margin).cos(), moved_R1, true_R1 - margin * margin.sin()
-    )
+    sine_R1 = (1 - true_R1.square()).sqrt()
+    moved_R1 = true_R1 * margin.cos() - sine_R1 * margin.sin()
+    beyond_R1 = true_R1 - margin * margin.sin()
+    moved_R1 = torch.where(true_R1 > (math.pi - margin).cos(), moved_R1, beyond_R1)
     return scale * cosine_RC.scatter(1, label_R[:, None], moved_R1)
 
 
 def cosines(x_RD: Tensor, weight_CD: Tensor) -> Tensor:
-    return F.normalize(x_RD.float(), dim=-1) @ F.normalize(weight_CD.float(), dim=-1).t()
+    x_RD = F.normalize(x_RD.float(), dim=-1)
+    weight_CD = F.normalize(weight_CD.float(), dim=-1)
+    return x_RD @ weight_CD.t()

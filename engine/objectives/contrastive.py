@@ -106,9 +106,8 @@ def nt_xent(
     if views != 2:
         raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
     s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
-    other_A = (
-        own_A ^ 1
-    )  # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
+    # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
+    other_A = own_A ^ 1
     return F.cross_entropy(s_AC, other_A), (s_AC.argmax(1) == other_A).float().mean()
 
 
@@ -139,13 +138,11 @@ def threekg_loss(
     positive_AC = alike_AC & (own_A[:, None] != torch.arange(len(ids_C), device=own_A.device))
     nearest_A1 = s_AC.detach().argmax(1, keepdim=True)
     others_A1 = s_AC.masked_fill(alike_AC, -torch.inf).logsumexp(1, keepdim=True)
-    s_AC = s_AC.masked_fill(
-        ~positive_AC, 0.0
-    )  # before logaddexp: an infinite entry would give a NaN gradient
+    # before logaddexp: an infinite entry would give a NaN gradient
+    s_AC = s_AC.masked_fill(~positive_AC, 0.0)
     loss_AC = torch.where(positive_AC, torch.logaddexp(s_AC, others_A1) - s_AC, 0.0)
-    pairs = (ids_C[:, None] == ids_C).sum() - len(
-        ids_C
-    )  # over all ranks: a rank with more pairs weighs more
+    # over all ranks: a rank with more pairs weighs more
+    pairs = (ids_C[:, None] == ids_C).sum() - len(ids_C)
     ranks = world_size() if gathered else 1
     return loss_AC.sum() * ranks / pairs.clamp(min=1), positive_AC.gather(
         1, nearest_A1

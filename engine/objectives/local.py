@@ -38,9 +38,9 @@ def local_loss(
         target_RMP = F.normalize(target_RMP.float(), dim=-1, eps=1e-8)
         s_RMM = torch.bmm(context_RMP, target_RMP.transpose(1, 2)) / temperature
     own_MM = torch.eye(s_RMM.shape[-1], dtype=torch.bool, device=s_RMM.device)
-    same_RMM = (
-        own_MM if codes_RMG is None else (codes_RMG[:, :, None] == codes_RMG[:, None]).all(-1)
-    )
+    same_RMM = own_MM
+    if codes_RMG is not None:
+        same_RMM = (codes_RMG[:, :, None] == codes_RMG[:, None]).all(-1)
     counted_RMM = torch.where(own_MM, 1.0, times_RMM.masked_fill(same_RMM, 0.0))
     s_RM = s_RMM.diagonal(dim1=1, dim2=2)
     loss_RM = (s_RMM + counted_RMM.log()).logsumexp(-1) - s_RM
@@ -51,16 +51,16 @@ def local_loss(
 def _hits(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> Tensor:
     """The authors' definition: no candidate is nearer, and not all are equally near
     (wav2vec2_criterion.py:300-310)."""
-    nearest_RM = torch.where(drawn_RMM & ~same_RMM, s_RMM, -torch.inf).amax(-1)
-    farthest_RM = torch.where(drawn_RMM, s_RMM.masked_fill(same_RMM, -torch.inf), torch.inf).amin(
-        -1
-    )
+    candidate_RMM = s_RMM.masked_fill(same_RMM, -torch.inf)
+    nearest_RM = torch.where(drawn_RMM, candidate_RMM, -torch.inf).amax(-1)
+    farthest_RM = torch.where(drawn_RMM, candidate_RMM, torch.inf).amin(-1)
     return (s_RM >= nearest_RM) & (s_RM > farthest_RM)
 
 
 def mean_over_rows(x_RM: Tensor, valid_RM: Tensor) -> Tensor:
     weight_RM = valid_RM / valid_RM.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(valid_RM, x_RM, 0.0).mul(weight_RM).sum(1).mean()
+    x_RM = torch.where(valid_RM, x_RM, 0.0)
+    return (x_RM * weight_RM).sum(1).mean()
 
 
 def diversity(
@@ -72,13 +72,11 @@ def diversity(
     share_GV: probability of each code, summed over tokens; used_GV: how often each code was
     chosen."""
     if gathered:
-        size = share_GV.numel()
-        total = sum_over_ranks(torch.cat([share_GV.flatten(), used_GV.flatten(), tokens[None]]))
-        share_GV, used_GV, tokens = (
-            total[:size].view_as(share_GV),
-            total[size:-1].view_as(used_GV),
-            total[-1],
-        )
+        mine = torch.cat([share_GV.flatten(), used_GV.flatten(), tokens[None]])
+        share, used, tokens_1 = sum_over_ranks(mine).split([share_GV.numel()] * 2 + [1])
+        share_GV = share.view_as(share_GV)
+        used_GV = used.view_as(used_GV)
+        tokens = tokens_1[0]
     tokens = tokens.clamp(min=1)
     in_use = perplexity(share_GV / tokens)
     return 1 - in_use / share_GV.numel(), in_use.detach(), perplexity(used_GV / tokens)
@@ -86,4 +84,5 @@ def diversity(
 
 def perplexity(share_GV: Tensor) -> Tensor:
     """How many codes are in use: the sum over codebooks of exp(entropy), from G to G * V."""
-    return (-(share_GV * (share_GV + 1e-7).log()).sum(-1)).exp().sum()
+    entropy_G = -(share_GV * (share_GV + 1e-7).log()).sum(-1)
+    return entropy_G.exp().sum()

@@ -17,9 +17,8 @@ from omnilead.engine.model.config import ModelConfig
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-Value = Annotated[
-    str, BeforeValidator(lambda value: str(value) if type(value) is int else value)
-]  # folds: {train: [1, 2]}
+# folds: {train: [1, 2]}
+Value = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -39,19 +38,15 @@ class TaskConfig:
     split: Literal["auto", "roles", "column", "8:1:1"] = "auto"
     # {train: [1, 2], valid: [3], test: [4]}; {}: the last fold is test, the one before it valid
     folds: dict[Literal["train", "valid", "test"], tuple[Value, ...]] = field(default_factory=dict)
-    class_weights: Literal["none", "balanced"] = (
-        "none"  # balanced: weights inverse to how frequent each class is
-    )
-    scale: Annotated[float, Field(ge=1, le=1e4)] | Literal["learned"] = (
-        192.0  # of ArcFace, the loss of identity
-    )
+    # balanced: weights inverse to how frequent each class is
+    class_weights: Literal["none", "balanced"] = "none"
+    # of ArcFace, the loss of identity
+    scale: Annotated[float, Field(ge=1, le=1e4)] | Literal["learned"] = 192.0
     margin: Annotated[float, Field(ge=0, le=3)] = 1.0  # of ArcFace, in radians
-    margin_warmup: Annotated[float, Field(ge=0, le=1)] = (
-        0.0  # share of all steps over which the margin grows from 0
-    )
-    class_vectors: Literal["random", "means"] = (
-        "random"  # initial ones of ArcFace; means: mean embeddings of each class
-    )
+    # share of all steps over which the margin grows from 0
+    margin_warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
+    # initial ones of ArcFace; means: mean embeddings of each class
+    class_vectors: Literal["random", "means"] = "random"
     # your own file.py:Class(width, outputs), from pooled encodings to logits; "": a linear layer
     head: str = ""
 

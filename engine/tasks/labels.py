@@ -62,9 +62,8 @@ FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDER
 class TaskLabels:
     task: TaskConfig  # with columns, classes and folds filled in
     classes: tuple[str, ...]  # names of the K outputs; empty for identity
-    y: list[
-        np.ndarray
-    ]  # by dataset [crops, K] float32; multiclass: one-hot; identity: patients, int64 [crops]
+    # by dataset [crops, K] float32; multiclass: one-hot; identity: patients, int64 [crops]
+    y: list[np.ndarray]
     split: list[np.ndarray]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
     remarks: list[str] = field(default_factory=list)
     name: str = ""  # of the table in messages; "": the labels are roles of the datasets
@@ -299,7 +298,7 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     return LabelTable(name, cells, np.split(row_of_key[data.key_of_crop], ends), remarks)
 
 
-class Records(NamedTuple):
+class DataRecords(NamedTuple):
     """The records of some datasets, each once."""
 
     keys: pa.Array  # source/record
@@ -307,14 +306,14 @@ class Records(NamedTuple):
     key_of_crop: np.ndarray  # indices into both
 
 
-def _records(datasets: Sequence[Dataset]) -> Records:
+def _records(datasets: Sequence[Dataset]) -> DataRecords:
     crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
     key = pc.binary_join_element_wise(crops["source"], crops["record"], "/")
     key = key.combine_chunks().dictionary_encode()
     key_of_crop = key.indices.to_numpy()
     first = np.unique(key_of_crop, return_index=True)[1]
     names = crops["record"].take(pa.array(first)).combine_chunks()
-    return Records(key.dictionary, names, key_of_crop)
+    return DataRecords(key.dictionary, names, key_of_crop)
 
 
 def _find(cells: pa.Table, targets: pa.Array, by_source: bool) -> np.ndarray:

@@ -42,9 +42,8 @@ LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = (
     "universal",
     ".lock",
 )
-LATEST_UNIVERSAL = (
-    "latest_universal"  # written by DeepSpeed's conversion, which a kill may interrupt
-)
+# written by DeepSpeed's conversion, which a kill may interrupt
+LATEST_UNIVERSAL = "latest_universal"
 RESTORE = "restore the file, or begin a new run with --out NEW"
 CHUNK_BYTES = 16 * 2**20
 # DeepSpeed's checkpoints hold only these besides tensors and plain containers; they just keep
@@ -54,10 +53,11 @@ CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
+# torch.load refuses to have both set
 FORCE, FORBID = (
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
-)  # torch.load refuses to have both set
+)
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 _LOCKS: dict[Path, os.stat_result] = {}  # lock files of the runs that this process trains
 
@@ -352,9 +352,8 @@ def load(engine: Any, path: Path, universal: bool) -> None:
         with _reading(source):
             loaded, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     finally:
-        engine._config.load_universal_checkpoint = (
-            False  # otherwise DeepSpeed writes the next checkpoint in that format
-        )
+        # otherwise DeepSpeed writes the next checkpoint in that format
+        engine._config.load_universal_checkpoint = False
     if loaded is None:
         raise CheckpointError(f"{source}: DeepSpeed cannot read it: {RESTORE}")
 

@@ -40,11 +40,12 @@ AUTHORS = (  # and those of the authors'
     *("position_kernel", "position_groups"),
 )
 PLUGGED = ("model.encoder", "augment.extra")  # may name the user's own code
+# and defaults
 PLACES: dict[str, Any] = {
     "train.deepspeed": None,
     "train.track": ["tensorboard"],
     "pipeline.cache_dir": None,
-}  # and defaults
+}
 MASK = "encoder.mask_embedding"  # only the local objective has it
 
 

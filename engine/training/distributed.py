@@ -45,9 +45,8 @@ class Ranks:
 
 def start(timeout_s: float, deterministic: bool = False) -> Ranks:
     rank, world, local = environment()
-    os.environ.update(
-        {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)}
-    )  # DeepSpeed reads them
+    # DeepSpeed reads them
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(local)})
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cores_per_rank())
     if deterministic:
@@ -103,11 +102,12 @@ def share_work() -> int:
 @contextmanager
 def process_restored() -> Iterator[None]:
     """Restores what a training changes in its process, which may be a notebook's."""
+    # torch.distributed replaces it
     environment, threads, hook = (
         dict(os.environ),
         torch.get_num_threads(),
         sys.excepthook,
-    )  # torch.distributed replaces it
+    )
     deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
     cudnn: Any = torch.backends.cudnn
     tf32 = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
@@ -116,9 +116,8 @@ def process_restored() -> Iterator[None]:
         try:
             yield
         finally:
-            if (
-                "torch._dynamo" in sys.modules
-            ):  # compiled graphs keep the model alive, and a function has at most eight
+            # compiled graphs keep the model alive, and a function has at most eight
+            if "torch._dynamo" in sys.modules:
                 torch.compiler.reset()
             for name in os.environ.keys() - environment.keys():
                 del os.environ[name]

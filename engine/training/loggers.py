@@ -42,10 +42,11 @@ from omnilead.engine.training.files import METRICS, VALID, VALIDATION
 
 SERVICE_IDS = "boards.json"
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
+# MLflow's limits: parameters per call, characters per value
 MLFLOW_PARAMS, MLFLOW_LETTERS = (
     100,
     500,
-)  # MLflow's limits: parameters per call, characters per value
+)
 PACKAGES = (
     "torch",
     "deepspeed",
@@ -63,9 +64,8 @@ def peak_tflops(config: TrainConfig, device: torch.device) -> float:
         return config.peak_tflops
     size = 8192 if device.type == "cuda" else 768
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    a = torch.randn(
-        size, size, dtype=dtype, device=device
-    )  # random, because zeros and ones cost a GPU less power
+    # random, because zeros and ones cost a GPU less power
+    a = torch.randn(size, size, dtype=dtype, device=device)
     best_s = float("inf")
     for _ in range(MATMULS):
         started = _now(device)
@@ -156,9 +156,8 @@ def is_installed(name: str) -> bool:
 
 def require_installed(config: RunConfig) -> None:
     for name in config.train.track:
-        if name != "tensorboard" and not is_installed(
-            name
-        ):  # TensorBoard is on by default, so it may be missing
+        # TensorBoard is on by default, so it may be missing
+        if name != "tensorboard" and not is_installed(name):
             raise ConfigError(
                 f"train.track={list(config.train.track)}: {name} is not installed: pip install "
                 "'omnilead[track]'"

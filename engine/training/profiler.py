@@ -24,9 +24,8 @@ ALLOCATIONS = 10**5  # of the memory snapshot
 @contextmanager
 def profiled(steps: int, folder: Path, device: torch.device) -> Iterator[Any]:
     """Yields an object whose step() is called after each training step."""
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "5"
-    )  # silences the profiler's own messages on standard error
+    # silences the profiler's own messages on standard error
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     cuda = device.type == "cuda"
     by = f"self_{device.type}_time_total"
 

@@ -10,6 +10,7 @@ import torch
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import (
     CONFIGS,
+    Config,
     build,
     check,
     deepspeed_json,
@@ -76,17 +77,14 @@ def test_the_methods_of_the_paper_are_all_there_and_differ() -> None:
         ("batch_size=8", "batch_size: no such setting: did you mean train.batch_crops?"),
         ("augment.amplitude_mv.emgs=1", "did you mean augment.amplitude_mv.emg?"),
         ("train.lr=fast", "train.lr='fast': "),
-        ("train.steps=2.5", "train.steps=2.5: "),
         ("train.steps='3'", "train.steps='3': "),
         (
             "train.precision=fp16",
             "train.precision='fp16': input should be 'auto', 'bf16' or 'fp32'",
         ),
         ("train.seed=-1", "train.seed=-1: "),
-        ("pipeline.threads=0", "pipeline.threads=0: "),
         ("train.betas=[0.9, 1.0]", "train.betas.1=1.0: "),
         ("train=3", "train=3: "),
-        ("augment.noise=3", "augment.noise=3: "),
         ("model.heads=7", "model.width=768: must be a multiple of model.heads=7"),
         ("augment.leads=I,Q", "augment.leads='I,Q': "),
         ("train.steps", "--set 'train.steps': write key=value"),
@@ -317,21 +315,9 @@ def test_a_hostile_file_is_one_line(content: bytes, tmp_path: Path) -> None:
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize(
-    ("content", "line", "key"),
-    [
-        ("train:\n  lr: 1.0e-3\n  steps: 7\n  lr: 0.5\n", 4, "lr"),
-        ("run: r\ntrain: {keep: 1, 'keep': 2}", 2, "keep"),
-    ],
-)
-def test_a_key_that_stands_twice_is_an_error(
-    content: str, line: int, key: str, tmp_path: Path
-) -> None:
-    (tmp_path / "f.yaml").write_text(content)
-    with pytest.raises(
-        ConfigError,
-        match=rf"f\.yaml: not valid YAML: line {line}: the key '{key}' stands twice: remove one$",
-    ):
+def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("run: r\ntrain: {keep: 1, 'keep': 2}")
+    with pytest.raises(ConfigError, match=r"line 2: the key 'keep' stands twice: remove one$"):
         load(tmp_path / "f.yaml")
     with pytest.raises(ConfigError, match=r"--set train: not valid YAML: .* 'lr' stands twice"):
         load("cmsc", [DATA, "train={lr: 1, lr: 1}"])
@@ -376,9 +362,8 @@ def test_shipped_files_are_found_by_name_from_any_folder(
         CONFIGS / "pretrain" / "cmsc.yaml",
     ):
         assert load(name, [DATA]) == load(CONFIGS / "pretrain" / "cmsc.yaml", [DATA])
-    assert (
-        load("cmsc", [DATA, "train.steps=3"]).train.epochs is None
-    )  # the length that is given counts
+    # the length that is given counts
+    assert load("cmsc", [DATA, "train.steps=3"]).train.epochs is None
     (tmp_path / "mine.yaml").write_text("base: cmsc\ntrain: {deepspeed: zero2}")
     mine = load("mine.yaml", [DATA])
     assert mine.objective.local == 0 and zero_stage(mine) == 2
@@ -391,3 +376,8 @@ def test_shipped_files_are_found_by_name_from_any_folder(
     ):
         with pytest.raises(ConfigError, match=says):
             load(name)
+
+
+def test_settings_of_the_other_command_are_named() -> None:
+    for kind, other in ((Config, FinetuneConfig), (FinetuneConfig, Config)):
+        assert set(kind.elsewhere) == set(other.model_fields) - set(kind.model_fields)

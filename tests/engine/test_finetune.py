@@ -35,9 +35,8 @@ from omnilead.engine.tasks.finetuning import (
     FinetuneTask,
     read_start,
     select_leads,
-    split_remark,
 )
-from omnilead.engine.tasks.labels import TaskLabels, read_table, read_task
+from omnilead.engine.tasks.labels import read_table, read_task
 from omnilead.engine.tasks.recipe import finetuning
 from omnilead.engine.tasks.targets import make_targets
 from omnilead.engine.training import checkpoint
@@ -83,22 +82,8 @@ def test_evaluate_agrees_with_the_runs_validation(
     best = max(valid[1:], key=lambda row: row[figure])
     assert valid[0]["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"
-    html, (arrays, _) = (run / "report.html").read_text(), read_diagnostics(run / DIAGNOSTICS)
-    assert (
-        json.loads((run / "result.json").read_text())["converged"] is False
-        and "not converged: best " in ended.output
-    )
-    assert (
-        f"Fine-tuning: {task}" in html
-        and ">best</text>" in html
-        and ">chance</text>" in html
-        and "Not logged" not in html
-    )
-    assert (
-        ("AUROC, AUPRC, F-measure" in html)
-        == (task == "diagnosis")
-        != ("Patients recognised" in html)
-    )
+    arrays, _ = read_diagnostics(run / DIAGNOSTICS)
+    assert json.loads((run / "result.json").read_text())["converged"] is False
     assert arrays.keys() == {"samples_mv"} | (
         {"same_similarity", "other_similarity"} if task == "identification" else set()
     )
@@ -109,17 +94,10 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert model.config["head"]["task"] == task and (model.head is not None) == (
         task == "diagnosis"
     )
-    frozen, moved = (
-        [
-            (name, w)
-            for name, w in model.encoder.state_dict().items()
-            if name.startswith("conv.") == conv
-        ]
-        for conv in (True, False)
-    )
     old = before.encoder.state_dict()
-    assert frozen and all(w.equal(old[name]) for name, w in frozen)
-    assert sum(not w.equal(old[name]) for name, w in moved) > len(moved) / 2
+    new = model.encoder.state_dict()
+    moved = [name for name, w in new.items() if not w.equal(old[name])]
+    assert len(moved) > len(new) / 3 and not any(name.startswith("conv.") for name in moved)
     found, tested = (
         tmp_path / "found.json",
         "challenge" if task == "diagnosis" else "identification_accuracy",
@@ -197,22 +175,19 @@ def test_the_first_best_step_is_exported_and_the_card_says_so(
     ended = finetune(tmp_path, dataset.root.url, base, "diagnosis", train__steps=7)
     assert ended.ok, ended.output
     run = tmp_path / "run"
+    # the last always
     assert [row["step"] for row in rows(run, "validation.jsonl")] == [
         0,
         2,
         4,
         6,
         7,
-    ]  # the last always
+    ]
     assert (run / "checkpoints" / "best").read_text() == "step-4"
     card = (run / "model" / "README.md").read_text()
     assert (
         "AUROC in validation: 0.3000, at step 4. These are the weights of step 4, the best by it."
         in card
-    )
-    assert (
-        "No step is better than step 0, before training: auroc 0.900"
-        in (run / "report.html").read_text()
     )
 
 
@@ -341,9 +316,8 @@ def test_arcface_with_learnt_scale_and_growing_margin(
 
 
 def test_class_vectors_initialised_with_means(base: Path, dataset: Dataset, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step-1").mkdir(
-        parents=True
-    )  # as a kill in the first save leaves it: not resumed
+    # as a kill in the first save leaves it: not resumed
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
     tree = {
         "start": str(base),
         "run": str(tmp_path),
@@ -633,16 +607,6 @@ def test_labels_that_cannot_be_learnt_are_refused(
             file.write("\n".join(["", *absent]))
         line = finetune(tmp_path, dataset.root.url, base, "diagnosis", "bad", **how).one_line()
         assert 0 <= line.find(strangers) < line.find(says)
-
-
-def test_a_split_without_test_records_is_reported() -> None:
-    labels = TaskLabels(
-        TaskConfig("x", "binary"), ("v",), [np.zeros((3, 1))], [np.array([1, 1, 2])]
-    )
-    assert (
-        split_remark(labels)
-        == "x: binary of v; crops: 2 train, 1 valid, 0 test: nothing to evaluate on"
-    )
 
 
 def test_settings_that_suit_the_labels(table: Path, dataset: Dataset, base: Path) -> None:

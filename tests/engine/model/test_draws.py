@@ -132,9 +132,8 @@ def test_masks_as_described_in_the_paper() -> None:
         9.48, abs=1
     )
     assert mask.double().mean() == pytest.approx(masked_share(config, 156), abs=0.004)
-    few = draw(
-        config, keys(400), 20, 7, sample_codes=False
-    )  # rows with one masked token, with none, with all
+    # rows with one masked token, with none, with all
+    few = draw(config, keys(400), 20, 7, sample_codes=False)
     assert {0, 1, 20} <= set(few.valid_RM.sum(1).tolist()) and torch.equal(
         few.valid_RM.sum(1), few.mask_RN.sum(1)
     )

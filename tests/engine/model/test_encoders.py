@@ -219,9 +219,8 @@ class Grouped(nn.Module):
 
 
 def test_flops_are_counted() -> None:
-    forward = (
-        2 * 50 * (12 * 50 * 16 + 4 * 5 * 16 + 2 * 50 * 16 + 2 * 3 * 16 * 16)
-    )  # 50 tokens of 5 s
+    # 50 tokens of 5 s
+    forward = 2 * 50 * (12 * 50 * 16 + 4 * 5 * 16 + 2 * 50 * 16 + 2 * 3 * 16 * 16)
     flops = encoder_flops(Grouped(), ModelConfig(encoder="own.py:Grouped"), local=False)
     assert flops == 2 * 3 * forward
     plain = replace(SMALL, kernels="plain")

@@ -16,15 +16,13 @@ def test_arcface_equals_its_formula() -> None:
     label = torch.tensor([0, 0, 1])
     logits = arcface_logits(cosine, label, scale=10.0, margin=1.0)
     assert logits[0, 0].item() == pytest.approx(10 * np.cos(np.arccos(0.3) + 1), abs=1e-4)
-    assert logits[1, 0].item() == pytest.approx(
-        10 * (-0.99 - np.sin(1)), abs=1e-4
-    )  # beyond pi - margin
+    # beyond pi - margin
+    assert logits[1, 0].item() == pytest.approx(10 * (-0.99 - np.sin(1)), abs=1e-4)
     assert logits[0, 1:].tolist() == pytest.approx([-2.0, 9.0], abs=1e-4)
     logits.sum().backward()
     assert cosine.grad is not None and bool(cosine.grad.isfinite().all())
-    with (
-        torch.no_grad()
-    ):  # bit for bit what the authors' form gave before margin and scale could be tensors
+    # bit for bit what the authors' form gave before margin and scale could be tensors
+    with torch.no_grad():
         true = cosine.gather(1, label[:, None]).clamp(-1 + 1e-6, 1 - 1e-6)
         moved = true * math.cos(1.0) - (1 - true.square()).sqrt() * math.sin(1.0)
         moved = torch.where(true > math.cos(math.pi - 1), moved, true - 1.0 * math.sin(1.0))

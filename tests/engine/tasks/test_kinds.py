@@ -57,9 +57,8 @@ def test_thresholds_have_the_highest_f1() -> None:
     rng = np.random.default_rng(0)
     y_NK = (rng.random((60, 3)) < 0.3).astype(float)
     y_NK[:, 2], y_NK[5:20, 0] = 0, NAN
-    scores_NK = np.round(
-        np.clip(rng.normal(0.3 + 0.2 * np.nan_to_num(y_NK), 0.2), 0, 1), 2
-    )  # with ties
+    # with ties
+    scores_NK = np.round(np.clip(rng.normal(0.3 + 0.2 * np.nan_to_num(y_NK), 0.2), 0, 1), 2)
 
     def f1(k: int, threshold: float) -> float:
         known = ~np.isnan(y_NK[:, k])

@@ -94,9 +94,8 @@ def test_a_parquet_table_and_a_source_where_names_clash(dataset: Dataset, tmp_pa
         table.append_column("v", pa.array(["NA", "null", "yes", "n/a"] * len(table))[: len(table)]),
         words,
     )
-    assert (
-        read_table(str(words))["v"].null_count == 3 * len(table) // 4
-    )  # the same words are empty cells as in CSV
+    # the same words are empty cells as in CSV
+    assert read_table(str(words))["v"].null_count == 3 * len(table) // 4
     path = tmp_path / "t.parquet"
     crops = twin.group_by(["source", "record"], use_threads=False).aggregate(
         [("age", "min"), ("label", "min")]
@@ -174,9 +173,10 @@ def test_folds_splits_and_unknown_labels(
         kind="binary", labels=table, folds={"train": ("1",), "valid": ("2",), "test": ("3",)}
     )
     assert {fold_of[n] for n in name[read_task(chosen, [dataset]).rows(0, "test")]} == {3}
+    # pandas
     decimals = write(
         ["record", "v", "fold"], [(n, i % 2, f"{fold_of[n]}.0") for i, n in enumerate(records)]
-    )  # pandas
+    )
     assert {
         fold_of[n]
         for n in name[read_task(replace(chosen, labels=decimals), [dataset]).rows(0, "test")]

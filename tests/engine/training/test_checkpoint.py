@@ -84,9 +84,8 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
         (process,) = start(tmp_path, arguments, before=partial(die_within, chance.random() * 0.2))
         process.join()
         killed += process.exitcode == -signal.SIGPROF
-        path = checkpoint.newest(
-            tmp_path / "killed", pytest.fail
-        )  # the one that `latest` names is complete
+        # the one that `latest` names is complete
+        path = checkpoint.newest(tmp_path / "killed", pytest.fail)
         assert path is None or checkpoint.fault(path) is None
     assert killed >= KILLS - 2
     assert run(tmp_path, arguments).ok
@@ -178,9 +177,8 @@ def test_a_manifest_that_does_not_list_every_file_means_damage(
     content = bytearray((step / OPTIMIZER).read_bytes())
     content[len(content) // 2] ^= 1
     (step / OPTIMIZER).write_bytes(content)
-    (step / checkpoint.LATEST_UNIVERSAL).write_text(
-        ""
-    )  # left by an interrupted conversion: no damage
+    # left by an interrupted conversion: no damage
+    (step / checkpoint.LATEST_UNIVERSAL).write_text("")
     assert "damaged: size or checksum" in str(checkpoint.fault(step))
     manifest = json.loads((step / MANIFEST).read_text())
     (step / MANIFEST).write_text(json.dumps({name: manifest[name] for name in listed}))

@@ -86,9 +86,8 @@ def test_a_run_on_two_ranks_in_bf16_writes_diagnostics(dataset: Dataset, tmp_pat
     found, remarks = read_diagnostics(tmp_path / "run" / DIAGNOSTICS)
     assert remarks == []
     assert found["samples_mv"].shape == (4, 2, 12, 2500) and found["code_usage"].shape == (2, 8)
-    assert (
-        len(found["same_similarity"]) == 4 and len(found["other_similarity"]) == 6 * 4
-    )  # of rank 0's four crops
+    # of rank 0's four crops
+    assert len(found["same_similarity"]) == 4 and len(found["other_similarity"]) == 6 * 4
     assert (
         len(found["positive_similarity"])
         < found["code_usage"][0].sum()

@@ -257,9 +257,8 @@ def test_two_nodes(
     """Each with its own launcher. No loopback, no port of the host: only the cable between them,
     if networks can be made. The disk is shared, as RUN must be."""
     address, port = ("10.77.0.1", "29500") if networks else ("127.0.0.1", str(free_port()))
-    (tmp_path / "hosts").write_text(
-        "node-a slots=1\nnode-b slots=1\n"
-    )  # their number counts, not their names
+    # their number counts, not their names
+    (tmp_path / "hosts").write_text("node-a slots=1\nnode-b slots=1\n")
     nodes, outs = [], [tmp_path / f"node-{node}.txt" for node in range(2)]
     for node, out in enumerate(outs):
         env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}

@@ -156,9 +156,8 @@ def test_a_service_that_does_not_start_or_is_missing_is_one_line(
 
 def test_without_services_only_files_are_written_and_nan_is_null(tmp_path: Path) -> None:
     """JSON has no NaN."""
-    (tmp_path / "validation.jsonl").write_text(
-        '{"step": 0, "loss": 1}\n'
-    )  # of a start that was killed before a checkpoint
+    # of a start that was killed before a checkpoint
+    (tmp_path / "validation.jsonl").write_text('{"step": 0, "loss": 1}\n')
     to = logger(tmp_path, config())
     log(to, 1, loss=float("nan"), lr=float("inf"))
     to.close()

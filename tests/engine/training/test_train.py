@@ -63,9 +63,8 @@ def test_a_run_writes_all_its_files(dataset: Dataset, tmp_path: Path) -> None:
         and facts["best"] == "loss"
         and "dropout is off" in facts["validation"]
     )
-    assert (
-        facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    )  # whatever it was built for
+    # whatever it was built for
+    assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert (
         facts["preprocessing_sha256"] == dataset.meta["preprocessing_sha256"]
         and facts["hardware"]["cores"] >= 1
@@ -79,9 +78,8 @@ def test_a_run_writes_all_its_files(dataset: Dataset, tmp_path: Path) -> None:
     } == {best, "step-5"}
     config = json.loads((out / "model" / "config.json").read_text())
     assert config["trained"]["rlm"] == facts["config"]["augment"]["rlm"] == 0.5
-    assert (
-        len({path.stat().st_mode for path in (out / "model").iterdir()}) == 1
-    )  # weights as readable as the rest
+    # weights as readable as the rest
+    assert len({path.stat().st_mode for path in (out / "model").iterdir()}) == 1
     weights = load_file(out / "model" / "model.safetensors")
     model = Pretrainer(
         build({"model": config["model"]}).model, build({"objective": config["objective"]}).objective
@@ -97,9 +95,8 @@ def test_a_run_writes_all_its_files(dataset: Dataset, tmp_path: Path) -> None:
     )
 
     metrics = (out / "metrics.jsonl").read_text()
-    assert (
-        "done: " in pretrain(tmp_path, dataset.root.url, **how).output
-    )  # finished: nothing is done again
+    # finished: nothing is done again
+    assert "done: " in pretrain(tmp_path, dataset.root.url, **how).output
     assert (out / "metrics.jsonl").read_text() == metrics
     (out / "model" / "model.safetensors").unlink()
     assert run(tmp_path, ["--export", str(out)]).ok
@@ -113,11 +110,12 @@ def test_a_run_writes_all_its_files(dataset: Dataset, tmp_path: Path) -> None:
 def test_a_run_resumed_across_an_epoch_is_bit_for_bit_the_same(
     stage: int, precision: str, dataset: Dataset, tmp_path: Path
 ) -> None:
+    # 4 steps per epoch
     how = {
         "train__zero_stage": stage,
         "train__precision": precision,
         "train__batch_crops": 16,
-    }  # 4 steps per epoch
+    }
     for name, lengths in (("whole", [6]), ("parts", [3, 6])):
         for steps in lengths:
             ended = pretrain(tmp_path, dataset.root.url, name, **how, train__steps=steps)
@@ -273,7 +271,7 @@ def test_errors_of_libraries_and_the_system_are_one_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("omnilead.engine.run.train", fail)
+    monkeypatch.setattr("omnilead.engine.training.train.train", fail)
     assert main([]) == code
     line = capsys.readouterr().err
     assert says in line and line.count("\n") == 1

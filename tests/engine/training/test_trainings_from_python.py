@@ -64,9 +64,8 @@ def notebook(tmp: Path, url: str) -> None:
     assert run.model().digest == omnilead.load(run).digest
     linear = torch.nn.functional.linear
     trained("zero3", **{"train.zero_stage": 3, "train.steps": 1, "train.validate_every": 0})
-    assert (
-        torch.nn.functional.linear is linear
-    )  # which DeepSpeed replaces by one whose gradients round differently
+    # which DeepSpeed replaces by one whose gradients round differently
+    assert torch.nn.functional.linear is linear
     torch.backends.cudnn.allow_tf32 = True  # torch's default
     before = left()
     csv = tmp / "labels.csv"
