@@ -390,19 +390,28 @@ def probe_scores(
     tests_ND = np.concatenate([test.means(vectors) for vectors in tests.values()])
     for share, draws in task.draws.items():
         used_K = task.used[share]
-        # exclusive classes are solved together, also those that are not scored
-        solved_K = np.ones_like(used_K) if kind == "multiclass" else used_K
-        valid_NK = valid.y_NK[:, solved_K]
         means: list[dict[str, Any]] = [{} for _ in tests]
         for rows, weight_B in weighted(draws):
-            labels_NK = train.y_NK[rows][:, solved_K]
-            data = ProbeData(x_ND[rows], labels_NK, valid_ND, valid_NK, tests_ND, kind)
-            scores_NK = fit_scaled(linear, data).scores_NK[:, used_K[solved_K]]
+            labels = train.y_NK[rows], valid.y_NK
+            scores_NK = probed_scores(kind, used_K, (x_ND[rows], valid_ND, tests_ND), labels)
             for mean, part_NK in zip(means, np.split(scores_NK, len(tests)), strict=True):
                 samples = by_class(kind, test.y_NK[:, used_K], part_NK, task.weight_NB)
                 add_weighted(mean, samples, weight_B)
         for level, mean in zip(tests, means, strict=True):
             yield (share, level), (probe_facts(task, share, mean), over_classes(mean))
+
+
+def probed_scores(
+    kind: str, used_K: Array, inputs: tuple[Array, Array, Array], labels: tuple[Array, Array]
+) -> Array:
+    """Scores of the used classes, from the embeddings of train, valid and test, and the labels of
+    train and valid. Exclusive classes are solved together, also those that are not scored."""
+    solved_K = np.ones_like(used_K) if kind == "multiclass" else used_K
+    (train_ND, valid_ND, test_ND), (train_NK, valid_NK) = inputs, labels
+    data = ProbeData(
+        train_ND, train_NK[:, solved_K], valid_ND, valid_NK[:, solved_K], test_ND, kind
+    )
+    return fit_scaled(linear, data).scores_NK[:, used_K[solved_K]]
 
 
 def add_weighted(sums: dict[str, Any], samples: Samples, weight_B: Array) -> None:

@@ -28,11 +28,9 @@ Array = np.ndarray
 
 
 def mean_beats(x_RLT: Array) -> Array:
-    return (
-        np.stack([_mean_beat(x_LT) for x_LT in x_RLT])
-        if len(x_RLT)
-        else np.zeros((0, 12 * BEAT + 8), np.float32)
-    )
+    if not len(x_RLT):
+        return np.zeros((0, 12 * BEAT + 8), np.float32)
+    return np.stack([_mean_beat(x_LT) for x_LT in x_RLT])
 
 
 def r_peaks(x_LT: Array) -> Array:
@@ -44,53 +42,52 @@ def _filtered(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
     """Second-order Butterworth band-passes, forwards and backwards; half a second is mirrored at
     both ends."""
     pad = FS_HZ // 2
-    before, after = (
-        2 * x_LT[:, :1] - x_LT[:, pad:0:-1],
-        2 * x_LT[:, -1:] - x_LT[:, -2 : -2 - pad : -1],
-    )
+    before = 2 * x_LT[:, :1] - x_LT[:, pad:0:-1]
+    after = 2 * x_LT[:, -1:] - x_LT[:, -2 : -2 - pad : -1]
     x = np.concatenate([before, x_LT, after], 1, dtype=np.float32)
-    spectrum, freq_hz = fft.rfft(x), np.maximum(fft.rfftfreq(x.shape[1], 1 / FS_HZ), 1e-6)
-    gains = [
-        1 / ((1 + (low / freq_hz) ** 4) * (1 + (freq_hz / high) ** 4)) for low, high in bands_hz
-    ]
-    return [
-        fft.irfft(spectrum * gain.astype(np.float32), x.shape[1])[:, pad:-pad] for gain in gains
-    ]
+    length = x.shape[1]
+    spectrum = fft.rfft(x)
+    freq_hz = np.maximum(fft.rfftfreq(length, 1 / FS_HZ), 1e-6)
+    filtered = []
+    for low, high in bands_hz:
+        gain = 1 / ((1 + (low / freq_hz) ** 4) * (1 + (freq_hz / high) ** 4))
+        band = fft.irfft(spectrum * gain.astype(np.float32), length)
+        filtered.append(band[:, pad:-pad])
+    return filtered
 
 
 def _peaks(qrs_LT: Array) -> Array:
     speed = np.abs(np.diff(qrs_LT)).sum(0)
-    speed = np.convolve(speed, np.ones(FS_HZ // 12) / (FS_HZ // 12), "same")
-    seconds = [
-        speed[at : at + FS_HZ].max() for at in range(0, len(speed), FS_HZ)
-    ]  # the tallest may be a spike
-    return np.asarray(
-        find_peaks(speed, height=0.45 * np.median(seconds), distance=int(0.3 * FS_HZ))[0]
-    )
+    window = FS_HZ // 12
+    speed = np.convolve(speed, np.ones(window) / window, "same")
+    seconds = [speed[start : start + FS_HZ].max() for start in range(0, len(speed), FS_HZ)]
+    height = 0.45 * np.median(seconds)  # the tallest second may be a spike
+    return np.asarray(find_peaks(speed, height=height, distance=int(0.3 * FS_HZ))[0])
 
 
 def _mean_beat(x_LT: Array) -> Array:
     band, qrs = _filtered(x_LT, BAND_HZ, QRS_HZ)
     peaks, band = _peaks(qrs), band[:, ::STEP]
     within = np.round(peaks / STEP).astype(int)
-    within = within[(within >= BEFORE + SHIFT) & (within < band.shape[1] - AFTER - SHIFT)]
+    within = within[within >= BEFORE + SHIFT]
+    within = within[within < band.shape[1] - AFTER - SHIFT]
     if not len(within):
         within = np.array([band.shape[1] // 2])
     beats_BLT = _aligned(band, within)
     beat_LT = np.median(beats_BLT, 0)
     beat_LT -= beat_LT.mean(1, keepdims=True)
-    size, rest = np.linalg.norm(beat_LT), (beats_BLT - beat_LT).std((0, 2)).reshape(4, 3).mean(1)
+    size = np.linalg.norm(beat_LT)
+    residual = (beats_BLT - beat_LT).std((0, 2)).reshape(4, 3).mean(1)  # of the groups of leads
     rr_s = np.diff(peaks) / FS_HZ if len(peaks) > 2 else np.ones(2)
     numbers = [
         size,
         rr_s.mean(),
         0.02 + rr_s.std() / rr_s.mean(),
         0.02 + np.abs(np.diff(rr_s)).mean(),
-        *(rest + 1e-3 * size),
+        *(residual + 1e-3 * size),
     ]
-    return np.concatenate(
-        [(beat_LT / max(size, 1e-12)).ravel(), np.log(np.maximum(numbers, 1e-6))]
-    ).astype(np.float32)
+    shape = (beat_LT / max(size, 1e-12)).ravel()
+    return np.concatenate([shape, np.log(np.maximum(numbers, 1e-6))]).astype(np.float32)
 
 
 def _aligned(band_LT: Array, peaks: Array) -> Array:
@@ -99,10 +96,9 @@ def _aligned(band_LT: Array, peaks: Array) -> Array:
     beats_BLT = band_LT[:, peaks[:, None] + offset].transpose(1, 0, 2)
     template = np.median(beats_BLT, 0)
     moves = np.arange(-SHIFT, SHIFT + 1)
-    likeness = np.stack(
-        [
-            (band_LT[:, (peaks + move)[:, None] + offset] * template[:, None]).sum((0, 2))
-            for move in moves
-        ]
-    )
-    return band_LT[:, (peaks + moves[likeness.argmax(0)])[:, None] + offset].transpose(1, 0, 2)
+    likeness = []
+    for move in moves:
+        moved_LBT = band_LT[:, (peaks + move)[:, None] + offset]
+        likeness.append((moved_LBT * template[:, None]).sum((0, 2)))
+    peaks = peaks + moves[np.argmax(likeness, axis=0)]
+    return band_LT[:, peaks[:, None] + offset].transpose(1, 0, 2)

@@ -270,9 +270,7 @@ def logistic(
     n = len(x_ND)
     penalty_D1 = torch.full((x_ND1.shape[1], 1), strength, dtype=torch.float64)
     penalty_D1[0] = 0
-    share_K = ((target_NK.sum(0) + 1) / (known_NK.sum(0) + 2)).clamp(0.5 / n, 1 - 0.5 / n)
-    curvature_DK = x_ND1.square().mean(0)[:, None] * (share_K * (1 - share_K) * known_NK.mean(0))
-    scale_DK = (curvature_DK + penalty_D1).clamp_min(1e-12).rsqrt()
+    scale_DK = (_curvature(x_ND1, target_NK, known_NK) + penalty_D1).clamp_min(1e-12).rsqrt()
     loss = _exclusive_loss if exclusive else _independent_loss
 
     def objective(flat: Array) -> tuple[float, Array]:
@@ -286,6 +284,13 @@ def logistic(
     limits = {"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6}
     done = minimize(objective, first.ravel(), jac=True, method="L-BFGS-B", options=limits)
     return np.asarray(done.x.reshape(first.shape) * scale_DK.numpy())
+
+
+def _curvature(x_ND: Tensor, y_NK: Tensor, known_NK: Tensor) -> Tensor:
+    """Of the mean loss along each weight, if every row has the share of positives of its class."""
+    n = len(x_ND)
+    share_K = ((y_NK.sum(0) + 1) / (known_NK.sum(0) + 2)).clamp(0.5 / n, 1 - 0.5 / n)
+    return x_ND.square().mean(0)[:, None] * (share_K * (1 - share_K) * known_NK.mean(0))
 
 
 def _exclusive_loss(z_NK: Tensor, y_NK: Tensor, known_NK: Tensor) -> tuple[Tensor, Tensor]:

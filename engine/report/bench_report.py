@@ -140,9 +140,10 @@ def picture(document: Row) -> Figure:
     noise."""
     found, styles = panels(document), model_styles(document["models"])
     columns = list(dict.fromkeys((row["leads"], row["noise"]) for row in document["rows"]))
-    size = max(5.5, 3.4 * len(columns)), 2.2 * len(found) + 0.8
     with matplotlib.rc_context(STYLE):
-        figure = Figure(size, layout="constrained")
+        figure = Figure(
+            (max(5.5, 3.4 * len(columns)), 2.2 * len(found) + 0.8), layout="constrained"
+        )
         grid = figure.subplots(len(found), len(columns), squeeze=False, sharey="row")
         for ((task, metric), rows), line in zip(found.items(), grid, strict=True):
             line[0].set_ylabel(MAIN[metric])
@@ -156,8 +157,9 @@ def picture(document: Row) -> Figure:
         for axes in grid.flat:
             handles, names = axes.get_legend_handles_labels()
             shown.update(zip(names, handles, strict=True))
-        place_of: Row = {"loc": "outside upper left", "ncols": 4, "frameon": False}
-        figure.legend(shown.values(), shown.keys(), **place_of)
+        figure.legend(
+            shown.values(), shown.keys(), loc="outside upper left", ncols=4, frameon=False
+        )
     return figure
 
 

@@ -17,14 +17,12 @@ value for light and one for dark pages. The same numbers give the same bytes.
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
@@ -32,6 +30,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from omnilead.engine.common import LEADS
 from omnilead.engine.evaluation.metrics import Array, confusion_shares, counts, ranked
+from omnilead.engine.report.page import Line, LineStyle
 
 # Names of the colours in report.html. Here each has a number that nothing else in a figure has.
 SERIES = ("#c0c0c0", "#c0c0c1", "#c0c0c2", "#c0c0c3", "#c0c0c4")
@@ -87,27 +86,6 @@ FS_HZ, COLUMN_S, SHOWN_S = 500, 2.5, 10.0
 ROW_MV = 2.6  # from row to row of a printout
 
 
-@dataclass(frozen=True, eq=False)
-class Line:
-    key: str  # the id of the curve in the page
-    label: str
-    x: Array
-    y: Array  # NaN or infinite where there is no number
-    colour: int = 0
-    dashed: bool = False
-    chance: float | None = None  # the value of guessing
-
-
-@dataclass(frozen=True)
-class LineStyle:
-    unit: str = ""
-    percent: bool = False
-    log: bool = False
-    floor: float | None = None  # the y axis reaches at least down to it
-    smooth: bool = True
-    x_label: str = "step"
-
-
 class Drawing:
     """A figure with its title, and axes that are placed in units of the drawing."""
 
@@ -156,7 +134,7 @@ def _shortened(path: re.Match[str]) -> str:
 def line_chart(
     title: str,
     lines: Sequence[Line],
-    style: LineStyle = LineStyle(),
+    style: LineStyle,
     span: Array | None = None,
     mark: tuple[float, str] | None = None,
 ) -> str:
@@ -397,7 +375,7 @@ def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -
     """Each row: the share of a class's samples for which it was predicted (the diagonal:
     sensitivity), and the shares for which other classes were predicted wrongly."""
     share_KK = np.nan_to_num(confusion_shares(labels_NK, outputs_NK))
-    names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\u2026" for name in names]
+    names = [_short(name) for name in names]
     columns = [*names, "nothing"] if share_KK[:, -1].any() else names
     few, longest = len(names) <= FEW, max(map(len, columns))
     cell = max(26.0, min(52.0, 290 / len(columns)))
@@ -412,10 +390,14 @@ def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -
     axes.xaxis.tick_top()
     axes.set_xticks(range(len(columns)), columns, **turned)
     axes.set_yticks(range(len(names)), names)
-    for label, positives in zip(axes.get_yticklabels(), labels_NK.sum(0), strict=True):
-        label.set_alpha(1 if positives else 0.45)
+    for k in np.flatnonzero(labels_NK.sum(0) == 0):
+        axes.get_yticklabels()[k].set_alpha(0.45)
     _draw_shares(axes, share_KK[:, : len(columns)], cell, 0.005 if few else 0.095)
     return drawing.svg("" if few else "wide")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\u2026"
 
 
 def _draw_shares(axes: Axes, share_KK: Array, cell: float, written_from: float) -> None:
@@ -498,7 +480,8 @@ def _ecg_paper(drawing: Drawing) -> Axes:
     axes = drawing.axes(10, 42, 570, 237)
     low, high = -3.5 * ROW_MV, 0.5 * ROW_MV
     axes.set(xlim=(0, SHOWN_S), ylim=(low, high), xticks=(), yticks=())
-    paper = [[(s, low), (s, high)] for s in np.arange(0, SHOWN_S + 0.1, 0.2)]
-    paper += [[(0, mv), (SHOWN_S, mv)] for mv in np.arange(-9, high, 0.5)]
-    axes.add_collection(LineCollection(paper, colors=RULE, linewidths=1), autolim=False)
+    gap = (np.nan, np.nan)
+    paper = [[(s, low), (s, high), gap] for s in np.arange(0, SHOWN_S + 0.1, 0.2)]
+    paper += [[(0, mv), (SHOWN_S, mv), gap] for mv in np.arange(-9, high, 0.5)]
+    axes.plot(*np.concatenate(paper).T, color=RULE, lw=1)  # one path: smaller than one for each
     return axes

@@ -20,8 +20,7 @@ from omnilead.engine.evaluation.metrics import Array, calibration, predicted, un
 from omnilead.engine.evaluation.results import IdentificationResult, TaskResult
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.report import charts
-from omnilead.engine.report.charts import Line, LineStyle
-from omnilead.engine.report.run_report import ReportSection, readable, render
+from omnilead.engine.report.page import Line, LineStyle, ReportSection, readable, render
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
 CONFUSED = 30  # classes in the confusion chart, the most frequent

@@ -41,14 +41,10 @@ STYLE: Any = {
     "text.parse_math": False,
     "axes.edgecolor": "none",
     "axes.axisbelow": True,
-}
-STYLE |= {
     "xtick.labelsize": 8,
     "ytick.labelsize": 8,
     "xtick.labelcolor": GREY,
     "ytick.labelcolor": GREY,
-}
-STYLE |= {
     "xtick.major.size": 0,
     "ytick.major.size": 0,
     "ytick.minor.size": 0,
@@ -81,10 +77,15 @@ def figure(ecg: np.ndarray, title: str) -> Figure:
         f"s. Seed {SEED}."
     )
     page.text(0.05, 0.957, legend, size=9.5, color=GREY)
-    upper = page.add_gridspec(
-        3, 4, left=0.05, right=0.99, top=0.92, bottom=0.525, hspace=0.46, wspace=0.06
-    )
-    panels: Any = upper.subplots(sharey=True)
+    _draw_noise(page, halves)
+    _draw_masks_and_views(page, halves)
+    return page
+
+
+def _draw_noise(page: Figure, halves: np.ndarray) -> None:
+    """A panel for each kind of noise."""
+    place = {"left": 0.05, "right": 0.99, "top": 0.92, "bottom": 0.525}
+    panels: Any = page.add_gridspec(3, 4, **place, hspace=0.46, wspace=0.06).subplots(sharey=True)
     for axes, noise in zip(panels.flat, [*SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
         after, p = apply(halves, AugmentConfig(rlm=0, noise=noise))
         _draw_lead(axes, halves[0, 0, LEAD], after[0, 0, LEAD], noise)
@@ -93,23 +94,23 @@ def figure(ecg: np.ndarray, title: str) -> Figure:
         else:
             title = TITLES[formula(noise)] + ", authors' code" * (noise in AUTHORS_NOISE)
             _title(axes, title, _describe(formula(noise), p))
-    lower = page.add_gridspec(1, 4, left=0.05, right=0.99, top=0.455, bottom=0.025, wspace=0.14)
+
+
+def _draw_masks_and_views(page: Figure, halves: np.ndarray) -> None:
+    """Twelve leads under random lead masking, and the two views of 3KG."""
+    grid = page.add_gridspec(1, 4, left=0.05, right=0.99, top=0.455, bottom=0.025, wspace=0.14)
     masked, p = apply(halves, AugmentConfig())
-    views, _ = apply(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
     first, second = p["keep"].sum(axis=(2, 3))[0]
-    axes = page.add_subplot(lower[0, :2])
+    axes = page.add_subplot(grid[0, :2])
     _draw_leads(axes, np.hstack(halves[0]), np.hstack(masked[0]), MASK)
-    _title(
-        axes,
-        "Random lead masking",
-        f"{first} of 12 leads left in the first half, {second} in the second",
-    )
+    left = f"{first} of 12 leads left in the first half, {second} in the second"
+    _title(axes, "Random lead masking", left)
     axes.axvline(5, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+    views, _ = apply(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
     for i, view in enumerate(views[0]):
-        axes = page.add_subplot(lower[0, 2 + i])
+        axes = page.add_subplot(grid[0, 2 + i])
         _draw_leads(axes, halves[0, 0], view, VIEW)
         _title(axes, f"3KG, view {i + 1}", "dipole turned and stretched, half of each lead zeroed")
-    return page
 
 
 def apply(halves: np.ndarray, config: AugmentConfig) -> tuple[np.ndarray, Params]:

@@ -9,56 +9,28 @@ left out, what is not finite is marked.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import files
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 
 from omnilead.data_tools.cli import say
-from omnilead.engine.common import LEADS, flatten, write_whole
-from omnilead.engine.report import charts
-from omnilead.engine.report.charts import Line, LineStyle
+from omnilead.engine.common import LEADS, write_whole
+from omnilead.engine.report.page import (
+    Line,
+    LineStyle,
+    ReportSection,
+    Tile,
+    readable,
+    render,
+)
 from omnilead.engine.report.run_files import RunFiles, StepLog, number
 from omnilead.engine.training.files import LOWER_IS_BETTER, METRICS, VALID
 
 REPORT, RESULT = "report.html", "result.json"
 PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
 SAMPLES_SHOWN, FS_HZ = 4, 500.0
-
-
-Tile = tuple[str, str, str]  # label, value, detail
-
-
-@dataclass(frozen=True)
-class ReportSection:
-    """A section of a page. report.html draws the fields that are set, in this order."""
-
-    title: str = ""
-    tiles: Sequence[Tile] = ()
-    charts: Sequence[str] = ()
-    columns: int = 3
-    # rows of numbers under a row of names; a row whose second cell is "0" is grey
-    grid: Sequence[Sequence[str]] = ()
-    table: Sequence[tuple[str, str]] = ()
-    config: str = ""
-    note: str = ""
-    remarks: Sequence[str] = ()
-
-
-def render(
-    title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[ReportSection]
-) -> str:
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.from_string(
-        (files("omnilead.engine.report") / "report.html").read_text()
-    )
-    return template.render(title=title, kind=kind, name=name, facts=facts, sections=sections) + "\n"
 
 
 class Curve(NamedTuple):
@@ -360,6 +332,8 @@ def result(files: RunFiles) -> dict[str, Any]:
 def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -> str:
     """The chart, or "" if none of its curves was logged; keys that were logged as null are added to
     `absent`."""
+    from omnilead.engine.report import charts  # late, so that training starts without it
+
     lines: list[Line] = []
     compared = not all(curve.held_out for curve in chart.curves)  # with training
     for curve in chart.curves:
@@ -386,6 +360,8 @@ def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -
 
 
 def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
+    from omnilead.engine.report import charts  # late, so that training starts without it
+
     for title, names in SIMILARITIES.items():
         groups = [(label, arrays[name]) for name, label in names.items() if name in arrays]
         if groups:
@@ -397,19 +373,12 @@ def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
 
 
 def sample_charts(samples: np.ndarray | None) -> Iterator[str]:
+    from omnilead.engine.report import charts  # late, so that training starts without it
+
     for i, mv_SLT in enumerate(samples[:SAMPLES_SHOWN] if samples is not None else ()):
         count = mv_SLT.shape[1]
         names = LEADS if count == len(LEADS) else [str(lead + 1) for lead in range(count)]
         yield charts.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ)
-
-
-def readable(tree: Any) -> Iterator[tuple[str, str]]:
-    for key, value in flatten(tree).items() if isinstance(tree, dict) else ():
-        if value != {}:
-            yield (
-                key,
-                " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value),
-            )
 
 
 def write_report(run: Path) -> Path:

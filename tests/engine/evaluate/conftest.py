@@ -97,20 +97,8 @@ def copy(data: Dataset, tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Evaluated:
     def run(model: Path, *arguments: object) -> dict[str, Any]:
-        code = main(
-            [
-                str(a)
-                for a in (
-                    "--model",
-                    model,
-                    "--data",
-                    data.root.url,
-                    "--json",
-                    tmp_path / "f.json",
-                    *arguments,
-                )
-            ]
-        )
+        given = ["--model", model, "--data", data.root.url, "--json", tmp_path / "f.json"]
+        code = main([str(word) for word in [*given, *arguments]])
         text, err = capsys.readouterr()
         assert (code, err) == (0, "")
         document: dict[str, Any] = json.loads((tmp_path / "f.json").read_text())

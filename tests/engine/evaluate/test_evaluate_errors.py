@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -104,26 +103,6 @@ def test_a_full_disk_names_the_output(
     assert err.count("\n") == 1 and not (tmp_path / "f").exists()
 
 
-def test_a_closed_pipe_ends_it_silently(
-    data: Dataset, pretrained: Path, capsys: Any, monkeypatch: Patch
-) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with os.fdopen(writer, "w") as closed:
-        monkeypatch.setattr("sys.stdout", closed)
-        assert main(["--model", str(pretrained), "--data", data.root.url]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_interrupted_is_one_line(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
-    def stopped(_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("omnilead.engine.evaluate.evaluate", stopped)
-    assert main(["--model", "m", "--data", "d"]) == 130
-    assert capsys.readouterr().err == "omnilead evaluate: interrupted\n"
-
-
 @pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])
 def test_another_rate_or_unit_is_refused(
     key: str, value: float, copy: Any, pretrained: Path, refused: Refused
@@ -152,18 +131,6 @@ def damaged(data: Dataset, row: int, place: Path) -> Path:
     content[offset + 100] ^= 1
     path.write_bytes(content)
     return place
-
-
-def test_a_damaged_crop_is_named(
-    data: Dataset, diagnostic: Path, tmp_path: Path, refused: Refused
-) -> None:
-    row = int(data.select(dx="test")[0])
-    refused(
-        rf"00000.tar: crop {row} at byte \d+: .*crc32c",
-        diagnostic,
-        "--data",
-        damaged(data, row, tmp_path / "damaged"),
-    )
 
 
 def test_public_data_need_no_credentials(

@@ -1,0 +1,75 @@
+"""The page of a report, and what stands on it: nothing here needs matplotlib, which takes 0.3 s to
+import.
+
+    render("RUN: report", "Pre-training", "RUN", ["step 100"], [ReportSection("Loss", charts=[svg])])
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+
+from omnilead.engine.common import flatten
+from omnilead.engine.evaluation.metrics import Array
+
+Tile = tuple[str, str, str]  # label, value, detail
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A section of a page. report.html draws the fields that are set, in this order."""
+
+    title: str = ""
+    tiles: Sequence[Tile] = ()
+    charts: Sequence[str] = ()
+    columns: int = 3
+    # rows of numbers under a row of names; a row whose second cell is "0" is grey
+    grid: Sequence[Sequence[str]] = ()
+    table: Sequence[tuple[str, str]] = ()
+    config: str = ""
+    note: str = ""
+    remarks: Sequence[str] = ()
+
+
+def render(
+    title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[ReportSection]
+) -> str:
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(
+        (files("omnilead.engine.report") / "report.html").read_text()
+    )
+    return template.render(title=title, kind=kind, name=name, facts=facts, sections=sections) + "\n"
+
+
+def readable(tree: Any) -> Iterator[tuple[str, str]]:
+    for key, value in flatten(tree).items() if isinstance(tree, dict) else ():
+        if value != {}:
+            yield (
+                key,
+                " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value),
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    key: str  # the id of the curve in the page
+    label: str
+    x: Array
+    y: Array  # NaN or infinite where there is no number
+    colour: int = 0
+    dashed: bool = False
+    chance: float | None = None  # the value of guessing
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    unit: str = ""
+    percent: bool = False
+    log: bool = False
+    floor: float | None = None  # the y axis reaches at least down to it
+    smooth: bool = True
+    x_label: str = "step"
