@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import torch
 
-from omnilead.data_tools.cli import keep_freed_memory, tell
+from omnilead.data_tools.cli import UserError, keep_freed_memory, tell
 from omnilead.data_tools.dataset import DataError
-from omnilead.data_tools.errors import UserError
 from omnilead.engine.common import (
     ARRAYS,
     ConfigError,
