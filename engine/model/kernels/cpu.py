@@ -16,7 +16,11 @@ from torch import Tensor
 INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
-def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+def dropout(
+    x: Tensor,
+    p: float,
+    training: bool = True,
+) -> Tensor:
     """Each 64-bit draw gives 16 random bits to four elements: ten times as fast as torch, which
     draws and selects one element at a time. p is rounded to a multiple of 2**-16; the scale of
     the kept elements is exact for the rounded p."""
@@ -57,7 +61,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight).add_(bias)
 
 
-def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
+def group_norm_gelu(
+    y_RTC: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    eps: float,
+) -> Tensor:
     result: Tensor = GroupNormGelu.apply(y_RTC, weight_C, bias_C, eps)
     return result
 
@@ -156,7 +165,12 @@ class Softmax(torch.autograd.Function):
         return torch._softmax_backward_data(grads[0], shares, -1, shares.dtype)
 
 
-def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
+def convolve(
+    x_RND: Tensor,
+    weight_DcK: Tensor,
+    bias_D: Tensor,
+    groups: int,
+) -> Tensor:
     """Convolve by Fourier transform, in float32 or better, with a tenth of the arithmetic;
     libraries are slow at the gradients of a grouped convolution. The transforms are matrix
     products, which are faster than an FFT for some hundred tokens. A period of tokens + kernel /
@@ -179,23 +193,22 @@ def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> 
         y_re = torch.baddbmm(y_re, x_im, w_im)
         y_im = torch.bmm(x_im, w_re)
         y_im = torch.baddbmm(y_im, x_re, w_im, alpha=-1)
-        share_Q1 = shares(len(cos_QN), period, x_NX.dtype)
         y_NX = torch.addmm(
-            (cos_QN * share_Q1).t() @ join_groups(y_re, rows, groups),
-            (sin_QN * share_Q1).t(),
+            inverse(cos_QN, period) @ join_groups(y_re, rows, groups),
+            inverse(sin_QN, period),
             join_groups(y_im, rows, groups),
         )
     y_RND = y_NX.view(tokens, rows, width).transpose(0, 1)
     return y_RND.to(x_RND.dtype) + bias_D
 
 
-def shares(frequencies: int, period: int, dtype: torch.dtype) -> Tensor:
-    """Weights of the inverse transform [Q, 1]: a frequency and its mirror image count as two, the
+def inverse(wave_QN: Tensor, period: int) -> Tensor:
+    """The waves [N, Q] of the inverse transform: a frequency and its mirror image count as two, the
     first and the last have none."""
-    share_Q1 = torch.full((frequencies, 1), 2 / period, dtype=dtype)
+    share_Q1 = torch.full((len(wave_QN), 1), 2 / period, dtype=wave_QN.dtype)
     share_Q1[0] = 1 / period
     share_Q1[-1] = 1 / period
-    return share_Q1
+    return (wave_QN * share_Q1).t()
 
 
 def taps_by_group(weight_DcK: Tensor, groups: int) -> Tensor:

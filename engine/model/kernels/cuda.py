@@ -14,7 +14,12 @@ from torch import Tensor
 BLOCK = 26  # outputs of the convolution in a block: 156 tokens are six blocks
 
 
-def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
+def convolve(
+    x_RND: Tensor,
+    weight_DcK: Tensor,
+    bias_D: Tensor,
+    groups: int,
+) -> Tensor:
     y_RND: Tensor = BlockConvolution.apply(x_RND, weight_DcK, groups)
     return y_RND + bias_D
 
@@ -52,7 +57,12 @@ class BlockConvolution(torch.autograd.Function):
         )
 
 
-def weight_gradient(x_RND: Tensor, grad_RND: Tensor, kernel: int, groups: int) -> Tensor:
+def weight_gradient(
+    x_RND: Tensor,
+    grad_RND: Tensor,
+    kernel: int,
+    groups: int,
+) -> Tensor:
     rows, tokens, width = x_RND.shape
     each, blocks = width // groups, -(-tokens // BLOCK)
     y = F.pad(grad_RND, (0, 0, 0, blocks * BLOCK - tokens))
@@ -70,7 +80,12 @@ def weight_gradient(x_RND: Tensor, grad_RND: Tensor, kernel: int, groups: int) -
     return summed.view(width, each, kernel)
 
 
-def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int, left: int) -> Tensor:
+def in_blocks(
+    x_RND: Tensor,
+    weight_DcK: Tensor,
+    groups: int,
+    left: int,
+) -> Tensor:
     """Convolve BLOCK outputs at a time; output n needs inputs from n - left on."""
     rows, tokens, width = x_RND.shape
     kernel, each = weight_DcK.shape[2], width // groups
@@ -84,7 +99,12 @@ def in_blocks(x_RND: Tensor, weight_DcK: Tensor, groups: int, left: int) -> Tens
     return y.permute(1, 2, 0, 3).reshape(rows, tokens, width)
 
 
-def patches(x_RND: Tensor, kernel: int, groups: int, left: int) -> Tensor:
+def patches(
+    x_RND: Tensor,
+    kernel: int,
+    groups: int,
+    left: int,
+) -> Tensor:
     """The inputs that each block needs: [G, R * blocks, window * c in]."""
     rows, tokens, width = x_RND.shape
     blocks = -(-tokens // BLOCK)
