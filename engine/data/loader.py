@@ -391,7 +391,7 @@ class Loader:
 
 class _Desk:
     """A reading thread's own buffer for a few crops, which are written to the batch as soon as it
-    is full (reader.Output)."""
+    is full (reader.CropBuffers)."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ thread.
 A batch is two arrays, dataset and row. Its reads are sorted by shard and offset and split among
 threads. Each read is one os.preadv of 120,000 bytes straight to the crop's place in the batch,
 without copies. An open dataset takes 17 bytes of memory per crop. Instead of filling a batch, a
-thread can read into an Output of its own, where crops become tensors while they are in its cache.
+thread can read into CropBuffers of its own, where crops become tensors while they are in its cache.
 
 With check="first", a crop's crc32c is verified when this process first reads it, in 5 us. The zarr
 copy is decoded chunk by chunk (data_tools/zarr_reader.py): half the bytes, five times the CPU time.
@@ -79,7 +79,7 @@ class Report:
         return Report(self.row[these], tuple(skipped))
 
 
-class Output(Protocol):
+class CropBuffers(Protocol):
     """Where a reading thread puts its crops."""
 
     def buffer(self, position: int) -> np.ndarray:
@@ -219,7 +219,7 @@ class CropReader:
             )
         return self.read_to(places, lambda: BatchOutput(crops)).part(slice(0, count))
 
-    def read_to(self, places: Places, output: Callable[[], Output]) -> Report:
+    def read_to(self, places: Places, output: Callable[[], CropBuffers]) -> Report:
         """Read crops into an output made by each thread. A bad crop that may not be skipped is in
         the report, whose `part` raises."""
         index, rows = np.asarray(places.dataset, np.int64), np.array(places.row, np.int64)
@@ -232,7 +232,7 @@ class CropReader:
         return Report(rows, tuple(skipped))
 
     def _substitute(
-        self, bad: BadCrop, rows: np.ndarray, output: Callable[[], Output]
+        self, bad: BadCrop, rows: np.ndarray, output: Callable[[], CropBuffers]
     ) -> list[BadCrop]:
         """Replace a bad crop by the next good selected row: the same one on every rank and after
         every restart. -> all bad crops on the way."""
@@ -254,7 +254,7 @@ class CropReader:
             bad = again[0]
 
     def _read(
-        self, index: np.ndarray, rows: np.ndarray, output: Callable[[], Output], first: int = 0
+        self, index: np.ndarray, rows: np.ndarray, output: Callable[[], CropBuffers], first: int = 0
     ) -> list[BadCrop]:
         """Read rows of datasets to the positions from `first` on."""
         reads: list[_Read] = []
@@ -288,7 +288,7 @@ class CropReader:
         return map(_Read, *(column[order].tolist() for column in columns))
 
     def _read_all(
-        self, reads: list[_Read], output: Callable[[], Output], retry: bool = True
+        self, reads: list[_Read], output: Callable[[], CropBuffers], retry: bool = True
     ) -> list[BadCrop]:
         """Divide the reads among the threads. Damaged files in the cache are downloaded again,
         once."""
@@ -311,7 +311,7 @@ class CropReader:
         return lost + (self._read_all(again, output, retry=False) if again else [])
 
     def _read_in_threads(
-        self, reads: list[_Read], output: Callable[[], Output], paths: Paths
+        self, reads: list[_Read], output: Callable[[], CropBuffers], paths: Paths
     ) -> list[BadCrop]:
         size = max(-(-len(reads) // self.threads), SMALLEST_SHARE)
         others = []
@@ -327,7 +327,7 @@ class CropReader:
         return bad
 
     def _read_share(
-        self, reads: list[_Read], output: Callable[[], Output], paths: Paths
+        self, reads: list[_Read], output: Callable[[], CropBuffers], paths: Paths
     ) -> list[BadCrop]:
         """What one thread reads."""
         bad: list[BadCrop] = []
