@@ -88,18 +88,24 @@ def run_cases(
     repeats: int,
     at_once: bool = False,
     keep: Callable[[Outcome], None] = lambda outcome: None,
+    samples: dict[str, Samples] | None = None,
 ) -> Outcome:
     """Measures cases. `keep` is called with the outcome after each process. A case that runs out
-    of time has a result if it has at least LEAST_REPEATS."""
-    samples: dict[str, Samples] = {name: [] for name in cases}
+    of time has a result if it has at least LEAST_REPEATS. `samples` holds repeats that were made
+    before, and gets the new ones."""
+    if samples is None:
+        samples = {}
+    for name in cases:
+        samples.setdefault(name, [])
     outcome = Outcome({}, {})
     ended: set[str] = set()
     for turn in range(1 if at_once else repeats):
         for name, (function, arguments) in cases.items():
-            if name in ended:
+            missing = repeats - len(samples[name])
+            if name in ended or missing <= 0:
                 continue
             say(name if at_once else f"{name} ({turn + 1} of {repeats})")
-            count = repeats if at_once else 1
+            count = missing if at_once else 1
             reason = ""
             try:
                 answer = call_fresh(timed, function, arguments, count, keep=samples[name].append)
@@ -112,7 +118,9 @@ def run_cases(
             elif reason:
                 outcome.results.pop(name, None)
                 outcome.left_out[name] = reason
-                say(f"{name}: left out: {reason}")
+                if reason not in (OUT_OF_TIME, OVER_TIME):
+                    samples[name].clear()
+                say(f"{name}: left out: {reason} ({len(samples[name])} of {repeats} repeats kept)")
             if answer or reason:
                 ended.add(name)
             keep(outcome)

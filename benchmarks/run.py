@@ -31,7 +31,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import measure
-from benchmarks.measure import BUG, OUT_OF_TIME, CaseError, Outcome, run_cases, say
+from benchmarks.measure import (
+    BUG,
+    OUT_OF_TIME,
+    OVER_TIME,
+    CaseError,
+    Outcome,
+    Samples,
+    run_cases,
+    say,
+)
 from omnilead.engine.common import ConfigError, Parser, writable, write_whole
 
 RESULTS = Path(__file__).parent / "results"
@@ -101,9 +110,11 @@ def measured(
     options: argparse.Namespace,
     done: Collection[str] = (),
     keep: Callable[[Part], None] = lambda part: None,
+    samples: dict[str, Samples] | None = None,
 ) -> Part:
     """Run a benchmark and return a part of a record: its configuration, input and results. Cases
-    named in `done` are left out; `keep` is called with the part after each process."""
+    named in `done` are left out; `keep` is called with the part after each process; `samples`
+    are repeats of earlier calls, and gets those of this one."""
     prepared = importlib.import_module(f"benchmarks.{options.benchmark}").prepare(work, options)
     cases = {
         name: case for name, case in prepared.cases.items() if re.search(options.only or "", name)
@@ -126,14 +137,16 @@ def measured(
         options.repeats,
         at_once=options.device == "cuda",
         keep=lambda outcome: keep(with_results(outcome)),
+        samples=samples,
     )
     return with_results(outcome) | (prepared.extra() if outcome.results else {})
 
 
 def suite(options: argparse.Namespace, began: float) -> int:
     """Run all benchmarks into one record, saved after each process. A process that fails or
-    hangs takes at most its time limit. Running the same command again measures what is
-    missing."""
+    hangs takes at most its time limit; a case over its limit waits until all others had their
+    turn. Running the same command again measures what is missing, with the repeats that are
+    there."""
     rows = GPU if options.device == "cuda" else CPU
     known = list(dict(rows))
     stages = options.stages.split(",") if options.stages else known
@@ -143,23 +156,42 @@ def suite(options: argparse.Namespace, began: float) -> int:
     config = {name: getattr(options, name) for name in ("device", "model", "repeats")}
     new = environment() | {"benchmark": "suite", "config": config, "took_s": 0}
     path, record = resumed(options.out, new | {"parts": [], "left_out": {}})
+    record.setdefault("partial", {})  # repeats of cases without a result, by benchmark
     before = record["took_s"]
     measure.deadline = began + 60 * (options.minutes or 15)
     measure.limit_s = LIMIT_S[options.device]
-    for stage, words in rows:
-        if stage in stages:
-            run_stage(stage, words, options, record, path)
+    chosen = [(stage, words) for stage, words in rows if stage in stages]
+    for stage, words in chosen:
+        run_stage(stage, words, options, record, path)
+    for stage, words in dict(chosen).items():
+        if over_time(record, stage):
+            run_stage(stage, words, options, record, path, late=True)
     record["took_s"] = before + round(time.monotonic() - began)
     for name, reason in record["left_out"].items():
         say(f"left out: {name}: {reason}")
     return publish(record, path)
 
 
+def over_time(record: Part, stage: str) -> list[str]:
+    """Cases of a stage that ran over their time limit."""
+    found = []
+    for name, reason in record["left_out"].items():
+        of, _, case = name.partition(": ")
+        if of == stage and reason == OVER_TIME:
+            found.append(case)
+    return found
+
+
 def run_stage(
-    stage: str, words: str, options: argparse.Namespace, record: Part, path: Path
+    stage: str,
+    words: str,
+    options: argparse.Namespace,
+    record: Part,
+    path: Path,
+    late: bool = False,
 ) -> None:
     """Run the missing cases of a stage of a suite and add them to the record's part of the same
-    benchmark."""
+    benchmark. Those that ran over their time limit are run if `late`, and then alone."""
     left_out = record["left_out"]
     command = [*shlex.split(words), "--device", options.device]
     if options.model and stage not in ("ingest", "loader", "start"):
@@ -169,15 +201,23 @@ def run_stage(
     parsed = parse(command)
     same = [part for part in record["parts"] if part["benchmark"] == parsed.benchmark]
     old = same[0] if same else {"results": {}}
+    waiting = over_time(record, stage)
+    if late:
+        parsed.only = "|".join(f"^{re.escape(case)}$" for case in waiting)
+    done = old["results"] if late else [*old["results"], *waiting]
+    samples = dict(record["partial"].get(parsed.benchmark, {}))
 
     def keep(part: Part) -> None:
+        partial = {case: each for case, each in samples.items() if case not in part["results"]}
+        record["partial"][parsed.benchmark] = {case: each for case, each in partial.items() if each}
         others = [each for each in record["parts"] if each["benchmark"] != parsed.benchmark]
         new = old | part | {"results": old["results"] | part["results"]}
         record["parts"] = [*others, new] if new["results"] else others
         for case in part["results"]:
             left_out.pop(f"{stage}: {case}", None)
         for case, reason in part["left_out"].items():
-            left_out[f"{stage}: {case}"] = reason
+            if not (late and reason == OUT_OF_TIME):  # it stays known as one that takes long
+                left_out[f"{stage}: {case}"] = reason
         with contextlib.suppress(OSError):  # save() reports it at the end
             write_whole(path, json.dumps(record, indent=1) + "\n")
 
@@ -186,7 +226,7 @@ def run_stage(
             raise CaseError(OUT_OF_TIME)
         left_out.pop(stage, None)
         with tempfile.TemporaryDirectory(prefix="omnilead-suite-") as work:
-            keep(measured(Path(work), parsed, old["results"], keep))
+            keep(measured(Path(work), parsed, done, keep, samples))
     except (CaseError, SystemExit) as error:
         left_out[stage] = str(error)
         say(f"{stage}: left out: {error}")

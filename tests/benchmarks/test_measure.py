@@ -99,17 +99,33 @@ def test_measurements_before_the_deadline_are_kept(
     assert left_out == {name: measure.OUT_OF_TIME for name in "ab" if name not in kept}
 
 
-def slows_down() -> Generator[float, bool, None]:
-    for repeat in range(5):
-        yield float(repeat)
-    time.sleep(10**6)
+def slows_down(place: Path) -> Generator[float, bool, None]:
+    """Hangs in the third repeat of its first process."""
+    first = not place.exists()
+    place.touch()
+    yield 0.0
+    for repeat in range(3):
+        if first and repeat == 2:
+            time.sleep(10**6)
+        if (yield 1.0 + repeat):
+            return
 
 
-def test_repeats_before_a_time_limit_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_before_a_time_limit_are_kept_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All repeats of a process, as on a GPU."""
     monkeypatch.setattr(measure, "limit_s", 2.0)
-    results, left_out = run_cases({"a": (slows_down, ())}, 9, at_once=True)
-    assert results["a"]["repeats"] == 4 and not left_out
+    cases = {"a": (slows_down, (tmp_path / "begun",))}
+    kept: dict[str, measure.Samples] = {}
+    results, left_out = run_cases(cases, 3, at_once=True, samples=kept)
+    assert not results and left_out == {"a": measure.OVER_TIME}
+    assert [each["units"] for each in kept["a"]] == [1, 2]
+    results, left_out = run_cases(cases, 3, at_once=True, samples=kept)
+    assert results["a"]["repeats"] == 3 and not left_out
+    kept = {"a": kept["a"][:1]}
+    results, left_out = run_cases({"a": (fails, (1.0,))}, 3, samples=kept)
+    assert set(left_out) == {"a"} and not results and kept == {"a": []}
 
 
 def has_a_bug(_: float) -> float:

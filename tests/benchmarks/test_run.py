@@ -224,6 +224,48 @@ def test_a_bug_in_a_case_fails_the_command(
     assert run.main(["suite", "--out", str(out)]) == 0
 
 
+def test_a_case_over_its_time_limit_waits_for_all_others(
+    cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its repeats are kept, and it is tried again at the end of the same command and of the next one."""
+    measured: list[str] = []
+    sample = {"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "peak_mb": 1.0}
+
+    def call_fresh(timed: Any, case: Any, arguments: Any, repeats: int, keep: Any) -> Any:
+        (name,) = arguments
+        measured.append(name)
+        if name == "slow" and measured.count(name) < 4:
+            if measured.count(name) < 3:
+                keep(sample)
+            raise CaseError(measure.OVER_TIME)
+        for _ in range(repeats):
+            keep(sample)
+
+    def prepare(*names: str) -> Any:
+        made = {f"first step: {name}": (result, (name,)) for name in names}
+        return SimpleNamespace(prepare=lambda *_: Benchmark(INPUT, made))
+
+    monkeypatch.setattr(measure, "call_fresh", call_fresh)
+    monkeypatch.setattr(run, "GPU", (("start", "start"), ("embed", "embed"), ("start", "start")))
+    monkeypatch.setattr(run, "publish", lambda record, path: 0)
+    monkeypatch.setattr(run, "check", lambda options: None)
+    monkeypatch.setitem(sys.modules, "benchmarks.start", prepare("slow", "a"))
+    monkeypatch.setitem(sys.modules, "benchmarks.embed", prepare("b"))
+    words = ["suite", "--device", "cuda", "--repeats", "3", "--out", str(tmp_path / "record.json")]
+    run.main(words)
+    assert measured == ["slow", "a", "b", "slow"]
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["left_out"] == {"start: first step: slow": measure.OVER_TIME}
+    assert record["partial"]["start"] == {"first step: slow": [sample, sample]}
+    for again, left in ((["slow"], {"start: first step: slow": measure.OVER_TIME}), (["slow"], {})):
+        measured_before = len(measured)
+        run.main(words)
+        record = json.loads((tmp_path / "record.json").read_text())
+        assert measured[measured_before:] == again and record["left_out"] == left
+    (part,) = [part for part in record["parts"] if part["benchmark"] == "start"]
+    assert part["results"]["first step: slow"]["repeats"] == 3 and record["partial"]["start"] == {}
+
+
 def test_no_stage_starts_after_the_time_limit(
     cases: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
