@@ -18,15 +18,17 @@ FILES = {
     "engine.config": "engine/config.py",
 }  # rooms of their own
 COLOURS = {"data_tools": "#dbe7f3", "engine": "#e6f0dd"}
+DOCS = Path(__file__).parent
 ROW, COLUMNS, WIDTH, GAP = 0.19, 3, 4.2, 0.5  # inches
 
 
 def room(module: str) -> str:
     """The folder of a module, or its own name if it lies in a folder where it is an exception."""
-    package, *rest = module.split(".")
-    if package == "data_tools":
-        return ".".join([package, *rest[:1]]) if rest[:1] in (["sources"], ["labels"]) else package
-    return FILES.get(module, ".".join([package, *rest[:-1][:1]]))
+    if module in FILES:
+        return FILES[module]
+    parts = module.split(".")
+    inner = ".".join(parts[:2])
+    return inner if (DOCS.parent / inner.replace(".", "/")).is_dir() else parts[0]
 
 
 def floors(below: dict[str, set[str]]) -> dict[str, int]:

@@ -30,7 +30,7 @@ from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.config import Config, load
 from omnilead.engine.data.augmenter import FS_HZ
 from omnilead.engine.data.loader import Batch
-from omnilead.engine.evaluation import metrics
+from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
 from omnilead.engine.inference import trained_model as inference
 from omnilead.engine.model import encoders
 from omnilead.engine.model.config import ModelConfig, validated
@@ -246,7 +246,7 @@ class FinetuneTask(TrainingTask):
         if self.kind == "identity":  # the second half of each crop among all first halves
             ids: Any = self.held_out.y
             first_BD, second_BD = out_BSD.numpy().swapaxes(0, 1)
-            score = metrics.identification(first_BD, ids, second_BD, ids)
+            score = identification(first_BD, ids, second_BD, ids)
             return {"identification_accuracy": float(score["accuracy"])}
         halves_N = self.held_out.halves_N
         exists_BS = torch.arange(2) < torch.from_numpy(halves_N)[:, None]
@@ -258,7 +258,7 @@ class FinetuneTask(TrainingTask):
         scores_RK = self.targets.values(kinds.scores(self.kind, logits_RK).numpy())
         if self.kind in kinds.WITH_THRESHOLDS:
             self.thresholds = kinds.thresholds(y_RK, scores_RK)
-        measured = metrics.measure(self.kind, y_RK, scores_RK, classes=self.labels.classes)
+        measured = measure(self.kind, y_RK, scores_RK, classes=self.labels.classes)
         return {"loss": float(loss_RK[known_RK].mean()), **measured}
 
     def chosen(self) -> dict[str, Any]:
@@ -320,7 +320,7 @@ class FinetuneTask(TrainingTask):
 
 
 def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
-    measures = metrics.MEASURES.get(labels.task.kind, ("identification_accuracy",))
+    measures = MEASURES.get(labels.task.kind, ("identification_accuracy",))
     challenge = ("challenge",) if labels.classes == CLASSES else ()
     return (*measures, *challenge, "loss")
 

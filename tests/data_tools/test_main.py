@@ -71,7 +71,7 @@ SAME = (
         ),
         (("shard", "SRC", "--out", "x", "--source", "clinic.py:Csv"), "no such file clinic.py"),
         (("shard", "SRC", "--out", "x", "--source", "code15"), "no .hdf5 in it"),
-        (("shard", "LINKS", "--out", "x"), "georgia is a link, and such folders are not entered"),
+        (("shard", "LINKS", "--out", "x"), "mine is a link, and such folders are not entered"),
         (("shard", "SRC", "--out", "DATASET", *SAME), "format was both, not tar"),
         (
             ("shard", "SRC", "--out", "DATASET", *SAME, "--seed", "5"),
@@ -147,8 +147,8 @@ def test_wrong_arguments_give_a_one_line_error_and_exit_code_2(
     (tmp_path / "SHORT").chmod(0o600)
     (tmp_path / "OPEN").write_bytes(bytes(32))
     (tmp_path / "OPEN").chmod(0o640)
-    (tmp_path / "LINKS" / "training").mkdir(parents=True)
-    (tmp_path / "LINKS" / "training" / "georgia").symlink_to(archive / "training" / "georgia")
+    (tmp_path / "LINKS").mkdir()
+    (tmp_path / "LINKS" / "mine").symlink_to(archive / "training" / "georgia" / "g1")
     (tmp_path / "raising.py").write_text('raise RuntimeError("a\\nb")\n')
     os.mkfifo("PIPE")
     write_challenge(tmp_path / "OWN", "one", ecg())

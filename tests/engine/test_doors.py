@@ -91,7 +91,7 @@ DOORS = [
     "embed --model m --data d --out f.parquet",
     "parity d",
 ]
-DOORS += ["convert to-onnx m f", "reproduce --table 1 --out d --data d"]
+DOORS += ["convert to-onnx m f", "reproduce/__main__ --table 1 --out d --data d"]
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -84,11 +84,7 @@ def test_diagnosis_scores_equal_a_loop_over_halves(
         document["record"]["n"] == len(each) < len(np.unique(crops)) < document["n"]
     )  # some records have several crops
     assert document["classes"]["NSR"]["positives"] == labels[:, CLASSES.index("NSR")].sum()
-    assert (
-        document["intervals"]["challenge"][0]
-        <= document["score"]
-        <= document["intervals"]["challenge"][1]
-    )
+    assert document["intervals"]["challenge"] == [None, None]  # too few patients of each class
 
 
 def test_identification_equals_a_loop_over_gallery_crops(
@@ -365,8 +361,6 @@ def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
         challenge_score(result.labels_NK, result.scores_NK > np.array(chosen)), abs=1e-6
     )
     assert score != after["score"] and after["metrics"] == before["metrics"]
-    low, high = after["intervals"]["challenge_chosen"]
-    assert low <= score <= high
     text = [line[:18].rstrip() for line in lines(result.document())]
     assert text.index("challenge, chosen") == text.index("challenge at 0.5") + 1
 
