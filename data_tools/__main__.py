@@ -26,6 +26,7 @@ from omnilead.data_tools.errors import DataError, printable
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Dataset
     from omnilead.data_tools.sources import Source
+    from omnilead.data_tools.splits import RoleSources
 
     Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -285,11 +286,47 @@ def shard(
     stderr. A DataError says in one line what is wrong."""
     from omnilead.data_tools import build
     from omnilead.data_tools.pseudonyms import read_key
-    from omnilead.data_tools.splits import RoleSources
     from omnilead.data_tools.summary import notes
 
+    named = {"dx": dx_sources, "id": id_sources, "pretrain": pretrain_sources}
+    roles = _role_sources(plan, named, id_share, pretrain_implausible)
+    key = read_key(pseudonymize) if pseudonymize else None
+    opened = _open_sources(_paths(sources), source, patients, anonymous, bool(key))
+    before = [note for one in opened for note in one.notes()]
+    for note in before + ([] if key else _privacy_notes(opened)):
+        tell(f"note: {note}")
+    options = build.ShardOptions(
+        os.fspath(out),
+        plan=plan,
+        seed=seed,
+        format=format,
+        workers=workers or _cores(),
+        cluster=cluster,
+        role_sources=roles,
+        pseudonym_key=key,
+        quiet=not interactive(),
+    )
+    dataset = build.shard(opened, options)
+    after = [note for one in opened for note in one.notes() if note not in before]
+    for note in [*notes(dataset), *after]:
+        tell(f"note: {note}")
+    if strict and _refused(dataset):
+        refused = f"{_refused(dataset)} records were refused"
+        raise DataError(f"--strict: {refused}: see {out}/rejects.csv")
+    return dataset
+
+
+def _role_sources(
+    plan: str,
+    named: "dict[str, Sequence[str] | None]",
+    id_share: float | None,
+    implausible: bool,
+) -> "RoleSources":
+    """Which sources may have which roles. `named`: by task, those that the user names."""
+    from omnilead.data_tools.splits import RoleSources
+
     chosen: dict[str, Any] = {}
-    for task, names in (("dx", dx_sources), ("id", id_sources), ("pretrain", pretrain_sources)):
+    for task, names in named.items():
         if names:
             chosen[task] = tuple(sorted(set(names)))
     if id_share is not None:
@@ -300,34 +337,17 @@ def shard(
             f"--plan all uses everything for pre-training, so {given} has no effect: use --plan "
             "paper"
         )
-    key = read_key(pseudonymize) if pseudonymize else None
-    opened = _open_sources(_paths(sources), source, patients, anonymous, bool(key))
-    before = [note for one in opened for note in one.notes()]
-    for note in before:
-        tell(f"note: {note}")
-    for one in opened:
-        if one.private and not key:
-            held = f"{one.root.url}: a dataset made from it holds {one.private}"
-            tell(f"note: {held}: --pseudonymize KEYFILE replaces both")
-    options = build.ShardOptions(
-        os.fspath(out),
-        plan=plan,
-        seed=seed,
-        format=format,
-        workers=workers or _cores(),
-        cluster=cluster,
-        role_sources=RoleSources(**chosen, implausible=pretrain_implausible),
-        pseudonym_key=key,
-        quiet=not interactive(),
-    )
-    dataset = build.shard(opened, options)
-    after = [note for one in opened for note in one.notes() if note not in before]
-    for note in [*notes(dataset), *after]:
-        tell(f"note: {note}")
-    refused = _refused(dataset)
-    if strict and refused:
-        raise DataError(f"--strict: {refused} records were refused: see {out}/rejects.csv")
-    return dataset
+    return RoleSources(**chosen, implausible=implausible)
+
+
+def _privacy_notes(sources: "list[Source]") -> list[str]:
+    """What in a dataset of these sources would tell who the patients are."""
+    found = []
+    for source in sources:
+        if source.private:
+            held = f"{source.root.url}: a dataset made from it holds {source.private}"
+            found.append(f"{held}: --pseudonymize KEYFILE replaces both")
+    return found
 
 
 def verify(
