@@ -94,7 +94,7 @@ def compare(words: list[str], crops: int, turns: int, threads: int = 2) -> dict[
     def command() -> None:
         out.unlink(missing_ok=True)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            embedding.embeddings(**embed.options_of(args))
+            embedding.embed(**embed.options_of(args))
 
     return figures(take_turns({"alone": alone, "command": command}, turns), crops, args.device)
 

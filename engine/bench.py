@@ -48,44 +48,17 @@ def bench(
     data: str,
     tasks: Sequence[str],
     out: str | os.PathLike[str],
-    test_data: str = "",
-    labels: str = "",
-    test_labels: str = "",
-    leads: Sequence[str] = ("12",),
-    share: Sequence[float] = (1.0,),
-    noise: Sequence[float] = (0.0,),
-    seed: int = 0,
-    batch: int | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-    code: bool = False,
-    anonymous: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Compares models on frozen embeddings, as `omnilead bench`: returns what OUT/bench.json holds.
 
-    The arguments are the options of the command. Errors have one-line messages."""
+    `options` are those of the command. Errors have one-line messages."""
     from omnilead.engine.evaluation import bench as comparison
     from omnilead.engine.report.bench_report import write
 
-    found = comparison.bench(
-        models,
-        data,
-        Path(out),
-        tasks,
-        leads,
-        share,
-        noise,
-        test_data=test_data,
-        labels=labels,
-        test_labels=test_labels,
-        seed=seed,
-        batch=batch,
-        device=device,
-        precision=precision,
-        code=code,
-        anonymous=anonymous,
-    )
-    write(found, Path(out))
+    place = Path(out)
+    found = comparison.bench(models, data, place, tasks, **options)
+    write(found, place)
     return found
 
 

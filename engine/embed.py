@@ -15,11 +15,10 @@ computing or writing failed.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -34,13 +33,6 @@ from omnilead.engine.common import (
     writable,
     write_result,
 )
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from omnilead.engine.inference.commands import Written
-
-    Inputs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 PER = ("crop", "record", "half")
 PSEUDONYMS: Any = {
@@ -65,51 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(given)
     one_blas_thread()
     # imported late, so that --help does not wait for PyTorch
-    from omnilead.engine.inference.commands import exit_code
+    from omnilead.engine.inference.commands import embed, exit_code
 
     def run() -> int:
         return show(embed(**options_of(args)).message)
 
     return exit_code("omnilead embed", run, args.out)
-
-
-def embed(
-    model: str | os.PathLike[str],
-    *,
-    data: "Inputs",
-    out: str | os.PathLike[str] | None = None,
-    per: str = "crop",
-    leads: str | None = None,
-    fs_hz: float | None = None,
-    unit: str | None = None,
-    batch: int | None = None,
-    workers: int | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-    on_corrupt: str = "stop",
-    pseudonymize: str | None = None,
-    code: bool = False,
-    anonymous: bool = False,
-) -> "pa.Table | Written":
-    """The embeddings that a trained model gives ECGs, as `omnilead embed`.
-
-    The arguments are the options of the command; `fs_hz` is --fs. Without `out` the result is a
-    pyarrow table in memory, with it a parquet file. Errors have one-line messages."""
-    arguments = arguments_of(locals())
-    from omnilead.engine.inference.commands import embeddings
-
-    return embeddings(**arguments)
-
-
-def arguments_of(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `embed` or `predict` as the room of inference takes them."""
-    data, out = given["data"], given["out"]
-    several = [data] if isinstance(data, str | os.PathLike) else data
-    return given | {
-        "model": os.fspath(given["model"]),
-        "data": [os.fspath(one) for one in several],
-        "out": Path(out) if out else None,
-    }
 
 
 def probe(arguments: Sequence[str]) -> int:

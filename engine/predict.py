@@ -16,65 +16,28 @@ argument or a file is wrong. Exit code 1: computing or writing failed.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.cli import show
 from omnilead.engine.common import Parser, interruptible, one_blas_thread
-from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, arguments_of, options_of
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from omnilead.engine.inference.commands import Written
-
-    Inputs = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, options_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     one_blas_thread()
     # imported late, so that --help does not wait for PyTorch
-    from omnilead.engine.inference.commands import exit_code
+    from omnilead.engine.inference.commands import exit_code, predict
 
     def run() -> int:
         return show(predict(**options_of(args)).message)
 
     return exit_code("omnilead predict", run, args.out)
-
-
-def predict(
-    model: str | os.PathLike[str],
-    *,
-    data: "Inputs",
-    out: str | os.PathLike[str] | None = None,
-    per: str = "record",
-    leads: str | None = None,
-    fs_hz: float | None = None,
-    unit: str | None = None,
-    batch: int | None = None,
-    workers: int | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-    on_corrupt: str = "stop",
-    pseudonymize: str | None = None,
-    code: bool = False,
-    anonymous: bool = False,
-) -> "pa.Table | Written":
-    """The predictions of a fine-tuned model, as `omnilead predict`.
-
-    The arguments are the options of the command; `fs_hz` is --fs. Without `out` the result is a
-    pyarrow table in memory, with it a CSV or parquet file. Errors have one-line messages."""
-    arguments = arguments_of(locals())
-    from omnilead.engine.inference.commands import predictions
-
-    return predictions(**arguments)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

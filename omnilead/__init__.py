@@ -22,23 +22,24 @@ if TYPE_CHECKING:
     from omnilead.data_tools.__main__ import verify as verify
     from omnilead.data_tools.dataset import Dataset as Dataset
     from omnilead.engine.bench import bench as bench
-    from omnilead.engine.embed import embed as embed
     from omnilead.engine.evaluate import evaluate as evaluate
     from omnilead.engine.finetune import finetune as finetune
+    from omnilead.engine.inference.commands import embed as embed
+    from omnilead.engine.inference.commands import predict as predict
     from omnilead.engine.inference.trained_model import load as load
-    from omnilead.engine.predict import predict as predict
     from omnilead.engine.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
 
-MODULES = {  # where each name comes from. Imported on first use: PyTorch takes seconds
+# Where each name comes from. Imported on first use: PyTorch takes seconds
+MODULES = {
     "Dataset": "omnilead.data_tools.dataset",
     "bench": "omnilead.engine.bench",
-    "embed": "omnilead.engine.embed",
+    "embed": "omnilead.engine.inference.commands",
     "evaluate": "omnilead.engine.evaluate",
     "finetune": "omnilead.engine.finetune",
     "load": "omnilead.engine.inference.trained_model",
-    "predict": "omnilead.engine.predict",
+    "predict": "omnilead.engine.inference.commands",
     "pretrain": "omnilead.engine.pretrain",
     "shard": "omnilead.data_tools.__main__",
     "synth": "omnilead.data_tools.__main__",

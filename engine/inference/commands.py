@@ -1,8 +1,8 @@
 """Tables of a trained model's embeddings and predictions: what `omnilead embed` and `omnilead
 predict` call, and Python programs may call.
 
-    table = embeddings("RUN", "DATASET", leads="I,II")          # a pyarrow table in memory
-    done = predictions("TUNED", ["A.hea"], out=Path("F.csv"))   # in a file; done.rows, done.message
+    table = embed("RUN", data="DATASET", leads="I,II")                    # a pyarrow table in memory
+    done = predict("TUNED", data=["A.hea"], out="F.csv")                  # in a file; done.rows, done.message
 
 Errors are ConfigError, DataError and OutputError, each with one line for the user.
 """
@@ -34,6 +34,7 @@ from omnilead.engine.inference.trained_model import TrainedModel, load
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import chosen_device
 
+File = str | os.PathLike[str]
 SHOWN = 8  # numbers in a message
 # The same command would fail again
 PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
@@ -56,10 +57,11 @@ class Setup(NamedTuple):
     options: EcgOptions
 
 
-def embeddings(
-    model: str | Path,
-    data: str | Sequence[str],
-    out: Path | None = None,
+def embed(
+    model: File,
+    *,
+    data: File | Sequence[File],
+    out: File | None = None,
     per: Per = "crop",
     **options: Any,
 ) -> pa.Table | Written:
@@ -69,32 +71,35 @@ def embeddings(
     `out`: a parquet file, made in parts: the same call resumes after an interruption, and ranks
     of torchrun or deepspeed share the parts.
     """
-    if out and out.suffix not in ("", ".parquet"):
-        name = out.with_suffix(".parquet").name
+    place = Path(out) if out else None
+    if place and place.suffix not in ("", ".parquet"):
+        name = place.with_suffix(".parquet").name
         raise ConfigError(f"--out {out}: must end in .parquet: use {name}")
-    return _table(outputs.embeddings, model, data, out, {"per": per, **options})
+    return _table(outputs.embeddings, model, data, place, {"per": per, **options})
 
 
-def predictions(
-    model: str | Path,
-    data: str | Sequence[str],
-    out: Path | None = None,
+def predict(
+    model: File,
+    *,
+    data: File | Sequence[File],
+    out: File | None = None,
     per: Per = "record",
     **options: Any,
 ) -> pa.Table | Written:
     """Predictions of a fine-tuned model: class probabilities and decisions, or values. `out`: a
-    parquet or CSV file. Otherwise as `embeddings`."""
-    if out and out.suffix not in (".csv", ".parquet"):
+    parquet or CSV file. Otherwise as `embed`."""
+    place = Path(out) if out else None
+    if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--out {out}: must end in .csv or .parquet")
-    if out and out.suffix == ".csv" and out.exists():  # a CSV does not record which job wrote it
+    if place and place.suffix == ".csv" and place.exists():  # it does not record which job wrote it
         raise ConfigError(f"--out {out}: already exists: remove it, or choose another --out")
-    return _table(outputs.predictions, model, data, out, {"per": per, **options})
+    return _table(outputs.predictions, model, data, place, {"per": per, **options})
 
 
 def _table(
     output_of: Callable[[TrainedModel], Output],
-    model: str | Path,
-    data: str | Sequence[str],
+    model: File,
+    data: File | Sequence[File],
     out: Path | None,
     options: dict[str, Any],
 ) -> pa.Table | Written:
@@ -152,8 +157,8 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
 
 
 def prepare(
-    model: str | Path,
-    data: str | Sequence[str],
+    model: File,
+    data: File | Sequence[File],
     *,
     device: str = "auto",
     precision: str = "auto",
@@ -161,7 +166,8 @@ def prepare(
     **options: Any,
 ) -> Setup:
     """Loads the model and completes the options: see EcgOptions and `prepare_model`."""
-    urls = (data,) if isinstance(data, str) else tuple(data)
+    several = [data] if isinstance(data, str | os.PathLike) else data
+    urls = tuple(os.fspath(one) for one in several)
     given = {name: value for name, value in options.items() if value is not None}
     asked = EcgOptions(urls, **given)
     if (asked.fs_hz is not None or asked.unit) and not any(url.endswith(ARRAYS) for url in urls):
@@ -182,7 +188,7 @@ def prepare(
 
 
 def prepare_model(
-    path: str | Path, device: str = "auto", precision: str = "auto", code: bool = False
+    path: File, device: str = "auto", precision: str = "auto", code: bool = False
 ) -> tuple[TrainedModel, str]:
     """The model on its device, and the precision that it computes in. "auto": a GPU if there is
     one; there bf16 if the model was trained in bf16, else fp32."""

@@ -487,15 +487,15 @@ def test_probes_of_a_task(dataset: Dataset, folder: Path, tmp_path: Path, capsys
 def test_tables_in_memory_equal_the_files(
     folder: Path, dataset: Dataset, crops: Path, monkeypatch: Patch
 ) -> None:
-    table = embedding.embeddings(folder, dataset.root.url, batch=2)
+    table = embedding.embed(folder, data=dataset.root.url, batch=2)
     assert table.equals(pq.read_table(crops))
     with pytest.raises(ConfigError, match="no/data: does not exist"):
-        embedding.embeddings(folder, ["no/data"])
+        embedding.embed(folder, data=["no/data"])
     with monkeypatch.context() as patch:
         full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left"))
         patch.setattr(outputs, "predict", full)
         with pytest.raises(OutputError, match="No space left"):
-            embedding.embeddings(folder, dataset.root.url)
+            embedding.embed(folder, data=dataset.root.url)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="WORLD_SIZE=2: a table in memory is computed by one"):
-        embedding.embeddings(folder, dataset.root.url)
+        embedding.embed(folder, data=dataset.root.url)

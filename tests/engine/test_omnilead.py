@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +20,9 @@ from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import DataError
 from omnilead.engine.common import ConfigError
+from omnilead.engine.evaluation import bench as comparison
+from omnilead.engine.inference import commands
+from omnilead.engine.inference.inputs import EcgOptions
 from tests.parsers import parser_of
 
 ROOT = Path(__file__).parents[2]
@@ -186,13 +190,29 @@ def test_a_function_has_the_words_and_defaults_of_its_command(name: str) -> None
         )
         parser = commands.choices[name]
     options = {one.dest: one for one in parser._actions if one.dest not in OUT_OF_PYTHON}
-    parameters = inspect.signature(getattr(omnilead, name)).parameters
-    assert set(parameters) == set(options)
+    words = defaults_of(name)
+    assert set(words) == set(options)
     assert set(omnilead.__dir__()) >= set(FUNCTIONS)
-    for word, parameter in parameters.items():
+    for word, default in words.items():
         if options[word].required or word in ("out", "sources", "dataset"):
             continue  # a file is required on the command line; in Python the result is returned
-        assert (parameter.default or None) == (as_in_python(options[word].default) or None), word
+        assert (default or None) == (as_in_python(options[word].default) or None), word
+
+
+def defaults_of(name: str) -> dict[str, Any]:
+    """The arguments of a function and their defaults, also those that it passes on."""
+    functions = {
+        "bench": [omnilead.bench, comparison.bench],
+        "embed": [omnilead.embed, commands.prepare_model, EcgOptions],
+        "predict": [omnilead.predict, commands.prepare_model, EcgOptions],
+    }.get(name, [getattr(omnilead, name)])
+    found = dict(comparison.DEFAULTS) if name == "bench" else {}
+    for function in reversed(functions):
+        for word, parameter in inspect.signature(function).parameters.items():
+            found[word] = parameter.default
+    for word in ("options", "path", "pin"):  # passed on; `model`; not of the user
+        found.pop(word, None)
+    return found
 
 
 def as_in_python(default: object) -> object:
