@@ -288,13 +288,15 @@ def shard(
     from omnilead.data_tools.pseudonyms import read_key
     from omnilead.data_tools.summary import notes
 
-    named = {"dx": dx_sources, "id": id_sources, "pretrain": pretrain_sources}
-    roles = _role_sources(plan, named, id_share, pretrain_implausible)
+    roles = _role_sources(
+        plan,
+        {"dx": dx_sources, "id": id_sources, "pretrain": pretrain_sources},
+        id_share,
+        pretrain_implausible,
+    )
     key = read_key(pseudonymize) if pseudonymize else None
     opened = _open_sources(_paths(sources), source, patients, anonymous, bool(key))
-    before = [note for one in opened for note in one.notes()]
-    for note in before + ([] if key else _privacy_notes(opened)):
-        tell(f"note: {note}")
+    told = _tell_notes(_notes_of(opened) + ([] if key else _privacy_notes(opened)))
     options = build.ShardOptions(
         os.fspath(out),
         plan=plan,
@@ -307,9 +309,7 @@ def shard(
         quiet=not interactive(),
     )
     dataset = build.shard(opened, options)
-    after = [note for one in opened for note in one.notes() if note not in before]
-    for note in [*notes(dataset), *after]:
-        tell(f"note: {note}")
+    _tell_notes([*notes(dataset), *_notes_of(opened)], told)  # some are known only afterwards
     if strict and _refused(dataset):
         refused = f"{_refused(dataset)} records were refused"
         raise DataError(f"--strict: {refused}: see {out}/rejects.csv")
@@ -338,6 +338,18 @@ def _role_sources(
             "paper"
         )
     return RoleSources(**chosen, implausible=implausible)
+
+
+def _notes_of(sources: "list[Source]") -> list[str]:
+    return [note for source in sources for note in source.notes()]
+
+
+def _tell_notes(notes: list[str], told: Sequence[str] = ()) -> list[str]:
+    """Tells the notes but for those `told` before. Returns the notes."""
+    for note in notes:
+        if note not in told:
+            tell(f"note: {note}")
+    return notes
 
 
 def _privacy_notes(sources: "list[Source]") -> list[str]:
