@@ -92,6 +92,97 @@ PATIENTS: Option = {
     "metavar": "CSV",
     "help": "path of ptbxl_database.csv, if it is not in the Challenge's archive",
 }
+SYNTH: dict[str, Option] = {
+    "out": {"metavar": "OUT", "help": "an empty or new folder"},
+    "--patients": {
+        "type": _number(int, 1),
+        "default": 100,
+        "help": "PTB-XL patients, and as many other records (100)",
+    },
+    "--two-sessions": SHARE
+    | {"default": 0.11, "help": "share of PTB-XL patients with two recordings (0.11)"},
+    "--seed": SEED | {"help": "the same seed gives the same bytes (0)"},
+    "--layout": {
+        "choices": ("physionet2021", "ptbxl"),
+        "default": "physionet2021",
+        "help": "file layout (physionet2021)",
+    },
+    "--workers": WORKERS | {"default": 1, "help": "worker processes (1)"},
+}
+SHARD: dict[str, Option] = {
+    "sources": {
+        "metavar": "SRC",
+        "nargs": "+",
+        "help": "folder or s3:// address of an archive",
+    },
+    "--out": {"metavar": "DATASET", "required": True, "help": "where to write the dataset"},
+    "--source": SOURCE,
+    "--patients": PATIENTS,
+    "--format": {
+        "choices": ("tar", "zarr", "both"),
+        "default": "tar",
+        "help": "storage format of the samples (tar)",
+    },
+    "--plan": PLAN
+    | {"help": "roles by patient, all for pre-training, or roles by crop, which leaks (paper)"},
+    "--dx-sources": NAMES
+    | {"help": "sources for diagnosis train, valid and test (cpsc_2018 georgia)"},
+    "--id-sources": NAMES | {"help": "sources for gallery and probe (ptb-xl)"},
+    "--pretrain-sources": NAMES
+    | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
+    "--pretrain-implausible": {
+        "action": "store_true",
+        "help": "also pre-train on records whose scale seems wrong",
+    },
+    "--id-share": SHARE
+    | {"help": "largest share of a source's patients in gallery and probe (0.15)"},
+    "--seed": SEED | {"help": "seed of the crop order and of the roles (0)"},
+    "--workers": WORKERS,
+    "--cluster": {
+        "metavar": "tcp://HOST:8786",
+        "help": "run on this Dask cluster instead of local processes",
+    },
+    "--pseudonymize": {
+        "metavar": "KEYFILE",
+        "help": "replace record and patient ids with keyed hashes",
+    },
+    "--anonymous": ANONYMOUS,
+    "--strict": {"action": "store_true", "help": "exit 2 if any record was refused"},
+}
+VERIFY: dict[str, Option] = {
+    "dataset": {"metavar": "DATASET", "help": "folder or s3:// address of a dataset"},
+    "--archive": {
+        "metavar": "SRC",
+        "nargs": "+",
+        "default": [],
+        "help": "compare with the archives that it was made from",
+    },
+    "--source": SOURCE,
+    "--patients": PATIENTS,
+    "--fast": {
+        "action": "store_true",
+        "help": "check structure, tables and sizes only; do not read samples",
+    },
+    "--workers": WORKERS,
+    "--pseudonymize": {
+        "metavar": "KEYFILE",
+        "help": "the key file that the dataset was made with, for --archive",
+    },
+    "--anonymous": ANONYMOUS,
+}
+SHOW: dict[str, Option] = {
+    "what": {
+        "metavar": "DATASET|RECORD",
+        "help": "a dataset, a WFDB header file or a hospital's ECG file",
+    },
+    "--crop": {
+        "metavar": "ROW",
+        "type": _number(int, 0),
+        "help": "show one crop of the dataset instead of the summary",
+    },
+    "--anonymous": ANONYMOUS,
+    "--png": {"metavar": "FILE", "help": "save a figure as .png, .svg or .pdf"},
+}
 LABELS: dict[str, Option] = {
     "archive": {
         "choices": ("ptbxl", "code15", "physionet2021", "mimic-iv-ecg"),
@@ -108,117 +199,26 @@ LABELS: dict[str, Option] = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    synth: dict[str, Option] = {
-        "out": {"metavar": "OUT", "help": "an empty or new folder"},
-        "--patients": {
-            "type": _number(int, 1),
-            "default": 100,
-            "help": "PTB-XL patients, and as many other records (100)",
-        },
-        "--two-sessions": SHARE
-        | {"default": 0.11, "help": "share of PTB-XL patients with two recordings (0.11)"},
-        "--seed": SEED | {"help": "the same seed gives the same bytes (0)"},
-        "--layout": {
-            "choices": ("physionet2021", "ptbxl"),
-            "default": "physionet2021",
-            "help": "file layout (physionet2021)",
-        },
-        "--workers": WORKERS | {"default": 1, "help": "worker processes (1)"},
-    }
-    shard: dict[str, Option] = {
-        "sources": {
-            "metavar": "SRC",
-            "nargs": "+",
-            "help": "folder or s3:// address of an archive",
-        },
-        "--out": {"metavar": "DATASET", "required": True, "help": "where to write the dataset"},
-        "--source": SOURCE,
-        "--patients": PATIENTS,
-        "--format": {
-            "choices": ("tar", "zarr", "both"),
-            "default": "tar",
-            "help": "storage format of the samples (tar)",
-        },
-        "--plan": PLAN
-        | {"help": "roles by patient, all for pre-training, or roles by crop, which leaks (paper)"},
-        "--dx-sources": NAMES
-        | {"help": "sources for diagnosis train, valid and test (cpsc_2018 georgia)"},
-        "--id-sources": NAMES | {"help": "sources for gallery and probe (ptb-xl)"},
-        "--pretrain-sources": NAMES
-        | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
-        "--pretrain-implausible": {
-            "action": "store_true",
-            "help": "also pre-train on records whose scale seems wrong",
-        },
-        "--id-share": SHARE
-        | {"help": "largest share of a source's patients in gallery and probe (0.15)"},
-        "--seed": SEED | {"help": "seed of the crop order and of the roles (0)"},
-        "--workers": WORKERS,
-        "--cluster": {
-            "metavar": "tcp://HOST:8786",
-            "help": "run on this Dask cluster instead of local processes",
-        },
-        "--pseudonymize": {
-            "metavar": "KEYFILE",
-            "help": "replace record and patient ids with keyed hashes",
-        },
-        "--anonymous": ANONYMOUS,
-        "--strict": {"action": "store_true", "help": "exit 2 if any record was refused"},
-    }
-    verify: dict[str, Option] = {
-        "dataset": {"metavar": "DATASET", "help": "folder or s3:// address of a dataset"},
-        "--archive": {
-            "metavar": "SRC",
-            "nargs": "+",
-            "default": [],
-            "help": "compare with the archives that it was made from",
-        },
-        "--source": SOURCE,
-        "--patients": PATIENTS,
-        "--fast": {
-            "action": "store_true",
-            "help": "check structure, tables and sizes only; do not read samples",
-        },
-        "--workers": WORKERS,
-        "--pseudonymize": {
-            "metavar": "KEYFILE",
-            "help": "the key file that the dataset was made with, for --archive",
-        },
-        "--anonymous": ANONYMOUS,
-    }
-    show: dict[str, Option] = {
-        "what": {
-            "metavar": "DATASET|RECORD",
-            "help": "a dataset, a WFDB header file or a hospital's ECG file",
-        },
-        "--crop": {
-            "metavar": "ROW",
-            "type": _number(int, 0),
-            "help": "show one crop of the dataset instead of the summary",
-        },
-        "--anonymous": ANONYMOUS,
-        "--png": {"metavar": "FILE", "help": "save a figure as .png, .svg or .pdf"},
-    }
     table = (
-        ("synth", _synth, synth, "make a synthetic archive", "archive --patients 1000"),
+        ("synth", _synth, SYNTH, "make a synthetic archive", "archive --patients 1000"),
         (
             "shard",
             _shard,
-            shard,
+            SHARD,
             "make a dataset from archives, or finish one",
             "archive --out dataset --workers 8",
         ),
         (
             "verify",
             _verify,
-            verify,
+            VERIFY,
             "check a dataset; exit 0 only if there are no findings",
             "dataset --archive archive",
         ),
         (
             "show",
             _show,
-            show,
+            SHOW,
             "print or draw a dataset, one of its crops, or a record",
             "dataset --crop 7 --png ecg.png",
         ),

@@ -344,21 +344,10 @@ def _draw_bars(
 ) -> None:
     """A stacked bar for each name, longest first, with its total after it. `wide_range`: use a
     logarithmic scale if the longest is more than 50 times the shortest."""
-    from matplotlib.ticker import MaxNLocator
-
     totals = {name: sum(parts.values()) for name, parts in counts.items()}
     order = sorted(totals, key=lambda name: (-totals[name], name))
     known = [total for total in totals.values() if total] or [1]
-    lowest, highest = min(known), max(known)
-    start = 0.0
-    axes.set_xlim(0, highest * 1.14)
-    if wide_range and highest / lowest > 50:
-        start = lowest / 2
-        axes.set_xscale("log")
-        axes.set_xlim(start, highest * (highest / lowest) ** 0.14)
-        axes.set_xlabel("crops, logarithmic scale", fontsize=8, color=GREY, family=FONT)
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    start = _scale_bars(axes, min(known), max(known), wide_range)
     left = np.full(len(order), start)
     parts = dict.fromkeys(part for parts in counts.values() for part in parts)
     rows = range(len(order))
@@ -373,6 +362,21 @@ def _draw_bars(
         axes.bar_label(bars, words, padding=4, size=8, family=FONT, color=INK)
     axes.set_yticks(rows, order, parse_math=False)
     _style_bars(axes, slots)
+
+
+def _scale_bars(axes: "Axes", lowest: int, highest: int, wide_range: bool) -> float:
+    """Sets the scale, with room for the totals. Returns where the bars start."""
+    from matplotlib.ticker import MaxNLocator
+
+    if wide_range and highest / lowest > 50:
+        start = lowest / 2
+        axes.set_xscale("log")
+        axes.set_xlim(start, highest * (highest / lowest) ** 0.14)
+        axes.set_xlabel("crops, logarithmic scale", fontsize=8, color=GREY, family=FONT)
+        return start
+    axes.set_xlim(0, highest * 1.14)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return 0.0
 
 
 def _style_bars(axes: "Axes", slots: float) -> None:

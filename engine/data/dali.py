@@ -57,11 +57,8 @@ def augment_graph(x_SLT: Node, p: Mapping[str, Node], config: AugmentConfig, tim
         return fn.cat(*(x[:, lead : lead + 1, :] for lead in chosen), axis=1)
 
     x = x_SLT
-    if config.threekg:  # the matrix product as a sum of column times row: DALI has none
-        turned = p["matrix"][:, :, 0:1] * x[:, 0:1, :]
-        for lead in ALL[1:]:
-            turned = turned + p["matrix"][:, :, lead : lead + 1] * x[:, lead : lead + 1, :]
-        x = turned
+    if config.threekg:
+        x = _matrix_product(p["matrix"], x)
     if config.noise_leads == config.output_leads:
         x = leads(x, config.output_leads)
     for kind in config.kinds:
@@ -76,6 +73,14 @@ def augment_graph(x_SLT: Node, p: Mapping[str, Node], config: AugmentConfig, tim
     if config.threekg and config.threekg.time_mask:
         x = x * outside_window(p, time)
     return x * p["keep"] if "keep" in p else x
+
+
+def _matrix_product(matrix: Node, x: Node) -> Node:
+    """A sum of column times row: DALI has no matrix product."""
+    total = matrix[:, :, 0:1] * x[:, 0:1, :]
+    for lead in ALL[1:]:
+        total = total + matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :]
+    return total
 
 
 def _wave(kind: str, p: Mapping[str, Node], config: AugmentConfig, time: Axis) -> Node:

@@ -28,6 +28,11 @@ from omnilead.engine.model.quantizer import Quantizer
 @torch.no_grad()
 def initialise(model: nn.Module, generator: torch.Generator | None = None) -> None:
     """Draw all weights in the order of the modules: the same generator gives the same weights."""
+    _initialise_layers(model, generator)
+    _initialise_transformer(model, generator)
+
+
+def _initialise_layers(model: nn.Module, generator: torch.Generator | None) -> None:
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
@@ -48,7 +53,11 @@ def initialise(model: nn.Module, generator: torch.Generator | None = None) -> No
             )
             module.gain.copy_(module.direction.square().sum((0, 1), keepdim=True).sqrt())
             nn.init.zeros_(module.bias)
-    for module in model.modules():  # overwrites what was drawn above for their linear layers
+
+
+def _initialise_transformer(model: nn.Module, generator: torch.Generator | None) -> None:
+    """Overwrites what _initialise_layers drew for the linear layers of these modules."""
+    for module in model.modules():
         if isinstance(module, Encoder):
             if module.mask_embedding is not None:
                 nn.init.uniform_(module.mask_embedding, 0, 1, generator)

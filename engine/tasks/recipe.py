@@ -57,9 +57,20 @@ def finetuning(
     batch = max(1, min(BATCH, crops // 10) // world) * world
     if "batch_crops" in given:
         batch = wanted.train.batch_crops
-    epoch = max(1, crops // batch)
+    chosen = choose_training(wanted, batch, max(1, crops // batch))
+    if length_given:
+        del chosen["steps"]
+    chosen |= saved_training(wanted, chosen)
+    settled = build(merge({"train": chosen, "task": {"kind": task.kind}}, tree), FinetuneConfig)
+    if os.environ.get("RANK", "0") == "0":
+        say(what_was_chosen(settled, crops, guessed))
+    return settled
+
+
+def choose_training(wanted: FinetuneConfig, batch: int, epoch: int) -> dict[str, Any]:
+    """Settings for a data set that is `epoch` batches long."""
     model = read_start(wanted.start, wanted.code).model
-    chosen: dict[str, Any] = {
+    return {
         "batch_crops": batch,
         "validate_every": min(epoch, VALIDATE),
         "valid_batches": 1000,
@@ -67,19 +78,18 @@ def finetuning(
         "lr": LR if model.encoder else min(LR, LR_WIDTH / model.width),
         "schedule": "warmup_cosine",
         "precision": "auto",
+        "steps": min(EPOCHS * epoch, STEPS),
     }
-    if not length_given:
-        chosen["steps"] = min(EPOCHS * epoch, STEPS)
+
+
+def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run to be resumed, perhaps on another number of ranks, had chosen."""
     before = Path(wanted.run, "config.yaml")
     saved = read_mapping(before) if before.is_file() else {}
-    if (saved.get("task") or {}).get("name") == wanted.task.name:
-        # resuming, perhaps with another number of ranks
-        train = saved.get("train") or {}
-        chosen |= {name: train[name] for name in chosen if name in train}
-    settled = build(merge({"train": chosen, "task": {"kind": task.kind}}, tree), FinetuneConfig)
-    if os.environ.get("RANK", "0") == "0":
-        say(what_was_chosen(settled, crops, guessed))
-    return settled
+    if (saved.get("task") or {}).get("name") != wanted.task.name:
+        return {}
+    train = saved.get("train") or {}
+    return {name: train[name] for name in chosen if name in train}
 
 
 def with_task(tree: dict[str, Any]) -> dict[str, Any]:
