@@ -62,7 +62,7 @@ def test_no_module_shadows_the_standard_library(path: Path) -> None:
 
 # What a reader must hold in mind. Size counts in tokens, because lines can be packed.
 TOKENS_A_LINE = 13.6  # of a module: names, numbers, strings and operators on a line of code
-NODES = 490  # of a function's syntax tree
+NODES = 420  # of a function's syntax tree
 NAMES = 24  # that a function assigns, arguments included
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 

@@ -195,9 +195,7 @@ class Loader:
         # fail early if the batch cannot be divided
         self.order.slice(0, rank, world, micro=config.micro_batch)
         self.crops = config.batch_crops // world
-        if rows:
-            roles["rows"] = [sha256(some.tobytes()).hexdigest() for some in rows]
-        self.recipe = self._recipe(datasets, roles)
+        self.recipe = self._recipe(datasets, rows, roles)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
         self.measured = measured_leads(datasets) if config.augment.changes_zeros else None
         self.augmenter = Augmenter(config.augment, config.views, config.seed, device)
@@ -370,9 +368,13 @@ class Loader:
         ahead = max(4, together) * len(remote)
         return Staging(remote, cache_dir, self.config.cache_bytes, order, together, ahead)
 
-    def _recipe(self, datasets: Sequence[Dataset], roles: dict[str, Any]) -> dict[str, Any]:
+    def _recipe(
+        self, datasets: Sequence[Dataset], rows: Sequence[np.ndarray], roles: dict[str, Any]
+    ) -> dict[str, Any]:
         """Everything besides `crops_seen` that determines the next batch, as JSON."""
         config = self.config
+        if rows:
+            roles = roles | {"rows": [sha256(some.tobytes()).hexdigest() for some in rows]}
         augment = json.loads(json.dumps(dataclasses.asdict(config.augment)))
         if not augment["extra"]:  # older recipes lack it
             del augment["extra"]
