@@ -8,7 +8,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
 help:
 	@echo "make test   install into .venv and run all tests"
-	@echo "make demo   install into .venv; archive -> dataset -> pre-trained model, compared with random weights and the mean beat"
+	@echo "make demo   install into .venv; archive -> dataset -> a minute of pre-training; the shipped model beside it and the baselines"
 	@echo "make lint   run ruff and mypy"
 	@echo "make bench  measure this machine for 15 minutes (rerun to continue); tables in benchmarks/RESULTS.md"
 	@echo "make bench-gpu   the same on a GPU, 15 minutes including checks and tests (rerun to continue)"
@@ -28,15 +28,15 @@ test: .venv/installed
 
 demo: .venv/installed
 	rm -rf demo
-	$(RUN) -m omnilead synth demo/archive --patients 3000 --layout ptbxl --workers 2
+	$(RUN) -m omnilead synth demo/archive --patients 1000 --layout ptbxl --workers 2
 	$(RUN) -m omnilead shard demo/archive --out demo/dataset --format both --dx-sources ptb-xl --workers 2
 	$(RUN) -m omnilead verify demo/dataset --archive demo/archive
 	$(RUN) -m omnilead show demo/dataset --png demo/summary.png > demo/summary.txt
 	$(RUN) -m omnilead show demo/dataset --crop 0 --png demo/ecg.png
 	$(BIN)/python -m omnilead.engine.report.picture demo/augmentations.png --data demo/dataset
-	$(BIN)/python -m omnilead pretrain --config small --data demo/dataset --out demo/run --set train.steps=500 --set train.batch_crops=32 \
+	$(BIN)/python -m omnilead pretrain --config small --data demo/dataset --out demo/run --set train.steps=200 --set train.batch_crops=32 \
 	    --set train.lr=1e-3 --set train.validate_every=0
-	$(BIN)/python -m omnilead bench --models pre-trained=demo/run --data demo/dataset --tasks diagnosis --leads 12 1 --share 0.03 0.1 1 --out demo/bench
+	$(BIN)/python -m omnilead bench --models small a-minute=demo/run --data demo/dataset --tasks diagnosis --leads 12 --share 0.1 1 --out demo/bench
 	@echo "see demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/run/report.html, demo/bench/bench.png"
 
 lint: .venv/installed

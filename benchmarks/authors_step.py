@@ -7,24 +7,25 @@ computes it.
     gradients divided by the masked tokens -> Adam, one tensor after another
 
 This is not their code, but uses their definitions, layouts and operators, without their data path,
-logging and checkpoints. Weights have the authors' names, so that engine.interop.fairseq.to_theirs
-converts ours; tests/benchmarks/test_step.py shows that the same weights and draws give the same
-loss and gradients as engine.model.pretrainer.
+logging and checkpoints. Only the weights are those of our Pretrainer, so that the same weights and
+draws can be shown to give the same loss and gradients (tests/benchmarks/test_step.py).
 
 Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encoding,
 transformer_encoder, multi_head_attention, gumbel_vector_quantizer), models/wav2vec2/, criterions/
 (wav2vec2, cmsc), data/data_utils.py, optim/adam.py, trainer.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import ScaleGradient
+from omnilead.engine.model.objectives import perplexity
+from omnilead.engine.model.pretrainer import Pretrainer
 
 
 class AuthorsDraws(NamedTuple):
@@ -36,197 +37,88 @@ class AuthorsDraws(NamedTuple):
 class AuthorsStep(nn.Module):
     """Computes the loss of a batch, summed over masked tokens, and the number of masked tokens."""
 
-    def __init__(self, config: ModelConfig, objective: ObjectiveConfig) -> None:
+    def __init__(self, model: Pretrainer) -> None:
         super().__init__()
-        self.config, self.objective = config, objective
-        self.feature_extractor = AuthorsConvolutions(config)
-        self.layer_norm = nn.LayerNorm(config.feature_width)
-        same = config.feature_width == config.width
-        self.post_extract_proj: nn.Module = (
-            nn.Identity() if same else nn.Linear(config.feature_width, config.width)
-        )
-        self.mask_emb = nn.Parameter(torch.empty(config.width).uniform_())
-        self.conv_pos = AuthorsPositions(config)
-        self.encoder = AuthorsTransformer(config)
-        self.quantizer = AuthorsQuantizer(config)
-        self.project_q = nn.Linear(config.code_width, config.projection)
-        self.final_proj = nn.Linear(config.width, config.projection)
+        self.encoder, self.local = model.encoder, model.local
+        self.config, self.objective = model.config, model.objective
 
     def forward(
         self, source: Tensor, patient_id: Tensor, tau: float, draws: AuthorsDraws | None = None
     ) -> tuple[Tensor, int]:
-        config, rows = self.config, len(source)
-        features: Tensor = ScaleGradient.apply(self.feature_extractor(source), config.feature_grad)  # type: ignore[no-untyped-call]
+        config, weights, rows = self.config, self.objective, len(source)
+        features = ScaleGradient.apply(self.convolve(source), config.feature_grad)
         features_pen = features.float().pow(2).mean()
-        features = self.layer_norm(features.transpose(1, 2))
+        features = self.encoder.feature_norm(features.transpose(1, 2))
         unmasked = F.dropout(features.clone(), config.feature_dropout, self.training)
-        x = F.dropout(self.post_extract_proj(features), config.input_dropout, self.training)
+        x = F.dropout(self.encoder.project(features), config.input_dropout, self.training)
         if draws is None:
-            draws = draw(config, self.objective.negatives, rows, x.shape[1], x.device)
+            draws = draw(config, weights.negatives, rows, x.shape[1], x.device)
         mask = torch.from_numpy(draws.mask_indices).to(x.device)
-        x[mask] = self.mask_emb.to(x.dtype)
+        x[mask] = self.encoder.mask_embedding.to(x.dtype)
         y = unmasked[mask].view(rows, -1, config.feature_width)
-        x = self.encoder(x + self.conv_pos(x))
-        y, prob_perplexity = self.quantizer(y, tau, draws.gumbel_noise)
-        y = self.project_q(y)
+        x = self.transform(x)
+        y, prob_perplexity = self.quantize(y, tau, draws.gumbel_noise)
+        y = self.local.target(y)
         negatives = gather_negatives(y, draws.neg_idxs)
-        contexts = self.final_proj(x[mask].view(rows, -1, config.width))
-        logits = compute_preds(contexts, y, negatives, self.objective.temperature)
-        return self.total(logits, prob_perplexity, features_pen, x, patient_id), int(
-            mask.sum().item()
-        )
+        contexts = self.local.context(x[mask].view(rows, -1, config.width))
+        logits = compute_preds(contexts, y, negatives, weights.temperature)
+        loss = local_loss(logits) * weights.local
+        masked, codes = int(mask.sum().item()), config.codebooks * config.codes
+        loss = loss + weights.diversity * (codes - prob_perplexity) / codes * masked
+        loss = loss + weights.features * features_pen * masked
+        contrast = cmsc(x, patient_id, weights.temperature)
+        return loss + weights.contrast * contrast * masked, masked
 
-    def total(
-        self,
-        logits: Tensor,
-        prob_perplexity: Tensor,
-        features_pen: Tensor,
-        x: Tensor,
-        patient_id: Tensor,
-    ) -> Tensor:
-        weights = self.objective
-        logits = logits.transpose(0, 2).reshape(-1, logits.shape[0])
-        target = logits.new_zeros(len(logits), dtype=torch.long)
-        sample_size = len(target)
-        loss = F.cross_entropy(logits.float(), target, reduction="sum") * weights.local
-        with torch.no_grad():  # the accuracy that the authors log; it waits for the device
-            best, worst = logits.argmax(-1) == 0, logits.argmin(-1) == 0
-            _ = best.long().sum().item() - (best & worst).long().sum().item()
-        codes = self.config.codebooks * self.config.codes
-        loss = loss + weights.diversity * (codes - prob_perplexity) / codes * sample_size
-        loss = loss + weights.features * features_pen * sample_size
-        return loss + weights.contrast * cmsc(x, patient_id, weights.temperature) * sample_size
-
-
-class AuthorsConvolutions(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.conv_layers, inputs = nn.ModuleList(), config.leads
-        for i, (width, kernel) in enumerate(config.conv):
-            norm = [Fp32GroupNorm(width, width)] if i == 0 else []
-            conv = nn.Conv1d(inputs, width, kernel, stride=kernel, bias=False)
-            self.conv_layers.append(nn.Sequential(conv, nn.Dropout(0.0), *norm, nn.GELU()))
-            inputs = width
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.conv_layers:
-            x = layer(x)
+    def convolve(self, x: Tensor) -> Tensor:
+        for block in self.encoder.conv.blocks:
+            weight = block.weight.unflatten(1, (block.kernel, -1)).transpose(1, 2)
+            x = F.conv1d(x, weight, stride=block.kernel)
+            if (norm := block.norm) is not None:  # in float32
+                scale, shift = norm.weight.float(), norm.bias.float()
+                x = F.group_norm(x.float(), x.shape[1], scale, shift, norm.eps).type_as(x)
+            x = F.gelu(x)
         return x
 
-
-class AuthorsPositions(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width, kernel = config.width, config.position_kernel
-        conv = nn.Conv1d(width, width, kernel, padding=kernel // 2, groups=config.position_groups)
-        self.pos_conv = nn.Sequential(nn.utils.parametrizations.weight_norm(conv, dim=2))
-        self.surplus = 1 - kernel % 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.pos_conv(x.transpose(1, 2))
-        return F.gelu(y[:, :, : -self.surplus] if self.surplus else y).transpose(1, 2)
-
-
-class AuthorsTransformer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.dropout = config.dropout
-        self.layer_norm = nn.LayerNorm(config.width)
-        self.layers = nn.ModuleList(AuthorsLayer(config) for _ in range(config.layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(self.layer_norm(x), self.dropout, self.training)
+    def transform(self, x: Tensor) -> Tensor:
+        position, tokens = self.encoder.position, x.shape[1]
+        padding, groups = self.config.position_kernel // 2, position.groups
+        y = x.transpose(1, 2)
+        y = F.conv1d(y, position.weight(), position.bias, padding=padding, groups=groups)
+        x = x + F.gelu(y[:, :, :tokens]).transpose(1, 2)  # an even kernel gives one more
+        x = self.dropout(self.encoder.norm(x))
         x = x.transpose(0, 1)  # B x T x C -> T x B x C
-        for layer in self.layers:
-            x = layer(x)
+        for layer in self.encoder.layers:
+            x = layer.norm1(x + self.dropout(self.attend(layer.attention, x)))
+            hidden = F.dropout(F.gelu(layer.fc1(x)), self.config.activation_dropout, self.training)
+            x = layer.norm2(x + self.dropout(layer.fc2(hidden)))
         return x.transpose(0, 1)
 
+    def dropout(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.config.dropout, self.training)
 
-class Fp32GroupNorm(nn.GroupNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.group_norm(
-            x.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps
-        ).type_as(x)
-
-
-class AuthorsAttention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.width, self.heads, self.dropout = config.width, config.heads, config.attention_dropout
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            nn.Linear(config.width, config.width) for _ in range(4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        projections = self.q_proj, self.k_proj, self.v_proj
-        bias = torch.cat([projection.bias for projection in projections])
-        weights = dict(
-            zip(
-                ("q_proj_weight", "k_proj_weight", "v_proj_weight"),
-                (p.weight for p in projections),
-                strict=True,
-            )
-        )
+    def attend(self, attention: Any, x: Tensor) -> Tensor:
+        config, qkv, out = self.config, attention.qkv, attention.out
+        query, key, value = qkv.weight.chunk(3)
+        weights = {"q_proj_weight": query, "k_proj_weight": key, "v_proj_weight": value}
         how = {"training": self.training, "need_weights": False, "use_separate_proj_weight": True}
-        heads = (self.width, self.heads, None, bias, None, None, False, self.dropout)
-        out, _ = F.multi_head_attention_forward(
-            x, x, x, *heads, self.out_proj.weight, self.out_proj.bias, **how, **weights
-        )
-        return out
+        shape = (config.width, config.heads, None, qkv.bias, None, None, False)
+        last = (config.attention_dropout, out.weight, out.bias)
+        return F.multi_head_attention_forward(x, x, x, *shape, *last, **how, **weights)[0]
 
-
-class AuthorsLayer(nn.Module):
-    """A post-norm transformer layer for [T, B, C]."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.self_attn = AuthorsAttention(config)
-        self.self_attn_layer_norm = nn.LayerNorm(config.width)
-        self.fc1 = nn.Linear(config.width, config.ffn)
-        self.fc2 = nn.Linear(config.ffn, config.width)
-        self.final_layer_norm = nn.LayerNorm(config.width)
-        self.dropout1 = nn.Dropout(config.dropout)
-        self.dropout2 = nn.Dropout(config.activation_dropout)
-        self.dropout3 = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.self_attn_layer_norm(x + self.dropout1(self.self_attn(x)))
-        hidden = self.dropout2(F.gelu(self.fc1(x)))
-        y: Tensor = self.final_layer_norm(x + self.dropout3(self.fc2(hidden)))
-        return y
-
-
-class AuthorsQuantizer(nn.Module):
-    """Multiplies one-hot vectors by the codebook, [R * M, G * V, width / G] numbers, and sums over
-    V."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.groups, self.codes = config.codebooks, config.codes
-        self.vars = nn.Parameter(
-            torch.empty(1, self.groups * self.codes, config.code_width // self.groups).uniform_()
-        )
-        self.weight_proj = nn.Linear(config.feature_width, self.groups * self.codes)
-
-    def forward(self, x: Tensor, tau: float, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, tau: float, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Multiplies one-hot vectors by the codebook, [R * M, G * V, width / G] numbers, and sums
+        over V."""
         rows, masked, width = x.shape
-        x = self.weight_proj(x.reshape(-1, width)).view(rows * masked * self.groups, -1)
-        hard = (
-            x.new_zeros(*x.shape)
-            .scatter_(-1, x.max(-1)[1].view(-1, 1), 1.0)
-            .view(rows * masked, self.groups, -1)
-        )
-        perplexity(hard.float().mean(0))  # of the codes; the authors log it
-        prob_perplexity = perplexity(
-            torch.softmax(x.view(rows * masked, self.groups, -1).float(), -1).mean(0)
-        )
-        x = gumbel_softmax(x.float(), tau, noise).type_as(x).view(rows * masked, -1)
-        products = (x.unsqueeze(-1) * self.vars).view(rows * masked, self.groups, self.codes, -1)
-        return products.sum(-2).view(rows, masked, -1), prob_perplexity
-
-
-def perplexity(share: Tensor) -> Tensor:
-    return torch.exp(-torch.sum(share * torch.log(share + 1e-7), dim=-1)).sum()
+        tokens, groups, codes = rows * masked, self.config.codebooks, self.config.codes
+        x = self.local.quantizer.logits(x.reshape(-1, width)).view(tokens * groups, codes)
+        hard = torch.zeros_like(x).scatter_(-1, x.max(-1)[1].view(-1, 1), 1.0)
+        # of the codes; the authors log it
+        perplexity(hard.view(tokens, groups, codes).float().mean(0))
+        soft = torch.softmax(x.view(tokens, groups, codes).float(), -1)
+        x = gumbel_softmax(x.float(), tau, noise).type_as(x).view(tokens, -1)
+        products = x.unsqueeze(-1) * self.local.quantizer.codebook.flatten(0, 1)
+        quantized = products.view(tokens, groups, codes, -1).sum(-2)
+        return quantized.view(rows, masked, -1), perplexity(soft.mean(0))
 
 
 def gumbel_softmax(logits: Tensor, tau: float, noise: Tensor) -> Tensor:
@@ -255,6 +147,15 @@ def compute_preds(x: Tensor, y: Tensor, negatives: Tensor, temperature: float) -
     return logits
 
 
+def local_loss(logits: Tensor) -> Tensor:
+    logits = logits.transpose(0, 2).reshape(-1, logits.shape[0])
+    target = logits.new_zeros(len(logits), dtype=torch.long)
+    with torch.no_grad():  # the accuracy that the authors log; it waits for the device
+        best, worst = logits.argmax(-1) == 0, logits.argmin(-1) == 0
+        _ = best.long().sum().item() - (best & worst).long().sum().item()
+    return F.cross_entropy(logits.float(), target, reduction="sum")
+
+
 def cmsc(x: Tensor, patient_id: Tensor, temperature: float) -> Tensor:
     """CMSC: first halves against second halves in both directions; positives are pairs of the same
     patient."""
@@ -279,11 +180,8 @@ def draw(
     neg_idxs[neg_idxs >= own] += 1
     for row in range(1, rows):
         neg_idxs[row] += row * masked
-    noise = (
-        -torch.empty(rows * masked * config.codebooks, config.codes, device=device)
-        .exponential_()
-        .log()
-    )
+    shape = rows * masked * config.codebooks, config.codes
+    noise = -torch.empty(shape, device=device).exponential_().log()
     return AuthorsDraws(mask, neg_idxs, noise)
 
 
@@ -294,13 +192,11 @@ def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndar
     chosen = []
     for _ in range(rows):
         starts = np.random.choice(tokens - config.mask_span, spans, replace=False)
-        steps = np.asarray(
-            [start + offset for start in starts for offset in range(config.mask_span)]
-        )
+        steps = np.asarray([start + ahead for start in starts for ahead in range(config.mask_span)])
         chosen.append(np.unique(steps[steps < tokens]))
     fewest, mask = min(len(steps) for steps in chosen), np.full((rows, tokens), False)
     for row, steps in enumerate(chosen):
-        mask[
-            row, np.random.choice(steps, fewest, replace=False) if len(steps) > fewest else steps
-        ] = True
+        if len(steps) > fewest:
+            steps = np.random.choice(steps, fewest, replace=False)
+        mask[row, steps] = True
     return mask

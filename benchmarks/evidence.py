@@ -27,18 +27,20 @@ from typing import Any
 
 from benchmarks import report, tables
 from benchmarks.run import environment
-from omnilead.engine.common import (
-    ConfigError,
-    Parser,
-    find_config,
-    positive,
-    read_yaml,
-    write_whole,
+from omnilead.data_tools.cli import Parser, tell
+from omnilead.engine.commandline import positive, read_yaml
+from omnilead.engine.common import ConfigError, find_config, write_whole
+from omnilead.engine.inference.commands import exit_code
+from omnilead.engine.reproduce.jobs import (
+    WorkDir,
+    duration,
+    on_this_machine,
+    read_json,
+    run_jobs,
+    write_json,
 )
-from omnilead.engine.reproduce.jobs import duration, on_this_machine, run_jobs
 from omnilead.engine.reproduce.paper import ReproductionScale, as_arguments
 from omnilead.engine.reproduce.plan import Job
-from omnilead.engine.reproduce.workdir import WorkDir, read_json, write_json
 
 Tree = dict[str, Any]
 COMMANDS = "commands.json"
@@ -50,40 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "plan",
-        metavar="PLAN",
-        help="smoke, cpu, gpu, or a YAML file like those in configs/evidence",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="for archives, datasets, runs and scores",
-    )
-    parser.add_argument(
-        "--only",
-        default="",
-        metavar="NAME",
-        help="steps whose names begin so, such as bench or real",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="steps at a time, each with its share of cores (1)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print every command, and run nothing"
-    )
+    add = parser.add_argument
+    add("plan", metavar="PLAN", help="smoke, cpu, gpu, or a file like those in configs/evidence")
+    add("--out", type=Path, required=True, metavar="DIR", help="for datasets, runs and scores")
+    add("--only", default="", metavar="NAME", help="steps whose names begin so: bench, real, ...")
+    add("--jobs", type=positive, default=1, metavar="N", help="steps at a time (1)")
+    add("--dry-run", action="store_true", help="print every command, and run nothing")
     options = parser.parse_args(arguments)
-    try:
-        return run(options)
-    except (ConfigError, OSError) as error:
-        print(f"benchmarks.evidence: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return exit_code("benchmarks.evidence", lambda: run(options))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -104,10 +80,7 @@ def run(options: argparse.Namespace) -> int:
             jobs, folder, executor, lambda: options.jobs, lambda job: None
         )
     for name, why in failed.items():
-        print(
-            f"benchmarks.evidence: {name} failed: {why}; its output: {folder.path}/jobs",
-            file=sys.stderr,
-        )
+        tell(f"benchmarks.evidence: {name} failed: {why}; its output: {folder.path}/jobs")
     write_record(folder, tree, options.plan)
     return 130 if interrupted else 1 if failed else 0
 
@@ -209,63 +182,63 @@ def forecast(jobs: Sequence[Job], folder: WorkDir, at_once: int) -> str:
 
 def without_absent(jobs: list[Job], folder: WorkDir) -> list[Job]:
     """Leaves out the steps real-* if the folders with real ECGs are absent."""
+    words: list[str] = []
     for job in jobs:
-        if job.name != "real-data" or folder.done(job):
-            continue
-        for path in [word for word in job.command if "/" in word]:
-            if not path.startswith(str(folder.path)) and not Path(report.ROOT, path).exists():
-                print(
-                    f"{path}: no such folder: the steps real-* are skipped: name ECGs of yours in "
-                    "the plan's `real`",
-                    flush=True,
-                )
-                return [other for other in jobs if not other.name.startswith("real-")]
+        if job.name == "real-data" and not folder.done(job):
+            words += [word for word in job.command if "/" in word]
+    for path in words:
+        if not path.startswith(str(folder.path)) and not Path(report.ROOT, path).exists():
+            print(
+                f"{path}: no such folder: the steps real-* are skipped: name ECGs of yours in "
+                "the plan's `real`",
+                flush=True,
+            )
+            return [job for job in jobs if not job.name.startswith("real-")]
     return jobs
 
 
 def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     """DIR/evidence.json, .md and .png, of all scores that are there. Names the steps that are done
     but never ran here."""
+    steps, place = read_plan(tree, folder.path), folder.path
     found = {
-        "synthetic": read_json(folder.path / "bench/bench.json"),
-        "real": read_json(folder.path / "real-scores/bench.json"),
+        "synthetic": read_json(place / "bench/bench.json"),
+        "real": read_json(place / "real-scores/bench.json"),
+        "fine-tuned": tuned_models(steps, folder),
     }
-    steps = read_plan(tree, folder.path)
-    tuned = [
-        one
-        for step in steps
-        if step.kind == "evaluate" and (one := read_json(folder.path / step.result))
-    ]
-    rows = {key: [row for one in tuned for row in one[key]] for key in ("rows", "differences")}
-    notes = [*dict.fromkeys(note for one in tuned for note in one["notes"])]
-    found["fine-tuned"] = {**tuned[-1], **rows, "notes": notes} if tuned else {}
-    results = {name: one | {"data": Path(one["data"]).name} for name, one in found.items() if one}
+    results = {}
+    for name, document in found.items():
+        if document:
+            notes = [note.replace(f"{place}/", "") for note in document["notes"]]
+            results[name] = document | {"data": Path(document["data"]).name, "notes": notes}
     if not results:
         return print("no scores yet", flush=True)
-    record = environment() | {
-        "benchmark": "evidence",
-        "config": {"plan": plan} | tree,
-        "results": results,
-    }
+    record = environment() | {"benchmark": "evidence", "results": results}
     del record["page_cache"]  # nothing was timed
-    record["config"]["device"] = "cuda" if record["hardware"]["gpus"] else "cpu"
-    outside = [
-        step.name
-        for step in steps
-        if (folder.path / step.result).exists() and not folder.file(step, "json").exists()
-    ]
+    device = "cuda" if record["hardware"]["gpus"] else "cpu"
+    record["config"] = {"plan": plan, **tree, "device": device}
+    done = [step for step in steps if (place / step.result).exists()]
+    outside = [step.name for step in done if not folder.file(step, "json").exists()]
     record["input"] = {"archive": f"plan {plan}", "made_outside": outside}
-    write_json(folder.path / "evidence.json", record)
-    (part,) = report.load(folder.path / "evidence.json")
-    write_whole(
-        folder.path / "evidence.md",
-        "\n\n".join([tables.headline(part), *report.published(part)]) + "\n",
-    )
+    write_json(place / "evidence.json", record)
+    (part,) = report.load(place / "evidence.json")
+    blocks = [tables.headline(part), *report.published(part)]
+    write_whole(place / "evidence.md", "\n\n".join(blocks) + "\n")
     if {"synthetic", "real"} & results.keys():
-        report.share_curves(part).savefig(folder.path / "evidence.png", dpi=150)
-    print(
-        f"{folder.path}: evidence.json, evidence.md, evidence.png: {', '.join(results)}", flush=True
-    )
+        report.share_curves(part).savefig(place / "evidence.png", dpi=150)
+    print(f"{place}: evidence.json, evidence.md, evidence.png: {', '.join(results)}", flush=True)
+
+
+def tuned_models(steps: Sequence[Job], folder: WorkDir) -> Tree:
+    """The scores of all fine-tuned models together."""
+    whole: Tree = {}
+    for step in steps:
+        one = read_json(folder.path / step.result) if step.kind == "evaluate" else {}
+        for key in ("rows", "differences", "notes") if one else ():
+            earlier = whole.get(key, [])
+            one[key] = earlier + [each for each in one[key] if each not in earlier]
+        whole |= one
+    return whole
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ import numpy as np
 
 import omnilead
 from benchmarks.measure import say
+from omnilead.data_tools.cli import Parser
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.errors import DataError
-from omnilead.engine.common import ConfigError, Parser
+from omnilead.engine.common import ConfigError
 from omnilead.engine.evaluation.bench import (
     Found,
     Scored,
+    add_weighted,
     by_class,
     compared,
     over_classes,
@@ -41,9 +42,10 @@ from omnilead.engine.evaluation.results import (
     nullable,
     score_task,
 )
+from omnilead.engine.inference.commands import exit_code
 from omnilead.engine.inference.trained_model import THRESHOLD
 from omnilead.engine.report.bench_report import write
-from omnilead.engine.reproduce.workdir import read_json
+from omnilead.engine.reproduce.jobs import read_json
 
 RANDOM = "random"
 
@@ -60,11 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", required=True, metavar="DATASET")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    try:
-        return score(options)
-    except (ConfigError, DataError, OSError) as error:
-        print(f"benchmarks.finetuned: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return exit_code("benchmarks.finetuned", lambda: score(options))
 
 
 def score(options: argparse.Namespace) -> int:
@@ -89,8 +87,8 @@ def score(options: argparse.Namespace) -> int:
         for run, weight_B in weighted(runs):
             say(f"{run.name} on {options.leads} leads ...")
             facts, of = scores_of(run, dataset, options.leads)
+            add_weighted(samples, of, weight_B)
             for name, of_B in of.items():
-                samples[name] = samples.get(name, 0) + weight_B * of_B
                 each.setdefault(name, []).append(float(of_B[0]))
         found[start, options.task, options.leads, None, 0.0] = facts | {"each": each}, samples
         notes += [

@@ -2,7 +2,7 @@
 does the model learn?
 
     python -m benchmarks.first_run DIR --device cuda                   then `pytest -m gpu` and `make bench-gpu`
-    python -m benchmarks.first_run DIR --device cuda --only profile|train --set train.compile=step
+    python -m benchmarks.first_run DIR --device cuda --only profile|train
 
 Each check runs in its own process with its own time limit, the most useful first.
 DIR/first_run.json is written after each; the same command again runs only what is missing or
@@ -20,30 +20,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.e2e import LoopRun, precision, pretrain
 from benchmarks.measure import CaseError, call_fresh, make_dataset, say
 from omnilead.data_tools.cli import Parser
-from omnilead.engine.common import write_whole
+from omnilead.engine.commandline import positive
+from omnilead.engine.reproduce.jobs import read_json, write_json
 
-PACKAGES = (
-    "torch",
-    "deepspeed",
-    "nvidia.dali",
-    "zarr",
-    "wfdb",
-    "webdataset",
-    "soundfile",
-    "s3fs",
-    "distributed",
-    "pytest",
-)
-NEEDED = {"torch", "deepspeed", "zarr", "wfdb"}
+NEEDED = ("torch", "deepspeed", "zarr", "wfdb")
+OPTIONAL = ("nvidia.dali", "webdataset", "soundfile", "s3fs", "distributed", "pytest")
 TOP = 25  # lines of a profile
 Found = dict[str, Any]
+Check = tuple[str, float, Callable[[], Found]]  # name, time limit in seconds, function
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,37 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("dir", metavar="DIR", type=Path)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument(
-        "--model", default="paper", help="paper, or the name of a config in configs/pretrain"
-    )
-    parser.add_argument(
-        "--only",
-        default="",
-        metavar="REGEX",
-        help="run only these checks: install, smoke, profile, train",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="a.b=c",
-        help="a setting for profile and train",
-    )
-    parser.add_argument(
-        "--batch", type=int, default=256, help="crops per step in profile and train (default: 256)"
-    )
-    parser.add_argument(
-        "--crops", type=int, default=24_000, help="size of the synthetic dataset (default: 24000)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=240, help="duration of training (default: 240)"
-    )
+    add = parser.add_argument
+    add("dir", metavar="DIR", type=Path)
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--model", default="paper", help="paper, or the name of a config in configs/pretrain")
+    add("--only", default="", metavar="REGEX", help="of checks: install, smoke, profile, train")
+    add("--batch", type=positive, default=256, help="crops a step in profile and train (256)")
+    add("--crops", type=positive, default=24_000, help="of the synthetic dataset (24000)")
+    add("--seconds", type=positive, default=240, help="duration of training (240)")
     options = parser.parse_args(arguments)
     options.dir.mkdir(parents=True, exist_ok=True)
     place = options.dir / "first_run.json"
-    results: dict[str, Found] = json.loads(place.read_text()) if place.exists() else {}
+    results: dict[str, Found] = read_json(place)
     for name, limit_s, check in checks(options):
         if "error" not in results.get(name, {"error": ""}) or not re.search(options.only, name):
             continue
@@ -92,45 +63,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except CaseError as error:
             results[name] = {"error": str(error)}
         results[name]["took_s"] = round(time.monotonic() - began, 1)
-        write_whole(place, json.dumps(results, indent=1) + "\n")
+        write_json(place, results)
         say(f"{name}: {json.dumps(results[name])[:300]}")
     return int(any("error" in result for result in results.values()))
 
 
-def checks(options: argparse.Namespace) -> Iterator[tuple[str, float, Callable[[], Found]]]:
-    """(name, time limit in seconds, function) of each check."""
-    place, backends = options.dir.absolute(), ["torch"]
-    if options.device == "cuda":
-        backends += ["dali"] if installed("nvidia.dali") else []
-    run = LoopRun(
-        str(place / "dataset"),
-        "",
-        options.device,
-        options.model,
-        options.batch,
-        settings=tuple(options.set),
-    )
+def checks(options: argparse.Namespace) -> Iterator[Check]:
+    place = options.dir.absolute()
+    how = (options.device, options.model, options.batch)
+    run = LoopRun(str(place / "dataset"), "", *how)
     yield "install", 120, install
     if not (place / "dataset" / "dataset.json").exists():
         make_dataset(place, options.crops, plan="paper", role_sources=every_source())
-    for backend in backends:
+    for backend in ("torch", "dali") if options.device == "cuda" else ("torch",):
         for model in dict.fromkeys(("small", options.model)):
             name = f"smoke {backend} {model}"
             settings = (f"pipeline.backend={backend}", "train.compile=eager")
-            one = replace(
-                run,
-                run=str(place / name.replace(" ", "-")),
-                model=model,
-                batch=min(16, options.batch),
-                settings=settings,
-            )
-            yield name, 120, partial(smoke, one)
-    yield "profile", 240, partial(profile, replace(run, run=str(place / f"profile-{os.getpid()}")))
-    yield (
-        "train",
-        options.seconds + 240,
-        partial(train, replace(run, run=str(place / f"train-{os.getpid()}")), options.seconds),
-    )
+            one = replace(run, model=model, batch=min(16, options.batch), settings=settings)
+            yield name, 120, partial(smoke, replace(one, run=str(place / name.replace(" ", "-"))))
+    tried = os.getpid()
+    yield "profile", 240, partial(profile, replace(run, run=str(place / f"profile-{tried}")))
+    training = partial(train, replace(run, run=str(place / f"train-{tried}")), options.seconds)
+    yield "train", options.seconds + 240, training
 
 
 def every_source() -> Any:
@@ -141,16 +95,9 @@ def every_source() -> Any:
     return RoleSources(pretrain=("all",), id_share=1.0)
 
 
-def installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def install() -> Found:
     found = {}
-    for name in PACKAGES:
+    for name in (*NEEDED, *OPTIONAL):
         try:
             found[name] = str(getattr(importlib.import_module(name), "__version__", "installed"))
         except Exception as error:  # a broken package can raise anything
@@ -160,30 +107,34 @@ def install() -> Found:
     return found
 
 
+def lines(run: LoopRun, file: str = "metrics.jsonl") -> list[str]:
+    return (Path(run.run) / file).read_text().splitlines()
+
+
 def smoke(run: LoopRun) -> Found:
     """Run two steps, a checkpoint, an export and a report."""
-    pretrain(run, f"{run.run}.txt", "train.steps=2", "train.log_every=1")
-    return json.loads((Path(run.run) / "metrics.jsonl").read_text().splitlines()[-1])  # type: ignore[no-any-return]
+    pretrain(run, "train.steps=2", "train.log_every=1")
+    found: Found = json.loads(lines(run)[-1])
+    return found
 
 
 def profile(run: LoopRun) -> Found:
     """Trace steps of the training loop: RUN/profile has the trace and the slowest operations."""
-    from omnilead.engine.training.profiler import WARM_UP
+    from omnilead.engine.training.tracking import WARM_UP
 
     steps = WARM_UP + run.steps + 1
-    pretrain(run, f"{run.run}.txt", f"train.steps={steps}", profiled=run.steps)
-    folder = Path(run.run)
-    operators = (folder / "profile" / "operators.txt").read_text().splitlines()
-    last: Found = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    return last | {"operators": operators[:TOP]}
+    pretrain(run, f"train.steps={steps}", options=("--profile", str(run.steps)))
+    operators = lines(run, "profile/operators.txt")
+    return json.loads(lines(run)[-1]) | {"operators": operators[:TOP]}
 
 
 def train(run: LoopRun, seconds: float) -> Found:
     """Train for this many seconds; then run a linear probe on the model's embeddings and on those
     of random weights."""
     from benchmarks.embed import untrained
-    from omnilead.engine import embed
     from omnilead.engine import pretrain as program
+    from omnilead.engine.evaluation.probe import probe_model
+    from omnilead.engine.evaluation.results import nullable
     from omnilead.engine.training.loop import Loop
 
     def until_stopped(loop: Loop, *_: Any) -> bool:
@@ -193,34 +144,17 @@ def train(run: LoopRun, seconds: float) -> Found:
         return original(loop)
 
     original, Loop.train = Loop.train, until_stopped  # type: ignore[method-assign]
-    pretrain(
-        run,
-        f"{run.run}.txt",
-        "train.steps=1000000",
-        "train.log_every=10",
-        "train.validate_every=250",
-    )
+    pretrain(run, "train.steps=1000000", "train.log_every=10", "train.validate_every=250")
     if program.main(["--export", run.run]):
         raise CaseError("the export failed")
-    lines = (Path(run.run) / "metrics.jsonl").read_text().splitlines()
-    untrained(Path(f"{run.run}-random"), run.model)
-    found: Found = {"first": json.loads(lines[0]), "last": json.loads(lines[-1])}
-    for name, model in (("trained", run.run), ("random", f"{run.run}-random")):
-        scores = f"{run.run}-{name}.json"
-        words = [
-            "--model",
-            model,
-            "--data",
-            run.dataset,
-            "--probe",
-            "--json",
-            scores,
-            "--device",
-            run.device,
-        ]
-        if embed.main([*words, "--precision", precision()]):
-            raise CaseError(f"the probe of {name} weights failed")
-        found[name] = json.loads(Path(scores).read_text())
+    random = f"{run.run}-random"
+    untrained(Path(random), run.model)
+    found: Found = {"first": json.loads(lines(run)[0]), "last": json.loads(lines(run)[-1])}
+    for name, model in (("trained", run.run), ("random", random)):
+        scores = probe_model(
+            model=model, data=[run.dataset], device=run.device, precision=precision()
+        )
+        found[name] = nullable(scores)
     return found
 
 

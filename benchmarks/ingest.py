@@ -1,19 +1,21 @@
 """Archive to dataset: records per second and per CPU-second, compared with other programs.
 
 The archive is synthetic (10 s records in the PhysioNet 2021 layout) and in the page cache after the
-warm-up. The others read the same files: `wfdb.rdrecord` in a loop, `scipy.io.loadmat` in a loop,
-and our re-creation of fairseq-signals' preprocess_physionet2021.py (wfdb for the header, loadmat,
-division by the gain, two float64 .mat files of 5 s per record), with our malloc settings.
+warm-up. The others read the same files: `wfdb.rdrecord` in a loop, and our re-creation of
+fairseq-signals' preprocess_physionet2021.py (wfdb for the header, loadmat, division by the gain,
+two float64 .mat files of 5 s per record), with our malloc settings.
 """
 
 import argparse
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.measure import Benchmark, Case, describe
+from benchmarks.measure import Cases, Result, describe
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import Dataset
@@ -22,116 +24,95 @@ from omnilead.data_tools.synthetic import archive as synth
 from omnilead.data_tools.verify import verify
 
 
-def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
+def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     """Make an archive of records at 500 Hz, and another one of the two databases with other
     rates."""
-    archive, others = work / "archive", work / "other-rates" / "training"
-    synth.synthesise(
-        archive, patients=(options.records or 2000) // 2, two_sessions=0, seed=11, progress=False
-    )
-    others.mkdir(parents=True)
+    archive, others = work / "archive", work / "other-rates"
+    patients = (options.records or 2000) // 2
+    synth.synthesise(archive, patients=patients, two_sessions=0, seed=11, progress=False)
+    (others / "training").mkdir(parents=True)
     for name in ("st_petersburg_incart", "ptb"):
-        (archive / "training" / name).rename(others / name)
-    dataset = shard(
-        open_sources(str(archive)), ShardOptions(str(work / "dataset"), format="both", quiet=True)
-    )
-    return Benchmark(describe(dataset, records=len(headers(archive, 10**9))), cases(archive, work))
-
-
-def cases(archive: Path, work: Path) -> dict[str, Case]:
-    return {
-        "read: omnilead": (read_omnilead, (archive,)),
-        "read: wfdb.rdrecord": (read_wfdb, (archive, 300)),
-        "read: scipy.io.loadmat": (read_loadmat, (archive, 1000)),
-        "ingest: omnilead, tar": (ingest, (archive, work, "tar", 1)),
-        "ingest: omnilead, tar, 2 workers": (ingest, (archive, work, "tar", 2)),
-        "ingest: omnilead, tar and zarr": (ingest, (archive, work, "both", 1)),
-        "ingest: omnilead, 257 and 1000 Hz (crops)": (
-            ingest,
-            (work / "other-rates", work, "tar", 1, True),
-        ),
-        "ingest: re-creation of fairseq-signals' preprocessing": (
-            ingest_like_fairseq,
-            (archive, work, 300),
-        ),
-        "verify": (check, (work / "dataset",)),
+        (archive / "training" / name).rename(others / "training" / name)
+    dataset = sharded(archive, work / "dataset")
+    cases = {
+        "read: omnilead": (read_omnilead, archive),
+        "read: wfdb.rdrecord": (read_wfdb, archive),
+        "ingest: omnilead, tar": (ingest_records, archive),
+        "ingest: omnilead, 257 and 1000 Hz (crops)": (ingest_crops, others),
+        "ingest: re-creation of fairseq-signals' preprocessing": (ingest_like_fairseq, archive),
+        "verify": (check, work / "dataset"),
     }
+    facts = describe(dataset, records=len(headers(archive)))
+    return facts, {name: (repeated, case) for name, case in cases.items()}
 
 
-def headers(archive: Path, most: int) -> list[Path]:
-    return sorted(archive.glob("training/*/g*/*.hea"))[:most]
+def repeated(work: Callable[[Path], float], place: Path) -> Iterator[float]:
+    while True:
+        yield work(place)
+
+
+def headers(archive: Path) -> list[Path]:
+    """Of the records, without their suffix."""
+    return sorted(path.with_suffix("") for path in archive.glob("training/*/g*/*.hea"))
+
+
+def sharded(archive: Path, out: Path) -> Dataset:
+    return shard(open_sources(str(archive)), ShardOptions(str(out), quiet=True))
 
 
 def read_omnilead(archive: Path) -> float:
-    return sum(
-        record.signal.shape[0] == 12 for source in open_sources(str(archive)) for record in source
-    )
+    return sum(1 for source in open_sources(str(archive)) for _ in source)
 
 
-def read_wfdb(archive: Path, most: int) -> float:
+def read_wfdb(archive: Path) -> float:
     import wfdb
 
-    return sum(
-        wfdb.rdrecord(str(path.with_suffix(""))).p_signal.shape[1] == 12
-        for path in headers(archive, most)
-    )
+    records = headers(archive)[:300]
+    return sum(wfdb.rdrecord(str(path)).p_signal.shape[1] == 12 for path in records)
 
 
-def read_loadmat(archive: Path, most: int) -> float:
-    from scipy.io import loadmat
-
-    return sum(
-        loadmat(path.with_suffix(".mat"))["val"].shape[0] == 12 for path in headers(archive, most)
-    )
-
-
-def ingest(archive: Path, work: Path, format: str, workers: int, crops: bool = False) -> float:
-    out = work / f"out-{os.getpid()}"
-    dataset = shard(
-        open_sources(str(archive)),
-        ShardOptions(str(out), format=format, workers=workers, quiet=True),
-    )
-    used = sum(source["records"]["used"] for source in dataset.meta["sources"])
+def ingested(archive: Path) -> Dataset:
+    out = archive.parent / f"out-{os.getpid()}"
+    dataset = sharded(archive, out)
     shutil.rmtree(out)
-    return float(len(dataset) if crops else used)
+    return dataset
 
 
-def ingest_like_fairseq(archive: Path, work: Path, most: int) -> float:
+def ingest_records(archive: Path) -> float:
+    return sum(source["records"]["used"] for source in ingested(archive).meta["sources"])
+
+
+def ingest_crops(archive: Path) -> float:
+    return len(ingested(archive))
+
+
+def ingest_like_fairseq(archive: Path) -> float:
     """Our re-creation, written after reading the original, with the same input and output; not
     their code."""
     import wfdb
     from scipy.io import loadmat
 
     keep_freed_memory()
-    out = work / f"fairseq-{os.getpid()}"
+    out = archive.parent / f"fairseq-{os.getpid()}"
     out.mkdir()
-    records = headers(archive, most)
+    records = headers(archive)[:300]
     for number, path in enumerate(records):
-        header = wfdb.rdheader(str(path.with_suffix("")))
-        sample = loadmat(path.with_suffix(".mat"))["val"] / np.array(header.adc_gain)[:, None]
+        header = wfdb.rdheader(str(path))
+        sample = loadmat(f"{path}.mat")["val"] / np.array(header.adc_gain)[:, None]
         width = 5 * int(header.fs)
         for segment in range(sample.shape[1] // width):
-            write_segment(
-                out / f"{path.stem}_{segment}.mat",
-                sample[:, segment * width : (segment + 1) * width],
-                number,
-            )
+            feats = sample[:, segment * width : (segment + 1) * width]
+            write_segment(out / f"{path.name}_{segment}.mat", feats, number)
     shutil.rmtree(out)
-    return float(len(records))
+    return len(records)
 
 
 def write_segment(path: Path, feats: np.ndarray, patient: int) -> None:
     """Write a file as fairseq-signals' preprocessing does."""
     from scipy.io import savemat
 
-    facts = {
-        "curr_sample_rate": 500,
-        "patient_id": patient,
-        "label": np.zeros(26, bool),
-        "age": 0,
-        "sex": 1,
-    }
-    savemat(path, {"feats": feats} | facts)
+    facts: dict[str, Any] = {"curr_sample_rate": 500, "patient_id": patient, "age": 0, "sex": 1}
+    savemat(path, {"feats": feats, "label": np.zeros(26, bool)} | facts)
 
 
 def check(dataset: Path) -> float:

@@ -1,7 +1,6 @@
 """Make tables and pictures from the records. Incomplete records are refused.
 
-    python -m benchmarks.report            rewrite benchmarks/RESULTS.md, results/*.png, and README.md's table
-    python -m benchmarks.report --check    exit 1 if the tables do not match the records
+    python -m benchmarks.report    rewrite benchmarks/RESULTS.md, results/*.png, and README.md's table
 
 The newest record of each benchmark and kind of device counts. On the same day, a record of its own
 comes before a part of a suite, which has fewer cases. A reduced record (--only, another --model,
@@ -9,7 +8,6 @@ comes before a part of a suite, which has fewer cases. A reduced record (--only,
 """
 
 import argparse
-import datetime
 import json
 import re
 import sys
@@ -21,32 +19,16 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from benchmarks import tables
-from benchmarks.tables import (
-    Part,
-    Result,
-    device_of,
-    machine,
-    markdown,
-    per_cpu,
-)
-from omnilead.engine.common import Parser
+from benchmarks.tables import Part, Result, device_of, machine, markdown, per_cpu
+from omnilead.data_tools.cli import Parser
 from omnilead.engine.report import bench_report
 
 ROOT = Path(__file__).parents[1]
+DIAGNOSES = ("diagnosis", "ptbxl-superdiagnostic")  # tasks in the figure of the evidence
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
-OF_RECORD = ("format", "date", "git", "hardware", "versions", "page_cache")
-NEEDED: tuple[str, ...] = (
-    "format",
-    "date",
-    "benchmark",
-    "config",
-    "results",
-    "input.archive",
-    "git.commit",
-)
-NEEDED += ("versions.python", "hardware.cpu", "hardware.cores", "hardware.load_before")
+OF_RECORD = ("format", "date", "git", "hardware", "versions")
 # percentages, which may be 0 or less; all other figures must be above 0
 SIGNED = {"overhead_pct", "loop_pct", "loader_pct", "stall_pct"}
 TEN_MILLION = 10_000_000
@@ -59,93 +41,90 @@ class RecordError(Exception):
 
 def load(path: Path) -> list[Part]:
     """The parts of a record, each with the facts that they share."""
-    parts = []
     try:
         record: dict[str, Any] = json.loads(path.read_text())
-        shared = {name: record[name] for name in OF_RECORD if name in record}
-        shared |= {"file": path.name, "alone": "parts" not in record}
-        for own in [record] if shared["alone"] else record["parts"]:
-            part = shared | own
+        shared = {name: record[name] for name in OF_RECORD}
+        shared |= {"file": path.name, "alone": record["benchmark"] != "suite"}
+        parts = []
+        for own in record.get("parts", [record]):
+            prefix = f"{own['benchmark']}: "
+            left_out = {}
+            for name, reason in record.get("left_out", {}).items():
+                if name.startswith(prefix):
+                    left_out[name.removeprefix(prefix)] = reason
+            part = shared | {"left_out": left_out} | own
             check(part)
-            rank(part)
-            list(published(part))
             parts.append(part)
         if not parts:
-            raise RecordError("it has no parts")
-    except RecordError as error:
-        raise RecordError(f"{path.name}: {error}") from None
+            raise ValueError("it has no parts")
     except Exception as error:  # a damaged record can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RecordError(f"{path.name}: not a record: {reason}") from None
+        raise RecordError(f"{path.name}: not a whole record: {reason}") from None
     return parts
 
 
 def check(part: Part) -> None:
-    benchmark, timed = part["benchmark"], part["benchmark"] != "evidence"
-    if benchmark not in tables.TABLES or device_of(part) not in ("cpu", "cuda"):
-        raise RecordError(f"there is no benchmark {benchmark!r} on {device_of(part)!r}")
-    needed = list(NEEDED)
-    if timed:
-        needed.append("page_cache")
-    if benchmark not in ("step", "evidence"):
-        needed.append("input.dataset")
-    if device_of(part) == "cuda":
-        needed.append("hardware.gpus")
-    for key in needed:
-        value: Any = part
-        for name in key.split("."):
-            value = value.get(name, {})
-        if value in ({}, [], None, ""):
-            raise RecordError(f"incomplete: it lacks {key}")
-    if part["format"] != 1:
-        raise RecordError(f"format {part['format']}: only 1 is supported")
-    if not timed:
+    """Raises anything if the part lacks what its table needs, or has other than numbers."""
+    if part["format"] != 1 or device_of(part) not in ("cpu", "cuda") or not part["results"]:
+        raise ValueError("unknown format or device, or no results")
+    list(published(part))
+    if part["benchmark"] == "evidence":
         return
     if (repeats := tables.repeated(part)[0]) < 3:
-        raise RecordError(f"{repeats} repeats show no spread: at least 3 are needed")
+        raise ValueError(f"{repeats} repeats show no spread: at least 3 are needed")
     for case, result in part["results"].items():
         for figure, spread in result.items():
             if isinstance(spread, dict):
-                check_spread(f"{case}: {figure}", spread, figure in SIGNED)
-
-
-def check_spread(name: str, spread: dict[str, float], signed: bool) -> None:
-    low, median, high = (spread.get(key, nan) for key in ("low", "median", "high"))
-    if not (low <= median <= high and isfinite(high - low) and (low > 0 or signed)):
-        raise RecordError(
-            f"{name} is {median} ({low} to {high}): must be finite, in order, above 0"
-        )
+                low, median, high = (spread[key] for key in ("low", "median", "high"))
+                finite = isfinite(high - low) and (low > 0 or figure in SIGNED)
+                if not (low <= median <= high and finite):
+                    raise ValueError(f"{case}: {figure} is {median} ({low} to {high})")
 
 
 def every(results: Path = RESULTS) -> list[Part]:
     """All parts of all records, the newest last."""
-    return sorted(
-        (part for path in sorted(results.glob("*.json")) for part in load(path)), key=rank
-    )
+    parts = []
+    for path in sorted(results.glob("*.json")):
+        parts += load(path)
+    return sorted(parts, key=rank)
 
 
 def newest(parts: Iterable[Part]) -> Parts:
-    return {(part["benchmark"], device_of(part)): part for part in parts}
+    """The newest part of each benchmark and device; of the evidence, the newest of each result."""
+    found: Parts = {}
+    for part in parts:
+        key = part["benchmark"], device_of(part)
+        if part["benchmark"] == "evidence" and key in found:
+            part = part | {"results": part["results"] | missing(part, found[key])}
+        found[key] = part
+    return found
 
 
-def rank(part: Part) -> tuple[bool, datetime.date, bool, datetime.datetime]:
-    date = datetime.datetime.fromisoformat(part["date"])
-    date = date.astimezone(datetime.UTC) if date.tzinfo else date.replace(tzinfo=datetime.UTC)
-    return not (part["alone"] and reduced(part["config"])), date.date(), part["alone"], date
+def missing(part: Part, older: Part) -> dict[str, Result]:
+    """The results that only an older record has, with a note that says so."""
+    results = {}
+    for name, document in older["results"].items():
+        if name not in part["results"]:
+            note = f"From {older['file']}, {older['date'][:10]}."
+            notes = [one for one in document["notes"] if not one.startswith("From evidence_")]
+            results[name] = document | {"notes": [*notes, note]}
+    return results
 
 
-def reduced(config: Part) -> bool:
-    """Whether a record has fewer cases or a smaller job than the full benchmark."""
-    fewer = config.get("only") or (config.get("alone") and config.get("device") == "cpu")
-    return bool(
-        fewer
-        or config.get("model") not in (None, "paper")
-        or config.get("huge", TEN_MILLION) < TEN_MILLION
-    )
+def rank(part: Part) -> tuple[bool, str, bool, str]:
+    """Dates are of UTC."""
+    reduced = bool(part["config"].get("only")) or smaller(part["config"])
+    return not (part["alone"] and reduced), part["date"][:10], part["alone"], part["date"]
+
+
+def smaller(config: Part) -> bool:
+    """Whether a record is of a smaller job than the benchmark's own."""
+    other = config.get("model") not in (None, "paper")
+    return other or (config.get("huge") or TEN_MILLION) < TEN_MILLION
 
 
 class Bar(NamedTuple):
-    what: str  # the description; it states what `cases` and `asks` leave out
+    what: str  # the description
     benchmark: str
     cases: str  # regular expression for the names of cases
     # (case, results of all cases) -> figure, or NaN
@@ -153,14 +132,17 @@ class Bar(NamedTuple):
     bar: float  # the target
     device: str = ""  # "": both
     at_most: bool = False
-    # whether a part with this input can answer it
-    asks: Callable[[Part], bool] = lambda input: True
 
     def met(self, value: float) -> bool:
         return value <= self.bar if self.at_most else value >= self.bar
 
-    def __str__(self) -> str:
-        return f"at {'most' if self.at_most else 'least'} {self.bar:,g}"
+
+def seconds_to_open(name: str, results: dict[str, Result]) -> float:
+    return 1 / float(results[name]["per_s"]["median"])
+
+
+def memory(name: str, results: dict[str, Result]) -> float:
+    return float(results[name]["peak_mb"])
 
 
 def median(figure: str) -> Callable[[str, dict[str, Result]], float]:
@@ -175,38 +157,10 @@ def times_recreation(name: str, results: dict[str, Result]) -> float:
 
 
 def times_step(name: str, results: dict[str, Result]) -> float:
-    """The speed per CPU-second, relative to the re-creation in fp32 with the same number of crops:
-    its smallest batch."""
-    peers = {}
-    for other, result in results.items():
-        if re.match("re-creation.*: fp32, ", other):
-            peers[int(other.split()[-2])] = per_cpu(result)
-    crops = int(name.split()[-2])
-    return per_cpu(results[name]) / peers[crops] if crops == min(peers, default=0) else nan
-
-
-def seconds_to_open(name: str, results: dict[str, Result]) -> float:
-    return 1 / median("per_s")(name, results)
-
-
-def memory(name: str, results: dict[str, Result]) -> float:
-    return float(results[name]["peak_mb"])
-
-
-def paper(input: Part) -> bool:
-    return bool(input["model"] == "paper")
-
-
-def paper_on_h200(input: Part) -> bool:
-    return paper(input) and "H200" in input["device"]
-
-
-def huge(input: Part) -> bool:
-    return int(input["crops"]) >= TEN_MILLION
-
-
-def four_threads(input: Part) -> bool:
-    return "threads" in input and int(input["threads"]) <= 4
+    """The speed per CPU-second, relative to the re-creation in fp32 with the same number of
+    crops."""
+    peer = results.get(f"re-creation of fairseq-signals' step: fp32, {name.split(', ')[-1]}")
+    return per_cpu(results[name]) / per_cpu(peer) if peer else nan
 
 
 ONE_THREAD = r": torch, batch \d+(, first epoch)?$"
@@ -224,13 +178,13 @@ BARS = (
         "loader", rf"^physio\S*{ONE_THREAD}", times_recreation, 15, "cpu"),
     Bar("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
         "loader", r"^RLM: (torch|dali) to cuda, batch (256|1024)$", median("per_s"), 27_000,
-        "cuda", asks=four_threads),
+        "cuda"),
     Bar(f"the paper's model in bf16, {STEP}",
-        "step", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu", asks=paper),
+        "step", "^omnilead: (autocast|bf16), .*crops$", times_step, 3, "cpu"),
     Bar(f"the paper's model in fp32, {STEP}",
-        "step", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu", asks=paper),
-    Bar("crops a second through the paper's model on an H200",
-        "step", "^omnilead: ", median("per_s"), 2700, "cuda", asks=paper_on_h200),
+        "step", "^omnilead: fp32, .*crops$", times_step, 1.1, "cpu"),
+    Bar("crops a second through the paper's model (the target is for an H200)",
+        "step", "^omnilead: ", median("per_s"), 2700, "cuda"),
     Bar("overhead of the loader and the loop over the bare step, %",
         "e2e", "", median("overhead_pct"), 3, at_most=True),
     Bar("overhead of the loop alone, %", "e2e", "", median("loop_pct"), 2, at_most=True),
@@ -240,29 +194,26 @@ BARS = (
     Bar("seconds from the command to the first step",
         "start", "^first step", median("seconds"), 20, "cpu", at_most=True),
     Bar("10,000,000 crops: seconds to a rank's first batch",
-        "scaling", "^open", seconds_to_open, 10, at_most=True, asks=huge),
-    Bar("10,000,000 crops: a rank's memory, MB",
-        "scaling", "^open", memory, 1000, at_most=True, asks=huge),
+        "scaling", "^open", seconds_to_open, 10, at_most=True),
+    Bar("10,000,000 crops: a rank's memory, MB", "scaling", "^open", memory, 1000, at_most=True),
 )
 # fmt: on
 
 
-def judged(part: Part) -> Iterator[tuple[str, float, Bar]]:
-    """For each target of this device: the case that counts and its figure; "" and NaN if it was
-    not measured. The worst case counts; for a step, whose cases are ways to do the same thing,
-    the best."""
-    results = part["results"]
-    for bar in BARS:
-        if bar.benchmark != part["benchmark"] or bar.device not in ("", device_of(part)):
-            continue
-        values = {}
-        for name in results if bar.asks(part["input"]) else ():
-            if re.search(bar.cases, name) and not isnan(value := bar.figure(name, results)):
-                values[name] = value
-        highest_counts = bar.at_most != (part["benchmark"] == "step")
-        choose = max if highest_counts else min
-        case = choose(values, key=values.__getitem__, default="")
-        yield case, values.get(case, nan), bar
+def judged(part: Part, bar: Bar) -> tuple[str, float]:
+    """The case that counts and its figure; "" and NaN if the part does not have it. The worst case
+    counts; for a step, whose cases are ways to do the same thing, the best."""
+    asked = bar.benchmark == part["benchmark"] and bar.device in ("", device_of(part))
+    values = {}
+    if asked and not smaller(part["config"]):
+        for name in part["results"]:
+            if re.search(bar.cases, name):
+                values[name] = bar.figure(name, part["results"])
+    highest_counts = bar.at_most != (part["benchmark"] == "step")
+    known = [name for name, value in values.items() if not isnan(value)]
+    choose = max if highest_counts else min
+    case = choose(known, key=values.__getitem__, default="")
+    return case, values.get(case, nan)
 
 
 def bars_table(parts: Sequence[Part]) -> str:
@@ -270,15 +221,15 @@ def bars_table(parts: Sequence[Part]) -> str:
     by_machine = {(part["benchmark"], device_of(part), machine(part)): part for part in parts}
     newest_first = sorted(by_machine.values(), key=rank, reverse=True)
     rows = []
-    for asked in BARS:
-        heads = [asked.what, str(asked)]
+    for bar in BARS:
+        heads = [bar.what, f"at {'most' if bar.at_most else 'least'} {bar.bar:,g}"]
         for part in newest_first:
-            for case, value, bar in judged(part):
-                if bar is asked and case:
-                    figure = f"{value:,.4g}" if bar.met(value) else f"**missed: {value:,.4g}**"
-                    link = f"[{case}](results/{part['file']})"
-                    rows.append([*heads, figure, machine(part), link])
-                    heads = ["", ""]
+            case, value = judged(part, bar)
+            if case:
+                figure = f"{value:,.4g}" if bar.met(value) else f"**missed: {value:,.4g}**"
+                link = f"[{case}](results/{part['file']})"
+                rows.append([*heads, figure, machine(part), link])
+                heads = ["", ""]
         if heads[0]:
             rows.append([*heads, "not measured", "", ""])
     return markdown("| | target | measured | on | case: the worst; for a step, the best |", rows)
@@ -302,7 +253,7 @@ def whole(parts: Sequence[Part]) -> str:
                 blocks += published(part)
                 if benchmark == "evidence":
                     blocks.append(f"![evidence](results/{picture_of(part)})")
-    return "\n\n".join([*blocks, *tables.cluster(newest(parts).get(("step", "cuda")))]) + "\n"
+    return "\n\n".join(blocks) + "\n"
 
 
 def published(part: Part) -> Iterator[str]:
@@ -314,7 +265,7 @@ def published(part: Part) -> Iterator[str]:
 
 
 def readme(parts: Sequence[Part]) -> str:
-    """README.md with the figure and four rows of the evidence for pre-training between the
+    """README.md with the figure and some rows of the evidence for pre-training between the
     marks."""
     table = ""
     if part := newest(parts).get(("evidence", "cpu")):
@@ -337,9 +288,9 @@ def share_curves(part: Part) -> Figure:
     for where, document in part["results"].items():
         shown = {*tables.BASELINES, *list(document["models"])[:1]}
         for row in document["rows"]:
-            if row["task"] == "diagnosis" and row["share"] and row["model"] in shown:
+            if row["task"] in DIAGNOSES and row["share"] and row["model"] in shown:
                 auroc = {"auroc": row["metrics"]["auroc"]}
-                rows.append({**row, "task": f"diagnosis, {where}", "metrics": auroc})
+                rows.append({**row, "task": f"{row['task']}, {where}", "metrics": auroc})
                 models[row["model"]] = document["models"][row["model"]]
     return bench_report.picture({"rows": rows, "models": models})
 
@@ -350,18 +301,14 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--check", action="store_true")
-    options = parser.parse_args()
+    parser.parse_args()
     try:
         parts = every()
     except RecordError as error:
         print(f"benchmarks.report: {error}", file=sys.stderr)
         return 2
-    written = {TABLES: whole(parts), README: readme(parts)}
-    if options.check:
-        return int(any(path.read_text() != text for path, text in written.items()))
-    for path, text in written.items():
-        path.write_text(text)
+    TABLES.write_text(whole(parts))
+    README.write_text(readme(parts))
     for (benchmark, _), part in newest(parts).items():
         if benchmark == "evidence":
             figure = share_curves(part)

@@ -13,11 +13,12 @@ draws. On a GPU, other `model.kernels` and compile modes are measured as well.
 """
 
 import argparse
-import contextlib
 import os
+import re
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -29,11 +30,10 @@ from torch import Tensor, nn
 
 from benchmarks import measure
 from benchmarks.authors_step import AuthorsStep, draw
-from benchmarks.measure import Benchmark, CaseError, call_fresh, say
+from benchmarks.measure import CaseError, Cases, Result, call_fresh, say, timed
 from omnilead.data_tools.cli import keep_freed_memory
-from omnilead.engine.common import ConfigError
-from omnilead.engine.config import CONFIGS, load
-from omnilead.engine.interop import fairseq
+from omnilead.engine.commandline import load
+from omnilead.engine.config import Config
 from omnilead.engine.interop.parity import Adam, authors_adam, draws_of
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.draws import Draws, row_keys
@@ -47,24 +47,20 @@ BATCHES = {"cpu": (4,), "cuda": (256, 64, 512)}  # crops of 10 s
 STEPS = {"cpu": 2, "cuda": 20}  # per repeat
 WARM_UP = {"cpu": 1, "cuda": 3}
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
-TOLERANCE = {
-    "cpu": 1e-4,
-    "cuda": 1e-3,
-}  # between the two losses in float32: GPU kernels sum in other orders
+# between the two losses in float32: GPU kernels sum in other orders
+TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
 # other settings of our step on a GPU, at the first batch size: the default's own is measured once
-VARIANTS = (
-    ("kernels", "plain"),  # the library's grouped convolution for the positions, against blocks
-    ("compiled", "eager"),
-    ("compiled", "layers"),
-    ("compiled", "step"),
+VARIANTS: tuple[dict[str, str], ...] = (
+    {"kernels": "plain"},  # the library's grouped convolution for the positions, against blocks
+    {"compiled": "eager"},
+    {"compiled": "layers"},
+    {"compiled": "step"},
 )
 SAMPLES = 2500
-FILL_S, FILL_SHARE = (
-    150,
-    0.35,
-)  # time to fill the compile caches: seconds, or share of a suite's remaining time
+FILL_S = 150  # to fill the compile caches
 ADAM = Adam(lr=5e-5, betas=(0.9, 0.98), eps=1e-6, decay=0.01)
 AUTHORS_OBJECTIVE = ObjectiveConfig(form="authors", gathered=False)
+DROPOUTS = "dropout attention_dropout activation_dropout input_dropout feature_dropout"
 
 
 @dataclass(frozen=True)
@@ -89,153 +85,106 @@ class StepRun:
 
     @property
     def config(self) -> ModelConfig:
-        return replace(model_of(self.model), kernels=self.kernels)  # type: ignore[arg-type]
+        model = config_of(self.model).model
+        return replace(model, kernels=self.kernels)  # type: ignore[arg-type]
 
 
-def model_of(name: str) -> ModelConfig:
-    """`name`: paper, the name of a config in configs/pretrain, or a path."""
-    return ModelConfig() if name == "paper" else load(config_file(name)).model
+def config_name(model: str) -> str:
+    """`model`: paper (W2V + CMSC + RLM), the name of a config in configs/pretrain, or a path."""
+    return "w2v_cmsc_rlm" if model == "paper" else model
 
 
-def config_file(name: str) -> str:
-    """The config file of the experiment; `paper` is W2V + CMSC + RLM."""
-    ours = CONFIGS / "pretrain" / f"{'w2v_cmsc_rlm' if name == 'paper' else name}.yaml"
-    path = Path(name) if name.endswith(".yaml") else ours
-    if not path.is_file():
-        raise ConfigError(
-            f"--model {name}: no such file: use paper, a name from configs/pretrain, or a path "
-            "that ends in .yaml"
-        )
-    return str(path)
+def config_of(model: str) -> Config:
+    return load(config_name(model))
 
 
-def base_run(options: argparse.Namespace) -> StepRun:
-    """The settings that all runs share."""
+def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     device, model = options.device, options.model or "paper"
-    return StepRun(
-        OURS,
-        "bf16",
-        model=model,
-        device=device,
-        steps=options.steps or STEPS[device],
-        compiled=COMPILED[device],
-    )
-
-
-def describe(run: StepRun) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if run.device == "cuda" else "cpu"
-    gflop = flops_per_crop(run.config) / 1e9
-    return {
-        "archive": "noise, on the device",
-        "device": name,
-        "model": run.model,
-        "gflop_per_crop": gflop,
-    }
-
-
-def prepare(work: Path, options: argparse.Namespace) -> Benchmark:
-    base = base_run(options)
+    steps = options.steps or STEPS[device]
+    base = StepRun(OURS, "bf16", model=model, device=device, steps=steps, compiled=COMPILED[device])
     if base.config.encoder:
-        raise SystemExit(
-            f"benchmarks.step: --model {base.model}: the authors have no step with this encoder: "
-            "use e2e"
-        )
-    chosen = runs(base, [options.batch] if options.batch else BATCHES[base.device])
+        raise CaseError(f"--model {model}: the authors have no step with this encoder: use e2e")
     say("checking that both sides give the same loss")
-    difference, limit = call_fresh(disagreement, base), TOLERANCE[base.device]
+    difference, limit = call_fresh(disagreement, base), TOLERANCE[device]
     if not difference <= limit:
-        raise SystemExit(
-            f"benchmarks.step: the two losses differ by {difference:.1e}, more than {limit:.0e}: "
-            "nothing was timed"
+        raise CaseError(
+            f"the two losses differ by {difference:.1e}, more than {limit:.0e}: nothing was timed"
         )
-    cases = {run.name: (product if run.side == PRODUCT else step, (run,)) for run in chosen}
-    compiled = {
-        run.name: run for run in chosen if run.compiled != "eager" and base.device == "cuda"
+    chosen = runs(base, [options.batch] if options.batch else BATCHES[device])
+    if device == "cuda":
+        fill_compile_caches([run for run in chosen if re.search(options.only or "", run.name)])
+    facts = {
+        "archive": "noise, on the device",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "model": model,
+        "gflop_per_crop": flops_per_crop(base.config) / 1e9,
+        "loss_difference": difference,
     }
-    return Benchmark(
-        describe(base) | {"loss_difference": difference},
-        cases,
-        warm_up=lambda names: fill_compile_caches(
-            [run for name, run in compiled.items() if name in names]
-        ),
-    )
+    cases: Cases = {}
+    for run in chosen:
+        cases[run.name] = (product if run.side == PRODUCT else step, (run,))
+    return facts, cases
 
 
 def fill_compile_caches(runs: Sequence[StepRun]) -> None:
     """Compile one step of each run in parallel processes, as a compiler uses one core at a time:
     the measurements then find the code in torch's cache. What fails or takes too long here is
     compiled again when it is measured."""
-    seconds = (
-        FILL_S if measure.deadline is None else FILL_SHARE * (measure.deadline - time.monotonic())
-    )
-    end = time.monotonic() + seconds
+    end = min(time.monotonic() + FILL_S, measure.deadline)
 
     def fill(run: StepRun) -> None:
-        with contextlib.suppress(CaseError):
-            if (left := end - time.monotonic()) > 0:
-                call_fresh(warm, run, seconds=left)
+        with suppress(CaseError):
+            call_fresh(timed, step, (run,), 0, seconds=end - time.monotonic())
 
-    if runs:
-        say(f"compiling {len(runs)} cases in parallel")
     with ThreadPoolExecutor(max(1, min(4, (os.cpu_count() or 1) // 4))) as pool:
-        list(pool.map(fill, runs))
-
-
-def warm(run: StepRun) -> None:
-    next(step(run))
+        list(pool.map(fill, [run for run in runs if run.compiled != "eager"]))
 
 
 def runs(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
     """All runs to compare, the most valuable first: on a GPU, what decides the defaults. float32
     only at the smallest batch: at 512 crops a step is 90 TFLOP."""
     recreation = replace(base, side=RECREATION, compiled="eager")
-    product_bf16 = replace(base, side=PRODUCT, compiled="eager", precision="bf16")
-    chosen = [product_bf16, replace(base, batch=batches[0])]
+    product_bf16 = replace(base, side=PRODUCT, compiled="eager")
+    first, smallest = replace(base, batch=batches[0]), min(batches)
+    chosen = [product_bf16, first]
     if base.device == "cuda":
-        chosen += [replace(base, batch=batches[0], **{key: value}) for key, value in VARIANTS]  # type: ignore[arg-type]
+        chosen += [replace(first, **changes) for changes in VARIANTS]
     chosen.append(replace(product_bf16, precision="fp32"))
     for batch in batches:
-        chosen += [
-            replace(base, batch=batch),
-            replace(recreation, precision="autocast", batch=batch),
-        ]
-    for side in (recreation, base):
-        chosen.append(replace(side, precision="fp32", batch=min(batches)))
+        autocast = replace(recreation, precision="autocast", batch=batch)
+        chosen += [replace(base, batch=batch), autocast]
+    chosen += [replace(side, precision="fp32", batch=smallest) for side in (recreation, base)]
     chosen += [replace(base, precision="autocast", batch=batch) for batch in batches]
     return list(dict.fromkeys(chosen))
 
 
-def step(run: StepRun) -> Generator[float, bool, None]:
+def step(run: StepRun) -> Iterator[float]:
     """Yields once when warm, then the number of crops trained on, repeatedly."""
     set_up(run)
     advance = authors(run) if run.side == RECREATION else ours(run)
-    for _ in range(WARM_UP[run.device]):
-        advance()
-    synchronize(run)
-    units = 0.0
-    while not (yield units):
-        for _ in range(run.steps):
+    steps = WARM_UP[run.device]
+    while True:
+        for _ in range(steps):
             advance()
         synchronize(run)
-        units = float(run.steps * run.batch)
+        yield steps * run.batch
+        steps = run.steps
 
 
-def product(run: StepRun) -> Generator[float, bool, None]:
+def product(run: StepRun) -> Iterator[float]:
     """GFLOP of square matrix products."""
     set_up(run)
-    size, dtype = (
-        PRODUCT_SIZE[run.device],
-        torch.float32 if run.precision == "fp32" else torch.bfloat16,
-    )
+    size, dtype = PRODUCT_SIZE[run.device], dtype_of(run)
     a, b = (torch.randn(size, size, device=run.device).to(dtype) for _ in range(2))
-    a @ b
-    synchronize(run)
-    units = 0.0
-    while not (yield units):
+    while True:
         for _ in range(PRODUCTS[run.device]):
             a @ b
         synchronize(run)
-        units = PRODUCTS[run.device] * 2 * size**3 / 1e9
+        yield PRODUCTS[run.device] * 2 * size**3 / 1e9
+
+
+def dtype_of(run: StepRun) -> torch.dtype:
+    return torch.bfloat16 if run.precision == "bf16" else torch.float32
 
 
 def set_up(run: StepRun) -> None:
@@ -253,22 +202,17 @@ def synchronize(run: StepRun) -> None:
 
 def ours(run: StepRun) -> Callable[[], None]:
     config, device = run.config, torch.device(run.device)
-    objective = (
-        ObjectiveConfig() if run.model == "paper" else load(config_file(run.model)).objective
-    )
-    model = Pretrainer(config, objective).to(device).train()
+    model = Pretrainer(config, config_of(run.model).objective).to(device).train()
     optimize = optimizer(model, run.precision)
     compile_model(model, run.compiled)
-    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
-    x_BSLT = torch.randn(run.batch, 2, config.leads, SAMPLES, device=device).to(dtype)
+    x_BSLT = torch.randn(run.batch, 2, config.leads, SAMPLES, device=device).to(dtype_of(run))
     ids_B = torch.arange(run.batch, device=device)
     updates = count()
 
     def advance() -> None:
         update = next(updates)
-        keys_BS = to_device(
-            row_keys(1, update, np.arange(run.batch)), device
-        )  # as in the loop: nothing waits
+        # as in the loop: nothing waits
+        keys_BS = to_device(row_keys(1, update, np.arange(run.batch)), device)
         tau = torch.tensor(temperature(config, update)).to(device, non_blocking=True)
         with torch.autocast(run.device, torch.bfloat16, enabled=run.precision == "autocast"):
             loss = model(x_BSLT, keys_BS, tau, ids_B)["loss"]
@@ -281,11 +225,9 @@ def ours(run: StepRun) -> Callable[[], None]:
 def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
     """A function that computes the gradient norm and runs AdamW; for bf16, on float32 masters of a
     model that becomes bf16."""
-    weights = list(model.parameters())
-    masters = (
-        [nn.Parameter(p.detach().clone()) for p in weights] if precision == "bf16" else weights
-    )
+    weights = masters = list(model.parameters())
     if precision == "bf16":
+        masters = [nn.Parameter(p.detach().clone()) for p in weights]
         model.bfloat16()
     adam = torch.optim.AdamW(masters, ADAM.lr, ADAM.betas, ADAM.eps, ADAM.decay, fused=True)
 
@@ -304,15 +246,10 @@ def optimizer(model: nn.Module, precision: str) -> Callable[[], None]:
 
 
 def authors(run: StepRun) -> Callable[[], None]:
-    torch.backends.cudnn.allow_tf32 = (
-        True  # torch's default, as the authors leave it; our programs turn it off
-    )
+    # torch's default, as the authors leave it; our programs turn it off
+    torch.backends.cudnn.allow_tf32 = True
     config = run.config
-    model = AuthorsStep(config, AUTHORS_OBJECTIVE)
-    model.load_state_dict(
-        fairseq.to_theirs(Pretrainer(config, AUTHORS_OBJECTIVE).state_dict(), config)
-    )
-    model.to(run.device).train()
+    model = AuthorsStep(Pretrainer(config, AUTHORS_OBJECTIVE)).to(run.device).train()
     source = torch.randn(2 * run.batch, config.leads, SAMPLES, device=run.device)
     patient_id = torch.arange(run.batch, device=run.device)
     moments: dict[str, tuple[Tensor, Tensor]] = {}
@@ -333,43 +270,36 @@ def authors(run: StepRun) -> Callable[[], None]:
     return advance
 
 
-def both_sides(
-    config: ModelConfig, pairs: int, device: str = "cpu"
-) -> tuple[tuple[Pretrainer, Tensor], tuple[AuthorsStep, Tensor]]:
-    """Two models with the same weights, and their losses for the same batch and draws, without
-    dropout."""
-    config = replace(
-        config,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        input_dropout=0.0,
-        feature_dropout=0.0,
-    )
-    model, again = Pretrainer(config, AUTHORS_OBJECTIVE), AuthorsStep(config, AUTHORS_OBJECTIVE)
-    again.load_state_dict(fairseq.to_theirs(model.state_dict(), config))
-    source, patient_id, tau = (
-        torch.randn(2 * pairs, config.leads, SAMPLES),
-        torch.arange(pairs),
-        1.99,
-    )
-    drawn = draw(
-        config, AUTHORS_OBJECTIVE.negatives, 2 * pairs, config.tokens(SAMPLES), source.device
-    )
+def both_sides(config: ModelConfig, pairs: int, device: str = "cpu") -> tuple[Pretrainer, Any]:
+    """A model without dropout, and two functions that give its loss for the same batch and draws:
+    ours and the authors'."""
+    none: dict[str, Any] = dict.fromkeys(DROPOUTS.split(), 0.0)
+    config, tau = replace(config, **none), 1.99
+    model = Pretrainer(config, AUTHORS_OBJECTIVE).to(device)
+    x_BSLT = torch.randn(pairs, 2, config.leads, SAMPLES).to(device)
+    ids_B = torch.arange(pairs, device=device)
+    rows, tokens, host = 2 * pairs, config.tokens(SAMPLES), torch.device("cpu")
+    drawn = draw(config, AUTHORS_OBJECTIVE.negatives, rows, tokens, host)
     same = draws_of({name: np.asarray(value) for name, value in drawn._asdict().items()}, config)
-    model, again, source, patient_id = (x.to(device) for x in (model, again, source, patient_id))
-    summed, tokens = again(
-        source, patient_id, tau, drawn._replace(gumbel_noise=drawn.gumbel_noise.to(device))
-    )
     same = Draws(*(x if x is None else x.to(device) for x in same))
-    x_BSLT, tau_there = source.view(pairs, 2, *source.shape[1:]), torch.tensor(tau, device=device)
-    losses = model(x_BSLT, tau=tau_there, ids_B=patient_id, draws=same)
-    return (model, losses["loss"]), (again, summed / tokens)
+
+    def ours() -> Tensor:
+        loss: Tensor = model(x_BSLT, tau=torch.tensor(tau, device=device), ids_B=ids_B, draws=same)[
+            "loss"
+        ]
+        return loss
+
+    def theirs() -> Tensor:
+        draws = drawn._replace(gumbel_noise=drawn.gumbel_noise.to(device))
+        summed, masked = AuthorsStep(model)(x_BSLT.flatten(0, 1), ids_B, tau, draws)
+        return summed / masked
+
+    return model, (ours, theirs)
 
 
 def disagreement(run: StepRun) -> float:
     set_up(run)
     torch.backends.cudnn.allow_tf32 = False
     with torch.no_grad():
-        (_, mine), (_, authors_loss) = both_sides(run.config, 2, run.device)
-    return abs(float(mine / authors_loss) - 1)
+        _, (ours, theirs) = both_sides(run.config, 2, run.device)
+        return abs(float(ours() / theirs()) - 1)

@@ -10,31 +10,17 @@ from omnilead.engine.report import bench_report
 
 Part = dict[str, Any]
 Result = dict[str, Any]
-CLUSTERS: tuple[tuple[int, int], ...] = (
-    (1, 512),
-    (8, 64),
-    (8, 512),
-    (16, 512),
-    (64, 64),
-    (64, 512),
-)
-CLUSTERS += ((256, 512), (1024, 64), (1024, 512))  # GPUs, and crops of each
-NODE, NVLINK_GB_PER_S, NETWORK_GB_PER_S, HOP_S, FP32_TFLOPS = 8, 450.0, 50.0, 5e-6, 50.0
-PARAMETERS, WIDTH = 90_883_072, 768  # of the paper's model
-BASELINES = ("random weights", "mean beat")
+Columns = dict[str, Callable[[Result], str]]  # a cell by the result of its row's case
+BASELINES = ("random weights", "mean beat", "measurements")
 HEADLINE = (
+    ("real", "ptbxl-superdiagnostic", "auroc", "12", 0.1),
+    ("real", "ptbxl-superdiagnostic", "auroc", "12", 1.0),
+    ("real", "ptbxl-superdiagnostic", "auroc", "1", 0.1),
+    ("real", "ptbxl-superdiagnostic", "auroc", "1", 1.0),
     ("synthetic", "diagnosis", "auroc", "12", 0.01),
     ("synthetic", "diagnosis", "auroc", "1", 0.01),
     ("synthetic", "identification", "accuracy_whitened", "1", None),
-    ("real", "diagnosis", "auroc", "12", 1.0),
 )
-FRESH = (
-    "ingest",
-    "loader",
-    "step",
-    "scaling",
-    "start",
-)  # on a CPU, every repeat of these benchmarks is a fresh process
 
 
 def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
@@ -42,220 +28,138 @@ def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([head, f"|{'---|' * (head.count('|') - 1)}", *lines])
 
 
+def cases(results: dict[str, Result], columns: Columns) -> str:
+    """A row for each case."""
+    rows = []
+    for name, result in results.items():
+        rows.append([name, *(cell(result) for cell in columns.values())])
+    return markdown(f"| | {' | '.join(columns)} |", rows)
+
+
 def rates(part: Part) -> Iterator[str]:
     """The peer of a case is the fastest re-creation of its kind (the name before the colon).
-    Memory is that of the case's main process, so it is omitted for cases with workers."""
-    results, rows = part["results"], []
-    peers: dict[str, float] = {}
+    Memory is that of the case's main process."""
+    rows, results = [], part["results"]
     for name, result in results.items():
-        if is_peer(name):
-            peers[kind(name)] = max(per_cpu(result), peers.get(kind(name), 0.0))
-    for name, result in results.items():
-        times = ""
-        if kind(name) in peers and not is_peer(name) and not name.endswith("(crops)"):
-            times = f"{per_cpu(result) / peers[kind(name)]:.1f}x"
+        peers = [per_cpu(each) for peer, each in results.items() if is_peer_of(peer, name)]
+        times = f"{per_cpu(result) / max(peers):.1f}x" if peers else ""
         memory = f"{result['peak_mb']:.0f} MB"
-        if re.search(r"[1-9]\d* workers$", name):
-            memory = ""
         unit = " GB" if name.startswith("verify") else ""
-        cells = [name, number(per_cpu(result)) + unit, reach(result["per_cpu_s"])]
-        rows.append([*cells, middle(result["per_s"]) + unit, times, memory])
-    yield markdown(
-        "| | per CPU-second | lowest to highest | per second | against the peer | peak memory |",
-        rows,
-    )
+        cells = [name, number(per_cpu(result)) + unit, reach("per_cpu_s")(result)]
+        rows.append([*cells, middle("per_s")(result) + unit, times, memory])
+    head = "per CPU-second | lowest to highest | per second | against the peer | peak memory"
+    yield markdown(f"| | {head} |", rows)
+
+
+def is_peer_of(peer: str, name: str) -> bool:
+    same = kind(peer) == kind(name) and not name.endswith("(crops)")
+    return same and is_peer(peer) and not is_peer(name)
+
+
+def is_peer(name: str) -> bool:
+    return "re-creation" in name or "wfdb.rdrecord" in name
+
+
+def kind(name: str) -> str:
+    return name.split(":")[0].removeprefix("authors_")
 
 
 def loader(part: Part) -> Iterator[str]:
     yield from rates(part)
-    if any(name.startswith("physio") for name in part["results"]):
-        yield (
-            "omnilead cuts white noise from a fixed bank of normal numbers at random places, also "
-            "in `authors_physio3`, which "
-            "follows the authors' formulas; the re-creation draws it anew. Only our loader "
-            "verifies crc32c, once per crop, in "
-            "the first epoch. The re-creation's files are four times as large; if caches hold all "
-            "of them, it is twice as fast "
-            "and the ratios are half of these (LOG.md)."
-        )
+    yield (
+        "omnilead cuts white noise from a fixed bank of normal numbers at random places; the "
+        "re-creation draws it anew. Only our loader verifies crc32c, once per crop, in the first "
+        "epoch. The re-creation's files are four times as large; if caches hold all of them, it is "
+        "twice as fast and the ratios are half of these (LOG.md)."
+    )
 
 
 def step(part: Part) -> Iterator[str]:
     """MFU is relative to the rate of the matrix product; ratios are to the re-creation with the
     same number of crops."""
-    results, figure = part["results"], clock(part)
+    results, figure, rows = part["results"], clock(part), []
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
-    baselines = {"fp32": ""}
-    if device_of(part) == "cuda":
-        baselines["autocast"] = " (its autocast)"
-    rows = []
     for name, result in results.items():
         precision, crops = name.split(": ")[1].split(",")[0], name.split(", ")[-1]
         unit, mfu, times = " GFLOP", "", []
         if not name.startswith("matrix product"):
-            unit = ""
-            product = f"matrix product: {'fp32' if precision == 'fp32' else 'bf16'}"
-            if product in results:
-                gflop = part["input"]["gflop_per_crop"]
-                mfu = f"{100 * speed[name] * gflop / speed[product]:.0f} %"
-            for other, label in baselines.items():
-                peer = f"re-creation of fairseq-signals' step: {other}, {crops}"
+            product = speed.get(f"matrix product: {'fp32' if precision == 'fp32' else 'bf16'}")
+            share = 100 * speed[name] * part["input"]["gflop_per_crop"] / (product or 1)
+            unit, mfu = "", f"{share:.0f} %" if product else ""
+            for baseline in ("fp32", "autocast") if figure == "per_s" else ("fp32",):
+                peer = f"re-creation of fairseq-signals' step: {baseline}, {crops}"
                 if peer in results:
-                    times.append(f"{speed[name] / speed[peer]:.2f}x{label}")
-        cells = [name, middle(result["per_s"]) + unit, number(per_cpu(result)) + unit]
-        cells += [reach(result[figure]), mfu, " ".join(times)]
-        rows.append([*cells, f"{result.get('gpu_peak_mb', result['peak_mb']) / 1024:.1f} GB"])
-    head = (
-        "| | crops per second | per CPU-second | lowest to highest | MFU | against the "
-        "re-creation | peak memory |"
+                    times.append(f"{speed[name] / speed[peer]:.2f}x ({baseline})")
+        cells = [name, middle("per_s")(result) + unit, number(per_cpu(result)) + unit]
+        memory = result.get("gpu_peak_mb", result["peak_mb"]) / 1024
+        rows.append([*cells, reach(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"])
+    head = "crops per second | per CPU-second | lowest to highest | MFU | against the re-creation"
+    yield markdown(f"| | {head} | peak memory |", rows)
+    yield (
+        "fairseq-signals as released does not run under bf16 autocast: that row is a re-creation "
+        "with this fixed."
     )
-    yield markdown(head, rows)
-    if ours := [name for name in results if name.startswith("omnilead: bf16")]:
-        yield f"Fastest in bf16: {max(ours, key=speed.__getitem__)}."
-    if any(name.startswith("re-creation") and "autocast" in name for name in results):
-        yield (
-            "fairseq-signals as released does not run under bf16 autocast: that row is a "
-            "re-creation with this fixed."
-        )
 
 
 def e2e(part: Part) -> Iterator[str]:
-    rows = []
-    for name, result in part["results"].items():
-        cells = [name, result["backend"]]
-        cells += [middle(result[key]) for key in ("per_s", "per_cpu_s", f"bare_{clock(part)}")]
-        overhead = result["overhead_pct"]
-        cells += [percent(overhead), f"{overhead['low']:.1f} to {overhead['high']:.1f} %"]
-        cells += [percent(result["loader_pct"]), percent(result["stall_pct"])]
-        rows.append([*cells, f"{result['checkpoint_s']:.2f} s"])
-    between = "95 % interval" if repeated(part)[0] >= INTERVAL_FROM else "lowest to highest"
-    head = (
-        f"| | backend | crops per second | per CPU-second | bare step | overhead | {between} | "
-        "loader's part |"
-    )
-    yield markdown(f"{head} stall | checkpoint |", rows)
-
-
-def percent(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.1f} %"
+    many = repeated(part)[0] >= INTERVAL_FROM
+    columns: Columns = {
+        "backend": lambda result: result["backend"],
+        "crops per second": middle("per_s"),
+        "per CPU-second": middle("per_cpu_s"),
+        "bare step": middle(f"bare_{clock(part)}"),
+        "overhead": percent("overhead_pct"),
+        "95 % interval" if many else "lowest to highest": reach("overhead_pct"),
+        "loader's part": percent("loader_pct"),
+        "stall": percent("stall_pct"),
+        "checkpoint": lambda result: f"{result['checkpoint_s']:.2f} s",
+    }
+    yield cases(part["results"], columns)
 
 
 def embed(part: Part) -> Iterator[str]:
-    rows = []
-    for name, result in part["results"].items():
-        share = result["share_pct"]
-        keys = ("per_s", "per_cpu_s", "bare_per_s", "bare_per_cpu_s")
-        cells = [name, *(middle(result[key]) for key in keys), f"{share['median']:.0f} %"]
-        rows.append([*cells, f"{share['low']:.0f} to {share['high']:.0f} %"])
-    head = (
-        "| | crops per second | per CPU-second | encoder alone | per CPU-second | share of its "
-        "speed | lowest to highest |"
-    )
-    yield markdown(head, rows)
+    columns = {
+        "crops per second": middle("per_s"),
+        "per CPU-second": middle("per_cpu_s"),
+        "encoder alone": middle("bare_per_s"),
+        "encoder alone per CPU-second": middle("bare_per_cpu_s"),
+        "share of its speed": percent("share_pct"),
+        "lowest to highest": reach("share_pct"),
+    }
+    yield cases(part["results"], columns)
 
 
 def start(part: Part) -> Iterator[str]:
-    rows = []
-    for name, result in part["results"].items():
-        seconds, cpu = (f"{result[key]['median']:.1f}" for key in ("seconds", "cpu_seconds"))
-        rows.append([name, seconds, reach(result["seconds"]), cpu])
-    yield markdown("| | seconds | lowest to highest | CPU-seconds |", rows)
+    columns = {"seconds": middle("seconds"), "lowest to highest": reach("seconds")}
+    yield cases(part["results"], columns | {"CPU-seconds": middle("cpu_seconds")})
 
 
 def scaling(part: Part) -> Iterator[str]:
-    rows = []
-    for name, result in part["results"].items():
-        rows.append([name, f"{1 / result['per_s']['median']:.2f}", f"{result['peak_mb']:.0f} MB"])
-    yield markdown("| | seconds | peak memory |", rows)
-    rows = []
-    for name, facts in part["shuffle_quality"].items():
-        cells = [name, f"{facts['correlation']:.4f}", f"{facts['shards_per_batch']:.1f}"]
-        rows.append([*cells, f"{100 * facts['row_span_95']:.0f} %"])
-    yield markdown(
-        "| order | correlation of position and row | shards per batch | range of a batch's rows "
-        "(95 %) |",
-        rows,
-    )
-    rows, worlds = [], part["ranks"]
-    for ranks, result in worlds.items():
-        kept = result["per_s"]["median"] / worlds["1"]["per_s"]["median"] / int(ranks)
-        kept_cpu = per_cpu(result) / per_cpu(worlds["1"])
-        cells = [ranks, middle(result["per_s"]), reach(result["per_s"]), f"{100 * kept:.0f} %"]
-        rows.append([*cells, number(per_cpu(result)), f"{100 * kept_cpu:.0f} %"])
-    if rows:
-        head = (
-            "| ranks on this machine | crops per second | lowest to highest | efficiency | per "
-            "CPU-second | efficiency |"
-        )
-        yield markdown(head, rows)
-
-
-def cluster(step: Part | None) -> Iterator[str]:
-    """Estimate the speed of many GPUs from one GPU's rate with the paper's model: the measured
-    rate, or else the target.
-
-    ZeRO-1 as in configs/deepspeed/zero1.json. After the backward pass DeepSpeed all-reduces the
-    bf16 gradients (a scatter and a gather); after AdamW the bf16 weights are gathered; all in a
-    ring, without overlap. CMSC gathers the pooled halves of all crops in float32, and their
-    gradient returns the same way; its scores, each half against those of all crops, are a float32
-    product and its two gradients. All assumptions are conservative; nothing of this was measured on
-    a cluster.
-    """
-    rate, basis = 2700.0, "the target for one H200; nothing was measured on a GPU"
-    if step and step["input"].get("model") == "paper":
-        rates = []
-        for name, result in step["results"].items():
-            if name.startswith("omnilead"):
-                rates.append(float(result["per_s"]["median"]))
-        if rates:
-            rate, basis = max(rates), f"measured on one {step['input']['device']}"
-    yield (
-        "### Many GPUs, by formula: communication per step, efficiency and training time "
-        "(estimated)"
-    )
-    rows = []
-    for gpus, crops in CLUSTERS:
-        *ms, sent_mb, efficiency = cluster_step(gpus, crops, rate)
-        cells = [f"{gpus:,}", f"{crops}", f"{1e3 * crops / rate:.0f} ms", f"{sent_mb:,.0f} MB"]
-        cells += [f"{each:.1f} ms" for each in ms]
-        cells.append(f"{100 * efficiency:.0f} %")
-        for total in (200 * 85_000, 10_000_000):
-            cells.append(f"{total / (gpus * rate * efficiency) / 60:.3g} min")
-        rows.append(cells)
-    head = (
-        "| GPUs | crops per GPU | compute | sent per GPU | gradients | weights | CMSC candidates "
-        "| its scores | efficiency |"
-    )
-    yield markdown(f"{head} the paper's run: 200 epochs of 85,000 crops | 10 M ECGs, once |", rows)
-    yield (
-        f"From {rate:,.0f} crops/s per GPU ({basis}), bf16, the paper's 90.9 M parameters, "
-        "ZeRO-1; assumed: "
-        f"{NVLINK_GB_PER_S:.0f} GB/s per GPU within a node of {NODE}, {NETWORK_GB_PER_S:.0f} GB/s "
-        "per GPU between nodes, "
-        f"{1e6 * HOP_S:.0f} us per hop, {FP32_TFLOPS:.0f} TFLOP/s in float32; the paper trains in "
-        "batches of 512 crops."
-    )
-
-
-def cluster_step(gpus: int, crops: int, rate: float) -> tuple[float, ...]:
-    """Milliseconds for gradients, weights, candidates and scores; the megabytes that a GPU sends;
-    and the efficiency."""
-    bandwidth = 1e9 * (NVLINK_GB_PER_S if gpus <= NODE else NETWORK_GB_PER_S)
-    sent = 0.0
-    spent = []
-    # bytes, and how often they go around the ring
-    for size, rounds in (
-        (4 * PARAMETERS, 2),
-        (2 * PARAMETERS, 1),
-        (2 * gpus * crops * 2 * WIDTH * 4, 2),
-    ):
-        part = size * (gpus - 1) / gpus
-        sent += part
-        spent.append(part / bandwidth + rounds * (gpus - 1) * HOP_S)
-    # in addition to one GPU's
-    spent.append(3 * 2 * (2 * crops) * (gpus - 1) * (2 * crops) * WIDTH / (FP32_TFLOPS * 1e12))
-    compute = crops / rate
-    return *(1e3 * seconds for seconds in spent), sent / 1e6, compute / (compute + sum(spent))
+    results = part["results"]
+    opened = {name: result for name, result in results.items() if name.startswith("open")}
+    columns: Columns = {
+        "seconds": lambda result: f"{1 / result['per_s']['median']:.2f}",
+        "peak memory": lambda result: f"{result['peak_mb']:.0f} MB",
+    }
+    yield cases(opened, columns)
+    if "shuffle_quality" in part:
+        columns = {
+            "correlation of position and row": lambda facts: f"{facts['correlation']:.4f}",
+            "shards per batch": lambda facts: f"{facts['shards_per_batch']:.1f}",
+            "range of a batch's rows (95 %)": lambda facts: f"{100 * facts['row_span_95']:.0f} %",
+        }
+        yield cases(part["shuffle_quality"], columns)
+    worlds = {f"{world} ranks": result for world, result in part.get("ranks", {}).items()}
+    worlds |= {name: result for name, result in results.items() if name.endswith(" ranks")}
+    if "1 ranks" in worlds:
+        one, rows = worlds["1 ranks"], []
+        for name, result in worlds.items():
+            kept = result["per_s"]["median"] / one["per_s"]["median"] / int(name.split()[0])
+            cells = [name, middle("per_s")(result), reach("per_s")(result), f"{100 * kept:.0f} %"]
+            kept = per_cpu(result) / per_cpu(one)
+            rows.append([*cells, number(per_cpu(result)), f"{100 * kept:.0f} %"])
+        head = "crops per second | lowest to highest | efficiency | per CPU-second | efficiency"
+        yield markdown(f"| on this machine | {head} |", rows)
 
 
 def evidence(part: Part) -> Iterator[str]:
@@ -268,7 +172,7 @@ def evidence(part: Part) -> Iterator[str]:
 
 
 def headline(part: Part) -> str:
-    """Four rows of the evidence, for README.md. Names that end in a number are seeds of one
+    """The rows of the evidence for README.md. Names that end in a number are seeds of one
     config."""
     body = []
     for where, task, metric, leads, share in HEADLINE:
@@ -278,8 +182,10 @@ def headline(part: Part) -> str:
         if not rows:
             continue
         model = next(iter(rows))
-        shown = [rows[name] for name in (model, *BASELINES)]
-        cells = [scored(row["metrics"][metric], row["intervals"][metric]) for row in shown]
+        cells = []
+        for name in (model, *BASELINES):
+            row = rows.get(name)  # older records have no measurements
+            cells.append(scored(row["metrics"][metric], row["intervals"][metric]) if row else "")
         prefix, _, seed = model.rpartition("-")
         seeds = []
         for name, row in rows.items():
@@ -317,14 +223,6 @@ TABLES: dict[str, tuple[str, Callable[[Part], Iterator[str]]]] = {
 }
 
 
-def kind(name: str) -> str:
-    return name.split(":")[0].removeprefix("authors_")
-
-
-def is_peer(name: str) -> bool:
-    return any(word in name for word in ("re-creation", "wfdb.rdrecord"))
-
-
 def device_of(part: Part) -> str:
     return str(part["config"].get("device", "cpu"))
 
@@ -343,12 +241,16 @@ def per_cpu(result: Result) -> float:
     return float(result["per_cpu_s"]["median"])
 
 
-def middle(spread: dict[str, float]) -> str:
-    return number(spread["median"])
+def middle(figure: str) -> Callable[[Result], str]:
+    return lambda result: number(result[figure]["median"])
 
 
-def reach(spread: dict[str, float]) -> str:
-    return f"{number(spread['low'])} to {number(spread['high'])}"
+def reach(figure: str) -> Callable[[Result], str]:
+    return lambda result: f"{number(result[figure]['low'])} to {number(result[figure]['high'])}"
+
+
+def percent(figure: str) -> Callable[[Result], str]:
+    return lambda result: f"{result[figure]['median']:.1f} %"
 
 
 def number(value: float) -> str:
@@ -356,41 +258,33 @@ def number(value: float) -> str:
 
 
 def repeated(part: Part) -> tuple[int, int]:
-    """How often cases were measured: the fewest, and the requested number (the most if none was
-    requested)."""
-    asked = part["config"].get("repeats")
-    each = [int(r.get("repeats", asked or 0)) for r in part["results"].values()]
-    return min(each), int(asked or max(each))
+    """The fewest and the most repeats of a case."""
+    asked = part["config"].get("repeats") or 0
+    each = [int(result.get("repeats", asked)) for result in part["results"].values()]
+    return min(each), max(each)
 
 
 def note(part: Part) -> str:
     """How a table was measured: machine, date, input, repeats and versions."""
-    hardware, facts, name = part["hardware"], part["input"], part["benchmark"]
-    on_gpu = device_of(part) == "cuda"
+    hardware, facts = part["hardware"], part["input"]
+    where = f"{hardware['cpu']}, {hardware['cores']} cores"
+    where = (
+        f"{machine(part)}, {where}" if device_of(part) == "cuda" else f"{where} shared with others"
+    )
+    when = "uncommitted changes, " * bool(part["git"]["dirty"]) + part["date"][:10]
     file = f"[{part['file']}](results/{part['file']})"
-    where = f"{machine(part)}, {hardware['cpu']}" if on_gpu else hardware["cpu"]
-    where += f", {hardware['cores']} cores" + ("" if on_gpu else " shared with others")
-    when = part["date"][:10]
-    if part["git"]["dirty"]:
-        when = f"uncommitted changes, {when}"
-    if name == "evidence":
+    if part["benchmark"] == "evidence":
         made = f"{where}, {when}; {facts['archive']}"
         if outside := facts.get("made_outside"):
             made += f"; made outside the plan: {', '.join(outside)}"
         return f"{made}; {file}. {bench_report.INTERVALS}"
     what = facts["archive"]
-    if name != "step":
-        unit = "records" if "records" in facts else "crops"
-        what = f"{facts[unit]:,} {unit} ({facts['archive']}) in the page cache"
-        if "threads" in facts:
-            what += f", {facts['threads']} threads"
-    fewest, repeats = repeated(part)  # fewer if time ran out
-    many = f"{fewest} to {repeats} runs" if fewest < repeats else f"{repeats} runs"
-    if name in FRESH and not on_gpu:
-        many += ", each in a fresh process"
+    for unit in ("records", "crops", "threads"):
+        what += f", {facts[unit]:,} {unit}" if unit in facts else ""
+    many = " to ".join(dict.fromkeys(map(str, repeated(part))))
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
     load = f"load {hardware['load_before']:.1f} before"
-    said = f"{where} ({load}), {when}; {what}; median of {many}; {versions}; {file}."
+    said = f"{where} ({load}), {when}; {what}; median of {many} runs; {versions}; {file}."
     for case, reason in part.get("left_out", {}).items():
         said += f" Left out: {case}: {reason}."
     return said

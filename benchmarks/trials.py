@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omnilead.engine.common import ConfigError, Parser, write_whole
+from omnilead.data_tools.cli import Parser
+from omnilead.engine.common import ConfigError
+from omnilead.engine.inference.commands import exit_code
+from omnilead.engine.reproduce.jobs import read_json, write_json
 
 NOT_COPIED = shutil.ignore_patterns("model", "checkpoints", "tensorboard", ".*")
 
@@ -34,15 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, _, run = text.partition("=")
         if name.startswith(f"{options.of}-"):
             runs[name.removeprefix(f"{options.of}-")] = Path(run)
-    try:
-        copy_best(runs, options.out)
-    except (ConfigError, OSError) as error:
-        print(f"benchmarks.trials: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code("benchmarks.trials", lambda: copy_best(runs, options.out))
 
 
-def copy_best(runs: dict[str, Path], out: Path) -> None:
+def copy_best(runs: dict[str, Path], out: Path) -> int:
     """`runs` by learning rate."""
     results: dict[str, Any] = {}
     for rate, run in runs.items():
@@ -60,10 +58,10 @@ def copy_best(runs: dict[str, Path], out: Path) -> None:
         converged = "yes" if result["converged"] else "no"
         tried.append([f"{float(rate):g}", result["step"], f"{result['best']:.4f}", converged])
     shutil.copytree(chosen, out, ignore=NOT_COPIED, dirs_exist_ok=True)
-    facts = json.loads((out / "run.json").read_text()) | {"rates": tried}
-    write_whole(out / "run.json", json.dumps(facts, indent=1) + "\n")
+    write_json(out / "run.json", read_json(out / "run.json") | {"rates": tried})
     shutil.rmtree(out / ".model", ignore_errors=True)
     shutil.copytree(chosen / "model", out / ".model").replace(out / "model")
+    return 0
 
 
 if __name__ == "__main__":

@@ -285,8 +285,8 @@ def shard(
     The arguments are the options of the command; `sources` is an archive or several. Notes go to
     stderr. A DataError says in one line what is wrong."""
     from omnilead.data_tools import build
+    from omnilead.data_tools.plots import notes
     from omnilead.data_tools.pseudonyms import read_key
-    from omnilead.data_tools.summary import notes
 
     roles = _role_sources(
         plan,
@@ -445,7 +445,7 @@ def _synth(parsed: argparse.Namespace) -> int:
 
 
 def _shard(parsed: argparse.Namespace) -> int:
-    from omnilead.data_tools.summary import describe
+    from omnilead.data_tools.plots import describe
 
     started, options = time.monotonic(), _options(parsed)
     strict = options.pop("strict")
@@ -490,7 +490,6 @@ def _verify(parsed: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     from omnilead.data_tools import plots
     from omnilead.data_tools.dataset import Dataset
-    from omnilead.data_tools.summary import describe
 
     if options.png:
         file, folder = Path(options.png), Path(options.png).absolute().parent
@@ -511,7 +510,7 @@ def _show(options: argparse.Namespace) -> int:
     else:
         dataset = Dataset.open(options.what, options.anonymous)
         if options.crop is None:
-            echo(describe(dataset))
+            echo(plots.describe(dataset))
             figure = plots.dataset_figure(dataset) if options.png else None
         else:
             try:
@@ -534,7 +533,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _labels(options: argparse.Namespace) -> int:
-    from omnilead.data_tools.labels import write_labels
+    from omnilead.data_tools.labels.published import write_labels
     from omnilead.data_tools.pseudonyms import read_key
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
@@ -554,7 +553,7 @@ def _record_figure(path: str) -> Any:
     from omnilead.data_tools.plots import caption_of, ecg_figure
     from omnilead.data_tools.prepare import prepare_crop
     from omnilead.data_tools.sources.base import read_safely
-    from omnilead.data_tools.sources.wfdb_folder import WfdbFolder
+    from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
     from omnilead.data_tools.storage import folder
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")

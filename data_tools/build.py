@@ -8,7 +8,9 @@ builds the others again. A run may be killed at any moment, any number of times,
 the same bytes.
 """
 
+import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -28,7 +30,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
-from omnilead.data_tools import cluster, dataset, splits, zarr_writer
+from omnilead.data_tools import cluster, dataset, shard_writers, splits
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import (
     COLUMNS,
@@ -36,17 +38,24 @@ from omnilead.data_tools.dataset import (
     META,
     STORE,
     Dataset,
-    as_csv,
     fingerprint,
     waveform,
 )
-from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError
+from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError, one_line
 from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
 from omnilead.data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
 from omnilead.data_tools.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.record import EcgRecord, class_row
+from omnilead.data_tools.shard_writers import (
+    MAX_INDEX,
+    TarWriter,
+    index_name,
+    part_name,
+    shard_name,
+)
 from omnilead.data_tools.sources.base import Source, located, read_safely, shown_patient
 from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
+from omnilead.data_tools.spreadsheet import as_csv, unquoted
 from omnilead.data_tools.storage import (
     Folder,
     dataset_folder,
@@ -54,7 +63,6 @@ from omnilead.data_tools.storage import (
     prefetch,
     write_errors,
 )
-from omnilead.data_tools.tar import MAX_INDEX, TarWriter, index_name, part_name, shard_name
 
 DIGEST_BYTES = 32  # at the end of a part
 # Flag of the crops of a record whose source warns of an implausible amplitude
@@ -103,9 +111,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         raise DataError(f"--out {options.out}: is a file: choose a folder")
     if not (out.exists(META) or out.exists(".build")):
         with suppress(StorageError):  # the folder does not exist
-            if files := [
-                name for name in out.children() if name != dataset.REJECTS
-            ]:  # as left if all records were refused
+            # rejects.csv is left if all records were refused
+            if files := [name for name in out.children() if name != dataset.REJECTS]:
                 raise DataError(
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose "
                     "another --out"
@@ -150,11 +157,8 @@ def recipe_hash(recipe: dict[str, Any]) -> str:
 def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     """Return the finished dataset; an error if it was made with another recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
-        old = finished.meta | {
-            "format": next(
-                name for name, formats in FORMATS.items() if formats == finished.meta["formats"]
-            )
-        }
+        formats = finished.meta["formats"]
+        old = finished.meta | {"format": "both" if len(formats) > 1 else formats[0]}
         stated = (
             "seed",
             "plan",
@@ -226,10 +230,8 @@ def _finished(out: Folder, task: tuple[int, str]) -> int | None:
         facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
         if facts["content"] != content:
             return None
-        index, tar = (
-            out.read(index_name(name), MAX_INDEX),
-            out.read(f"shards/{name}", facts["bytes"]),
-        )
+        index = out.read(index_name(name), MAX_INDEX)
+        tar = out.read(f"shards/{name}", facts["bytes"])
         sums = hashlib.sha256(index).hexdigest(), hashlib.sha256(tar).hexdigest()
         return number if sums == (facts["index"], facts["sha256"]) else None
     except (ReadError, KeyError):
@@ -390,7 +392,9 @@ def _finish(
         raise _all_refused(out, rejects)
     table = assign_roles(table, options.plan, options.seed, options.role_sources)
     if options.format != "tar":
-        zarr_writer.write(table, shards, out, options.workers, options.cluster, options.quiet)
+        shard_writers.write_zarr(
+            table, shards, out, options.workers, options.cluster, options.quiet
+        )
     if options.format == "zarr":
         shards = []
         table = _without_shards(table)
@@ -466,6 +470,26 @@ def _rejects_csv(rejects: list[Reject]) -> bytes:
     return as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
 
 
+def rejects_of(made: Dataset) -> list[Reject]:
+    """The rows of a dataset's rejects.csv: (source, record, reason, detail)."""
+    url, facts = made.root.url, made.meta.get("rejects")
+    if not facts:
+        raise DatasetError(f"{url}/{dataset.META}: has no entry `rejects`: build the dataset again")
+    try:
+        data = made.root.read(dataset.REJECTS, facts["bytes"])
+        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            raise ValueError("fails its sha256")
+        _, *rows = csv.reader(io.StringIO(data.decode()))
+        return [
+            (source, record, reason, detail)
+            for source, record, reason, detail in (map(unquoted, row) for row in rows)
+        ]
+    except (ReadError, ValueError, csv.Error) as error:
+        raise DatasetError(
+            one_line(f"{url}/{dataset.REJECTS}: {error}: restore the file")
+        ) from None
+
+
 def _all_refused(out: Folder, rejects: list[Reject]) -> StorageError:
     """The error if no record can be used. Writes rejects.csv, and names the most common reasons,
     each with its first file."""
@@ -521,11 +545,9 @@ def flagged(table: pa.Table, flag: str) -> np.ndarray:
     """A mask of the rows of samples.parquet that have this flag."""
     flags = table["flags"].combine_chunks()
     found = np.zeros(len(table), bool)
-    found[
-        np.asarray(pc.list_parent_indices(flags))[
-            np.asarray(pc.equal(pc.list_flatten(flags), flag))
-        ]
-    ] = True
+    rows = np.asarray(pc.list_parent_indices(flags))
+    is_flag = np.asarray(pc.equal(pc.list_flatten(flags), flag))
+    found[rows[is_flag]] = True
     return found
 
 
@@ -543,8 +565,8 @@ def assign_roles(
     if plan != "paper-split" and (found := splits.leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {found[0]}")
     names = pa.array([name or None for name in splits.ROLE_NAMES])
-    columns = {"pretrain": pa.array(roles.pretrain)}
-    columns |= {
+    columns = {
+        "pretrain": pa.array(roles.pretrain),
         "dx_role": names.take(pa.array(roles.dx)),
         "id_role": names.take(pa.array(roles.identity)),
     }

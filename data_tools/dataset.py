@@ -14,7 +14,6 @@ checked against their crc32c.
     ecg = dataset[0]    # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels
 """
 
-import csv
 import hashlib
 import io
 import json
@@ -31,20 +30,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
+from omnilead.data_tools.constants import ABBREVIATIONS, LEADS
+from omnilead.data_tools.constants import CROP_BYTES as CROP_BYTES
+from omnilead.data_tools.constants import CROP_SHAPE as CROP_SHAPE
+from omnilead.data_tools.constants import VENDORS as VENDORS
 from omnilead.data_tools.errors import (
     ChunkError as ChunkError,  # the engine imports the errors from here
 )
 from omnilead.data_tools.errors import DataError as DataError
 from omnilead.data_tools.errors import DatasetError as DatasetError
 from omnilead.data_tools.errors import ReadError, one_line
-from omnilead.data_tools.record import ABBREVIATIONS, LEADS
-from omnilead.data_tools.record import CROP_BYTES as CROP_BYTES
-from omnilead.data_tools.record import CROP_SHAPE as CROP_SHAPE
-from omnilead.data_tools.record import VENDORS as VENDORS
-from omnilead.data_tools.spreadsheet import QUOTED as QUOTED
-from omnilead.data_tools.spreadsheet import as_csv as as_csv
-from omnilead.data_tools.spreadsheet import unquoted as unquoted
-from omnilead.data_tools.spreadsheet import without_formulas as without_formulas
 from omnilead.data_tools.storage import Folder, dataset_folder
 
 FORMAT_VERSION = 1
@@ -133,7 +128,7 @@ class Ecg:
     """One crop of 10 s. If `halves` is 1, it is 5 s long and its second half is zero."""
 
     row: int
-    # int16 [12, 5000], leads in the order of data_tools.record.LEADS
+    # int16 [12, 5000], leads in the order of data_tools.constants.LEADS
     signal_uv: np.ndarray = field(repr=False)
     source: str
     record: str
@@ -379,25 +374,6 @@ class Dataset:
         from omnilead.data_tools.zarr_reader import Chunks
 
         return Chunks(self.root, STORE, len(self))
-
-    def rejects(self) -> list[tuple[str, str, str, str]]:
-        """The rows of rejects.csv: (source, record, reason, detail)."""
-        facts, file = self.meta.get("rejects"), f"{self.root.url}/{REJECTS}"
-        if not facts:
-            raise DatasetError(
-                f"{self.root.url}/{META}: has no entry `rejects`: build the dataset again"
-            )
-        try:
-            data = self.root.read(REJECTS, facts["bytes"])
-            if hashlib.sha256(data).hexdigest() != facts["sha256"]:
-                raise ValueError("fails its sha256")
-            _, *rows = csv.reader(io.StringIO(data.decode()))
-            return [
-                (source, record, reason, detail)
-                for source, record, reason, detail in (map(unquoted, row) for row in rows)
-            ]
-        except (ReadError, ValueError, csv.Error) as error:
-            raise DatasetError(one_line(f"{file}: {error}: restore the file")) from None
 
 
 def fingerprint(meta: dict[str, Any]) -> str:

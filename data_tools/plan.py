@@ -25,9 +25,9 @@ from omnilead.data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from omnilead.data_tools.errors import ReadError, StorageError, printable
 from omnilead.data_tools.prepare import SPEC_HASH, crop_count, dropped_s
 from omnilead.data_tools.record import Header
-from omnilead.data_tools.sources.base import Source, located, read_safely, record_stem
-from omnilead.data_tools.storage import links_in, prefetch
-from omnilead.data_tools.tar import MAX_NAME
+from omnilead.data_tools.shard_writers import MAX_NAME
+from omnilead.data_tools.sources.base import Source, links_in, located, read_safely, record_stem
+from omnilead.data_tools.storage import prefetch
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 PlannedCrops = list[tuple[int, str, str, int]]  # archive, key, label, crop of the record

@@ -1,4 +1,5 @@
-"""Figures: an ECG on ECG paper, to scale, and an overview of a dataset.
+"""What `omnilead show` draws and prints: an ECG on ECG paper, to scale; an overview of a dataset, as a
+figure and as text (sources, roles compared with the paper, what was refused); and warnings.
 
     plot_ecg(dataset[7])                    # a crop on ECG paper; notebooks display it
     plot_ecg(dataset[7]).savefig("ecg.png")
@@ -9,7 +10,7 @@
 import os
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from itertools import cycle
@@ -17,10 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from omnilead.data_tools.build import IMPLAUSIBLE, flagged, records_of, rejects_of
 from omnilead.data_tools.dataset import Dataset, Ecg
-from omnilead.data_tools.prepare import FS_HZ, HALF
+from omnilead.data_tools.prepare import FS_HZ, HALF, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS
+from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import replaced
 
 if TYPE_CHECKING:
@@ -41,14 +46,31 @@ FLAT_MV = 0.005  # a lead that varies less has no signal; one step of usual conv
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhere
 INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dcda", "#eeb0ad"
-ROLE_COLOURS = (
-    "#2f6690",
-    "#db963a",
-    "#b3d4e6",
-    "#7d7d88",
-    "#d9d9d4",
-    "#3d2c4a",
-)  # differ in lightness, for any colour vision
+# Differ in lightness, for any colour vision
+ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")
+
+MANY_SATURATED = 0.01  # share of a source's crops
+# Numbers of 5 s segments in Oh et al. 2022, section 5.1. They split by segment and exclude nothing:
+# see `--plan paper-split`
+PAPER_ROLES = {
+    "pretrain": 189_051,
+    "dx train": 32_640,
+    "dx valid": 4_079,
+    "dx test": 4_079,
+    "id train": 147_444,
+    "id valid": 17_670,
+    "id gallery": 2_127,
+    "id probe": 2_127,
+}
+# Their six databases and the numbers of records in the Challenge's release
+PAPER_SETS = {
+    "chapman_shaoxing": 10_247,
+    "cpsc_2018": 6_877,
+    "cpsc_2018_extra": 3_453,
+    "georgia": 10_344,
+    "ningbo": 34_905,
+    "ptb-xl": 21_837,
+}
 
 
 def plot_ecg(ecg: Ecg) -> "Figure":
@@ -74,8 +96,21 @@ def ecg_figure(
     caption: str = "",
     missing: Collection[str] = (),
 ) -> "Figure":
-    """Draw a crop [12, 5000]: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm
-    strip.
+    """A page with a crop [12, 5000] on ECG paper."""
+    figure, axes = _paper()
+    draw_grid(axes, 1, GRID_1_MM, 0.35)
+    draw_grid(axes, 5, GRID_5_MM, 0.6)
+    axes.spines[:].set(color=GRID_5_MM, linewidth=0.8)
+    scale, notes = draw_ecg(axes, signal_uv, halves, missing)
+    _margins(figure, title, caption, scale, notes)
+    return figure
+
+
+def draw_ecg(
+    axes: "Axes", signal_uv: np.ndarray, halves: int, missing: Collection[str] = ()
+) -> tuple[str, str]:
+    """Draw a crop: 3 rows of 4 leads, 2.5 s each and contiguous in time, and a rhythm strip. The
+    axes become PAPER_MM large. Returns the scale, and notes on what is drawn otherwise.
 
     Each lead is centred on its median, as AC-coupled carts do. A crop of 5 s is drawn again in
     the last two columns."""
@@ -86,29 +121,24 @@ def ecg_figure(
         if lead not in missing:
             shown[lead] = values - np.median(values)
     cells = _cells(shown, length_s)
-    gain, notes = GAINS_MM_PER_MV[0], list[str]()
-    traces = [_trace_mm(shown, cell, length_s, gain) for cell in cells]
-    # A trace may reach into the next row, but not cross its baseline
-    edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)
-    if any(
-        _leaves(trace, edges[cell.row + 2], edges[cell.row])
-        for trace, cell in zip(traces, cells, strict=True)
-    ):
-        gain = GAINS_MM_PER_MV[1]
+    notes = []
+    for gain in GAINS_MM_PER_MV:
         traces = [_trace_mm(shown, cell, length_s, gain) for cell in cells]
+        if not any(map(_crosses_a_row, cells, traces)):
+            break
+    if gain != GAINS_MM_PER_MV[0]:
         notes.append(f"half gain: too tall for {GAINS_MM_PER_MV[0]:g} mm/mV")
     if any(_leaves(trace, 0.0, PAPER_MM[1]) for trace in traces):
         notes.append("cut at the edge of the paper")
     if halves == 1:
         notes.append(f"{length_s:g} s long: its end is not the last column's")
 
-    figure, axes = _paper()
+    width, height = PAPER_MM
+    axes.set(xlim=(0, width), ylim=(0, height), xticks=[], yticks=[], autoscale_on=False)
     _draw_pulses(axes, gain)
     for cell, trace in zip(cells, traces, strict=True):
         _draw_lead(axes, cell, trace if cell.lead in shown else None)
-    scale = f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz"
-    _margins(figure, title, caption, scale, "   ".join(notes))
-    return figure
+    return f"{MM_PER_S:g} mm/s   {gain:g} mm/mV   {FS_HZ:g} Hz", "   ".join(notes)
 
 
 def _cells(shown: Mapping[str, np.ndarray], length_s: float) -> list[_Cell]:
@@ -154,6 +184,12 @@ def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
     return bool(np.any(trace[:, 1] < floor) or np.any(trace[:, 1] > ceiling))
 
 
+def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
+    """A trace may reach into the next row, but not cross its baseline."""
+    edges = (PAPER_MM[1], *ROWS_Y_MM, 0.0)
+    return _leaves(trace, edges[cell.row + 2], edges[cell.row])
+
+
 def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
     from matplotlib.patheffects import withStroke
 
@@ -176,6 +212,7 @@ def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
             solid_joinstyle="round",
             zorder=3,
             label=f"trace {lead}",
+            gid="trace",
         )
     halo = [withStroke(linewidth=3, foreground=PAPER)]  # keeps the name legible on a trace
     _write(
@@ -191,25 +228,22 @@ def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
     )
 
 
-def _paper() -> "tuple[Figure, Axes]":
-    """An empty page with ECG paper, and its axes in millimetres."""
-    from matplotlib.collections import LineCollection
+def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:
+    """Lines `step` mm apart, as one path: it makes small files."""
+    width, height = PAPER_MM
+    gap = (np.nan, np.nan)
+    lines = [[(x, 0.0), (x, height), gap] for x in np.arange(0, width + 1, step)]
+    lines += [[(0.0, y), (width, y), gap] for y in np.arange(0, height + 1, step)]
+    x, y = np.concatenate(lines).T
+    axes.plot(x, y, color=colour, lw=lw, zorder=0.5, snap=True, label=f"grid {step:g} mm")
 
+
+def _paper() -> "tuple[Figure, Axes]":
+    """An empty page, and the axes of its paper."""
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     figure = _figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
-    axes = figure.add_axes(
-        (left / page_w, bottom / page_h, w / page_w, h / page_h), facecolor=PAPER
-    )
-    axes.set(xlim=(0, w), ylim=(0, h), xticks=[], yticks=[], autoscale_on=False)
-    for step, colour, lw in ((1, GRID_1_MM, 0.35), (5, GRID_5_MM, 0.6)):
-        lines = [((x, 0.0), (x, h)) for x in np.arange(0, w + 1, step)]
-        lines += [((0.0, y), (w, y)) for y in np.arange(0, h + 1, step)]
-        grid = LineCollection(
-            lines, colors=colour, linewidths=lw, zorder=0.5, snap=True, label=f"grid {step} mm"
-        )
-        axes.add_collection(grid, autolim=False)
-    axes.spines[:].set(color=GRID_5_MM, linewidth=0.8)
-    return figure, axes
+    place = (left / page_w, bottom / page_h, w / page_w, h / page_h)
+    return figure, figure.add_axes(place, facecolor=PAPER)
 
 
 def _figure(size: tuple[float, float], **options: Any) -> "Figure":
@@ -265,21 +299,15 @@ def _write(
 
 
 def dataset_figure(dataset: Dataset) -> "Figure":
-    table, labels = (
-        dataset.table(["source", "pretrain", "dx_role", "id_role"]),
-        dataset.labels.sum(axis=0).tolist(),
-    )
-    columns = (table[name].to_pylist() for name in ("source", "pretrain", "dx_role", "id_role"))
+    table = dataset.table(["source", "pretrain", "dx_role", "id_role"]).to_pydict()
+    labels = dataset.labels.sum(axis=0).tolist()
     counts: dict[str, Counter[str]] = {}
-    for source, pretrain, dx, identity in zip(*columns, strict=True):
-        role = (
-            f"diagnosis {dx}"
-            if dx in ("valid", "test")
-            else "pre-training"
-            if pretrain
-            else "kept out"
-        )
-        role = "gallery or probe" if identity in ("gallery", "probe") else role
+    for source, pretrain, dx, identity in zip(*table.values(), strict=True):
+        role = "pre-training" if pretrain else "kept out"
+        if dx in ("valid", "test"):
+            role = f"diagnosis {dx}"
+        if identity in ("gallery", "probe"):
+            role = "gallery or probe"
         counts.setdefault(source, Counter())[role] += 1
     classes = dict(zip(ABBREVIATIONS, labels, strict=True)) if any(labels) else {}
     return summary_figure(
@@ -309,10 +337,8 @@ def summary_figure(
     )
     left, right = figure.subplots(1, 2, width_ratios=(1.1, 1.0))
     total = sum(sum(roles.values()) for roles in counts.values())
-    for axes, words in (
-        (left, f"{total:,} crops by source and role"),
-        (right, "crops with each diagnosis class"),
-    ):
+    titles = {left: f"{total:,} crops by source and role", right: "crops with each diagnosis class"}
+    for axes, words in titles.items():
         axes.set_title(words, loc="left", fontsize=10, color=INK, family=FONT)
     _draw_bars(left, counts, max(len(counts), 0.55 * slots))
     if total:  # below the axis, where there are no bars
@@ -413,3 +439,130 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
     style = matplotlib.rc_context({"savefig.bbox": None, "svg.hashsalt": "omnilead"})
     with replaced(path) as temporary, style, temporary.open("wb") as file:
         figure.savefig(file, format=kind, dpi=DPI, facecolor="white", metadata=undated.get(kind))
+
+
+def describe(dataset: Dataset) -> str:
+    """Describe sources, roles (with a plan of the paper: compared with it), and what was refused
+    and why."""
+    meta = dataset.meta
+    count = len(dataset.shards)
+    megabytes = sum(shard["bytes"] for shard in dataset.shards) / 1e6
+    shards = f"{count} tar shard{'s' * (count != 1)} of {megabytes:,.0f} MB in all"
+    zarr = ", zarr copy" if "zarr" in meta["formats"] else ""
+    lines = [
+        f"{dataset.root.url}: {len(dataset):,} crops of 10 s, {shards}{zarr}",
+        f"plan {meta['plan']}, seed {meta['seed']}, fingerprint {dataset.fingerprint[:16]}",
+        "",
+        *_source_lines(meta),
+        "",
+        *_role_lines(dataset),
+        *_duplicate_lines(dataset),
+        "",
+    ]
+    reasons = Counter(reason for _, _, reason, _ in rejects_of(dataset))
+    if reasons:
+        lines.append("refused, repaired or flagged (rejects.csv):")
+    else:
+        lines.append("nothing was refused, repaired or flagged")
+    lines += [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()]
+    return "\n".join(lines)
+
+
+def _source_lines(meta: Mapping[str, Any]) -> Iterator[str]:
+    like_paper = meta["plan"] != "all"
+    paper = f"{'the paper':>11}" if like_paper else ""
+    counts = f"{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}"
+    yield f"{'source':22}{'records':>10}{paper}{counts}  licence"
+    for source in meta["sources"]:
+        name, records = source["name"], source["records"]
+        paper = f"{PAPER_SETS.get(name, 0):11,}" if like_paper else ""
+        counts = f"{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
+        dropped = f"{source['dropped_s']:10,.0f} s"
+        yield f"{name:22}{records['seen']:10,}{paper}{counts}{dropped}  {source['licence']}"
+
+
+def _role_lines(dataset: Dataset) -> Iterator[str]:
+    like_paper = dataset.meta["plan"] != "all"
+    paper = f"{'the paper':>11}" if like_paper else ""
+    yield f"{'role':22}{'crops':>10}{'5 s parts':>11}{paper}"
+    if dataset.meta["plan"] == "paper-split":
+        yield (
+            "paper-split LEAKS: crops of one ECG are in train and test, as in the authors' code. "
+            "For comparison only."
+        )
+    table = dataset.table(["halves", "pretrain", "dx_role", "id_role"])
+    for name, segments in PAPER_ROLES.items():
+        task, _, role = name.partition(" ")
+        mask = pc.equal(table[f"{task}_role"], role).fill_null(False) if role else table["pretrain"]
+        crops = pc.sum(mask).as_py() or 0
+        parts = pc.sum(table["halves"].filter(mask)).as_py() or 0
+        if crops or like_paper:
+            paper = f"{segments:11,}" if like_paper else ""
+            yield f"{name:22}{crops:10,}{parts:11,}{paper}"
+
+
+def _duplicate_lines(dataset: Dataset) -> list[str]:
+    records = records_of(dataset.table(["source", "record", "patient", "start_s", "waveform"]))
+    _, number = np.unique(records.waveform, return_inverse=True)
+    pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
+    duplicates = int((np.bincount(pairs[0])[number] > 1).sum())
+    if not duplicates:
+        return []
+    return ["", f"{duplicates:,} crops have the same waveform as a crop of another record"]
+
+
+def notes(dataset: Dataset) -> Iterator[str]:
+    """Warnings about problems that would appear in later commands."""
+    if dataset.meta["plan"] != "all":
+        yield from _role_notes(dataset)
+    table = dataset.table(["source", "flags"])
+    implausible = int(flagged(table, IMPLAUSIBLE).sum())
+    if implausible and not RoleSources.from_meta(dataset.meta).implausible:
+        left_out = f"{implausible:,} crop{'s' * (implausible > 1)} left out of pre-training"
+        why = "no heart has such an amplitude (`implausible amplitude` in rejects.csv)"
+        yield (
+            f"{left_out}: {why}; if the scale in the files is right, --pretrain-implausible "
+            "includes them"
+        )
+    crops = Counter(table["source"].to_pylist())
+    of_saturated = table["source"].filter(pa.array(flagged(table, "saturated")))
+    for source, count in sorted(Counter(of_saturated.to_pylist()).items()):
+        if count > crops[source] * MANY_SATURATED:
+            yield (
+                f"{count:,} of {crops[source]:,} crops of {source} exceed {MAX_UV // 1000} mV: is "
+                "its unit right?"
+            )
+
+
+def _role_notes(dataset: Dataset) -> Iterator[str]:
+    chosen, roles = RoleSources.from_meta(dataset.meta), dataset.meta["roles"]
+    empty = []
+    for name in PAPER_ROLES:
+        task, _, role = name.partition(" ")
+        if not (role in roles[task] if role else roles[task]):
+            empty.append(name)
+    advice = {
+        "pretrain": "--pretrain-sources names sources for pre-training",
+        "dx": f"diagnosis roles are for records of {' or '.join(chosen.dx)}: --dx-sources names "
+        "others",
+        "id gallery": f"gallery and probe are for patients of {' or '.join(chosen.id)} with two "
+        f"sessions, at most {chosen.id_share:g} of all: --id-sources and --id-share change that",
+    }
+    if empty:
+        given = [
+            text for role, text in advice.items() if any(name.startswith(role) for name in empty)
+        ]
+        yield f"no crop for {', '.join(empty)}: {'; '.join(given) or 'too few records'}"
+    names = [source["name"] for source in dataset.meta["sources"] if source["crops"]]
+    if left_out := [name for name in names if not chosen.pretrains(name)]:
+        why = "not in the paper" if chosen.pretrain is None else "not in --pretrain-sources"
+        yield (
+            f"not for pre-training: {', '.join(left_out)} ({why}): --pretrain-sources all "
+            "includes every source"
+        )
+    others = [name for name in names if chosen.pretrains(name) and name not in PAPER_SETS]
+    if chosen.pretrain is None and others and PAPER_SETS.keys() & set(names):
+        yield (
+            f"for pre-training, but not in the paper: {', '.join(others)}: --pretrain-sources "
+            "names the sources to use"
+        )

@@ -11,22 +11,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from omnilead.data_tools.constants import ABBREVIATIONS as ABBREVIATIONS
+from omnilead.data_tools.constants import CLASSES as CLASSES
+from omnilead.data_tools.constants import LEADS as LEADS
+from omnilead.data_tools.constants import VENDORS as VENDORS
 from omnilead.data_tools.errors import ReadError
 
-LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
-CROP_SAMPLES = 5000  # 10 s at 500 Hz
-CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
-CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES  # int16
 LEAD_INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)} | {"DI": 0, "DII": 1, "DIII": 2}
-
-VENDORS = (
-    "muse-xml",
-    "dicom",
-    "philips-xml",
-    "hl7-aecg",
-    "scp-ecg",
-    "edf",
-)  # hospitals' file formats, also their `source`
 
 # By their numbers in SCP-ECG and MDC
 SCP_LEADS = dict(
@@ -176,19 +167,7 @@ def clean_sex(value: object) -> str | None:
     return {"m": "M", "male": "M", "f": "F", "female": "F"}.get(str(value).strip().lower())
 
 
-# The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv:
-# abbreviation and SNOMED CT codes that are scored as this diagnosis
-_CLASSES = """
-AF 164889003, AFL 164890007, BBB 6374002, Brady 426627000, LBBB 733534002 164909002,
-RBBB 713427006 59118001, IAVB 270492004, IRBBB 713426002, LAD 39732003, LAnFB 445118002,
-LPR 164947007, LQRSV 251146004, LQT 111975006, NSIVCB 698252002, NSR 426783006,
-PAC 284470004 63593006, PR 10370003, PRWP 365413008, PVC 427172004 17338001, QAb 164917005,
-RAD 47665007, SA 427393009, SB 426177001, STach 427084000, TAb 164934002, TInv 59931005
-"""
-CLASSES = tuple(
-    (name, tuple(codes)) for name, *codes in (line.split() for line in _CLASSES.split(","))
-)
-ABBREVIATIONS = tuple(name for name, _ in CLASSES)
+# SNOMED code -> index in CLASSES
 CLASS_OF = {code: i for i, (_, codes) in enumerate(CLASSES) for code in codes}
 
 # Words in `Dx:` of CPSC 2018's first release, and the codes that these records have today

@@ -40,9 +40,8 @@ class RoleSources:
     id: tuple[str, ...] = ("ptb-xl",)
     pretrain: tuple[str, ...] | None = None  # None: all but NOT_THE_PAPERS
     id_share: float = 0.15  # largest share of a source's patients in gallery and probe
-    implausible: bool = (
-        False  # whether records of an implausible amplitude are for pre-training, too
-    )
+    # Whether records of an implausible amplitude are for pre-training, too
+    implausible: bool = False
 
     def pretrains(self, source: str) -> bool:
         """Whether a source is for pre-training; depends on this source only, so adding an archive
@@ -53,12 +52,11 @@ class RoleSources:
 
     def to_meta(self) -> dict[str, Any]:
         """Entries for dataset.json: `id_share`, and role sources that differ from the default."""
-        chosen = {name: getattr(self, name) for name in ("dx", "id", "pretrain")}
-        changed = {
-            name: list(value)
-            for name, value in chosen.items()
-            if value != getattr(PAPER_SOURCES, name)
-        }
+        changed = {}
+        for name in ("dx", "id", "pretrain"):
+            value = getattr(self, name)
+            if value != getattr(PAPER_SOURCES, name):
+                changed[name] = list(value)
         return {"id_share": self.id_share} | ({"role_sources": changed} if changed else {})
 
     @classmethod

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import os
 import random
-import re
 import shutil
 import socket
 import stat
@@ -67,14 +66,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Write or replace a file atomically; it is on the disk when this returns."""
     with replaced(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def remove_leftovers(place: Path) -> None:
-    """Remove the temporary files that killed processes of this machine left in a folder."""
-    temporary = re.compile(rf"\..+\.{re.escape(socket.gethostname())}\.(\d+)")
-    for path in place.iterdir():
-        if (found := temporary.fullmatch(path.name)) and not os.path.exists(f"/proc/{found[1]}"):
-            path.unlink(missing_ok=True)
 
 
 def locked_by_another(file: IO[Any], place: str) -> bool:
@@ -399,25 +390,6 @@ def _local_order(name: str) -> list[tuple[bool, str]]:
     subfolders."""
     *folders, file = name.split("/")
     return [*((True, folder) for folder in folders), (False, file)]
-
-
-def links_in(place: Folder) -> str:
-    """A hint for the error message when nothing was found in an archive."""
-    names = () if place.remote else place.names()
-    link = next(
-        (
-            name
-            for name in names
-            if os.path.islink(path := place.path(name)) and os.path.isdir(path)
-        ),
-        None,
-    )
-    if link is None:
-        return ""
-    return (
-        f" ({'one' if place.private else link} is a link, and such folders are not entered: name "
-        "the folder itself)"
-    )
 
 
 def prefetch(

@@ -20,7 +20,14 @@ import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster
-from omnilead.data_tools.build import FLAGS, assign_roles, recipe_hash, role_counts, row_of
+from omnilead.data_tools.build import (
+    FLAGS,
+    assign_roles,
+    recipe_hash,
+    rejects_of,
+    role_counts,
+    row_of,
+)
 from omnilead.data_tools.dataset import (
     COLUMNS,
     CROP_BYTES,
@@ -37,9 +44,16 @@ from omnilead.data_tools.plan import Reject
 from omnilead.data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
 from omnilead.data_tools.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.record import LEADS, EcgRecord, class_row
+from omnilead.data_tools.shard_writers import (
+    BLOCK,
+    MAX_INDEX,
+    index_name,
+    index_of,
+    member,
+    member_header,
+)
 from omnilead.data_tools.sources.base import Source, read_safely
 from omnilead.data_tools.splits import RoleSources
-from omnilead.data_tools.tar import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
 from omnilead.data_tools.zarr_reader import decode, index_bytes
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
@@ -78,7 +92,7 @@ def verify(
     found: list[str] = []
     rejects: list[Reject] = []
     try:
-        rejects = dataset.rejects()
+        rejects = rejects_of(dataset)
     except DatasetError as error:
         found.append(str(error))
     found += _check_meta(dataset, table)
@@ -258,10 +272,8 @@ def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
 
 def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) -> list[str]:
     try:
-        text, expected = (
-            dataset.root.read(name, MAX_INDEX).decode(),
-            index_of(data, rows["offset"].to_pylist()),
-        )
+        text = dataset.root.read(name, MAX_INDEX).decode()
+        expected = index_of(data, rows["offset"].to_pylist())
     except (ReadError, ValueError) as error:
         return [f"{name}: {error}"]
     return [] if text == expected else [f"{name}: names, offsets or sizes differ from the shard"]
@@ -311,10 +323,8 @@ def _check_zarr(
     if chunks.meta != chunks.layout:
         return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
     blocks = range(-(-len(table) // chunks.block))
-    expected, files = (
-        {f"{STORE}/zarr.json", *map(chunks.name, blocks)},
-        set(dataset.root.names(STORE)),
-    )
+    expected = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
+    files = set(dataset.root.names(STORE))
     found = _first(
         [f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE
     )

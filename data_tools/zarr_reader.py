@@ -17,8 +17,8 @@ import google_crc32c
 import numcodecs.blosc
 import numpy as np
 
+from omnilead.data_tools.constants import CROP_BYTES, CROP_SHAPE
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
-from omnilead.data_tools.record import CROP_BYTES, CROP_SHAPE
 from omnilead.data_tools.storage import Folder
 
 numcodecs.blosc.use_threads = (

@@ -14,6 +14,7 @@ from matplotlib.patches import FancyBboxPatch
 from tests.test_house import MODULES, dotted, imports
 
 FILES = {
+    "engine.commandline": "engine/commandline.py",
     "engine.common": "engine/common.py",
     "engine.config": "engine/config.py",
 }  # rooms of their own
@@ -56,7 +57,7 @@ def main(out: Path) -> None:
     pairs = (
         (room(dotted(path)), room(target))
         for path in MODULES
-        for target, _ in imports(path)
+        for target in imports(path)
         if target in names
     )
     counts = Counter((user, used) for user, used in pairs if user != used)

@@ -5,8 +5,9 @@ and identification.
     omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
     omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --noise 0 1 --out OUT      trained on A, tested on B
 
-Two baselines are included: random weights of each architecture, and the mean beat, which needs no
-training. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the embeddings.
+Baselines are included: five draws of random weights of each architecture, and what needs no
+training, the mean beat and measurements of the signal. NAME=RUN,RUN,... averages the scores of runs
+of several seeds. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the embeddings.
 Run again after an interruption or with more tasks, the command computes only what is missing.
 Without a terminal, a line on stderr says when a model is done. How to compare fairly:
 docs/comparing.md. Exit code 2: an argument or a file is wrong.
@@ -23,7 +24,8 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.cli import show
-from omnilead.engine.common import RUN_CODE, Parser, interruptible, one_blas_thread, positive
+from omnilead.engine.commandline import RUN_CODE, Parser, interruptible, one_blas_thread, positive
+from omnilead.engine.embed import READOUT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--models",
         required=True,
         nargs="+",
-        metavar="[NAME=]RUN",
+        metavar="[NAME=]RUN[,RUN]",
         help="RUN, RUN/model, s3://... or hf://org/name; the first is the reference",
     )
     add("--code", **RUN_CODE)
@@ -124,6 +126,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="noise in test; 1: the paper's strength (0)",
     )
+    add("--readout", **READOUT)
     add(
         "--out",
         type=Path,

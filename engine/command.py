@@ -1,7 +1,7 @@
 """The command line of `pretrain` and `finetune`. PyTorch is imported only once the arguments are
 known.
 
-main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)      # classes() -> Config, PretrainTask, load
+main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)      # classes() -> Config, ContinuedTask, load
 main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from omnilead.data_tools.cli import say, show, tell
-from omnilead.engine.common import Parser, positive
+from omnilead.engine.commandline import Parser, positive
 
 Shortcut = tuple[
     str, dict[str, Any]
@@ -73,8 +73,7 @@ def command(
     args = parser.parse_args(arguments)
 
     from omnilead.engine.config import schema
-    from omnilead.engine.run import explain, export, finish
-    from omnilead.engine.training.train import train
+    from omnilead.engine.run import begin, explain, export, finish
 
     kind, task, read = classes()
     try:
@@ -86,7 +85,7 @@ def command(
         else:
             overrides = [*_overrides(args, shortcuts), *args.set]
             config = read(args.config, overrides)
-            if train(config, task, args.profile or 0):
+            if begin(config, task, args.profile or 0):
                 finish(config, task)
     except (Exception, KeyboardInterrupt) as error:
         message, code = explain(error)

@@ -1,19 +1,16 @@
-"""Settings: YAML files and `--set a.b=c` become one frozen, validated object. Errors are one line
-that names the key.
+"""Settings: one frozen, validated object. Errors are one line that names the key.
 
-    config = load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])
+    config = build({"train": {"steps": 100}})     # engine.commandline.load reads a YAML file
     check(config, world=8)                    # rejects contradictory settings before any work is done
-    load("diagnosis", ["start=RUN"], FinetuneConfig)      # engine.tasks.config
     omnilead pretrain --schema                # JSON schema, for editors
 
-The settings of a component are a dataclass beside its code; this file collects them. A YAML file
-may begin with `base: other.yaml` and then holds only what differs from that file.
+The settings of a component are a dataclass beside its code; this file collects them.
 """
 
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -21,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from omnilead.engine.common import CONFIGS as CONFIGS
-from omnilead.engine.common import ConfigError, find_config, flatten, merge, overridden, read_yaml
+from omnilead.engine.common import ConfigError, find_config, flatten, merge
 from omnilead.engine.data.augment import AugmentConfig
 from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.data.loader import LoaderConfig, PipelineConfig
@@ -259,21 +256,6 @@ class DeepSpeedFile(Section):
 
 Kind = TypeVar("Kind", bound=RunConfig)
 Parsed = TypeVar("Parsed", bound=BaseModel)
-
-
-def load(
-    path: str | Path,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
-    kind: type[Kind] = Config,  # type: ignore[assignment]
-) -> Kind:
-    """Reads a YAML file, or a shipped config by name, and applies overrides: "key=value", or values
-    by dotted key."""
-    given = flatten(overridden({}, overrides))
-    if given.get("model.kernels") == "all":  # in the file of an older run it reads as auto
-        raise ConfigError("model.kernels=all: was removed: use plain or auto")
-    return build(
-        overridden(read_yaml(find_config(path, kind.folder), kind.folder), overrides), kind
-    )
 
 
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]

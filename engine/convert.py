@@ -29,7 +29,8 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.cli import echo, tell
-from omnilead.engine.common import RUN_CODE, ConfigError, Parser, interruptible
+from omnilead.engine.commandline import RUN_CODE, Parser, interruptible
+from omnilead.engine.common import ConfigError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -6,11 +6,12 @@
     torchrun --nproc-per-node 8 -m omnilead.engine.embed --model RUN --data DATASET --out F.parquet  a GPU per rank
 
 Columns: source, record, patient, row (of the dataset), start_s, embedding
-(fixed_size_list<float32>). F.parquet is written in parts: run the same command again to resume; the
-result has the same bytes. .npy files hold [leads, samples] or [ECGs, leads, samples]; .npz files
-hold any number of [leads, samples]. --leads: the leads shown to the model, others are zeros; for
-arrays, also the names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1:
-computing or writing failed.
+(fixed_size_list<float32>). What an embedding keeps of an ECG: --readout, docs/readouts.md.
+F.parquet is written in parts: run the same command again to resume; the result has the same bytes.
+.npy files hold [leads, samples] or [ECGs, leads, samples]; .npz files hold any number of
+[leads, samples]. --leads: the leads shown to the model, others are zeros; for arrays, also the
+names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1: computing or writing
+failed.
 """
 
 import argparse
@@ -24,7 +25,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.cli import show
-from omnilead.engine.common import (
+from omnilead.engine.commandline import (
     RUN_CODE,
     Parser,
     interruptible,
@@ -39,11 +40,18 @@ PSEUDONYMS: Any = {
     "metavar": "KEYFILE",
     "help": "of files: replace record and patient ids with keyed hashes, as `shard` does",
 }
+READOUT: Any = {
+    "default": "",
+    "metavar": "R",
+    "help": "parts joined by +: mean, std, beats, rhythm (the model's own: config.json, readout)",
+}
 PROBE = """Score the embeddings of a model on the splits of a dataset: linear probe, k-NN, identification.
 
     omnilead probe --model RUN --data DATASET --json F.json          diagnosis and identification
     omnilead probe --model RUN --data DATASET --task age             a shipped task; also sex, ptbxl-form, ...
     omnilead probe --model RUN --data DATASET --labels my.csv        a table of labels of your own
+
+    omnilead probe --model small --data DATASET --labels my.csv --out MODEL      then omnilead predict --model MODEL
 
 A probe is fitted on the training split, chosen on validation and scored on test. The model is not trained.
 Exit code 2: an argument or a file is wrong.
@@ -107,6 +115,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="crop",
         help="one row for each 10 s, each record, each 5 s (crop)",
     )
+    add("--readout", **READOUT)
     add("--pseudonymize", **PSEUDONYMS)
     return parser.parse_args(arguments)
 
@@ -124,6 +133,10 @@ def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
         default="",
         metavar="CSV",
         help="a table of labels, CSV or parquet, with a column `record`",
+    )
+    parser.add_argument("--readout", **READOUT)
+    parser.add_argument(
+        "--out", type=Path, metavar="MODEL", help="a folder: the model with this probe as its head"
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the scores as JSON")
     return parser.parse_args(arguments)

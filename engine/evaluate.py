@@ -31,17 +31,15 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.cli import show
-from omnilead.engine.common import (
+from omnilead.engine.commandline import (
     RUN_CODE,
-    ConfigError,
-    OutputError,
     Parser,
-    environment,
     interruptible,
     positive,
     writable,
     write_result,
 )
+from omnilead.engine.common import LABELS, ConfigError, OutputError, environment
 
 CLASSES_SHOWN = 12  # printed on the terminal
 NAMES = {"challenge": "challenge at 0.5", "challenge_chosen": "challenge, chosen"}  # thresholds
@@ -223,7 +221,7 @@ def score(
     import omnilead
     from omnilead.data_tools.dataset import Dataset
     from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
-    from omnilead.engine.model.kernels import chosen_device
+    from omnilead.engine.inference.commands import chosen_device
     from omnilead.engine.training.distributed import share_work
 
     dataset = Dataset.open(data, anonymous)
@@ -241,8 +239,6 @@ def score(
 def labels_of_run(model: str) -> str:
     """The label table that RUN keeps from its training; "" if there is none. The path or address
     that a model names is never opened, because the model may come from anyone."""
-    from omnilead.engine.training.files import LABELS
-
     table = Path(model, LABELS)
     return str(table) if table.is_file() and not table.is_symlink() else ""
 

@@ -33,7 +33,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.engine.command import SHORTCUTS, Shortcut, command
-from omnilead.engine.common import RUN_CODE, interruptible, leave
+from omnilead.engine.commandline import RUN_CODE, interruptible, leave
 
 if TYPE_CHECKING:
     from omnilead.engine.run import Data, TrainingRun
@@ -63,8 +63,7 @@ OWN: dict[str, Shortcut] = {
 
 def classes() -> tuple[Any, Any, Any]:
     from omnilead.engine.tasks.config import FinetuneConfig
-    from omnilead.engine.tasks.finetuning import FinetuneTask
-    from omnilead.engine.tasks.recipe import finetuning
+    from omnilead.engine.tasks.finetuning import FinetuneTask, finetuning
 
     return FinetuneConfig, FinetuneTask, finetuning
 

@@ -24,7 +24,8 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.cli import echo, tell
-from omnilead.engine.common import ConfigError, Parser, interruptible
+from omnilead.engine.commandline import Parser, interruptible
+from omnilead.engine.common import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.cli import show
-from omnilead.engine.common import Parser, interruptible, one_blas_thread
+from omnilead.engine.commandline import Parser, interruptible, one_blas_thread
 from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, options_of
 
 

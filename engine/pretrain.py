@@ -33,7 +33,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.engine.command import SHORTCUTS, command
-from omnilead.engine.common import interruptible, leave
+from omnilead.engine.commandline import interruptible, leave
 
 if TYPE_CHECKING:
     from omnilead.engine.run import Data, TrainingRun
@@ -41,10 +41,9 @@ if TYPE_CHECKING:
 
 def classes() -> tuple[Any, Any, Any]:
     from omnilead.engine.config import Config
-    from omnilead.engine.training.continuing import read_config
-    from omnilead.engine.training.pretraining import PretrainTask
+    from omnilead.engine.training.continuing import ContinuedTask, read_config
 
-    return Config, PretrainTask, read_config
+    return Config, ContinuedTask, read_config
 
 
 def pretrain(

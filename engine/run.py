@@ -1,9 +1,9 @@
 """What follows a training: RUN/model, its model card and RUN/report.html; training from Python.
 
-if train(config, PretrainTask):                          # engine.training.train: trains or resumes
-    finish(config, PretrainTask)
-export(Path("RUN"), Config, PretrainTask)                # RUN/model from a checkpoint
-run = trained(Config, PretrainTask, load, "w2v_cmsc_rlm", "DATASET", "RUN", {"train.steps": 1000})
+if begin(config, ContinuedTask):                          # trains or resumes
+    finish(config, ContinuedTask)
+export(Path("RUN"), Config, ContinuedTask)                # RUN/model from a checkpoint
+run = trained(Config, ContinuedTask, load, "w2v_cmsc_rlm", "DATASET", "RUN", {"train.steps": 1000})
 run.model().embed(...), run.validation[-1], run.report
 """
 
@@ -17,18 +17,16 @@ from typing import Any
 
 from omnilead.data_tools.cli import is_memory, say
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.common import ConfigError, OutputError, environment
+from omnilead.engine.common import METRICS, VALIDATION, ConfigError, OutputError, environment
 from omnilead.engine.config import RunConfig
 from omnilead.engine.inference import trained_model as inference
-from omnilead.engine.interop.card import model_card
-from omnilead.engine.report.run_files import StepLog
-from omnilead.engine.report.run_report import REPORT, write_report
+from omnilead.engine.interop.hub import model_card
+from omnilead.engine.report.run_report import REPORT, StepLog, write_report
 from omnilead.engine.training import distributed
 from omnilead.engine.training.checkpoint import CheckpointError, WriteError
-from omnilead.engine.training.export import read_export, write_export
-from omnilead.engine.training.files import METRICS, VALIDATION
+from omnilead.engine.training.export import ExportedTask, read_export, write_export
 from omnilead.engine.training.loop import TrainError
-from omnilead.engine.training.task import TrainingTask
+from omnilead.engine.training.tracking import Profile, open_services, require_installed
 from omnilead.engine.training.train import train
 
 BAD_INPUT = (ConfigError, DataError, CheckpointError)
@@ -37,14 +35,21 @@ NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 Data = str | os.PathLike[str] | Dataset
 
 
-def finish(config: RunConfig, task: type[TrainingTask]) -> None:
+def begin(config: RunConfig, task: type[ExportedTask], profile: int = 0) -> bool:
+    """Trains or resumes, with the services of train.track; `profile`: number of steps to trace.
+    -> False if SIGTERM stopped it."""
+    require_installed(config)
+    return train(config, task, open_services, Profile(profile) if profile else None)
+
+
+def finish(config: RunConfig, task: type[ExportedTask]) -> None:
     """When all steps are done: RUN/model and RUN/report.html, on rank 0."""
     if environment()[0] == 0:
         run = Path(config.run)
         say(f"done: {export(run, type(config), task)}, {write_report(run)}")
 
 
-def export(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Path:
+def export(run: Path, kind: type[RunConfig], task: type[ExportedTask]) -> Path:
     """Writes RUN/model with its model card."""
     read = read_export(run, kind, task)
     card = model_card(run, read.config, read.state, read.weights, task)
@@ -110,7 +115,7 @@ class TrainingRun:
 
 def trained(
     kind: type[RunConfig],
-    task: type[TrainingTask],
+    task: type[ExportedTask],
     read: Callable[[Any, Mapping[str, Any]], RunConfig],
     config: str | Path | None,
     data: Data | Sequence[Data],
@@ -127,7 +132,7 @@ def trained(
     }
     try:
         settled = read(config, {"data.datasets": urls, "run": os.fspath(out), **given})
-        finished = train(settled, task)
+        finished = begin(settled, task)
         if finished:
             finish(settled, task)
     except Exception as error:

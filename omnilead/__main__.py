@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import omnilead
-from omnilead.engine.common import Parser, interruptible, leave
+from omnilead.engine.commandline import Parser, interruptible, leave
 
 COMMANDS = {  # name: (module with main(arguments), optionally its first arguments; what it does)
     "synth": ("omnilead.data_tools.__main__ synth", "make a synthetic archive"),

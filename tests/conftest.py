@@ -3,22 +3,18 @@ if available."""
 
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-if not Path(
-    "/dev/nvidiactl"
-).exists():  # too little is compiled for a CPU to start a pool of compilers
+# Too little is compiled for a CPU to start a pool of compilers
+if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.synthetic.archive import synthesise
@@ -34,7 +30,7 @@ with contextlib.suppress(ImportError):  # may be missing where only the GPU test
 REAL = Path(__file__).parents[2] / "shared"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Skip GPU tests if there is no GPU; import torch only if such a test was collected."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
@@ -46,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def real_ecgs() -> Path:
+def real_ecgs():
     """863 real ECGs from six databases, which are not part of the project."""
     if not (REAL / "ecg").is_dir():
         pytest.skip("no real ECGs in ../shared/ecg")
@@ -54,7 +50,7 @@ def real_ecgs() -> Path:
 
 
 @pytest.fixture(scope="session")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def archive(tmp_path_factory):
     """60 synthetic PTB-XL patients with two sessions and 60 records of the other databases. Read
     only."""
     out = tmp_path_factory.mktemp("archive") / "synthetic"
@@ -63,7 +59,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def dataset(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def dataset(archive, tmp_path_factory):
     """The archive as tar and zarr, read only. All sources are used for pre-training, and all
     patients with two sessions for testing: otherwise so few records would give almost no
     gallery."""
@@ -76,17 +72,18 @@ def dataset(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.fixture
-def saved_model(tmp_path: Path) -> Callable[..., Path]:
+def saved_model(tmp_path):
     return lambda folder="run/model", **how: save_model(tmp_path / folder, **how)
 
 
 def save_model(
-    folder: Path,
-    leads: int = 12,
-    head: dict[str, Any] | None = None,
-    preprocessing: dict[str, Any] | None = None,
-    **model: Any,
-) -> Path:
+    folder,
+    leads=12,
+    head=None,
+    preprocessing=None,
+    readout="mean",
+    **model,
+):
     """A small untrained model as engine.training.train exports it. `preprocessing`: changes;
     `model`: for ModelConfig."""
     import torch
@@ -118,6 +115,7 @@ def save_model(
         "model": asdict(config),
         "objective": asdict(objective),
         "trained": {"step": 1, "rlm": 0.5},
+        "readout": readout,
     }
     signal = {
         "fs_hz": 500,

@@ -8,9 +8,6 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = [
@@ -36,9 +33,7 @@ HEAVY = [
 CONTEXT.set_forkserver_preload(HEAVY)
 
 
-def started(
-    call: Callable[..., Any], *arguments: Any, out: Path | str, env: Mapping[str, str] | None = None
-) -> Any:
+def started(call, *arguments, out, env=None):
     """Start a process for call(*arguments). Its exit code is the return value; its output is
     appended to `out`."""
     process = CONTEXT.Process(target=_run, args=(call, arguments, str(out), dict(env or {})))
@@ -46,9 +41,7 @@ def started(
     return process
 
 
-def _run(
-    call: Callable[..., Any], arguments: tuple[Any, ...], out: str, env: dict[str, str]
-) -> None:
+def _run(call, arguments, out, env):
     signal.pthread_sigmask(
         signal.SIG_UNBLOCK, {signal.SIGINT}
     )  # the server may have started with it blocked

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-from collections.abc import Sequence
 from unittest import mock
 
 from omnilead.__main__ import COMMANDS
@@ -14,20 +13,18 @@ class ParsedError(Exception):
     """Raised to leave a command once it has parsed its arguments."""
 
 
-def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
+def parse(command, arguments):
     """The arguments as `omnilead COMMAND` parses them."""
-    result: argparse.Namespace = _left(
-        command, arguments, lambda parser, given: PARSE(parser, given)
-    )
+    result = _left(command, arguments, lambda parser, given: PARSE(parser, given))
     return result
 
 
-def parser_of(command: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = _left(command, [], lambda parser, given: parser)
+def parser_of(command):
+    parser = _left(command, [], lambda parser, given: parser)
     return parser
 
 
-def _left(command: str, arguments, answer):
+def _left(command, arguments, answer):
     module, *first = COMMANDS[command][0].split()
     main = importlib.import_module(module).main
 

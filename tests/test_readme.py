@@ -5,115 +5,87 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from omnilead.__main__ import COMMANDS
-from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.config import Config, load
+from omnilead.engine.commandline import load
+from omnilead.engine.config import Config
 from omnilead.engine.tasks.config import FinetuneConfig
 from tests.parsers import parse
 
 ROOT = Path(__file__).parents[1]
 READMES = [ROOT / "README.md", *sorted(ROOT.glob("*/README.md")), *sorted(ROOT.glob("docs/*.md"))]
-LINES = [
-    line.strip().split("#")[0].replace("$B", "s3://bucket")
-    for path in READMES
-    for line in path.read_text().replace("\\\n", " ").splitlines()
-]
+TEXT = "\n".join(path.read_text() for path in READMES)
 # omnilead NAME, python -m omnilead NAME, and, in one process or under a launcher, the module
 # engine.NAME or engine/NAME.py
 TYPED = re.compile(
-    r"(?:omnilead +|python -m omnilead +|(?:python|deepspeed|torchrun) "
-    r".*?engine[./])(\w+)(?:\.py)?(?: +(.*))?$"
+    r"^ *(?:omnilead +|python -m omnilead +|(?:python|deepspeed|torchrun) "
+    r".*?engine[./])(\w+)(?:\.py)?((?: [^#\n]*)?)",
+    re.MULTILINE,
 )
-USES = [
-    (line[:60], *match.groups())
-    for line in LINES
-    if (match := TYPED.match(line)) and match[1] in COMMANDS and "..." not in line
-]
-PYTHON = [
-    (path, block)
-    for path in READMES
-    for block in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
-]
+TYPED_LINES = TYPED.findall(TEXT.replace("\\\n", " ").replace("$B", "s3://bucket"))
+USES = [use for use in TYPED_LINES if use[0] in COMMANDS and "..." not in use[1]]
+PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
-def test_the_readmes_contain_commands_and_python() -> None:
-    assert len(USES) >= 20 and {"shard", "pretrain", "evaluate"} <= {name for _, name, _ in USES}
+def test_the_readmes_contain_commands_and_python():
+    assert len(USES) >= 20 and {"shard", "pretrain", "evaluate"} <= {name for name, _ in USES}
     assert len(PYTHON) >= 3
 
 
-@pytest.mark.parametrize(("name", "words"), [use[1:] for use in USES], ids=[use[0] for use in USES])
-def test_commands_are_accepted(name: str, words: str) -> None:
-    args = parse(name, shlex.split(words or ""))
+@pytest.mark.parametrize(("name", "words"), USES)
+def test_commands_are_accepted(name, words):
+    args = parse(name, shlex.split(words))
     if name in ("pretrain", "finetune") and args.config:
         load(args.config, args.set, Config if name == "pretrain" else FinetuneConfig)
 
 
-@pytest.mark.parametrize(
-    ("path", "block"), PYTHON, ids=lambda value: getattr(value, "parent", Path("block")).name
-)
+@pytest.mark.parametrize("block", PYTHON)
 def test_python_runs(
-    path: Path,
-    block: str,
-    dataset: Dataset,
-    saved_model: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    block,
+    dataset,
+    saved_model,
+    tmp_path,
+    monkeypatch,
+):
     """With the tests' dataset and a small model; an endless loop is left after its first
     iteration."""
-    (tmp_path / "dataset").symlink_to(dataset.root.url)
-    saved_model(
-        "RUN/model",
-        head={
-            "task": "diagnosis",
-            "kind": "multilabel",
-            "classes": ["AF", "NSR"],
-            "thresholds": [0.5, 0.5],
-        },
-    )
-    (tmp_path / "KEYFILE").write_bytes(bytes(range(32)))
-    (tmp_path / "KEYFILE").chmod(0o600)
     monkeypatch.chdir(tmp_path)
-    if (
-        "omnilead.pretrain(" in block
-    ):  # hours: tests/engine/training/test_trainings_from_python.py trains from Python
+    Path("dataset").symlink_to(dataset.root.url)
+    head = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR"]}
+    saved_model("RUN/model", head=head | {"thresholds": [0.5, 0.5]})
+    Path("KEYFILE").write_bytes(bytes(range(32)))
+    Path("KEYFILE").chmod(0o600)
+    # Hours: tests/engine/training/test_trainings_from_python.py trains from Python
+    if "omnilead.pretrain(" in block:
         assert load("w2v_cmsc_rlm", {"train.steps": 1000}).train.steps == 1000
         return
     block = block.replace("batch_crops=512", "batch_crops=16")
-    lines = block.rstrip().splitlines()
-    if any(line.startswith("for ") for line in lines):
-        lines.append("    break")
-    exec(compile("\n".join(lines), str(path), "exec"), {"__name__": "readme"})
+    if re.search("^for ", block, re.MULTILINE):
+        block += "    break\n"
+    exec(compile(block, "README", "exec"), {"__name__": "readme"})
 
 
 @pytest.mark.parametrize("packages", [True, False])
-def test_bench_gpu_installs_only_what_python_cannot_import(packages: bool, tmp_path: Path) -> None:
+def test_bench_gpu_installs_only_what_python_cannot_import(packages, tmp_path):
     """Also without a registry: a python3 that has all packages is used as it is."""
-    python = sys.executable
+    python, used = sys.executable, sys.executable
     if not packages:
-        python = str(tmp_path / "python3")
+        python, used = str(tmp_path / "python3"), ".venv/bin/python"
         Path(python).write_text("#!/bin/sh\nexit 1\n")
         Path(python).chmod(0o755)
-    (tmp_path / "pyproject.toml").touch()
-    (tmp_path / "constraints.txt").touch()
-    command = ["make", "-n", "-f", str(ROOT / "Makefile"), "bench-gpu", f"PYTHON={python}"]
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    command = ["make", "-n", "-f", ROOT / "Makefile", "bench-gpu", f"PYTHON={python}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    printed = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    used = python if packages else ".venv/bin/python"
-    assert (
-        f"{used} -m benchmarks.run suite --device cuda" in printed
-        and f"{used} -m pytest -m gpu" in printed
-    )
+    printed = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
+    assert f"{used} -m benchmarks.run suite --device cuda" in printed
+    assert f"{used} -m pytest -m gpu" in printed
     assert ("pip install" in printed) == (not packages)
 
 
-def test_make_targets_exist() -> None:
+def test_make_targets_exist():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`?make ([a-z]+)", (ROOT / "README.md").read_text())) <= targets

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,116 +31,60 @@ records = dict.fromkeys(Dataset.open("dataset").table(["record"])["record"].to_p
 open("my.csv", "w").writelines(["record,label\\n", *(f"{record},{'abc'[i % 3]}\\n" for i, record in enumerate(records))])
 """
 TINY = (
-    "train.steps=6 train.batch_crops=8 train.validate_every=0 train.peak_tflops=1 model.width=16 "
-    "model.ffn=16 model.layers=1"
+    "--set train.steps=6 --set train.batch_crops=8 --set train.validate_every=0 "
+    "--set model.width=16 --set model.ffn=16 --set model.layers=1 --set train.deepspeed=zero1"
 )
+ON_CPU = "--set train.peak_tflops=1"
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(tmp_path_factory):
     if not importlib.util.find_spec("hatchling"):
         pytest.skip("hatchling, which builds the wheel, is not installed")
     place = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(place)]
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", place]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     venv.create(place / "venv", symlinks=True)
-    python = str(place / "venv" / "bin" / "python")
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-compile",
-    ]
-    subprocess.run(
-        [*pip, "--no-deps", "--no-index", *map(str, place.glob("*.whl"))],
-        check=True,
-        capture_output=True,
-    )
+    pip = [sys.executable, "-m", "pip", "--python", place / "venv" / "bin" / "python"]
+    options = "install --quiet --disable-pip-version-check --no-compile --no-deps --no-index"
+    command = [*pip, *options.split(), *place.glob("*.whl")]
+    subprocess.run(command, check=True, capture_output=True)
     site = sysconfig.get_path("purelib", vars={"base": str(place / "venv")})
-    Path(site, "dependencies.pth").write_text(
-        sysconfig.get_path("purelib")
-    )  # the packages there, but not their .pth files
+    # The packages there, but not their .pth files
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return place / "venv"
 
 
-@pytest.fixture(scope="module")
-def omnilead(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    folder = tmp_path_factory.mktemp("elsewhere")
+@pytest.mark.slow
+def test_a_tour_without_the_repository(environment, tmp_path):
     for name in ("engine.py", "data_tools.py", "benchmarks.py"):  # modules of the user's
-        (folder / name).write_text(f"raise SystemExit('imported {name} of the working folder')")
-    (folder / "configs").mkdir()
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {
-        "OMP_NUM_THREADS": "1"
-    }
+        (tmp_path / name).write_text(f"raise SystemExit('imported {name} of the working folder')")
+    (tmp_path / "configs").mkdir()
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env.pop("PYTHONPATH", None)
 
-    def run(*arguments: str, program: str = "omnilead") -> str:
-        command = [str(environment / "bin" / program), *arguments]
-        done = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, check=False
-        )
+    def run(program, *words):
+        command = [environment / "bin" / program, *words]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    return run
+    def omnilead(line):
+        return run("omnilead", *line.split())
 
-
-@pytest.mark.slow
-def test_a_tour_without_the_repository(omnilead: Callable[..., str]) -> None:
-    assert int(omnilead("-c", WHERE, str(ROOT), program="python")) == len(
-        list((ROOT / "configs").rglob("*.yaml"))
-    )
+    configs = list((ROOT / "configs").rglob("*.yaml"))
+    assert int(run("python", "-c", WHERE, str(ROOT))) == len(configs)
     assert "  pretrain " in omnilead("--help")
-    omnilead("synth", "archive", "--patients", "30")
-    omnilead("shard", "archive", "--out", "dataset", "--workers", "1", "--pretrain-sources", "all")
-    assert "all checks passed" in omnilead(
-        "verify", "dataset", "--archive", "archive", "--workers", "1"
-    )
-    settings = [
-        word for setting in [*TINY.split(), "train.deepspeed=zero1"] for word in ("--set", setting)
-    ]
-    done = omnilead(
-        "pretrain",
-        "--config",
-        "quickstart",
-        "--data",
-        "dataset",
-        "--out",
-        "RUN",
-        *settings,
-        "--profile",
-        "1",
-    )
+    omnilead("synth archive --patients 30")
+    omnilead("shard archive --out dataset --workers 1 --pretrain-sources all")
+    assert "all checks passed" in omnilead("verify dataset --archive archive --workers 1")
+    pretrain = "pretrain --config quickstart --data dataset --out RUN --profile 1"
+    done = omnilead(f"{pretrain} {TINY} {ON_CPU}")
     assert "aten::" in done and "done: RUN/model, RUN/report.html" in done
-    tune = [
-        "--start",
-        "RUN",
-        "--data",
-        "dataset",
-        "--labels",
-        "my.csv",
-        "--out",
-        "OUT",
-        "--set",
-        "train.steps=4",
-    ]
-    omnilead("-c", TABLE, program="python")
-    assert "my: multiclass" in omnilead("finetune", *tune, "--set", "train.peak_tflops=1")
-    assert "auroc" in omnilead(
-        "evaluate",
-        "--model",
-        "OUT",
-        "--data",
-        "dataset",
-        "--labels",
-        "my.csv",
-        "--report",
-        "page.html",
-    )
-    assert " predictions of my (" in omnilead(
-        "predict", "--model", "OUT", "--data", "dataset", "--out", "predictions.csv"
-    )
+    run("python", "-c", TABLE)
+    finetune = "finetune --start RUN --data dataset --labels my.csv --out OUT --set train.steps=4"
+    assert "my: multiclass" in omnilead(f"{finetune} {ON_CPU}")
+    evaluate = "evaluate --model OUT --data dataset --labels my.csv --report page.html"
+    assert "auroc" in omnilead(evaluate)
+    predict = "predict --model OUT --data dataset --out predictions.csv"
+    assert " predictions of my (" in omnilead(predict)

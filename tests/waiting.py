@@ -1,14 +1,13 @@
 """Wait for another process or thread."""
 
 import time
-from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 HANG_S = 300  # far more than a busy machine needs
 
 
-def until(condition: Callable[[], T]) -> T:
+def until(condition):
     """Poll until the condition is true."""
     end = time.monotonic() + HANG_S
     while not (found := condition()):

@@ -11,8 +11,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.hospital.base import Decoded, Format
-from omnilead.data_tools.hospital.safe_xml import MAX_BYTES, root_tag, tree
+from omnilead.data_tools.hospital.base import MAX_BYTES, Decoded, Format, root_tag, tree
 from omnilead.data_tools.record import AGE_UNITS, LEADS, MV_PER_UNIT, as_number, unit_name
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -65,10 +64,8 @@ def decode(data: bytes) -> Decoded:
         if len(sets) > 1
         else ()
     )
-    patient, sex = (
-        _attribute(root, f"{_SUBJECT}/id", "extension"),
-        _attribute(root, f"{_SUBJECT}/*/{_SEX}", "code"),
-    )
+    patient = _attribute(root, f"{_SUBJECT}/id", "extension")
+    sex = _attribute(root, f"{_SUBJECT}/*/{_SEX}", "code")
     return Decoded(signals, rates.pop(), patient or None, _age(root), sex, notes)
 
 
@@ -95,10 +92,8 @@ def _rate_hz(sequence: Element) -> float:
 
 
 def _microvolts(sequence: Element, lead: str) -> np.ndarray:
-    (origin, origin_unit), (scale, unit) = (
-        _quantity(sequence, "origin"),
-        _quantity(sequence, "scale"),
-    )
+    origin, origin_unit = _quantity(sequence, "origin")
+    scale, unit = _quantity(sequence, "scale")
     if np.isfinite(origin) and scale > 0:
         step, offset = scale * _uv(unit), origin * _uv(origin_unit) if origin else 0.0
         if step <= 1000 and abs(offset) <= 1e6:

@@ -19,12 +19,11 @@ from omnilead.data_tools.hospital.base import Decoded, Format
 from omnilead.data_tools.prepare import rate_ratio
 from omnilead.data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, as_number, unit_name
 
-MAX_S, MAX_BYTES, MAX_ELEMENTS, MAX_DEPTH = (
-    600,
-    16 * 2**20,
-    50_000,
-    12,
-)  # a 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
+# A 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
+MAX_S = 600
+MAX_BYTES = 16 * 2**20
+MAX_ELEMENTS = 50_000
+MAX_DEPTH = 12
 SYNTAXES = {
     "1.2.840.10008.1.2": False,
     "1.2.840.10008.1.2.1": True,
@@ -51,36 +50,28 @@ UNUSABLE = (
 YEARS = dict(zip("YMWD", AGE_UNITS.values(), strict=False))
 # Tags of the elements that are read
 _SYNTAX, _CLASS, _PATIENT, _SEX, _AGE = 0x00020010, 0x00080016, 0x00100020, 0x00100040, 0x00101010
-_CODE, _SCHEME, _OFFSET, _ORIGIN, _CHANNELS, _SAMPLES = (
-    0x00080100,
-    0x00080102,
-    0x00181068,
-    0x003A0004,
-    0x003A0005,
-    0x003A0010,
-)
-_RATE, _LABEL, _CHANNEL, _STATUS, _SOURCE, _GAIN = (
-    0x003A001A,
-    0x003A0020,
-    0x003A0200,
-    0x003A0205,
-    0x003A0208,
-    0x003A0210,
-)
-_UNITS, _CORRECTION, _BASELINE, _SKEW_S, _SKEW = (
-    0x003A0211,
-    0x003A0212,
-    0x003A0213,
-    0x003A0214,
-    0x003A0215,
-)
-_WAVEFORMS, _BITS, _FORM, _PADDING, _DATA = (
-    0x54000100,
-    0x54001004,
-    0x54001006,
-    0x5400100A,
-    0x54001010,
-)
+_CODE = 0x00080100
+_SCHEME = 0x00080102
+_OFFSET = 0x00181068
+_ORIGIN = 0x003A0004
+_CHANNELS = 0x003A0005
+_SAMPLES = 0x003A0010
+_RATE = 0x003A001A
+_LABEL = 0x003A0020
+_CHANNEL = 0x003A0200
+_STATUS = 0x003A0205
+_SOURCE = 0x003A0208
+_GAIN = 0x003A0210
+_UNITS = 0x003A0211
+_CORRECTION = 0x003A0212
+_BASELINE = 0x003A0213
+_SKEW_S = 0x003A0214
+_SKEW = 0x003A0215
+_WAVEFORMS = 0x54000100
+_BITS = 0x54001004
+_FORM = 0x54001006
+_PADDING = 0x5400100A
+_DATA = 0x54001010
 _FRAMES, _DOCUMENT, _ENCRYPTED, _PIXELS = 0x00280008, 0x00420011, 0x04000500, 0x7FE00010
 _WANTED = {
     number for name, number in globals().items() if name.startswith("_") and type(number) is int
@@ -232,10 +223,8 @@ class _Reader:
         self, at: int, end: int, open_end: bool, depth: int, kind: bytes
     ) -> tuple[list[Elements], int]:
         items: list[Elements] = []
-        typed, self.typed = (
-            self.typed,
-            self.typed and kind != b"UN",
-        )  # the content of UN states no types
+        typed = self.typed
+        self.typed = typed and kind != b"UN"  # whose content states no types
         while open_end or at != end:
             if at >= end:
                 raise ReadError("malformed DICOM", "a sequence without its end")
@@ -333,10 +322,8 @@ def _lead(channel: Elements) -> str | None:
 def _microvolts(channel: Elements) -> tuple[float, float]:
     """Microvolts per step, and the microvolts of sample value 0."""
     unit = unit_name(_text(next(iter(channel.get(_UNITS, [])), {}), _CODE))
-    gain, baseline = (
-        _number(channel, _GAIN) * _number(channel, _CORRECTION, 1.0),
-        _number(channel, _BASELINE, 0.0),
-    )
+    gain = _number(channel, _GAIN) * _number(channel, _CORRECTION, 1.0)
+    baseline = _number(channel, _BASELINE, 0.0)
     uv = MV_PER_UNIT[unit] * 1e3
     if not (0 < gain * uv <= 1000 and abs(baseline) < math.inf):
         raise ReadError("gain", f"{gain:g} {unit} per step, baseline {baseline:g}")

@@ -17,8 +17,7 @@ import numpy as np
 
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital import aecg, dicom, edf, muse_xml, philips_xml, scp
-from omnilead.data_tools.hospital.base import Format
-from omnilead.data_tools.hospital.safe_xml import root_tag
+from omnilead.data_tools.hospital.base import Format, root_tag
 from omnilead.data_tools.prepare import rate_ratio
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
 from omnilead.data_tools.sources.base import FileSource, path_name, record_stem
@@ -122,9 +121,8 @@ class HospitalFiles(FileSource):
         if self.skipped:
             most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
             endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
-            shown = (
-                "" if self.root.private else f" ({endings})"
-            )  # an ending may be a part of a name
+            # An ending may be a part of a name
+            shown = "" if self.root.private else f" ({endings})"
             what = self.only or "known"
             notes.append(
                 f"{self.root.url}: {self.skipped.total():,} files of no {what} format were left "

@@ -13,8 +13,7 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.hospital.base import Decoded, Format
-from omnilead.data_tools.hospital.safe_xml import MAX_BYTES, root_tag, tree
+from omnilead.data_tools.hospital.base import MAX_BYTES, Decoded, Format, root_tag, tree
 from omnilead.data_tools.record import AGE_UNITS, as_number, lead_name
 
 MAX_LEADS = 64

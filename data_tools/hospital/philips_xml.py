@@ -15,20 +15,16 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.hospital.base import Decoded, Format
-from omnilead.data_tools.hospital.safe_xml import MAX_BYTES, root_tag, tree
+from omnilead.data_tools.hospital.base import MAX_BYTES, Decoded, Format, root_tag, tree
 from omnilead.data_tools.record import AGE_UNITS, LEADS, as_number, lead_name
 
 MAX_LEADS, MAX_SAMPLES = 32, 30_000
-ECG_S, PULSE_S, PULSE_UV = (
-    10,
-    (10.6, 10.7, 10.9, 11),
-    1000,
-)  # zeros from 10.6 s, pulse from 10.7 to 10.9 s, zeros to 11 s
-STRINGS, END = (
-    767,
-    1023,
-)  # LZW with 10-bit codes: number of learnt strings, and the code that ends a lead
+ECG_S = 10
+PULSE_S = (10.6, 10.7, 10.9, 11)  # zeros from 10.6 s, pulse from 10.7 to 10.9 s, zeros to 11 s
+PULSE_UV = 1000
+# LZW with 10-bit codes
+STRINGS = 767  # learnt
+END = 1023  # the code that ends a lead
 # Fields that could shift, scale or hide the samples, and the only value that is accepted
 _EXPECTED = {
     "dataencoding": "base64",

@@ -7,6 +7,7 @@ see data_tools/README.md.
 import csv
 import hashlib
 import io
+import os
 import posixpath
 import re
 import threading
@@ -21,9 +22,7 @@ import numpy as np
 from omnilead.data_tools.errors import DataError, ReadError, StorageError, printable
 from omnilead.data_tools.prepare import CROP, Crop, crop_count, prepare_crop
 from omnilead.data_tools.pseudonyms import pseudonym
-from omnilead.data_tools.record import LEAD_INDEX, LEADS, EcgRecord, Header, patient_source
-from omnilead.data_tools.sources.wfdb_header import MAX_BYTES, WfdbHeader, parse_header, peek
-from omnilead.data_tools.sources.wfdb_signals import own_name, read_record
+from omnilead.data_tools.record import LEADS, EcgRecord, Header, patient_source
 from omnilead.data_tools.storage import Folder
 
 P = ParamSpec("P")
@@ -111,60 +110,6 @@ class FileSource(Source):
         super().__init__(root)
         self.only = only
         self.name = only or self.name
-
-
-class WfdbSource(Source):
-    """An archive of WFDB records; subclasses know the folder layout and the patients."""
-
-    suffix = ".dat"
-
-    def record_name(self, key: str, stem: str) -> str:
-        return stem
-
-    def name_for(self, key: str) -> str:
-        try:
-            return self.record_name(key, record_stem(key))
-        except ReadError:
-            return record_stem(key)
-
-    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
-        """Add patient, age, sex and diagnoses from the archive's tables."""
-        return record
-
-    def header(self, key: str) -> Header:
-        data = self._text(key)
-        name, _, fs_hz, samples = peek(data)
-        stamp = self.root.stamp(key.removesuffix(".hea") + self.suffix)
-        content = hashlib.blake2b(data, digest_size=8).digest()
-        return Header(
-            self.record_name(key, own_name(name, key)),
-            self.source_of(key),
-            samples,
-            fs_hz,
-            content,
-            stamp,
-        )
-
-    def read(self, key: str) -> EcgRecord:
-        header = parse_header(self._text(key))
-        self.check(header)
-        name = self.record_name(key, own_name(header.name, key))
-        return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
-
-    def _text(self, key: str) -> bytes:
-        if not key.isprintable():  # other encodings and line breaks do not fit into a table
-            raise ReadError("file name", printable(key.rsplit("/", 1)[-1])[:80])
-        if not key.endswith(".hea"):
-            raise ReadError("no header", key.rsplit("/", 1)[-1])
-        return self.root.read(key, MAX_BYTES)
-
-    def check(self, header: WfdbHeader) -> None:
-        """Require twelve leads in one file with the record's name, as in all large archives."""
-        known = {LEAD_INDEX.get(lead.upper()) for lead in header.leads} - {None}
-        if len(header.leads) != 12 or len(known) != 12:
-            raise ReadError("not twelve leads", ", ".join(header.leads)[:80])
-        if set(header.files) != {header.name + self.suffix}:
-            raise ReadError("signal file name", f"{header.files[0]} for {header.name}")
 
 
 def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
@@ -306,3 +251,22 @@ def cached(function: Callable[P, T]) -> Callable[P, T]:
 
     call.cache_clear = remembered.cache_clear  # type: ignore[attr-defined]
     return call
+
+
+def links_in(place: Folder) -> str:
+    """A hint for the error message when nothing was found in an archive."""
+    names = () if place.remote else place.names()
+    link = next(
+        (
+            name
+            for name in names
+            if os.path.islink(path := place.path(name)) and os.path.isdir(path)
+        ),
+        None,
+    )
+    if link is None:
+        return ""
+    return (
+        f" ({'one' if place.private else link} is a link, and such folders are not entered: name "
+        "the folder itself)"
+    )

@@ -40,22 +40,17 @@ LAYOUTS = ("physionet2021", "ptbxl")
 VERSION = 2  # in version 1, two sessions were less alike than real ones, and all patients had two
 FOLDER_RECORDS = 1000
 TWO_SESSIONS = 0.11  # share of PTB-XL's patients, as in the real PTB-XL
-SMALL_SHARE = (
-    0.01  # share of the other patients, for each of the two databases that do not have 500 Hz
-)
-FLAT, INVALID = (
-    0.003,
-    0.003,
-)  # probability of flat chest leads, and of unmeasured samples in a Ningbo record
-LABEL_FLIP = (
-    0.03  # probability that a finding is missed, and, per record, that a wrong one is added
-)
-CLINIC, LENGTH, READER, TWICE = (
-    4,
-    5,
-    6,
-    8,
-)  # last part of a generator's key; continues the numbers of synth_ecg
+# Share of the other patients, for each of the two databases that do not have 500 Hz
+SMALL_SHARE = 0.01
+FLAT = 0.003  # probability of flat chest leads
+INVALID = 0.003  # probability of unmeasured samples in a Ningbo record
+# Probability that a finding is missed, and, per record, that a wrong one is added
+LABEL_FLIP = 0.03
+# Last part of a generator's key; continues the numbers of synth_ecg
+CLINIC = 4
+LENGTH = 5
+READER = 6
+TWICE = 8
 _NEVER = ("BBB", "LPR")  # two classes that the signal model does not produce
 
 
@@ -72,9 +67,8 @@ class Database:
     fs_hz: int = 500
     mains_hz: int = 50
     durations_s: tuple[tuple[int, float], ...] = ((10, 1.0),)  # (seconds, share)
-    spaced: bool = (
-        False  # `# Age: 78` and `16x1+24 1000.0(0)/mV`; else `#Age: 78` and `16+24 1000/mV`
-    )
+    # `# Age: 78` and `16x1+24 1000.0(0)/mV`; else `#Age: 78` and `16+24 1000/mV`
+    spaced: bool = False
     date: str = ""
     unit: str = "mV"
     codes: tuple[tuple[str, str], ...] = ()  # (class, code) if it does not use a class's first code
@@ -420,16 +414,12 @@ def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[st
     database, rows = DATABASES[block.database], []
     for ids, (patients, digital, diagnoses, u) in zip(block.ids, sessions_of(block), strict=True):
         for i, (patient, record_id) in enumerate(ids.items()):
-            names, age, female = (
-                diagnoses[i],
-                int(patients.age[patient]),
-                bool(patients.female[patient]),
-            )
+            names = diagnoses[i]
+            age = int(patients.age[patient])
+            female = bool(patients.female[patient])
             if layout == "ptbxl":
-                path, comments = (
-                    out / f"records500/{record_id // 1000 * 1000:05d}/{record_id:05d}_hr",
-                    [],
-                )
+                path = out / f"records500/{record_id // 1000 * 1000:05d}/{record_id:05d}_hr"
+                comments = list[str]()
             else:
                 number = (record_id - database.first) // FOLDER_RECORDS + 1
                 folder = f"training/{block.database}/g{number}"

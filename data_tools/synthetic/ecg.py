@@ -27,13 +27,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnilead.data_tools.record import ABBREVIATIONS
+from omnilead.data_tools.constants import ABBREVIATIONS
 
 BLOCK = 64  # patients that share one generator
 SESSION_JITTER = 2.0  # multiplies the changes from session to session
 KNOT_S = 2.5  # the noise's strength changes from knot to knot,
 NOISE_COURSE = 0.5  # its logarithm by this standard deviation
-PATIENT, SESSION, NOISE, DISEASE = 1, 2, 3, 7  # last part of a generator's key: what it is for
+# The last part of a generator's key: what it is for
+PATIENT = 1
+SESSION = 2
+NOISE = 3
+DISEASE = 7
 
 # Frank axis, centre (radians of a 1 s beat from R), amplitude (mV), width (radians): Sameni et al.
 # 2007. Three QRS amplitudes (published: -0.32 on Y, -0.4 and 0.46 on Z) were changed to give the
@@ -85,7 +89,10 @@ _SPAN_S = {  # around the wave's centre
     "T": (-0.22, 0.22),
     "beat": (-0.46, 0.80),
 }
-_NORMAL, _ATRIAL, _VENTRICULAR = 0, 1, 2  # kinds of beat
+# Kinds of beat
+_NORMAL = 0
+_ATRIAL = 1
+_VENTRICULAR = 2
 
 # Shares of patients. Tables in VARYING give the usual finding; a session has it with the
 # probability in KEPT, else a new draw

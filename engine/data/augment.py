@@ -90,7 +90,7 @@ class AugmentConfig:
     leads: str | tuple[str, ...] = "12"  # leads that the model uses
     padded: bool = True  # keep the other leads as zeros; false: leave them out
     # your own function(x_BSLT, generator) as file.py:function, applied after the others:
-    # engine.data.extra
+    # engine.data.augmenter
     extra: str = ""
 
     def __post_init__(self) -> None:
@@ -214,8 +214,7 @@ def _noise(kind: str, p: Mapping[str, Tensor], time: Axis) -> tuple[Tensor | Non
         a, hz, phase = p["wander_amplitude"], p["wander_hz"], p["wander_phase"]
         return p["wander_gain"], cosines(a, hz, phase, time.time_s)
     # shift: n(t) = n from start to stop and 0 elsewhere, n ~ U(-max, max)
-    inside = (time.sample >= p["shift_start"]) & (time.sample < p["shift_stop"])
-    return p["shift_amplitude"], inside
+    return p["shift_amplitude"], inside_shift(p, time)
 
 
 def _add_noise(x: Tensor, p: Mapping[str, Tensor], config: AugmentConfig, time: Axis) -> Tensor:
@@ -262,6 +261,10 @@ def cosines(amplitude: Tensor, hz: Tensor, phase: Tensor, time_s: Tensor) -> Ten
     return total.flatten(-2)[..., : time_s.shape[0]]
 
 
+def inside_shift(p: Mapping[str, Tensor], time: Axis) -> Tensor:
+    return (time.sample >= p["shift_start"]) & (time.sample < p["shift_stop"])
+
+
 def outside_window(p: Mapping[str, Tensor], time: Axis) -> Tensor:
     """True outside a cyclic window from start to stop."""
     before = (time.sample < p["window_start"]) & (time.sample >= p["window_wrap"])
@@ -269,10 +272,14 @@ def outside_window(p: Mapping[str, Tensor], time: Axis) -> Tensor:
 
 
 def refit_limb_leads(x: Tensor) -> Tensor:
-    """Recompute III, aVR, aVL and aVF from I and II (Einthoven, Goldberger)."""
-    one, two = x[..., 0:1, :], x[..., 1:2, :]
-    made = [two - one, (one + two) * -0.5, one - two * 0.5, two - one * 0.5]
+    """Recompute III, aVR, aVL and aVF from I and II."""
+    made = derived_leads(x[..., 0:1, :], x[..., 1:2, :])
     return torch.cat([x[..., 0:2, :], *made, x[..., 6:12, :]], dim=-2)
+
+
+def derived_leads(one: Tensor, two: Tensor) -> list[Tensor]:
+    """III, aVR, aVL and aVF (Einthoven, Goldberger)."""
+    return [two - one, (one + two) * -0.5, one - two * 0.5, two - one * 0.5]
 
 
 def _select(x: Tensor, leads: tuple[int, ...]) -> Tensor:

@@ -19,12 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from omnilead.engine.data import counter
-from omnilead.engine.data.augment import (
-    TAU,
-    WANDER_COMPONENTS,
-    AugmentConfig,
-    ThreeKG,
-)
+from omnilead.engine.data.augment import TAU, WANDER_COMPONENTS, AugmentConfig, ThreeKG
 from omnilead.engine.data.counter import RandomStream
 
 Params = dict[str, np.ndarray]
@@ -59,21 +54,25 @@ class _Draw:
     def __init__(self, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray) -> None:
         epoch, crop = np.broadcast_arrays(np.atleast_1d(epoch_B), np.atleast_1d(crop_B))
         self.seed = seed
-        self.epoch, self.crop = epoch[:, None, None, None], crop[:, None, None, None]
+        self.epoch = epoch[:, None, None, None]
+        self.crop = crop[:, None, None, None]
         self.view = np.arange(2)[:, None, None]
 
     def uniform(
         self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
     ) -> np.ndarray:
-        return counter.uniform(self.seed, stream, *self._counters(leads, slots))
+        counters = self._counters(leads, slots)
+        return counter.uniform(self.seed, stream, *counters)
 
     def normal(
         self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
     ) -> np.ndarray:
-        return counter.normal(self.seed, stream, *self._counters(leads, slots))
+        counters = self._counters(leads, slots)
+        return counter.normal(self.seed, stream, *counters)
 
     def _counters(self, leads: Sequence[int], slots: Sequence[int]) -> tuple[np.ndarray, ...]:
-        return self.epoch, self.crop, self.view, np.array(leads)[:, None], np.array(slots)
+        lead = np.array(leads)[:, None]
+        return self.epoch, self.crop, self.view, lead, np.array(slots)
 
 
 def draws(
@@ -105,27 +104,30 @@ def draws(
 def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) -> np.ndarray:
     """Random lead masking: each lead of each half is zeroed where u < p (Oh et al. 2022;
     augmentations.py:199-201)."""
-    usable = np.isin(config.output_leads, config.seen)[:, None]
+    leads = config.output_leads
+    usable = np.isin(leads, config.seen)[:, None]
     if measured_BL is not None:
-        usable = usable & measured_BL[:, None, list(config.output_leads), None]
-    u = np.where(usable, draw.uniform(RandomStream.LEAD_MASK, config.output_leads, [0]), -1.0)
+        usable = usable & measured_BL[:, None, list(leads), None]
+    u = draw.uniform(RandomStream.LEAD_MASK, leads, [0])
+    u = np.where(usable, u, -1.0)
     keep: np.ndarray = (u >= config.rlm) & usable
     if config.rlm_keep_one:  # every lead is equally likely to have the largest u
-        keep |= (u == u.max(axis=-2, keepdims=True)) & usable
+        largest = u.max(axis=-2, keepdims=True)
+        keep |= (u == largest) & usable
     return keep
 
 
 def _powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
-    count, leads = config.powerline_components, _noise_leads(config)
+    count = config.powerline_components
+    leads = _noise_leads(config)
     share = draw.uniform(RandomStream.POWERLINE, leads, range(2, 2 + count))
-    amplitude = share * config.amplitude_mv.powerline
     # the same for all components, as in the paper
-    phase = draw.uniform(RandomStream.POWERLINE, leads, [0]) * TAU
-    hz = np.full(amplitude.shape, config.powerline_hz) * np.arange(1, 1 + count)
+    turn = draw.uniform(RandomStream.POWERLINE, leads, [0])
+    hz = config.powerline_hz * np.arange(1, 1 + count)
     return {
-        "powerline_amplitude": amplitude,
-        "powerline_phase": np.broadcast_to(phase, hz.shape),
-        "powerline_hz": hz,
+        "powerline_amplitude": share * config.amplitude_mv.powerline,
+        "powerline_phase": np.broadcast_to(turn * TAU, share.shape),
+        "powerline_hz": np.broadcast_to(hz, share.shape),
     }
 
 
@@ -133,15 +135,20 @@ def _authors_powerline(draw: _Draw, config: AugmentConfig, samples: int) -> Para
     """50 or 60 Hz at random (augmentations.py:61)."""
     p = _powerline(draw, config, samples)
     american = draw.uniform(RandomStream.POWERLINE, ONE_FOR_ALL, [1]) >= 0.5
-    p["powerline_hz"] = p["powerline_hz"] / config.powerline_hz * np.where(american, 60, 50)
+    harmonic = p["powerline_hz"] / config.powerline_hz
+    p["powerline_hz"] = harmonic * np.where(american, 60, 50)
     return p
 
 
 def _emg(draw: _Draw, config: AugmentConfig, samples: int, own: bool = False) -> Params:
     leads = config.noise_leads if own else _noise_leads(config)
-    amplitude = draw.uniform(RandomStream.EMG, leads, [0]) * config.amplitude_mv.emg
-    start = draw.uniform(RandomStream.WHITE, config.noise_leads, [0]) * (WHITE_BANK - samples)
-    return {"emg_amplitude": amplitude, "white_start": start.astype(np.int32)}
+    share = draw.uniform(RandomStream.EMG, leads, [0])
+    place = draw.uniform(RandomStream.WHITE, config.noise_leads, [0])
+    start = place * (WHITE_BANK - samples)
+    return {
+        "emg_amplitude": share * config.amplitude_mv.emg,
+        "white_start": start.astype(np.int32),
+    }
 
 
 def _authors_emg(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
@@ -150,27 +157,29 @@ def _authors_emg(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 
 
 def _wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
-    count, leads = WANDER_COMPONENTS, _noise_leads(config)
-    amplitude = draw.uniform(RandomStream.WANDER, leads, range(count)) * config.amplitude_mv.wander
-    phase = draw.uniform(RandomStream.WANDER, leads, range(count, 2 * count)) * TAU
-    base_hz = 0.01 + draw.uniform(RandomStream.WANDER, leads, [2 * count]) * 0.19
-    gain = 1 + 0.5 * draw.normal(RandomStream.WANDER, leads, [3 * count])
-    hz = base_hz * np.arange(1, 1 + count)
+    count = WANDER_COMPONENTS
+    leads = _noise_leads(config)
+    share = draw.uniform(RandomStream.WANDER, leads, range(count))
+    turn = draw.uniform(RandomStream.WANDER, leads, range(count, 2 * count))
+    place = draw.uniform(RandomStream.WANDER, leads, [2 * count])
+    base_hz = 0.01 + place * 0.19
+    spread = draw.normal(RandomStream.WANDER, leads, [3 * count])
     return {
-        "wander_amplitude": amplitude,
-        "wander_phase": phase,
-        "wander_hz": hz,
-        "wander_gain": gain,
+        "wander_amplitude": share * config.amplitude_mv.wander,
+        "wander_phase": turn * TAU,
+        "wander_hz": base_hz * np.arange(1, 1 + count),
+        "wander_gain": 1 + 0.5 * spread,
     }
 
 
 def _authors_wander(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     """Three independent frequencies, and C for each lead (augmentations.py:160-180)."""
     count = WANDER_COMPONENTS
-    hz = 0.01 + draw.uniform(RandomStream.WANDER, ONE_FOR_ALL, range(2 * count, 3 * count)) * 0.19
-    gain = 1 + 0.5 * draw.normal(RandomStream.WANDER, config.noise_leads, [3 * count])
+    share = draw.uniform(RandomStream.WANDER, ONE_FOR_ALL, range(2 * count, 3 * count))
+    spread = draw.normal(RandomStream.WANDER, config.noise_leads, [3 * count])
     p = _wander(draw, config, samples)
-    p.update(wander_hz=hz, wander_gain=gain)
+    p["wander_hz"] = 0.01 + share * 0.19
+    p["wander_gain"] = 1 + 0.5 * spread
     return p
 
 
@@ -178,12 +187,14 @@ def _shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     """The paper only says "a randomly sampled span". Here: length N(0.2 T, (0.04 T)^2), as the
     authors' code; any position."""
     leads = _noise_leads(config)
-    amplitude = (2 * draw.uniform(RandomStream.SHIFT, leads, [0]) - 1) * config.amplitude_mv.shift
-    length = (0.2 + 0.04 * draw.normal(RandomStream.SHIFT, leads, [1])) * samples
+    share = 2 * draw.uniform(RandomStream.SHIFT, leads, [0]) - 1
+    spread = draw.normal(RandomStream.SHIFT, leads, [1])
+    length = (0.2 + 0.04 * spread) * samples
     length = np.clip(length, 1, samples)  # the lower bound is 5 sigma away, the upper 20
-    start = np.floor(draw.uniform(RandomStream.SHIFT, leads, [2]) * (samples - length))
+    place = draw.uniform(RandomStream.SHIFT, leads, [2])
+    start = np.floor(place * (samples - length))
     return {
-        "shift_amplitude": amplitude,
+        "shift_amplitude": share * config.amplitude_mv.shift,
         "shift_start": start,
         "shift_stop": np.floor(start + length),
     }
@@ -192,10 +203,11 @@ def _shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
 def _authors_shift(draw: _Draw, config: AugmentConfig, samples: int) -> Params:
     """+1 or -1 mV for each lead, minus one U(0, max) for all (augmentations.py:124-126; they
     probably meant times)."""
-    sign = np.where(draw.uniform(RandomStream.SHIFT, config.noise_leads, [3]) < 0.5, 1.0, -1.0)
-    subtracted = draw.uniform(RandomStream.SHIFT, ONE_FOR_ALL, [0]) * config.amplitude_mv.shift
+    up = draw.uniform(RandomStream.SHIFT, config.noise_leads, [3]) < 0.5
+    share = draw.uniform(RandomStream.SHIFT, ONE_FOR_ALL, [0])
     p = _shift(draw, config, samples)
-    p["shift_amplitude"] = sign - subtracted
+    subtracted = share * config.amplitude_mv.shift
+    p["shift_amplitude"] = np.where(up, 1.0, -1.0) - subtracted
     return p
 
 
@@ -218,11 +230,15 @@ _NOISE = {
 def _threekg(draw: _Draw, threekg: ThreeKG, leads: tuple[int, ...], samples: int) -> Params:
     u = draw.uniform(RandomStream.ROTATION, ONE_FOR_ALL, range(6))[:, :, 0]
     angle_rad = np.deg2rad(threekg.angle_deg) * (2 * u[..., :3] - 1)
-    p = {"matrix": threekg_matrix(angle_rad, 1 + (threekg.scale - 1) * u[..., 3:])}
+    scale = 1 + (threekg.scale - 1) * u[..., 3:]
+    p = {"matrix": threekg_matrix(angle_rad, scale)}
     if threekg.time_mask:
-        start = np.floor(draw.uniform(RandomStream.TIME_MASK, leads, [0]) * samples)
+        place = draw.uniform(RandomStream.TIME_MASK, leads, [0])
+        start = np.floor(place * samples)
         stop = start + np.floor(threekg.time_mask * samples)
-        p.update(window_start=start, window_stop=stop, window_wrap=stop - samples)
+        p["window_start"] = start
+        p["window_stop"] = stop
+        p["window_wrap"] = stop - samples
     return p
 
 
@@ -233,7 +249,7 @@ def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
     The dipole has only three components, so even angle 0 with scale 1 is a projection, not the
     identity.
     """
-    stretched = np.asarray(scale)[..., None] * rotation(np.asarray(angle_rad))
+    stretched = scale[..., None] * rotation(angle_rad)
     matrix: np.ndarray = FROM_DIPOLE @ stretched @ TO_DIPOLE
     return matrix
 
@@ -252,7 +268,8 @@ def _about(axis: int, angle: np.ndarray) -> np.ndarray:
     i, j = (axis + 1) % 3, (axis + 2) % 3
     matrix = np.zeros((*angle.shape, 3, 3))
     matrix[..., axis, axis] = 1
-    matrix[..., i, i] = matrix[..., j, j] = np.cos(angle)
+    matrix[..., i, i] = np.cos(angle)
+    matrix[..., j, j] = np.cos(angle)
     matrix[..., j, i] = np.sin(angle)
     matrix[..., i, j] = -np.sin(angle)
     return matrix
@@ -261,10 +278,12 @@ def _about(axis: int, angle: np.ndarray) -> np.ndarray:
 @lru_cache(maxsize=1)  # shared by all loaders of a run
 def white_bank(seed: int) -> np.ndarray:
     """Standard normal float32 numbers; they take 0.2 s."""
-    return counter.normal(seed, RandomStream.WHITE, np.arange(WHITE_BANK)).astype(np.float32)
+    numbers = counter.normal(seed, RandomStream.WHITE, np.arange(WHITE_BANK))
+    return numbers.astype(np.float32)
 
 
 def white(bank: Tensor, start: Tensor, samples: int) -> Tensor:
     """Copy noise [.., L, T] from a bank at p["white_start"], [.., L, 1]."""
-    slices = bank.unfold(0, samples, 1).index_select(0, start.reshape(-1))
+    windows = bank.unfold(0, samples, 1)
+    slices = windows.index_select(0, start.reshape(-1))
     return slices.view(*start.shape[:-1], samples)

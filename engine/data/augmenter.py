@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 import torch
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ALL, LEADS
+from omnilead.engine.common import ALL, LEADS, ConfigError, blaming, plugin
 from omnilead.engine.data import counter
 from omnilead.engine.data.augment import (
     AUTHORS_NOISE,
@@ -241,3 +241,61 @@ def _shared_waves(kinds: Sequence[str], p: Tensors, time: Axis, crops: int) -> t
             total = total + shared_wave(kind, some, time)
         waves[part] = total
     return waves
+
+
+class ExtraAugmentation:
+    """Your own augmentation, `augment.extra: file.py:function`. The backend torch applies it after
+    all others.
+
+        def dim(x_BSLT, generator):              # float32 millivolts; may be changed in place
+            gain = torch.rand(len(x_BSLT), 1, 1, 1, generator=generator, device=x_BSLT.device)
+            return x_BSLT * (0.5 + gain)
+
+    Masked and missing leads stay zeros. The generator is seeded from the run's seed, the step and
+    the rank: a resumed run draws the same numbers; another number of ranks draws different ones, as
+    with dropout."""
+
+    def __init__(self, spec: str, seed: int, rank: int, device: torch.device) -> None:
+        self.spec, self.seed, self.rank, self.generator = spec, seed, rank, torch.Generator(device)
+        with blaming(f"augment.extra={spec}"):
+            self.function = plugin(spec)
+
+    def __call__(self, x_BSLT: torch.Tensor, step: int) -> torch.Tensor:
+        self.generator.manual_seed(
+            int(counter.bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1
+        )
+        absent_BSL1 = ~x_BSLT.any(-1, keepdim=True)
+        with blaming(f"augment.extra={self.spec}"):
+            y_BSLT: torch.Tensor = self.function(x_BSLT, self.generator)
+            if (y_BSLT.shape, y_BSLT.dtype, y_BSLT.device) != (
+                x_BSLT.shape,
+                x_BSLT.dtype,
+                x_BSLT.device,
+            ):
+                made = f"{list(y_BSLT.shape)} {y_BSLT.dtype} on {y_BSLT.device}"
+                raise ConfigError(
+                    f"{list(x_BSLT.shape)} became {made}: keep its shape, type and device"
+                )
+            return y_BSLT.masked_fill_(absent_BSL1, 0.0)
+
+
+class Upload:
+    """Copies host memory to a GPU on a stream of its own, so that a copy does not wait for
+    queued kernels. Call `wait` before writing to that host memory again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream, self.copied = torch.cuda.Stream(device), torch.cuda.Event()
+
+    def __call__(self, host: torch.Tensor) -> torch.Tensor:
+        pinned = host if host.is_pinned() else host.pin_memory()
+        with torch.cuda.stream(self.stream):
+            there = pinned.to(self.device, non_blocking=True)
+            self.copied.record()
+        computing = torch.cuda.current_stream(self.device)
+        computing.wait_event(self.copied)
+        there.record_stream(computing)  # so that its memory is not reused while kernels read it
+        return there
+
+    def wait(self) -> None:
+        self.copied.synchronize()

@@ -23,7 +23,9 @@ import numpy as np
 GOLDEN = 0x9E3779B97F4A7C15
 # makes the result depend on the order of the counters: word k adds (k + 1) times this
 _WORD = 0xD1B54A32D192ED03
-_RADIUS, _ANGLE = 0x8CB92BA72F3D8DD7, 0xAEF17502108EF2D9  # the two uniforms behind a normal
+# the two uniforms behind a normal
+_RADIUS = 0x8CB92BA72F3D8DD7
+_ANGLE = 0xAEF17502108EF2D9
 _ALL_BITS = 2**64 - 1
 
 MAX_SIZE = 2**40  # largest permutation
@@ -72,13 +74,14 @@ def mix(x: np.ndarray) -> np.ndarray:
 def bits(seed: Counter, *counters: Counter) -> np.ndarray:
     """Random uint64 in the broadcast shape of the counters (integers or integer arrays, taken
     modulo 2**64)."""
-    words = [_word(value) for value in (seed, *counters)]
+    values = (seed, *counters)
     state = np.zeros(1, np.uint64)  # one element, not a scalar: numpy scalars warn on overflow
-    for k, word in enumerate(words):
+    for k, value in enumerate(values, 1):
+        word = _word(value) * GOLDEN + (k * _WORD & _ALL_BITS)
         # xor, not addition: with addition, crops with neighbouring states would draw the same
         # numbers, shifted
-        state = mix(state ^ (word * GOLDEN + ((k + 1) * _WORD & _ALL_BITS)))
-    return state.reshape(np.broadcast_shapes(*(np.shape(value) for value in (seed, *counters))))
+        state = mix(state ^ word)
+    return state.reshape(np.broadcast_shapes(*map(np.shape, values)))
 
 
 def uniform(seed: Counter, *counters: Counter) -> np.ndarray:
@@ -122,23 +125,28 @@ def permute(i: Counter, n: Counter, key: Counter) -> np.ndarray:
     arguments broadcast."""
     shape = np.broadcast_shapes(np.shape(i), np.shape(n), np.shape(key))
     x = np.broadcast_to(i, shape).reshape(-1)
-    size, keys = _flat(np.asarray(n), shape), _flat(bits(key), shape)
+    size = _flat(np.asarray(n), shape)
+    keys = _flat(bits(key), shape)
     if x.size and (size.min() < 1 or size.max() > MAX_SIZE or x.min() < 0 or (x >= size).any()):
         raise ValueError(
             f"permute: element {x.max()} of {size.min()}: 0 <= element < size <= 2**40 must hold"
         )
     out = np.empty(x.size, np.uint64)
     tiny = np.broadcast_to(size <= TINY, x.shape)
-    for scheme, at in ((_rank, np.flatnonzero(tiny)), (_walk, np.flatnonzero(~tiny))):
+    for scheme, chosen in ((_rank, tiny), (_walk, ~tiny)):
+        at = np.flatnonzero(chosen)
         if at.size:
-            elements, sizes = x[at].astype(np.uint64), _at(size, at).astype(np.uint64)
+            elements = x[at].astype(np.uint64)
+            sizes = _at(size, at).astype(np.uint64)
             out[at] = scheme(elements, sizes, _at(keys, at))
     return out.astype(np.int64).reshape(shape)
 
 
 def _flat(value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """One element for all, or one each."""
-    return value.reshape(1) if value.size == 1 else np.broadcast_to(value, shape).reshape(-1)
+    if value.size == 1:
+        return value.reshape(1)
+    return np.broadcast_to(value, shape).reshape(-1)
 
 
 def _at(value: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -148,9 +156,11 @@ def _at(value: np.ndarray, at: np.ndarray) -> np.ndarray:
 def _rank(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Rank the elements by a hash without ties (it is a bijection): every permutation is equally
     likely."""
-    hashes = bits(key[:, None], np.arange(TINY))
+    element = np.arange(TINY)
+    hashes = bits(key[:, None], element)
     own = bits(key, x)
-    return np.asarray(((hashes < own[:, None]) & (np.arange(TINY) < n[:, None])).sum(axis=1))
+    smaller = (hashes < own[:, None]) & (element < n[:, None])
+    return np.asarray(smaller.sum(axis=1))
 
 
 def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -169,8 +179,12 @@ def _walk(x: np.ndarray, n: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 def _feistel(x: np.ndarray, a: np.ndarray, b: np.ndarray, key: np.ndarray) -> np.ndarray:
     high, low = np.divmod(x, b)
-    # 53 bits of each hash, so that the sums do not overflow before the modulus
     for k in range(0, HALF_ROUNDS, 2):
-        high = (high + (mix(low * GOLDEN ^ (key + k)) >> 11)) % a
-        low = (low + (mix(high * GOLDEN ^ (key + (k + 1))) >> 11)) % b
+        high = (high + _round(low, key + k)) % a
+        low = (low + _round(high, key + (k + 1))) % b
     return np.asarray(high * b + low)
+
+
+def _round(x: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """53 bits of a hash, so that the sums do not overflow before the modulus."""
+    return np.asarray(mix(x * GOLDEN ^ key) >> 11)

@@ -21,7 +21,9 @@ from omnilead.engine.data.augment import (
     WANDER_COMPONENTS,
     AugmentConfig,
     Axis,
+    derived_leads,
     formula,
+    inside_shift,
     outside_window,
     time_axis,
 )
@@ -65,8 +67,7 @@ def augment_graph(x_SLT: Node, p: Mapping[str, Node], config: AugmentConfig, tim
         if formula(kind) != "emg":
             x = x + _wave(formula(kind), p, config, time)
     if config.refits_limb_leads:
-        one, two = x[:, 0:1, :], x[:, 1:2, :]
-        made = [two - one, (one + two) * -0.5, one - two * 0.5, two - one * 0.5]
+        made = derived_leads(x[:, 0:1, :], x[:, 1:2, :])
         x = fn.cat(x[:, 0:2, :], *made, x[:, 6:12, :], axis=1)
     if config.noise_leads != config.output_leads:
         x = leads(x, config.output_leads)
@@ -88,8 +89,7 @@ def _wave(kind: str, p: Mapping[str, Node], config: AugmentConfig, time: Axis) -
         return _cosines(kind, p, time.mains_s, config.powerline_components)
     if kind == "wander":
         return p["wander_gain"] * _cosines(kind, p, time.time_s, WANDER_COMPONENTS)
-    inside = (time.sample >= p["shift_start"]) & (time.sample < p["shift_stop"])
-    return p["shift_amplitude"] * inside
+    return p["shift_amplitude"] * inside_shift(p, time)
 
 
 def _cosines(kind: str, p: Mapping[str, Node], time_s: Node, components: int) -> Node:

@@ -40,13 +40,13 @@ from omnilead.engine.data.augmenter import (
     Augmenter,
     ChunkWriter,
     CropWriter,
+    ExtraAugmentation,
+    Upload,
     Views,
     measured_leads,
     parameters,
     single_threaded,
 )
-from omnilead.engine.data.device import Upload
-from omnilead.engine.data.extra import ExtraAugmentation
 from omnilead.engine.data.order import DatasetRows, Order, Places, shards_needed
 from omnilead.engine.data.reader import BadCrop, CropReader, Report, prefetch
 from omnilead.engine.data.staging import Staging

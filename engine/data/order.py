@@ -31,7 +31,7 @@ import numpy as np
 from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.counter import MAX_SIZE, RandomStream, bits, permute
-from omnilead.engine.data.leakage import validation_split
+from omnilead.engine.data.patients import validation_split
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096
@@ -94,7 +94,7 @@ class DatasetRows:
     ) -> "DatasetRows":
         """Select the rows of a role (Dataset.select), or the given ones; halves=2 drops crops
         whose second half is empty. `hold_out`: leave out that share of the patients, or with
-        `held` keep only them (leakage.validation_split)."""
+        `held` keep only them (patients.validation_split)."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # only zarr
             starts = range(0, len(dataset), SHARD_CROPS)

@@ -4,7 +4,8 @@
     found["rows"][0]            # model, task, leads, share, noise, metrics, intervals, n, patients, draws, per_class, left_out
     found["differences"][0]     # model, against, task, leads, share, noise, metric, difference, interval
 
-Baselines are random weights of the same architectures, and the mean beat, which needs no training.
+Baselines are random weights of the same architectures, and the mean beat and measurements, which need
+no training.
 A probe is fitted on a share of the training patients, chosen on all of valid and scored on test,
 with one row per record. A smaller share is a subset of a larger one; small shares are drawn several
 times and averaged over the draws. Intervals (95 %) and differences use the same bootstrap resamples
@@ -22,7 +23,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import pyarrow.compute as pc
@@ -32,8 +35,14 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError, parse_leads
 from omnilead.engine.data import counter
 from omnilead.engine.data.augmenter import none_measured
-from omnilead.engine.data.leakage import overlap, patient_ids
-from omnilead.engine.evaluation.embedders import Embedder, Vectors, embedded, embedders_of
+from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.evaluation.embedders import (
+    Compared,
+    Embedder,
+    Vectors,
+    embedded,
+    rows_to_compare,
+)
 from omnilead.engine.evaluation.metrics import (
     Array,
     exact_interval,
@@ -42,10 +51,10 @@ from omnilead.engine.evaluation.metrics import (
     weighted_areas,
 )
 from omnilead.engine.evaluation.probe import (
+    Probe,
     ProbeData,
     fit_scaled,
     labels_to_probe,
-    linear,
     require_unlike,
     unlike,
 )
@@ -58,6 +67,7 @@ from omnilead.engine.evaluation.results import (
     shown_input,
 )
 from omnilead.engine.tasks.labels import TaskLabels, read_task
+from omnilead.engine.tasks.leakage import overlap
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")
@@ -67,6 +77,7 @@ WITHIN = 4096  # pre-training crops that the covariance within records is estima
 LIMITS = {"share": (1e-4, 1.0), "noise": (0.0, 20.0)}
 DEFAULTS = {
     "test_data": "",
+    "readout": "",
     "labels": "",
     "test_labels": "",
     "seed": 0,
@@ -154,16 +165,16 @@ def bench(
     require_within("share", share)
     require_within("noise", noise)
     work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), how)
-    embedders = embedders_of(models, how)
+    compared_rows = rows_to_compare(models, how)
     notes = [f"{name}: {note}" for name, task in work.tasks.items() for note in task.labels.remarks]
-    notes += remarks(embedders, how.leads, tuple(work.clean_rows))  # refuses bad input early
+    notes += remarks(compared_rows, how.leads, tuple(work.clean_rows))  # refuses bad input early
     found: Found = {}
-    for number, embedder in enumerate(embedders, 1):
+    for number, row in enumerate(compared_rows, 1):
         for lead in how.leads:
-            found.update(scores_of(embedder, lead, work, Path(out, "parts")))
+            found.update(row_scores(row, lead, work, Path(out, "parts")))
         if not interactive():  # there are no progress bars
-            tell(f"bench: {number} of {len(embedders)} done: {embedder.name}")
-    random = {embedder.name: embedder.random for embedder in embedders}
+            tell(f"bench: {number} of {len(compared_rows)} done: {row.name}")
+    random = {row.name: row.random for row in compared_rows}
     document: dict[str, Any] = nullable(
         {
             "data": data,
@@ -206,38 +217,65 @@ def planned(
     return Work(fitted, tested, tasks, persons, noise)
 
 
-def scores_of(embedder: Embedder, lead: str, work: Work, folder: Path) -> Found:
-    """All scores of a model that is shown these leads."""
+def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Found:
+    """The scores of a row that is shown these leads: means over its members."""
+    each = [scores_of(row, member, lead, work, folder) for member in row.members]
+    found: Found = {}
+    for key, (facts, _) in each[0].items():
+        samples: Samples = {}
+        # Every row draws its own members
+        for scores, weight_B in weighted(each, seed=crc32((row.members_of or row.name).encode())):
+            add_weighted(samples, scores[key][1], weight_B)
+        if len(each) > 1:
+            own = {name: [float(scores[key][1][name][0]) for scores in each] for name in samples}
+            classes = [scores[key][0].get("per_class", {}) for scores in each]
+            facts = facts | {"each": own, "per_class": mean_per_class(classes)}
+        found[row.name, *key] = facts, samples
+    return found
+
+
+def mean_per_class(each: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Means over members, by metric and class."""
+    means: dict[str, dict[str, float]] = {}
+    for metric, of in each[0].items():
+        means[metric] = {name: fmean(one[metric][name] for one in each) for name in of}
+    return means
+
+
+def scores_of(
+    row: Compared, member: tuple[Embedder, ...], lead: str, work: Work, folder: Path
+) -> Found:
+    """The scores of one member, by task, leads, share and noise."""
     clean: dict[Dataset, Vectors] = {}
     for dataset, rows in work.clean_rows.items():
-        clean[dataset] = embedded(embedder, dataset, rows, 0.0, lead, folder)
+        clean[dataset] = embedded(member, dataset, rows, 0.0, lead, folder)
     tests = {0.0: clean[work.tested]}
     for level in filter(None, work.noise):
-        tests[level] = embedded(embedder, work.tested, work.test_rows, level, lead, folder)
+        tests[level] = embedded(member, work.tested, work.test_rows, level, lead, folder)
     tests = {level: tests[level] for level in work.noise}
 
     found: Found = {}
     for name, task in work.tasks.items():
-        for (share, level), scored in probe_scores(task, clean[work.fitted], tests):
-            found[embedder.name, name, lead, share, level] = scored
-    if work.persons:
+        for (share, level), scored in probe_scores(task, clean[work.fitted], tests, row.probe):
+            found[name, lead, share, level] = scored
+    if work.persons and row.identifies:
         fit, known = clean[work.fitted], clean[work.tested]
         for level, test in tests.items():
-            scored = identified(work.persons, fit, known, test, embedder.compared)
-            found[embedder.name, IDENTIFICATION, lead, None, level] = scored
+            scored = identified(work.persons, fit, known, test, member[0].compared)
+            found[IDENTIFICATION, lead, None, level] = scored
     return found
 
 
 def remarks(
-    embedders: Sequence[Embedder], leads: Sequence[str], datasets: Sequence[Dataset]
+    rows: Sequence[Compared], leads: Sequence[str], datasets: Sequence[Dataset]
 ) -> list[str]:
     """Warnings of data leakage, different preprocessing and missing leads; ConfigError if data do
     not suit a model."""
     notes: dict[str, None] = {}
-    for one, lead, dataset in product(embedders, leads, datasets):
-        if one.model and one.name != one.random:
-            warned = shown_input(one.model, dataset, EvalOptions(leads=lead))[1]
-            notes |= dict.fromkeys(f"{one.name}: {note}" for note in warned)
+    for row, lead, dataset in product(rows, leads, datasets):
+        for model in row.trained if row.random else []:
+            warned = shown_input(model, dataset, EvalOptions(leads=lead))[1]
+            notes |= dict.fromkeys(f"{row.name}: {note}" for note in warned)
     for dataset in datasets:
         if lost := int((~measured(dataset, leads)).sum()):
             notes[
@@ -350,11 +388,11 @@ def drawn(patient_N: Array, share: float) -> Iterator[Array]:
         )
 
 
-def weighted(draws: Sequence[Any]) -> Iterator[tuple[Any, Array]]:
+def weighted(draws: Sequence[Any], seed: int = 1) -> Iterator[tuple[Any, Array]]:
     """Each draw with its weights [B]: in the mean over the draws, and in resamples. These have
     one draw fewer, so that their means vary as means of all draws do (Rao and Wu 1988)."""
     n, fewer = len(draws), max(1, len(draws) - 1)
-    weight_BR = np.random.default_rng(1).multinomial(fewer, np.full(n, 1 / n), RESAMPLES) / fewer
+    weight_BR = np.random.default_rng(seed).multinomial(fewer, np.full(n, 1 / n), RESAMPLES) / fewer
     return zip(draws, np.vstack([np.full(n, 1 / n), weight_BR]).T, strict=True)
 
 
@@ -381,37 +419,35 @@ def identities(fitted: Dataset, tested: Dataset, leads: Sequence[str]) -> Identi
 
 
 def probe_scores(
-    task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors]
+    task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors], method: Probe
 ) -> Iterator[tuple[Any, Scored]]:
     """Scores for each share and level of noise, averaged over the draws of the share."""
     train, valid, test = task.parts
-    kind = task.labels.task.kind
     x_ND, valid_ND = train.means(fit), valid.means(fit)
     tests_ND = np.concatenate([test.means(vectors) for vectors in tests.values()])
     for share, draws in task.draws.items():
         used_K = task.used[share]
         means: list[dict[str, Any]] = [{} for _ in tests]
         for rows, weight_B in weighted(draws):
-            labels = train.y_NK[rows], valid.y_NK
-            scores_NK = probed_scores(kind, used_K, (x_ND[rows], valid_ND, tests_ND), labels)
+            data = ProbeData(x_ND[rows], train.y_NK[rows], valid_ND, valid.y_NK, tests_ND)
+            data = data._replace(kind=task.labels.task.kind)
+            scores_NK = probed_scores(data, used_K, method)
             for mean, part_NK in zip(means, np.split(scores_NK, len(tests)), strict=True):
-                samples = by_class(kind, test.y_NK[:, used_K], part_NK, task.weight_NB)
+                samples = by_class(data.kind, test.y_NK[:, used_K], part_NK, task.weight_NB)
                 add_weighted(mean, samples, weight_B)
         for level, mean in zip(tests, means, strict=True):
             yield (share, level), (probe_facts(task, share, mean), over_classes(mean))
 
 
-def probed_scores(
-    kind: str, used_K: Array, inputs: tuple[Array, Array, Array], labels: tuple[Array, Array]
-) -> Array:
-    """Scores of the used classes, from the embeddings of train, valid and test, and the labels of
-    train and valid. Exclusive classes are solved together, also those that are not scored."""
-    solved_K = np.ones_like(used_K) if kind == "multiclass" else used_K
-    (train_ND, valid_ND, test_ND), (train_NK, valid_NK) = inputs, labels
-    data = ProbeData(
-        train_ND, train_NK[:, solved_K], valid_ND, valid_NK[:, solved_K], test_ND, kind
+def probed_scores(data: ProbeData, used_K: Array, method: Probe) -> Array:
+    """Scores of the used classes. Exclusive classes are solved together, also those that are not
+    scored."""
+    solved_K = np.ones_like(used_K) if data.kind == "multiclass" else used_K
+    data = data._replace(
+        labels_NK=data.labels_NK[:, solved_K],
+        valid_labels_NK=data.valid_labels_NK[:, solved_K],
     )
-    return fit_scaled(linear, data).scores_NK[:, used_K[solved_K]]
+    return fit_scaled(method, data).scores_NK[:, used_K[solved_K]]
 
 
 def add_weighted(sums: dict[str, Any], samples: Samples, weight_B: Array) -> None:
@@ -456,16 +492,16 @@ def over_classes(of: Samples) -> Samples:
 
 
 def identified(
-    persons: Identities, fit: Vectors, known: Vectors, test: Vectors, width: int | None
+    persons: Identities, fit: Vectors, known: Vectors, test: Vectors, shown: slice
 ) -> Scored:
-    """Accuracy by cosine of the first `width` dimensions, and by cosine after whitening."""
+    """Accuracy by cosine of the dimensions `shown`, and by cosine after whitening."""
     gallery_PD = known.of(persons.gallery).c_BSD[:, 0]
     probe_QD = test.of(persons.probe).c_BSD[:, 0]
     center_D, white_DD = whitening(fit.of(persons.within).c_BSD)
     gallery_ids = persons.patient_B[persons.gallery].tolist()
     probe_ids = persons.patient_B[persons.probe].tolist()
     compared = {
-        "accuracy": (gallery_PD[:, :width], probe_QD[:, :width]),
+        "accuracy": (gallery_PD[:, shown], probe_QD[:, shown]),
         "accuracy_whitened": (
             (gallery_PD - center_D) @ white_DD,
             (probe_QD - center_D) @ white_DD,
@@ -518,6 +554,8 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
         rows.append(row)
         for other in dict.fromkeys([random[key[0]], first]):
             if other in ("", key[0]):
+                continue
+            if (other, *key[1:]) not in found:  # not every row identifies patients
                 continue
             against = found[other, *key[1:]][1]
             for name, value_B in samples.items():

@@ -1,12 +1,13 @@
-"""Frozen embeddings to compare: of models, of random weights of their architectures, and the mean
-beat.
+"""Frozen embeddings to compare: of models, of random weights of their architectures, and of
+measurements that need no training.
 
-    first, *others = embedders_of(["A=RUN", "hf://org/name"], args)        # args: code, device, precision, seed
-    vectors = embedded(first, dataset, rows, 0.0, "12", Path("OUT/parts"))
+    first, *others = rows_to_compare(["A=RUN1,RUN2", "hf://org/name"], args)     # args: bench.DEFAULTS
+    vectors = embedded(first.members[0], dataset, rows, 0.0, "12", Path("OUT/parts"))
 
-Files in `folder` are reused if the model's files, the dataset, the leads and the noise are the
-same; only missing or damaged crops are computed. Noise is physio4 at a multiple of the paper's
-amplitude, the same for all models. B: crops, S: halves.
+A row has one or more members: runs of several seeds, or draws of random weights, whose scores are
+averaged. Files in `folder` are reused if the model's files, the read-out, the dataset, the leads
+and the noise are the same; only missing or damaged crops are computed. Noise is physio4 at a
+multiple of the paper's amplitude, the same for all models. B: crops, S: halves.
 """
 
 import io
@@ -15,6 +16,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,19 +30,24 @@ from omnilead.engine.common import ALL, ConfigError, write_whole
 from omnilead.engine.data.augment import PAPER_NOISE, AmplitudeMv, AugmentConfig
 from omnilead.engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads, parameters
 from omnilead.engine.data.order import Places
-from omnilead.engine.evaluation import mean_beat
 from omnilead.engine.evaluation.metrics import Array
+from omnilead.engine.evaluation.probe import PROBES, Probe
+from omnilead.engine.inference import mean_beat
+from omnilead.engine.inference import readout as readouts
 from omnilead.engine.inference.commands import prepare_model
 from omnilead.engine.inference.outputs import progress_bar
 from omnilead.engine.inference.predict import CropBatch, dataset_batches, predict
+from omnilead.engine.inference.readout import measures_signal, place_of_mean
 from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
 
-MEAN_BEAT, RANDOM = "mean beat", "random weights"
-ANY = ["encoder", "options", "leads"]
+RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
+NETWORK = f"{MEAN_BEAT}, two-layer network"
+DRAWS = 5  # of random weights: their scores differ by as much as 0.02
+OF_ANY_ENCODER = ["encoder", "options", "leads"]
 ARCHITECTURE = [
-    *ANY,
+    *OF_ANY_ENCODER,
     "conv",
     "conv_norm",
     "width",
@@ -60,10 +67,28 @@ class Embedder(NamedTuple):
     digest: str
     input: Input
     forward: Callable[[Tensor], Tensor]
-    model: TrainedModel | None = None  # None: the mean beat
-    random: str = ""  # the name of random weights of the same architecture
+    model: TrainedModel | None = None  # None: measured in the signal
     batch: int = 64
-    compared: int | None = None  # how many dimensions the cosine uses; None: all
+    compared: slice = slice(None)  # the dimensions by which patients are identified
+    precision: str = ""
+
+
+class Compared(NamedTuple):
+    """What is compared, under one name."""
+
+    name: str
+    # The scores of the members are averaged; the embeddings within a member are joined
+    members: list[tuple[Embedder, ...]]
+    random: str = ""  # the row of random weights of the same architecture
+    members_of: str = ""  # the row whose members these are, too; "": its own
+    probe: Probe = PROBES["linear"]
+    identifies: bool = True  # whether patients are identified by it, too
+
+    @property
+    def trained(self) -> list[TrainedModel]:
+        if self.name == self.random:
+            return []
+        return [one.model for member in self.members for one in member if one.model]
 
 
 class Vectors(NamedTuple):
@@ -76,72 +101,149 @@ class Vectors(NamedTuple):
         return Vectors(*(array[at] for array in self))
 
 
-def embedders_of(models: Sequence[str], args: Namespace) -> list[Embedder]:
-    """`models`: folders, or NAME=FOLDER. Random weights follow the first model of their
-    architecture; the mean beat is last."""
-    found, architectures = dict[str, Embedder](), dict[str, str]()
+def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
+    """`models`: folders, NAME=FOLDER, or NAME=FOLDER,FOLDER for runs of several seeds. Random
+    weights follow the first model of their architecture; what needs no training is last."""
+    beat = _measured(MEAN_BEAT, mean_beat.mean_beats)
+    beat = beat._replace(compared=slice(12 * mean_beat.BEAT))
+    measured = _measured(MEASURED, mean_beat.measurements)
+    rows = _model_rows(models, measured, args)
+    both = []
+    for row in rows:
+        if row.trained:
+            joined = [(beat, *member) for member in row.members]
+            name = f"{MEAN_BEAT} + {row.name}"
+            both.append(Compared(name, joined, members_of=row.name, identifies=False))
+    network = Compared(NETWORK, [(beat,)], probe=PROBES["network"], identifies=False)
+    needs_none = Compared(MEASURED, [(measured,)], identifies=False)
+    return [*rows, Compared(MEAN_BEAT, [(beat,)]), network, needs_none, *both]
+
+
+def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> list[Compared]:
+    rows: dict[str, Compared] = {}
+    random_of: dict[str, str] = {}  # by architecture, the name of its row of random weights
     for text in models:
-        name, place = name_and_place(text)
-        if name in found or name in (MEAN_BEAT, RANDOM):
-            raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={place}")
-        model, precision = prepare_model(place, args.device, args.precision, args.code)
-        batch = args.batch or (256 if model.device.type == "cuda" else 16)
-        digest = f"{model.digest} {precision}"
-        architecture = architecture_of(model, precision, args.seed)
-        random = f"{RANDOM} of {name}" if architectures else RANDOM
-        random = architectures.setdefault(architecture, random)
-        found[name] = Embedder(name, digest, model.input, model.pooled, model, random, batch)
-        if random not in found:
-            drawn, digest = model.untrained(args.seed), sha256(architecture.encode()).hexdigest()
-            found[random] = Embedder(
-                random, digest, model.input, drawn.pooled, drawn, random, batch
+        name, places = name_and_places(text)
+        if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, NETWORK):
+            raise ConfigError(
+                f"--models {text}: the name {name!r} is taken: write NAME={places[0]}"
             )
-    digest = sha256(Path(mean_beat.__file__).read_bytes()).hexdigest()
-    width = 12 * mean_beat.BEAT
-    beats = Embedder(MEAN_BEAT, digest, Input(ALL, ALL), _mean_beats, compared=width)
-    return [*found.values(), beats]
+        members = [_embedder(name, place, args) for place in places]
+        architecture, *others = [architecture_of(member, args) for member in members]
+        if len(set(places)) < len(places) or set(others) - {architecture}:
+            raise ConfigError(
+                f"--models {text}: runs of one name must differ in their seed alone: give each a "
+                "name of its own"
+            )
+        model: Any = members[0].model
+        random = f"{RANDOM} of {name}" if random_of else RANDOM
+        random = random_of.setdefault(architecture, random)
+        # The measurements are the same for all models, and made once
+        rhythm = (measured,) if "rhythm" in model.readout_of(args.readout) else ()
+        rows[name] = Compared(name, [(member, *rhythm) for member in members], random)
+        if random not in rows:
+            seeds = range(args.seed, args.seed + DRAWS)
+            draws = [_drawn(members[0], random, architecture, args, seed) for seed in seeds]
+            rows[random] = Compared(random, [(draw, *rhythm) for draw in draws], random)
+    return list(rows.values())
 
 
-def name_and_place(text: str) -> tuple[str, str]:
-    """The name of a model and its folder, from NAME=FOLDER or FOLDER."""
-    name, equals, place = text.partition("=")
+def name_and_places(text: str) -> tuple[str, list[str]]:
+    """The name of a model and its folders, from NAME=FOLDER,FOLDER or FOLDER."""
+    name, equals, places = text.partition("=")
     if not equals or "/" in name or Path(text).exists():
-        name, place = "", text
-    path = Path(place)
-    return name or (path.parent.name if path.name == "model" else path.name), place
+        path = Path(text)
+        return (path.parent.name if path.name == "model" else path.name), [text]
+    return name, places.split(",")
 
 
-def architecture_of(model: TrainedModel, precision: str, seed: int) -> str:
-    """Models with the same text have the same random weights."""
+def _embedder(name: str, place: str, args: Namespace) -> Embedder:
+    model, precision = prepare_model(place, args.device, args.precision, args.code)
+    batch = args.batch or (256 if model.device.type == "cuda" else 16)
+    readout = token_parts(model, args)
+    forward = partial(model.read, readout=readout)
+    digest = repr([model.digest, precision, readout, _code(readout)])
+    mean = place_of_mean(readout, model.encoder.width)
+    return Embedder(name, digest, model.input, forward, model, batch, mean, precision)
+
+
+def _drawn(like: Embedder, name: str, architecture: str, args: Namespace, seed: int) -> Embedder:
+    """Random weights of the architecture of a model, read out in the same way."""
+    assert like.model
+    model = like.model.untrained(seed)
+    forward = partial(model.read, readout=token_parts(like.model, args))
+    return like._replace(name=name, digest=f"{architecture} {seed}", forward=forward, model=model)
+
+
+def token_parts(model: TrainedModel, args: Namespace) -> tuple[str, ...]:
+    """The read-out without what is measured in the signal."""
+    parts = tuple(part for part in model.readout_of(args.readout) if part != "rhythm")
+    if not parts:
+        raise ConfigError("--readout rhythm: it has nothing of a model: add mean, std or beats")
+    return parts
+
+
+def _measured(name: str, measure: Callable[[Array], Array]) -> Embedder:
+    def forward(x_RLT: Tensor) -> Tensor:
+        return torch.from_numpy(measure(x_RLT.numpy()))
+
+    return Embedder(name, f"{name} {_code(('rhythm',))}", Input(ALL, ALL), forward)
+
+
+def _code(readout: tuple[str, ...]) -> str:
+    """Other code may measure other numbers in the signal."""
+    if not measures_signal(readout):
+        return ""
+    files = [Path(str(module.__file__)) for module in (mean_beat, readouts)]
+    return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def architecture_of(one: Embedder, args: Namespace) -> str:
+    """Models with the same text have the same random weights, and the same read-out."""
+    model: Any = one.model
     config = config_of(model.config)
-    names = ANY if config.encoder else ARCHITECTURE
+    names = OF_ANY_ENCODER if config.encoder else ARCHITECTURE
     parts = [getattr(config, name) for name in names]
-    return repr([parts, model.input, sorted(model.code.items()), precision, seed])
-
-
-def _mean_beats(x_RLT: Tensor) -> Tensor:
-    return torch.from_numpy(mean_beat.mean_beats(x_RLT.numpy()))
+    readout = model.readout_of(args.readout)
+    code = sorted(model.code.items())
+    return repr([parts, model.input, code, one.precision, readout, _code(readout)])
 
 
 def embedded(
+    member: Sequence[Embedder],
+    dataset: Dataset,
+    rows: Array,
+    noise: float,
+    leads: str,
+    folder: Path,
+) -> Vectors:
+    """The joined vectors of these crops, ascending; leads that the model is not shown are set to
+    zero."""
+    parts = [_embedded(one, dataset, rows, noise, leads, folder) for one in member]
+    c_BSD = np.concatenate([part.c_BSD for part in parts], 2)
+    return parts[0]._replace(c_BSD=c_BSD)
+
+
+def _embedded(
     one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path
 ) -> Vectors:
-    """The vectors of these crops, ascending; leads that the model is not shown are set to zero."""
     shown = one.input.limited_to(leads)
     job = json.dumps([one.digest, dataset.fingerprint, shown.seen, noise])
     folder = folder / sha256(job.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
-    rows, kept = np.unique(rows), list(_kept(folder))
+    rows = np.unique(rows)
+    kept = list(_kept(folder))
     missing = rows
     if kept:
-        missing = np.setdiff1d(rows, np.concatenate([part.row_B for part in kept]))
+        missing = np.setdiff1d(rows, joined(kept).row_B)
     with progress_bar(len(missing), f" crops, {one.name}, leads {leads}") as bar:
         for start in range(0, len(missing), BLOCK):
             block = missing[start : start + BLOCK]
             part = _embed(one, dataset, block, noise, shown, bar)
             if not np.isfinite(part.c_BSD).all():
                 raise ConfigError(f"{one.name}: {NOT_FINITE}")
-            np.savez(buffer := io.BytesIO(), **part._asdict())
+            buffer = io.BytesIO()
+            np.savez(buffer, **part._asdict())
             write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
             kept.append(part)
     whole = joined(kept)
@@ -180,9 +282,9 @@ def _kept(folder: Path) -> Iterator[Vectors]:
 
 
 def noisy(batches: Iterable[CropBatch], dataset: Dataset, strength: float) -> Iterator[CropBatch]:
-    amplitude = AmplitudeMv(
-        **{kind: strength * getattr(AmplitudeMv(), kind) for kind in PAPER_NOISE}
-    )
+    paper = AmplitudeMv()
+    amplitudes = {kind: strength * getattr(paper, kind) for kind in PAPER_NOISE}
+    amplitude = AmplitudeMv(**amplitudes)
     config = AugmentConfig(rlm=0.0, noise=PAPER_NOISE, amplitude_mv=amplitude)
     augmenter = Augmenter(config, "halves", 0, torch.device("cpu"))
     measured = measured_leads([dataset])
@@ -191,5 +293,6 @@ def noisy(batches: Iterable[CropBatch], dataset: Dataset, strength: float) -> It
         places = Places(zeros, batch.crops, zeros)
         p = parameters(config, "halves", augmenter.seed, places, measured)
         x_BSLT = augmenter(torch.from_numpy(batch.uv_BLT), augmenter.to_device(p)) / MV_PER_UV
-        uv_BLT = x_BSLT.round_().clamp_(-32767, 32767).transpose(1, 2).flatten(2).to(torch.int16)
+        x_BSLT = x_BSLT.round_().clamp_(-32767, 32767)
+        uv_BLT = x_BSLT.transpose(1, 2).flatten(2).to(torch.int16)
         yield batch._replace(uv_BLT=uv_BLT.numpy())

@@ -6,6 +6,8 @@
     identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
     mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
     low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients)    95 %, by resampling patients
+    if few_patients(labels_NK, patients):             where a bootstrap says nothing: of two positives it can be 1 to 1
+        intervals |= intervals_of_few(metrics, labels_NK, patients)       # exact ones, or NaN
 
 NaN in y is an unknown label, which is ignored. Means are over the classes (columns) for which a
 metric is defined.
@@ -53,6 +55,11 @@ UNIT = 80  # of the weights
 THRESHOLD = 0.5
 TIE = 1e-12  # cosines in float64 closer than this are equal
 BINS = 10  # bins of probabilities, equally wide
+FEW = 10  # patients with the class, or without it
+TOO_FEW = (
+    f"Fewer than {FEW} patients with or without the class, in every class: AUROC and other "
+    "metrics of classes"
+)
 BLOCK = 2**23  # similarities at a time, 64 MB
 
 
@@ -64,16 +71,16 @@ class MetricError(OutputError):
 def weights() -> Array:
     """int64 [26, 26], in eightieths: the credit for predicting one class when another is true."""
     lines = (files("omnilead.engine.evaluation") / WEIGHTS).read_text().splitlines()
-    return np.asarray(
-        np.rint(np.genfromtxt(lines, delimiter=",", skip_header=1)[:, 1:] * UNIT), np.int64
-    )
+    table = np.genfromtxt(lines, delimiter=",", skip_header=1)
+    return np.asarray(np.rint(table[:, 1:] * UNIT), np.int64)
 
 
 def predicted(kind: str, scores: Array, thresholds: Floats = None) -> Array:
     """bool [N, K]: classes strictly above their threshold (fairseq-signals
     binary_cross_entropy.py:28); for multiclass the most probable one."""
     if kind == "multiclass":
-        return np.asarray(scores.argmax(1)[:, None] == np.arange(scores.shape[1]))
+        best_N1 = scores.argmax(1)[:, None]
+        return np.asarray(best_N1 == np.arange(scores.shape[1]))
     return np.asarray(scores > np.asarray(thresholds or THRESHOLD))
 
 
@@ -82,18 +89,18 @@ def measure(
 ) -> dict[str, float]:
     """MEASURES of `kind`. Scores are probabilities or, for regression, values; y is 0, 1 or NaN
     (unknown), or a value."""
-    statistic = statistic_of(kind, y_NK, scores_NK, thresholds, classes)
-    return dict(zip(statistic.names, statistic().tolist(), strict=True))
+    return statistic_of(kind, y_NK, scores_NK, thresholds, classes).measures()
 
 
 def statistic_of(
     kind: str, y_NK: Any, scores_NK: Any, thresholds: Floats = None, classes: Names = ()
 ) -> "Statistic":
     y, scores = np.asarray(y_NK), np.asarray(scores_NK)
-    classes = classes or [str(k) for k in range(y.shape[-1])]
+    classes = classes or list(map(str, range(y.shape[-1])))
     if kind == "regression":
         return Regression(y, scores, classes)
-    return Classification(y, predicted(kind, scores, thresholds), scores, classes, kind)
+    outputs = predicted(kind, scores, thresholds)
+    return Classification(y, outputs, scores, classes, kind)
 
 
 def challenge_score(labels: Array, outputs: Array) -> float:
@@ -114,23 +121,22 @@ def credits(labels: Array, outputs: Array) -> tuple[Array, Array]:
     normal[:, NORMAL] = True
     y = labels.astype(np.float32)  # exact: sums of up to 676 numbers of up to 80
     worth_NK = y @ weights().astype(np.float32)
-    predictions = (outputs, labels, normal)
-    credit_3N = np.array([(worth_NK * predicted).sum(1) for predicted in predictions]).astype(
-        np.int64
-    )
-    norm_3N = np.array([np.maximum((labels | predicted).sum(1), 1) for predicted in predictions])
-    return credit_3N, norm_3N
+    credit_3N, norm_3N = [], []
+    for predicted_NK in (outputs, labels, normal):
+        credit_3N.append((worth_NK * predicted_NK).sum(1))
+        norm_3N.append((labels | predicted_NK).sum(1))
+    return np.array(credit_3N, np.int64), np.maximum(norm_3N, 1)
 
 
 def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
     """Sums credits by their norm first, as integers, so that the order of the rows does not
     matter."""
-    sums = np.array(
-        [np.bincount(n, c * weight_N, 27) for c, n in zip(credit_3N, norm_3N, strict=True)]
-    )
+    columns = zip(norm_3N, credit_3N * weight_N, strict=True)
+    sums = np.array([np.bincount(norm_N, credit_N, 27) for norm_N, credit_N in columns])
     if (sums[1] == sums[2]).all():  # every row is normal or empty: nothing else makes the two equal
         return 0.0
-    observed, correct, inactive = (sums / np.maximum(np.arange(27), 1)).sum(1) / UNIT
+    norms = np.maximum(np.arange(27), 1)
+    observed, correct, inactive = (sums / norms).sum(1) / UNIT
     return float((observed - inactive) / (correct - inactive))
 
 
@@ -143,12 +149,14 @@ def summary(labels: Array, outputs: Array, scores: Array) -> dict[str, Any]:
 def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
     """Both as bool arrays of one shape [n, classes]."""
     arrays = []
-    for name, array in (("labels", np.asarray(labels)), ("outputs", np.asarray(outputs))):
+    for name, given in (("labels", labels), ("outputs", outputs)):
+        array = np.asarray(given)
         if array.ndim != 2 or array.shape[1] != classes or not len(array):
             raise MetricError(
                 f"{name} of shape {list(array.shape)}, not [n, {classes}] with n at least 1"
             )
-        if array.dtype != bool and (wrong := int(((array != 0) & (array != 1)).sum())):
+        wrong = np.count_nonzero((array != 0) & (array != 1))
+        if wrong:
             raise MetricError(f"{name}: {wrong:,} of {array.size:,} are neither 0 nor 1")
         arrays.append(array.astype(bool))
     y, p = arrays
@@ -157,54 +165,64 @@ def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple
     return y, p
 
 
-def ranked(score_N: Array, known_N: Array | None = None) -> tuple[Array, Array]:
-    """Known rows by descending score, and the position of the last of each run of equal scores."""
+def ranked(score_N: Array) -> tuple[Array, Array]:
+    """Rows by descending score, and the position of the last of each run of equal scores."""
     order = np.argsort(-score_N)
-    order = order if known_N is None else order[known_N[order]]
     score = score_N[order]
-    return order, np.flatnonzero(np.append(score[1:] != score[:-1], True))
+    ends = np.append(score[1:] != score[:-1], True)
+    return order, np.flatnonzero(ends)
 
 
-def counts(
-    label_N: Array, order: Array, last: Array, weight_N: Array | None = None
-) -> tuple[Array, Array]:
-    """True and false positives at each distinct score as the threshold, from the highest down."""
-    weight = np.ones(len(order)) if weight_N is None else weight_N[order]
-    true, every = np.cumsum(weight * label_N[order])[last], np.cumsum(weight)[last]
-    return true.astype(float), (every - true).astype(float)
+class Ranking:
+    """Computes the areas of one class for any weights of the rows, which are sorted once. Only at
+    runs of equal scores with a positive do the areas grow."""
+
+    def __init__(self, y_N: Array, score_N: Array) -> None:
+        """y is 0, 1 or NaN: unknown, and ignored."""
+        known = np.flatnonzero(~np.isnan(y_N))
+        order, last = ranked(score_N[known])
+        self.order = known[order]
+        self.positive = np.flatnonzero(y_N[self.order] > 0)
+        runs = np.unique(np.searchsorted(last, self.positive))
+        first = np.append(0, last[:-1] + 1)[runs]
+        stop = last[runs] + 1
+        self.first_positive = np.searchsorted(self.positive, first)
+        edges = np.unique([0, *first, *stop])
+        self.edges = edges[edges < len(order)]  # between which the weights are summed
+        self.first = np.searchsorted(edges, first)
+        self.stop = np.searchsorted(edges, stop)
+
+    def areas(self, weight_NB: Array) -> Array:
+        """AUROC and AUPRC [2, B] for B weightings. NaN without positives; without negatives AUROC
+        is NaN and AUPRC 1."""
+        if not len(self.positive):
+            return np.full((2, weight_NB.shape[1]), np.nan)
+        weight_NB = weight_NB[self.order]
+        new = np.add.reduceat(weight_NB[self.positive], self.first_positive)
+        sums = np.cumsum(np.add.reduceat(weight_NB, self.edges), 0)
+        before = np.concatenate(
+            [np.zeros_like(sums[:1]), sums]
+        )  # weight of all rows before an edge
+        start, end = before[self.first], before[self.stop]
+        true = np.cumsum(new, 0)  # positives up to the end of each run
+        positives = true[-1]
+        negatives = before[-1] - positives
+        # A positive counts the negatives below it, and half of those with its score
+        below = negatives - (end - true + start - true + new) / 2
+        with np.errstate(invalid="ignore", divide="ignore"):
+            auroc = (new * below).sum(0) / (positives * negatives)
+            auprc = (new * true / np.maximum(end, 1e-9)).sum(0) / positives
+        areas = np.where(positives > 0, [auroc, auprc], np.nan)
+        areas[0, negatives <= 0] = np.nan
+        return areas
 
 
 def weighted_areas(y_N: Array, score_N: Array, weight_NB: Array) -> Array:
-    """AUROC and AUPRC [2, B] of a class for B weightings of the rows at once. NaN without positives
-    or negatives."""
-    order, last = ranked(score_N, ~np.isnan(y_N))
-    y_N, weight_NB = y_N[order], weight_NB[order]
-    first = np.append(0, last[:-1] + 1)
-    # only at runs of equal scores with a positive do the areas grow
-    there = np.flatnonzero(np.add.reduceat(y_N, first) > 0)
-    if not len(there):
-        return np.full((2, weight_NB.shape[1]), np.nan)
-    first, stop = first[there], last[there] + 1
-    positive = np.flatnonzero(y_N > 0)
-    new = np.add.reduceat(weight_NB[positive], np.searchsorted(positive, first))
-    edges = np.unique([0, *first, *stop])
-    sums = np.cumsum(np.add.reduceat(weight_NB, edges[edges < len(order)]), 0)
-    before = np.concatenate([np.zeros_like(sums[:1]), sums])  # weight of all rows before an edge
-    start, end = before[np.searchsorted(edges, first)], before[np.searchsorted(edges, stop)]
-    true = np.cumsum(new, 0)
-    return _areas_of_runs(new, true, start, end, before[-1])
-
-
-def _areas_of_runs(new: Array, true: Array, start: Array, end: Array, whole: Array) -> Array:
-    """AUROC and AUPRC from each run of equal scores: its positives, all positives up to it, and the
-    rows before and up to it."""
-    positives = true[-1]
-    negatives = whole - positives
-    below = negatives - (end - true + start - true + new) / 2
-    with np.errstate(invalid="ignore", divide="ignore"):
-        auroc = (new * below).sum(0) / (positives * negatives)
-        auprc = (new * true / np.maximum(end, 1e-9)).sum(0) / positives
-    return np.where(positives * negatives > 0, [auroc, auprc], np.nan)
+    """AUROC and AUPRC [2, B] of a class for B weightings of the rows at once. Both are NaN without
+    positives or negatives."""
+    areas = Ranking(y_N, score_N).areas(weight_NB)
+    areas[1, np.isnan(areas[0])] = np.nan
+    return areas
 
 
 class Classification:
@@ -219,32 +237,35 @@ class Classification:
         classes: Names = CLASSES,
         kind: str = "multilabel",
     ) -> None:
-        labels, scores = np.asarray(labels), np.asarray(scores)
-        unknown = np.isnan(labels) if labels.dtype.kind == "f" else np.zeros(labels.shape, bool)
-        self.labels, outputs = checked(np.where(unknown, 0, labels), outputs, len(classes))
-        scores = scores if scores.dtype.kind == "f" else scores.astype(float)
-        if scores.shape != labels.shape:
+        y_NK, scores = np.asarray(labels, np.float64), np.asarray(scores)
+        self.known = ~np.isnan(y_NK)
+        self.labels, outputs = checked(np.nan_to_num(y_NK), outputs, len(classes))
+        if scores.dtype.kind != "f":
+            scores = scores.astype(float)
+        if scores.shape != y_NK.shape:
             raise MetricError(
-                f"scores of shape {list(scores.shape)} for labels of shape {list(labels.shape)}"
+                f"scores of shape {list(scores.shape)} for labels of shape {list(y_NK.shape)}"
             )
-        if lost := int(np.isnan(scores).sum()):
+        if lost := np.count_nonzero(np.isnan(scores)):
             raise MetricError(f"{lost:,} of {scores.size:,} scores are NaN")
         self.classes, self.names = tuple(classes), MEASURES[kind]
-        self.known, self.outputs = ~unknown, outputs & ~unknown
+        self.outputs = outputs & self.known
         if self.classes == CLASSES and self.known.all():
             self.names = ("challenge", *self.names)
             self.credits = credits(self.labels, self.outputs)
         self.rated_N = self.known.any(1)
-        self.right_N = (self.labels == self.outputs).all(1) & self.rated_N
+        wrong_NK = self.labels != self.outputs
+        self.right_N = self.rated_N & ~wrong_NK.any(1)
         cells = (self.labels & self.outputs, self.outputs, self.labels, self.known)
         self.cells_NX = np.concatenate(cells, 1).astype(np.float64)
-        columns = zip(scores.T, self.known.T, strict=True)
-        self.ranked = [ranked(score_N, known_N) for score_N, known_N in columns]
+        self.rankings = list(map(Ranking, y_NK.T, scores.T))
 
     def __call__(self, weight_N: Array | None = None) -> Array:
         """The metrics `names`, where row i counts weight_N[i] times."""
-        weight_N = np.ones(len(self.labels), np.int64) if weight_N is None else weight_N
-        means = {name: _mean(values_K) for name, values_K in self.by_class(weight_N).items()}
+        if weight_N is None:
+            weight_N = np.ones(len(self.labels), np.int64)
+        by_class = self.by_class(weight_N)
+        means = {name: _mean(values_K) for name, values_K in by_class.items()}
         with np.errstate(invalid="ignore"):  # no row is known: NaN
             means["accuracy"] = weight_N @ self.right_N / (weight_N @ self.rated_N)
         means["balanced_accuracy"] = means["sensitivity"]
@@ -254,31 +275,28 @@ class Classification:
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
         """auroc, auprc, f_measure, sensitivity, specificity. NaN where the denominator is zero."""
-        true_K, predicted_K, positives_K, known_K = (weight_N @ self.cells_NX).reshape(4, -1)
+        auroc_K, auprc_K = self.areas(weight_N)
+        sums_4K = (weight_N @ self.cells_NX).reshape(4, -1)
+        true_K, predicted_K, positives_K, known_K = sums_4K
         negatives_K = known_K - positives_K
         with np.errstate(invalid="ignore"):
-            return dict(zip(("auroc", "auprc"), self.areas(weight_N), strict=True)) | {
+            return {
+                "auroc": auroc_K,
+                "auprc": auprc_K,
                 "f_measure": 2 * true_K / (predicted_K + positives_K),
                 "sensitivity": true_K / positives_K,
                 "specificity": (negatives_K - (predicted_K - true_K)) / negatives_K,
             }
 
-    def areas(self, weight_N: Array) -> tuple[Array, Array]:
-        """AUROC and AUPRC of each class. NaN without positives; without negatives AUROC is NaN and
-        AUPRC 1."""
-        found = np.full((2, len(self.classes)), np.nan)
-        for k in np.flatnonzero(self.known.any(0)).tolist():
-            order, last = self.ranked[k]
-            true, false = counts(self.labels[:, k], order, last, weight_N)
-            positives, negatives = true[-1], false[-1]
-            if positives:
-                new = np.diff(true, prepend=0.0)
-                found[1, k] = (new * true / np.maximum(true + false, 1)).sum() / positives
-            if positives and negatives:
-                found[0, k] = (
-                    new * (negatives - (false + np.append(0.0, false[:-1])) / 2)
-                ).sum() / (positives * negatives)
-        return found[0], found[1]
+    def areas(self, weight_N: Array) -> Array:
+        """AUROC and AUPRC [2, K]. NaN without positives; without negatives AUROC is NaN and AUPRC
+        1."""
+        weight_N1 = weight_N[:, None]
+        areas = [ranking.areas(weight_N1) for ranking in self.rankings]
+        return np.concatenate(areas, 1)
+
+    def measures(self) -> dict[str, float]:
+        return dict(zip(self.names, self().tolist(), strict=True))
 
     def summary(self) -> dict[str, Any]:
         """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those
@@ -288,12 +306,16 @@ class Classification:
         columns["predicted"] = self.outputs.sum(0)
         columns["n"] = self.known.sum(0)
         classes = table_of(self.classes, columns)
-        none = [name for name, row in classes.items() if not row["positives"]]
-        always = [name for name, row in classes.items() if 0 < row["positives"] == row["n"]]
+        never, always = [], []
+        for name, row in classes.items():
+            if not row["positives"]:
+                never.append(name)
+            elif row["positives"] == row["n"]:
+                always.append(name)
         return {
-            **dict(zip(self.names, self().tolist(), strict=True)),
+            **self.measures(),
             "classes": classes,
-            "without_positives": none,
+            "without_positives": never,
             "without_negatives": always,
         }
 
@@ -304,23 +326,25 @@ class Regression:
     names = MEASURES["regression"]
 
     def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
-        if lost := int((~np.isfinite(predictions)).sum()):
+        if lost := np.count_nonzero(~np.isfinite(predictions)):
             raise MetricError(f"{lost:,} of {predictions.size:,} predictions are not finite")
         self.known, self.classes = np.isfinite(values), tuple(classes)
         self.values = np.where(self.known, values, 0).astype(np.float64)
         self.errors = np.where(self.known, predictions - self.values, 0.0)
 
     def __call__(self, weight_N: Array | None = None) -> Array:
-        weight_N = np.ones(len(self.values), np.int64) if weight_N is None else weight_N
         columns = self.by_class(weight_N)
         return np.array([_mean(columns[name]) for name in self.names])
 
-    def by_class(self, weight_N: Array) -> dict[str, Array]:
+    def by_class(self, weight_N: Array | None = None) -> dict[str, Array]:
         """MEASURES, mean_error and sd_error. NaN where the denominator is zero."""
+        if weight_N is None:
+            weight_N = np.ones(len(self.values), np.int64)
         w, e = weight_N[:, None] * self.known, self.errors
         with np.errstate(invalid="ignore", divide="ignore"):
             n = w.sum(0)
-            shift, square = (w * e).sum(0) / n, (w * e * e).sum(0)
+            shift = (w * e).sum(0) / n
+            square = (w * e * e).sum(0)
             y = self.values - (w * self.values).sum(0) / n
             p = y + e - shift
             yy = (w * (y * y)).sum(0)
@@ -334,22 +358,24 @@ class Regression:
                 "mean_error": shift,
                 "sd_error": np.sqrt(np.maximum(square / n - shift**2, 0)),
             }
-        return {
-            name: np.where(np.isfinite(value), value, np.nan) for name, value in columns.items()
-        }
+        for value_K in columns.values():
+            value_K[~np.isfinite(value_K)] = np.nan
+        return columns
+
+    def measures(self) -> dict[str, float]:
+        return dict(zip(self.names, self().tolist(), strict=True))
 
     def summary(self) -> dict[str, Any]:
-        columns = self.by_class(np.ones(len(self.values), np.int64)) | {"n": self.known.sum(0)}
-        return dict(zip(self.names, self().tolist(), strict=True)) | {
-            "classes": table_of(self.classes, columns)
-        }
+        columns = self.by_class() | {"n": self.known.sum(0)}
+        return self.measures() | {"classes": table_of(self.classes, columns)}
 
 
 def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    return {
-        name: dict(zip(columns, row, strict=True)) for name, row in zip(classes, rows, strict=True)
-    }
+    """By class, each column's value."""
+    table: dict[str, dict[str, Any]] = {}
+    for k, name in enumerate(classes):
+        table[name] = {column: values_K[k].item() for column, values_K in columns.items()}
+    return table
 
 
 Statistic = Classification | Regression
@@ -405,7 +431,9 @@ def _units(vectors: Array, ids: Sequence[Any], name: str) -> Array:
             f"{name} of shape {list(array.shape)} for {len(ids):,} patients: must be [n, width], "
             "n at least 1"
         )
-    if lost := int((~np.isfinite(array).all(1)).sum()):
+    finite_N = np.isfinite(array).all(1)
+    if not finite_N.all():
+        lost = np.count_nonzero(~finite_N)
         raise MetricError(f"{lost:,} of {len(array):,} {name} embeddings are not finite")
     return unit_vectors(array)
 
@@ -413,9 +441,8 @@ def _units(vectors: Array, ids: Sequence[Any], name: str) -> Array:
 def unit_vectors(x_ND: Array) -> Array:
     """Scales rows to length 1; rows of zeros stay zero."""
     largest = np.abs(x_ND).max(1, keepdims=True, initial=0)
-    x_ND = x_ND / np.where(
-        largest > 0, largest, 1
-    )  # otherwise the squares of small numbers underflow
+    # Otherwise the squares of small numbers underflow
+    x_ND = x_ND / np.where(largest > 0, largest, 1)
     length = np.linalg.norm(x_ND, axis=1, keepdims=True)
     return np.asarray(x_ND / np.where(length > 0, length, 1))
 
@@ -445,13 +472,16 @@ def _compare(gallery: Array, own: Array, probes: Array, asked: Array) -> Any:
 def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array:
     """[Q, ranks]: the probability that the patient is among the first r, with ties in random
     order."""
-    missed, found = np.ones(len(better)), np.empty((len(better), ranks))
+    missed = np.ones(len(better))
+    found = []
     for rank in range(ranks):
         drawn = rank - better  # tied entries drawn before this rank
-        left = np.where((drawn >= 0) & (drawn < tied), tied - drawn, 0)
-        missed = missed * np.where(left > 0, np.maximum(left - right, 0) / np.maximum(left, 1), 1.0)
-        found[:, rank] = 1 - missed
-    return found
+        left = tied - drawn
+        drawing = (drawn >= 0) & (left > 0)
+        chance = np.maximum(left - right, 0) / np.maximum(left, 1)
+        missed = missed * np.where(drawing, chance, 1.0)
+        found.append(1 - missed)
+    return np.stack(found, 1)
 
 
 def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
@@ -461,8 +491,12 @@ def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, floa
     p, y = scores[known].astype(float), labels[known]
     bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
     count = np.bincount(bin_of, minlength=BINS)
-    mean, true = (np.bincount(bin_of, v, BINS) / np.maximum(count, 1) for v in (p, y))
-    return mean, true, count, float((np.abs(mean - true) * count).sum() / max(len(p), 1))
+    n = np.maximum(count, 1)
+    mean = np.bincount(bin_of, p, BINS) / n
+    true = np.bincount(bin_of, y, BINS) / n
+    gap = np.abs(mean - true)
+    error = (gap * count).sum() / max(len(p), 1)
+    return mean, true, count, float(error)
 
 
 def confusion_shares(labels_NK: Array, outputs_NK: Array) -> Array:
@@ -472,7 +506,8 @@ def confusion_shares(labels_NK: Array, outputs_NK: Array) -> Array:
     np.fill_diagonal(wrong, (labels * outputs).sum(0))
     silent = labels.T @ ~outputs.any(1)
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.column_stack([wrong, silent]) / labels.sum(0)[:, None])
+        shares = np.column_stack([wrong, silent]) / labels.sum(0)[:, None]
+    return np.asarray(shares)
 
 
 def over_seeds(values: Sequence[float]) -> tuple[float, float]:
@@ -482,9 +517,9 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
         raise MetricError(f"{list(array)}: an interval needs finite numbers")
     if len(array) == 1:
         return float(array[0]), np.nan
-    return float(array.mean()), float(
-        stats.t.ppf(0.975, len(array) - 1) * array.std(ddof=1) / np.sqrt(len(array))
-    )
+    width = stats.t.ppf(0.975, len(array) - 1)
+    half = width * array.std(ddof=1) / np.sqrt(len(array))
+    return float(array.mean()), float(half)
 
 
 def exact_interval(found: int, people: int) -> list[float]:
@@ -498,13 +533,50 @@ def bootstrap(
     """95 % percentile interval [2, ...] of a statistic, a function of how often each row was
     drawn. Patients are drawn with all their rows. A resample on which the statistic is undefined
     (NaN) is left out. NaN if there is only one patient."""
-    patient_N = np.unique(np.asarray(groups), return_inverse=True)[1]
-    patients, rng = int(patient_N.max()) + 1, np.random.default_rng(seed)
-    draws = (
-        np.bincount(rng.integers(patients, size=patients), minlength=patients) for _ in range(n)
-    )
-    drawn = np.array([statistic(drawn_P[patient_N]) for drawn_P in draws], float)
+    patient_N = _numbers(groups)
+    patients = int(patient_N.max()) + 1
+    rng = np.random.default_rng(seed)
+    values = []
+    for _ in range(n):
+        drawn_P = np.bincount(rng.integers(patients, size=patients), minlength=patients)
+        values.append(statistic(drawn_P[patient_N]))
+    drawn = np.array(values, float)
     if patients == 1:
-        return np.full((2, *drawn.shape[1:]), np.nan)
+        drawn[:] = np.nan
     with warnings.catch_warnings(action="ignore"):  # undefined on all of them: NaN
         return np.asarray(np.nanpercentile(drawn, (2.5, 97.5), axis=0))
+
+
+def _numbers(groups: Sequence[Any]) -> Array:
+    """The groups as numbers from 0."""
+    return np.unique(np.asarray(groups), return_inverse=True)[1]
+
+
+def few_patients(labels_NK: Array, patients: Sequence[Any]) -> bool:
+    """Whether no class has FEW patients with it and FEW without it."""
+    patient_N = _numbers(patients)
+    for y_N in labels_NK.T:
+        with_it = np.unique(patient_N[y_N == 1])
+        without_it = np.unique(patient_N[y_N == 0])
+        if min(len(with_it), len(without_it)) >= FEW:
+            return False
+    return True
+
+
+def intervals_of_few(
+    metrics: Mapping[str, Any], labels_NK: Array, patients: Sequence[Any]
+) -> dict[str, list[float]]:
+    """Exact intervals of the shares of rows, if each row is another patient; otherwise none."""
+    found = {name: [np.nan, np.nan] for name in metrics}
+    if not len(set(patients)) == len(labels_NK) > 1:
+        return found
+    known_NK = ~np.isnan(labels_NK.astype(float))
+    rows = {"accuracy": known_NK.any(1)}
+    if labels_NK.shape[1] == 1:
+        rows["sensitivity"] = labels_NK == 1
+        rows["specificity"] = labels_NK == 0
+    for name, of in rows.items():
+        n = int(of.sum())
+        if n and name in metrics:
+            found[name] = exact_interval(round(metrics[name] * n), n)
+    return found

@@ -25,26 +25,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.engine.commandline import read_yaml
 from omnilead.engine.common import (
     ConfigError,
     OutputError,
     describe_leads,
     environment,
     find_config,
-    read_yaml,
     shipped,
 )
 from omnilead.engine.data.augmenter import FS_HZ, none_measured
-from omnilead.engine.data.leakage import conflicting_splits, patient_ids
-from omnilead.engine.evaluation.intervals import TOO_FEW, few_patients, intervals_of_few
+from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.metrics import (
+    TOO_FEW,
     Array,
     MetricError,
     bootstrap,
     calibration,
     challenge_statistic,
     exact_interval,
+    few_patients,
     identification,
+    intervals_of_few,
     statistic_of,
 )
 from omnilead.engine.inference.inputs import DatasetSource, Per, no_leads
@@ -62,12 +64,11 @@ from omnilead.engine.model.config import validated
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels, read_task
+from omnilead.engine.tasks.leakage import conflicting_splits
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
-AGES, AGE_BANDS = (
-    (18, 40, 60, 80),
-    np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"]),
-)  # years
+AGES = (18, 40, 60, 80)  # years
+AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
 CHOSEN = "challenge_chosen"
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
@@ -82,9 +83,8 @@ class EvalOptions:
     leads: str = ""  # as for engine.common.parse_leads; "": all that the model was trained on
     batch: int = 32  # crops encoded at a time
     name: str = "model"  # in the results
-    kept: Path | None = (
-        None  # file for the model's outputs, made in parts, so that a killed evaluation can resume
-    )
+    # File for the model's outputs, made in parts, so that a killed evaluation can resume
+    kept: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,8 +184,7 @@ class TaskResult:
             "groups": self.groups,
             "remarks": self.remarks,
         }
-        found: dict[str, Any] = nullable(document)
-        return found
+        return dict(nullable(document))
 
 
 def scored(
@@ -244,9 +243,8 @@ class IdentificationResult:
     facts: dict[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
     resamples: int = RESAMPLES
-    untrained: "IdentificationResult | None" = (
-        None  # random weights of the same architecture, on the same pairs
-    )
+    # Random weights of the same architecture, on the same pairs
+    untrained: "IdentificationResult | None" = None
 
     @cached_property
     def scores(self) -> dict[str, Any]:
@@ -305,8 +303,7 @@ class IdentificationResult:
             "score": scores["accuracy"],
             "remarks": self.remarks,
         }
-        found: dict[str, Any] = nullable(document)
-        return found
+        return dict(nullable(document))
 
 
 def nullable(value: Any) -> Any:
@@ -612,14 +609,11 @@ def _measured(dataset: Dataset, model_input: Input, *sides: Array) -> tuple[list
 
 
 def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[str, Any]:
-    data = {
+    return {
+        "model": options.name,
         "data": dataset.fingerprint,
         "dataset": dataset.root.url,
         "plan": dataset.meta.get("plan"),
-    }
-    return {
-        "model": options.name,
-        **data,
         "role": options.role,
         "leads": describe_leads(model_input.seen),
     }
@@ -635,10 +629,9 @@ def _outputs(
 ) -> tuple[Array, Array]:
     """Outputs [R, D] of the halves of these crops, and the position in `rows` of each. Ranks share
     the parts."""
-    model, crop_R = (
-        output.model,
-        np.repeat(np.arange(len(rows)), dataset.column("halves")[rows] if per == "half" else 1),
-    )
+    model = output.model
+    halves: Any = dataset.column("halves")[rows] if per == "half" else 1
+    crop_R = np.repeat(np.arange(len(rows)), halves)
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
     if options.kept is None:
         return matrix(whole(source, output, model_input, per)), crop_R
@@ -647,9 +640,11 @@ def _outputs(
         "data": dataset.fingerprint,
         "leads": model_input.seen,
         "per": per,
+        "output": output.forward.__name__,
+        "rows": sha256(rows.tobytes()).hexdigest(),
+        "batch": options.batch,
+        "device": model.device.type,
     }
-    job |= {"output": output.forward.__name__, "rows": sha256(rows.tobytes()).hexdigest()}
-    job |= {"batch": options.batch, "device": model.device.type}
     with ParquetParts(options.kept, job, *environment()[:2]) as parts:
         if not parts.finished:
             make(source, output, model_input, per, parts)

@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +20,14 @@ import torch
 
 from omnilead.data_tools.cli import UserError, keep_freed_memory, tell
 from omnilead.data_tools.dataset import DataError
-from omnilead.engine.common import (
-    ARRAYS,
-    ConfigError,
-    OutputError,
-    cores_per_rank,
-    environment,
-    writable,
-)
+from omnilead.engine.commandline import writable
+from omnilead.engine.common import ARRAYS, ConfigError, OutputError, cores_per_rank, environment
 from omnilead.engine.inference import outputs
 from omnilead.engine.inference.inputs import EcgOptions, OpenedData, Per, open_data
 from omnilead.engine.inference.outputs import MISSING, RESUMABLE, Output, ParquetParts, make, whole
 from omnilead.engine.inference.trained_model import TrainedModel, load
 from omnilead.engine.model.input import Input
-from omnilead.engine.model.kernels import chosen_device
+from omnilead.engine.model.kernels import disable_tf32
 
 File = str | os.PathLike[str]
 SHOWN = 8  # numbers in a message
@@ -63,9 +58,11 @@ def embed(
     data: File | Sequence[File],
     out: File | None = None,
     per: Per = "crop",
+    readout: str = "",
     **options: Any,
 ) -> pa.Table | Written:
     """Embeddings of the ECGs in `data`, one row `per` crop of 10 s, record, or half of 5 s.
+    `readout`: mean, mean+std+rhythm, ...; "": the model's own.
 
     `options`: device, precision and code, as in `prepare_model`, and the fields of EcgOptions.
     `out`: a parquet file, made in parts: the same call resumes after an interruption, and ranks
@@ -75,7 +72,8 @@ def embed(
     if place and place.suffix not in ("", ".parquet"):
         name = place.with_suffix(".parquet").name
         raise ConfigError(f"--out {out}: must end in .parquet: use {name}")
-    return _table(outputs.embeddings, model, data, place, {"per": per, **options})
+    output_of = partial(outputs.embeddings, readout=readout)
+    return _table(output_of, model, data, place, {"per": per, **options})
 
 
 def predict(
@@ -187,6 +185,22 @@ def prepare(
     return Setup(loaded, shown, precision, complete)
 
 
+def chosen_device(name: str) -> torch.device:
+    """The device for --device: cpu, cuda, cuda:1, ...; auto: a GPU if there is one. Ranks use a
+    machine's GPUs in turn."""
+    try:
+        device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+        )
+        if device.type == "cuda" and ":" not in name and (gpus := torch.cuda.device_count()):
+            device = torch.device("cuda", environment()[2] % gpus)
+        torch.zeros(0, device=device).cpu()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {name}: {error}".splitlines()[0][:200]) from None
+    disable_tf32()
+    return device
+
+
 def prepare_model(
     path: File, device: str = "auto", precision: str = "auto", code: bool = False
 ) -> tuple[TrainedModel, str]:
@@ -201,6 +215,8 @@ def prepare_model(
         trained = model.history.get("precision")
         precision = "bf16" if place.type == "cuda" and trained == "bf16" else "fp32"
     model.to(place, torch.bfloat16 if precision == "bf16" else torch.float32)
+    if model.head:
+        model.head.float()  # a probe's standardisation is in its weights: bf16 would round it away
     return model, precision
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from omnilead.data_tools.cli import interactive
-from omnilead.data_tools.dataset import without_formulas
+from omnilead.data_tools.spreadsheet import without_formulas
 from omnilead.engine.common import (
     ALL,
     ConfigError,
@@ -46,6 +46,7 @@ from omnilead.engine.common import (
 from omnilead.engine.data.augmenter import FS_HZ, HALF
 from omnilead.engine.inference.inputs import COLUMNS, CropSource, Per
 from omnilead.engine.inference.predict import CropBatch, predict
+from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.inference.trained_model import NOT_FINITE, HeadInfo, TrainedModel
 from omnilead.engine.model.input import Input
 
@@ -68,8 +69,11 @@ class Output(NamedTuple):
     job: dict[str, Any]  # what distinguishes it from embeddings
 
 
-def embeddings(model: TrainedModel) -> Output:
-    return vectors(model, model.pooled, model.encoder.width)
+def embeddings(model: TrainedModel, readout: str = "") -> Output:
+    """`readout`: engine.inference.readout; "": the model's own."""
+    parts = model.readout_of(readout)
+    output = vectors(model, partial(model.read, readout=parts), model.width_of(parts))
+    return output if parts == (PAPER,) else output._replace(job={"readout": "+".join(parts)})
 
 
 def vectors(model: TrainedModel, forward: Callable[[Tensor], Tensor], width: int) -> Output:

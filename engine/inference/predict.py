@@ -22,7 +22,7 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
 from omnilead.engine.common import prefetch
-from omnilead.engine.data.device import Upload, download
+from omnilead.engine.data.augmenter import Upload
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.reader import CropReader, read_ahead
 from omnilead.engine.data.staging import Staging
@@ -31,6 +31,21 @@ CACHE_SHARDS = 8  # shards of a remote dataset cached on the local disk
 SPARSE = 0.5  # below this share of the shards' bytes, crops are read one by one
 
 log = logging.getLogger(__name__)
+
+
+def download(x: torch.Tensor) -> Callable[[], np.ndarray]:
+    """Start copying to the host; the returned function waits for the copy. Work queued on the GPU
+    later does not delay it."""
+    if not x.is_cuda:
+        return x.cpu().numpy
+    host, copied = x.to("cpu", non_blocking=True), torch.cuda.Event()  # to pinned memory
+    copied.record(torch.cuda.current_stream(x.device))
+
+    def numbers() -> np.ndarray:
+        copied.synchronize()
+        return host.numpy()
+
+    return numbers
 
 
 class CropBatch(NamedTuple):

@@ -19,6 +19,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,9 +42,10 @@ from omnilead.engine.common import (
     plugin,
 )
 from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF
+from omnilead.engine.inference.readout import PAPER, measures_signal, parsed, read_out, width_of
 from omnilead.engine.model.config import validated
-from omnilead.engine.model.encoder import Encoder, pool
-from omnilead.engine.model.encoders import build_encoder, build_head
+from omnilead.engine.model.encoder import Encoder
+from omnilead.engine.model.encoders import build_encoder
 from omnilead.engine.model.folder import (
     CONFIG,
     PREPROCESSING,
@@ -57,6 +59,7 @@ from omnilead.engine.model.folder import (
 )
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.tasks import kinds
+from omnilead.engine.tasks.classifier import build_head, sees_tokens
 from omnilead.engine.tasks.config import TaskKind
 
 # Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
@@ -125,7 +128,21 @@ class TrainedModel(nn.Module):
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
+        self.readout = self.readout_of(config.get("readout", PAPER))
         self.eval()
+
+    def readout_of(self, text: str) -> tuple[str, ...]:
+        """The parts of a read-out that suits this model; "": the model's own."""
+        parts = parsed(text) if text else self.readout
+        if measures_signal(parts) and (self.input.scale, self.input.fs_hz) != ("millivolt", FS_HZ):
+            raise ConfigError(
+                f"readout={text}: rhythm and beats need a model whose input is in millivolts at "
+                f"{FS_HZ:g} Hz: use mean or mean+std"
+            )
+        return parts
+
+    def width_of(self, readout: tuple[str, ...]) -> int:
+        return width_of(readout, self.encoder.width)
 
     @property
     def device(self) -> torch.device:
@@ -159,9 +176,21 @@ class TrainedModel(nn.Module):
             "or fine-tune it with augment.rlm=0.5"
         )
 
+    def tokens(self, x_RLT: Tensor) -> Tensor:
+        c_RND: Tensor = self.encoder(x_RLT.to(next(self.encoder.parameters()).dtype))
+        return c_RND
+
     def pooled(self, x_RLT: Tensor) -> Tensor:
-        """c_RD, float32: the mean over tokens."""
-        return pool(self.encoder(x_RLT.to(next(self.encoder.parameters()).dtype)))
+        """c_RD, float32: the mean over tokens, as in the paper."""
+        return self.read(x_RLT, (PAPER,))
+
+    def read(self, x_RLT: Tensor, readout: tuple[str, ...]) -> Tensor:
+        """The parts of a read-out, joined, in float32."""
+        mv_RLT = None
+        if measures_signal(readout):
+            mv_RLT = x_RLT.new_zeros(len(x_RLT), len(LEADS), x_RLT.shape[2])
+            mv_RLT[:, list(self.input.leads)] = x_RLT
+        return read_out(readout, self.tokens(x_RLT), mv_RLT)
 
     def forward(self, x_RLT: Tensor) -> Tensor:
         return self.pooled(x_RLT)
@@ -172,7 +201,8 @@ class TrainedModel(nn.Module):
                 "this model has no head: logits and scores need a model that was fine-tuned on "
                 "labels"
             )
-        y: Tensor = self.head(self.pooled(x_RLT).to(next(self.head.parameters()).dtype))
+        c = self.tokens(x_RLT) if sees_tokens(self.head) else self.read(x_RLT, self.readout)
+        y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
         return y.float()
 
     def scores(self, x_RLT: Tensor) -> Tensor:
@@ -190,16 +220,23 @@ class TrainedModel(nn.Module):
 
     @torch.inference_mode()
     def embed(
-        self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
+        self,
+        signal: Any,
+        fs_hz: float,
+        leads: str | Iterable[str],
+        unit: str = "mV",
+        readout: str = "",
     ) -> Tensor:
         """Embed an ECG [L, T] -> [D], or several [B, L, T] -> [B, D] (numpy or torch): the mean
-        over its segments of 5 s.
+        over its segments of 5 s. readout: "mean", "mean+std+rhythm", ...; "": the model's own.
 
         leads: the names of the rows, in any order; other leads are zeros, for which random lead
         masking has prepared the model. NaN (in int16 -32768) means not measured. `crops` lists what
         is refused.
         """
-        c_BD = self._means(self.pooled, self.encoder.width, signal, fs_hz, leads, unit)
+        parts = self.readout_of(readout)
+        forward, width = partial(self.read, readout=parts), self.width_of(parts)
+        c_BD = self._means(forward, width, signal, fs_hz, leads, unit)
         return c_BD if _several(signal) else c_BD[0]
 
     @torch.inference_mode()
@@ -259,6 +296,7 @@ def load(
     with model_folder(path) as (folder, digest):
         document, preprocessing = document_of(folder / CONFIG), document_of(folder / PREPROCESSING)
         config, head_info = config_of(document, folder / CONFIG), head_of(document, folder / CONFIG)
+        readout = readout_in(document, folder / CONFIG)
         if encoder and not config.encoder:
             raise LoadError(
                 f"{folder}: encoder={encoder.__name__}: this model has the authors' encoder: "
@@ -270,7 +308,7 @@ def load(
             top: nn.Module | None = None
             # Identification has no classes: its class vectors are not exported
             if head_info and head_info.classes:
-                top = nn.Linear(own.width, len(head_info.classes))
+                top = nn.Linear(width_of(readout, own.width), len(head_info.classes))
         if head_info and (spec := str(head_info.definition.get("head") or "")):
             kind = head or own_class(folder, spec, code, "head")
             top = build_head(spec, own.width, len(head_info.classes), kind=kind)
@@ -302,6 +340,17 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
         )
     with blaming(f"{folder / file}"):
         return plugin(f"{folder / file}:{name}")
+
+
+def readout_in(document: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+    """`readout` in config.json."""
+    text = document.get("readout", PAPER)
+    if not isinstance(text, str):
+        raise LoadError(f"{path}: readout={str(text)[:60]}: must be text such as {PAPER}")
+    try:
+        return parsed(text)
+    except ConfigError as error:
+        raise LoadError(f"{path}: {error}") from None
 
 
 def head_of(document: Mapping[str, Any], path: Path | str = CONFIG) -> HeadInfo | None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from omnilead.engine.common import ConfigError
+from omnilead.engine.inference.readout import measures_signal
 from omnilead.engine.inference.trained_model import TrainedModel
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
@@ -36,10 +37,11 @@ class Outputs(nn.Module):
         self.model = deepcopy(model).cpu().float().eval()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The embedding is the mean over tokens, whatever the model's read-out."""
         embedding = self.model(x)
         if self.model.head is None or self.model.head_info is None:
             return (embedding,)
-        logits = self.model.head(embedding)
+        logits = self.model.logits(x)
         return embedding, logits, self.model.head_info.scores(logits)
 
 
@@ -51,6 +53,11 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
         raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
     if out.exists():
         raise ConfigError(f"{out}: exists: choose another name")
+    if model.head and measures_signal(model.readout):
+        raise ConfigError(
+            f"{out}: ONNX cannot measure rhythm and beats, which the head needs: fit it with "
+            "`omnilead probe --readout mean+std`, or fine-tune the model"
+        )
     outputs, temporary = Outputs(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:
         export(outputs, temporary)

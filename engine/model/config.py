@@ -19,7 +19,7 @@ s crop, forward and backward.
 Random lead masking and views are made by the data loader. The diversity loss and the feature
 penalty belong to the local objective: if it is off, so are they.
 
-Suffixes of tensor names in engine/model and engine/objectives:
+Suffixes of tensor names in engine/model:
     B crops  S halves or views of a crop  R = B * S rows  L leads  T samples  N tokens  D encoder width  F feature width
     H heads  M slots for masked tokens    K negatives     G codebooks (groups)  V codes of each  P projection width
 """
@@ -50,7 +50,7 @@ Kind = TypeVar("Kind")
 
 
 def without_removed_kernels(setting: Any) -> Any:
-    """Runs and models of older versions may have `all`; engine.config.load refuses it anew."""
+    """Runs and models of older versions may have `all`; engine.commandline.load refuses it anew."""
     return "auto" if setting == "all" else setting
 
 

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from omnilead.engine.common import ConfigError
@@ -60,8 +61,9 @@ def row_keys(seed: int, epoch: Counter, crop: Counter, halves: int = 2) -> np.nd
     """int64 [B, S]. `epoch` and `crop` are integers or arrays [B]."""
     epoch_B1 = np.atleast_1d(epoch)[:, None]
     crop_B1 = np.atleast_1d(crop)[:, None]
-    half_1S = np.arange(halves)[None]
-    return bits(seed, int(ModelStream.ROW), epoch_B1, crop_B1, half_1S).view(np.int64)
+    half_S = np.arange(halves)
+    keys_BS = bits(seed, ModelStream.ROW, epoch_B1, crop_B1, half_S)
+    return keys_BS.view(np.int64)
 
 
 def draw(
@@ -72,50 +74,59 @@ def draw(
     mask_RN = draw_mask(config, keys_R, tokens)
     slot_RM, valid_RM = slots(mask_RN, count)
     times_RMM = draw_negatives(keys_R, valid_RM, negatives)
-    noise = draw_gumbel(keys_R, (count, config.codebooks, config.codes)) if sample_codes else None
-    return Draws(mask_RN, slot_RM, valid_RM, times_RMM, noise)
+    noise_RMGV = None
+    if sample_codes:
+        noise_RMGV = draw_gumbel(keys_R, (count, config.codebooks, config.codes))
+    return Draws(mask_RN, slot_RM, valid_RM, times_RMM, noise_RMGV)
 
 
 def max_spans(config: ModelConfig, tokens: int) -> int:
-    return max(2, math.floor(config.mask_share * tokens / config.mask_span + 1 - 1e-9))
+    spans = config.mask_share * tokens / config.mask_span
+    return max(2, math.floor(spans + 1 - 1e-9))
 
 
 def max_masked(config: ModelConfig, tokens: int) -> int:
     """M, the largest possible number of masked tokens."""
     if config.mask_starts == "bernoulli":
         return tokens
-    if tokens - config.mask_span < max_spans(config, tokens):
+    spans = max_spans(config, tokens)
+    if tokens - config.mask_span < spans:
         raise ConfigError(
             f"model.mask_span={config.mask_span}: too long for {tokens} tokens: use a smaller one"
         )
-    return min(max_spans(config, tokens) * config.mask_span, tokens - 1)
+    return min(spans * config.mask_span, tokens - 1)
 
 
 def draw_mask(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """mask_RN: the tokens of all spans; spans may overlap."""
     starts = bernoulli_starts if config.mask_starts == "bernoulli" else counted_starts
     started_RN = starts(config, keys_R, tokens).cumsum(1)
-    ended_RN = torch.nn.functional.pad(started_RN, (config.mask_span, 0))[:, :tokens]
+    ended_RN = F.pad(started_RN, (config.mask_span, 0))[:, :tokens]
     mask_RN = started_RN > ended_RN
-    return trim(mask_RN, keys_R) if config.mask_trim else mask_RN
+    if config.mask_trim:
+        return trim(mask_RN, keys_R)
+    return mask_RN
 
 
 def bernoulli_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Each token is a start with probability share / span, independently."""
-    chance_RN = row_numbers(keys_R, ModelStream.STARTS, tokens) & 0xFFFFFF
-    return (chance_RN < config.mask_share / config.mask_span * 2**24).long()
+    random_RN = row_numbers(keys_R, ModelStream.STARTS, tokens) & 0xFFFFFF
+    probability = config.mask_share / config.mask_span
+    return (random_RN < probability * 2**24).long()
 
 
 def counted_starts(config: ModelConfig, keys_R: Tensor, tokens: int) -> Tensor:
     """Draw starts without replacement: the first few in a random order of all tokens."""
     limit = max_spans(config, tokens)
-    rounding_R = (hashed(keys_R, ModelStream.SPANS) & 0xFFFFFF).float() * 2.0**-24  # in [0, 1)
+    random_R = hashed(keys_R, ModelStream.SPANS) & 0xFFFFFF
+    rounding_R = random_R.float() * 2.0**-24  # in [0, 1)
     spans_R = config.mask_share * tokens / config.mask_span + rounding_R
     spans_R = spans_R.floor().clamp(2, limit).long()
     order_RN = row_numbers(keys_R, ModelStream.STARTS, tokens - config.mask_span)
     first_RS = order_RN.topk(limit, dim=1, largest=False).indices
     drawn_RS = torch.arange(limit, device=keys_R.device) < spans_R[:, None]
-    return keys_R.new_zeros(len(keys_R), tokens).scatter_(1, first_RS, drawn_RS.long())
+    starts_RN = keys_R.new_zeros(len(keys_R), tokens)
+    return starts_RN.scatter_(1, first_RS, drawn_RS.long())
 
 
 def trim(mask_RN: Tensor, keys_R: Tensor) -> Tensor:
@@ -131,12 +142,15 @@ def slots(mask_RN: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """slot_RM, valid_RM: the masked tokens of each row in order, then padding. Those beyond `count`
     are dropped."""
     rows, tokens = mask_RN.shape
+    device = mask_RN.device
     # the extra place takes all other tokens
-    place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count).clamp(max=count)
-    token_RN = torch.arange(tokens, device=mask_RN.device).expand(rows, tokens)
-    slot_RM = torch.zeros(rows, count + 1, dtype=torch.int64, device=mask_RN.device)
-    slot_RM = slot_RM.scatter_(1, place_RN, token_RN)[:, :count]
-    valid_RM = torch.arange(count, device=mask_RN.device) < mask_RN.sum(1, keepdim=True)
+    place_RN = torch.where(mask_RN, mask_RN.cumsum(1) - 1, count)
+    place_RN = place_RN.clamp(max=count)
+    token_RN = torch.arange(tokens, device=device).expand(rows, tokens)
+    slot_RM = torch.zeros(rows, count + 1, dtype=torch.int64, device=device)
+    slot_RM = slot_RM.scatter_(1, place_RN, token_RN)
+    slot_RM = slot_RM[:, :count]
+    valid_RM = torch.arange(count, device=device) < mask_RN.sum(1, keepdim=True)
     return slot_RM * valid_RM, valid_RM
 
 
@@ -144,11 +158,12 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
     """times_RMM: counts of K draws with replacement for each slot, among the row's other valid
     slots."""
     count = valid_RM.shape[1]
-    others_R11 = (valid_RM.sum(1) - 1).clamp(min=1)[:, None, None]
-    counter_MK = torch.arange(count * negatives, device=keys_R.device).view(count, negatives)
-    drawn_RMK = hashed(keys_R[:, None, None], ModelStream.NEGATIVES, counter_MK) & 0x7FFFFFFF
-    other_RMK = (drawn_RMK * others_R11) >> 31
-    other_RMK = other_RMK + (other_RMK >= torch.arange(count, device=keys_R.device)[:, None])
+    others_R = (valid_RM.sum(1) - 1).clamp(min=1)
+    random_RX = row_numbers(keys_R, ModelStream.NEGATIVES, count * negatives) & 0x7FFFFFFF
+    other_RX = (random_RX * others_R[:, None]) >> 31
+    other_RMK = other_RX.unflatten(1, (count, negatives))
+    own_M1 = torch.arange(count, device=keys_R.device)[:, None]
+    other_RMK = other_RMK + (other_RMK >= own_M1)
     times_RMM = count_negatives(other_RMK.clamp(max=count - 1), count)
     return times_RMM.mul_(valid_RM[:, None])  # a row with one masked token has no negatives
 
@@ -156,9 +171,9 @@ def draw_negatives(keys_R: Tensor, valid_RM: Tensor, negatives: int) -> Tensor:
 def count_negatives(other_RMK: Tensor, count: int) -> Tensor:
     """Count the drawn slots -> times_RMM. Sums of ones are exact in any order."""
     device = other_RMK.device
-    zeros_RMM = torch.zeros(*other_RMK.shape[:2], count, device=device)
+    times_RMM = torch.zeros(*other_RMK.shape[:2], count, device=device)
     ones_RMK = torch.ones((), device=device).expand(other_RMK.shape)
-    return zeros_RMM.scatter_add_(2, other_RMK, ones_RMK)
+    return times_RMM.scatter_add_(2, other_RMK, ones_RMK)
 
 
 def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -166,14 +181,17 @@ def draw_gumbel(keys_R: Tensor, shape: tuple[int, ...]) -> Tensor:
     hash gives two numbers."""
     count = math.prod(shape)
     random = row_numbers(keys_R, ModelStream.GUMBEL, (count + 1) // 2)
-    u = torch.cat([random & 0x7FFFFF, random >> 32 & 0x7FFFFF], 1)[:, :count]
+    low, high = random & 0x7FFFFF, random >> 32 & 0x7FFFFF
+    u = torch.cat([low, high], 1)[:, :count]
     u = u.float().add_(0.5).mul_(2.0**-23)
-    return u.log_().neg_().log_().neg_().view(-1, *shape)
+    gumbel = u.log_().neg_().log_().neg_()
+    return gumbel.view(-1, *shape)
 
 
 def row_numbers(keys_R: Tensor, stream: ModelStream, count: int) -> Tensor:
     """[R, count] random int64."""
-    return hashed(keys_R[:, None], stream, torch.arange(count, device=keys_R.device))
+    counter = torch.arange(count, device=keys_R.device)
+    return hashed(keys_R[:, None], stream, counter)
 
 
 def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:
@@ -185,16 +203,22 @@ def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tens
     by _STEP (the key is divided by it first): torch's compiler takes counter * _STEP for a memory
     address beyond 64 bits, and fails.
     """
-    start = _mix(keys ^ (int(stream) * _STEP & (2**63 - 1))) * _STEP_INVERSE
+    purpose = int(stream) * _STEP & (2**63 - 1)
+    start = _mix(keys ^ purpose) * _STEP_INVERSE
     return _mix((start + counter) * _STEP)
 
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio
 _STEP_INVERSE = pow(_STEP, -1, 2**64) - 2**64  # modulo 2**64
-_M1, _M2 = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+_M1 = 0xBF58476D1CE4E5B9 - 2**64
+_M2 = 0x94D049BB133111EB - 2**64
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x >> 30).bitwise_and_((1 << 34) - 1).bitwise_xor_(x).mul_(_M1)
-    x = (x >> 27).bitwise_and_((1 << 37) - 1).bitwise_xor_(x).mul_(_M2)
-    return (x >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(x)
+    x = _shifted(x, 30).bitwise_xor_(x).mul_(_M1)
+    x = _shifted(x, 27).bitwise_xor_(x).mul_(_M2)
+    return _shifted(x, 31).bitwise_xor_(x)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    return (x >> by).bitwise_and_(2 ** (64 - by) - 1)

@@ -46,10 +46,12 @@ class MaskedEncoder(Protocol):
 class Dropout(nn.Module):
     def __init__(self, p: float, kernels: str) -> None:
         super().__init__()
-        self.p, self.kernels = p, kernels
+        self.p = p
+        self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        return pick("dropout", F.dropout, self.kernels, x)(x, self.p, self.training)
+        dropout = pick("dropout", F.dropout, self.kernels, x)
+        return dropout(x, self.p, self.training)
 
 
 class Linear(nn.Linear):
@@ -58,7 +60,8 @@ class Linear(nn.Linear):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        return pick("linear", F.linear, self.kernels, x)(x, self.weight, self.bias)
+        linear = pick("linear", F.linear, self.kernels, x)
+        return linear(x, self.weight, self.bias)
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -85,7 +88,9 @@ class ConvBlock(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, kernel: int, norm: str, kernels: str) -> None:
         super().__init__()
-        self.kernel, self.over_time, self.kernels = kernel, norm == "group", kernels
+        self.kernel = kernel
+        self.kernels = kernels
+        self.over_time = norm == "group"
         self.weight = nn.Parameter(torch.empty(outputs, kernel * inputs))
         # also holds the weights of a group norm
         self.norm = nn.LayerNorm(outputs) if norm else None
@@ -93,14 +98,16 @@ class ConvBlock(nn.Module):
     def forward(self, x_RTC: Tensor) -> Tensor:
         rows, length, width = x_RTC.shape
         steps = length // self.kernel
-        patches = x_RTC[:, : steps * self.kernel].reshape(rows, steps, self.kernel * width)
+        patches = x_RTC[:, : steps * self.kernel]
+        patches = patches.reshape(rows, steps, self.kernel * width)
         y_RTC = F.linear(patches, self.weight)
-        if self.norm is not None and self.over_time:
+        norm = self.norm
+        if norm is None:
+            return F.gelu(y_RTC)
+        if self.over_time:
             normalise = pick("group_norm_gelu", group_norm_gelu, self.kernels, y_RTC)
-            return normalise(y_RTC, self.norm.weight, self.norm.bias, self.norm.eps)
-        if self.norm is not None:
-            y_RTC = self.norm(y_RTC)
-        return F.gelu(y_RTC)
+            return normalise(y_RTC, norm.weight, norm.bias, norm.eps)
+        return F.gelu(norm(y_RTC))
 
 
 def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
@@ -110,7 +117,8 @@ def group_norm_gelu(y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float)
     variance_R1C, mean_R1C = torch.var_mean(y, dim=1, correction=0, keepdim=True)
     scale_R1C = torch.rsqrt(variance_R1C + eps) * weight_C.float()
     shift_R1C = bias_C.float() - mean_R1C * scale_R1C
-    return F.gelu(torch.addcmul(shift_R1C, y, scale_R1C).to(y_RTC.dtype))
+    normed = torch.addcmul(shift_R1C, y, scale_R1C)
+    return F.gelu(normed.to(y_RTC.dtype))
 
 
 class ConvStack(nn.Module):
@@ -119,17 +127,18 @@ class ConvStack(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.feature_grad = config.feature_grad
-        widths = [config.leads, *(width for width, _ in config.conv)]
-        norms = ["layer"] * len(config.conv)
-        if config.conv_norm != "layer":
-            norms = ["group"] + [""] * (len(config.conv) - 1)
-        self.blocks = nn.ModuleList(
-            ConvBlock(widths[i], width, kernel, norms[i], config.kernels)
-            for i, (width, kernel) in enumerate(config.conv)
-        )
+        self.blocks = nn.ModuleList()
+        inputs = config.leads
+        norm: str = config.conv_norm
+        for outputs, kernel in config.conv:
+            self.blocks.append(ConvBlock(inputs, outputs, kernel, norm, config.kernels))
+            inputs = outputs
+            if norm == "group":
+                norm = ""  # only in block 0
 
     def forward(self, x_RLT: Tensor) -> Tensor:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.feature_grad > 0):
+        trained = torch.is_grad_enabled() and self.feature_grad > 0
+        with torch.set_grad_enabled(trained):
             z_RNF = x_RLT.transpose(1, 2).to(next(self.parameters()).dtype)
             for block in self.blocks:
                 z_RNF = block(z_RNF)
@@ -145,21 +154,24 @@ class PositionalConvolution(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.groups, self.kernels = config.position_groups, config.kernels
-        self.gain = nn.Parameter(torch.empty(1, 1, config.position_kernel))
-        self.direction = nn.Parameter(
-            torch.empty(config.width, config.width // self.groups, config.position_kernel)
-        )
-        self.bias = nn.Parameter(torch.empty(config.width))
+        self.groups = config.position_groups
+        self.kernels = config.kernels
+        width, kernel = config.width, config.position_kernel
+        self.gain = nn.Parameter(torch.empty(1, 1, kernel))
+        self.direction = nn.Parameter(torch.empty(width, width // self.groups, kernel))
+        self.bias = nn.Parameter(torch.empty(width))
 
     def weight(self) -> Tensor:
         # at least float32: sums thousands of squares
-        direction = self.direction.to(torch.promote_types(self.direction.dtype, torch.float32))
+        dtype = self.direction.dtype
+        direction = self.direction.to(torch.promote_types(dtype, torch.float32))
         norm = direction.square().sum((0, 1), keepdim=True).sqrt()
-        return (direction * (self.gain.to(norm.dtype) / norm)).to(self.direction.dtype)
+        weight = direction * (self.gain.to(norm.dtype) / norm)
+        return weight.to(dtype)
 
     def forward(self, x_RND: Tensor) -> Tensor:
-        convolution = pick("convolve", convolve, self.kernels if self.training else "plain", x_RND)
+        kernels = self.kernels if self.training else "plain"
+        convolution = pick("convolve", convolve, kernels, x_RND)
         y_RND = convolution(x_RND, self.weight(), self.bias, self.groups)
         return F.gelu(y_RND)
 
@@ -190,7 +202,8 @@ class Attention(nn.Module):
     def forward(self, x_RND: Tensor) -> Tensor:
         attend = pick("attention", attention, self.kernels, x_RND)
         dropout_p = self.dropout if self.training else 0.0
-        y: Tensor = self.out(attend(self.qkv(x_RND), self.heads, dropout_p))
+        attended = attend(self.qkv(x_RND), self.heads, dropout_p)
+        y: Tensor = self.out(attended)
         return y
 
 
@@ -216,9 +229,12 @@ class Layer(nn.Module):
         self.activation_dropout = Dropout(config.activation_dropout, config.kernels)
 
     def forward(self, x_RND: Tensor) -> Tensor:
-        x_RND = self.norm1(x_RND + self.dropout(self.attention(x_RND)))
-        hidden_RNI = self.activation_dropout(F.gelu(self.fc1(x_RND)))
-        y: Tensor = self.norm2(x_RND + self.dropout(self.fc2(hidden_RNI)))
+        attended_RND = self.dropout(self.attention(x_RND))
+        x_RND = self.norm1(x_RND + attended_RND)
+        hidden_RNI = F.gelu(self.fc1(x_RND))
+        hidden_RNI = self.activation_dropout(hidden_RNI)
+        output_RND = self.dropout(self.fc2(hidden_RNI))
+        y: Tensor = self.norm2(x_RND + output_RND)
         return y
 
 
@@ -227,7 +243,8 @@ class Encoder(nn.Module):
 
     def __init__(self, config: ModelConfig, mask: bool = True) -> None:
         super().__init__()
-        self.width, self.feature_width = config.width, config.feature_width
+        self.width = config.width
+        self.feature_width = config.feature_width
         self.conv = ConvStack(config)
         self.feature_norm = nn.LayerNorm(config.feature_width)
         # as wide as the encoder: then the authors have no projection (ecg_transformer.py)
@@ -273,7 +290,8 @@ class Encoder(nn.Module):
         zero."""
         first = "conv.blocks.0.weight"
         by_lead = weights[first].unflatten(1, (-1, of))
-        return {**weights, first: by_lead[:, :, list(rows)].flatten(1).contiguous()}
+        selected = by_lead[:, :, list(rows)].flatten(1)
+        return {**weights, first: selected.contiguous()}
 
 
 def pool(c_RND: Tensor) -> Tensor:

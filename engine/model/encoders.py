@@ -17,7 +17,6 @@ engine.model.config.
 """
 
 import copy
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,7 +96,7 @@ def build_encoder(
     with blaming(
         f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"
     ):
-        return _made(
+        return made(
             kind or plugin(ENCODERS.get(config.encoder, config.encoder)),
             generator,
             leads=config.leads,
@@ -105,30 +104,16 @@ def build_encoder(
         )
 
 
-def build_head(
-    spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None
-) -> nn.Module:
-    """Build `task.head`, your own Class(width, outputs), which maps c_RD to logits_RK."""
-    with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
-        head = _made(kind or plugin(spec), generator, width, outputs)
-        y = copy.deepcopy(head).eval()(torch.randn(ROWS, width))
-        if list(y.shape) != [ROWS, outputs] or not y.isfinite().all():
-            raise ConfigError(
-                f"returns {list(y.shape)} or non-finite numbers for input {[ROWS, width]}"
-            )
-        return head
-
-
-def _made(
+def made(
     kind: Any, generator: torch.Generator | None, *arguments: Any, **options: Any
 ) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         if generator is not None:
             torch.manual_seed(generator.initial_seed())
-        made = kind(*arguments, **options)
-    if not isinstance(made, nn.Module) or next(made.parameters(), None) is None:
+        module = kind(*arguments, **options)
+    if not isinstance(module, nn.Module) or next(module.parameters(), None) is None:
         raise ConfigError("must be an nn.Module with weights")
-    return made
+    return module
 
 
 def prepared(
@@ -253,20 +238,3 @@ def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) ->
             if isinstance(part, Dropout | _DropoutNd)
         ]
     return any((*rates, *others))
-
-
-def describe_encoder(config: ModelConfig) -> str:
-    """One line for the model card."""
-    if not config.encoder:
-        size = (
-            f"{len(config.conv)} convolutions, {config.layers} transformer layers of width "
-            f"{config.width}"
-        )
-        return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
-    about = (
-        "with its code in this folder"
-        if file_of(config.encoder)
-        else inspect.getdoc(plugin(ENCODERS[config.encoder]))
-    )
-    options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
-    return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."

@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import yaml  # type: ignore[import-untyped]
 from safetensors.torch import save_file
 from torch import Tensor
 
 from omnilead.data_tools.cli import tell
-from omnilead.engine.common import ConfigError, missing_package, parse_yaml
+from omnilead.engine.common import CONFIGS, ConfigError, missing_package
 from omnilead.engine.model.config import ModelConfig, validated
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = (
@@ -40,6 +39,7 @@ SHA256 = "sha256"  # key in config.json
 FORMAT = 1
 SHOWN = 4  # names shown in a message
 HUB = "hf://"
+MODELS = "models"  # a folder of configs/
 WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
 NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
 ANSWERS = {  # our messages for the errors of huggingface_hub
@@ -51,7 +51,6 @@ ANSWERS = {  # our messages for the errors of huggingface_hub
     "EntryNotFoundError": f"is not an omnilead model: {CONFIG}, or a file that it names, is missing",
 }
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
-TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
 
 
 class LoadError(ConfigError):
@@ -86,16 +85,6 @@ def write(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def front_matter(facts: Mapping[str, Any], card: str = "") -> str:
-    """Add the YAML front matter for Hugging Face to a model card; front matter that `card` already
-    has is kept."""
-    before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(TAGS)}, card
-    if card.startswith("---\n") and "\n---\n" in card:
-        head, _, body = card.removeprefix("---\n").partition("\n---\n")
-        before = parse_yaml(head, CARD) or {}
-    return f"---\n{yaml.safe_dump({**before, **facts}, sort_keys=False, allow_unicode=True)}---\n{body}"
 
 
 def save_weights(weights: dict[str, Tensor], path: Path) -> None:
@@ -170,6 +159,11 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
+def shipped_models() -> list[str]:
+    """The names of the models that come with omnilead."""
+    return sorted(path.name for path in (CONFIGS / MODELS).iterdir() if path.is_dir())
+
+
 @contextmanager
 def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """A verified folder with weights, and its digest. A remote folder is downloaded first."""
@@ -184,10 +178,15 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
             yield folder, check(folder)
         return
     run = Path(text)
+    if not run.exists() and text in shipped_models():
+        run = CONFIGS / MODELS / text
     folder = run / "model" if (run / "model").is_dir() else run
     if not (folder / WEIGHTS).is_file():
         if not run.exists():
-            raise LoadError(f"{run}: no such folder: give RUN or RUN/model")
+            names = ", ".join(shipped_models())
+            raise LoadError(
+                f"{run}: no such folder: give RUN or RUN/model, or a shipped model: {names}"
+            )
         if folder == run and (run / "checkpoints").is_dir():
             raise LoadError(
                 f"{run}: has checkpoints but no model/ yet: run omnilead pretrain or finetune "

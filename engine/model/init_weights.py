@@ -24,38 +24,40 @@ from torch import nn
 from omnilead.engine.model.encoder import ConvBlock, Encoder, Layer, PositionalConvolution
 from omnilead.engine.model.quantizer import Quantizer
 
+Generator = torch.Generator | None
+
 
 @torch.no_grad()
-def initialise(model: nn.Module, generator: torch.Generator | None = None) -> None:
+def initialise(model: nn.Module, generator: Generator = None) -> None:
     """Draw all weights in the order of the modules: the same generator gives the same weights."""
     _initialise_layers(model, generator)
     _initialise_transformer(model, generator)
 
 
-def _initialise_layers(model: nn.Module, generator: torch.Generator | None) -> None:
+def _initialise_layers(model: nn.Module, generator: Generator) -> None:
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
         elif isinstance(module, nn.Linear):
             bound = 1 / math.sqrt(module.in_features)
-            for weights in (module.weight, module.bias):
-                if weights is not None:
-                    nn.init.uniform_(weights, -bound, bound, generator)
+            nn.init.uniform_(module.weight, -bound, bound, generator)
+            if module.bias is not None:
+                nn.init.uniform_(module.bias, -bound, bound, generator)
         elif isinstance(module, ConvBlock):
-            nn.init.normal_(module.weight, 0, math.sqrt(2 / module.weight.shape[1]), generator)
+            inputs = module.weight.shape[1]
+            spread = math.sqrt(2 / inputs)
+            nn.init.normal_(module.weight, 0, spread, generator)
         elif isinstance(module, PositionalConvolution):
-            nn.init.normal_(
-                module.direction,
-                0,
-                math.sqrt(4 / (module.gain.numel() * len(module.bias))),
-                generator,
-            )
-            module.gain.copy_(module.direction.square().sum((0, 1), keepdim=True).sqrt())
+            kernel, width = module.gain.numel(), len(module.bias)
+            spread = math.sqrt(4 / (kernel * width))
+            nn.init.normal_(module.direction, 0, spread, generator)
+            squares = module.direction.square().sum((0, 1), keepdim=True)
+            module.gain.copy_(squares.sqrt())
             nn.init.zeros_(module.bias)
 
 
-def _initialise_transformer(model: nn.Module, generator: torch.Generator | None) -> None:
+def _initialise_transformer(model: nn.Module, generator: Generator) -> None:
     """Overwrites what _initialise_layers drew for the linear layers of these modules."""
     for module in model.modules():
         if isinstance(module, Encoder):
@@ -65,7 +67,9 @@ def _initialise_transformer(model: nn.Module, generator: torch.Generator | None)
                 bound = 1 / math.sqrt(module.width)
                 nn.init.uniform_(module.position.bias, -bound, bound, generator)
         elif isinstance(module, Layer):
-            for linear in (module.attention.qkv, module.attention.out, module.fc1, module.fc2):
+            attention = module.attention
+            linears = [attention.qkv, attention.out, module.fc1, module.fc2]
+            for linear in linears:
                 nn.init.normal_(linear.weight, 0, 0.02, generator)
                 nn.init.zeros_(linear.bias)
         elif isinstance(module, Quantizer):

@@ -25,9 +25,14 @@ from omnilead.engine.model.draws import Draws, draw
 from omnilead.engine.model.encoder import Dropout, MaskedEncoder, pool
 from omnilead.engine.model.encoders import build_encoder
 from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.model.objectives import (
+    authors_cmsc_loss,
+    diversity,
+    local_loss,
+    nt_xent,
+    threekg_loss,
+)
 from omnilead.engine.model.quantizer import Quantized, Quantizer
-from omnilead.engine.objectives.contrastive import authors_cmsc_loss, nt_xent, threekg_loss
-from omnilead.engine.objectives.local import diversity, local_loss
 
 
 class LocalOutput(NamedTuple):

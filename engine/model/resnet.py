@@ -35,9 +35,20 @@ KERNEL, STRIDE, GROUPS = 17, 4, 8
 
 def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1) -> nn.Conv2d:
     """A convolution over time; the output has 1 / `stride` of the samples, rounded up."""
-    made = nn.Conv2d(inputs, outputs, (1, kernel), (1, stride), (0, kernel // 2), bias=False)
+    made = nn.Conv2d(
+        inputs,
+        outputs,
+        kernel_size=(1, kernel),
+        stride=(1, stride),
+        padding=(0, kernel // 2),
+        bias=False,
+    )
     nn.init.kaiming_normal_(made.weight, nonlinearity="relu")
     return made
+
+
+def is_width(width: object) -> bool:
+    return type(width) is int and width >= GROUPS and width % GROUPS == 0
 
 
 class ResidualBlock(nn.Module):
@@ -52,10 +63,12 @@ class ResidualBlock(nn.Module):
 
     def forward(self, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """The output of the block after and before the activation."""
-        h = self.conv2(self.dropout(F.relu(self.norm1(self.conv1(a)))))
+        h = F.relu(self.norm1(self.conv1(a)))
+        h = self.conv2(self.dropout(h))
         shorter = F.max_pool2d(y, (1, STRIDE + 1), (1, STRIDE), (0, STRIDE // 2))
         h = h + self.skip(shorter)  # same length as conv2's
-        return self.dropout(F.relu(self.norm2(h))), h
+        a = F.relu(self.norm2(h))
+        return self.dropout(a), h
 
 
 class ResNet(nn.Module):
@@ -68,19 +81,22 @@ class ResNet(nn.Module):
         dropout: float = 0.2,
     ) -> None:
         super().__init__()
-        if len(widths) < 2 or any(
-            type(width) is not int or width < GROUPS or width % GROUPS for width in widths
-        ):
+        wrong = [width for width in widths if not is_width(width)]
+        if wrong or len(widths) < 2:
             raise ValueError(f"widths={list(widths)}: must be two or more multiples of {GROUPS}")
+        first = widths[0]
         self.width = widths[-1]
-        self.stem, self.norm = convolution(leads, widths[0]), nn.GroupNorm(GROUPS, widths[0])
-        self.blocks = nn.ModuleList(
-            ResidualBlock(inputs, outputs, dropout) for inputs, outputs in pairwise(widths)
-        )
+        self.stem = convolution(leads, first)
+        self.norm = nn.GroupNorm(GROUPS, first)
+        self.blocks = nn.ModuleList()
+        for inputs, outputs in pairwise(widths):
+            self.blocks.append(ResidualBlock(inputs, outputs, dropout))
 
     def forward(self, x_RLT: Tensor) -> Tensor:
-        y = self.stem(x_RLT.unsqueeze(2).contiguous(memory_format=channels_last))
-        a = y = F.relu(self.norm(y))
+        x_RL1T = x_RLT.unsqueeze(2)
+        y = self.stem(x_RL1T.contiguous(memory_format=channels_last))
+        y = F.relu(self.norm(y))
+        a = y
         for block in self.blocks:
             a, y = block(a, y)
         return a.squeeze(2).transpose(1, 2)
@@ -91,4 +107,5 @@ class ResNet(nn.Module):
     ) -> dict[str, Tensor]:
         """Weights for a subset of leads: the output equals that of all leads with the others
         zero."""
-        return {**weights, "stem.weight": weights["stem.weight"][:, list(rows)].contiguous()}
+        stem = weights["stem.weight"][:, list(rows)]
+        return {**weights, "stem.weight": stem.contiguous()}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omnilead.data_tools.cli import echo, tell
-from omnilead.engine.common import Parser, interruptible
+from omnilead.engine.commandline import Parser, interruptible
 
 NAME = "omnilead report"
 
@@ -21,8 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     run = parser.parse_args(arguments).run
 
-    from omnilead.engine.report.run_files import ReportError
-    from omnilead.engine.report.run_report import write_report
+    from omnilead.engine.report.run_report import ReportError, write_report
 
     try:
         echo(write_report(run))

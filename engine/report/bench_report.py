@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from omnilead.data_tools.dataset import as_csv
+from omnilead.data_tools.spreadsheet import as_csv
 from omnilead.engine.common import write_whole
 
 MAIN = {
@@ -29,8 +29,8 @@ MAIN = {
 }
 KEYS = ("model", "task", "leads", "share", "noise")
 OVER = (
-    "over test patients and, at small shares, the drawn labelled patients, "
-    "not over the gallery, the labelled patients of a share drawn once, or the seed of pre-training"
+    "over test patients, the seeds or draws of a row and, at small shares, the drawn labelled "
+    "patients, not over the gallery, or the labelled patients of a share drawn once"
 )
 INTERVALS = f"In brackets: 95 % intervals {OVER}. Differences use the same resamples."
 OF_TUNED = (
@@ -80,11 +80,12 @@ def panels(document: Row) -> dict[tuple[str, str], list[Row]]:
 
 
 def markdown(document: Row) -> str:
-    tuned = any("each" in row for row in document["rows"])
+    tuned = all("each" in row for row in document["rows"])
+    several = any("each" in row for row in document["rows"])
     kind, intervals = ("Fine-tuned models", OF_TUNED) if tuned else ("Frozen embeddings", INTERVALS)
     text = [f"# {kind}: {document['data']}", "", intervals]
     for (task, metric), rows in panels(document).items():
-        table = score_table(document, rows, metric, tuned)
+        table = score_table(document, rows, metric, several)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, ["-" * width for width in widths])
         text += ["", f"## {task}: {MAIN[metric]}", "", _count(rows), ""]
@@ -94,12 +95,12 @@ def markdown(document: Row) -> str:
     return "\n".join([*text, "", *(f"- {note}" for note in document["notes"])]).rstrip() + "\n"
 
 
-def score_table(document: Row, rows: Sequence[Row], metric: str, tuned: bool) -> list[list[str]]:
+def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) -> list[list[str]]:
     """Each model's score, and its differences from its random weights and from the first model."""
     gaps = {(*_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
     first = next(iter(document["models"]))
     head = ["leads", "share", "noise", "model", MAIN[metric]]
-    head += ["minus random weights", f"minus {first}"] + ["of each seed"] * tuned
+    head += ["minus random weights", f"minus {first}"] + ["of each seed or draw"] * several
     table = [head]
     for row in rows:
         share = "" if row["share"] is None else f"{row['share']:g}"
@@ -108,8 +109,8 @@ def score_table(document: Row, rows: Sequence[Row], metric: str, tuned: bool) ->
         for against in (document["models"][row["model"]], first):
             gap = gaps.get((*_key(row), metric, against))
             line.append(_cell(gap["difference"], gap["interval"], "+") if gap else "")
-        if tuned:
-            line.append(", ".join(map(_cell, row["each"][metric])))
+        if several:
+            line.append(", ".join(map(_cell, row.get("each", {}).get(metric, []))))
         table.append(line)
     return table
 
@@ -175,7 +176,7 @@ def model_styles(models: Mapping[str, str]) -> dict[str, Row]:
         else:
             colour, line = ("#777777", "--") if random else ("#111111", ":")
             marker = CROSSES[drawn % len(CROSSES)]
-            drawn += bool(random)
+            drawn += 1
         styles[name] = {"label": name, "color": colour, "ls": line, "marker": marker}
     return styles
 

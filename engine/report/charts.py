@@ -8,7 +8,7 @@
     calibration_chart(mean, true, count, error)                      predicted and observed frequency
     confusion_chart(labels_NK, outputs_NK, names)                    what is predicted for each class
     agreement_charts("age", value_N, prediction_N, "years")          scatter plot and Bland-Altman plot
-    clinical_chart("A0001", "M, 63", mv_LT)                          3 x 4 leads and a rhythm strip
+    clinical_chart("A0001", "M, 63", dataset[7])                     3 x 4 leads and a rhythm strip
 
 The page sets the colours: every colour of COLOURS becomes a variable of report.html, which has one
 value for light and one for dark pages. The same numbers give the same bytes.
@@ -28,15 +28,20 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from omnilead.engine.common import LEADS
-from omnilead.engine.evaluation.metrics import Array, confusion_shares, counts, ranked
+from omnilead.data_tools import plots
+from omnilead.data_tools.dataset import Ecg
+from omnilead.engine.evaluation.metrics import Array, Ranking, confusion_shares, ranked
 from omnilead.engine.report.page import Line, LineStyle
 
 # Names of the colours in report.html. Here each has a number that nothing else in a figure has.
 SERIES = ("#c0c0c0", "#c0c0c1", "#c0c0c2", "#c0c0c3", "#c0c0c4")
-INK, GREY, RULE, AXIS = "#c0c0d0", "#c0c0d1", "#c0c0d2", "#c0c0d3"
+INK = "#c0c0d0"
+GREY = "#c0c0d1"
+RULE = "#c0c0d2"
+AXIS = "#c0c0d3"
 COLOURS = {colour: f"--c{i}" for i, colour in enumerate(SERIES)}
 COLOURS |= {INK: "--ink", GREY: "--grey", RULE: "--rule", AXIS: "--axis"}
+COLOURS |= {plots.INK: "--ink", plots.GREY: "--grey"}
 WRONG = SERIES[4]  # values that are not finite
 Style = dict[str, Any]
 STYLE: Any = {
@@ -75,22 +80,23 @@ GUIDE: Style = {"color": AXIS, **DOTTED}
 WIDTH, HEIGHT = 384.0, 212.0
 WIDE = 2 * WIDTH + 52  # two charts side by side, with the gap and margins between them
 ECG_WIDTH = 588.0  # two to a row
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 8.0, 40.0, 26.0  # margins around the plot
+# Margins around the plot
+LEFT, RIGHT = 52.0, 8.0
+TOP, BOTTOM = 40.0, 26.0
 
 MAX_POINTS = 480  # of a curve
 SMOOTHED_FROM = 60  # points; from there a moving average is drawn over the curve
 LONGEST, FEW = 18, 12  # characters of a class name; classes that fit into a narrow card
 DOTS = 1500  # drawn of many
 SPREAD = 1.96  # standard deviations: 95 % of normally distributed differences
-FS_HZ, COLUMN_S, SHOWN_S = 500, 2.5, 10.0
-ROW_MV = 2.6  # from row to row of a printout
 
 
 class Drawing:
     """A figure with its title, and axes that are placed in units of the drawing."""
 
     def __init__(self, title: str, width: float = WIDTH, height: float = HEIGHT) -> None:
-        self.title, self.width, self.height = title, width, height
+        self.title = title
+        self.width, self.height = width, height
         self.figure = Figure((width / 72, height / 72), facecolor="none")
         self.text(0, 13, title, color=INK, size=13.5, weight=700)
 
@@ -101,18 +107,22 @@ class Drawing:
         width: float | None = None,
         height: float | None = None,
     ) -> Axes:
-        width = self.width - LEFT - RIGHT if width is None else width
-        height = self.height - TOP - BOTTOM if height is None else height
+        if width is None:
+            width = self.width - LEFT - RIGHT
+        if height is None:
+            height = self.height - TOP - BOTTOM
         bottom = self.height - top - height
-        place = left / self.width, bottom / self.height, width / self.width, height / self.height
-        return self.figure.add_axes(place, facecolor="none")
+        units = (self.width, self.height, self.width, self.height)
+        place = np.divide((left, bottom, width, height), units)
+        return self.figure.add_axes(tuple(place), facecolor="none")
 
     def text(self, x: float, y: float, content: str, **style: Any) -> None:
         self.figure.text(x / self.width, 1 - y / self.height, content, **style)
 
     def svg(self, kind: str = "") -> str:
         """SVG to stand in a page: without header, fonts, and colours of its own."""
-        self.figure.savefig(file := io.StringIO(), format="svg", metadata=UNNAMED)
+        file = io.StringIO()
+        self.figure.savefig(file, format="svg", metadata=UNNAMED)
         inside = file.getvalue().partition("</defs>")[2]  # matplotlib's style would reach the page
         inside = re.sub(r'(?<= d=")[^"]*', _shortened, inside)
         inside = re.sub(r"font-family: [^;\"]*;? ?", "", re.sub(r"\n\s*", "\n", inside))
@@ -154,19 +164,21 @@ def line_chart(
     if mark and low <= mark[0] <= high:
         axes.axvline(mark[0], **GUIDE)
         side = "right" if mark[0] > (low + high) / 2 else "left"
-        place: Style = {"ha": side, "va": "top", "transform": axes.get_xaxis_transform()}
-        axes.text(mark[0], 0.99, f" {mark[1]} ", **place)
+        along = axes.get_xaxis_transform()
+        axes.text(mark[0], 0.99, f" {mark[1]} ", ha=side, va="top", transform=along)
     if len(lines) > 1:
         _legend(axes)
     return drawing.svg()
 
 
 def _draw_line(axes: Axes, line: Line, style: LineStyle) -> None:
-    colour, dashes = SERIES[line.colour], (0, (3, 2)) if line.dashed else "-"
+    colour = SERIES[line.colour]
+    curve: Style = {"color": colour, "label": line.label, "gid": line.key}
+    if line.dashed:
+        curve["ls"] = (0, (3, 2))
     good = np.isfinite(line.y)
     x, y = thinned(line.x, np.where(good, line.y, np.nan))
     shown = np.isfinite(y)
-    curve: Style = {"color": colour, "ls": dashes, "label": line.label, "gid": line.key}
     if style.smooth and shown.sum() > SMOOTHED_FROM:
         log = style.log and bool((y[shown] > 0).all())
         mean = 10 ** smoothed(np.log10(y)) if log else smoothed(y)
@@ -174,8 +186,10 @@ def _draw_line(axes: Axes, line: Line, style: LineStyle) -> None:
         axes.plot(x, mean, **curve)
     else:
         axes.plot(x, y, **curve)
-        alone = shown & ~np.r_[False, shown[:-1]] & ~np.r_[shown[1:], False]
-        dots = shown if shown.sum() <= 24 else alone
+        dots = shown
+        if shown.sum() > 24:  # only those without a neighbour, which a line would not show
+            padded = np.pad(shown, 1)
+            dots = shown & ~padded[:-2] & ~padded[2:]
         axes.plot(x[dots], y[dots], "o", color=colour, ms=4.8, mew=0, clip_on=False)
     for at in line.x[~good][:200]:
         axes.axvline(at, ymax=0.05, color=WRONG, lw=1.6, gid="lost")
@@ -184,14 +198,20 @@ def _draw_line(axes: Axes, line: Line, style: LineStyle) -> None:
 def _set_axes(
     axes: Axes, lines: Sequence[Line], style: LineStyle, span: Array | None = None
 ) -> None:
-    steps = np.concatenate([line.x for line in lines] + ([] if span is None else [span]))
-    low, high = float(steps.min()), float(steps.max())
-    axes.set_xlim(*((low, high) if high > low else (low - 1, high + 1)))
+    steps = [line.x for line in lines]
+    if span is not None:
+        steps.append(span)
+    low = float(min(x.min() for x in steps))
+    high = float(max(x.max() for x in steps))
+    if low == high:
+        low, high = low - 1, high + 1
+    axes.set_xlim(low, high)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_formatter(_number)
     axes.margins(y=0.06)
-    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
-    values = np.append(values, [line.chance for line in lines if line.chance is not None])
+    levels = [line.chance for line in lines if line.chance is not None]
+    values = np.concatenate([levels, *(line.y for line in lines)])
+    values = values[np.isfinite(values)]
     if style.log and len(values) and values.min() > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_number)
@@ -215,9 +235,10 @@ def _per_cent(value: float, _: Any = None) -> str:
 
 def _level(axes: Axes, line: Line, style: LineStyle) -> None:
     assert line.chance is not None
-    words = f"chance {line.chance:.2%}" if style.percent else f"chance {line.chance:.3g}"
+    chance = f"{line.chance:.2%}" if style.percent else f"{line.chance:.3g}"
     axes.axhline(line.chance, color=SERIES[line.colour], **DOTTED)
-    axes.text(1, line.chance, words, ha="right", va="bottom", transform=axes.get_yaxis_transform())
+    along = axes.get_yaxis_transform()
+    axes.text(1, line.chance, f"chance {chance}", ha="right", va="bottom", transform=along)
 
 
 def _legend(axes: Axes) -> None:
@@ -229,19 +250,22 @@ def thinned(x: Array, y: Array, limit: int = MAX_POINTS) -> tuple[Array, Array]:
     if len(x) <= limit:
         return x, y
     length = -(-len(y) // (limit // 2))
-    padded = np.pad(y.astype(float), (0, -len(y) % length), constant_values=np.nan)
-    rows = padded.reshape(-1, length)
-    good, starts = np.isfinite(rows), np.arange(len(rows)) * length
-    lowest = starts + np.where(good, rows, np.inf).argmin(1)
-    highest = starts + np.where(good, rows, -np.inf).argmax(1)
-    kept = np.unique([lowest, highest])
+    rows = -(-len(y) // length)
+    stretches = np.full((rows, length), np.nan)
+    stretches.flat[: len(y)] = y
+    good = np.isfinite(stretches)
+    lowest = np.where(good, stretches, np.inf).argmin(1)
+    highest = np.where(good, stretches, -np.inf).argmax(1)
+    starts = np.arange(rows) * length
+    kept = np.unique([starts + lowest, starts + highest])
     return x[kept], y[kept]
 
 
 def smoothed(y: Array) -> Array:
     """The mean of the neighbours within a thirtieth of the curve; NaN where y is."""
     good = np.isfinite(y)
-    window = np.ones(2 * max(1, len(y) // 60) + 1)
+    reach = max(1, len(y) // 60)
+    window = np.ones(2 * reach + 1)
     weight = np.convolve(good.astype(float), window, "same")
     sums = np.convolve(np.where(good, y, 0.0), window, "same")
     return np.where(good, sums / np.maximum(weight, 1), np.nan)
@@ -250,16 +274,21 @@ def smoothed(y: Array) -> Array:
 @_styled
 def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -> str:
     """The share of each group's numbers in each bin; dotted: the means."""
-    finite = {label: values[np.isfinite(values)] for label, values in groups}
-    finite = {label: values for label, values in finite.items() if len(values)}
-    edges = np.histogram_bin_edges(np.concatenate([*finite.values(), []]).round(9), bins)
+    finite = {}
+    for label, values in groups:
+        good = np.isfinite(values)
+        if good.any():
+            finite[label] = values[good]
+    together = np.concatenate([*finite.values(), []])
+    edges = np.histogram_bin_edges(together.round(9), bins)
     edges[[0, -1]] += (-1e-9, 1e-9)  # values were rounded
     drawing = Drawing(title, WIDE)
     axes = drawing.axes()
     for i, (label, values) in enumerate(finite.items()):
+        mean = values.mean()
         shares = np.histogram(values, edges)[0] / len(values)
-        _stairs(axes, shares, edges, i, f"{label}, mean {values.mean():.2f}")
-        axes.axvline(values.mean(), **GUIDE)
+        _stairs(axes, shares, edges, i, f"{label}, mean {mean:.2f}")
+        axes.axvline(mean, **GUIDE)
     axes.yaxis.set_major_formatter(_per_cent)
     _legend(axes)
     return drawing.svg("wide")
@@ -268,13 +297,14 @@ def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -
 @_styled
 def rank_chart(title: str, counts_GV: Array) -> str:
     """The share of each code, largest first; dotted: all equal."""
-    shares_GV = -np.sort(-counts_GV / np.maximum(counts_GV.sum(1, keepdims=True), 1), axis=1)
     codes = counts_GV.shape[1]
+    edges = np.arange(codes + 1.0)
     drawing = Drawing(title)
     axes = drawing.axes()
-    for g, share_V in enumerate(shares_GV):
+    for g, count_V in enumerate(counts_GV):
+        share_V = np.sort(count_V)[::-1] / max(count_V.sum(), 1)
         label = f"book {g + 1}: {np.count_nonzero(share_V)} of {codes}"
-        _stairs(axes, share_V, np.arange(codes + 1.0), g % len(SERIES), label)
+        _stairs(axes, share_V, edges, g, label)
     axes.axhline(1 / codes, **GUIDE)
     axes.yaxis.set_major_formatter(_per_cent)
     _legend(axes)
@@ -282,8 +312,9 @@ def rank_chart(title: str, counts_GV: Array) -> str:
 
 
 def _stairs(axes: Axes, shares: Array, edges: Array, colour: int, label: str) -> None:
-    axes.stairs(shares, edges, color=SERIES[colour], fill=True, alpha=0.2)
-    axes.stairs(shares, edges, color=SERIES[colour], lw=1.4, label=label, gid=label)
+    style: Style = {"color": SERIES[colour % len(SERIES)]}
+    axes.stairs(shares, edges, fill=True, alpha=0.2, **style)
+    axes.stairs(shares, edges, lw=1.4, label=label, gid=label, **style)
     axes.margins(x=0)
 
 
@@ -293,15 +324,18 @@ def ecg_chart(
 ) -> str:
     """Halves side by side; a lead that is all zeros is a grey line."""
     halves, rows, samples = mv_SLT.shape
-    half_s, level = samples / fs_hz, -step_mv * np.arange(rows)
+    time_s = np.arange(samples) / fs_hz
+    half_s = samples / fs_hz
+    level = -step_mv * np.arange(rows)
     drawing = Drawing(title, ECG_WIDTH, TOP + BOTTOM + 26 * rows)
     axes = drawing.axes()
     axes.grid(visible=False)
     drawing.text(0, 30, f"{step_mv:g} mV from lead to lead; grey: masked out")
     for s, row in np.ndindex(halves, rows):
         mv = mv_SLT[s, row].astype(float).clip(-step_mv, step_mv)  # up to the next leads' lines
-        t, mv = thinned(half_s * s + np.arange(samples) / fs_hz, mv)
-        axes.plot(t, mv + level[row], color=SERIES[0] if mv.any() else AXIS, lw=0.8)
+        t, mv = thinned(half_s * s + time_s, mv)
+        colour = SERIES[0] if mv.any() else AXIS
+        axes.plot(t, mv + level[row], color=colour, lw=0.8)
     for s in range(1, halves):
         axes.axvline(half_s * s, **GUIDE)
     axes.set_xlim(0, halves * half_s)
@@ -315,30 +349,34 @@ def ecg_chart(
 @_styled
 def roc_and_pr(title: str, label_N: Array, score_N: Array) -> str:
     """ROC and precision-recall curves; dotted: chance."""
-    true, false = counts(label_N, *ranked(score_N))
-    positives, negatives = true[-1], false[-1]
-    precision = true / (true + false)
+    label_N = label_N.astype(float)
+    auroc, auprc = Ranking(label_N, score_N).areas(np.ones((len(label_N), 1)))[:, 0]
+    order, last = ranked(score_N)
+    rows = last + 1
+    true = np.cumsum(label_N[order])[last]
+    positives, total = int(true[-1]), len(label_N)
+    precision = true / rows
     sensitivity = np.append(0.0, true / max(positives, 1))
-    fallout = np.append(0.0, false / max(negatives, 1))
-    auroc = float(np.trapezoid(sensitivity, fallout)) if positives and negatives else np.nan
-    auprc = float((np.diff(sensitivity) * precision).sum()) if positives else np.nan
-    share = positives / (positives + negatives)
+    fallout = np.append(0.0, (rows - true) / max(total - positives, 1))
     drawing = Drawing(title, 300, 186)
-    drawing.text(300, 13, f"{int(positives):,} of {int(positives + negatives):,}", ha="right")
-    roc, pr = (_unit_square(drawing.axes(left, 46, 120, 120)) for left in (24, 176))
+    drawing.text(300, 13, f"{positives:,} of {total:,}", ha="right")
+    roc = _unit_square(drawing, 24, 120)
     roc.plot([0, 1], [0, 1], **GUIDE)
     roc.plot(fallout, sensitivity, color=SERIES[0], gid="roc")
-    pr.plot([0, 1], [share, share], **GUIDE)
+    pr = _unit_square(drawing, 176, 120)
+    pr.plot([0, 1], [positives / total] * 2, **GUIDE)
     pr.plot(sensitivity, np.append(precision[:1], precision), color=SERIES[1], gid="pr")
     _name_axes(roc, "false positive rate", "sensitivity", f"area {auroc:.3f}")
     _name_axes(pr, "recall", "precision", f"area {auprc:.3f}")
     return drawing.svg()
 
 
-def _unit_square(axes: Axes) -> Axes:
-    axes.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
-    axes.set_xticklabels(["0", "", ""])
-    axes.set_yticklabels(["0", "", "1"])
+def _unit_square(drawing: Drawing, left: float, size: float) -> Axes:
+    axes = drawing.axes(left, 46, size, size)
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    ticks = (0, 0.5, 1)
+    axes.set_xticks(ticks, ["0", "", ""])
+    axes.set_yticks(ticks, ["0", "", "1"])
     axes.spines[:].set_linewidth(1)
     return axes
 
@@ -355,15 +393,17 @@ def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> s
     """Above: a dot for each bin of probabilities; below: how many there are, as a logarithm."""
     there = count > 0
     drawing = Drawing("Calibration", 384, 520)
-    upper = _unit_square(drawing.axes(46, 46, 312, 312))
+    upper = _unit_square(drawing, 46, 312)
     upper.plot([0, 1], [0, 1], **GUIDE)
     upper.plot(mean[there], true[there], "o-", color=SERIES[0], ms=8, mew=0)
     note = f"calibration error {error:.3f}"
     _name_axes(upper, "predicted probability", "observed frequency", note)
     lower = drawing.axes(46, 398, 312, 90)
-    centres = (np.arange(len(count)) + 0.5) / len(count)
-    lower.bar(centres[there], count[there], 0.9 / len(count), color=SERIES[0], alpha=0.35)
-    lower.set(xlim=(0, 1), xticks=(), yscale="log", ylim=(0.7, 10 * max(count.max(), 1)))
+    width = 1 / len(count)
+    centres = width * (np.flatnonzero(there) + 0.5)
+    lower.bar(centres, count[there], 0.9 * width, color=SERIES[0], alpha=0.35)
+    lower.set(xlim=(0, 1), xticks=(), yscale="log")
+    lower.set_ylim(0.7, 10 * max(count.max(), 1))
     lower.yaxis.set_major_formatter(_number)
     lower.minorticks_off()
     drawing.text(46, 502, "probabilities in each bin (logarithmic)")
@@ -375,18 +415,23 @@ def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -
     """Each row: the share of a class's samples for which it was predicted (the diagonal:
     sensitivity), and the shares for which other classes were predicted wrongly."""
     share_KK = np.nan_to_num(confusion_shares(labels_NK, outputs_NK))
-    names = [_short(name) for name in names]
-    columns = [*names, "nothing"] if share_KK[:, -1].any() else names
-    few, longest = len(names) <= FEW, max(map(len, columns))
+    names = list(map(_short, names))
+    columns = list(names)
+    if share_KK[:, -1].any():
+        columns.append("nothing")
+    few = len(names) <= FEW
+    longest = max(map(len, columns))
     cell = max(26.0, min(52.0, 290 / len(columns)))
-    left, top = max(62.0, 6.2 * longest + 14), max(96.0, 5.6 * longest + 48)
+    left = max(62.0, 6.2 * longest + 14)
+    top = max(96.0, 5.6 * longest + 48)
     width, height = cell * len(columns), cell * len(names)
     turned: Style = {"rotation": 60, "ha": "left", "rotation_mode": "anchor"}
     drawing = Drawing("Confusions", max(left + width + 30, 340.0), top + height + 4)
     drawing.text(0, 31, "per cent of each class (row) with each prediction (column)")
     drawing.text(0, 46, "blue: right, brown: wrong or none")
     axes = drawing.axes(left, top, width, height)
-    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(names) - 0.5, -0.5))
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.xaxis.tick_top()
     axes.set_xticks(range(len(columns)), columns, **turned)
     axes.set_yticks(range(len(names)), names)
@@ -402,12 +447,13 @@ def _short(name: str) -> str:
 
 def _draw_shares(axes: Axes, share_KK: Array, cell: float, written_from: float) -> None:
     """A square for each share, and the numbers that are large enough to be written."""
-    size = (cell - 2) ** 2
-    for right, colour in ((True, SERIES[0]), (False, SERIES[1])):
-        j, k = np.nonzero((share_KK >= 0.005) & (np.eye(*share_KK.shape) == right))
+    style: Style = {"marker": "s", "linewidths": 0}
+    right_KK = np.eye(*share_KK.shape)
+    for right, colour in ((1, SERIES[0]), (0, SERIES[1])):
+        j, k = np.nonzero((share_KK >= 0.005) & (right_KK == right))
         if len(j):  # matplotlib cannot colour nothing
             strength: Any = 0.1 + 0.75 * share_KK[j, k].clip(0, 1)
-            axes.scatter(k, j, size, colour, marker="s", alpha=strength, linewidths=0)
+            axes.scatter(k, j, (cell - 2) ** 2, colour, alpha=strength, **style)
     for j, k in np.argwhere(share_KK >= written_from):
         number = f"{100 * share_KK[j, k]:.0f}"
         axes.text(k, j, number, size=9, color=INK, ha="center", va="center")
@@ -417,10 +463,12 @@ def _draw_shares(axes: Axes, share_KK: Array, cell: float, written_from: float) 
 def agreement_charts(name: str, value_N: Array, prediction_N: Array, unit: str = "") -> list[str]:
     """Predictions against true values, and their differences with the mean and the limits of
     agreement."""
-    unit = f", {unit}" if unit else ""
-    shown = np.random.default_rng(0).permutation(len(value_N))[:DOTS]
+    if unit:
+        unit = f", {unit}"
+    rng = np.random.default_rng(0)
+    shown = rng.permutation(len(value_N))[:DOTS]
     error_N = prediction_N - value_N
-    mean, reach = float(error_N.mean()), SPREAD * float(error_N.std())
+    mean, reach = error_N.mean(), SPREAD * error_N.std()
     same = Drawing(f"{name}{unit}", 384, 346)
     axes = same.axes(LEFT, 46, 312, 260)
     _dots(axes, value_N[shown], prediction_N[shown])
@@ -431,12 +479,11 @@ def agreement_charts(name: str, value_N: Array, prediction_N: Array, unit: str =
     difference = Drawing(f"Bland-Altman: predicted - true{unit}", 384, 346)
     axes = difference.axes(LEFT, 46, 312, 260)
     _dots(axes, (value_N[shown] + prediction_N[shown]) / 2, error_N[shown])
+    place: Style = {"textcoords": "offset points", "color": INK}
+    place["xycoords"] = axes.get_yaxis_transform()
     for level, word in ((mean - reach, ""), (mean, "mean "), (mean + reach, "")):
         axes.axhline(level, **GUIDE)
-        axes.annotate(
-            f"{word}{level:+.3g}", (0, level), (4, 3), color=INK,
-            xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-        )  # fmt: skip
+        axes.annotate(f"{word}{level:+.3g}", (0, level), (4, 3), **place)
     _name_axes(axes, "", "difference")
     difference.text(LEFT + 312, 340, "mean of both", ha="right")
     return [same.svg(), difference.svg()]
@@ -444,7 +491,7 @@ def agreement_charts(name: str, value_N: Array, prediction_N: Array, unit: str =
 
 def _dots(axes: Axes, x: Array, y: Array) -> None:
     """One path for all dots, a tenth of the size of a marker for each."""
-    points = np.repeat(np.stack([x, y], 1), 2, axis=0)
+    points = np.stack([x, y], 1).repeat(2, axis=0)
     path = Outline(points, [Outline.MOVETO, Outline.LINETO] * len(x))
     path.should_simplify = False  # each dot is a line without length, with round ends
     style: Style = {"edgecolor": SERIES[0], "lw": 4, "alpha": 0.4, "capstyle": "round"}
@@ -455,33 +502,19 @@ def _dots(axes: Axes, x: Array, y: Array) -> None:
 
 
 @_styled
-def clinical_chart(title: str, note: str, mv_LT: Array) -> str:
-    """Twelve leads at 500 Hz on ECG paper, each centred on its median; a lead of zeros is grey.
-    Columns past the end of a short ECG start from its beginning again."""
-    length_s = mv_LT.shape[1] / FS_HZ
-    cells = [(lead, i % 3, COLUMN_S * (i // 3), COLUMN_S) for i, lead in enumerate(LEADS)]
-    cells.append(("II", 3, 0.0, min(SHOWN_S, length_s)))
-    drawing = Drawing(title, ECG_WIDTH, 290)
+def clinical_chart(title: str, note: str, ecg: Ecg) -> str:
+    """A crop on ECG paper, with lines 5 mm apart."""
+    width, height = 570.0, 570 * plots.PAPER_MM[1] / plots.PAPER_MM[0]
+    drawing = Drawing(title, ECG_WIDTH, height + 60)
     drawing.text(0, 30, note)
-    axes = _ecg_paper(drawing)
-    for lead, row, start_s, seconds in cells:
-        mv, first = mv_LT[LEADS.index(lead)], round(start_s % length_s * FS_HZ)
-        part = mv[first : first + round(seconds * FS_HZ)] - np.median(mv)
-        t, part = thinned(start_s + np.arange(len(part)) / FS_HZ, part, round(64 * seconds))
-        level = -ROW_MV * row
-        trace: Style = {"color": INK, "gid": "trace"} if mv.any() else {"color": AXIS}
-        axes.plot(t, part.clip(-ROW_MV, ROW_MV) + level, lw=0.9, **trace)
-        axes.text(start_s + 0.05, level + 0.97, lead, color=INK)
+    axes = drawing.axes(10, 40, width, height)
+    plots.draw_grid(axes, 5, RULE, 1)
+    said = plots.draw_ecg(axes, ecg.signal_uv, ecg.halves, ecg.missing_leads)
+    for line in axes.lines:
+        if line.get_gid() == "trace":
+            x, y = map(np.asarray, line.get_data())
+            line.set_data(*thinned(x, y, len(x) // 8))
+    for text in axes.texts:
+        text.set_path_effects([])  # with them, letters would become outlines
+    drawing.text(10, height + 55, "   ".join(said))
     return drawing.svg()
-
-
-def _ecg_paper(drawing: Drawing) -> Axes:
-    """25 mm/s and 10 mm/mV, at 2.28 units a millimetre; lines 5 mm apart."""
-    axes = drawing.axes(10, 42, 570, 237)
-    low, high = -3.5 * ROW_MV, 0.5 * ROW_MV
-    axes.set(xlim=(0, SHOWN_S), ylim=(low, high), xticks=(), yticks=())
-    gap = (np.nan, np.nan)
-    paper = [[(s, low), (s, high), gap] for s in np.arange(0, SHOWN_S + 0.1, 0.2)]
-    paper += [[(0, mv), (SHOWN_S, mv), gap] for mv in np.arange(-9, high, 0.5)]
-    axes.plot(*np.concatenate(paper).T, color=RULE, lw=1)  # one path: smaller than one for each
-    return axes

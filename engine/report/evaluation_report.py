@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.data.augmenter import HALF
-from omnilead.engine.evaluation.intervals import TOO_FEW
-from omnilead.engine.evaluation.metrics import Array, calibration, predicted, unit_vectors
+from omnilead.engine.evaluation.metrics import TOO_FEW, Array, calibration, predicted, unit_vectors
 from omnilead.engine.evaluation.results import IdentificationResult, TaskResult
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.report import charts
@@ -203,13 +201,11 @@ def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
 
 def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
     assert result.crops_N is not None
-    crop = int(result.crops_N[row])
-    halves = int(dataset.column("halves")[crop])
-    mv_LT = dataset.read(crop)[:, : halves * HALF] * 1e-3
+    crop = dataset[int(result.crops_N[row])]
     groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
     title = f"{result.records_N[row]}: {', '.join(groups)}"
     y_K = np.asarray(result.labels_NK, float)[row]
-    return charts.clinical_chart(title, reading(result.head, y_K, result.scores_NK[row]), mv_LT)
+    return charts.clinical_chart(title, reading(result.head, y_K, result.scores_NK[row]), crop)
 
 
 def reading(head: HeadInfo, y_K: Array, score_K: Array) -> str:

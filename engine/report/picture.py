@@ -20,7 +20,8 @@ from matplotlib.ticker import MultipleLocator
 
 from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.common import LEADS, ConfigError, Parser, interruptible
+from omnilead.engine.commandline import Parser, interruptible
+from omnilead.engine.common import LEADS, ConfigError
 from omnilead.engine.data.augment import (
     AUTHORS_NOISE,
     PAPER_NOISE,

@@ -18,7 +18,8 @@ import sys
 from collections.abc import Sequence
 
 from omnilead.data_tools.cli import tell
-from omnilead.engine.common import ConfigError, Parser, interruptible, positive
+from omnilead.engine.commandline import Parser, interruptible, positive
+from omnilead.engine.common import ConfigError
 from omnilead.engine.reproduce.paper import LEADS, TABLES, TASKS
 
 

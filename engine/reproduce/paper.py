@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from omnilead.engine.common import CONFIGS, ConfigError, find_config, flatten, read_yaml
+from omnilead.engine.commandline import read_yaml
+from omnilead.engine.common import CONFIGS, ConfigError, find_config, flatten
 
 HERE = CONFIGS / "reproduce"
 TASKS = {

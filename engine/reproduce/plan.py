@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from omnilead.engine.common import ConfigError, flatten, read_yaml
-from omnilead.engine.config import CONFIGS, Config, check, load
+from omnilead.engine.commandline import load, read_yaml
+from omnilead.engine.common import ConfigError, flatten
+from omnilead.engine.config import CONFIGS, Config, check
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.reproduce.paper import (

@@ -8,10 +8,12 @@ A cell is the mean and half of the 95 % interval (Student's t) over the seeds of
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from omnilead.data_tools.dataset import as_csv
-from omnilead.engine.common import flatten, read_yaml, write_whole
-from omnilead.engine.config import CONFIGS, Config, load
+from omnilead.data_tools.spreadsheet import as_csv
+from omnilead.engine.commandline import load, read_yaml
+from omnilead.engine.common import flatten, write_whole
+from omnilead.engine.config import CONFIGS, Config
 from omnilead.engine.evaluation.metrics import over_seeds
+from omnilead.engine.reproduce.jobs import WorkDir, write_json
 from omnilead.engine.reproduce.paper import (
     LEADS,
     TASKS,
@@ -21,7 +23,6 @@ from omnilead.engine.reproduce.paper import (
     as_arguments,
 )
 from omnilead.engine.reproduce.plan import DatasetInfo, Job, JobPlan, parameters
-from omnilead.engine.reproduce.workdir import WorkDir, write_json
 
 LEGEND = {
     "not yet": "...: not run yet.",

@@ -1,17 +1,27 @@
 """The model for fine-tuning: an encoder, the mean over time, and a linear layer (for identity:
-cosines to class vectors).
+cosines to class vectors), or another head.
 
     model = Classifier(encoder, TaskConfig(kind="multilabel"), outputs=26)
     losses = model(x_BSLT, labels_BK, present_BS)              # training
-    model(x_BSLT)                                              # c_RD, float32: pooled encodings, for validation
+    model(x_BSLT)                                              # what the head takes, for validation: c_RD, or c_RND
     model.logits(c_RD)
 
 Source: paper, section "Fine-tuning"; fairseq-signals
 models/classification/ecg_transformer_classifier.py (Xavier-uniform, bias 0),
 criterions/binary_cross_entropy_with_logits.py (mean over samples and classes),
 models/identification/arcface.py.
+
+Identity is learnt with an angular margin (ArcFace, Deng et al. 2019):
+
+    cosine_RC = unit embeddings @ unit class vectors
+    logits    = scale * (cos(theta + margin) for the true class, cos(theta) for the others)
+
+Source: paper, section "Fine-tuning" (scale 192, margin 1.0); fairseq-signals
+criterions/arcface_criterion.py:46-66. Beyond theta = pi - margin, cos(theta + margin) would rise
+again; there the authors use cos(theta) - margin * sin(margin), which the paper does not mention.
 """
 
+import copy
 import math
 from typing import Any
 
@@ -19,14 +29,59 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omnilead.engine.common import ConfigError, blaming, plugin
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.encoders import build_head
-from omnilead.engine.objectives.arcface import arcface_logits, cosines
-from omnilead.engine.objectives.contrastive import sum_over_ranks, world_size
+from omnilead.engine.model.encoders import ROWS, made
+from omnilead.engine.model.objectives import sum_over_ranks, world_size
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.config import TaskConfig
 
+HEADS = {"attention": "omnilead.engine.tasks.classifier:AttentionHead"}
+QUERIES = 4
+TOKENS = 7  # of the batch that examines a head
+CLIP = 1e-6  # keeps the cosine away from +-1, where the sine's slope is unbounded
 SCALE_SPEED = 10  # the logarithm of a learned scale moves so many times faster than a weight
+
+
+class AttentionHead(nn.Module):
+    """Four learnt queries weigh the tokens; their weighted means go to a linear layer. Frozen
+    encoders of sequences are usually compared with such a head."""
+
+    tokens = True  # it takes c_RND instead of c_RD
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.query = nn.Parameter(torch.randn(QUERIES, width) / math.sqrt(width))
+        self.linear = nn.Linear(QUERIES * width, outputs)
+
+    def forward(self, c_RND: Tensor) -> Tensor:
+        c_RND = self.norm(c_RND)
+        weight_RNQ = (c_RND @ self.query.T).softmax(1)
+        means_RQD = weight_RNQ.transpose(1, 2) @ c_RND
+        logits: Tensor = self.linear(means_RQD.flatten(1))
+        return logits
+
+
+def build_head(
+    spec: str, width: int, outputs: int, generator: torch.Generator | None = None, kind: Any = None
+) -> nn.Module:
+    """Build `task.head`: "attention", or your own Class(width, outputs), which maps c_RD, or c_RND
+    if it has `tokens = True`, to logits_RK."""
+    with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
+        head = made(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs)
+        inputs = torch.randn(ROWS, TOKENS, width)
+        example = inputs if sees_tokens(head) else pool(inputs)
+        y = copy.deepcopy(head).eval()(example)
+        if list(y.shape) != [ROWS, outputs] or not y.isfinite().all():
+            raise ConfigError(
+                f"returns {list(y.shape)} or non-finite numbers for input {list(example.shape)}"
+            )
+        return head
+
+
+def sees_tokens(head: nn.Module) -> bool:
+    return bool(getattr(head, "tokens", False))
 
 
 class Classifier(nn.Module):
@@ -36,10 +91,13 @@ class Classifier(nn.Module):
         task: TaskConfig,
         outputs: int,
         generator: torch.Generator | None = None,
+        frozen: bool = False,
     ) -> None:
         super().__init__()
         width = int(encoder.width)  # type: ignore[arg-type]
-        self.encoder, self.task = encoder, task
+        self.encoder, self.task, self.frozen = encoder, task, frozen
+        if frozen:
+            encoder.requires_grad_(False)
         if task.head:
             self.head: Any = build_head(task.head, width, outputs, generator)
             return
@@ -62,7 +120,7 @@ class Classifier(nn.Module):
         """labels: float [B, K], NaN where unknown; for identity int64 [B]. Both halves of a crop
         have its labels. present_BS: 0 for missing halves. weights_BK: weights of the labels.
         Without labels: the pooled encodings c_RD."""
-        c_RD = pool(self.encoder(x_BSLT.flatten(0, 1)))
+        c_RD = self.encoded(x_BSLT.flatten(0, 1))
         if labels is None:
             return c_RD
         assert present_BS is not None
@@ -89,6 +147,17 @@ class Classifier(nn.Module):
             return losses
         return losses | {"accuracy": (right_R.float() * present_R).sum().detach() / halves_there}
 
+    def encoded(self, x_RLT: Tensor) -> Tensor:
+        """What the head takes: pooled encodings, or tokens."""
+        c_RND: Tensor = self.encoder(x_RLT)
+        return c_RND if sees_tokens(self.head) else pool(c_RND)
+
+    def train(self, mode: bool = True) -> "Classifier":
+        super().train(mode)
+        if self.frozen:
+            self.encoder.eval()  # no dropout, and running means stay
+        return self
+
     def logits(self, c_RD: Tensor) -> Tensor:
         logits: Tensor = self.head(c_RD.to(next(self.head.parameters()).dtype)).float()
         return logits
@@ -100,3 +169,30 @@ class Classifier(nn.Module):
         scale = (SCALE_SPEED * self.log_scale.float()).exp() if fixed == "learned" else fixed
         logits_RC = arcface_logits(cosine_RC, label_R, scale, margin)
         return F.cross_entropy(logits_RC, label_R, reduction="none"), cosine_RC.argmax(1) == label_R
+
+
+def arcface_logits(
+    cosine_RC: Tensor,
+    label_R: Tensor,
+    scale: float | Tensor = 192.0,
+    margin: float | Tensor = 1.0,
+) -> Tensor:
+    """Computed in float32: with a scale of 192, bf16 has two digits left. `margin` and `scale` may be
+    tensors, for a margin that grows or a learned scale."""
+    margin = torch.as_tensor(margin, dtype=torch.float64)
+    last = (math.pi - margin).cos()
+    label_R1 = label_R[:, None]
+    cosine_RC = cosine_RC.float().clamp(-1 + CLIP, 1 - CLIP)
+    true_R1 = cosine_RC.gather(1, label_R1)
+    sine_R1 = (1 - true_R1.square()).sqrt()
+    moved_R1 = true_R1 * margin.cos() - sine_R1 * margin.sin()
+    beyond_R1 = true_R1 - margin * margin.sin()
+    moved_R1 = torch.where(true_R1 > last, moved_R1, beyond_R1)
+    moved_RC = cosine_RC.scatter(1, label_R1, moved_R1)
+    return scale * moved_RC
+
+
+def cosines(x_RD: Tensor, weight_CD: Tensor) -> Tensor:
+    x_RD = F.normalize(x_RD.float(), dim=-1)
+    weight_CD = F.normalize(weight_CD.float(), dim=-1)
+    return x_RD @ weight_CD.t()

@@ -47,14 +47,16 @@ class TaskConfig:
     margin_warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
     # initial ones of ArcFace; means: mean embeddings of each class
     class_vectors: Literal["random", "means"] = "random"
-    # your own file.py:Class(width, outputs), from pooled encodings to logits; "": a linear layer
+    # "": a linear layer of the mean over tokens; attention: of means weighted by learnt queries;
+    # or your own file.py:Class(width, outputs), from mean encodings to logits
     head: str = ""
 
     def __post_init__(self) -> None:
-        if self.head and (self.kind == "identity" or not OWN.fullmatch(self.head)):
+        known = self.head in ("", "attention") or OWN.fullmatch(self.head)
+        if not known or (self.head and self.kind == "identity"):
             raise ConfigError(
-                f"task.head={self.head!r}: name your own as file.py:Class; kind identity has no "
-                "other head"
+                f"task.head={self.head!r}: use attention, or name your own as file.py:Class; kind "
+                "identity has no other head"
             )
         assigned = [fold for folds in self.folds.values() for fold in folds]
         if twice := [fold for fold in assigned if assigned.count(fold) > 1]:
@@ -72,6 +74,7 @@ class Tuning(Section):
     """Encoder settings that differ from pre-training. Defaults: the authors' fine-tuning
     configs."""
 
+    frozen: bool = False  # only the head is trained
     feature_grad: float = 0.0  # 0: convolutions frozen; 1: trained like the rest
     dropout: float = 0.0  # as model.dropout
     attention_dropout: float = 0.0  # as model.attention_dropout
@@ -95,7 +98,9 @@ class FinetuneConfig(RunConfig):
 
     def tuned(self, model: ModelConfig) -> ModelConfig:
         """The pre-trained architecture with the settings of this fine-tuning."""
-        return replace(model, leads=len(self.augment.output_leads), **dict(self.encoder))
+        settings = dict(self.encoder)
+        del settings["frozen"]  # of the training, not of the architecture
+        return replace(model, leads=len(self.augment.output_leads), **settings)
 
     @property
     def length_matters(self) -> bool:
@@ -112,6 +117,10 @@ class FinetuneConfig(RunConfig):
             (
                 views != "halves",
                 f"pipeline.views={views!r}: fine-tuning uses both halves of a crop: use halves",
+            ),
+            (
+                self.encoder.frozen and self.task.kind == "identity",
+                "encoder.frozen=true: of identification only the encoder is exported: train it",
             ),
             (self.augment.threekg, "augment.threekg: is for pre-training only: remove it"),
         ]

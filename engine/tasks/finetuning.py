@@ -9,12 +9,25 @@ identification (ArcFace).
 
 Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_identification.py.
 `start` is a run or model folder; a pre-training YAML gives its architecture with random weights.
+
+Without a config file, the kind of the labels and a schedule that suits their number are chosen:
+
+    finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
+    finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})
+    finetuning("diagnosis", ["start=RUN", "data.datasets=[DATASET]", "run=DX"])
+
+What the model learns to output, from the labels of its task:
+
+    targets = make_targets(labels)            # ConfigError if the labels cannot be learnt
+    targets.y[dataset][row], targets.outputs
+    targets.values(scores_RK)                 # from the model's scale to that of the labels
 """
 
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +38,11 @@ import torch.nn.functional as F
 from pyarrow import parquet
 from torch import Tensor, nn
 
+from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.engine.common import ConfigError, describe_leads
-from omnilead.engine.config import Config, load
+from omnilead.engine.commandline import load, overridden, read_mapping, read_yaml
+from omnilead.engine.common import LABELS, VALID, ConfigError, describe_leads, find_config, merge
+from omnilead.engine.config import Config, build, check
 from omnilead.engine.data.augmenter import FS_HZ
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
@@ -40,18 +55,20 @@ from omnilead.engine.model.input import DEFAULT_INPUT, Input
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig
-from omnilead.engine.tasks.labels import SPLITS, TaskLabels, read_task
-from omnilead.engine.tasks.targets import make_targets, named
+from omnilead.engine.tasks.labels import SPLITS, TaskLabels, guess, read_task
 from omnilead.engine.training.checkpoint import newest
-from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.files import LABELS, VALID
-from omnilead.engine.training.task import (
-    Arguments,
-    TrainingTask,
-    best_metric,
+from omnilead.engine.training.distributed import Ranks, environment
+from omnilead.engine.training.export import (
+    ExportedTask,
     best_step_text,
+    describe_encoder,
     start_text,
 )
+from omnilead.engine.training.task import (
+    Arguments,
+    best_metric,
+)
+from omnilead.engine.training.train import open_datasets
 from omnilead.engine.training.validation import (
     dtype_of,
     eval_mode,
@@ -61,6 +78,79 @@ from omnilead.engine.training.validation import (
 )
 
 DIAGNOSED = 64  # crops
+BATCH, EPOCHS, STEPS, VALIDATE = 64, 40, 20_000, 500  # at most
+PATIENCE = 10  # validations
+LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at most LR
+
+
+@dataclass
+class Targets:
+    y: list[np.ndarray]  # by dataset; of regression standardised; of identity: classes
+    outputs: int
+    center_K: np.ndarray = field(default_factory=lambda: np.zeros(1))  # of regression
+    scale_K: np.ndarray = field(default_factory=lambda: np.ones(1))
+    balanced_2K: np.ndarray | None = None  # weights of negative and positive labels
+    remarks: list[str] = field(default_factory=list)
+
+    def standardised(self, y_NK: np.ndarray) -> np.ndarray:
+        return np.asarray((y_NK - self.center_K) / self.scale_K, np.float32)
+
+    def values(self, scores_RK: np.ndarray) -> np.ndarray:
+        return np.asarray(scores_RK * self.scale_K + self.center_K)
+
+
+def make_targets(labels: TaskLabels) -> Targets:
+    if labels.task.kind == "identity":
+        return _patient_targets(labels)
+    name = labels.name or "data.datasets"
+    y_NK = labels.of("train")
+    if unknown := named(labels, np.isnan(y_NK).all(0)):
+        raise ConfigError(
+            f"{name}: no crop of the training split has a known label in {unknown}: leave the "
+            "column out"
+        )
+    if labels.task.kind == "regression":
+        return _value_targets(labels, y_NK, name)
+    return _class_targets(labels, y_NK, name)
+
+
+def _patient_targets(labels: TaskLabels) -> Targets:
+    """Classes are the patients of the training split; those of other crops are arbitrary."""
+    trained = np.unique(labels.of("train"))
+    y = [np.clip(np.searchsorted(trained, ids), 0, len(trained) - 1) for ids in labels.y]
+    return Targets(y, len(trained), remarks=[f"{len(trained):,} identities"])
+
+
+def _value_targets(labels: TaskLabels, y_NK: np.ndarray, name: str) -> Targets:
+    center_K = np.asarray(np.nanmean(y_NK, 0, np.float64))
+    scale_K = np.asarray(np.nanstd(y_NK, 0, np.float64))
+    if equal := named(labels, scale_K == 0):
+        raise ConfigError(
+            f"{name}: all known values of {equal} in the training split are equal: nothing to learn"
+        )
+    targets = Targets([], len(labels.classes), center_K, scale_K)
+    targets.y = [targets.standardised(y) for y in labels.y]
+    return targets
+
+
+def _class_targets(labels: TaskLabels, y_NK: np.ndarray, name: str) -> Targets:
+    kind = labels.task.kind
+    there_K = (y_NK > 0).any(0)
+    positives_only = kind == "binary" and not (y_NK == 0).any()
+    if there_K.sum() < (2 if kind == "multiclass" else 1) or positives_only:
+        only = "positives of " * (kind == "binary") + named(labels, there_K)
+        has = f"only {only}" if there_K.any() else f"no positive of {named(labels, ~there_K)}"
+        raise ConfigError(f"{name}: the training split has {has}: nothing to tell apart")
+    targets = Targets(labels.y, len(labels.classes))
+    if not there_K.all():
+        targets.remarks = [f"no positive examples in training: {named(labels, ~there_K)}"]
+    if labels.task.class_weights == "balanced":
+        targets.balanced_2K = kinds.balanced(kind, y_NK)
+    return targets
+
+
+def named(labels: TaskLabels, these_K: Any) -> str:
+    return ", ".join(name for name, this in zip(labels.classes, these_K, strict=True) if this)
 
 
 class HeldOut(NamedTuple):
@@ -71,7 +161,7 @@ class HeldOut(NamedTuple):
     halves_N: np.ndarray  # how many halves each crop has: 1 or 2
 
 
-class FinetuneTask(TrainingTask):
+class FinetuneTask(ExportedTask):
     keys = (
         *("step", "crops_seen", "epoch", "loss", "accuracy", "lr", "grad_norm"),
         *("crops_per_s", "data_wait_pct", "mfu", "skipped_steps", "memory_gb"),
@@ -159,7 +249,8 @@ class FinetuneTask(TrainingTask):
     def explained(self) -> dict[str, Any]:
         augment = self.config.augment
         differs = []
-        if encoders.drops_out(self.encoder, self.architecture):
+        frozen = self.config.encoder.frozen  # in eval mode also in training
+        if encoders.drops_out(self.encoder, self.architecture) and not frozen:
             differs.append("dropout is off")
         if augment.rlm or augment.kinds:
             differs.append("no lead is masked and no noise added")
@@ -192,7 +283,9 @@ class FinetuneTask(TrainingTask):
             encoder.load_state_dict(self.weights)
         if isinstance(encoder, Encoder) and self.architecture.feature_grad == 0:
             encoder.conv.requires_grad_(False)
-        model = Classifier(encoder, self.config.task, self.targets.outputs, generator)
+        model = Classifier(
+            encoder, self.config.task, self.targets.outputs, generator, self.config.encoder.frozen
+        )
         means = self.kind == "identity" and self.config.task.class_vectors == "means"
         if means and newest(Path(self.config.run)) is None:
             self._begin_at_means(model.to(self.ranks.device))
@@ -213,13 +306,16 @@ class FinetuneTask(TrainingTask):
         def embed(x_RLT: Tensor) -> Tensor:
             return pool(encoder(x_RLT.float()))
 
-        c_RD = predict_on_ranks(self.config, self.ranks, crops, embed, self.input)
+        c_RD = predict_on_ranks(self.config, self.ranks, crops, embed, self._halves)
         exists_R = torch.tensor(exists)
         unit_RD = F.normalize(c_RD[exists_R], dim=-1)
         sum_CD = torch.zeros(model.head.weight.shape)
         sum_CD.index_add_(0, torch.tensor(classes)[exists_R], unit_RD - unit_RD.mean(0))
         model.head.weight.copy_(F.normalize(sum_CD, dim=-1))
         model.train()
+
+    def _halves(self, uv_BLT: Tensor) -> Tensor:
+        return self.input.halves(uv_BLT, np.full(len(uv_BLT), 2))
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         """x_BSLT, labels, which halves exist, weights of the labels, margin of ArcFace."""
@@ -284,7 +380,7 @@ class FinetuneTask(TrainingTask):
 
         some = self.held_out.crops[:crops]
         with eval_mode(engine):
-            out_RD = predict_on_ranks(self.config, self.ranks, some, forward, self.input)
+            out_RD = predict_on_ranks(self.config, self.ranks, some, forward, self._halves)
         return out_RD.view(-1, 2, out_RD.shape[1])
 
     @staticmethod
@@ -304,10 +400,12 @@ class FinetuneTask(TrainingTask):
         model = validated(ModelConfig, state["finetuning"]["architecture"], "model")
         head = encoders.portable(task.head) or "a linear layer"
         outputs = f"Mean over time, then {head}: {task.kind} (config.json, head)."
+        if task.head == "attention":
+            outputs = f"Tokens weighed by learnt queries, then a linear layer: {task.kind}."
         if task.kind == "identity":
             outputs = "Mean over time as a unit vector, compared by cosine."
         return f"ECG {task.name}, fine-tuned with omnilead", [
-            encoders.describe_encoder(model),
+            describe_encoder(model),
             f"Fine-tuned from {start_text(config.start)}, on leads "
             f"{describe_leads(config.augment.seen)}.",
             outputs,
@@ -416,3 +514,86 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
         )
     chosen: dict[str, Tensor] = select(start.weights, [had.index(lead) for lead in leads], len(had))
     return chosen
+
+
+def finetuning(
+    config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
+) -> FinetuneConfig:
+    """The settings of `config`, or without it, those of the task that task.name or task.labels
+    names. What is not set is chosen from the data: the kind of the labels, the batch size, the
+    length of the training."""
+    if config is not None:
+        return load(config, overrides, FinetuneConfig)
+    tree = overridden({}, overrides)
+    given = build(tree, FinetuneConfig).train.model_fields_set
+    tree = with_task(tree)
+    length_given = bool({"steps", "epochs"} & given)
+    length = {} if length_given else {"epochs": EPOCHS}
+    wanted = build(merge({"train": length}, tree), FinetuneConfig)
+    _, world, _ = environment()
+    check(wanted, world)
+    task = wanted.task
+    guessed = bool(task.labels) and "kind" not in tree["task"]
+    if guessed:
+        task = guess(task)
+    crops = len(read_task(task, open_datasets(wanted)).of("train"))
+    batch = max(1, min(BATCH, crops // 10) // world) * world
+    if "batch_crops" in given:
+        batch = wanted.train.batch_crops
+    chosen = choose_training(wanted, batch, max(1, crops // batch))
+    if length_given:
+        del chosen["steps"]
+    chosen |= saved_training(wanted, chosen)
+    settled = build(merge({"train": chosen, "task": {"kind": task.kind}}, tree), FinetuneConfig)
+    if os.environ.get("RANK", "0") == "0":
+        say(what_was_chosen(settled, crops, guessed))
+    return settled
+
+
+def choose_training(wanted: FinetuneConfig, batch: int, epoch: int) -> dict[str, Any]:
+    """Settings for a data set that is `epoch` batches long."""
+    model = read_start(wanted.start, wanted.code).model
+    return {
+        "batch_crops": batch,
+        "validate_every": min(epoch, VALIDATE),
+        "valid_batches": 1000,
+        "patience": PATIENCE,
+        "lr": LR if model.encoder else min(LR, LR_WIDTH / model.width),
+        "schedule": "warmup_cosine",
+        "precision": "auto",
+        "steps": min(EPOCHS * epoch, STEPS),
+    }
+
+
+def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run to be resumed, perhaps on another number of ranks, had chosen."""
+    before = Path(wanted.run, "config.yaml")
+    saved = read_mapping(before) if before.is_file() else {}
+    if (saved.get("task") or {}).get("name") != wanted.task.name:
+        return {}
+    train = saved.get("train") or {}
+    return {name: train[name] for name in chosen if name in train}
+
+
+def with_task(tree: dict[str, Any]) -> dict[str, Any]:
+    """The settings with those of the task that task.name or task.labels names."""
+    task = tree.get("task", {})
+    if name := task.pop("name", None):
+        return merge(read_yaml(find_config(name, "tasks", "--task"), "tasks"), tree)
+    if labels := task.get("labels"):
+        task["name"] = Path(labels).stem
+        return tree
+    raise ConfigError(
+        "no task is given: use --labels my.csv, --task NAME (age, sex, ...) or --config diagnosis"
+    )
+
+
+def what_was_chosen(config: FinetuneConfig, crops: int, guessed: bool) -> str:
+    t, task = config.train, config.task
+    kind = f"{task.kind} (--kind if it is not)" if guessed else task.kind
+    length = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} epochs"
+    return (
+        f"{task.name}: {kind}. {crops:,} training crops: at most {length} of {t.batch_crops} "
+        f"crops, lr {t.lr:.2g}; stops early after {t.patience} validations (one every "
+        f"{t.validate_every} steps) without improvement"
+    )

@@ -18,11 +18,16 @@ def cell_losses(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor
     """The loss of each label, and which are known: [R, K], for multiclass [R, 1]. A regression's
     labels are standardised: beyond one deviation its loss grows linearly (smooth L1), so that a
     few wrong labels do not dominate."""
-    known_RK, y_RK = ~y_RK.isnan(), y_RK.nan_to_num()
+    known_RK = ~y_RK.isnan()
+    y_RK = y_RK.nan_to_num()
     if kind == "multiclass":
-        return F.cross_entropy(logits_RK, y_RK, reduction="none")[:, None], known_RK[:, :1]
-    each = F.smooth_l1_loss if kind == "regression" else F.binary_cross_entropy_with_logits
-    return each(logits_RK, y_RK, reduction="none"), known_RK
+        loss_R = F.cross_entropy(logits_RK, y_RK, reduction="none")
+        return loss_R[:, None], known_RK[:, :1]
+    if kind == "regression":
+        loss_RK = F.smooth_l1_loss(logits_RK, y_RK, reduction="none")
+    else:
+        loss_RK = F.binary_cross_entropy_with_logits(logits_RK, y_RK, reduction="none")
+    return loss_RK, known_RK
 
 
 def loss(
@@ -35,15 +40,19 @@ def loss(
     if weights_RK is not None:
         loss_RK = loss_RK * weights_RK
     sum_R = (loss_RK * known_RK).sum(1)
-    return sum_R / loss_RK.shape[1], known_RK.float().mean(1)
+    loss_R = sum_R / loss_RK.shape[1]
+    share_R = known_RK.float().mean(1)
+    return loss_R, share_R
 
 
 def right(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
     """Whether all known labels of a sample are predicted."""
     if kind == "multiclass":
         return logits_RK.argmax(1) == y_RK.argmax(1)
-    same_RK = (logits_RK > 0) == (y_RK > 0)
-    return (same_RK | y_RK.isnan()).all(1)
+    predicted_RK = logits_RK > 0
+    positive_RK = y_RK > 0
+    right_RK = (predicted_RK == positive_RK) | y_RK.isnan()
+    return right_RK.all(1)
 
 
 def scores(kind: TaskKind, logits_RK: Tensor) -> Tensor:
@@ -56,11 +65,14 @@ def scores(kind: TaskKind, logits_RK: Tensor) -> Tensor:
 
 def balanced(kind: TaskKind, y_NK: np.ndarray) -> np.ndarray:
     """[2, K]: weights of negative and positive labels, inverse to their frequency, 1 on average."""
-    known_K = np.maximum((~np.isnan(y_NK)).sum(0), 1)
+    known_K = (~np.isnan(y_NK)).sum(0)
+    known_K = np.maximum(known_K, 1)
     negative_K = (y_NK == 0).sum(0)
     positive_K = (y_NK > 0).sum(0)
     counts_2K = np.maximum([negative_K, positive_K], 1)
-    groups = y_NK.shape[1] if kind == "multiclass" else 2
+    groups = 2
+    if kind == "multiclass":
+        groups = y_NK.shape[1]
     return np.asarray(known_K / groups / counts_2K, np.float32)
 
 
@@ -70,24 +82,31 @@ def weights(kind: TaskKind, y_NK: np.ndarray, balanced_2K: np.ndarray) -> np.nda
     if kind == "multiclass":
         of_class_N1 = np.nansum(y_NK * positive_K, axis=1, keepdims=True)
         return np.asarray(of_class_N1, np.float32)
-    return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
+    of_label_NK = np.where(y_NK > 0, positive_K, negative_K)
+    return np.asarray(of_label_NK)
 
 
 def thresholds(y_NK: np.ndarray, scores_NK: np.ndarray) -> list[float]:
     """For each class, the threshold with the highest F1; 0.5 if it has no positives."""
-    columns = zip(y_NK.T, scores_NK.T, strict=True)
-    return [_threshold(y_N, score_N) for y_N, score_N in columns]
+    found = []
+    for y_N, score_N in zip(y_NK.T, scores_NK.T, strict=True):
+        found.append(_threshold(y_N, score_N))
+    return found
 
 
 def _threshold(y_N: np.ndarray, score_N: np.ndarray) -> float:
-    known = np.flatnonzero(~np.isnan(y_N))
-    order = known[np.argsort(-score_N[known], kind="stable")]
-    true = np.cumsum(y_N[order] > 0)  # positives among the 1, 2, ... highest scores
-    if not true[-1:].any():
+    known = ~np.isnan(y_N)
+    y, score = y_N[known], score_N[known]
+    order = np.argsort(-score, kind="stable")
+    positive = y[order] > 0
+    if not positive.any():
         return 0.5
-    score = np.append(score_N[order], 0.0)
-    predicted = np.arange(1, len(order) + 1)
+    score = np.append(score[order], 0.0)
+    above, below = score[:-1], score[1:]  # a threshold lies between them
+    true = np.cumsum(positive)  # positives among the 1, 2, ... highest scores
+    predicted = np.arange(1, len(true) + 1)
     f1 = 2 * true / (predicted + true[-1])
-    f1[score[1:] == score[:-1]] = -1  # no threshold lies between equal scores
+    f1[above == below] = -1
     best = int(f1.argmax())
-    return float((score[best] + score[best + 1]) / 2)
+    middle = (above[best] + below[best]) / 2
+    return float(middle)

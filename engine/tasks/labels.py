@@ -26,10 +26,12 @@ import pyarrow.compute as pc
 from pyarrow import csv as pa_csv
 from pyarrow import parquet
 
-from omnilead.data_tools.dataset import CLASSES, QUOTED, Dataset, unquoted
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.spreadsheet import QUOTED, unquoted
 from omnilead.engine.common import ConfigError, missing_package
-from omnilead.engine.data.leakage import OWNER, find_leak, owners, patient_ids, uniforms
+from omnilead.engine.data.patients import OWNER, owners, patient_ids, uniforms
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
+from omnilead.engine.tasks.leakage import find_leak
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
 SPLIT_OF = {

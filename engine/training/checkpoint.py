@@ -110,7 +110,7 @@ def save(
     except (OSError, RuntimeError) as error:
         if lost_a_rank(error):
             raise
-        good = _named(root, LATEST)
+        good = named(root, LATEST)
         last = f"the last good checkpoint is {good.name}" if good else "there is no checkpoint yet"
         raise WriteError(
             f"{path}: {str(error).splitlines()[0]}: free disk space and start again; {last}"
@@ -164,7 +164,7 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
     """Keeps the last `keep` up to `newest`, the best, and any of later steps, which this run has
     not reached."""
     for path in [path for path in _complete(root) if step_of(path) <= step_of(newest)][keep:]:
-        if path != _named(root, BEST):
+        if path != named(root, BEST):
             (path / MANIFEST).unlink()  # without it the folder is no checkpoint
             shutil.rmtree(path)
 
@@ -185,7 +185,7 @@ def step_of(path: Path) -> int:
     return int(number) if number.isascii() and number.isdigit() and len(number) < 19 else -1
 
 
-def _named(root: Path, pointer: str) -> Path | None:
+def named(root: Path, pointer: str) -> Path | None:
     """The checkpoint that `latest` or `best` names."""
     try:
         path = root / (root / pointer).read_text().strip()
@@ -230,7 +230,7 @@ def newest(run: Path, warn: Any = None) -> Path | None:
     """The checkpoint that `latest` names, else the newest complete one; `warn` is called with what
     was skipped and why."""
     root = run / "checkpoints"
-    latest, complete = _named(root, LATEST), _complete(root)
+    latest, complete = named(root, LATEST), _complete(root)
     if latest is None and not complete and not (root / LATEST).exists():
         return None
     skipped = [] if latest else [f"{root / LATEST}: does not name a checkpoint"]
@@ -245,12 +245,6 @@ def newest(run: Path, warn: Any = None) -> Path | None:
             return path
         skipped.append(why)
     raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: {RESTORE}")
-
-
-def best(run: Path) -> Path | None:
-    """The best by validation; without validation the newest."""
-    path = _named(run / "checkpoints", BEST)
-    return path if path and fault(path) is None else newest(run)
 
 
 class _State(BaseModel):
@@ -330,9 +324,9 @@ def to_universal(path: Path) -> None:
     arguments = Namespace(
         input_folder=str(path), output_folder=str(temporary), inject_missing_state=True, **options
     )
-    with _reading(path):
+    with reading(path):
         try:
-            with _silence():
+            with silence():
                 ds_to_universal.main(arguments)
         except (OSError, RuntimeError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -349,7 +343,7 @@ def load(engine: Any, path: Path, universal: bool) -> None:
     """Called by all ranks."""
     source = path / UNIVERSAL if universal else path
     try:
-        with _reading(source):
+        with reading(source):
             loaded, _ = engine.load_checkpoint(str(source.parent), tag=source.name)
     finally:
         # otherwise DeepSpeed writes the next checkpoint in that format
@@ -358,30 +352,8 @@ def load(engine: Any, path: Path, universal: bool) -> None:
         raise CheckpointError(f"{source}: DeepSpeed cannot read it: {RESTORE}")
 
 
-def full_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All weights in float32, by the model's own names. Frozen weights have the precision of
-    training."""
-    stage = read_state(path)["zero_stage"]
-    weights: dict[str, torch.Tensor] = {}
-    with _reading(path), _silence():
-        if stage < 2:  # stages 2 and 3 keep the frozen weights in the optimizer's files
-            weights = torch.load(
-                path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True
-            )["module"]
-        if stage > 0:
-            from deepspeed.utils import zero_to_fp32  # type: ignore[import-untyped]
-
-            weights |= zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
-                str(path.parent), tag=path.name
-            )
-        floats = {
-            name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()
-        }
-        return {name: tensor.contiguous().clone() for name, tensor in (weights | floats).items()}
-
-
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Runs no code in a checkpoint, and turns whatever DeepSpeed cannot read into a one-line
     CheckpointError."""
     try:
@@ -416,7 +388,7 @@ def weights_only() -> Iterator[None]:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     with (
         open(os.devnull, "w", errors="replace") as nowhere,
         redirect_stdout(nowhere),

@@ -1,6 +1,7 @@
 """Continues pre-training from the weights of another model: `start` is a run, a model folder or a
 converted model.
 
+    train(config, ContinuedTask)              # engine.training.train; without `start`, from random weights
     started = read_weights(config)            # ConfigError if the architectures differ
     print(started.into(model))                # what was loaded, and what starts afresh
 
@@ -17,8 +18,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from omnilead.engine.common import ConfigError, describe_leads, flatten, overridden, read_mapping
-from omnilead.engine.config import Config, build, load
+from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.commandline import load, overridden, read_mapping
+from omnilead.engine.common import ConfigError, describe_leads, flatten
+from omnilead.engine.config import Config, build
 from omnilead.engine.data.augmenter import FS_HZ
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import portable
@@ -32,8 +35,19 @@ from omnilead.engine.model.folder import (
     model_folder,
 )
 from omnilead.engine.model.input import Input
+from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.export import (
+    ExportedTask,
+    best_step_text,
+    describe_encoder,
+    start_text,
+)
+from omnilead.engine.training.pretraining import PretrainTask
 
 QUICKSTART = "quickstart"  # the config if none is given
+# What embeddings of the model keep of an ECG (engine.inference.readout). Of those tried, it diagnosed
+# 1,662 real ECGs best from 12 leads, docs/readouts.md
+READOUT = "mean+std+rhythm"
 SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on
 AUTHORS = (  # and those of the authors'
     *("conv", "conv_norm", "width", "layers", "heads", "ffn"),
@@ -88,6 +102,54 @@ class StartingWeights:
         return said
 
 
+class ContinuedTask(PretrainTask, ExportedTask):
+    """Pre-training from the weights of `start`, if it is set, up to an exported model."""
+
+    exports_best = False
+
+    def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
+        super().__init__(config, datasets, ranks)
+        self.start = read_weights(config) if config.start else None
+
+    def load_start(self, model: nn.Module) -> None:
+        assert self.start is not None
+        self.remarks = [*self.remarks, self.start.into(model)]
+
+    def facts(self) -> dict[str, Any]:
+        facts = super().facts()
+        if self.start:
+            facts |= self.start.facts
+        return facts
+
+    @staticmethod
+    def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
+        model = asdict(config.model) | {"encoder": portable(config.model.encoder)}
+        document: dict[str, Any] = {
+            "model": model,
+            "objective": asdict(config.objective),
+            "readout": READOUT,
+        }
+        if "continued" in state:
+            document["continued"] = state["continued"]
+        return document
+
+    @staticmethod
+    def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
+        objective = config.objective
+        names = ["contrast"]
+        if objective.local:
+            names = ["local", "diversity", "features", "contrast"]
+        terms = [f"{getattr(objective, n)} x {n}" for n in names if getattr(objective, n)]
+        global_objective = objective.method if objective.contrast else "none"
+        lines = [describe_encoder(config.model)]
+        if config.start:
+            lines.append(f"Continued from the weights of {start_text(config.start)}.")
+        lines.append(f"Loss: {', '.join(terms)}; global objective {global_objective}.")
+        best = best_step_text(state.get("best") or {})
+        lines.append(f"Weights of step {state['step']:,}, the newest. {best}")
+        return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines
+
+
 def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
@@ -95,7 +157,7 @@ def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def read_config(
     config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """Like engine.config.load. Without a config, the settings are those of the run `start`. If
+    """Like engine.commandline.load. Without a config, the settings are those of the run `start`. If
     `start` is a model folder or a fine-tuned run, they are its model and objective. Without
     `start`, they are the quick start's."""
     given = overridden({}, overrides)

@@ -1,20 +1,54 @@
-"""Exports a run: RUN/model from a checkpoint."""
+"""Exports a run: RUN/model from a checkpoint, and what its model card says."""
 
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from omnilead.engine.common import describe_leads
+from omnilead.engine.common import describe_leads, plugin
 from omnilead.engine.config import RunConfig
 from omnilead.engine.model import folder
-from omnilead.engine.model.encoders import CODE
+from omnilead.engine.model.config import ENCODERS, ModelConfig
+from omnilead.engine.model.encoders import CODE, file_of, portable
 from omnilead.engine.model.input import DEFAULT_INPUT, SCALES
 from omnilead.engine.training import checkpoint, distributed
 from omnilead.engine.training.checkpoint import CheckpointError, WriteError, warn
-from omnilead.engine.training.resuming import saved_config
 from omnilead.engine.training.task import TrainingTask
+from omnilead.engine.training.train import saved_config
+
+METRIC_NAMES = {
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+    "challenge": "CinC 2021 score",
+    "f_measure": "F-measure",
+    "mae": "mean absolute error",
+    "r2": "R2",
+    "identification_accuracy": "share of patients recognised",
+}
+
+
+class ExportedTask(TrainingTask):
+    exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
+
+    @staticmethod
+    @abstractmethod
+    def described(config: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """The exported model's config.json; `state`: the checkpoint's, with `facts`."""
+
+    @staticmethod
+    @abstractmethod
+    def card(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
+        """Title and lines of the model card."""
+
+    @staticmethod
+    def exports(config: Any, name: str) -> bool:
+        """Whether the weights of this name are exported."""
+        return True
 
 
 class Export(NamedTuple):
@@ -23,20 +57,48 @@ class Export(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def read_export(run: Path, kind: type[RunConfig], task: type[TrainingTask]) -> Export:
+def read_export(run: Path, kind: type[RunConfig], task: type[ExportedTask]) -> Export:
     """What RUN/model will hold, from the best or the newest checkpoint."""
-    path = checkpoint.best(run) if task.exports_best else checkpoint.newest(run, warn)
+    path = best(run) if task.exports_best else checkpoint.newest(run, warn)
     if path is None:
         raise CheckpointError(f"{run}: has no checkpoint: train it first")
     state = checkpoint.read_state(path)
     config: Any = saved_config(path, state, kind)
     with distributed.process_restored():  # reading may import DeepSpeed
-        every = checkpoint.full_weights(path)
+        every = full_weights(path)
     weights = {name: tensor for name, tensor in every.items() if task.exports(config, name)}
     return Export(config, state, weights)
 
 
-def write_export(run: Path, export: Export, task: type[TrainingTask], card: str) -> Path:
+def best(run: Path) -> Path | None:
+    """The best by validation; without validation the newest."""
+    path = checkpoint.named(run / "checkpoints", checkpoint.BEST)
+    return path if path and checkpoint.fault(path) is None else checkpoint.newest(run)
+
+
+def full_weights(path: Path) -> dict[str, Tensor]:
+    """All weights in float32, by the model's own names. Frozen weights have the precision of
+    training."""
+    stage = checkpoint.read_state(path)["zero_stage"]
+    weights: dict[str, Tensor] = {}
+    with checkpoint.reading(path), checkpoint.silence():
+        if stage < 2:  # stages 2 and 3 keep the frozen weights in the optimizer's files
+            weights = torch.load(
+                path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=True
+            )["module"]
+        if stage > 0:
+            from deepspeed.utils import zero_to_fp32  # type: ignore[import-untyped]
+
+            weights |= zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+                str(path.parent), tag=path.name
+            )
+        floats = {
+            name: tensor.float() for name, tensor in weights.items() if tensor.is_floating_point()
+        }
+        return {name: tensor.contiguous().clone() for name, tensor in (weights | floats).items()}
+
+
+def write_export(run: Path, export: Export, task: type[ExportedTask], card: str) -> Path:
     """Writes RUN/model atomically: weights in safetensors, the input specification, the card."""
     config, state, weights = export
     document = task.described(config, state) | {"trained": _history(config, state)}
@@ -79,3 +141,36 @@ def read_code(file: Path) -> bytes:
             f"{checkpoint.RESTORE}"
         )
     return file.read_bytes()
+
+
+def start_text(start: str) -> str:
+    """For the model card, which may be shared: names no folder of this machine."""
+    return start if "://" in start else Path(start).name
+
+
+def best_step_text(best: Mapping[str, float]) -> str:
+    """For the model card."""
+    name = next((name for name in best if name != "step"), None)
+    if name is None:
+        return "There was no validation."
+    return (
+        f"Best {METRIC_NAMES.get(name, name)} in validation: {best[name]:.4f}, at step "
+        f"{best['step']:,}."
+    )
+
+
+def describe_encoder(config: ModelConfig) -> str:
+    """One line for the model card."""
+    if not config.encoder:
+        size = (
+            f"{len(config.conv)} convolutions, {config.layers} transformer layers of width "
+            f"{config.width}"
+        )
+        return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
+    about = (
+        "with its code in this folder"
+        if file_of(config.encoder)
+        else inspect.getdoc(plugin(ENCODERS[config.encoder]))
+    )
+    options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
+    return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."

@@ -1,29 +1,25 @@
-"""Metrics of a run: progress lines, RUN's files, and TensorBoard, Weights & Biases or MLflow
-(train.track).
+"""Metrics of a run: progress lines, RUN's files, and curves for tracking services.
 
-    require_installed(config)                 # before any work
-    logger = RunLogger(run, config, keys, facts, resumed_step, total)      # on rank 0 only
+    logger = RunLogger(run, config, keys, facts, resumed_step, total, open_services)      # on rank 0 only
     logger.log({"step": 10, "loss": 4.2, ...})
     logger.close()
 
 MFU: the floating-point operations that the model needs by formula
 (engine.model.config.flops_per_crop, forward and backward), divided by the peak of the devices:
-train.peak_tflops, or a matrix product timed at the start, which is below the data sheet. Project
-and account are set by the services' own environment variables: WANDB_PROJECT, MLFLOW_TRACKING_URI,
-MLFLOW_EXPERIMENT_NAME. A resumed run keeps its id there (RUN/boards.json). If a service fails, it
-is dropped and training continues. Lines of steps that a resumed run repeats move to
-metrics.cut.jsonl and validation.cut.jsonl.
+train.peak_tflops, or a matrix product timed at the start, which is below the data sheet. If a
+service fails, it is dropped and training continues. Lines of steps that a resumed run repeats move
+to metrics.cut.jsonl and validation.cut.jsonl.
 """
 
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import math
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,22 +27,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import yaml  # type: ignore[import-untyped]
 from tqdm.auto import tqdm
 
 from omnilead.data_tools.cli import in_notebook, say
-from omnilead.engine.common import ConfigError, flatten, write_whole
+from omnilead.engine.common import METRICS, VALID, VALIDATION, write_whole
 from omnilead.engine.config import RunConfig, TrainConfig
-from omnilead.engine.training.files import METRICS, VALID, VALIDATION
 
-SERVICE_IDS = "boards.json"
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
-# MLflow's limits: parameters per call, characters per value
-MLFLOW_PARAMS, MLFLOW_LETTERS = (
-    100,
-    500,
-)
 PACKAGES = (
     "torch",
     "deepspeed",
@@ -94,115 +84,33 @@ class Service(NamedTuple):
     close: Callable[[], None]
 
 
-def open_tensorboard(run: Path, config: RunConfig, step: int, run_id: str | None) -> Service:
-    tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
-    writer = tensorboard.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else 0)
-    hook = threading.excepthook
-
-    def ignore_writer(failed: threading.ExceptHookArgs) -> None:
-        """Prints no traceback of TensorBoard's thread: the next call raises its error."""
-        if not type(failed.thread).__module__.startswith("tensorboard."):
-            hook(failed)
-
-    def log(values: dict[str, float], step: int) -> None:
-        for key, value in values.items():
-            writer.add_scalar(key, value, step)
-
-    def close() -> None:
-        try:
-            writer.close()
-        finally:
-            threading.excepthook = hook
-
-    threading.excepthook = ignore_writer
-    return Service(None, log, close)
-
-
-def open_wandb(run: Path, config: RunConfig, step: int, run_id: str | None) -> Service:
-    wandb: Any = importlib.import_module("wandb")
-    project = os.environ.get("WANDB_PROJECT", "omnilead")
-    name = run.resolve().name
-    opened = wandb.init(
-        project=project, dir=str(run), id=run_id, resume="allow", name=name, config=config.tree()
-    )
-    return Service(
-        str(opened.id), lambda values, step: opened.log(values, step=step), opened.finish
-    )
-
-
-def open_mlflow(run: Path, config: RunConfig, step: int, run_id: str | None) -> Service:
-    mlflow: Any = importlib.import_module("mlflow")
-    opened = mlflow.start_run(run_id=run_id, run_name=run.resolve().name)
-    settings = (
-        [(key, str(value)[:MLFLOW_LETTERS]) for key, value in flatten(config.tree()).items()]
-        if run_id is None
-        else []
-    )
-    for at in range(0, len(settings), MLFLOW_PARAMS):
-        mlflow.log_params(dict(settings[at : at + MLFLOW_PARAMS]))
-    return Service(
-        str(opened.info.run_id),
-        lambda values, step: mlflow.log_metrics(values, step=step),
-        mlflow.end_run,
-    )
-
-
-SERVICES = {"tensorboard": open_tensorboard, "wandb": open_wandb, "mlflow": open_mlflow}
-
-
-def is_installed(name: str) -> bool:
-    return name in sys.modules or importlib.util.find_spec(name) is not None
-
-
-def require_installed(config: RunConfig) -> None:
-    for name in config.train.track:
-        # TensorBoard is on by default, so it may be missing
-        if name != "tensorboard" and not is_installed(name):
-            raise ConfigError(
-                f"train.track={list(config.train.track)}: {name} is not installed: pip install "
-                "'omnilead[track]'"
-            )
+# The services of train.track, for a run from this step on: engine.training.tracking
+OpenServices = Callable[[Path, RunConfig, int], dict[str, Service]]
 
 
 class RunLogger:
     def __init__(
-        self, run: Path, config: RunConfig, keys: tuple[str, ...], facts: Row, step: int, total: int
+        self,
+        run: Path,
+        config: RunConfig,
+        keys: tuple[str, ...],
+        facts: Row,
+        step: int,
+        total: int,
+        open_services: OpenServices,
     ) -> None:
-        self.keys, self.total, self.first_step, self.started_s = (
-            keys,
-            total,
-            step,
-            time.perf_counter(),
-        )
+        self.keys, self.total, self.first_step = keys, total, step
+        self.started_s = time.perf_counter()
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
         write_whole(run / "run.json", json.dumps(facts | environment(), indent=1) + "\n")
-        self.services = self._open_services(run, config, step)
+        self.services = open_services(run, config, step)
         for name in (METRICS, VALIDATION):
             move_repeated_lines(run / name, step)
         self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
         self.bar = (
             tqdm(total=total, initial=step, unit=" steps", desc=run.name) if in_notebook() else None
         )
-
-    def _open_services(self, run: Path, config: RunConfig, step: int) -> dict[str, Service]:
-        path = run / SERVICE_IDS
-        services: dict[str, Service] = {}
-        ids: dict[str, str] = json.loads(path.read_text()) if step and path.is_file() else {}
-        for name in config.train.track:
-            if not is_installed(name):
-                say(f"{name} is not installed: no curves are logged there")
-                continue
-            try:
-                services[name] = SERVICES[name](run, config, step, ids.get(name))
-            except Exception as error:  # no account, no network
-                raise ConfigError(
-                    f"train.track: {name} failed to start: {' '.join(str(error).split())[:250]}"
-                ) from None
-        ids |= {name: service.id for name, service in services.items() if service.id}
-        if ids:
-            write_whole(path, json.dumps(ids) + "\n")
-        return services
 
     def log(self, row: Row) -> None:
         line = {key: row.get(key) for key in self.keys}
@@ -261,6 +169,13 @@ class RunLogger:
                     f"{' '.join(str(error).split())[:200]}"
                 )
                 del self.services[name]
+
+
+def write_diagnostics(path: Path, **arrays: np.ndarray) -> None:
+    """The arrays are those of engine.report.run_report.DIAGNOSTIC_AXES."""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+    write_whole(path, buffer.getvalue())
 
 
 def _is_finite(value: Any) -> bool:

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from omnilead.data_tools.cli import UserError, say
 from omnilead.data_tools.dataset import DataError, Dataset
+from omnilead.engine.common import DIAGNOSTICS
 from omnilead.engine.config import RunConfig, micro_batch, zero_stage
 from omnilead.engine.data.counter import bits
-from omnilead.engine.data.leakage import split_of
 from omnilead.engine.data.loader import Batch, Loader, State
 from omnilead.engine.data.order import Places
-from omnilead.engine.objectives.contrastive import sum_over_ranks
+from omnilead.engine.data.patients import split_of
+from omnilead.engine.model.objectives import sum_over_ranks
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import AnyRank, Ranks
-from omnilead.engine.training.files import DIAGNOSTICS, write_diagnostics
-from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops
+from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops, write_diagnostics
 from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
 from omnilead.engine.training.task import TrainingTask, some_crops
 
@@ -85,7 +85,7 @@ class Loop:
 
     def train(self, tracer: Any = None) -> bool:
         """True when all steps are done; False if the run was asked to stop. `tracer`: see
-        engine.training.profiler."""
+        engine.training.tracking.Profile.traced."""
         any_rank = AnyRank(self.ranks)
         self.engine.train()
         batches, batch = iter(self.loader), None

@@ -1,8 +1,10 @@
-"""The pre-training task: model, arguments, validation, collapse warning, export."""
+"""The pre-training task: model, arguments, validation, collapse warning.
+
+engine.training.continuing has what comes before and after: starting weights, and the export.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -10,31 +12,25 @@ import torch
 from torch import nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ConfigError
+from omnilead.engine.common import VALID, ConfigError
 from omnilead.engine.config import Config, candidates, micro_batch
-from omnilead.engine.data.leakage import patient_ids
 from omnilead.engine.data.loader import Batch
+from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.model.config import masked_share
 from omnilead.engine.model.encoders import (
     code_of,
-    describe_encoder,
     drops_out,
     encoder_flops,
-    portable,
     prepared,
 )
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
-from omnilead.engine.training.continuing import read_weights
 from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.files import VALID
 from omnilead.engine.training.task import (
     Arguments,
     TrainingTask,
     best_metric,
-    best_step_text,
     some_crops,
-    start_text,
 )
 from omnilead.engine.training.validation import (
     Capture,
@@ -57,7 +53,6 @@ class PretrainTask(TrainingTask):
         *("mfu", "code_perplexity", "prob_perplexity", "gumbel_tau", "masked_share"),
         *("accuracy_local", "accuracy_global", "skipped_steps", "memory_gb"),
     )
-    exports_best = False
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         super().__init__(config, datasets, ranks)
@@ -67,7 +62,6 @@ class PretrainTask(TrainingTask):
         self.code = code_of(plugged, config.run)
         dtype = dtype_of(config)
         self.encoder, self.tokens = prepared(config.model, local, dtype, config.train.seed)
-        self.start = read_weights(config) if config.start else None
         self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         self.roles = training_roles(config)
         self.patients = patient_ids(datasets) if config.objective.needs_ids else None
@@ -99,9 +93,12 @@ class PretrainTask(TrainingTask):
 
     def model(self, generator: torch.Generator) -> nn.Module:
         model = Pretrainer(self.config.model, self.config.objective, self.encoder, generator)
-        if self.start:
-            self.remarks = [*self.remarks, self.start.into(model)]
+        if self.config.start:
+            self.load_start(model)
         return model
+
+    def load_start(self, model: nn.Module) -> None:
+        raise NotImplementedError("engine.training.continuing reads the weights to start from")
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         tau = torch.tensor(temperature(self.config.model, step)).to(
@@ -120,8 +117,6 @@ class PretrainTask(TrainingTask):
         facts = super().facts()
         if self.config.objective.contrast > 0:
             facts["train.micro_batch x ranks"] = candidates(self.config, self.ranks.world)
-        if self.start:
-            facts |= self.start.facts
         return facts
 
     def explained(self) -> dict[str, Any]:
@@ -190,27 +185,3 @@ class PretrainTask(TrainingTask):
         with eval_mode(engine), Capture(engine.module) as captured, torch.no_grad():
             engine(*part)
         return super().diagnostics(engine, batch) | captured.similarities(batch.x_BSLT.shape[1])
-
-    @staticmethod
-    def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
-        model = asdict(config.model) | {"encoder": portable(config.model.encoder)}
-        document = {"model": model, "objective": asdict(config.objective)}
-        if "continued" in state:
-            document["continued"] = state["continued"]
-        return document
-
-    @staticmethod
-    def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
-        objective = config.objective
-        names = ["contrast"]
-        if objective.local:
-            names = ["local", "diversity", "features", "contrast"]
-        terms = [f"{getattr(objective, n)} x {n}" for n in names if getattr(objective, n)]
-        global_objective = objective.method if objective.contrast else "none"
-        lines = [describe_encoder(config.model)]
-        if config.start:
-            lines.append(f"Continued from the weights of {start_text(config.start)}.")
-        lines.append(f"Loss: {', '.join(terms)}; global objective {global_objective}.")
-        best = best_step_text(state.get("best") or {})
-        lines.append(f"Weights of step {state['step']:,}, the newest. {best}")
-        return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines

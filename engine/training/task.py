@@ -1,14 +1,12 @@
-"""A task: what is trained, how it is validated and what is exported. The training loop knows
-nothing else about it.
+"""A task: what is trained, and how it is validated. The training loop knows nothing else about it.
 
 class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in engine.tasks.finetuning
-train(config, PretrainTask)               # engine.training.train
+train(config, PretrainTask, open_services)            # engine.training.train
 """
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,23 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ConfigError
+from omnilead.engine.common import LOWER_IS_BETTER, ConfigError
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.files import LOWER_IS_BETTER
 
 SAMPLES = 4  # crops shown in the report
-METRIC_NAMES = {
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-    "challenge": "CinC 2021 score",
-    "f_measure": "F-measure",
-    "mae": "mean absolute error",
-    "r2": "R2",
-    "identification_accuracy": "share of patients recognised",
-}
-
-
 # Tensors with one row per crop, scalars, and None for what is not given
 Arguments = tuple[Tensor | None, ...]
 
@@ -44,7 +30,6 @@ def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
 
 class TrainingTask(ABC):
     keys: ClassVar[tuple[str, ...]]  # of each line in metrics.jsonl
-    exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
     # The validation metric that chooses the best step; 1: higher is better, -1: lower
     best: tuple[str, int]
     # Of the crops to train on, as arguments of engine.data.order.DatasetRows.of
@@ -98,21 +83,6 @@ class TrainingTask(ABC):
         """A warning about the logged values, if there is one."""
         return None
 
-    @staticmethod
-    @abstractmethod
-    def described(config: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The exported model's config.json; `state`: the checkpoint's, with `facts`."""
-
-    @staticmethod
-    @abstractmethod
-    def card(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
-        """Title and lines of the model card."""
-
-    @staticmethod
-    def exports(config: Any, name: str) -> bool:
-        """Whether the weights of this name are exported."""
-        return True
-
 
 def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
     """`TrainingTask.best` from train.best; by default the first of the task's validation
@@ -123,19 +93,3 @@ def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
             f"train.best={name}: this task does not measure it: use {', '.join(metrics)}"
         )
     return name, -1 if name in LOWER_IS_BETTER else 1
-
-
-def start_text(start: str) -> str:
-    """For the model card, which may be shared: names no folder of this machine."""
-    return start if "://" in start else Path(start).name
-
-
-def best_step_text(best: Mapping[str, float]) -> str:
-    """For the model card."""
-    name = next((name for name in best if name != "step"), None)
-    if name is None:
-        return "There was no validation."
-    return (
-        f"Best {METRIC_NAMES.get(name, name)} in validation: {best[name]:.4f}, at step "
-        f"{best['step']:,}."
-    )

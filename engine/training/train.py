@@ -1,15 +1,16 @@
 """A training run, from its settings to its last checkpoint.
 
-    train(load("small"), PretrainTask)               # raises; may be called several times in one process
+    train(config, PretrainTask, open_services)       # raises; may be called several times in one process
 
-A RUN with a checkpoint is resumed if data and settings have not changed
-(engine.training.resuming). engine.run writes model and report afterwards.
+A RUN with a checkpoint is resumed if data and settings have not changed since it was written.
+engine.run writes model and report afterwards.
 """
 
 import gc
 import math
 import warnings
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,17 @@ import torch
 
 from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import META, Dataset
-from omnilead.engine.common import ConfigError, write_whole
-from omnilead.engine.config import RunConfig, check, deepspeed_json, zero_stage
+from omnilead.engine.common import ConfigError, flatten, write_whole
+from omnilead.engine.config import RunConfig, build, check, deepspeed_json, zero_stage
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import CODE
 from omnilead.engine.training import checkpoint, distributed
-from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.loggers import RunLogger, require_installed
+from omnilead.engine.training.checkpoint import CheckpointError
+from omnilead.engine.training.distributed import Ranks, on_first_rank
+from omnilead.engine.training.loggers import OpenServices, RunLogger
 from omnilead.engine.training.loop import Loop, Progress, run_facts
 from omnilead.engine.training.optimizer import GuardedAdamW
-from omnilead.engine.training.profiler import WARM_UP, profiled
-from omnilead.engine.training.resuming import Resumed, find_checkpoint
 from omnilead.engine.training.task import TrainingTask
 
 COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
@@ -37,13 +37,53 @@ INDUCTOR_OPTIONS = {"realize_opcount_threshold": 45}
 MAKE_DEMO = (
     "omnilead synth demo/archive --patients 100 && omnilead shard demo/archive --out demo/dataset"
 )
+# Settings and facts that may change when a run is resumed; train.steps and train.epochs too if the
+# learning rate does not depend on them
+CHANGEABLE = {
+    *("run", "code", "task.labels", "labels.center", "labels.scale"),
+    *("data.datasets", "data.anonymous", "pipeline.source", "pipeline.check"),
+    *("pipeline.on_corrupt", "pipeline.threads", "pipeline.read_ahead"),
+    *("pipeline.cache_dir", "pipeline.cache_bytes"),
+    *("train.log_every", "train.validate_every", "train.valid_batches", "train.patience"),
+    *("train.probe_patients", "train.save_every_steps", "train.save_every_minutes", "train.keep"),
+    *("train.peak_tflops", "train.timeout_s", "train.max_nonfinite", "train.deepspeed"),
+    *("train.compile", "train.micro_batch", "train.zero_stage", "train.track"),
+    "train.deterministic",
+}
+DEFINITION = "labels.definition."  # of a task; its settings are compared by themselves
 
 
-def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool:
-    """Starts or resumes the run; `profile`: number of steps to trace. -> False if SIGTERM
-    stopped it. Ctrl-C also writes a checkpoint, and raises KeyboardInterrupt."""
+@dataclass
+class Resumed:
+    path: Path
+    state: dict[str, Any]
+    loader_state: dict[str, Any]
+    universal: bool  # ZeRO's partitions must be converted for another number of ranks
+
+    def progress(self, loader_step: int, total: int) -> Progress:
+        """ConfigError or CheckpointError if it does not fit the loader or the number of steps."""
+        step = self.state["step"]
+        if loader_step != step:
+            raise CheckpointError(
+                f"{self.path}: state.json is of step {step}, the loader's state of step "
+                f"{loader_step}: {checkpoint.RESTORE}"
+            )
+        if step > total:
+            raise ConfigError(
+                f"{self.path.parent.parent}: has done {step} steps, more than {total}: raise "
+                "train.steps, or use --out NEW"
+            )
+        names = vars(Progress())
+        return Progress(**{name: self.state[name] for name in names if name in self.state})
+
+
+def train(
+    config: RunConfig, task: type[TrainingTask], open_services: OpenServices, profile: Any = None
+) -> bool:
+    """Starts or resumes the run; `profile`: engine.training.tracking.Profile, the steps to trace.
+    -> False if SIGTERM stopped it. Ctrl-C also writes a checkpoint, and raises
+    KeyboardInterrupt."""
     check(config, distributed.environment()[1])
-    require_installed(config)
     datasets = open_datasets(config)
     run = make_folder(config.run)
     with distributed.process_restored():
@@ -51,7 +91,7 @@ def train(config: RunConfig, task: type[TrainingTask], profile: int = 0) -> bool
         failed = True
         try:
             with checkpoint.locked(run, ranks), ExitStack() as held:
-                loop = make_loop(config, task(config, datasets, ranks), run, profile, held)
+                loop = make_loop(task(config, datasets, ranks), run, open_services, profile, held)
                 finished = run_loop(loop, profile, held)
             failed = False
         finally:
@@ -96,15 +136,17 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
 
 
 def make_loop(
-    config: RunConfig, task: TrainingTask, run: Path, profile: int, held: ExitStack
+    task: TrainingTask, run: Path, open_services: OpenServices, profile: Any, held: ExitStack
 ) -> Loop:
     """`held` closes whatever is opened here, also after an error."""
+    config: RunConfig = task.config
     datasets, ranks = task.datasets, task.ranks
     resumed = find_checkpoint(config, task, run)
     loader = held.enter_context(closing(open_loader(config, task, resumed)))
     total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
     progress = resumed.progress(loader.step, total) if resumed else Progress()
-    check_profile(profile, total - progress.step)
+    if profile:
+        profile.check(total - progress.step)
     if resumed and resumed.universal:
         distributed.on_first_rank(ranks, lambda: checkpoint.to_universal(resumed.path))
     if ranks.first:
@@ -117,7 +159,7 @@ def make_loop(
     if ranks.first:
         facts = run_facts(config, datasets, ranks) | task.facts()
         facts |= {"steps": total, "best": task.best[0]} | task.explained()
-        logger = RunLogger(run, config, task.keys, facts, progress.step, total)
+        logger = RunLogger(run, config, task.keys, facts, progress.step, total, open_services)
         held.enter_context(closing(logger))
         say(heading(config, loader, ranks, progress, engine))
         for remark in task.remarks:
@@ -125,15 +167,15 @@ def make_loop(
     return Loop(task, config, run, engine, adam, loader, progress, total, logger)
 
 
-def run_loop(loop: Loop, profile: int, held: ExitStack) -> bool:
+def run_loop(loop: Loop, profile: Any, held: ExitStack) -> bool:
     gc.collect()
     gc.freeze()  # otherwise a collection during a step would visit everything that was imported
     held.callback(gc.unfreeze)
     ranks = loop.task.ranks
-    traced = profile > 0 and ranks.first
-    with (
-        profiled(profile, loop.run / "profile", ranks.device) if traced else nullcontext()
-    ) as tracer:
+    traced: Any = nullcontext()
+    if profile and ranks.first:
+        traced = profile.traced(loop.run / "profile", ranks.device)
+    with traced as tracer:
         finished = loop.train(tracer)
     if ranks.first and not finished:
         say(f"stopped after step {loop.progress.step}; the same command resumes")
@@ -151,14 +193,6 @@ def open_loader(config: RunConfig, task: TrainingTask, resumed: Resumed | None) 
         resumed.loader_state if resumed else None,
         **task.roles,
     )
-
-
-def check_profile(profile: int, left: int) -> None:
-    if 0 < profile > left - WARM_UP:
-        raise ConfigError(
-            f"--profile {profile}: {left} steps are left, of which {WARM_UP} warm up: give a "
-            "smaller number, or raise train.steps"
-        )
 
 
 def write_files(run: Path, task: TrainingTask, new: bool) -> None:
@@ -230,3 +264,79 @@ def heading(
         f"{config.train.batch_crops} crops per epoch, {ranks.world} x {ranks.device.type}, "
         f"{config.train.precision}, ZeRO {zero_stage(config)}, loader {loader.backend}"
     )
+
+
+def find_checkpoint(config: RunConfig, task: TrainingTask, run: Path) -> Resumed | None:
+    """The checkpoint to resume from, if data and settings are still those it was written with."""
+    ranks = task.ranks
+    path = on_first_rank(ranks, lambda: checkpoint.newest(run, checkpoint.warn))
+    if path is None:
+        return None
+    state = checkpoint.read_state(path)
+    refuse_changes(path, state, config, task)
+    loader_state = checkpoint.read_loader_state(path, ranks, state["world"])
+    universal = bool(state["zero_stage"]) and state["world"] != ranks.world
+    return Resumed(path, state, loader_state, universal)
+
+
+def refuse_changes(
+    path: Path, state: dict[str, Any], config: RunConfig, task: TrainingTask
+) -> None:
+    saved = saved_config(path, state, type(config))
+    if subject(state["config"]) != subject(config.tree()):
+        raise other_run(path, state)
+    facts = run_facts(config, task.datasets, task.ranks)
+    now = {name: facts[name] for name in ("preprocessing_sha256", "datasets", "zero_stage")}
+    now |= task.facts()
+    before = flatten({name: state.get(name) for name in now}) | flatten(saved.tree())
+    now = flatten(now) | flatten(config.tree())
+    changes = []
+    for key in dict.fromkeys(["start", *before, *now]):
+        may_change = key in CHANGEABLE or key.startswith(DEFINITION)
+        if key in ("train.steps", "train.epochs"):
+            may_change = not config.length_matters
+        if before.get(key) != now.get(key) and not may_change:
+            changes.append(f"{key} changed from {before.get(key)} to {now.get(key)}")
+    if changes:
+        run = path.parent.parent
+        raise ConfigError(
+            f"{run}: cannot resume: {'; '.join(changes)}: change it back, or use --out NEW"
+        )
+
+
+def subject(settings: dict[str, Any]) -> str:
+    """What a run with these settings is."""
+    if "task" not in settings:
+        return "pre-training"
+    task = settings["task"]
+    name = task.get("name") if isinstance(task, dict) else None
+    return f"fine-tuning for {name}"
+
+
+def other_run(path: Path, state: dict[str, Any]) -> ConfigError:
+    """An error that says which run the checkpoint belongs to, if it is not the one that was asked
+    for."""
+    settings = state["config"]
+    program = "finetune" if "task" in settings else "pretrain"
+    where = f"{path.parent.parent}: holds another run, a {subject(settings)} (step {state['step']})"
+    return ConfigError(
+        f"{where}: use --out NEW; only `omnilead {program}` with the same settings resumes or "
+        "exports it"
+    )
+
+
+def saved_config(path: Path, state: dict[str, Any], kind: type[RunConfig]) -> RunConfig:
+    """A checkpoint's settings. Those that did not exist when it was written have their defaults."""
+    if ("task" in state["config"]) != ("task" in kind.model_fields):
+        raise other_run(path, state)
+    try:
+        config = build(state["config"], kind)
+    except ConfigError as error:
+        raise CheckpointError(f"{path / checkpoint.STATE}: config: {error}") from None
+    seen, trained = state["crops_seen"], state["step"] * config.train.batch_crops
+    if seen != trained:
+        raise CheckpointError(
+            f"{path / checkpoint.STATE}: crops_seen={seen}, but {state['step']} steps of "
+            f"{config.train.batch_crops} crops are {trained}: {checkpoint.RESTORE}"
+        )
+    return config

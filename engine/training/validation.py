@@ -5,7 +5,7 @@ ValidationLoss(config, datasets, ranks).measure(engine)      # the same crops, m
 PatientProbe(config, datasets, ranks).accuracy(engine)       # share of patients identified; needs no labels
 with Capture(engine.module) as captured:
     engine(*inputs)
-captured.similarities(views=2)            # cosines, by their names in engine.training.files
+captured.similarities(views=2)            # cosines, by their names in engine.report.run_report
 pairs(c_AD, patient_A)                    # cosines of pairs with the same label and of pairs with different ones
 """
 
@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
@@ -24,20 +25,20 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.config import Config, RunConfig, candidates
-from omnilead.engine.data.augmenter import crop_key
-from omnilead.engine.data.leakage import patient_ids
+from omnilead.engine.data.augment import AugmentConfig
+from omnilead.engine.data.augmenter import HALF, MV_PER_UV, crop_key
 from omnilead.engine.data.loader import Batch, Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
+from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.input import Input
-from omnilead.engine.model.pretrainer import LocalOutput
-from omnilead.engine.objectives.contrastive import (
+from omnilead.engine.model.objectives import (
     all_gather_no_grad,
     single_process,
     sum_over_ranks,
     world_size,
 )
+from omnilead.engine.model.pretrainer import LocalOutput
 from omnilead.engine.training.distributed import Ranks
 
 BATCH = 16  # crops encoded at a time
@@ -179,17 +180,25 @@ class PatientProbe:
         for dataset, gallery_row, probe_row in self.pairs:
             crops += [(dataset, gallery_row), (dataset, probe_row)]
         encoder = engine.module.encoder
-        augment = self.config.augment
         with eval_mode(engine):
             c_RD = predict_on_ranks(
                 self.config,
                 self.ranks,
                 crops,
                 lambda x_RLT: pool(encoder(x_RLT)),
-                Input(augment.output_leads, augment.seen),
+                partial(first_halves, self.config.augment),
                 halves=1,
             )
         return identified_share(c_RD[::2], c_RD[1::2])
+
+
+def first_halves(config: AugmentConfig, uv_BLT: Tensor) -> Tensor:
+    """The first 5 s of crops as the model's input, not augmented."""
+    leads = []
+    for lead in config.output_leads:
+        uv_BT = uv_BLT[:, lead, :HALF]
+        leads.append(uv_BT if lead in config.seen else torch.zeros_like(uv_BT))
+    return torch.stack(leads, 1).float() * MV_PER_UV
 
 
 def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
@@ -201,7 +210,8 @@ def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
     own_P1 = cosine_PP.diagonal()[:, None]
     beaten_P = (cosine_PP > own_P1 + TIE).any(1)
     tied_P = ((cosine_PP - own_P1).abs() <= TIE).sum(1)
-    return float((~beaten_P).double().div(tied_P).mean())
+    chance_P = (~beaten_P).double() / tied_P
+    return float(chance_P.mean())
 
 
 def predict_on_ranks(
@@ -209,12 +219,12 @@ def predict_on_ranks(
     ranks: Ranks,
     crops: Sequence[tuple[Dataset, int]],
     forward: Callable[[Tensor], Tensor],
-    model_input: Input,
+    halves_of: Callable[[Tensor], Tensor],
     halves: int = 2,
 ) -> Tensor:
-    """forward(x_RLT) of the first `halves` halves of all crops, in order, on the CPU of every
-    rank. Ranks share the work and call the model equally often, as ZeRO stage 3 requires: the
-    last crop is repeated where there are too few."""
+    """forward(x_RLT) of all crops, in order, on the CPU of every rank. `halves_of` makes x_RLT of
+    crops in microvolts: `halves` segments of each. Ranks share the work and call the model
+    equally often, as ZeRO stage 3 requires: the last crop is repeated where there are too few."""
     share = math.ceil(len(crops) / ranks.world)
     numbers = range(ranks.rank * share, (ranks.rank + 1) * share)
     mine = [crops[min(number, len(crops) - 1)] for number in numbers]
@@ -226,7 +236,7 @@ def predict_on_ranks(
             uv_BLT = to_device(
                 np.stack([dataset.read(row) for dataset, row in batch]), ranks.device
             )
-            x_RLT = model_input.halves(uv_BLT, np.full(len(batch), halves))
+            x_RLT = halves_of(uv_BLT)
             outputs.append(forward(x_RLT.to(dtype_of(config))).float())
     return all_gather_no_grad(torch.cat(outputs))[: halves * len(crops)].cpu()
 
@@ -265,7 +275,9 @@ class Capture:
             arrays["code_usage"] = sum_over_ranks(self.compared.quantized.hard_GV).cpu().numpy()
         crop_R = torch.arange(len(self.c_RND), device=self.c_RND.device) // views
         same, other = pairs(pool(self.c_RND), crop_R)
-        return {**arrays, "same_similarity": same, "other_similarity": other}
+        arrays["same_similarity"] = same
+        arrays["other_similarity"] = other
+        return arrays
 
 
 def contexts(compared: LocalOutput, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
@@ -275,13 +287,15 @@ def contexts(compared: LocalOutput, draws: Draws) -> tuple[np.ndarray, np.ndarra
     codes_RMG = compared.quantized.codes_RMG
     same_RMM = (codes_RMG[:, :, None] == codes_RMG[:, None]).all(-1)
     negative_RMM = (draws.times_RMM > 0) & ~same_RMM & draws.valid_RM[:, :, None]
-    return thinned(s_RMM.diagonal(dim1=1, dim2=2)[draws.valid_RM]), thinned(s_RMM[negative_RMM])
+    own_RM = s_RMM.diagonal(dim1=1, dim2=2)
+    return thinned(own_RM[draws.valid_RM]), thinned(s_RMM[negative_RMM])
 
 
 def pairs(c_AD: Tensor, label_A: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Cosines of all pairs with the same label, and of all other pairs."""
     unit_AD = F.normalize(c_AD.float(), dim=-1)
-    cosine_AA, same_AA = unit_AD @ unit_AD.T, label_A[:, None] == label_A
+    cosine_AA = unit_AD @ unit_AD.T
+    same_AA = label_A[:, None] == label_A
     once_AA = torch.ones_like(same_AA).triu(1)
     return thinned(cosine_AA[once_AA & same_AA]), thinned(cosine_AA[once_AA & ~same_AA])
 

@@ -23,7 +23,7 @@ model:
 
 
 @pytest.fixture(autouse=True)
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch):
     """Every case still runs in its own process, without importing everything again."""
     monkeypatch.setattr(
         measure,
@@ -33,7 +33,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny(tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "tiny.yaml"
     path.write_text(TINY)
     return str(path)

@@ -2,7 +2,6 @@
 seed, patient by patient."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 import omnilead
 from benchmarks import finetuned
-from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.evaluation.results import EvalOptions, identify, score_task
 from tests.conftest import save_model
 
@@ -23,7 +22,7 @@ DIAGNOSIS = {
 Row = dict[str, Any]
 
 
-def run_of(folder: Path, name: str, converged: bool = True, **model: Any) -> str:
+def run_of(folder, name, converged=True, **model):
     save_model(folder / name / "model", **model)
     (folder / name / "result.json").write_text(
         json.dumps({"converged": converged, "validations_since": 10 * converged})
@@ -31,7 +30,7 @@ def run_of(folder: Path, name: str, converged: bool = True, **model: Any) -> str
     return f"{name}={folder / name}"
 
 
-def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path) -> None:
+def test_means_over_seeds_and_their_differences(dataset, tmp_path):
     runs = [run_of(tmp_path, f"diagnosis-12-random-{seed}", head=DIAGNOSIS) for seed in (1, 2)]
     runs += [
         run_of(tmp_path, f"diagnosis-12-w2v-x-{n + 1}", not n, head=DIAGNOSIS, layers=2 - n)
@@ -46,7 +45,7 @@ def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path
     (tmp_path / "diagnosis-12-w2v-x-1/run.json").write_text(json.dumps(facts))
     words = ["--data", dataset.root.url, "--out", str(tmp_path / "out"), "--task"]
     assert finetuned.main([*runs, *words, "diagnosis"]) == 0
-    found: Row = json.loads((tmp_path / "out/bench.json").read_text())
+    found = json.loads((tmp_path / "out/bench.json").read_text())
     tuned, random = found["rows"]
     assert list(found["models"]) == ["w2v-x", "random"] == [tuned["model"], random["model"]]
 
@@ -89,9 +88,7 @@ def test_means_over_seeds_and_their_differences(dataset: Dataset, tmp_path: Path
     )
 
 
-def test_wrong_runs_are_one_line(
-    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_runs_are_one_line(dataset, tmp_path, capsys):
     words = ["--task", "diagnosis", "--data", dataset.root.url, "--out", str(tmp_path)]
     assert finetuned.main(["a=b", *words]) == 2
     assert (

@@ -2,61 +2,39 @@
 
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-import omnilead
 from benchmarks import first_run
 from benchmarks.measure import CaseError
-from omnilead.engine import embed
 from omnilead.engine.training.loop import Loop
 
 
 @pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_this_process(monkeypatch):
     monkeypatch.setattr(first_run, "call_fresh", lambda check, seconds: check())
     monkeypatch.setattr(Loop, "train", Loop.train)  # which `train` replaces
 
 
-def test_every_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    probed, main = list[str](), embed.main
-    monkeypatch.setattr(embed, "main", lambda words: probed.append(words[1]) or main(words))  # type: ignore[func-returns-value]
-    words = [
-        str(tmp_path),
-        "--model",
-        "quickstart",
-        "--batch",
-        "4",
-        "--crops",
-        "150",
-        "--seconds",
-        "1",
-        "--set",
-        "train.valid_batches=1",
-    ]
-    assert first_run.main([*words, "--only", "install|quickstart|profile|train"]) == 0
+def test_every_check(tmp_path):
+    words = f"{tmp_path} --model quickstart --batch 4 --crops 150 --seconds 1 --only"
+    assert first_run.main([*words.split(), "install|quickstart|profile|train"]) == 0
     found = json.loads((tmp_path / "first_run.json").read_text())
     assert list(found) == ["install", "smoke torch quickstart", "profile", "train"]
     assert found["smoke torch quickstart"]["step"] == 2
-    profile = found["profile"]
+    profile, train = found["profile"], found["train"]
     assert profile["step"] > 0 and "Self CPU" in "".join(profile["operators"])
     assert list(tmp_path.glob("profile-*/profile/trace.json"))
-    train = found["train"]
     assert train["last"]["step"] >= train["first"]["step"] == 1
-    assert len(set(probed)) == 2 and probed[1] == f"{probed[0]}-random"
-    trained, random = (omnilead.load(model).encoder.state_dict() for model in probed)
-    assert any(not weights.equal(random[name]) for name, weights in trained.items())
     assert train["trained"]["records"] == train["random"]["records"]
+    weights = {path.read_bytes() for path in tmp_path.glob("train-*/**/model.safetensors")}
+    assert len(weights) == 2  # trained, and random
 
 
-def test_failures_are_recorded_and_retried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_are_recorded_and_retried(tmp_path, monkeypatch):
     ran = []
 
-    def check(name: str, works: bool) -> dict[str, Any]:
+    def check(name, works):
         ran.append(name)
         if not works:
             raise CaseError("no device")
@@ -67,4 +45,5 @@ def test_failures_are_recorded_and_retried(
         monkeypatch.setattr(first_run, "checks", lambda options, table=table: iter(table))
         ran.clear()
         assert first_run.main([str(tmp_path)]) == code and ran == expected
-    assert '"error": "no device"' in capsys.readouterr().err
+        found = json.loads((tmp_path / "first_run.json").read_text())
+        assert ("error" in found["two"]) == (not works)

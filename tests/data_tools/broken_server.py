@@ -3,7 +3,6 @@
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
@@ -50,7 +49,7 @@ class Server:
     together: str = ""  # requests for such a path wait until three are at work
     lock: threading.Condition = field(default_factory=threading.Condition)
 
-    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+    def __call__(self, environ, start_response):
         with self.lock:
             self.now += 1
             self.most = max(self.most, self.now)
@@ -63,7 +62,7 @@ class Server:
             with self.lock:
                 self.now -= 1
 
-    def answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+    def answer(self, environ, start_response):
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         with self.lock:
             self.log.append((method, path, "HTTP_AUTHORIZATION" in environ))
@@ -92,7 +91,7 @@ class Server:
         if fault.how == "drop":
             environ["werkzeug.socket"].shutdown(2)
             raise ConnectionResetError
-        head: list[Any] = []
+        head = []
         body = b"".join(self.app(environ, lambda *given: head.extend(given)))
         half = body[: len(body) // 2]
         headers = [
@@ -102,5 +101,5 @@ class Server:
         start_response(head[0], [(k, v) for k, v in headers if "checksum" not in k.lower()])
         return [half]
 
-    def count(self, method: str, path: str) -> int:
+    def count(self, method, path):
         return sum(m == method and bool(re.search(path, p)) for m, p, _ in self.log)

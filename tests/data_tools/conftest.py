@@ -1,16 +1,20 @@
 """Fixtures for the tests of data_tools."""
 
-from pathlib import Path
-
 import pytest
+from shell import Shell
 
 from omnilead.data_tools.synthetic.archive import synthesise
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small(tmp_path_factory):
     """A synthetic archive of 15 records of 10 s; ten of them are two sessions of five PTB-XL
     patients. Read only."""
     out = tmp_path_factory.mktemp("small") / "archive"
     synthesise(out, patients=5, two_sessions=1, seed=7, progress=False)
     return out
+
+
+@pytest.fixture
+def shell(capsys):
+    return Shell(capsys)

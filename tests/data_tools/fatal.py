@@ -5,15 +5,14 @@ import signal
 import time
 from pathlib import Path
 
-from omnilead.data_tools.record import EcgRecord
-from omnilead.data_tools.sources.physionet2021 import PhysioNet2021
+from omnilead.data_tools.sources.wfdb_archives import PhysioNet2021
 
 
 class Fatal(PhysioNet2021):
     """Reading the record that ARCHIVE.fatal names kills, once, the process with the id given there,
     or the reading one."""
 
-    def read(self, key: str) -> EcgRecord:
+    def read(self, key):
         trap = Path(f"{self.root.url}.fatal")
         if trap.exists() and trap.read_text().startswith(key):
             victim = trap.read_text().partition(" ")[2]

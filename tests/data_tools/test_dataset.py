@@ -10,66 +10,48 @@ import pyarrow as pa
 import pytest
 
 from omnilead.data_tools import plots
-from omnilead.data_tools.dataset import CLASSES, Dataset, as_csv, unquoted, without_formulas
+from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.spreadsheet import as_csv, unquoted, without_formulas
 
 FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5", "'=1", "''-5", "\r=1"]
 KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]
 
 
 @pytest.mark.parametrize("cell", FORMULAS + KEPT)
-def test_formulas_are_quoted_and_numbers_are_not(cell: str) -> None:
-    ((read, number),) = csv.reader(io.StringIO(as_csv([(cell, -0.5)]), newline=""))
-    assert read == ("'" + cell if cell in FORMULAS else cell) and number == "-0.5"
-    assert unquoted(read) == cell
+def test_formulas_are_quoted_and_numbers_are_not(cell):
+    quoted = f"'{cell}" if cell in FORMULAS else cell
+    text = io.StringIO(as_csv([(cell, -0.5)]), newline="")
+    assert list(csv.reader(text)) == [[quoted, "-0.5"]]
+    assert unquoted(quoted) == cell
+    table = without_formulas(pa.table({cell: [cell, None], "number": [-0.5, 1]}))
+    assert table.to_pydict() == {quoted: [quoted, None], "number": [-0.5, 1]}
 
 
-def test_a_carriage_return_does_not_start_a_new_line() -> None:
+def test_a_carriage_return_does_not_start_a_new_line():
     assert as_csv([("a\r=1", "\r=1")]) == '"a\r=1","\'\r=1"\n'
 
 
-def test_an_arrow_table_has_the_same_cells_and_names_as_rows() -> None:
-    texts = [None, *FORMULAS, *KEPT]
-    table = without_formulas(
-        pa.table({"=a": texts, "-5": [-1.5] * len(texts), "b": ["plain"] * len(texts)})
-    )
-    header, *rows = csv.reader(
-        io.StringIO(
-            as_csv([["=a", "-5", "b"], *([text, -1.5, "plain"] for text in texts)]), newline=""
-        )
-    )
-    assert table.column_names == header == ["'=a", "-5", "b"]
-    assert [
-        [text or "", str(number), plain]
-        for text, number, plain in zip(*table.to_pydict().values(), strict=True)
-    ] == rows
-
-
-def test_a_dataset_is_a_sequence_of_ecgs(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_a_sequence_of_ecgs(dataset):
     last, rows = len(dataset) - 1, dataset.table().to_pylist()
     for row in (0, last, int(np.flatnonzero(dataset.column("halves") == 1)[0])):
         ecg, facts = dataset[row], rows[row]
-        assert (
-            np.array_equal(ecg.signal_uv, dataset.read(row)) and ecg.signal_mv.dtype == np.float32
-        )
+        assert np.array_equal(ecg.signal_uv, dataset.read(row))
+        assert ecg.signal_mv.dtype == np.float32
         np.testing.assert_allclose(ecg.signal_mv, ecg.signal_uv / 1000, rtol=1e-6)
-        names = ("record", "patient", "age", "sex", "dx", "halves", "missing_leads")
-        assert [getattr(ecg, name) for name in names] == [facts[name] for name in names]
-        assert ecg.labels == [
-            name for name, has in zip(CLASSES, facts["labels"], strict=True) if has
-        ]
-    assert dataset[-1].row == last == dataset[np.int64(last)].row and [
-        ecg.row for ecg in islice(dataset, 3)
-    ] == [0, 1, 2]
+        for name in ("record", "patient", "age", "sex", "dx", "halves", "missing_leads"):
+            assert getattr(ecg, name) == facts[name]
+        has = zip(CLASSES, facts["labels"], strict=True)
+        assert ecg.labels == [name for name, there in has if there]
+    assert dataset[-1].row == dataset[np.int64(last)].row == last
+    assert [ecg.row for ecg in islice(dataset, 3)] == [0, 1, 2]
     for row in (last + 1, -last - 2):
         with pytest.raises(IndexError, match=f"row {row}: .* has crops 0 to {last}"):
             dataset[row]
-    assert repr(dataset).startswith(
-        f"Dataset({dataset.root.url!r}: {last + 1:,} crops of "
-    ) and "\n" not in repr(dataset)
-    assert "signal" not in repr(dataset[0])
+    assert repr(dataset).startswith(f"Dataset({dataset.root.url!r}: {last + 1:,} crops of ")
+    assert "\n" not in repr(dataset) and "signal" not in repr(dataset[0])
 
 
-def test_row_groups_are_read_only_once(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_groups_are_read_only_once(dataset):
     """As in a dataset of more than 65,536 crops."""
     opened = Dataset.open(dataset.root.url)
     whole = opened._group(0)
@@ -78,11 +60,10 @@ def test_row_groups_are_read_only_once(dataset: Dataset, monkeypatch: pytest.Mon
     assert [opened[row].record for row in range(8)] == dataset.column("record")[:8].tolist()
 
 
-def test_an_ecg_can_be_plotted(dataset: Dataset) -> None:
-    figure = plots.plot_ecg(dataset[3])
-    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
-    texts = {text.get_text() for axes in figure.axes for text in axes.texts} | {
-        text.get_text() for text in figure.texts
-    }
-    assert "aVR" in texts and any(dataset[3].record in text for text in texts)
-    assert plots.dataset_figure(dataset)._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+def test_an_ecg_can_be_plotted(dataset):
+    page = plots.plot_ecg(dataset[3])
+    (axes,) = page.axes
+    assert "aVR" in {text.get_text() for text in axes.texts}
+    assert any(dataset[3].record in text.get_text() for text in page.texts)
+    for figure in (page, plots.dataset_figure(dataset)):
+        assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]

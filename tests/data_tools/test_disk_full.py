@@ -4,14 +4,13 @@ later."""
 import errno
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from handmade import files
+from handmade import build, files
 
 from omnilead.data_tools import plan
-from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES
 from omnilead.data_tools.storage import LocalFolder
 
@@ -19,44 +18,43 @@ Mount = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def right(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def right(small, tmp_path_factory):
     out = tmp_path_factory.mktemp("right") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SHARD_CROPS", 4)
-        assert main(command(small, out)) == 0
+        build(small, out, format="both")
     return files(out)
 
 
 @pytest.fixture
-def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
+def mount(tmp_path, monkeypatch):
     """A file system of its own; called again with other options, it changes them."""
     place = tmp_path / "disk"
     place.mkdir()
     monkeypatch.setattr(plan, "SHARD_CROPS", 4)
 
-    def set_up(options: str) -> Path:
+    def set_up(options):
         options = f"remount,{options}" if place.is_mount() else options
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, text=True
-        )
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"mounting a small file system is not allowed here: {done.stderr.strip()}")
         return place
 
     yield set_up
     if place.is_mount():
-        subprocess.run(
-            ["umount", "--lazy", place], check=True
-        )  # at once, though somebody may look into it just now
+        # At once, though somebody may look into it just now
+        subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def command(archive: Path, out: Path) -> list[str]:
-    return ["shard", str(archive), "--out", str(out), "--format", "both", "--workers", "1"]
+def command(archive, out):
+    return ("shard", archive, "--out", out, "--format", "both", "--workers", 1)
 
 
-def one_line(capsys: pytest.CaptureFixture[str]) -> str:
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
+def fill(place, room):
+    disk = os.statvfs(place)
+    with open(place / "filler", "wb") as filler:
+        os.posix_fallocate(filler.fileno(), 0, disk.f_bavail * disk.f_bsize - room)
 
 
 @pytest.mark.parametrize(
@@ -64,19 +62,19 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
     [0, 700_000, 2_400_000, "00001.idx", "00001.parquet", "zarr-00000", SAMPLES, REJECTS, META],
 )
 def test_a_full_disk_gives_a_one_line_error_and_leaves_no_wrong_file(
-    small: Path,
-    right: dict[str, bytes],
-    mount: Mount,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    room: int | str,
-) -> None:
+    room,
+    small,
+    right,
+    mount,
+    shell,
+    monkeypatch,
+):
     """After so many bytes (in the first shard, the second, the zarr twin), or when this file's turn
     comes."""
-    place = mount("size=64m")
-    write = LocalFolder.write
+    place, write = mount("size=64m"), LocalFolder.write
+    out = place / "out"
 
-    def write_at_last(self: LocalFolder, name: str, data: bytes) -> None:
+    def write_at_last(self, name, data):
         if isinstance(room, str) and name.endswith(room):
             fill(place, 0)
         write(self, name, data)
@@ -85,45 +83,31 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_no_wrong_file(
         fill(place, room)
     with monkeypatch.context() as patch:
         patch.setattr(LocalFolder, "write", write_at_last)
-        assert main(command(small, place / "out")) == 2
-    error = one_line(capsys)
-    assert all(word in error for word in (os.strerror(errno.ENOSPC), str(place / "out"), "writing"))
-    for name, data in files(place / "out").items():
+        error = shell.error(*command(small, out))
+    for words in (os.strerror(errno.ENOSPC), str(out), "writing"):
+        assert words in error
+    for name, data in files(out).items():
         assert name.startswith(".build/") or data == right[name]
-    assert not (place / "out" / META).exists()
+    assert not (out / META).exists()
     mount("size=128m")
-    assert main(command(small, place / "out")) == 0
-    assert files(place / "out") == right
+    shell.run(*command(small, out))
+    assert files(out) == right
 
 
-def fill(place: Path, room: int) -> None:
-    with open(place / "filler", "wb") as filler:
-        os.posix_fallocate(
-            filler.fileno(), 0, os.statvfs(place).f_bavail * os.statvfs(place).f_bsize - room
-        )
-
-
-def test_a_read_only_disk_gives_a_one_line_error(
-    small: Path, mount: Mount, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_read_only_disk_gives_a_one_line_error(small, mount, shell):
     """Refused before anything is read; a finished dataset there can still be verified, shown, and
     be the answer again."""
     place = mount("size=64m")
-    assert main(command(small, place / "out")) == 0
+    shell.run(*command(small, place / "out"))
     mount("ro")
-    capsys.readouterr()
-    assert main(command(small, place / "other")) == 2
-    error = one_line(capsys)
+    error = shell.error(*command(small, place / "other"))
     assert os.strerror(errno.EROFS) in error and str(place / "other") in error
-    assert main(["verify", str(place / "out"), "--workers", "1"]) == 0
-    assert main(["show", str(place / "out")]) == 0
-    assert main(command(small, place / "out")) == 0
+    shell.run("verify", place / "out", "--workers", 1)
+    shell.run("show", place / "out")
+    shell.run(*command(small, place / "out"))
 
 
 @pytest.mark.parametrize("out", ["file", "file/below", "/proc/nothing", "/dev/null"])
-def test_an_invalid_path_is_a_one_line_error(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str
-) -> None:
+def test_an_invalid_path_is_a_one_line_error(out, small, shell, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    assert main(command(small, tmp_path / out)) == 2
-    assert "omnilead shard: " in one_line(capsys)
+    assert "omnilead shard: " in shell.error(*command(small, tmp_path / out))

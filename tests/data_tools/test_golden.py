@@ -10,7 +10,6 @@ import pytest
 from handmade import write_challenge
 
 from omnilead.data_tools.build import ShardOptions, assign_roles, shard
-from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.prepare import SPEC_HASH
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources, keyed_uniform
@@ -18,7 +17,7 @@ from omnilead.data_tools.splits import RoleSources, keyed_uniform
 RATES = ("500", "257", "1000", "400")
 
 
-def signal(number: int, samples: int) -> np.ndarray:
+def signal(number, samples):
     """Whole numbers from products and remainders only, so they do not depend on a library's
     generator or cosine."""
     at = np.arange(12)[:, None] * 977 + np.arange(samples) * (131 + number)
@@ -31,7 +30,7 @@ def signal(number: int, samples: int) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("golden")
     for number in range(120):
         folder, letter = (("cpsc_2018", "A"), ("georgia", "E"), ("ningbo", "JS"), ("ptb-xl", "HR"))[
@@ -57,11 +56,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return shard(open_sources(str(root / "archive")), ShardOptions(str(root / "out"), quiet=True))
 
 
-def digest(text: str) -> str:
+def digest(text):
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def test_bytes_and_rows_never_change(made: Dataset) -> None:
+def test_bytes_and_rows_never_change(made):
     assert len(made) == 217
     assert [one["sha256"][:16] for one in made.meta["shards"]] == ["e0ce29e9d4423f79"]
     rows = made.table().to_pylist()
@@ -95,9 +94,7 @@ def test_bytes_and_rows_never_change(made: Dataset) -> None:
         ("paper-split", 0, "f2d1bfc311074c53", "62c01a550f78e0ae"),
     ],
 )
-def test_roles_never_change(
-    plan: str, seed: int, everybody: str, default: str, made: Dataset
-) -> None:
+def test_roles_never_change(plan, seed, everybody, default, made):
     for sources, roles in (
         (RoleSources(pretrain=("all",), id_share=1.0), everybody),
         (RoleSources(), default),
@@ -108,11 +105,11 @@ def test_roles_never_change(
         assert digest(json.dumps(table.to_pylist())) == roles
 
 
-def test_the_hash_of_the_preprocessing_never_changes() -> None:
+def test_the_hash_of_the_preprocessing_never_changes():
     """Datasets used together, and a model and its data, must have the same hash."""
     assert SPEC_HASH == "ab21e8fe59588e9ba351e16fcfe918f30b27e92a10aa96979cc29362c9c1f538"
 
 
-def test_the_hash_behind_the_roles_never_changes() -> None:
+def test_the_hash_behind_the_roles_never_changes():
     (one,) = keyed_uniform(["georgia/E00001"], "roles 0", 3).tolist()
     assert one == [0.2080226667060051, 0.272549073484993, 0.4958111328991003]

@@ -1,5 +1,4 @@
-"""Folders of hospitals' files: formats mixed, files that are none, names, and XML of unknown
-origin."""
+"""Folders of hospitals' files: real files, formats mixed, files that are none, and names."""
 
 import errno
 import itertools
@@ -7,102 +6,142 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import fsspec
 import numpy as np
 import pytest
 from binary_ecgs import edf
-from handmade import build, crops_of, ecg, everything_in, write_challenge
-from hospital_cases import SHARED, decoded
+from handmade import build, crops_of, ecg, everything_in, run_shard, run_verify, write_files
+from hospital_cases import decoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dicom import BASE, TRUTH, group
 from test_dicom import file as dicom_file
-from test_muse_xml import lead_xml, muse, steps
-from twins import write_wfdb
+from test_muse_xml import TRUTH as STORED
+from test_muse_xml import X, muse
 
 from omnilead.data_tools import storage
 from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.build import rejects_of
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError, StorageError
-from omnilead.data_tools.hospital.base import Decoded
 from omnilead.data_tools.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.record import LEADS, VENDORS
 from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.sources.base import read_safely
+from omnilead.data_tools.sources.base import prepared
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import folder
 from omnilead.data_tools.verify import verify
-from omnilead.engine.data.leakage import patient_ids
+from omnilead.engine.data.patients import patient_ids
 
+SHARED = Path(__file__).parents[3] / "shared" / "formats"
 UID = "1.2.840.113619.2.5.1762583153.215519.978957063.78"
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
 
 
-def mixed(root: Path) -> Path:
-    (root / "a" / "b").mkdir(parents=True)
+def opened(root, kind="auto"):
+    (source,) = open_sources(str(root), kind, hospital=HospitalFiles)
+    return source
+
+
+def read_one(place, name, content):
+    return HospitalFiles(folder(write_files(place, {name: content}))).read(name)
+
+
+# A `-` stands for what is unknown
+REAL = """
+aecg_3lead_1khz.xml              hl7-aecg      6  10000  1000.0  106_ABC           -     -
+aecg_fda_example.xml             hl7-aecg     12   5000   500.0  SBJ-123           46.0  M
+philips_104_ad4d_as_aecg.xml     hl7-aecg     12   5500   500.0  20044             -     F
+dicom_12lead_mortara.dcm         dicom        12  10000  1000.0  -                 42.0  F
+same_as_aecg.dcm                 dicom        12   5000   500.0  SBJ-123           -     M
+edf_contec.edf                   edf           6  37855   800.0  -                 -     -   implausible amplitude
+muse_example1.xml                muse-xml     12   5000   500.0  -                 -     -
+muse_example2.xml                muse-xml     12   5000   500.0  -                 -     -
+muse_example4.xml                muse-xml     12   5000   500.0  -                 -     -
+philips_103_mrx.xml              philips-xml  12   5000   500.0  1112010721168bdc  50.0  M
+philips_10401_tc.xml             philips-xml  12   5000   500.0  -                 -     -
+philips_10401_wrong_encoding.xml philips-xml  12   5000   500.0  -                 -     -
+philips_104_ad4d.xml             philips-xml  12   5000   500.0  -                 -     F
+philips_104_demo.xml             philips-xml  12   5000   500.0  -                 -     M
+same_as_aecg.scp                 scp-ecg      12   5000   500.0  SBJ-123           -     M
+scp_contec_truncated.scp         scp-ecg       6  32767   800.0  -                 -     -   shorter than stated
+"""
+
+
+@needs_shared
+@pytest.mark.parametrize("line", REAL.strip().splitlines())
+def test_real_files_give_the_microvolts_that_independent_decoders_found(line):
+    file, kind, *facts = line.split()
+    head, right = (SHARED / file).read_bytes()[:4096], np.load(SHARED / f"{file}.npz")
+    assert [name for name, one in FORMATS.items() if one.looks_like(head, file)] == [kind]
+    record = HospitalFiles(folder(SHARED)).read(file)
+    leads, samples = record.signal.shape
+    notes = " ".join(reason for reason, _ in record.warnings)
+    said = (leads, samples, record.fs_hz, record.patient, record.age, record.sex)
+    assert [*("-" if fact is None else str(fact) for fact in said), *notes.split()] == facts
+    assert right["fs_hz"] == record.fs_hz
+    truth = dict(zip(right["leads"].tolist(), right["signal_uv"], strict=True))
+    for lead, uv in zip(record.leads, record.signal, strict=True):
+        if lead in truth:  # others are computed
+            np.testing.assert_allclose(uv, truth[lead][:samples], atol=1e-3)
+
+
+@needs_shared
+def test_a_real_file_with_13_samples_is_refused():
+    source = HospitalFiles(folder(SHARED))
+    assert str(prepared(source, "bad_aecg_no_waveform.xml")) == "too short: 0.026 s"
+
+
+@needs_shared
+def test_one_recording_in_three_formats_is_one_crop(tmp_path):
+    for name in ("aecg_fda_example.xml", "same_as_aecg.dcm", "same_as_aecg.scp"):
+        shutil.copy(SHARED / name, tmp_path)
+    made = crops_of(build(tmp_path, tmp_path / "out", plan="all"))
+    assert {kind for kind, _ in made} == {"hl7-aecg", "dicom", "scp-ecg"}
+    for (one,), (other,) in itertools.pairwise(made.values()):
+        np.testing.assert_array_equal(one["x"], other["x"])
+        assert one["waveform"] == other["waveform"]
+
+
+def mixed(root):
     files = {
-        "a/one.xml": muse().encode(),
+        "a/one.xml": muse(),
         f"a/b/{UID}": BASE,
-        f"a/b/{UID}9": dicom_file(x00100020=("LO", "12")),
+        f"a/b/{UID}9": dicom_file(x00100020_LO="12"),
         "two.DCM": BASE,
-    }
-    files |= {
         "a/report.pdf": b"%PDF-1.7 ...",
         "notes.txt": b"",
-        "a/other.xml": b"<html/>",
+        "a/other.xml": "<html/>",
         "cut.dcm": BASE[:9000],
         "a/DICOMDIR": BASE,
         "a/IM1": BASE.ljust(FORMATS["dicom"].max_bytes + 1),
     }
-    for name, content in files.items():
-        (root / name).write_bytes(content)
-    return root
+    return write_files(root, files)
 
 
-def test_a_mixed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [
-        "shard",
-        str(mixed(tmp_path / "src")),
-        "--out",
-        str(tmp_path / "out"),
-        "--workers",
-        "1",
-    ]
-    assert main(command) == 0
+def test_a_mixed_folder(tmp_path, capsys):
+    src, out = mixed(tmp_path / "src"), tmp_path / "out"
+    assert run_shard(src, out) == 0
     messages = capsys.readouterr().err
-    assert "--pseudonymize KEYFILE" in messages and messages.count("were left out") == 1
+    assert "--pseudonymize KEYFILE" in messages
+    assert messages.count("were left out") == 1
     assert "3 files of no known format were left out (1 .pdf, 1 .txt, 1 no ending)" in messages
-    made = Dataset.open(str(tmp_path / "out"))
+    made = Dataset.open(str(out))
     named = f"a_b_{UID.replace('.', '_')}"
-    assert set(crops_of(made)) == {
-        ("muse-xml", "a_one"),
-        ("dicom", "two"),
-        ("dicom", named),
-        ("dicom", f"{named}9"),
-    }
-    assert sorted(made.rejects()) == [
+    dicoms = {("dicom", name) for name in ("two", named, f"{named}9")}
+    assert set(crops_of(made)) == dicoms | {("muse-xml", "a_one")}
+    none_of = f"a/other.xml: its root is html: none of {', '.join(FORMATS)}"
+    assert sorted(rejects_of(made)) == [
         ("dicom", "a_IM1", "file too large", f"a/IM1: {2**24 + 1} bytes"),
         ("dicom", "cut", "malformed DICOM", "cut.dcm: cut off"),
-        (
-            "hospital",
-            "a_other",
-            "unknown format",
-            "a/other.xml: its root is html: none of " + ", ".join(FORMATS),
-        ),
+        ("hospital", "a_other", "unknown format", none_of),
     ]
-    assert (
-        main(
-            ["verify", str(tmp_path / "out"), "--archive", str(tmp_path / "src"), "--workers", "1"]
-        )
-        == 0
-    )
+    assert run_verify(out, src) == 0
 
 
-def test_with_a_key_no_message_names_a_file_or_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_a_key_no_message_names_a_file_or_folder(tmp_path, capsys, monkeypatch):
     """A folder that cannot be listed, files of no known format, and an archive of which nothing is
     known."""
     src, key = mixed(tmp_path / "src"), tmp_path / "key"
@@ -113,114 +152,67 @@ def test_with_a_key_no_message_names_a_file_or_folder(
     (tmp_path / "unknown" / "JOHN_DOE_1951").mkdir(parents=True)
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "JOHN_DOE_1951").symlink_to(src)
-    options = ["--out", str(tmp_path / "out"), "--workers", "1", "--pseudonymize", str(key)]
+    out, options = tmp_path / "out", ("--pseudonymize", str(key))
     scandir = os.scandir
 
-    def refuse(path: str) -> Any:
+    def refuse(path):
         if str(path).endswith("DOE_1951"):
             raise PermissionError(errno.EACCES, "Permission denied", path)
         return scandir(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", refuse)
-        assert main(["shard", str(src), "--source", "hospital", *options]) == 2
-    assert main(["shard", str(src), *options]) == 0
+        assert run_shard(src, out, "--source", "hospital", *options) == 2
+    assert run_shard(src, out, *options) == 0
     for name in ("unknown", "link"):
-        assert main(["shard", str(tmp_path / name), *options]) == 2
+        assert run_shard(tmp_path / name, out, *options) == 2
     said = capsys.readouterr()
-    assert (
-        f"cannot list a folder in {src} (`find {src} -type d ! -readable` names it): Permission "
-        "denied" in said.err
-    )
-    assert "4 files of no known format were left out\n" in said.err and "one is a link" in said.err
-    content = everything_in(Dataset.open(str(tmp_path / "out"))).decode("latin-1")
-    for text in (said.out, said.err, content):
-        assert (
-            not re.search("john|1951", text, re.IGNORECASE) and "--pseudonymize KEYFILE" not in text
-        )
+    find = f"`find {src} -type d ! -readable` names it"
+    assert f"cannot list a folder in {src} ({find}): Permission denied" in said.err
+    assert "4 files of no known format were left out\n" in said.err
+    assert "one is a link" in said.err
+    content = everything_in(Dataset.open(str(out))).decode("latin-1")
+    everything = said.out + said.err + content
+    assert not re.search("john|1951|--pseudonymize KEYFILE", everything, re.IGNORECASE)
 
 
-def test_with_a_key_no_error_of_object_storage_names_an_object(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("error", [PermissionError, TimeoutError])
+def test_with_a_key_no_error_of_object_storage_names_an_object(monkeypatch, error):
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0)
     root = folder("memory://private", private=True)
-    for error in (
-        PermissionError("private/JOHN_DOE"),
-        TimeoutError("no answer for private/JOHN_DOE"),
-    ):
-        monkeypatch.setattr(type(root.fs), "find", mock.Mock(side_effect=error))
-        with pytest.raises(
-            StorageError, match=r"memory://private: .*(PermissionError|TimeoutError)"
-        ) as said:
-            list(root.names("JOHN_DOE"))
-        assert "JOHN" not in str(said.value)
+    failing = mock.Mock(side_effect=error("no answer for private/JOHN_DOE"))
+    monkeypatch.setattr(type(root.fs), "find", failing)
+    with pytest.raises(StorageError, match=f"memory://private: .*{error.__name__}") as said:
+        list(root.names("JOHN_DOE"))
+    assert "JOHN" not in str(said.value)
 
 
-def test_beside_wfdb_records_they_are_left_out_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_wfdb(mixed(tmp_path / "src"), "rec_1", "16", LEADS)
-    assert (
-        main(
-            [
-                "shard",
-                f"{tmp_path}/src",
-                "--out",
-                f"{tmp_path}/out",
-                "--plan",
-                "all",
-                "--workers",
-                "1",
-            ]
-        )
-        == 0
-    )
-    message = " and 3 more: move them to a folder of their own and give it as well\n"
-    assert message in capsys.readouterr().err and {
-        kind for kind, _ in crops_of(Dataset.open(f"{tmp_path}/out"))
-    } == {"wfdb"}
+def test_a_folder_named_training_is_no_archive_without_records(tmp_path):
+    source = opened(write_files(tmp_path, dict.fromkeys(("one.xml", "training/two.xml"), muse())))
+    assert source.name == "hospital"
+    assert [*source.keys()] == ["one.xml", "training/two.xml"]
 
 
-def test_beside_a_known_archive_they_are_left_out_and_counted(tmp_path: Path) -> None:
-    write_challenge(tmp_path / "src" / "training" / "georgia" / "g1", "E00001", ecg())
-    for name in ("one.xml", "ward/two.DCM"):
-        (tmp_path / "src" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "src" / name).write_bytes(b"")
-    (source,) = open_sources(f"{tmp_path}/src", hospital=HospitalFiles)
-    assert (
-        source.name == "physionet2021"
-        and "leaves out 2 files that look like ECGs: one.xml: " in source.notes()[-1]
-    )
+def test_one_format_of_a_mixed_folder(tmp_path):
+    source = opened(mixed(tmp_path / "src"), "muse-xml")
+    assert [*source.keys()] == ["a/one.xml"]
+    assert source.source_of("a/one.xml") == "muse-xml"
 
 
-def test_a_folder_named_training_is_no_archive_without_records(tmp_path: Path) -> None:
-    (tmp_path / "src" / "training").mkdir(parents=True)
-    for name in ("one.xml", "training/two.xml"):
-        (tmp_path / "src" / name).write_text(muse())
-    (source,) = open_sources(f"{tmp_path}/src", hospital=HospitalFiles)
-    assert [*source.keys()] == ["one.xml", "training/two.xml"] and source.name == "hospital"
-
-
-def test_one_format_of_a_mixed_folder(tmp_path: Path) -> None:
-    (source,) = open_sources(str(mixed(tmp_path / "src")), "muse-xml", hospital=HospitalFiles)
-    assert [*source.keys()] == ["a/one.xml"] and source.source_of("a/one.xml") == "muse-xml"
-
-
-def test_a_mixed_folder_in_a_bucket() -> None:
+def test_a_mixed_folder_in_a_bucket():
     files = {f"a/{UID}": BASE, "empty.txt": b"", "one.xml": muse().encode(), "report.pdf": b"%PDF"}
     for name, content in files.items():
         fsspec.filesystem("memory").pipe(f"/mixed/{name}", content)
-    (source,) = open_sources("memory://mixed", hospital=HospitalFiles)
+    source = opened("memory://mixed")
     assert sorted(record.source for record in source) == ["dicom", "muse-xml"]
     assert "2 files of no known format were left out (1 .pdf, 1 .txt)" in source.notes()[0]
 
 
-def test_a_file_that_a_store_denies_once_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_a_store_denies_once_is_not_left_out(monkeypatch):
     fsspec.filesystem("memory").pipe(f"/once/{UID}", BASE)
     answer, denials = storage.RemoteFolder._range, [FileNotFoundError()]
 
-    def denied(self: storage.RemoteFolder, name: str, start: int, size: int) -> bytes:
+    def denied(self, name, start, size):
         if denials:
             raise denials.pop()
         return answer(self, name, start, size)
@@ -230,33 +222,17 @@ def test_a_file_that_a_store_denies_once_is_not_left_out(monkeypatch: pytest.Mon
     assert [*HospitalFiles(folder("memory://once")).keys()] == [UID]
 
 
-def test_show_draws_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mixed(tmp_path / "src")
-    assert main(["show", f"{tmp_path}/src/two.DCM", "--png", f"{tmp_path}/one.png"]) == 0
-    assert (
-        "two.DCM: 12 leads, 500 Hz, 5 s" in capsys.readouterr().out
-        and (tmp_path / "one.png").stat().st_size > 10_000
-    )
-    assert main(["show", f"{tmp_path}/src/notes.txt"]) == 2
-    assert (
-        "notes.txt would be refused: unknown format: none of muse-xml, dicom"
-        in capsys.readouterr().err
-    )
+def test_show_draws_one_file(tmp_path, capsys):
+    mixed(tmp_path)
+    assert main(["show", f"{tmp_path}/two.DCM", "--png", f"{tmp_path}/one.png"]) == 0
+    assert "two.DCM: 12 leads, 500 Hz, 5 s" in capsys.readouterr().out
+    assert (tmp_path / "one.png").stat().st_size > 10_000
+    assert main(["show", f"{tmp_path}/notes.txt"]) == 2
+    refusal = "notes.txt would be refused: unknown format: none of muse-xml, dicom"
+    assert refusal in capsys.readouterr().err
 
 
-def test_show_prints_one_line_for_a_damaged_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def decode(data: bytes) -> Decoded:
-        raise TypeError("of a bug")
-
-    monkeypatch.setitem(FORMATS, "dicom", FORMATS["dicom"]._replace(decode=decode))
-    assert main(["show", str(mixed(tmp_path / "src") / "two.DCM")]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "two.DCM would be refused: unreadable record: TypeError" in err
-
-
-def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path: Path) -> None:
+def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path):
     source, long = HospitalFiles(folder(tmp_path)), "x" * 64
     same = {
         "a (1).xml": "a_1_",
@@ -265,183 +241,104 @@ def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path: Path) -> No
         "ward 7/Smith, J.xml": "ward_7_Smith_J",
     }
     assert {key: source.name_for(key) for key in same} == same
-    keys = [
-        "李四.xml",
-        "王五.xml",
-        "a [1].xml",
-        "a {1}.xml",
-        "Jürgen.xml",
-        "Jörgen.xml",
-        "李/1.xml",
-        "王/1.xml",
-        "\udce4.xml",
-    ]
-    names = [
-        source.name_for(key)
-        for key in [*same, *keys, f"{long}1.xml", f"{long}2.xml", f"ward/{long}"]
-    ]
-    assert len(set(names)) == len(names) and max(map(len, names)) == 64
+    others = "李四 王五 Jürgen Jörgen 李/1 王/1 \udce4 a[1] a{1} ".replace(" ", ".xml ").split()
+    cut = [f"{long}1.xml", f"{long}2.xml", f"ward/{long}", f"{UID}/{UID}.1", f"{UID}/{UID}.2"]
+    names = [source.name_for(key) for key in (*same, *others, *cut)]
+    assert len(set(names)) == len(names)
+    assert max(map(len, names)) == 64
     assert all(re.fullmatch("[A-Za-z0-9_-]+", name) for name in names)
-    for seed, name in enumerate(keys[:2]):
-        (tmp_path / name).write_text(
-            muse("".join(lead_xml(lead, one + seed) for lead, one in steps().items()))
-        )
+    for seed, name in enumerate(others[:2]):
+        write_files(tmp_path, {name: muse({lead: uv + 10 * seed for lead, uv in STORED.items()})})
     made = build(tmp_path, tmp_path / "out", plan="all")
-    assert not made.rejects() and len(set(made.column("record"))) == 2
+    assert not rejects_of(made)
+    assert len(set(made.column("record"))) == 2
 
 
 @pytest.mark.parametrize(
-    ("factor", "plausible"), [(0.03, False), (0.2, True), (1, True), (8, False)]
+    ("factor", "notes"),
+    [(0.02, ["implausible amplitude"]), (0.2, []), (1, []), (8, ["implausible amplitude"])],
 )
-def test_amplitudes_that_no_heart_has_are_noted_in_every_format(
-    tmp_path: Path, factor: float, plausible: bool
-) -> None:
-    leads = "".join(
-        lead_xml(name, one, LeadAmplitudeUnitsPerBit=4.88 * factor) for name, one in steps().items()
-    )
-    (tmp_path / "one.xml").write_text(muse(leads))
-    (tmp_path / "one.dcm").write_bytes(
-        dicom_file(group(TRUTH, {"x003a0210": ("DS", str(2.5 * factor))}))
-    )
-    x = dict(zip(LEADS, ecg() // 2, strict=True))
-    (tmp_path / "one.edf").write_bytes(
-        edf(x, scale=(-32768 * factor, round(32767 * factor), -32768, 32767))
-    )
-    for record in HospitalFiles(folder(tmp_path)):
-        assert [reason for reason, _ in record.warnings] == (
-            [] if plausible else ["implausible amplitude"]
-        )
+def test_amplitudes_that_no_heart_has_are_noted(tmp_path, factor, notes):
+    content = dicom_file(group(TRUTH, {"x003a0210_DS": str(2.5 * factor)}))
+    warnings = read_one(tmp_path, "one.dcm", content).warnings
+    assert [reason for reason, _ in warnings] == notes
 
 
 @pytest.mark.parametrize("plan", ["all", "paper", "paper-split"])
 def test_records_of_an_implausible_amplitude_are_for_pre_training_only_if_asked_for(
-    tmp_path: Path, plan: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "src").mkdir()
-    for number, high in enumerate(
-        (32767, 327670, 32767)
-    ):  # the second file states ten times the scale
+    tmp_path, plan, capsys
+):
+    src, option = tmp_path / "src", "--pretrain-implausible"
+    for number, high in enumerate((32767, 327670, 32767)):  # the second states ten times the scale
         x = dict(zip(LEADS, ecg(seed=number) // 2, strict=True))
-        (tmp_path / "src" / f"{number}.edf").write_bytes(
-            edf(x, scale=(-high - 1, high, -32768, 32767))
-        )
-    command = ["shard", f"{tmp_path}/src", "--plan", plan, "--workers", "1", "--out"]
-    for option, pretrained in (([], {"0", "2"}), (["--pretrain-implausible"], {"0", "1", "2"})):
-        out = f"{tmp_path}/out{len(option)}"
-        assert main([*command, out, *option]) == 0
-        noted = (
-            "note: 1 crop left out of pre-training: no heart has such an amplitude"
-            in capsys.readouterr().err
-        )
-        assert noted == (not option)
+        write_files(src, {f"{number}.edf": edf(x, scale=(-high - 1, high, -32768, 32767))})
+    for options, pretrained in (([], {"0", "2"}), ([option], {"0", "1", "2"})):
+        out = f"{tmp_path}/out{len(options)}"
+        assert run_shard(src, out, "--plan", plan, *options) == 0
+        note = "note: 1 crop left out of pre-training: no heart has such an amplitude"
+        assert (note in capsys.readouterr().err) == (not options)
         rows = Dataset.open(out).table().to_pylist()
         assert {row["record"] for row in rows if "implausible" in row["flags"]} == {"1"}
         assert {row["record"] for row in rows if row["pretrain"]} == pretrained
         assert plan == "all" or {row["record"] for row in rows if row["id_role"]} == pretrained
-        assert (
-            verify(Dataset.open(out), open_sources(f"{tmp_path}/src", hospital=HospitalFiles)) == []
-        )
-    assert main([*command, f"{tmp_path}/out0", "--pretrain-implausible"]) == 2
+        assert verify(Dataset.open(out), [opened(src)]) == []
+    assert run_shard(src, f"{tmp_path}/out0", "--plan", plan, option) == 2
     assert "already finished (pretrain_implausible was False, not True)" in capsys.readouterr().err
 
 
-def test_samples_that_were_not_measured_do_not_count_in_the_amplitude(tmp_path: Path) -> None:
+def test_samples_that_were_not_measured_do_not_count_in_the_amplitude(tmp_path):
     gaps = {lead: np.where(np.arange(len(uv)) % 2, -32768 * 2.5, uv) for lead, uv in TRUTH.items()}
-    (tmp_path / "one.dcm").write_bytes(dicom_file(group(gaps)))
-    assert not HospitalFiles(folder(tmp_path)).read("one.dcm").warnings
+    assert not read_one(tmp_path, "one.dcm", dicom_file(group(gaps))).warnings
 
 
-def test_long_names_are_shortened_and_stay_different(tmp_path: Path) -> None:
-    for name in (f"{UID}/{UID}.1", f"{UID}/{UID}.2"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(BASE)
-    names = {record.name for record in HospitalFiles(folder(tmp_path))}
-    assert len(names) == 2 and {len(name) for name in names} == {64}
+NOBODY = """
+ANONYMOUS
+000000
+xxx
+0
+-
+UNK
+NoID
+No ID
+Unidentified
+TEST
+not available"""
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "Anonymous",
-        "000000",
-        "xxx",
-        "0",
-        "-",
-        "UNK",
-        "NoID",
-        "No ID",
-        "Unidentified",
-        "TEST",
-        "not available",
-    ],
-)
-def test_what_stands_for_an_unknown_patient_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / "one").write_bytes(dicom_file(x00100020=("LO", text)))
-    assert HospitalFiles(folder(tmp_path)).read("one").patient is None
+@pytest.mark.parametrize("text", NOBODY.splitlines())
+def test_what_stands_for_an_unknown_patient_is_none(tmp_path, text):
+    assert read_one(tmp_path, "one", dicom_file(x00100020_LO=text)).patient is None
 
 
-def test_patients_of_different_ids_stay_different(tmp_path: Path) -> None:
-    ids = [
-        "4711",
-        f"{UID}.1",
-        f"{UID}.2",
-        "A/7",
-        "B/7",
-        "7",
-        "Ü 7",
-        "Ö 7",
-        "x.1",
-        "x.2",
-        "7" * 63 + "8",
-        "7" * 64 + "8",
-    ]
-    for number, text in enumerate(ids):
-        (tmp_path / f"{number}.xml").write_text(muse().replace("4711", text), encoding="utf-8")
-    found = build(tmp_path, tmp_path / "out", plan="all").table(["record", "patient"]).to_pylist()
-    patients = {row["record"]: row["patient"] for row in found}
-    assert (
-        len(set(patients.values())) == len(ids)
-        and patients["0"] == "4711"
-        and max(map(len, patients.values())) == 64
-    )
+def test_patients_of_different_ids_stay_different(tmp_path):
+    same = ["4711", "7", "7" * 63 + "8"]
+    others = [f"{UID}.1", f"{UID}.2", "A/7", "B/7", "Ü 7", "Ö 7", "x.1", "x.2", "7" * 64 + "8"]
+    text, found = muse().replace("ISO-8859-1", "utf-8"), []
+    for number, patient in enumerate(same + others):
+        record = read_one(tmp_path, f"{number}.xml", text.replace("4711", patient))
+        found.append(str(record.patient))
+    assert found[: len(same)] == same
+    assert len(set(found)) == len(found)
+    assert max(map(len, found)) == 64
 
 
-def test_a_constant_lead_was_not_measured_and_nothing_is_computed_from_it(tmp_path: Path) -> None:
-    flat = steps() | {"I": np.zeros_like(steps()["I"])}
-    (tmp_path / "one.xml").write_text(
-        muse("".join(lead_xml(name, one) for name, one in flat.items()))
-    )
-    assert HospitalFiles(folder(tmp_path)).read("one.xml").leads == (
-        "II",
-        "V1",
-        "V2",
-        "V3",
-        "V4",
-        "V5",
-        "V6",
-    )
-    (tmp_path / "two.dcm").write_bytes(dicom_file(x00100020=("LO", "12")))
-    whole = HospitalFiles(folder(tmp_path)).read("two.dcm")
-    assert set(whole.leads) == set(LEADS) and np.ptp(whole.signal, axis=1).all()
+def test_a_constant_lead_was_not_measured_and_nothing_is_computed_from_it(tmp_path):
+    record = read_one(tmp_path, "one.xml", muse(STORED | {"I": 0 * X["I"]}))
+    assert set(record.leads) == STORED.keys() - {"I"}
 
 
-def test_a_large_file_is_not_parsed(tmp_path: Path) -> None:
-    (tmp_path / "one.xml").write_bytes(b"<RestingECG>" + b" " * FORMATS["muse-xml"].max_bytes)
-    found = read_safely(HospitalFiles(folder(tmp_path)).read, "one.xml")
-    assert isinstance(found, ReadError) and found.reason == "file too large"
+def test_a_large_file_is_not_parsed(tmp_path):
+    content = "<RestingECG>" + " " * FORMATS["muse-xml"].max_bytes
+    with pytest.raises(ReadError, match="file too large"):
+        read_one(tmp_path, "one.xml", content)
 
 
 @pytest.mark.parametrize("key", [None, bytes(32)])
-def test_a_patient_has_one_role_whatever_the_format(tmp_path: Path, key: bytes | None) -> None:
-    (tmp_path / "src").mkdir()
-    for seed in range(2):
-        leads = "".join(lead_xml(name, one + seed) for name, one in steps().items())
-        (tmp_path / "src" / f"{seed}.xml").write_text(muse(leads))  # of patient 4711, too
-    (tmp_path / "src" / "2.dcm").write_bytes(BASE)
+def test_a_patient_has_one_role_whatever_the_format(tmp_path, key):
+    other = muse({lead: uv + 10 for lead, uv in STORED.items()})  # of patient 4711, too
+    src = write_files(tmp_path / "src", {"0.xml": muse(), "1.xml": other, "2.dcm": BASE})
     roles = RoleSources(id=("muse-xml",), id_share=1.0)
-    made = build(tmp_path / "src", tmp_path / "out", role_sources=roles, pseudonym_key=key)
+    made = build(src, tmp_path / "out", role_sources=roles, pseudonym_key=key)
     rows = made.table(["source", "patient", "id_role", "pretrain"]).to_pylist()
     assert sorted((row["source"], str(row["id_role"]), row["pretrain"]) for row in rows) == [
         ("dicom", "None", False),
@@ -451,42 +348,17 @@ def test_a_patient_has_one_role_whatever_the_format(tmp_path: Path, key: bytes |
     assert len({row["patient"] for row in rows}) == 1 == len(set(patient_ids([made])[0].tolist()))
 
 
-def test_the_sources_that_share_patients_are_the_formats() -> None:
-    assert (
-        set(VENDORS) == set(FORMATS) and VENDORS[0] == "muse-xml"
-    )  # whose pseudonyms all of them have
+def test_the_sources_that_share_patients_are_the_formats():
+    assert set(VENDORS) == set(FORMATS)
+    assert VENDORS[0] == "muse-xml"  # whose pseudonyms all of them have
 
 
 @given(st.binary(max_size=300), st.sampled_from(["", "one.xml", "one.scp", "one.edf"]))
 @settings(max_examples=40)
-def test_no_bytes_make_a_format_fail(data: bytes, name: str) -> None:
+def test_no_bytes_make_a_format_fail(data, name):
     """Looking at a file never raises, and decoding it raises a ReadError only."""
+    begins = {"dicom": BASE[:140], "scp-ecg": b"0       ", "edf": b"0       "}
     for kind, one in FORMATS.items():
-        head = (
-            b""
-            if len(data) % 2
-            else (
-                BASE[:140] if kind == "dicom" else b"<RestingECG>" if "xml" in kind else b"0       "
-            )
-        )
+        head = b"" if len(data) % 2 else begins.get(kind, b"<RestingECG>")
         one.looks_like(head + data, name)
         assert isinstance(decoded(kind, head + data), ReadError)
-
-
-TRIPLE = {
-    "hl7-aecg": "aecg_fda_example.xml",
-    "dicom": "same_as_aecg.dcm",
-    "scp-ecg": "same_as_aecg.scp",
-}
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="needs the shared files")
-def test_one_recording_in_three_formats_is_one_crop(tmp_path: Path) -> None:
-    present = {kind: name for kind, name in TRIPLE.items() if kind in FORMATS}
-    for name in present.values():
-        shutil.copy(SHARED / name, tmp_path)
-    made = crops_of(build(tmp_path, tmp_path / "out", plan="all"))
-    assert {kind for kind, _ in made} == set(present)
-    for (one,), (other,) in itertools.pairwise(made.values()):
-        np.testing.assert_array_equal(one["x"], other["x"])
-        assert one["waveform"] == other["waveform"]

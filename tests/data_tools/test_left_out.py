@@ -5,7 +5,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from handmade import dat, ecg, header, write_challenge
+from handmade import dat, ecg, header, run_shard, run_verify, write_challenge
 from twins import write_code15, write_mimic, write_ptbxl
 
 from omnilead.data_tools.__main__ import main
@@ -16,12 +16,12 @@ from omnilead.engine import embed, predict
 from tests.conftest import save_model
 
 
-def challenge(place: Path, database: str = "georgia", records: int = 1) -> None:
+def challenge(place, database="georgia", records=1):
     for number in range(records):
         write_challenge(place / database / "g1", f"E{number:05d}", ecg(seed=number))
 
 
-def plain(place: Path, records: int = 1) -> None:
+def plain(place, records=1):
     """WFDB records of format 16 in .dat files, without tables."""
     place.mkdir(parents=True, exist_ok=True)
     for number in range(records):
@@ -30,77 +30,73 @@ def plain(place: Path, records: int = 1) -> None:
         (place / f"{name}.dat").write_bytes(dat(x))
 
 
-def opened(root: Path, *besides: Path) -> tuple[list[tuple[str, int]], str]:
+def opened(root, *besides, kind="auto"):
     """Name and records of each source, and what was left out."""
-    sources = open_sources(
-        str(root), besides=[str(root), *map(str, besides)], hospital=HospitalFiles
-    )
+    places = [str(root), *map(str, besides)]
+    sources = open_sources(str(root), kind, besides=places, hospital=HospitalFiles)
     noted = [source.left_out for source in sources if source.left_out]
     assert len(noted) <= 1
-    return [(source.name, len(list(source.keys()))) for source in sources], (noted or [""])[0]
+    return [(source.name, len(list(source.keys()))) for source in sources], "".join(noted)
 
 
 def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     challenge(tmp_path / "training", records=3)
     plain(tmp_path / "mywfdb" / "day 1", 21)
-    found, note = opened(tmp_path)
-    assert found == [("physionet2021", 3)]
+    found = [("physionet2021", 3)]
     what = f"{tmp_path}: leaves out 21 files that look like ECGs: "
-    assert note == f"{what}mywfdb/day 1/00000_hr.hea and 20 more: give {tmp_path}/mywfdb as well"
+    note = f"{what}mywfdb/day 1/00000_hr.hea and 20 more: give {tmp_path}/mywfdb as well"
+    assert opened(tmp_path) == (found, note)
     assert opened(tmp_path, tmp_path / "mywfdb") == (found, "")
     assert opened(tmp_path / "mywfdb") == ([("wfdb", 21)], "")
     private = open_sources(str(tmp_path), private=True, hospital=HospitalFiles)[0].left_out
     assert private == f"{what}give the folders that hold them as well"
 
 
-def test_files_in_an_archives_folder_are_counted_also_if_its_kind_is_given(tmp_path: Path) -> None:
-    challenge(tmp_path / "training")
+@pytest.mark.parametrize("kind", ["auto", "physionet2021", "wfdb"])
+def test_files_in_an_archives_folder_are_counted_also_if_its_kind_is_given(tmp_path, kind):
+    if kind == "wfdb":
+        plain(tmp_path)
+    else:
+        challenge(tmp_path / "training")
     (tmp_path / "one.xml").touch()
     note = f"{tmp_path}: leaves out 1 file that looks like an ECG: one.xml: "
-    for kind in ("auto", "physionet2021"):
-        (source,) = open_sources(str(tmp_path), kind, hospital=HospitalFiles)
-        assert source.left_out == f"{note}move them to a folder of their own and give it as well"
-    plain(tmp_path / "wfdb")
-    (tmp_path / "wfdb" / "a.dcm").touch()
     assert (
-        "1 file that looks like an ECG: a.dcm"
-        in open_sources(f"{tmp_path}/wfdb", "wfdb", hospital=HospitalFiles)[0].left_out
+        opened(tmp_path, kind=kind)[1]
+        == f"{note}move them to a folder of their own and give it as well"
     )
 
 
-def test_what_an_archive_reads_is_not_searched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_archive_reads_is_not_searched(tmp_path, monkeypatch):
     """MIMIC-IV-ECG has 800,000 folders, and its records are in a table."""
     write_mimic(tmp_path / "mimic", {"41420867": "10001725"})
     plain(tmp_path / "mine")
-    listed = []
     names = LocalFolder.names
 
-    def noted(self: LocalFolder, under: str = "") -> object:
-        listed.append(f"{self.url}/{under}")
+    def watched(self, under=""):
+        assert "mimic/files" not in f"{self.url}/{under}"
         return names(self, under)
 
-    monkeypatch.setattr(LocalFolder, "names", noted)
+    monkeypatch.setattr(LocalFolder, "names", watched)
     assert "mine/00000_hr.hea" in open_sources(str(tmp_path))[0].left_out
-    assert not [place for place in listed if "mimic/files" in place]
 
 
-def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path: Path) -> None:
+def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path):
     challenge(tmp_path / "training")
     challenge(tmp_path)  # databases are read from `training` only, if it exists
     write_ptbxl(tmp_path / "ptb-xl", {1: {}})
     write_ptbxl(tmp_path / "ptb-xl", {1: {}}, fs=100)  # the same ECGs once more
     write_mimic(tmp_path / "mimic", {"41420867": "10001725"})
     write_code15(tmp_path / "code15", {1: {"patient_id": "7"}})
+    places = {"training": "physionet2021", "ptb-xl": "ptb-xl", "mimic": "mimic-iv-ecg"}
+    places["code15"] = "code15"
+    for place, name in places.items():
+        assert opened(tmp_path / place)[0] == [(name, 1)]
     found, note = opened(tmp_path)
-    assert dict(found) == {"physionet2021": 1, "ptb-xl": 1, "mimic-iv-ecg": 1, "code15": 1}
-    assert note == (
-        f"{tmp_path}: leaves out 1 file that looks like an ECG: georgia/g1/E00000.hea: "
-        f"give {tmp_path}/georgia as well"
-    )
+    assert dict(found) == dict.fromkeys(places.values(), 1)
+    what = f"{tmp_path}: leaves out 1 file that looks like an ECG: georgia/g1/E00000.hea"
+    assert note == f"{what}: give {tmp_path}/georgia as well"
     write_ptbxl(tmp_path / "copies" / "old", {1: {}})
     challenge(tmp_path / "ptb-xl" / "more")
     found, note = opened(tmp_path, tmp_path / "georgia", tmp_path / "copies")
@@ -112,40 +108,36 @@ def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "place", ["ptb-xl", "ptb-xl/records500/00000", "georgia", "training", "training/georgia"]
 )
-def test_a_folder_with_an_archives_name_and_other_records_is_a_wfdb_folder(
-    tmp_path: Path, place: str
-) -> None:
+def test_a_folder_with_an_archives_name_and_other_records_is_a_wfdb_folder(tmp_path, place):
     plain(tmp_path / place, 2)
     assert opened(tmp_path) == ([("wfdb", 2)], "")
+    assert [source.name for source in open_sources(str(tmp_path))] == ["wfdb"]
     assert opened(tmp_path / place) == ([("wfdb", 2)], "")
     assert opened(tmp_path / place.split("/")[0]) == ([("wfdb", 2)], "")
 
 
-def test_a_folder_of_headers_alone_is_opened(tmp_path: Path) -> None:
+def test_a_folder_of_headers_alone_is_opened(tmp_path):
     challenge(tmp_path / "training", records=2)
     for path in tmp_path.rglob("*.mat"):
         path.unlink()
     assert opened(tmp_path) == ([("wfdb", 2)], "")
 
 
-def test_a_folder_that_may_not_be_listed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_may_not_be_listed_is_named(tmp_path, monkeypatch):
     challenge(tmp_path / "training")
     (tmp_path / "lost+found").mkdir()
     names = LocalFolder.names
-    denied = PermissionError("denied")
 
-    def listed(self: LocalFolder, under: str = "") -> object:
+    def listed(self, under=""):
         if under == "lost+found":
-            raise denied
+            raise PermissionError("denied")
         return names(self, under)
 
     monkeypatch.setattr(LocalFolder, "names", listed)
     assert opened(tmp_path) == ([("physionet2021", 1)], f"{tmp_path}: could not list lost+found")
 
 
-def test_a_linked_folder_is_entered_only_if_it_is_an_archive(tmp_path: Path) -> None:
+def test_a_linked_folder_is_entered_only_if_it_is_an_archive(tmp_path):
     challenge(tmp_path / "src" / "training")
     challenge(tmp_path / "elsewhere" / "training", "cpsc_2018")
     plain(tmp_path / "others")
@@ -157,26 +149,27 @@ def test_a_linked_folder_is_entered_only_if_it_is_an_archive(tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("linked", ["training", "georgia", "records500"])
-def test_a_linked_part_of_an_archive_is_read(tmp_path: Path, linked: str) -> None:
+@pytest.mark.parametrize(
+    ("linked", "name"),
+    [("training", "physionet2021"), ("georgia", "physionet2021"), ("records500", "ptb-xl")],
+)
+def test_a_linked_part_of_an_archive_is_read(tmp_path, linked, name):
     place = tmp_path / "src"
     if linked == "records500":
         write_ptbxl(place, {1: {}})
     else:
-        challenge(place / "training" if linked == "training" else place)
+        challenge(place / linked.replace("georgia", ""))
     (place / linked).rename(tmp_path / "elsewhere")
     (place / linked).symlink_to(tmp_path / "elsewhere")
-    assert opened(place) == ([("ptb-xl" if linked == "records500" else "physionet2021", 1)], "")
+    assert opened(place) == ([(name, 1)], "")
 
 
-def test_a_bucket_is_listed_by_its_uppermost_folders(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_is_listed_by_its_uppermost_folders(tmp_path, monkeypatch):
     challenge(tmp_path / "training")
     plain(tmp_path / "v1.0" / "mywfdb")
     store = fsspec.filesystem("memory")
     store.put(str(tmp_path), "/left", recursive=True)
-    listed: list[str] = []
+    listed = []
     find = type(store).find
     monkeypatch.setattr(
         type(store),
@@ -188,35 +181,22 @@ def test_a_bucket_is_listed_by_its_uppermost_folders(
     assert sorted(listed) == ["memory://left/training", "memory://left/v1.0"]
 
 
-def test_every_command_says_what_it_leaves_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source, out = tmp_path / "src", tmp_path / "out"
-    challenge(source / "training", records=2)
-    plain(source / "mywfdb")
-    note = f"note: {source}: leaves out 1 file that looks like an ECG: mywfdb/00000_hr.hea: "
+def test_every_command_says_what_it_leaves_out(tmp_path, capsys):
+    src, out = str(tmp_path / "src"), str(tmp_path / "out")
+    mine = f"{src}/mywfdb"
+    challenge(tmp_path / "src" / "training", records=2)
+    plain(tmp_path / "src" / "mywfdb")
     head = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF"], "thresholds": [0.5]}
-    model, data = str(save_model(tmp_path / "model", head=head)), ["--data", str(source)]
-    commands = {
-        "shard": lambda: main(["shard", str(source), "--out", str(out), "--workers", "1"]),
-        "verify": lambda: main(["verify", str(out), "--archive", str(source), "--workers", "1"]),
-        "predict": lambda: predict.main(
-            ["--model", model, *data, "--out", str(tmp_path / "dx.csv")]
-        ),
-        "embed": lambda: embed.main(
-            ["--model", model, *data, "--out", str(tmp_path / "x.parquet")]
-        ),
-    }
-    for name, run in commands.items():
-        assert run() == 0, name
-        assert capsys.readouterr().err.count(note) == 1, name
-    assert (
-        main(["shard", str(source), f"{source}/mywfdb", "--out", f"{out}2", "--workers", "1"]) == 0
-    )
-    assert "leaves out" not in capsys.readouterr().err
-    more = [*data, f"{source}/mywfdb", "--out", str(tmp_path / "all.csv")]
-    assert predict.main(["--model", model, *more]) == 0
-    assert (
-        "leaves out" not in capsys.readouterr().err
-        and (tmp_path / "all.csv").read_text().count("\n") == 4
-    )
+    model = ["--model", str(save_model(tmp_path / "model", head=head)), "--data", src]
+    note = f"note: {src}: leaves out 1 file that looks like an ECG: mywfdb/00000_hr.hea: "
+    for run, notes in (
+        (lambda: run_shard(src, out), 1),
+        (lambda: run_verify(out, src), 1),
+        (lambda: predict.main([*model, "--out", f"{out}1.csv"]), 1),
+        (lambda: embed.main([*model, "--out", f"{out}.parquet"]), 1),
+        (lambda: main(["shard", src, mine, "--out", f"{out}2", "--workers", "1"]), 0),
+        (lambda: predict.main([*model, mine, "--out", f"{out}.csv"]), 0),
+    ):
+        assert run() == 0
+        assert capsys.readouterr().err.count(note) == notes
+    assert Path(f"{out}.csv").read_text().count("\n") == 4

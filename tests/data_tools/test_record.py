@@ -5,7 +5,7 @@ import pytest
 from omnilead.data_tools.record import ABBREVIATIONS, CLASSES, class_row, only_codes, parse_dx
 
 
-def test_each_code_belongs_to_exactly_one_class() -> None:
+def test_each_code_belongs_to_exactly_one_class():
     assert len(CLASSES) == len(class_row(())) == 26 and not any(class_row(("164931005", "1")))
     for index, (_, codes) in enumerate(CLASSES):
         for code in codes:
@@ -24,7 +24,5 @@ def test_each_code_belongs_to_exactly_one_class() -> None:
         ("", (), 0),
     ],
 )
-def test_free_text_diagnoses_are_counted_and_not_copied(
-    text: str, codes: tuple[str, ...], dropped: int
-) -> None:
+def test_free_text_diagnoses_are_counted_and_not_copied(text, codes, dropped):
     assert only_codes(parse_dx(text)) == (codes, dropped)

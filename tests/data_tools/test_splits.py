@@ -22,7 +22,7 @@ SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
 EVERYBODY = RoleSources(id_share=1.0)  # all patients with two sessions are tested
 
 
-def archive(records: int, seed: int = 0, duplicates: int = 0) -> Records:
+def archive(records, seed=0, duplicates=0):
     """Records with 1 to 3 crops; a third of PTB-XL's patients have several sessions; some waveforms
     stand twice."""
     rng = np.random.default_rng(seed)
@@ -31,159 +31,126 @@ def archive(records: int, seed: int = 0, duplicates: int = 0) -> Records:
     patients = [f"p{rng.integers(0, max(1, records // 6))}" if s == 3 else None for s in source]
     crops = rng.integers(1, 4, records)
     crop_record = np.repeat(np.arange(records), crops)
-    crop_start = 10.0 * (np.arange(len(crop_record)) - np.repeat(np.cumsum(crops) - crops, crops))
+    crop_start = np.concatenate([10.0 * np.arange(count) for count in crops])
     waveform = np.arange(len(crop_record), dtype=np.uint64) + 1000
     for a, b in rng.integers(0, len(waveform), (duplicates, 2)):
         waveform[a] = waveform[b]
-    return Records(
-        source,
-        SOURCES,
-        pa.array(names),
-        pa.array(patients, pa.string()),
-        crop_record,
-        crop_start,
-        waveform,
-    )
+    strings = pa.array(names), pa.array(patients, pa.string())
+    return Records(source, SOURCES, *strings, crop_record, crop_start, waveform)
 
 
-def records_of(
-    sources: list[str],
-    patients: list[str | None],
-    waveform: list[int] | None = None,
-    names: list[str] | None = None,
-) -> Records:
+def records_of(sources, patients=None, waveform=None):
     """One crop per record."""
     order, count = tuple(sorted(set(sources))), len(sources)
     return Records(
         np.array([order.index(source) for source in sources], np.int16),
         order,
-        pa.array(names or [f"R{i:05d}" for i in range(count)]),
-        pa.array(patients, pa.string()),
+        pa.array([f"R{i:05d}" for i in range(count)]),
+        pa.array(patients or [None] * count, pa.string()),
         np.arange(count),
         np.zeros(count),
         np.array(waveform or range(count), np.uint64),
     )
 
 
-def part(records: Records, keep: np.ndarray) -> Records:
-    crops = keep[records.crop_record]
-    renumbered = np.cumsum(keep) - 1
-    taken = pa.array(np.flatnonzero(keep))
-    return Records(
-        records.source[keep],
-        records.source_names,
-        records.names.take(taken),
-        records.patients.take(taken),
-        renumbered[records.crop_record[crops]],
-        records.crop_start[crops],
-        records.waveform[crops],
+def part(records, keep):
+    crops, taken = keep[records.crop_record], pa.array(np.flatnonzero(keep))
+    return dataclasses.replace(
+        records,
+        source=records.source[keep],
+        names=records.names.take(taken),
+        patients=records.patients.take(taken),
+        crop_record=(np.cumsum(keep) - 1)[records.crop_record[crops]],
+        crop_start=records.crop_start[crops],
+        waveform=records.waveform[crops],
     )
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_patient_or_waveform_has_two_roles(seed: int) -> None:
+def test_no_patient_or_waveform_has_two_roles(seed):
     records = archive(600, seed, duplicates=80)
     roles = assign(records, "paper", seed)
     assert leaks(records, roles) == []
     assert (roles.dx != assign(records, "paper", seed + 1).dx).any()
 
 
-def test_the_roles_have_the_shares_of_the_paper() -> None:
+def test_the_roles_have_the_shares_of_the_paper():
     records = archive(12_000)
     roles = assign(records, "paper", 0)
     in_dx = records.is_from("cpsc_2018", "georgia")[records.crop_record]
     trained = np.isin(roles.identity, (TRAIN, VALID))
     assert ((roles.dx != 0) == in_dx).all() and (trained <= roles.pretrain).all()
     shares = [np.mean(roles.dx[in_dx] == role) for role in (TRAIN, VALID, TEST)]
-    assert [*shares, np.mean(roles.identity[trained] == TRAIN)] == pytest.approx(
-        [0.8, 0.1, 0.1, 0.8], abs=0.015
-    )
+    shares.append(np.mean(roles.identity[trained] == TRAIN))
+    assert shares == pytest.approx([0.8, 0.1, 0.1, 0.8], abs=0.015)
 
 
-def test_gallery_and_probe_have_one_crop_of_two_sessions_of_each_patient_with_two() -> None:
+def test_gallery_and_probe_have_one_crop_of_two_sessions_of_each_patient_with_two():
     records = archive(600)
     roles = assign(records, "paper", 0, EVERYBODY)
     patients = np.array(records.patients.to_pylist(), dtype=object)
+    patient_of = patients[records.crop_record]
     for patient in set(patients.tolist()) - {None}:
-        owned = np.flatnonzero(patients == patient)
-        gallery, probe = (
-            np.flatnonzero((roles.identity == role) & (patients[records.crop_record] == patient))
-            for role in (GALLERY, PROBE)
-        )
-        assert len(gallery) == len(probe) == (len(owned) >= 2)
-        assert not records.crop_start[[*gallery, *probe]].any()
-        if len(owned) >= 2:
-            assert records.crop_record[gallery] != records.crop_record[probe]
-            assert not roles.pretrain[np.isin(records.crop_record, owned)].any()
+        tested = np.isin(roles.identity, (GALLERY, PROBE)) & (patient_of == patient)
+        several = int(np.sum(patients == patient) >= 2)
+        assert sorted(roles.identity[tested]) == [GALLERY, PROBE] * several
+        assert not records.crop_start[tested].any()
+        assert len(set(records.crop_record[tested])) == 2 * several
+        assert not (several and roles.pretrain[patient_of == patient].any())
 
 
-def patients_of(sessions: np.ndarray) -> Records:
-    """One source, whose patients have so many sessions of one crop each."""
-    patients = [f"p{p}" for p in np.repeat(np.arange(len(sessions)), sessions)]
-    return records_of(
-        ["ptb-xl"] * len(patients), patients, names=[f"HR{i:05d}" for i in range(len(patients))]
-    )
+def patients(total, returning):
+    """The patient of each record: so many have two, the others one."""
+    return [f"p{i}" for i in range(total) for _ in range(2 if i < returning else 1)]
 
 
-def drawn(records: Records, **sources: float) -> set[str]:
+def drawn(patient_of, **sources):
+    """The patients in gallery and probe, if these are the sessions of PTB-XL."""
+    records = records_of(["ptb-xl"] * len(patient_of), patient_of)
     roles = assign(records, "paper", 0, RoleSources(**sources))  # type: ignore[arg-type]
     assert leaks(records, roles) == []
-    gallery, probe = (
-        np.array(records.patients)[roles.identity == role].tolist() for role in (GALLERY, PROBE)
-    )
+    names = np.array(patient_of)
+    gallery, probe = (names[roles.identity == role].tolist() for role in (GALLERY, PROBE))
     assert sorted(gallery) == sorted(probe) and len(set(gallery)) == len(gallery)
-    assert (
-        roles.pretrain.sum()
-        == len(records.names) - np.isin(np.array(records.patients), gallery).sum()
-    )
+    assert (roles.pretrain == ~np.isin(names, gallery)).all()
     return set(gallery)
 
 
 @pytest.mark.parametrize("returning", [0.16, 0.3, 0.5, 1.0])
-def test_at_most_id_share_of_the_patients_are_in_gallery_and_probe(returning: float) -> None:
+def test_at_most_id_share_of_the_patients_are_in_gallery_and_probe(returning):
     """Where all have two sessions, pre-training would else get nobody."""
-    sessions = np.where(np.arange(2000) < 2000 * returning, 2, 1)
+    all_of = patients(2000, 2000 * returning)
     for share in (0.0, 0.05, 0.15):
-        assert (
-            share / 2.5 * 2000 <= len(drawn(patients_of(sessions), id_share=share)) <= share * 2000
-        )
-    assert drawn(patients_of(sessions)) == drawn(patients_of(sessions), id_share=0.15)
-    assert len(drawn(patients_of(sessions), id_share=1.0)) == 2000 * returning
+        assert share / 2.5 * 2000 <= len(drawn(all_of, id_share=share)) <= share * 2000
+    assert drawn(all_of) == drawn(all_of, id_share=0.15)
+    assert len(drawn(all_of, id_share=1.0)) == 2000 * returning
 
 
-def test_with_the_share_of_the_real_ptbxl_all_patients_with_two_sessions_are_used() -> None:
+def test_with_the_share_of_the_real_ptbxl_all_patients_with_two_sessions_are_used():
     """2,127 of 18,885; here a tenth."""
-    assert len(drawn(patients_of(np.where(np.arange(1_888) < 213, 2, 1)))) == 213
+    assert len(drawn(patients(1_888, 213))) == 213
 
 
-def test_new_patients_move_no_patient_between_training_and_test() -> None:
-    sessions = np.full(1500, 2)
-    before = drawn(patients_of(sessions[:1000]))
-    after = drawn(patients_of(sessions))
+def test_new_patients_move_no_patient_between_training_and_test():
+    before, after = drawn(patients(1000, 1000)), drawn(patients(1500, 1500))
     assert len(before) > 80 and {patient for patient in after if int(patient[1:]) < 1000} == before
 
 
-def test_the_share_is_computed_for_each_source() -> None:
-    few, many = patients_of(np.where(np.arange(500) < 50, 2, 1)), patients_of(np.full(400, 2))
-    names = [*few.names.to_pylist(), *many.names.to_pylist()]
-    patients = [*few.patients.to_pylist(), *many.patients.to_pylist()]
-    both = records_of(
-        ["clinic"] * len(few.names) + ["ptb-xl"] * len(many.names), patients, names=names
-    )
+def test_the_share_is_computed_for_each_source():
+    few, many = patients(500, 50), patients(400, 400)
+    both = records_of(["clinic"] * len(few) + ["ptb-xl"] * len(many), few + many)
     roles = assign(both, "paper", 0, RoleSources(id=("clinic", "ptb-xl")))
-    of = [
-        int(((roles.identity == GALLERY) & both.is_from(name)).sum()) for name in both.source_names
-    ]
-    assert of[0] == 50 and of[1] == len(drawn(many))
+    of = [np.sum((roles.identity == GALLERY) & both.is_from(name)) for name in both.source_names]
+    assert of == [50, len(drawn(many))]
 
 
-def test_ptb_and_incart_are_for_pretraining_only_if_named() -> None:
+def test_ptb_and_incart_are_for_pretraining_only_if_named():
     """Sources of one's own pre-train, whatever lies beside them: what is added later takes nobody
     out."""
     names = ("clinic", "georgia", "ptb", "st_petersburg_incart")
-    of = records_of([name for name in names for _ in range(10)], [None] * 40)
+    of = records_of([name for name in names for _ in range(10)])
 
-    def trained(plan: str = "paper", **sources: tuple[str, ...]) -> set[str]:
+    def trained(plan="paper", **sources):
         roles = assign(of, plan, 0, RoleSources(dx=(), **sources))  # type: ignore[arg-type]
         assert ((roles.identity != 0) == roles.pretrain).all()
         return {names[i] for i in of.source[roles.pretrain]}
@@ -193,84 +160,76 @@ def test_ptb_and_incart_are_for_pretraining_only_if_named() -> None:
     assert trained(pretrain=("all",)) == set(names)
 
 
-def test_the_same_patient_id_in_two_sources_means_two_patients() -> None:
-    records = records_of(["ningbo", "ptb-xl"], ["7", "7"])
-    assert not np.isin(
-        assign(records, "paper", 0, RoleSources(id=("ningbo", "ptb-xl"))).identity, (GALLERY, PROBE)
-    ).any()
-
-
-def test_two_files_with_the_same_waveform_count_as_one_session() -> None:
-    for waveform, expected in (([5, 5], 0), ([5, 6], 1)):
-        roles = assign(records_of(["ptb-xl"] * 2, ["p", "p"], waveform), "paper", 0, EVERYBODY)
-        assert [int((roles.identity == role).sum()) for role in (GALLERY, PROBE)] == [
-            expected,
-            expected,
-        ]
+@pytest.mark.parametrize(
+    ("sources", "waveform", "tested"),
+    [
+        (["ptb-xl", "ptb-xl"], [5, 6], True),
+        (["ptb-xl", "ptb-xl"], [5, 5], False),  # two files of one session
+        (["ningbo", "ptb-xl"], [5, 6], False),  # the same id in two sources: two patients
+    ],
+)
+def test_two_sessions_are_two_waveforms_of_a_patient_of_one_source(sources, waveform, tested):
+    whose = RoleSources(id=("ningbo", "ptb-xl"), id_share=1.0)
+    roles = assign(records_of(sources, ["7", "7"], waveform), "paper", 0, whose)
+    assert (set(roles.identity.tolist()) == {GALLERY, PROBE}) == tested
+    assert np.isin(roles.identity, (GALLERY, PROBE)).any() == tested
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_adding_data_changes_no_role(seed: int) -> None:
-    """Single-session records keep every role when a fifth more of other records comes; duplicates
-    in other sources too."""
+def test_adding_data_changes_no_role(seed):
+    """Single-session records keep every role when a fifth more of other records comes."""
     full = archive(1000, seed)
     old = np.random.default_rng(seed).random(1000) < 0.8
     before, after = assign(part(full, old), "paper", 0), assign(full, "paper", 0)
     kept = old[full.crop_record]
-    lonely = ~full.is_from("ptb-xl")[
-        full.crop_record
-    ]  # a patient's second session makes a gallery of the first: by definition
-    chosen = lonely[kept]
+    # A patient's second session makes a gallery of the first: by definition
+    lonely = ~full.is_from("ptb-xl")[full.crop_record]
     for field in ("pretrain", "dx", "identity"):
-        np.testing.assert_array_equal(
-            getattr(before, field)[chosen], getattr(after, field)[kept & lonely]
-        )
+        same = getattr(before, field)[lonely[kept]] == getattr(after, field)[kept & lonely]
+        assert same.all()
 
 
-def test_a_duplicate_from_another_source_does_not_move_a_diagnosis_record() -> None:
-    alone = records_of(["cpsc_2018"], [None], [1], ["A1"])
-    twin = records_of(["cpsc_2018", "ningbo"], [None, None], [1, 1], ["A1", "JS1"])
+def test_a_duplicate_from_another_source_does_not_move_a_diagnosis_record():
     for seed in range(40):
-        one, two = assign(alone, "paper", seed), assign(twin, "paper", seed)
+        one = assign(records_of(["cpsc_2018"], waveform=[1]), "paper", seed)
+        two = assign(records_of(["cpsc_2018", "ningbo"], waveform=[1, 1]), "paper", seed)
         assert one.dx[0] == two.dx[0]
         assert two.pretrain[0] == two.pretrain[1] == (one.dx[0] == TRAIN)
 
 
-def test_every_kind_of_leakage_is_found() -> None:
+def test_every_kind_of_leakage_is_found():
     records = archive(300, 1)
     clean = assign(records, "paper", 0)
-    of_two = np.flatnonzero(np.bincount(records.crop_record) >= 2)
-    dx_record = next(r for r in of_two if records.is_from("cpsc_2018")[r])
-    first, second = np.flatnonzero(records.crop_record == dx_record)[:2]
-    test_crop, gallery = (
-        np.flatnonzero(clean.dx == TEST)[0],
-        np.flatnonzero(clean.identity == GALLERY)[0],
-    )
-    for finding, field, values in (
-        ("train, valid and test", "dx", {first: TRAIN, second: TEST}),
-        ("pre-training and diagnosis", "pretrain", {test_crop: True}),
-        ("gallery or probe", "pretrain", {gallery: True}),
-        ("identification train and valid", "identity", {first: TRAIN, second: VALID}),
+    assert leaks(records, clean) == []
+    from_dx = records.is_from("cpsc_2018")[records.crop_record]
+    inside = from_dx & (records.crop_start > 0)  # crops with one of the same record before them
+    second = np.flatnonzero(inside)[0]
+    test_crop = np.flatnonzero(clean.dx == TEST)[0]
+    gallery = np.flatnonzero(clean.identity == GALLERY)[0]
+    for finding, field, crop, values in (
+        ("train, valid and test", "dx", second, [TRAIN, TEST]),
+        ("pre-training and diagnosis", "pretrain", test_crop, [True]),
+        ("gallery or probe", "pretrain", gallery, [True]),
+        ("identification train and valid", "identity", second, [TRAIN, VALID]),
     ):
         changed = getattr(clean, field).copy()
-        for crop, value in values.items():
-            changed[crop] = value
+        changed[crop + 1 - len(values) : crop + 1] = values
         assert finding in " ".join(leaks(records, dataclasses.replace(clean, **{field: changed})))
-    assert leaks(records, clean) == []
 
 
-def test_paper_split_leaks_like_the_authors_code_and_all_uses_everything_for_pretraining() -> None:
+def test_paper_split_leaks_like_the_authors_code():
     records = archive(2000)
     leaking = assign(records, "paper-split", 0)
     assert any("two of diagnosis" in finding for finding in leaks(records, leaking))
     in_dx = records.is_from("cpsc_2018", "georgia")[records.crop_record]
-    assert np.mean(leaking.dx[in_dx] == TRAIN) == pytest.approx(0.8, abs=0.03)
-    assert leaking.pretrain[~in_dx].all()
     trained = np.isin(leaking.identity, (TRAIN, VALID))
-    assert np.mean(leaking.identity[trained] == TRAIN) == pytest.approx(0.8, abs=0.03)
     tested = np.isin(leaking.identity, (GALLERY, PROBE))
-    assert (trained | tested).all() and tested.any() and leaking.pretrain[tested & ~in_dx].all()
-    everything = assign(records, "all", 0)
+    shares = [np.mean(leaking.dx[in_dx] == TRAIN), np.mean(leaking.identity[trained] == TRAIN)]
+    assert shares == pytest.approx([0.8, 0.8], abs=0.03)
+    assert (trained | tested).all() and tested.any() and leaking.pretrain[~in_dx].all()
+
+
+def test_all_uses_everything_for_pretraining():
+    everything = assign(archive(2000), "all", 0)
     assert everything.pretrain.all()
-    assert not everything.dx.any()
-    assert not everything.identity.any()
+    assert not everything.dx.any() and not everything.identity.any()

@@ -2,14 +2,11 @@
 
 import random
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from handmade import build, files, flip
 
-from omnilead.data_tools import plan, zarr_writer
+from omnilead.data_tools import plan, shard_writers
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DatasetError, StorageError
 from omnilead.data_tools.storage import LocalFolder
@@ -18,22 +15,20 @@ FLIPS, AT_ONCE = 200, 5
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_shards() -> Iterator[None]:
+def small_shards():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "SHARD_CROPS", 4)
-        patch.setattr(zarr_writer, "SHARD_CROPS", 4)
+        patch.setattr(shard_writers, "SHARD_CROPS", 4)
         yield
 
 
 @pytest.fixture(scope="module")
-def unfinished(
-    small: Path, small_shards: None, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
+def unfinished(small, small_shards, tmp_path_factory):
     """A dataset in four shards and four storage objects: whole, and killed before dataset.json."""
     whole, killed = (tmp_path_factory.mktemp("unfinished") / name for name in ("whole", "killed"))
     write = LocalFolder.write
 
-    def dies(self: LocalFolder, name: str, data: bytes) -> None:
+    def dies(self, name, data):
         if name == META:
             raise StorageError("killed")
         write(self, name, data)
@@ -46,9 +41,7 @@ def unfinished(
     return whole, killed
 
 
-def test_flipped_bits_are_repaired(
-    small: Path, unfinished: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_flipped_bits_are_repaired(small, unfinished, tmp_path):
     whole, killed = unfinished
     right, draw = files(whole), random.Random(0)
     names = sorted(name for name, data in files(killed).items() if data)
@@ -69,9 +62,7 @@ def test_flipped_bits_are_repaired(
         shutil.rmtree(out)
 
 
-def test_shards_that_are_whole_are_not_written_again(
-    small: Path, unfinished: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_shards_that_are_whole_are_not_written_again(small, unfinished, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(unfinished[1], out)
     (out / "shards/00002.tar").unlink()
@@ -84,16 +75,16 @@ def test_shards_that_are_whole_are_not_written_again(
 
 
 def test_a_shard_damaged_before_its_zarr_copy_is_rebuilt_by_the_next_run(
-    small: Path, unfinished: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, write = tmp_path / "out", zarr_writer.write
+    small, unfinished, tmp_path, monkeypatch
+):
+    out, write = tmp_path / "out", shard_writers.write_zarr
 
-    def write_from_damaged(*arguments: Any) -> None:
+    def write_from_damaged(*arguments):
         flip(out / "shards/00001.tar", 70_000)
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(zarr_writer, "write", write_from_damaged)
+        patch.setattr(shard_writers, "write_zarr", write_from_damaged)
         with pytest.raises(DatasetError, match=r"shards/00001\.tar: .*crc32c: run again"):
             build(small, out, format="both")
     build(small, out, format="both")

@@ -6,19 +6,17 @@ name holds for the whole process, so test_fake_gpu.py calls `errors` in a proces
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
-from omnilead.engine.config import CONFIGS, load
+from omnilead.engine.commandline import load
+from omnilead.engine.config import CONFIGS
 from omnilead.engine.data.augmenter import Augmenter, parameters
 from omnilead.engine.data.order import Places
 from omnilead.engine.model.config import ModelConfig
@@ -46,7 +44,7 @@ SMALL = {
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def pretrain(path: Path, dtype: torch.dtype) -> None:
+def pretrain(path, dtype):
     config = load(path)
     crops = np.arange(CROPS)
     places = Places(crops * 0, crops, crops * 0)
@@ -64,7 +62,7 @@ def pretrain(path: Path, dtype: torch.dtype) -> None:
     train(model, dtype, x_BSLT.to(dtype), keys_BS, tau, ids_B)
 
 
-def finetune(kind: TaskKind, dtype: torch.dtype) -> None:
+def finetune(kind, dtype):
     with GPU:
         model = Classifier(
             Encoder(ModelConfig(**SMALL, position_groups=4), mask=False),
@@ -76,7 +74,7 @@ def finetune(kind: TaskKind, dtype: torch.dtype) -> None:
     train(model, dtype, x_BSLT, labels, there_BS)
 
 
-def train(model: nn.Module, dtype: torch.dtype, *arguments: torch.Tensor) -> None:
+def train(model, dtype, *arguments):
     for p in model.parameters():
         p.data = p.data.to(dtype)
     adam = GuardedAdamW(model.parameters(), lr=1e-4, clip_norm=1.0)
@@ -89,21 +87,21 @@ def train(model: nn.Module, dtype: torch.dtype, *arguments: torch.Tensor) -> Non
     assert all(p.grad.device.type == GPU.type for p in model.parameters() if p.grad is not None)
 
 
-def wait() -> None:
+def wait():
     """Waits for the device: an error that must be found, like `leave_behind`."""
     with GPU:
         torch.ones(()).item()
 
 
-def leave_behind() -> None:
+def leave_behind():
     with GPU:
         there = torch.ones(2)
     there + torch.from_numpy(np.ones(2, np.float32))
 
 
-def errors(out: Path) -> None:
+def errors(out):
     """Writes the error of each step; empty if there is none."""
-    cases: dict[str, Callable[[], None]] = {"wait": wait, "leave behind": leave_behind}
+    cases = {"wait": wait, "leave behind": leave_behind}
     for path in (CONFIGS / "pretrain").glob("*.yaml"):
         cases[f"pretrain {path.stem}"] = partial(pretrain, path, torch.bfloat16)
     cases["pretrain fp32"] = partial(

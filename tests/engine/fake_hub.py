@@ -6,10 +6,8 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 TOKEN, COMMIT = "hf_secret", "c0ffee" + "0" * 34
 
@@ -17,23 +15,23 @@ TOKEN, COMMIT = "hf_secret", "c0ffee" + "0" * 34
 class Hub(ThreadingHTTPServer):
     """The files of each repository. Without a token, private repositories do not exist."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(("127.0.0.1", 0), Api)
-        self.repos: dict[str, dict[str, bytes]] = {}
-        self.private: set[str] = set()
+        self.repos = {}
+        self.private = set()
 
     @property
-    def url(self) -> str:
+    def url(self):
         return f"http://127.0.0.1:{self.server_port}"
 
 
 class Api(BaseHTTPRequestHandler):
     server: Hub
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = self.path.partition("?")[0]
         if path == "/api/validate-yaml":
@@ -80,7 +78,7 @@ class Api(BaseHTTPRequestHandler):
             200, {"success": True, "commitOid": COMMIT, "commitUrl": url, "hookOutput": ""}
         )
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         found = re.fullmatch(r"/(.+)/resolve/([^/]+)/([^/]+)", self.path.partition("?")[0])
         seen = found and found[1] in self.server.repos
         if found and found[1] in self.server.private:
@@ -96,7 +94,7 @@ class Api(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def answer(self, status: int, content: Any, error: str = "") -> None:
+    def answer(self, status, content, error=""):
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -110,7 +108,7 @@ class Api(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub() -> Iterator[Hub]:
+def hub():
     server = Hub()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -1,12 +1,12 @@
 """Settings: shipped configs are valid; an error is one line that names the key and the value."""
 
 import json
-from pathlib import Path
-from typing import Any
+import re
 
 import pytest
 import torch
 
+from omnilead.engine.commandline import load
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import (
     CONFIGS,
@@ -14,9 +14,7 @@ from omnilead.engine.config import (
     build,
     check,
     deepspeed_json,
-    load,
     micro_batch,
-    schema,
     zero_stage,
 )
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -25,30 +23,27 @@ from omnilead.engine.tasks.config import FinetuneConfig
 PRETRAIN, FINETUNE = (sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("pretrain", "finetune"))
 PAPER = CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"
 DATA = "data.datasets=[D]"
+TUNED = [DATA, "start=RUN"]
+SIMCLR = "objective.method=simclr pipeline.views=window"
+STAGE_3 = "train.deepspeed=null train.zero_stage=3"
+ALONE = "a crop is contrasted"
 
 
 @pytest.mark.parametrize("path", [*PRETRAIN, *FINETUNE], ids=lambda path: path.stem)
-def test_shipped_files_are_valid_and_say_what_to_expect(path: Path) -> None:
-    config: Any = (
-        load(path, [DATA]) if path in PRETRAIN else load(path, [DATA, "start=RUN"], FinetuneConfig)
-    )
-    assert build(config.tree(), type(config)) == config
+def test_shipped_files_are_valid_and_say_what_to_expect(path):
+    kind, overrides = (Config, [DATA]) if path in PRETRAIN else (FinetuneConfig, TUNED)
+    config = load(path, overrides, kind)
+    assert build(config.tree(), kind) == config
     for world in (1, 2, 4, 8):
         check(config, world)
     if path in PRETRAIN:
         with torch.device("meta"):
             Pretrainer(config.model, config.objective)
-    comment = path.read_text().split("\n")[:3]
-    assert all(line.startswith("# ") for line in comment)
-    assert (
-        "able" in comment[0]
-        and "Expected time" in comment[1]
-        and "estimate" in comment[1]
-        and "Expected score" in comment[2]
-    )
+    comment = "# .*able.*\n# .*Expected time.*estimate.*\n# .*Expected score"
+    assert re.match(comment, path.read_text())
 
 
-def test_the_methods_of_the_paper_are_all_there_and_differ() -> None:
+def test_the_methods_of_the_paper_are_all_there_and_differ():
     names = "w2v w2v_rlm cmsc cmsc_rlm w2v_cmsc w2v_cmsc_rlm simclr_rlm threekg authors large"
     names += " physio3 physio4 physio3_rlm physio4_rlm"
     trees = {path.stem: load(path).tree() for path in PRETRAIN}
@@ -91,7 +86,7 @@ def test_the_methods_of_the_paper_are_all_there_and_differ() -> None:
         ("train.steps=[", "--set train.steps: "),
     ],
 )
-def test_a_wrong_setting_is_one_line(override: str, says: str) -> None:
+def test_a_wrong_setting_is_one_line(override, says):
     with pytest.raises(ConfigError) as error:
         load(PAPER, [override])
     assert says in str(error.value) and "\n" not in str(error.value)
@@ -108,13 +103,13 @@ def test_a_wrong_setting_is_one_line(override: str, says: str) -> None:
     ],
 )
 def test_precision_auto_follows_the_hardware(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    cuda: bool,
-    emulated: bool,
-    flags: str,
-    resolved: str,
-) -> None:
+    monkeypatch,
+    tmp_path,
+    cuda,
+    emulated,
+    flags,
+    resolved,
+):
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags} sse\n")
     monkeypatch.setattr("omnilead.engine.config.CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
@@ -129,110 +124,64 @@ def test_precision_auto_follows_the_hardware(
 @pytest.mark.parametrize(
     ("overrides", "world", "says"),
     [
-        (["data.datasets=[]"], 1, "data.datasets=[]"),
-        (["train.epochs=null"], 1, "--set train.steps="),
-        (["train.steps=3", "train.epochs=2"], 1, "--set train.epochs=null"),
-        ([], 3, "train.batch_crops=512: must be a multiple of the 3 ranks"),
-        (["train.micro_batch=100"], 2, "train.micro_batch=100: must divide"),
-        (["train.deepspeed=null", "train.zero_stage=0"], 1, "train.zero_stage=0"),
-        (
-            ["train.zero_stage=2"],
-            1,
-            "train.zero_stage=2, but configs/deepspeed/zero1.json has stage 1",
-        ),
-        (["train.deepspeed=nowhere.json"], 1, "train.deepspeed='nowhere.json': no such file"),
-        (
-            ["augment.leads=3", "augment.padded=false"],
-            1,
-            "model.leads=12: augment.leads='3' needs 3",
-        ),
-        (["model.mask_span=155"], 1, "model.mask_span=155"),
-        (
-            ["model.conv=[[32, 1000], [32, 10]]", "objective.local=0"],
-            1,
-            "model.conv: a token is 10000",
-        ),
-        (["pipeline.views=window"], 1, "objective.method=cmsc needs halves"),
-        (["objective.method=simclr"], 1, "objective.method=simclr needs window"),
-        (
-            ["objective.method=simclr", "pipeline.views=window", "augment.rlm=0"],
-            1,
-            "pipeline.views='window'",
-        ),
-        (["pipeline.weights=[1.0, 2.0]"], 1, "pipeline.weights=(1.0, 2.0)"),
-        (["train.schedule=tri_stage", "train.warmup=0.9"], 1, "train.warmup=0.9, train.hold=0.2"),
-        (
-            ["train.batch_crops=1"],
-            1,
-            "train.batch_crops=1, train.micro_batch=None: a crop is contrasted",
-        ),
-        (
-            ["train.micro_batch=1", "objective.gathered=false"],
-            2,
-            "train.micro_batch=1: a crop is contrasted",
-        ),
-        (
-            ["train.micro_batch=1", "objective.form=authors"],
-            2,
-            "train.micro_batch=1: a crop is contrasted",
-        ),
-        (
-            ["train.deepspeed=null", "train.zero_stage=3", "train.compile=layers"],
-            1,
-            "train.compile=layers",
-        ),
-        (["run=''"], 1, "run=''"),
-        (["run=s3://bucket/run"], 1, "run='s3://bucket/run': must be a local folder"),
+        ("data.datasets=[]", 1, "data.datasets=[]"),
+        ("train.epochs=null", 1, "--set train.steps="),
+        ("train.steps=3 train.epochs=2", 1, "--set train.epochs=null"),
+        ("run=r", 3, "train.batch_crops=512: must be a multiple of the 3 ranks"),
+        ("train.micro_batch=100", 2, "train.micro_batch=100: must divide"),
+        ("train.deepspeed=null train.zero_stage=0", 1, "train.zero_stage=0"),
+        ("train.zero_stage=2", 1, "zero_stage=2, but configs/deepspeed/zero1.json has stage 1"),
+        ("train.deepspeed=nowhere.json", 1, "train.deepspeed='nowhere.json': no such file"),
+        ("augment.leads=3 augment.padded=false", 1, "model.leads=12: augment.leads='3' needs 3"),
+        ("model.mask_span=155", 1, "model.mask_span=155"),
+        ("model.conv=[[32,1000],[32,10]] objective.local=0", 1, "model.conv: a token is 10000"),
+        ("pipeline.views=window", 1, "objective.method=cmsc needs halves"),
+        ("objective.method=simclr", 1, "objective.method=simclr needs window"),
+        (f"{SIMCLR} augment.rlm=0", 1, "pipeline.views='window'"),
+        ("pipeline.weights=[1.0,2.0]", 1, "pipeline.weights=(1.0, 2.0)"),
+        ("train.schedule=tri_stage train.warmup=0.9", 1, "train.warmup=0.9, train.hold=0.2"),
+        ("train.batch_crops=1", 1, f"train.batch_crops=1, train.micro_batch=None: {ALONE}"),
+        ("train.micro_batch=1 objective.gathered=false", 2, f"train.micro_batch=1: {ALONE}"),
+        ("train.micro_batch=1 objective.form=authors", 2, f"train.micro_batch=1: {ALONE}"),
+        (f"{STAGE_3} train.compile=layers", 1, "train.compile=layers"),
+        ("run=''", 1, "run=''"),
+        ("run=s3://bucket/run", 1, "run='s3://bucket/run': must be a local folder"),
     ],
 )
-def test_contradictory_settings_are_one_line(overrides: list[str], world: int, says: str) -> None:
-    config = load(PAPER, [DATA, *overrides])
+def test_contradictory_settings_are_one_line(overrides, world, says):
+    config = load(PAPER, [DATA, *overrides.split()])
     with pytest.raises(ConfigError) as error:
         check(config, world)
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-def test_fewer_leads_padded_or_dropped() -> None:
+@pytest.mark.parametrize("dropped", [[], ["augment.padded=false", "model.leads=2"]])
+def test_fewer_leads_padded_or_dropped(dropped):
     """Table 2 of the paper: a model for each set of leads."""
-    check(load(CONFIGS / "pretrain" / "w2v.yaml", [DATA, "augment.leads=2"]), 1)
-    check(
-        load(
-            CONFIGS / "pretrain" / "w2v.yaml",
-            [DATA, "augment.leads=2", "augment.padded=false", "model.leads=2"],
-        ),
-        1,
-    )
+    check(load("w2v", [DATA, "augment.leads=2", *dropped]), 1)
 
 
-def test_fine_tuning_masks_no_leads_by_default() -> None:
+def test_fine_tuning_masks_no_leads_by_default():
     for augment in ({}, {"leads": "3"}, {"leads": "2", "padded": False}):
         assert build({"augment": augment}, FinetuneConfig).augment.rlm == 0
     assert build({"augment": {"rlm": 0.5}}, FinetuneConfig).augment.rlm == 0.5
     shipped = [load(path, [], FinetuneConfig) for path in FINETUNE]
-    assert {
-        (c.train.weight_decay, c.train.eps, c.encoder.feature_grad, c.augment.rlm) for c in shipped
-    } == {(0, 1e-8, 0, 0)}
+    for c in shipped:
+        chosen = c.train.weight_decay, c.train.eps, c.encoder.feature_grad, c.augment.rlm
+        assert chosen == (0, 1e-8, 0, 0)
 
 
-def test_the_global_batch_does_not_depend_on_the_world_size() -> None:
+def test_the_global_batch_does_not_depend_on_the_world_size():
     config = load(CONFIGS / "pretrain" / "authors.yaml")
-    assert [micro_batch(config, world) for world in (1, 2, 4, 8)] == [
-        (64, 8),
-        (64, 4),
-        (64, 2),
-        (64, 1),
-    ]
-    for world in (1, 8):
+    for world in (1, 2, 4, 8):
+        assert micro_batch(config, world) == (64, 8 // world)
         d = deepspeed_json(config, world)
         assert d["train_micro_batch_size_per_gpu"] * d["gradient_accumulation_steps"] * world == 512
-        assert (
-            d["gradient_clipping"] == 0
-            and not d["bf16"]["enabled"]
-            and d["zero_optimization"]["stage"] == 1
-        )
+        assert d["gradient_clipping"] == 0 and not d["bf16"]["enabled"]
+        assert d["zero_optimization"]["stage"] == 1
 
 
-def test_a_deepspeed_file_holds_communication_only(tmp_path: Path) -> None:
+def test_a_deepspeed_file_holds_communication_only(tmp_path):
     file = tmp_path / "ds.json"
     config = build({"train": {"deepspeed": str(file)}})
     for text, says in (
@@ -242,24 +191,16 @@ def test_a_deepspeed_file_holds_communication_only(tmp_path: Path) -> None:
         ("3", "ds.json"),
     ):
         file.write_text(text)
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match=rf"(?i)train\.deepspeed=[^\n]*{says}[^\n]*$"):
             zero_stage(config)
-        assert (
-            "train.deepspeed=" in str(error.value)
-            and says in str(error.value).lower()
-            and "\n" not in str(error.value)
-        )
     file.write_text('{"zero_optimization": {"stage": 2, "overlap_comm": true}}')
-    assert deepspeed_json(config, 1)["zero_optimization"] == {
-        "stage": 2,
-        "overlap_comm": True,
-        "compute_grad_norm": False,
-    }
+    kept = {"stage": 2, "overlap_comm": True, "compute_grad_norm": False}
+    assert deepspeed_json(config, 1)["zero_optimization"] == kept
     for path in (CONFIGS / "deepspeed").glob("*.json"):
         assert zero_stage(build({"train": {"deepspeed": str(path)}})) == int(path.stem[-1])
 
 
-def test_circular_bases_circular_links_and_missing_files(tmp_path: Path) -> None:
+def test_circular_bases_circular_links_and_missing_files(tmp_path):
     (tmp_path / "a.yaml").write_text("base: b.yaml")
     (tmp_path / "b.yaml").write_text("base: a.yaml")
     (tmp_path / "link.yaml").symlink_to(tmp_path / "link.yaml")
@@ -276,46 +217,38 @@ MERGED = "a0: &a0 {x: 1}\n" + "\n".join(f"a{n}: &a{n} {{<<: [{NINE[n]}]}}" for n
 @pytest.mark.parametrize(
     "content",
     [
-        *(
-            b"train: &a {lr: *a}",
-            b"&a [*a]",
-            b"data: {datasets: &a [*a]}",
-            BOMB.encode(),
-            MERGED.encode(),
-        ),
-        *(
-            b"train: " + b"[" * 5000,
-            b"{a: " * 5000,
-            b"train: {steps: " + b"9" * 400 + b"}",
-            b"train: {steps: 0x" + b"f" * 9000,
-        ),
-        *(
-            "run: \u00e9".encode("latin-1"),
-            bytes(range(256)),
-            b'run: "\\ud800"',
-            b'base: "a\\0b"',
-            b"#" * 2**21,
-            b"3",
-            b"3: 4",
-        ),
-        *(
-            b"run: 2020-99-99",
-            b"train: {steps: 0x_}",
-            b"train: {steps: !!int ''}",
-            b"run: !!bool x",
-            b"run: 2020-01-01",
-        ),
+        b"train: &a {lr: *a}",
+        b"&a [*a]",
+        b"data: {datasets: &a [*a]}",
+        BOMB.encode(),
+        MERGED.encode(),
+        b"train: " + b"[" * 5000,
+        b"{a: " * 5000,
+        b"train: {steps: " + b"9" * 400 + b"}",
+        b"train: {steps: 0x" + b"f" * 9000,
+        "run: \u00e9".encode("latin-1"),
+        bytes(range(256)),
+        b'run: "\\ud800"',
+        b'base: "a\\0b"',
+        b"#" * 2**21,
+        b"3",
+        b"3: 4",
+        b"run: 2020-99-99",
+        b"train: {steps: 0x_}",
+        b"train: {steps: !!int ''}",
+        b"run: !!bool x",
+        b"run: 2020-01-01",
     ],
     ids=lambda content: repr(content[:20]),
 )
-def test_a_hostile_file_is_one_line(content: bytes, tmp_path: Path) -> None:
+def test_a_hostile_file_is_one_line(content, tmp_path):
     (tmp_path / "f.yaml").write_bytes(content)
     with pytest.raises(ConfigError) as error:
         load(tmp_path / "f.yaml")
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
-def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
+def test_a_key_that_stands_twice_is_an_error(tmp_path):
     (tmp_path / "f.yaml").write_text("run: r\ntrain: {keep: 1, 'keep': 2}")
     with pytest.raises(ConfigError, match=r"line 2: the key 'keep' stands twice: remove one$"):
         load(tmp_path / "f.yaml")
@@ -323,7 +256,7 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
         load("cmsc", [DATA, "train={lr: 1, lr: 1}"])
 
 
-def test_a_key_may_stand_in_several_mappings_and_override_a_merged_one(tmp_path: Path) -> None:
+def test_a_key_may_stand_in_several_mappings_and_override_a_merged_one(tmp_path):
     (tmp_path / "f.yaml").write_text(
         "train: &t {keep: 1, log_every: 7}\ndata: {train: {dx: test}}\n"
     )
@@ -332,7 +265,7 @@ def test_a_key_may_stand_in_several_mappings_and_override_a_merged_one(tmp_path:
     assert load(tmp_path / "f.yaml").run == "b"
 
 
-def test_aliases_and_other_encodings_are_read(tmp_path: Path) -> None:
+def test_aliases_and_other_encodings_are_read(tmp_path):
     (tmp_path / "f.yaml").write_bytes(
         "run: r\u00e9\ntrain: {log_every: &n 7, keep: *n}".encode("utf-16")
     )
@@ -342,26 +275,12 @@ def test_aliases_and_other_encodings_are_read(tmp_path: Path) -> None:
     assert load(tmp_path / "f.yaml").run == "r"
 
 
-def test_the_schema_for_editors() -> None:
-    assert (
-        json.loads(schema())["properties"]["train"]
-        and json.loads(schema(FinetuneConfig))["properties"]["start"]
-    )
-
-
-def test_shipped_files_are_found_by_name_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_files_are_found_by_name_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cmsc").mkdir()  # a folder of that name, perhaps a run, is no config
-    for name in (
-        "cmsc",
-        "cmsc.yaml",
-        "pretrain/cmsc",
-        "configs/pretrain/cmsc.yaml",
-        CONFIGS / "pretrain" / "cmsc.yaml",
-    ):
-        assert load(name, [DATA]) == load(CONFIGS / "pretrain" / "cmsc.yaml", [DATA])
+    shipped = CONFIGS / "pretrain" / "cmsc.yaml"
+    for name in ("cmsc", "cmsc.yaml", "pretrain/cmsc", "configs/pretrain/cmsc.yaml"):
+        assert load(name, [DATA]) == load(shipped, [DATA])
     # the length that is given counts
     assert load("cmsc", [DATA, "train.steps=3"]).train.epochs is None
     (tmp_path / "mine.yaml").write_text("base: cmsc\ntrain: {deepspeed: zero2}")
@@ -378,6 +297,6 @@ def test_shipped_files_are_found_by_name_from_any_folder(
             load(name)
 
 
-def test_settings_of_the_other_command_are_named() -> None:
+def test_settings_of_the_other_command_are_named():
     for kind, other in ((Config, FinetuneConfig), (FinetuneConfig, Config)):
         assert set(kind.elsewhere) == set(other.model_fields) - set(kind.model_fields)

@@ -8,15 +8,12 @@ import os
 import stat
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from omnilead.engine import convert
 from omnilead.engine.interop import conversion
@@ -40,12 +37,12 @@ CONFIG = ModelConfig(
 )
 
 
-def weights(spelled: str = "parametrizations") -> dict[str, Tensor]:
+def weights(spelled="parametrizations"):
     model = Pretrainer(CONFIG, ObjectiveConfig(), generator=torch.Generator().manual_seed(0))
     return to_theirs(model.state_dict(), CONFIG, spelled)
 
 
-def saved(path: Path, **changes: Any) -> Path:
+def saved(path, **changes):
     content = {
         "args": None,
         "cfg": their_settings(CONFIG),
@@ -56,38 +53,38 @@ def saved(path: Path, **changes: Any) -> Path:
     return path
 
 
-def edited(folder: Path, **changes: Any) -> None:
+def edited(folder, **changes):
     seal(folder, json.loads((folder / "config.json").read_text()) | changes)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+def refused(capsys, *arguments):
     assert convert.main(list(map(str, arguments))) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and len(err) < 700
     return err
 
 
-def back(path: Path, folder: Path) -> dict[str, Any]:
+def back(path, folder):
     """Converts a checkpoint to `folder`, and that back to a checkpoint."""
     assert convert.main(["from-fairseq", str(path), str(folder)]) == 0
     assert convert.main(["to-fairseq", str(folder), str(folder.with_suffix(".back.pt"))]) == 0
     return dict(torch.load(folder.with_suffix(".back.pt"), weights_only=True))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one, other):
     return list(one) == list(other) and all(
         torch.equal(one[k], other[k]) and one[k].dtype == other[k].dtype for k in one
     )
 
 
-def test_a_checkpoint_is_a_local_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_a_local_file(tmp_path, capsys):
     assert "s3://b/x.pt: download the checkpoint first" in refused(
         capsys, "from-fairseq", "s3://b/x.pt", tmp_path / "out"
     )
 
 
 @pytest.mark.parametrize("spelled", ["parametrizations", "weight_g"])
-def test_round_trip_is_exact(spelled: str, tmp_path: Path) -> None:
+def test_round_trip_is_exact(spelled, tmp_path):
     first = saved(
         tmp_path / "a.pt", model={k: v.half() for k, v in reversed(weights(spelled).items())}
     )
@@ -101,14 +98,14 @@ def test_round_trip_is_exact(spelled: str, tmp_path: Path) -> None:
     assert {stat.S_IMODE(path.stat().st_mode) for path in out.values()} == {0o666 & ~umask}
 
 
-def test_a_checkpoint_from_the_authors(tmp_path: Path) -> None:
+def test_a_checkpoint_from_the_authors(tmp_path):
     if not REAL.is_file():
         pytest.skip("the authors' checkpoint is not here (../shared/parity)")
     one, other = torch.load(REAL, weights_only=True), back(REAL, tmp_path / "out")
     assert same(one["model"], other["model"]) and one["cfg"] == other["cfg"]
 
 
-def test_our_run_becomes_their_checkpoint(tmp_path: Path) -> None:
+def test_our_run_becomes_their_checkpoint(tmp_path):
     """RUN/model has nothing of theirs in its config.json; the output folder is created."""
     conversion.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "run" / "model")
     edited(tmp_path / "run" / "model", fairseq=None)
@@ -126,18 +123,18 @@ class Content:
     """Settings as OmegaConf stores them: a class of another package, with nodes that hold
     values."""
 
-    def __init__(self, content: Any) -> None:
+    def __init__(self, content):
         self._content = {
             k: Content(v) if isinstance(v, dict) else Value(v) for k, v in content.items()
         }
 
 
 class Value:
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         self._val = value
 
 
-def test_pickled_settings_are_read_without_their_classes(tmp_path: Path) -> None:
+def test_pickled_settings_are_read_without_their_classes(tmp_path):
     settings = their_settings(CONFIG)
     meters = {"meters": Content({"a": 1})}
     for name, changes in (
@@ -150,14 +147,14 @@ def test_pickled_settings_are_read_without_their_classes(tmp_path: Path) -> None
 
 
 class Malice:
-    def __init__(self, function: Callable[..., Any], text: str) -> None:
+    def __init__(self, function, text):
         self.given = function, (text,)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.given
 
 
-def test_code_in_a_pickle_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_in_a_pickle_is_not_run(tmp_path, capsys):
     trace = tmp_path / "executed"
     path = saved(tmp_path / "a.pt", task_state=Malice(exec, f"open({str(trace)!r}, 'w')"))
     # Its weights are sound
@@ -170,20 +167,20 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not trace.exists() and not (tmp_path / "other").exists()
 
 
-def setting(**changes: Any) -> dict[str, Any]:
+def setting(**changes):
     cfg = their_settings(CONFIG)
     return {"cfg": cfg | {"model": cfg["model"] | changes}}
 
 
-def weight(name: Any, value: Any) -> dict[str, Any]:
+def weight(name, value):
     return {"model": weights() | {name: value}}
 
 
-SHARED: list[Any] = [1]
+SHARED = [1]
 for _ in range(40):  # lists in lists that share their items: small in a file, endless as text
     SHARED = [SHARED, SHARED]
 NAME = "feature_extractor.conv_layers.1.0.weight"
-HARMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+HARMS = {
     "missing": (lambda: {"model": {n: w for n, w in weights().items() if n != "mask_emb"}}, "1 missing: mask_emb"),
     "unexpected": (lambda: weight("proj.weight", torch.zeros(3)), "1 unexpected: proj.weight"),
     "reshaped": (lambda: weight("mask_emb", torch.zeros(25)), "mask_emb is [25], not [24]"),
@@ -210,16 +207,14 @@ HARMS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.parametrize("kind", HARMS)
-def test_wrong_checkpoints_are_one_line_and_leave_nothing(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_checkpoints_are_one_line_and_leave_nothing(kind, tmp_path, capsys):
     changes, text = HARMS[kind]
     path = saved(tmp_path / "a.pt", **changes())
     assert text in refused(capsys, "from-fairseq", path, tmp_path / "out")
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_refused(tmp_path, capsys):
     path = saved(tmp_path / "a.pt")
     for content in (path.read_bytes()[:5000], b"hello"):
         path.write_bytes(content)
@@ -233,7 +228,7 @@ def test_other_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
+def test_tied_weights_and_tensors_among_the_settings(tmp_path):
     state, cfg = weights(), their_settings(CONFIG)
     state["layer_norm.bias"] = state["layer_norm.weight"]
     cfg["model"]["extra"] = torch.ones(2)
@@ -250,9 +245,7 @@ def test_tied_weights_and_tensors_among_the_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "section", [[1], {"spelling": "x"}, {"order": 5}, {"order": ["nope"]}, {"order": ["mask_emb"]}]
 )
-def test_a_damaged_config_is_one_line(
-    section: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_config_is_one_line(section, tmp_path, capsys):
     conversion.from_fairseq(saved(tmp_path / "a.pt"), tmp_path / "out")
     edited(tmp_path / "out", fairseq=section)
     assert "section fairseq is damaged" in refused(
@@ -261,9 +254,7 @@ def test_a_damaged_config_is_one_line(
     assert not (tmp_path / "b.pt").exists()
 
 
-def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(tmp_path, capsys):
     path, out, other = saved(tmp_path / "a.pt"), tmp_path / "out", tmp_path / "b.pt"
     out.mkdir()
     conversion.from_fairseq(path, out)

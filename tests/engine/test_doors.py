@@ -6,7 +6,6 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,9 +44,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         (report.main, []),
     ],
 )
-def test_wrong_arguments_are_one_line(
-    door: Callable[[list[str]], int], arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_one_line(door, arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         door(arguments)
     out, err = capsys.readouterr()
@@ -74,9 +71,7 @@ UNBUFFERED = (
         ("engine/pretrain.py --schema", "> /dev/full", 1, 1),
     ],
 )
-def test_output_that_cannot_be_written_and_names_that_are_not_text(
-    command: str, output: str, code: int, lines: int
-) -> None:
+def test_output_that_cannot_be_written_and_names_that_are_not_text(command, output, code, lines):
     line = f"set -o pipefail; {sys.executable} {command} {output}"
     ended = subprocess.run(
         ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False
@@ -95,7 +90,7 @@ DOORS += ["convert to-onnx m f", "reproduce/__main__ --table 1 --out d --data d"
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_ctrl_c_during_imports_is_one_line(door: str) -> None:
+def test_ctrl_c_during_imports_is_one_line(door):
     name, *arguments = door.split()
     command = [sys.executable, "-c", STOPPED, f"engine/{name}.py", *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -103,7 +98,7 @@ def test_ctrl_c_during_imports_is_one_line(door: str) -> None:
     assert ended.stderr.count("\n") == 1 and ": interrupted" in ended.stderr
 
 
-def as_script(path: str) -> int:
+def as_script(path):
     sys.argv = [path, "--schema"]
     try:
         runpy.run_path(path, run_name="__main__")
@@ -113,7 +108,7 @@ def as_script(path: str) -> int:
 
 
 @pytest.mark.parametrize("script", ["pretrain", "finetune"])
-def test_training_exits_without_shutting_down_the_interpreter(script: str, tmp_path: Path) -> None:
+def test_training_exits_without_shutting_down_the_interpreter(script, tmp_path):
     """Gloo's threads outlive their group; shutting down the interpreter while one runs ends with
     SIGABRT."""
     process = started(as_script, str(ROOT / "engine" / f"{script}.py"), out=tmp_path / "out.txt")
@@ -121,7 +116,7 @@ def test_training_exits_without_shutting_down_the_interpreter(script: str, tmp_p
     assert process.exitcode == 0 and '"train"' in (tmp_path / "out.txt").read_text()
 
 
-def into_closed_pipe() -> None:
+def into_closed_pipe():
     guard_streams()
     read, write = os.pipe()
     os.close(read)
@@ -129,7 +124,7 @@ def into_closed_pipe() -> None:
     pretrain.main(["--schema"])
 
 
-def test_a_closed_pipe_is_not_an_error(tmp_path: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path):
     process = started(into_closed_pipe, out=tmp_path / "out.txt")
     process.join()
     assert process.exitcode == -signal.SIGPIPE and (tmp_path / "out.txt").read_text() == ""

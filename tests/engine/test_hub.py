@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,11 @@ import yaml
 import omnilead
 from omnilead.engine.hub import main
 from omnilead.engine.model import folder
-from tests.engine.fake_hub import TOKEN, Hub, hub
+from tests.engine.fake_hub import TOKEN, hub
 
 
 @pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def server(tmp_path, monkeypatch):
     pytest.importorskip("huggingface_hub", reason="the extra `hub` is not installed")
     from huggingface_hub import constants
 
@@ -34,12 +33,12 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def test_a_pushed_model_can_be_pulled(
-    server: Hub,
-    saved_model: Callable[..., Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    server,
+    saved_model,
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     definition = {
         "name": "rhythm",
         "kind": "multilabel",
@@ -100,18 +99,18 @@ def test_a_pushed_model_can_be_pulled(
 
 
 def test_failures_are_one_line(
-    server: Hub,
-    saved_model: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    server,
+    saved_model,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     run, full = saved_model().parent, tmp_path / "full"
     full.mkdir()
     (full / "file").touch()
     server.repos = {"me/empty": {}, "me/ecg": {}}
 
-    def says(*words: str | Path) -> str:
+    def says(*words):
         assert main([str(word) for word in words]) == 2
         err = capsys.readouterr().err
         assert err.startswith("omnilead hub: ") and err.count("\n") == 1
@@ -137,9 +136,7 @@ def test_failures_are_one_line(
     assert "there is no token: `hf auth login`" in says("push", tmp_path / "other", "me/new")
 
 
-def test_without_the_hub_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_hub_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["pull", "me/ecg", os.devnull + ".none"]) == 2
     assert "pip install 'omnilead[hub]'" in capsys.readouterr().err

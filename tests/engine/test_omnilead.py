@@ -8,16 +8,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 import omnilead
 from omnilead.__main__ import COMMANDS, main
-from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import DataError
 from omnilead.engine.common import ConfigError
 from omnilead.engine.evaluation import bench as comparison
@@ -40,7 +37,7 @@ sys.exit(", ".join(sorted(heavy)) or 0)
 """
 
 
-def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def parsers():
     for name in COMMANDS:
         parser = parser_of(name)
         yield parser.prog, parser
@@ -52,7 +49,7 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 PARSERS = dict(parsers())
 
 
-def test_help_of_every_command_imports_nothing_heavy() -> None:
+def test_help_of_every_command_imports_nothing_heavy():
     subcommands = [
         f"{prog.split(maxsplit=1)[1]} --help" for prog in PARSERS if prog.count(" ") == 2
     ]
@@ -67,7 +64,7 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("prog", PARSERS)
-def test_every_argument_is_described_and_an_example_given(prog: str) -> None:
+def test_every_argument_is_described_and_an_example_given(prog):
     parser = PARSERS[prog]
     missing = [
         action.dest
@@ -82,7 +79,7 @@ def test_every_argument_is_described_and_an_example_given(prog: str) -> None:
     "option",
     ["--anonymous", "--config", "--device", "--model", "--on-corrupt", "--precision", "--source"],
 )
-def test_options_are_the_same_in_every_command(option: str) -> None:
+def test_options_are_the_same_in_every_command(option):
     found = [
         action
         for parser in PARSERS.values()
@@ -113,9 +110,9 @@ def test_options_are_the_same_in_every_command(option: str) -> None:
     ],
 )
 def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
-    module: str, command: str, extra: str, archive: Path, dataset: Dataset, tmp_path: Path, saved_model: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    module, command, extra, archive, dataset, tmp_path, saved_model,
+    monkeypatch, capsys,
+):  # fmt: skip
     (tmp_path / "exams_part0.hdf5").touch()
     (tmp_path / "exams.csv").write_text(
         "exam_id,age,is_male,patient_id,trace_file\n1,40,True,1,exams_part0.hdf5\n"
@@ -139,7 +136,7 @@ def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     assert f"pip install 'omnilead[{extra}]'" in err
 
 
-def test_version_and_a_command_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_a_command_that_does_not_exist(capsys):
     for arguments, code in ((["--version"], 0), (["pretrian"], 2), ([], 2)):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
@@ -164,9 +161,7 @@ def test_version_and_a_command_that_does_not_exist(capsys: pytest.CaptureFixture
         ("verify d extra", ""),
     ],
 )
-def test_an_unknown_argument_gets_a_suggestion(
-    command: str, mend: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_argument_gets_a_suggestion(command, mend, capsys):
     with pytest.raises(SystemExit) as ended:
         main(command.split())
     (line,) = capsys.readouterr().err.splitlines()
@@ -182,7 +177,7 @@ FUNCTIONS = ("synth", "shard", "verify", "evaluate", "embed", "predict", "bench"
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_has_the_words_and_defaults_of_its_command(name: str) -> None:
+def test_a_function_has_the_words_and_defaults_of_its_command(name):
     parser = parser_of(name)
     if name in ("synth", "shard", "verify"):
         (commands,) = (
@@ -199,7 +194,7 @@ def test_a_function_has_the_words_and_defaults_of_its_command(name: str) -> None
         assert (default or None) == (as_in_python(options[word].default) or None), word
 
 
-def defaults_of(name: str) -> dict[str, Any]:
+def defaults_of(name):
     """The arguments of a function and their defaults, also those that it passes on."""
     functions = {
         "bench": [omnilead.bench, comparison.bench],
@@ -215,16 +210,14 @@ def defaults_of(name: str) -> dict[str, Any]:
     return found
 
 
-def as_in_python(default: object) -> object:
+def as_in_python(default):
     """All cores are None in Python; a list is a tuple."""
     if default == (os.cpu_count() or 1):
         return None
     return tuple(default) if isinstance(default, list) else default
 
 
-def test_from_python_alone(
-    dataset: Dataset, saved_model: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_from_python_alone(dataset, saved_model, tmp_path):
     """A notebook needs no shell: archive to dataset, embeddings, predictions and scores."""
     counts = omnilead.synth(tmp_path / "archive", patients=5)
     made = omnilead.shard(tmp_path / "archive", out=tmp_path / "made", workers=1)

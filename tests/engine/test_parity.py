@@ -3,9 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,14 +29,14 @@ GRADIENTS, AFTER = "train_grads_of_sum_loss", "state_dict_after_3_steps"
 
 
 @pytest.fixture(scope="module")
-def reference() -> Path:
+def reference():
     if not REFERENCE.is_dir():
         pytest.skip("the authors' numbers are not here (../shared/parity)")
     return REFERENCE
 
 
 @pytest.fixture
-def folder(reference: Path, tmp_path: Path) -> Path:
+def folder(reference, tmp_path):
     """A copy to damage."""
     out = tmp_path / "copy"
     out.mkdir()
@@ -48,14 +46,14 @@ def folder(reference: Path, tmp_path: Path) -> Path:
     return out
 
 
-def only(folder: Path, mode: str) -> None:
+def only(folder, mode):
     for path in folder.glob(f"small_{'eval' if mode == 'train' else 'train'}*"):
         path.unlink()
     if mode == "eval":
         (folder / f"small_{AFTER}.safetensors").unlink()
 
 
-def test_everything_agrees_with_the_authors(reference: Path, tmp_path: Path) -> None:
+def test_everything_agrees_with_the_authors(reference, tmp_path):
     assert parity.main([str(reference), "--json", str(tmp_path / "table.json")]) == 0
     table = {
         (row["case"], row["quantity"]): row
@@ -77,9 +75,7 @@ def test_everything_agrees_with_the_authors(reference: Path, tmp_path: Path) -> 
     assert table["small train", "change in 3 steps, all parameters"]["error"] < 3e-4
 
 
-def test_one_mode_older_names_and_results_that_are_not_compared(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_mode_older_names_and_results_that_are_not_compared(folder, capsys):
     only(folder, "eval")
     (folder / f"small_{GRADIENTS}.safetensors").unlink(missing_ok=True)
     path = folder / "small_state_dict.safetensors"
@@ -101,23 +97,23 @@ def test_one_mode_older_names_and_results_that_are_not_compared(
     )
 
 
-def weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+def weights(folder, change):
     state = load_file(folder / "small_state_dict.safetensors")
     change(state)
     save_file(state, folder / "small_state_dict.safetensors")
 
 
-def changed_weight(folder: Path) -> None:
+def changed_weight(folder):
     only(folder, "eval")
     weights(folder, lambda state: state["encoder.layers.0.fc1.weight"][3, 5].add_(0.01))
 
 
-def other_decay(folder: Path) -> None:
+def other_decay(folder):
     only(folder, "train")
     edit(folder, optimizer={"weight_decay": 0.0})
 
 
-def unmoved_weights(folder: Path) -> None:
+def unmoved_weights(folder):
     only(folder, "train")
     shutil.copy(folder / "small_state_dict.safetensors", folder / f"small_{AFTER}.safetensors")
 
@@ -130,9 +126,7 @@ def unmoved_weights(folder: Path) -> None:
         (unmoved_weights, "change in 3 steps"),
     ],
 )
-def test_a_difference_is_noticed(
-    harm: Callable[[Path], None], text: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_difference_is_noticed(harm, text, folder, capsys):
     harm(folder)
     assert parity.main([str(folder)]) == 1
     wrong = [
@@ -142,7 +136,7 @@ def test_a_difference_is_noticed(
     assert harm is not other_decay or len(wrong) == 1
 
 
-def edit(folder: Path, **sections: dict[str, Any]) -> None:
+def edit(folder, **sections):
     path = folder / "small_cfg.json"
     cfg = json.loads(path.read_text())
     path.write_text(
@@ -150,27 +144,27 @@ def edit(folder: Path, **sections: dict[str, Any]) -> None:
     )
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def rewrite(path, change):
     with np.load(path) as arrays:
         kept = {name: arrays[name] for name in arrays.files}
     np.savez(path, **change(kept))
 
 
-def change(folder: Path, **changes: Callable[[np.ndarray], np.ndarray]) -> None:
+def change(folder, **changes):
     rewrite(
         folder / "small_eval.npz",
         lambda arrays: arrays | {name: form(arrays[name]) for name, form in changes.items()},
     )
 
 
-def keep(folder: Path, names: set[str]) -> None:
+def keep(folder, names):
     rewrite(
         folder / "small_eval.npz",
         lambda arrays: {name: arrays[name] for name in names & arrays.keys()},
     )
 
 
-HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
+HARMS = {
     "nothing there": (shutil.rmtree, "NAME_cfg.json"),
     "no array": (lambda d: keep(d, {"source", "segment"}), "mask_indices"),
     "cut": (
@@ -195,9 +189,7 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("harm", HARMS)
-def test_wrong_input_is_one_line_and_exit_2(
-    harm: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_input_is_one_line_and_exit_2(harm, folder, capsys):
     damage, text = HARMS[harm]
     damage(folder)
     assert parity.main([str(folder)]) == 2
@@ -206,7 +198,7 @@ def test_wrong_input_is_one_line_and_exit_2(
 
 
 @pytest.mark.parametrize("conv_norm", ["group", "layer"])
-def test_names_are_exact_both_ways(conv_norm: str) -> None:
+def test_names_are_exact_both_ways(conv_norm):
     """Needs no reference numbers: weights converted to the authors' names and back are the same,
     bit for bit."""
     sizes = {
@@ -230,7 +222,7 @@ def test_names_are_exact_both_ways(conv_norm: str) -> None:
         assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_the_layout_of_weights_is_the_authors() -> None:
+def test_the_layout_of_weights_is_the_authors():
     """Which third of our fused projection is the query's, and how convolution weights are laid out,
     by plain code on theirs."""
     config = ModelConfig(

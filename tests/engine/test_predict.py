@@ -19,7 +19,6 @@ from test_muse_xml import muse
 
 import omnilead
 from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.pseudonyms import read_key
 from omnilead.data_tools.sources import open_sources
@@ -33,7 +32,7 @@ torch.set_num_threads(1)
 BASE = ["source", "record", "patient", "row", "start_s", "missing_leads"]
 TWO = {"kind": "multilabel", "classes": ["AF", "SB"]}
 VALUE = {"kind": "regression", "center": [60.0], "scale": [15.0]}
-HEADS: dict[str, dict[str, Any]] = {
+HEADS = {
     "diagnosis": {"task": "diagnosis", **TWO, "thresholds": [0.5, 0.5]},
     "rhythm": {"task": "rhythm", **TWO, "thresholds": [0.4, 0.6]},
     "axis": {"task": "axis", "kind": "multiclass", "classes": ["left", "normal", "right"]},
@@ -45,11 +44,11 @@ HEADS: dict[str, dict[str, Any]] = {
 Predicted = Callable[..., tuple[Path, Any]]
 
 
-def words(model: Path, data: Any, out: Path, *options: str) -> list[str]:
+def words(model, data, out, *options):
     return ["--model", str(model), "--data", str(data), "--out", str(out), *options]
 
 
-def refused(arguments: list[str], capsys: Any) -> str:
+def refused(arguments, capsys):
     assert predict.main(arguments) == 2
     err = str(capsys.readouterr().err)
     assert err.count("\n") == 1
@@ -57,10 +56,10 @@ def refused(arguments: list[str], capsys: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def predicted(dataset: Dataset, tmp_path_factory: Any) -> Predicted:
+def predicted(dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("predict")
 
-    def made(head: str, *options: str, name: str = "out.parquet") -> tuple[Path, Any]:
+    def made(head, *options, name="out.parquet"):
         model, out = folder / head, folder / f"{head}-{name}"
         model = model if model.exists() else save_model(model, head=HEADS[head])
         assert predict.main(words(model, dataset.root.url, out, *options)) == 0
@@ -69,7 +68,7 @@ def predicted(dataset: Dataset, tmp_path_factory: Any) -> Predicted:
     return made
 
 
-def expected(model: Any, dataset: Dataset, rows: pa.Table) -> np.ndarray:
+def expected(model, dataset, rows):
     """The predictions expected for records of one crop."""
     halves = dataset.column("halves")
     crops = [dataset.read(row)[:, : 2500 * int(halves[row])] for row in rows["row"].to_pylist()]
@@ -77,9 +76,7 @@ def expected(model: Any, dataset: Dataset, rows: pa.Table) -> np.ndarray:
 
 
 @pytest.mark.parametrize("head", ["diagnosis", "rhythm", "axis", "age", "plain"])
-def test_columns_and_numbers_of_each_kind(
-    head: str, dataset: Dataset, predicted: Predicted, capsys: Any
-) -> None:
+def test_columns_and_numbers_of_each_kind(head, dataset, predicted, capsys):
     out, model = predicted(head)
     table, classes = pq.read_table(out), model.classes
     records = (
@@ -114,11 +111,11 @@ def test_columns_and_numbers_of_each_kind(
 
 
 def test_csv_equals_parquet_also_from_two_ranks(
-    dataset: Dataset,
-    predicted: Predicted,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Any,
-) -> None:
+    dataset,
+    predicted,
+    monkeypatch,
+    capsys,
+):
     table = pq.read_table(predicted("rhythm", "--batch", "2", name="few.parquet")[0])
     out, _ = predicted("rhythm", "--batch", "2", name="few.csv")
     assert csv.read_csv(
@@ -136,9 +133,7 @@ def test_csv_equals_parquet_also_from_two_ranks(
 @pytest.mark.parametrize(
     "rlm, doubt", [(None, "is not known to have been trained"), (0.0, "was not trained"), (0.5, "")]
 )
-def test_missing_leads_are_named(
-    rlm: float | None, doubt: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_missing_leads_are_named(rlm, doubt, tmp_path, capsys):
     model = save_model(tmp_path / "model", head=HEADS["rhythm"])
     folder.seal(
         model,
@@ -157,7 +152,7 @@ def test_missing_leads_are_named(
         else ""
     )
 
-    def missing(name: str, *options: str) -> list[str | None]:
+    def missing(name, *options):
         out = tmp_path / name
         assert predict.main([*command, "--out", str(out), *options]) == 0
         read = csv.ConvertOptions(strings_can_be_null=True)
@@ -189,7 +184,7 @@ def test_missing_leads_are_named(
     ] == [True] * bool(doubt)
 
 
-def test_leads_that_are_hidden_are_missing(dataset: Dataset, tmp_path: Path) -> None:
+def test_leads_that_are_hidden_are_missing(dataset, tmp_path):
     out, model = (
         tmp_path / "out.parquet",
         save_model(tmp_path / "model", head=HEADS["rhythm"], preprocessing={"seen": ["I", "II"]}),
@@ -202,7 +197,7 @@ def test_leads_that_are_hidden_are_missing(dataset: Dataset, tmp_path: Path) -> 
     assert set(pq.read_table(out)["missing_leads"].to_pylist()) == {"I"}
 
 
-def test_names_in_csv_are_no_formulas_in_a_spreadsheet_and_are_read_back(tmp_path: Path) -> None:
+def test_names_in_csv_are_no_formulas_in_a_spreadsheet_and_are_read_back(tmp_path):
     classes = ["=SUM(A1)", "two\nlines", "'=plain"]
     head = {"task": "k", "kind": "multiclass", "classes": classes}
     model, names = save_model(tmp_path / "model", head=head), ["=1+2", "@SUM(A1)", "a,b", "-5"]
@@ -225,8 +220,8 @@ def test_names_in_csv_are_no_formulas_in_a_spreadsheet_and_are_read_back(tmp_pat
 
 
 def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
-    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    dataset, tmp_path, capsys
+):
     model, export, key = (
         save_model(tmp_path / "model", head=HEADS["rhythm"]),
         tmp_path / "export",
@@ -281,9 +276,7 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
         ("rhythm", "no/F.csv", "no"),
     ],
 )
-def test_refusals_are_one_line(
-    head: str | None, out: str, named: str, dataset: Dataset, tmp_path: Path, capsys: Any
-) -> None:
+def test_refusals_are_one_line(head, out, named, dataset, tmp_path, capsys):
     model = save_model(tmp_path / "model", head=HEADS.get(head or ""))
     err = refused(words(model, dataset.root.url, tmp_path / out), capsys)
     assert re.search(named, err) and not (tmp_path / out).exists()

@@ -7,11 +7,11 @@ import pytest
 
 from omnilead.engine.data.augment import AugmentConfig, ThreeKG
 from omnilead.engine.data.augmenter import parameters
-from omnilead.engine.data.leakage import uniforms
 from omnilead.engine.data.order import Places
+from omnilead.engine.data.patients import uniforms
 
 PLACES = Places(np.array([0, 0, 1]), np.array([5, 10**6, 7]), np.array([0, 3, 40]))
-SUMS: dict[str, tuple[AugmentConfig, dict[str, float]]] = {
+SUMS = {
     "paper": (
         AugmentConfig(noise="physio4", per_lead=True, powerline_components=2),
         {
@@ -65,9 +65,7 @@ SUMS: dict[str, tuple[AugmentConfig, dict[str, float]]] = {
 
 
 @pytest.mark.parametrize(("config", "expected"), SUMS.values(), ids=SUMS)
-def test_augmentation_parameters_never_change(
-    config: AugmentConfig, expected: dict[str, float]
-) -> None:
+def test_augmentation_parameters_never_change(config, expected):
     """Weighted sums, so that swapping two values is detected."""
     p = parameters(config, "window", 11, PLACES)
     seen = {
@@ -77,7 +75,7 @@ def test_augmentation_parameters_never_change(
     assert seen == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_validation_split_never_changes() -> None:
+def test_the_validation_split_never_changes():
     assert uniforms(pa.array(["georgia/E00001", "ptb-xl/17"])).tolist() == [
         0.40636932224432776,
         0.16880769554133535,

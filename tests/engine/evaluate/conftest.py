@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.dataset import CLASSES, Dataset, fingerprint
+from omnilead.data_tools.dataset import CLASSES, fingerprint
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.synthetic.archive import synthesise
@@ -30,7 +30,7 @@ IDENTIFICATION = {"task": "identification", "kind": "identity"}
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def data(tmp_path_factory):
     """One of the validation crops has only one half."""
     place = tmp_path_factory.mktemp("evaluate")
     synthesise(place / "archive", patients=100, two_sessions=1, seed=5, progress=False)
@@ -43,12 +43,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pretrained(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("pretrained") / "model")
 
 
 @pytest.fixture(scope="module")
-def diagnostic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def diagnostic(tmp_path_factory):
     """A model whose head has the classes in another order."""
     return save_model(
         tmp_path_factory.mktemp("diagnostic") / "model",
@@ -56,7 +56,7 @@ def diagnostic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def make_quick(patch: Patch) -> None:
+def make_quick(patch):
     """Few resamples, and a part for each batch."""
     patch.setattr(inputs, "PART_BATCHES", 1)
     patch.setattr(
@@ -67,11 +67,11 @@ def make_quick(patch: Patch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: Patch) -> None:
+def quick(monkeypatch):
     make_quick(monkeypatch)
 
 
-def quick_main(arguments: list[str]) -> int:
+def quick_main(arguments):
     """In a process of its own."""
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
@@ -79,10 +79,10 @@ def quick_main(arguments: list[str]) -> int:
 
 
 @pytest.fixture
-def copy(data: Dataset, tmp_path: Path) -> Callable[..., str]:
+def copy(data, tmp_path):
     """The same dataset with changes in dataset.json."""
 
-    def make(**changes: Any) -> str:
+    def make(**changes):
         place = tmp_path / "copy"
         place.mkdir()
         for name in ("samples.parquet", "shards"):
@@ -95,13 +95,13 @@ def copy(data: Dataset, tmp_path: Path) -> Callable[..., str]:
 
 
 @pytest.fixture
-def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Evaluated:
-    def run(model: Path, *arguments: object) -> dict[str, Any]:
+def evaluated(data, tmp_path, capsys):
+    def run(model, *arguments):
         given = ["--model", model, "--data", data.root.url, "--json", tmp_path / "f.json"]
         code = main([str(word) for word in [*given, *arguments]])
         text, err = capsys.readouterr()
         assert (code, err) == (0, "")
-        document: dict[str, Any] = json.loads((tmp_path / "f.json").read_text())
+        document = json.loads((tmp_path / "f.json").read_text())
         assert f"{document['score']:.4f}" in text and document["score"] == next(
             iter(document["metrics"].values())
         )
@@ -112,8 +112,8 @@ def evaluated(data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def refused(data: Dataset, capsys: pytest.CaptureFixture[str]) -> Refused:
-    def run(pattern: str, model: object, *arguments: object, code: int = 2) -> None:
+def refused(data, capsys):
+    def run(pattern, model, *arguments, code=2):
         ended = main([str(a) for a in ("--model", model, "--data", data.root.url, *arguments)])
         out, err = capsys.readouterr()
         assert (ended, out, err.count("\n")) == (code, "", 1), err

@@ -3,8 +3,6 @@
 import errno
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +17,6 @@ from omnilead.engine.tasks.labels import TaskLabels
 from tests.engine.evaluate.conftest import (
     DIAGNOSIS,
     IDENTIFICATION,
-    Evaluated,
-    Patch,
-    Refused,
-    Saved,
     quick_main,
 )
 from tests.engine.training.ranks import free_port
@@ -41,15 +35,11 @@ from tests.forks import started
         ),
     ],
 )
-def test_a_model_without_the_tasks_head(
-    head: Any, task: str, pattern: str, saved_model: Saved, refused: Refused
-) -> None:
+def test_a_model_without_the_tasks_head(head, task, pattern, saved_model, refused):
     refused(pattern, saved_model(head=head), "--task", task)
 
 
-def test_data_without_held_out_crops(
-    data: Dataset, diagnostic: Path, refused: Refused, monkeypatch: Patch
-) -> None:
+def test_data_without_held_out_crops(data, diagnostic, refused, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Dataset, "labels", np.zeros((len(data), 26), bool))
         refused(r"none of its \d+ crops with dx=test has a scored diagnosis", diagnostic)
@@ -68,9 +58,7 @@ def test_data_without_held_out_crops(
     )
 
 
-def test_arguments_and_files_are_checked_before_the_work(
-    pretrained: Path, tmp_path: Path, refused: Refused
-) -> None:
+def test_arguments_and_files_are_checked_before_the_work(pretrained, tmp_path, refused):
     refused("none: no dataset.json", pretrained, "--data", tmp_path / "none")
     refused("none: ", tmp_path / "none")
     refused("--json .*none", pretrained, "--json", tmp_path / "none" / "f.json")
@@ -87,10 +75,8 @@ def test_arguments_and_files_are_checked_before_the_work(
         refused("--device cuda", pretrained, "--device", "cuda")
 
 
-def test_a_full_disk_names_the_output(
-    data: Dataset, pretrained: Path, tmp_path: Path, capsys: Any, monkeypatch: Patch
-) -> None:
-    def full(*_: object) -> None:
+def test_a_full_disk_names_the_output(data, pretrained, tmp_path, capsys, monkeypatch):
+    def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("omnilead.engine.common.os.fsync", full)
@@ -104,16 +90,12 @@ def test_a_full_disk_names_the_output(
 
 
 @pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])
-def test_another_rate_or_unit_is_refused(
-    key: str, value: float, copy: Any, pretrained: Path, refused: Refused
-) -> None:
+def test_another_rate_or_unit_is_refused(key, value, copy, pretrained, refused):
     refused(f"{key}={value}, the model takes", pretrained, "--data", copy(**{key: value}))
 
 
 @pytest.mark.parametrize("head", [DIAGNOSIS, IDENTIFICATION], ids=["diagnosis", "identification"])
-def test_nan_outputs_of_a_model_are_refused(
-    head: Any, saved_model: Saved, tmp_path: Path, refused: Refused
-) -> None:
+def test_nan_outputs_of_a_model_are_refused(head, saved_model, tmp_path, refused):
     folder = saved_model(head=head)
     weights = load_file(folder / "model.safetensors")
     weights[next(name for name in weights if name.startswith("encoder.layers"))][:] = np.nan
@@ -123,7 +105,7 @@ def test_nan_outputs_of_a_model_are_refused(
     assert not (tmp_path / "f.json").exists()
 
 
-def damaged(data: Dataset, row: int, place: Path) -> Path:
+def damaged(data, row, place):
     shutil.copytree(data.root.url, place)
     number, offset, _ = (int(column[row]) for column in data.addresses)
     path = place / "shards" / str(data.shards[number]["name"])
@@ -133,10 +115,8 @@ def damaged(data: Dataset, row: int, place: Path) -> Path:
     return place
 
 
-def test_public_data_need_no_credentials(
-    pretrained: Path, refused: Refused, monkeypatch: Patch
-) -> None:
-    def open_dataset(url: str, anonymous: bool = False) -> Dataset:
+def test_public_data_need_no_credentials(pretrained, refused, monkeypatch):
+    def open_dataset(url, anonymous=False):
         raise FileNotFoundError(2, f"anonymous={anonymous}", url)
 
     monkeypatch.setattr(Dataset, "open", open_dataset)
@@ -144,8 +124,8 @@ def test_public_data_need_no_credentials(
 
 
 def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
-    diagnostic: Path, data: Dataset, tmp_path: Path, monkeypatch: Patch
-) -> None:
+    diagnostic, data, tmp_path, monkeypatch
+):
     """The same bytes as from one process; a rank that meets a damaged crop ends the others."""
     alone, shared = tmp_path / "alone.json", tmp_path / "shared.json"
     arguments = ["--model", str(diagnostic), "--data", data.root.url, "--batch", "1", "--json"]
@@ -168,7 +148,7 @@ def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
     )
     kept = tmp_path / "shared.json.halves.parquet.parts"
     there = {int(path.stem) for path in kept.glob("0*.parquet")}
-    computed: list[int] = []
+    computed = []
     monkeypatch.setattr(
         "omnilead.engine.inference.outputs.tables",
         lambda *given: computed.extend(given[3]) or tables(*given),
@@ -180,14 +160,14 @@ def test_ranks_share_the_parts_and_a_killed_evaluation_resumes(
 
 
 def test_outputs_kept_from_an_interrupted_evaluation(
-    diagnostic: Path,
-    data: Dataset,
-    tmp_path: Path,
-    refused: Refused,
-    evaluated: Evaluated,
-    monkeypatch: Patch,
-) -> None:
-    def interrupt(*_: object) -> None:
+    diagnostic,
+    data,
+    tmp_path,
+    refused,
+    evaluated,
+    monkeypatch,
+):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
     arguments = "--json", tmp_path / "f.json"
@@ -237,9 +217,7 @@ def test_outputs_kept_from_an_interrupted_evaluation(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html", "f.json"]
 
 
-def test_ranks_need_a_file_and_each_other(
-    diagnostic: Path, tmp_path: Path, refused: Refused, monkeypatch: Patch
-) -> None:
+def test_ranks_need_a_file_and_each_other(diagnostic, tmp_path, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused("WORLD_SIZE=2: several ranks need --json F or --report F", diagnostic)
     refused(
@@ -247,7 +225,7 @@ def test_ranks_need_a_file_and_each_other(
     )
 
 
-def of_two_ranks(arguments: list[str], folder: Path) -> tuple[list[int], str]:
+def of_two_ranks(arguments, folder):
     place = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),

@@ -6,22 +6,22 @@ from xml.etree import ElementTree
 
 
 class Strict(HTMLParser):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.open: list[str] = []
+        self.open = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         given = dict(attrs)
         assert not {"src", "xlink:href", "srcset", "onload", "onerror"} & given.keys()
         assert str(given.get("href", "#")).startswith("#")
         if tag != "meta":
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 
-def check(html: str) -> list[ElementTree.Element]:
+def check(html):
     """Checks a page and returns its charts."""
     assert len(html) < 1_000_000
     for forbidden in ("http", "//cdn", "src=", "url(", "@import", "<link", "<iframe", "<script"):
@@ -41,6 +41,6 @@ def check(html: str) -> list[ElementTree.Element]:
     return charts
 
 
-def curves(html: str) -> set[str]:
+def curves(html):
     """The ids of all that is drawn."""
     return {node.get("id", "") for chart in check(html) for node in chart.iter("g")}

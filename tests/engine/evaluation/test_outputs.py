@@ -1,10 +1,7 @@
 """Embeddings in parts, and predict(): overlapping work, damaged parts, files in the way."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fsspec
 import numpy as np
@@ -16,18 +13,20 @@ from omnilead.data_tools.dataset import Dataset, DatasetError
 from omnilead.engine.common import ConfigError, OutputError
 from omnilead.engine.inference import predict as predicting
 from omnilead.engine.inference.inputs import COLUMNS, EmbeddedCrops
-from omnilead.engine.inference.outputs import ParquetParts, embeddings, tables
+from omnilead.engine.inference.outputs import ParquetParts, tables, vectors
 from omnilead.engine.inference.predict import CropBatch, dataset_batches, predict
 
 JOB = {"model": "a", "batch": 16}
 COUNT = 4
 
 
-def part(number: int) -> pa.Table:
-    return pa.table({"x": pa.array(range(1000 * number, 1000 * number + 1000), pa.int64())})
+def part(number):
+    """Of 1,000 rows; the last is empty."""
+    rows = range(1000 * number, 1000 * min(number + 1, COUNT - 1))
+    return pa.table({"x": pa.array(rows, pa.int64())})
 
 
-def finish(out: Path) -> tuple[list[int], bytes]:
+def finish(out):
     """Which parts were missing, and the whole file."""
     with ParquetParts(out, JOB) as parts:
         missing = parts.missing(COUNT)
@@ -37,30 +36,31 @@ def finish(out: Path) -> tuple[list[int], bytes]:
     return missing, out.read_bytes()
 
 
-def cut(folder: Path) -> None:
+def cut(content):
+    return content[:-500]
+
+
+def flip(content):
+    return content[:100] + bytes([content[100] ^ 1]) + content[101:]
+
+
+def harm(folder, damage=cut):
     path = folder / "000002.parquet"
-    path.write_bytes(path.read_bytes()[:-500])
+    path.write_bytes(damage(path.read_bytes()))
 
 
-def flip(folder: Path) -> None:
-    path = folder / "000002.parquet"
-    content = bytearray(path.read_bytes())
-    content[100] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize("harm", [cut, flip])
-def test_a_damaged_part_is_computed_again(harm: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [cut, flip])
+def test_a_damaged_part_is_computed_again(damage, tmp_path):
     missing, whole = finish(tmp_path / "whole")
     assert missing == list(range(COUNT))
     with ParquetParts(tmp_path / "out", JOB) as parts:
         for number in (1, 2):
             parts.write(number, part(number))
-    harm(tmp_path / "out.parts")
+    harm(tmp_path / "out.parts", damage)
     assert finish(tmp_path / "out") == ([0, 2, 3], whole)
 
 
-def test_parts_of_another_job_and_files_in_the_way_are_refused(tmp_path: Path) -> None:
+def test_parts_of_another_job_and_files_in_the_way_are_refused(tmp_path):
     out = tmp_path / "out"
     (tmp_path / "out.parts").write_text("mine")
     with pytest.raises(ConfigError, match=r"out\.parts"):
@@ -78,7 +78,7 @@ def test_parts_of_another_job_and_files_in_the_way_are_refused(tmp_path: Path) -
         ParquetParts(out, JOB | {"batch": 8})
 
 
-def test_the_last_rank_joins_the_parts_and_late_ranks_leave_no_files(tmp_path: Path) -> None:
+def test_the_last_rank_joins_the_parts_and_late_ranks_leave_no_files(tmp_path):
     _, whole = finish(tmp_path / "whole")
     out = tmp_path / "out"
     with ParquetParts(out, JOB, 0, 2) as first, ParquetParts(out, JOB, 1, 2) as second:
@@ -89,9 +89,8 @@ def test_the_last_rank_joins_the_parts_and_late_ranks_leave_no_files(tmp_path: P
             if rank is second:  # as it was before one had joined
                 shutil.copytree(tmp_path / "out.parts", tmp_path / "parts")
             assert rank.join(COUNT, part(0).schema) == others
-        assert (
-            first.join(COUNT, part(0).schema) == [] and first.rows is None and second.rows == 4000
-        )
+        assert first.join(COUNT, part(0).schema) == []
+        assert (first.rows, second.rows) == (None, 3000)
     out.unlink()
     shutil.copytree(tmp_path / "parts", tmp_path / "out.parts")
     with ParquetParts(out, JOB, 1, 3) as late:  # begins as another rank joins
@@ -100,7 +99,7 @@ def test_the_last_rank_joins_the_parts_and_late_ranks_leave_no_files(tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "parts", "whole"]
     out.unlink()
     shutil.copytree(tmp_path / "parts", tmp_path / "out.parts")
-    cut(tmp_path / "out.parts")
+    harm(tmp_path / "out.parts")
     with ParquetParts(out, JOB, 0, 2) as first, ParquetParts(out, JOB, 1, 2) as second:
         assert first.missing(COUNT) == [2] and second.missing(COUNT) == []
         assert second.join(COUNT, part(0).schema) == [2]  # the first has not made it again yet
@@ -112,10 +111,10 @@ class Source:
     unit, parts = " crops", 3
     table = pa.table([pa.nulls(1, kind) for kind in COLUMNS.values()], list(COLUMNS))
 
-    def count(self, parts: Any) -> int:
+    def count(self, parts):
         return len(list(parts))
 
-    def batches(self, parts: Any, progress: Any) -> Any:
+    def batches(self, parts, progress):
         for n in range(3):
             yield CropBatch(
                 np.full((1, 12, 5000), n, np.int16),
@@ -125,55 +124,52 @@ class Source:
 
 
 def test_a_batch_is_launched_before_waiting_for_the_previous_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    events: list[str] = []
+    monkeypatch,
+):
+    events = []
 
-    def download(y: torch.Tensor) -> Callable[[], np.ndarray]:
+    def download(y):
         number = int(y[0, 0])
         events.append(f"launch {number}")
-        return lambda: (events.append(f"wait {number}"), y.numpy())[1]  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr("omnilead.engine.inference.predict.download", download)
-    model: Any = SimpleNamespace(
-        device=torch.device("cpu"),
-        encoder=SimpleNamespace(width=4),
-        pooled=lambda x_RLT: x_RLT[:, 0, :4],
-    )
-    prepare: Any = SimpleNamespace(halves=lambda uv_BLT, halves_B: uv_BLT.float())
-    made = dict(tables(Source(), embeddings(model), prepare, [0, 1, 2], "crop"))
+        def wait():
+            events.append(f"wait {number}")
+            return y.numpy()
+
+        return wait
+
+    monkeypatch.setattr(predicting, "download", download)
+    model = SimpleNamespace(device=torch.device("cpu"))
+    output = vectors(model, lambda x_RLT: x_RLT[:, 0, :4], 4)
+    prepare = SimpleNamespace(halves=lambda uv_BLT, halves_B: uv_BLT.float())
+    made = dict(tables(Source(), output, prepare, [0, 1, 2], "crop"))
     assert events == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
-    first = {
-        number: [vector[0] for vector in table["embedding"].to_pylist()]
-        for number, table in made.items()
-    }
-    assert first == {0: [0, 1], 1: [2], 2: []}
+    found = [np.array(table["embedding"].to_pylist()).ravel()[::4] for table in made.values()]
+    assert list(made) == [0, 1, 2] and [of.tolist() for of in found] == [[0, 1], [2], []]
 
 
-def test_gpu_copies_do_not_wait_for_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_copies_do_not_wait_for_computation(monkeypatch):
     """Crops are copied beside the last batch's work; their memory is free when they are copied, not
     when they are used."""
-    events: list[str] = []
+    events = []
 
     class Upload:
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, device):
             events.append(device.type)
 
-        def __call__(self, host: torch.Tensor) -> torch.Tensor:
+        def __call__(self, host):
             events.append("up")
             return host
 
-        def wait(self) -> None:
+        def wait(self):
             events.append("copied")
 
-    def forward(x_RLT: torch.Tensor) -> torch.Tensor:
+    def forward(x_RLT):
         events.append("compute")
         return x_RLT[:, 0, :4]
 
-    monkeypatch.setattr("omnilead.engine.inference.predict.Upload", Upload)
-    monkeypatch.setattr(
-        "omnilead.engine.inference.predict.download", lambda x: events.append("down") or x.numpy
-    )
+    monkeypatch.setattr(predicting, "Upload", Upload)
+    monkeypatch.setattr(predicting, "download", lambda x: events.append("down") or x.numpy)
     batch = CropBatch(np.ones((2, 12, 5000), np.int16), np.ones(2, int), "names")
     [(given, y_RD)] = predict(
         [batch], lambda uv_BLT, halves_B: uv_BLT.float(), forward, torch.device("cuda", 0)
@@ -183,9 +179,7 @@ def test_gpu_copies_do_not_wait_for_computation(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("sparse", [0.5, 0.0], ids=["few crops of each shard", "whole shards"])
-def test_crops_of_a_remote_dataset(
-    sparse: float, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crops_of_a_remote_dataset(sparse, dataset, monkeypatch):
     """Read one by one or through cached shards: the same crops, and the same unreadable ones."""
     monkeypatch.setattr(predicting, "SPARSE", sparse)
     place, rows = f"/bucket/predict{sparse}", np.arange(3, 40, 4)
@@ -193,25 +187,20 @@ def test_crops_of_a_remote_dataset(
     files.put(dataset.root.url, place, recursive=True)
     remote = Dataset.open(f"memory:/{place}")
     made = list(dataset_batches(remote, np.array_split(rows, 3)))
-    assert np.concatenate([batch.crops for batch in made]).tolist() == rows.tolist()
-    for batch in made:
-        assert all(
-            (uv_LT == dataset.read(row)).all()
-            for uv_LT, row in zip(batch.uv_BLT, batch.crops, strict=True)
-        )
-        assert (batch.halves_B == dataset.column("halves")[batch.crops]).all()
+    crops, halves, uv = (
+        np.concatenate([getattr(batch, name) for batch in made])
+        for name in ("crops", "halves_B", "uv_BLT")
+    )
+    assert crops.tolist() == rows.tolist()
+    assert (halves == dataset.column("halves")[rows]).all()
+    assert (uv == np.stack([dataset.read(row) for row in rows])).all()
     shard, offset, _ = (int(column[rows[4]]) for column in remote.addresses)
     name = f"{place}/shards/{remote.shards[shard]['name']}"
-    content = bytearray(files.cat(name))
-    content[offset + 100] ^= 1
-    files.pipe(name, bytes(content))
+    content = files.cat(name)
+    files.pipe(name, content[:offset] + flip(content[offset:]))
     with pytest.raises(DatasetError):
         list(dataset_batches(remote, [rows]))
     if sparse:  # a shard that is damaged is not used at all
-        kept = np.concatenate(
-            [
-                batch.crops
-                for batch in dataset_batches(remote, [rows[:4], rows[4:5], rows[5:]], "skip")
-            ]
-        )
+        batches = dataset_batches(remote, np.split(rows, [4, 5]), "skip")
+        kept = np.concatenate([batch.crops for batch in batches])
         assert kept.tolist() == np.delete(rows, 4).tolist()

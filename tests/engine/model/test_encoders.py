@@ -1,8 +1,7 @@
 """Other encoders: the ResNet, the requirements on custom encoders, and the cost of a step."""
 
+import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import (
     build_encoder,
-    describe_encoder,
     drops_out,
     encoder_flops,
     examine,
@@ -22,6 +20,7 @@ from omnilead.engine.model.encoders import (
 from omnilead.engine.model.init_weights import initialise
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
+from omnilead.engine.training.export import describe_encoder
 
 OWN = """
 import torch
@@ -88,17 +87,17 @@ class NoModule:
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own(tmp_path_factory):
     path = tmp_path_factory.mktemp("own") / "own.py"
     path.write_text(OWN)
     return path
 
 
-def of(own: Path, name: str, **settings: Any) -> ModelConfig:
+def of(own, name, **settings):
     return ModelConfig(encoder=f"{own}:{name}", **settings)
 
 
-def test_a_custom_encoder_trains_with_every_objective(own: Path) -> None:
+def test_a_custom_encoder_trains_with_every_objective(own):
     config = replace(of(own, "Good", options={"scale": 2.0}), codes=8, code_width=8, projection=8)
     first, second = (
         build_encoder(config, generator=torch.Generator().manual_seed(3)) for _ in range(2)
@@ -140,9 +139,7 @@ def test_a_custom_encoder_trains_with_every_objective(own: Path) -> None:
         ("Absent", {}, "has no attribute 'Absent'"),
     ],
 )
-def test_errors_of_a_custom_encoder_are_reported_at_the_start(
-    name: str, settings: Any, words: str, own: Path
-) -> None:
+def test_errors_of_a_custom_encoder_are_reported_at_the_start(name, settings, words, own):
     config = of(own, name, **settings)
     with pytest.raises(ConfigError) as raised:
         examine(build_encoder(config), config, masked=True)
@@ -150,26 +147,28 @@ def test_errors_of_a_custom_encoder_are_reported_at_the_start(
     assert name != "Raising" or "(own.py, line " in str(raised.value)
 
 
-def test_invalid_encoder_settings_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.encoder=.resnt.: use resnet, your own file.py:Class"
-    ):
-        ModelConfig(encoder="resnt")
-    with pytest.raises(ConfigError, match=r"model\.options=.*: set model.encoder"):
-        ModelConfig(options={"widths": [8]})
-    with pytest.raises(ConfigError, match=r"no such file gone\.py"):
-        build_encoder(ModelConfig(encoder="gone.py:Net"))
-    with pytest.raises(ConfigError, match=r"widths=.*: must be two or more multiples of 8"):
-        build_encoder(ModelConfig(encoder="resnet", options={"widths": [12, 24]}))
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"encoder": "resnt"}, "model.encoder='resnt': use resnet, your own file.py:Class"),
+        ({"options": {"widths": [8]}}, ": set model.encoder"),
+        ({"encoder": "gone.py:Net"}, "no such file gone.py"),
+        (
+            {"encoder": "resnet", "options": {"widths": [12, 24]}},
+            ": must be two or more multiples of 8",
+        ),
+    ],
+)
+def test_invalid_encoder_settings_are_refused(settings, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        build_encoder(ModelConfig(**settings))
 
 
 def test_files_with_the_same_name_are_separate_modules_and_changes_are_reloaded(
-    tmp_path: Path,
-) -> None:
-    code = (
-        "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self, leads):\n        "
-        "super().__init__(leads, 1)\n"
-    )
+    tmp_path,
+):
+    code = "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self, leads):\n"
+    code += "        super().__init__(leads, 1)\n"
     widths = []
     for folder, width in (("a", 8), ("b", 16), ("a", 24)):
         (tmp_path / folder).mkdir(exist_ok=True)
@@ -178,27 +177,32 @@ def test_files_with_the_same_name_are_separate_modules_and_changes_are_reloaded(
     assert widths == [8, 16, 24] and not list(tmp_path.rglob("__pycache__"))
 
 
-def test_the_resnet() -> None:
+def test_the_resnet():
     config = ModelConfig(encoder="resnet", options={"widths": [16, 24, 32]})
     encoder = build_encoder(config, generator=torch.Generator().manual_seed(0)).eval()
-    assert examine(encoder, config) == 157 and examine(encoder, config, dtype=torch.bfloat16) == 157
-    x = torch.randn(2, 12, 1237)
-    x[:, [0, 2, 3, 4, 5, 6, 8, 9, 10, 11]] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        assert examine(encoder, config, dtype=dtype) == 157
+    two, x = torch.randn(2, 2, 1237), torch.zeros(2, 12, 1237)
+    x[:, [1, 7]] = two
     fewer = ResNet(2, [16, 24, 32]).eval()
     fewer.load_state_dict(ResNet.select_leads(encoder.state_dict(), (1, 7), 12))
-    torch.testing.assert_close(fewer(x[:, [1, 7]]), encoder(x))
-    assert "1-D residual network" in describe_encoder(
-        config
-    ) and "widths=[16, 24, 32]" in describe_encoder(config)
-    for options, millions in (
-        ({"widths": (32, 48, 80, 96, 128)}, 1.0),
-        ({}, 6.7),
-        ({"widths": (96, 192, 320, 448, 576)}, 20.1),
-    ):
-        with torch.device("meta"):
-            assert (
-                round(sum(p.numel() for p in ResNet(**options).parameters()) / 1e6, 1) == millions
-            )  # type: ignore[arg-type]
+    torch.testing.assert_close(fewer(two), encoder(x))
+    described = describe_encoder(config)
+    assert "1-D residual network" in described and "widths=[16, 24, 32]" in described
+
+
+@pytest.mark.parametrize(
+    ("millions", "options"),
+    [
+        (1.0, {"widths": (32, 48, 80, 96, 128)}),
+        (6.7, {}),
+        (20.1, {"widths": (96, 192, 320, 448, 576)}),
+    ],
+)
+def test_parameters_of_the_resnets(millions, options):
+    with torch.device("meta"):
+        parameters = ResNet(**options).parameters()
+    assert round(sum(p.numel() for p in parameters) / 1e6, 1) == millions
 
 
 class Grouped(nn.Module):
@@ -207,30 +211,30 @@ class Grouped(nn.Module):
 
     width = 16
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.conv, self.group = nn.Conv1d(12, 16, 50, 50), nn.Conv1d(16, 16, 5, padding=2, groups=4)
         self.recurrent = nn.GRU(16, 16, batch_first=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         y = self.group(self.conv(x)).transpose(1, 2)
-        z: torch.Tensor = self.recurrent(nn.functional.scaled_dot_product_attention(y, y, y))[0]
+        z = self.recurrent(nn.functional.scaled_dot_product_attention(y, y, y))[0]
         return z
 
 
-def test_flops_are_counted() -> None:
+def test_flops_are_counted():
     # 50 tokens of 5 s
     forward = 2 * 50 * (12 * 50 * 16 + 4 * 5 * 16 + 2 * 50 * 16 + 2 * 3 * 16 * 16)
-    flops = encoder_flops(Grouped(), ModelConfig(encoder="own.py:Grouped"), local=False)
-    assert flops == 2 * 3 * forward
+    own = ModelConfig(encoder="own.py:Grouped")
+    assert encoder_flops(Grouped(), own, local=False) == 2 * 3 * forward
     plain = replace(SMALL, kernels="plain")
     encoder = Encoder(plain)
     initialise(encoder)
-    for local in (False, True):  # the authors' encoder, as if it were another
-        flops = encoder_flops(encoder, replace(plain, encoder="own.py:Encoder"), local)
-        assert flops == pytest.approx(flops_per_crop(plain, local=local), rel=1e-9)
-        assert encoder_flops(encoder, plain, local) == flops_per_crop(plain, local=local)
-    assert drops_out(None, ModelConfig()) and not drops_out(
-        Grouped(), ModelConfig(encoder="own.py:Grouped")
-    )
+    for local in (False, True):
+        expected = flops_per_crop(plain, local=local)
+        assert encoder_flops(encoder, plain, local) == expected
+        # the authors' encoder, as if it were another
+        counted = encoder_flops(encoder, replace(plain, encoder="own.py:Encoder"), local)
+        assert counted == pytest.approx(expected, rel=1e-9)
+    assert drops_out(None, ModelConfig()) and not drops_out(Grouped(), own)
     assert drops_out(ResNet(widths=(8, 8)), ModelConfig(encoder="resnet"))

@@ -26,45 +26,46 @@ SMALL = ModelConfig(
 )
 
 
-def seeded(config: ModelConfig = SMALL, objective: ObjectiveConfig | None = None) -> Pretrainer:
+def seeded(config=SMALL, objective=None):
     return Pretrainer(
         config, objective or ObjectiveConfig(), generator=torch.Generator().manual_seed(0)
     )
 
 
 @torch.no_grad()
-def by_numpy(model: Pretrainer) -> Pretrainer:
+def by_numpy(model):
     """Draw the weights from a random stream that library releases do not change."""
     for name, p in model.named_parameters():
-        drawn = (
-            np.random.RandomState(zlib.crc32(name.encode()))
-            .standard_normal(tuple(p.shape))
-            .astype(np.float32)
-        )
+        stream = np.random.RandomState(zlib.crc32(name.encode()))
+        drawn = torch.from_numpy(stream.standard_normal(tuple(p.shape)).astype(np.float32))
         scale = 0.1 if p.ndim == 1 else np.prod(p.shape[1:]) ** -0.5
-        p.copy_(
-            torch.from_numpy(drawn) * scale
-            + (1.0 if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")) else 0.0)
-        )
+        is_gain = name.endswith(("norm.weight", "norm1.weight", "norm2.weight"))
+        p.copy_(drawn * scale + float(is_gain))
     return model
 
 
-def keys(crops: int, epoch: int = 0) -> torch.Tensor:
+def keys(crops, epoch=0):
     return torch.from_numpy(row_keys(7, epoch, np.arange(crops)))
 
 
-def waves(crops: int, samples: int = 800) -> torch.Tensor:
+def waves(crops, samples=800):
     """x_BSLT: each crop has its own rhythm and shape, the same in both halves."""
     rng = np.random.RandomState(0)
     t = np.arange(2 * samples) / 500
-    hz, phase, gain = (
-        rng.uniform(2, 8, (crops, 1, 1)),
-        rng.uniform(0, 6, (crops, 12, 1)),
-        rng.normal(0, 1, (crops, 12, 1)),
-    )
-    x = gain * np.cos(2 * np.pi * hz * t + phase) ** 5 + 0.05 * rng.normal(
-        0, 1, (crops, 12, 2 * samples)
-    )
-    return torch.from_numpy(
-        x.astype(np.float32).reshape(crops, 12, 2, samples).swapaxes(1, 2).copy()
-    )
+    hz = rng.uniform(2, 8, (crops, 1, 1))
+    phase = rng.uniform(0, 6, (crops, 12, 1))
+    gain = rng.normal(0, 1, (crops, 12, 1))
+    noise = 0.05 * rng.normal(0, 1, (crops, 12, 2 * samples))
+    x = torch.from_numpy(gain * np.cos(2 * np.pi * hz * t + phase) ** 5 + noise).float()
+    return x.unflatten(2, (2, samples)).transpose(1, 2).contiguous()
+
+
+def ecg(seconds=10, fs_hz=500, leads=12, seed=0):
+    """Millivolts: beats with a different shape and amplitude in each lead, baseline wander and
+    noise."""
+    rng = np.random.default_rng(seed)
+    t = np.arange(round(seconds * fs_hz)) / fs_hz
+    gain, phase = rng.normal(0, 0.7, (leads, 1)), rng.uniform(0, 1, (leads, 1))
+    beats = gain * np.cos(np.pi * (1.2 * t + 0.02 * phase)) ** 40
+    wander = 0.1 * np.sin(2 * np.pi * (0.3 * t + phase))
+    return beats + wander + 0.01 * rng.normal(size=(leads, len(t)))

@@ -11,14 +11,14 @@ import zlib
 from pathlib import Path
 
 
-def main(fake: Path, kind: str, arguments: list[str]) -> int:
+def main(fake, kind, arguments):
     pairs = dict(zip(arguments[::2], arguments[1::2], strict=True))
     settings = dict(word.split("=", 1) for word in arguments if "=" in word)
     run = Path(pairs["--model"] if kind == "evaluate" else json.loads(settings["run"]))
     name = f"{kind} {run.parent.name}/{run.name}" if kind != "pretrain" else f"{kind} {run.name}"
     print(f"warning: this is {name}", file=sys.stderr)
     if any(word in name for word in (fake / "hang").read_text().split()):
-        (fake / f"hangs-{os.getpid()}").touch()
+        (fake / f"hangs.{os.getpid()}").touch()
         time.sleep(10**6)
     if any(word in name for word in (fake / "fail").read_text().split()):
         print("engine/pretrain.py: loss is not finite: lower train.lr\n", file=sys.stderr)

@@ -7,10 +7,9 @@ import importlib
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import chain
 from unittest import mock
 
 import torch
@@ -24,26 +23,15 @@ model: {conv: [[8, 4], [8, 4], [8, 1]], width: 16, layers: 2, heads: 2, ffn: 32,
         codes: 8, code_width: 8, projection: 8, tau_decay: 0.9}
 train: {steps: 6, batch_crops: 8, precision: fp32, lr: 1e-3, clip_norm: 1.0, log_every: 1, peak_tflops: 1.0, timeout_s: 600}
 """
-TUNING = {
-    "train.precision": "fp32",
-    "train.batch_crops": 8,
-    "train.steps": 4,
-    "train.lr": 1e-3,
-    "train.validate_every": 2,
-}
-TUNING |= {"train.log_every": 1, "train.peak_tflops": 1.0, "train.timeout_s": 600}
-EXACT = (
-    "step",
-    "crops_seen",
-    "epoch",
-    "loss",
-    "loss_local",
-    "loss_global",
-    "lr",
-    "grad_norm",
-    "gumbel_tau",
-    "accuracy_local",
-)
+TUNING = """
+base: TASK
+train: {steps: 4, batch_crops: 8, precision: fp32, lr: 1e-3, validate_every: 2, log_every: 1, peak_tflops: 1.0, timeout_s: 600}
+"""
+EXACT = ["step", "crops_seen", "epoch", "loss", "loss_local", "loss_global", "lr", "grad_norm"]
+EXACT += ["gumbel_tau", "accuracy_local"]
+
+
+STILL = {f"model__{name}dropout": 0 for name in ("", "attention_", "input_", "feature_")}
 
 
 @dataclass
@@ -52,43 +40,49 @@ class Ended:
     output: str  # of all ranks
 
     @property
-    def ok(self) -> bool:
+    def ok(self):
         return all(code == 0 for code in self.codes)
 
-    def one_line(self, code: int = 2) -> str:
+    def good(self):
+        assert self.ok, self.output
+        return self.output
+
+    def one_line(self, code=2):
         assert set(self.codes) == {code} and self.output.count("\n") == 1, self.output
         return self.output
 
+    def last_line(self, *codes):
+        """Of a run that failed with these codes after it had begun."""
+        assert self.codes == list(codes) and "Traceback" not in self.output, self.output
+        return self.output.splitlines()[-1]
 
-def free_port() -> int:
+
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def train(arguments: Sequence[str], before: Callable[[], None] | None = None) -> int:
+def train(arguments, before=None):
     torch.set_num_threads(1)
     if before:
         before()
-    tunes = "start=" in " ".join(arguments) and not arguments[1].endswith("tiny.yaml")
-    script = importlib.import_module(
-        "omnilead.engine.finetune" if tunes else "omnilead.engine.pretrain"
-    )
-    code: int = script.main(arguments)
+    command = "finetune" if "task.yaml" in " ".join(arguments) else "pretrain"
+    code = importlib.import_module(f"omnilead.engine.{command}").main(arguments)
     return code
 
 
-def nothing() -> None:
+def nothing():
     """For `before`: a process of its own, with nothing patched."""
 
 
 def start(
-    tmp: Path,
-    arguments: Sequence[str],
-    world: int = 1,
-    before: Callable[[], None] | None = None,
-    **env: str,
-) -> list[Any]:
+    tmp,
+    arguments,
+    world=1,
+    before=None,
+    **env,
+):
     common = {
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
@@ -98,7 +92,7 @@ def start(
     return [started(train, list(arguments), before, out=tmp / "out.txt", env=env) for env in ranks]
 
 
-def wait(tmp: Path, processes: list[Any]) -> Ended:
+def wait(tmp, processes):
     for process in processes:
         process.join(HANG_S)
     for process in processes:  # one that hangs does not outlive its test
@@ -109,12 +103,12 @@ def wait(tmp: Path, processes: list[Any]) -> Ended:
 
 
 def run(
-    tmp: Path,
-    arguments: Sequence[str],
-    world: int = 1,
-    before: Callable[[], None] | None = None,
-    **env: str,
-) -> Ended:
+    tmp,
+    arguments,
+    world=1,
+    before=None,
+    **env,
+):
     (tmp / "out.txt").unlink(missing_ok=True)
     if world > 1 or before or env:
         return wait(tmp, start(tmp, arguments, world, before, **env))
@@ -131,58 +125,59 @@ def run(
     return Ended([code], (tmp / "out.txt").read_text())
 
 
-def settings(tmp: Path, dataset: str, run: str = "run", **changes: Any) -> list[str]:
+def settings(tmp, dataset, run="run", **changes):
     """Arguments for a tiny model; changes as train__steps=3."""
     (tmp / "tiny.yaml").write_text(TINY)
-    sets = {"run": str(tmp / run), "data.datasets": json.dumps([dataset])}
-    return ["--config", str(tmp / "tiny.yaml"), *_sets(sets, changes)]
+    return _settings(tmp, "tiny.yaml", dataset, run, changes)
 
 
-def tuning(
-    tmp: Path, dataset: str, begin: Path, task: str, run: str = "run", **changes: Any
-) -> list[str]:
+def tuning(tmp, dataset, begin, task, run="run", **changes):
     """Arguments of a fine-tuning."""
-    (tmp / "task.yaml").write_text(f"base: {CONFIGS / 'tasks' / task}.yaml")
-    sets = {"run": str(tmp / run), "start": str(begin), "data.datasets": json.dumps([dataset])}
-    return ["--config", str(tmp / "task.yaml"), *_sets(sets | TUNING, changes)]
+    (tmp / "task.yaml").write_text(TUNING.replace("TASK", f"{CONFIGS}/tasks/{task}.yaml"))
+    return _settings(tmp, "task.yaml", dataset, run, {"start": str(begin)} | changes)
 
 
-def _sets(sets: dict[str, Any], changes: dict[str, Any]) -> list[str]:
-    sets |= {name.replace("__", "."): json.dumps(value) for name, value in changes.items()}
-    return [part for key, value in sets.items() for part in ("--set", f"{key}={value}")]
-
-
-Before = Callable[[], None] | None
+def _settings(tmp, config, dataset, run, changes):
+    sets = {"run": str(tmp / run), "data.datasets": [dataset]}
+    sets |= {name.replace("__", "."): value for name, value in changes.items()}
+    words = [("--set", f"{key}={json.dumps(value)}") for key, value in sets.items()]
+    return ["--config", str(tmp / config), *chain(*words)]
 
 
 def pretrain(
-    tmp: Path,
-    dataset: str,
-    name: str = "run",
-    world: int = 1,
-    before: Before = None,
-    **changes: Any,
-) -> Ended:
+    tmp,
+    dataset,
+    name="run",
+    world=1,
+    before=None,
+    **changes,
+):
     return run(tmp, settings(tmp, dataset, name, **changes), world, before)
 
 
 def finetune(
-    tmp: Path,
-    dataset: str,
-    begin: Path,
-    task: str,
-    name: str = "run",
-    world: int = 1,
-    before: Before = None,
-    **changes: Any,
-) -> Ended:
-    return run(tmp, tuning(tmp, dataset, begin, task, name, **changes), world, before)
+    tmp,
+    dataset,
+    begin,
+    task,
+    name="run",
+    world=1,
+    **changes,
+):
+    return run(tmp, tuning(tmp, dataset, begin, task, name, **changes), world)
 
 
-def rows(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+Training = Callable[..., Ended]  # the fixture `training`: `pretrain` on the synthetic dataset
+
+
+def rows(run, name="metrics.jsonl"):
     return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
-def curve(run: Path, keys: Sequence[str] = EXACT) -> list[dict[str, Any]]:
+def curve(run, keys=EXACT):
     """The logged values that must be equal bit for bit."""
     return [{key: row[key] for key in keys} for row in rows(run)]
+
+
+def column(run, key="step", name="metrics.jsonl"):
+    return [row[key] for row in rows(run, name)]

@@ -1,45 +1,41 @@
 """RUN/diagnostics.npz: what the report draws beside the curves, by every kind of run."""
 
-from pathlib import Path
+from itertools import combinations
 
 import numpy as np
 import pytest
 import torch
-from ranks import pretrain
 
-from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import DIAGNOSTICS
 from omnilead.engine.evaluation.metrics import identification
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.report.run_files import read_diagnostics
-from omnilead.engine.training.files import DIAGNOSTICS
+from omnilead.engine.report.run_report import read_diagnostics
 from omnilead.engine.training.validation import MAX_PAIRS, Capture, identified_share, pairs, thinned
 
 SMALL = ModelConfig(conv=((16, 2),) * 4, width=32, layers=1, heads=4, ffn=48, position_kernel=16, position_groups=4, codes=8,
                     code_width=16, projection=16)  # fmt: skip
 
 
-def cosine(a: np.ndarray, b: np.ndarray) -> float:
+def cosine(a, b):
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_every_pair_counts_once() -> None:
+def test_every_pair_counts_once():
     c_AD = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     names, c = [3, 1, 3, 3, 2, 1, 9], c_AD.numpy()
-    every = [(names[i] == names[j], cosine(c[i], c[j])) for i in range(7) for j in range(i + 1, 7)]
-    found = pairs(c_AD, torch.tensor(names))
-    for mine, same in zip(found, (True, False), strict=True):
-        np.testing.assert_allclose(
-            mine, [value for is_same, value in every if is_same == same], atol=1e-6
-        )
-    assert (
-        len(thinned(torch.randn(3 * MAX_PAIRS + 1))) <= MAX_PAIRS
-        and len(thinned(torch.randn(MAX_PAIRS))) == MAX_PAIRS
-    )
-    assert len(thinned(torch.randn(0))) == 0
+    every = {True: [], False: []}
+    for i, j in combinations(range(7), 2):
+        every[names[i] == names[j]].append(cosine(c[i], c[j]))
+    same, others = pairs(c_AD, torch.tensor(names))
+    np.testing.assert_allclose(same, every[True], atol=1e-6)
+    np.testing.assert_allclose(others, every[False], atol=1e-6)
+    assert len(thinned(torch.randn(3 * MAX_PAIRS + 1))) <= MAX_PAIRS
+    for count in (0, MAX_PAIRS):
+        assert len(thinned(torch.randn(count))) == count
 
 
-def test_diagnostics_use_the_same_cosines_as_the_loss() -> None:
+def test_diagnostics_use_the_same_cosines_as_the_loss():
     """The cosines are complete: if each negative is drawn once, the loss of the batch follows from
     them alone."""
     objective = ObjectiveConfig(negatives=1, diversity=0.0, features=0.0, contrast=0.0)
@@ -51,20 +47,18 @@ def test_diagnostics_use_the_same_cosines_as_the_loss() -> None:
     found, draws = seen.similarities(views=2), seen.draws
     assert draws is not None and seen.compared is not None
     valid, times = draws.valid_RM.numpy(), draws.times_RMM.numpy() > 0
-    assert (
-        len(found["positive_similarity"])
-        == valid.sum()
-        == found["code_usage"].sum() / SMALL.codebooks
-    )
+    used = found["code_usage"].sum() / SMALL.codebooks
+    assert len(found["positive_similarity"]) == valid.sum() == used
     context, target = (x.numpy() for x in seen.compared[:2])
     codes, own, other, loss = seen.compared.quantized.codes_RMG.numpy(), [], [], []
     for r in range(4):
         of_row = []
         for i in np.flatnonzero(valid[r]):
-            own.append(cosine(context[r, i], target[r, i]))
             drawn = [j for j in np.flatnonzero(times[r, i]) if (codes[r, i] != codes[r, j]).any()]
-            other += [cosine(context[r, i], target[r, j]) for j in drawn]
-            scaled = np.array([own[-1], *other[len(other) - len(drawn) :]]) / objective.temperature
+            cosines = [cosine(context[r, i], target[r, j]) for j in (i, *drawn)]
+            own.append(cosines[0])
+            other += cosines[1:]
+            scaled = np.array(cosines) / objective.temperature
             of_row.append(np.log(np.exp(scaled).sum()) - scaled[0])
         loss.append(np.mean(of_row))
     np.testing.assert_allclose(found["positive_similarity"], own, atol=1e-5)
@@ -73,40 +67,25 @@ def test_diagnostics_use_the_same_cosines_as_the_loss() -> None:
     assert len(found["same_similarity"]) == 2 and len(found["other_similarity"]) == 4
 
 
-def test_a_run_on_two_ranks_in_bf16_writes_diagnostics(dataset: Dataset, tmp_path: Path) -> None:
-    ended = pretrain(
-        tmp_path,
-        dataset.root.url,
-        world=2,
-        train__zero_stage=3,
-        train__precision="bf16",
-        train__steps=1,
-    )
-    assert ended.ok, ended.output
+def test_a_run_on_two_ranks_in_bf16_writes_diagnostics(training, tmp_path):
+    how = {"train__zero_stage": 3, "train__precision": "bf16", "train__steps": 1}
+    training(world=2, **how).good()
     found, remarks = read_diagnostics(tmp_path / "run" / DIAGNOSTICS)
     assert remarks == []
     assert found["samples_mv"].shape == (4, 2, 12, 2500) and found["code_usage"].shape == (2, 8)
-    # of rank 0's four crops
-    assert len(found["same_similarity"]) == 4 and len(found["other_similarity"]) == 6 * 4
-    assert (
-        len(found["positive_similarity"])
-        < found["code_usage"][0].sum()
-        < 3 * len(found["positive_similarity"])
-    )
     for name in ("positive", "negative", "same", "other"):
         assert (abs(found[f"{name}_similarity"]) <= 1.001).all()
+    # of rank 0's four crops
+    assert len(found["same_similarity"]) == 4 and len(found["other_similarity"]) == 6 * 4
+    own = len(found["positive_similarity"])
+    assert own < found["code_usage"][0].sum() < 3 * own
     html = (tmp_path / "run" / "report.html").read_text()
-    for drawn in (
-        "Cosine of contexts and targets",
-        "Cosine of pooled encodings",
-        "Usage of codes",
-        "Crop 4, as the model",
-    ):
-        assert drawn in html
+    titles = ["Cosine of contexts and targets", "Cosine of pooled encodings", "Usage of codes"]
+    assert all(title in html for title in [*titles, "Crop 4, as the model"])
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_patients_identified_are_those_of_the_evaluation(ties: bool) -> None:
+def test_patients_identified_are_those_of_the_evaluation(ties):
     c_RD = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
     if ties:
         c_RD = c_RD.round()

@@ -5,15 +5,13 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
-from ranks import pretrain, rows
+from ranks import column, rows
 
-from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
-from omnilead.engine.config import Config, build
-from omnilead.engine.training import loggers
+from omnilead.engine.config import build
+from omnilead.engine.training import tracking
 from omnilead.engine.training.loggers import RunLogger, move_repeated_lines
 
 KEYS = ("step", "loss", "crops_per_s", "data_wait_pct", "mfu", "lr")
@@ -23,86 +21,77 @@ class Service(ModuleType):
     """Stands in for either service: it has the methods that the loop calls, and records the
     calls."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__(name)
-        self.runs: list[str] = []
-        self.told: list[tuple[int, dict[str, float]]] = []
-        self.settings: dict[str, Any] = {}
+        self.runs = []
+        self.told = []
+        self.settings = {}
         self.ended = 0
         self.broken = False
 
-    def _begin(self, name: str | None) -> str:
+    def _begin(self, name):
         self.runs.append(name or f"{self.__name__}-{len(self.runs)}")
         return self.runs[-1]
 
-    def _log(self, values: dict[str, float], step: int) -> None:
+    def _log(self, values, step):
         if self.broken:
             raise ConnectionError("no route\nto host")
         self.told.append((step, values))
 
-    def _end(self) -> None:
+    def _end(self):
         self.ended += 1
 
 
 class Wandb(Service):
-    def init(
-        self, project: str, dir: str, id: str | None, resume: str, name: str, config: dict[str, Any]
-    ) -> Any:
+    def init(self, project, dir, id, resume, name, config):
         assert resume == "allow" and name == "run" and Path(dir).is_dir() and project == "omnilead"
         self.settings = config
         return SimpleNamespace(id=self._begin(id), log=self._log, finish=self._end)
 
 
 class Mlflow(Service):
-    def start_run(self, run_id: str | None, run_name: str) -> Any:
+    def start_run(self, run_id, run_name):
         self.settings = self.settings if run_id else {}
         return SimpleNamespace(info=SimpleNamespace(run_id=self._begin(run_id)))
 
-    def log_params(self, settings: dict[str, str]) -> None:
+    def log_params(self, settings):
         assert len(settings) <= 100 and not self.settings.keys() & settings.keys()
         self.settings |= settings
 
-    def log_metrics(self, values: dict[str, float], step: int) -> None:
+    def log_metrics(self, values, step):
         self._log(values, step)
 
-    def end_run(self) -> None:
+    def end_run(self):
         self._end()
 
 
 @pytest.fixture
-def services(monkeypatch: pytest.MonkeyPatch) -> list[Service]:
+def services(monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    found: list[Service] = [Wandb("wandb"), Mlflow("mlflow")]
+    found = [Wandb("wandb"), Mlflow("mlflow")]
     for service in found:
         monkeypatch.setitem(sys.modules, service.__name__, service)
     return found
 
 
-def config(*track: str) -> Config:
+def config(*track):
     return build({"train": {"track": list(track), "steps": 3, "lr": 1e-3}})
 
 
-def logger(run: Path, settings: Config, step: int = 0) -> RunLogger:
-    return RunLogger(run, settings, KEYS, {}, step, total=3)
+def logger(run, settings, step=0):
+    return RunLogger(run, settings, KEYS, {}, step, 3, tracking.open_services)
 
 
-def log(to: RunLogger, step: int, **values: Any) -> None:
-    row = {
-        "step": step,
-        "loss": 1.0 / step,
-        "crops_per_s": 1.0,
-        "data_wait_pct": 0.0,
-        "mfu": 0.1,
-        "lr": 1.0,
-    }
-    to.log(row | {"more": 2.0, "loss_x": None} | values)
+OTHERS = {"crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0, "more": 2.0}
 
 
-def test_both_services_get_every_curve_and_continue_after_a_kill(
-    services: list[Service], tmp_path: Path
-) -> None:
+def log(to, step, **values):
+    to.log({"step": step, "loss": 1.0 / step, "loss_x": None} | OTHERS | values)
+
+
+def test_both_services_get_every_curve_and_continue_after_a_kill(services, tmp_path):
     settings = config("wandb", "mlflow")
-    loggers.require_installed(settings)
+    tracking.require_installed(settings)
     first = logger(tmp_path / "run", settings)
     log(first, 1)
     for file in first.files.values():  # and no more: it was killed
@@ -111,11 +100,10 @@ def test_both_services_get_every_curve_and_continue_after_a_kill(
     second.log_validation({"step": 2, "loss": 0.5, "score": 0.25})
     log(second, 2)
     second.close()
-    others = {"crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0, "more": 2.0}
     expected = [
-        (1, {"loss": 1.0} | others),
+        (1, {"loss": 1.0} | OTHERS),
         (2, {"valid/loss": 0.5, "valid/score": 0.25}),
-        (2, {"loss": 0.5} | others),
+        (2, {"loss": 0.5} | OTHERS),
     ]
     for service in services:
         assert service.told == expected and service.ended == 1
@@ -126,9 +114,7 @@ def test_both_services_get_every_curve_and_continue_after_a_kill(
     assert services[0].runs[-1] == "wandb-2"
 
 
-def test_a_service_that_fails_does_not_end_a_training(
-    services: list[Service], tmp_path: Path, capsys: Any
-) -> None:
+def test_a_service_that_fails_does_not_end_a_training(services, tmp_path, capsys):
     to = logger(tmp_path / "run", config("wandb", "mlflow"))
     services[0].broken = True
     for step in (1, 2):
@@ -141,20 +127,18 @@ def test_a_service_that_fails_does_not_end_a_training(
 
 
 def test_a_service_that_does_not_start_or_is_missing_is_one_line(
-    services: list[Service], dataset: Dataset, tmp_path: Path, monkeypatch: Any
-) -> None:
+    services, training, tmp_path, monkeypatch
+):
     monkeypatch.setattr(services[0], "init", lambda **_: 1 / 0, raising=False)
     with pytest.raises(ConfigError, match=r"train\.track: wandb .*division by zero"):
         logger(tmp_path / "run", config("wandb"))
-    monkeypatch.setattr(loggers, "is_installed", lambda name: False)
-    says = pretrain(tmp_path, dataset.root.url, "new", train__track=["mlflow"]).one_line()
-    assert (
-        "mlflow is not installed: pip install 'omnilead[track]'" in says
-        and not (tmp_path / "new").exists()
-    )
+    monkeypatch.setattr(tracking, "is_installed", lambda name: False)
+    says = training("new", train__track=["mlflow"]).one_line()
+    assert "mlflow is not installed: pip install 'omnilead[track]'" in says
+    assert not (tmp_path / "new").exists()
 
 
-def test_without_services_only_files_are_written_and_nan_is_null(tmp_path: Path) -> None:
+def test_without_services_only_files_are_written_and_nan_is_null(tmp_path):
     """JSON has no NaN."""
     # of a start that was killed before a checkpoint
     (tmp_path / "validation.jsonl").write_text('{"step": 0, "loss": 1}\n')
@@ -168,12 +152,12 @@ def test_without_services_only_files_are_written_and_nan_is_null(tmp_path: Path)
     assert json.loads((tmp_path / "run.json").read_text())["versions"]
 
 
-def test_lines_of_repeated_steps_are_moved(tmp_path: Path) -> None:
+def test_lines_of_repeated_steps_are_moved(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for step in (3, 1):
         path.write_bytes(b"".join(b'{"step": %d}\n' % n for n in range(1, 6)) + b'\xff{"st')
         move_repeated_lines(path, step)
-        assert [row["step"] for row in rows(tmp_path)] == list(range(1, step + 1))
+        assert column(tmp_path) == list(range(1, step + 1))
     cut = (tmp_path / "metrics.cut.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in cut if line.startswith(b"{")] == [4, 5, 2, 3, 4, 5]
     assert cut.count(b'\xff{"st') == 2

@@ -1,0 +1,377 @@
+"""WFDB records, strictly: the header's text, then the signals.
+
+A record is refused unless every field of its header is present, of the right type and in range. The
+format allows defaults (gain 200, 250 Hz, length from the file size, ...). A default could give a
+wrong ECG without notice, so none is used. The text's size is limited before parsing. Dates, times
+and free comments are not kept. Format 16, used by all ECG archives, is read directly, other formats
+by `wfdb`.
+"""
+
+import math
+import posixpath
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.record import (
+    LEAD_INDEX,
+    MV_PER_UNIT,
+    RATE_RANGE_HZ,
+    EcgRecord,
+    as_number,
+    clean_age,
+    clean_sex,
+    parse_dx,
+    unit_name,
+)
+from omnilead.data_tools.storage import Folder
+
+MAX_BYTES, MAX_LINE, MAX_SIGNALS, MAX_SAMPLES = 65_536, 512, 64, 2_000_000
+GAIN_RANGE = (1e-3, 1e9)  # steps per mV
+# header of a MATLAB level-4 file with the one variable `val`: five int32 words, then "val\\0"
+MAT_OFFSET = 24
+# format -> n; the value -2**n means not measured
+INVALID_BITS = {
+    16: 15,
+    24: 23,
+    32: 31,
+    61: 15,
+    80: 7,
+    160: 15,
+    212: 11,
+    310: 9,
+    311: 9,
+    508: 7,
+    516: 15,
+    524: 23,
+}
+# format -> (bytes, samples) of its smallest unit, to compute a file's size; FLAC has none
+UNITS = {
+    8: (1, 1),
+    16: (2, 1),
+    24: (3, 1),
+    32: (4, 1),
+    61: (2, 1),
+    80: (1, 1),
+    160: (2, 1),
+    212: (3, 2),
+}
+UNITS |= {310: (4, 3), 311: (4, 3)}
+FLAC = (508, 516, 524)
+MAX_FALLBACK_VALUES = 8_000_000  # because wfdb converts to int64
+
+_COMMENT = re.compile(r"#\s{0,8}(Age|Sex|Dx)\s{0,8}:(.*)", re.IGNORECASE)
+_FORMAT = re.compile(r"(\d{1,3})(?:x(\d{1,6}))?(?::(\d{1,6}))?(?:\+(\d{1,9}))?", re.ASCII)
+_GAIN = re.compile(r"([-+.\deEnaif]{1,32})(?:\((-?\d{1,10})\))?(?:/(\S{1,16}))?", re.ASCII)
+_SIGNALS = re.compile(
+    r"^(\S+)[ \t]+(\S+)[ \t]+(\S+)[ \t]+\d{1,2}[ \t]+(-?\d{1,10})[ \t]+"
+    r"(-?\d{1,10})[ \t]+(-?\d{1,5})[ \t]+\d{1,10}[ \t]+(\S.*)$",
+    re.ASCII | re.MULTILINE,
+)
+_FILE = re.compile(r"[A-Za-z0-9_-]{1,64}(?:\.[A-Za-z0-9]{1,8})?", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}(?:\.mat)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class WfdbHeader:
+    name: str
+    fs_hz: float
+    samples: int
+    files: tuple[str, ...]  # one per signal, like the fields up to `leads`
+    formats: tuple[int, ...]
+    offsets: tuple[int, ...]
+    gains: tuple[float, ...]  # steps per mV
+    baselines: tuple[int, ...]
+    initials: tuple[int, ...]
+    checksums: tuple[int, ...]
+    leads: tuple[str, ...]
+    age: float | None
+    sex: str | None
+    dx: str
+
+
+def peek(data: bytes) -> tuple[str, int, float, int]:
+    """(name, signals, fs_hz, samples) from the record line only: enough for planning, at a fifth of
+    the cost."""
+    for line in _lines(data):
+        if line and not line.startswith("#"):
+            return _record_line(line)
+    raise ReadError("empty header")
+
+
+def _lines(data: bytes) -> Iterator[str]:
+    if len(data) > MAX_BYTES:
+        raise ReadError("header too large", f"{len(data)} bytes")
+    return map(str.strip, data.decode("utf-8", "replace").splitlines())
+
+
+def parse_header(data: bytes) -> WfdbHeader:
+    lines: list[str] = []
+    comments: dict[str, str] = {}
+    for line in _lines(data):
+        if line.startswith("#"):
+            if found := _COMMENT.match(line):
+                comments.setdefault(found[1].lower(), found[2].strip())
+        elif line:
+            lines.append(line)
+    if not lines:
+        raise ReadError("empty header")
+    name, n_signals, fs_hz, samples = _record_line(lines[0])
+    if len(lines) - 1 != n_signals:
+        raise ReadError("signal count", f"{n_signals} announced, {len(lines) - 1} described")
+    files, formats, gains, zeros, initials, checksums, leads = _signal_lines(lines[1:])
+    columns = (
+        *_parse_columns(formats, gains, zeros, leads),
+        tuple(map(int, initials)),
+        tuple(map(int, checksums)),
+    )
+    age, sex = clean_age(comments.get("age")), clean_sex(comments.get("sex"))
+    return WfdbHeader(
+        name, fs_hz, samples, files, *columns, leads, age, sex, comments.get("dx", "")
+    )
+
+
+def _record_line(line: str) -> tuple[str, int, float, int]:
+    """`name n_signals fs[/counter] samples [time [date]]`: the first four are required, the rest is
+    ignored."""
+    if len(line) > MAX_LINE:
+        raise ReadError("header line too long", f"{len(line)} characters")
+    fields = line.split(maxsplit=4)
+    if len(fields) < 4:
+        raise ReadError("record line incomplete", f"{len(fields)} fields")
+    if not _NAME.fullmatch(fields[0]):
+        raise ReadError(
+            "record name", "a multi-segment record" if "/" in fields[0] else fields[0][:40]
+        )
+    n_signals = _integer(fields[1], "signal count", MAX_SIGNALS)
+    fs_hz = _number(fields[2].split("/")[0], "sampling rate", *RATE_RANGE_HZ)
+    return (
+        fields[0].removesuffix(".mat"),
+        n_signals,
+        fs_hz,
+        _integer(fields[3], "sample count", MAX_SAMPLES),
+    )
+
+
+def _signal_lines(lines: list[str]) -> tuple[tuple[str, ...], ...]:
+    """`file format gain(baseline)/unit resolution zero first checksum block lead`: all nine fields
+    are required.
+
+    Returns the columns of all fields except resolution and block."""
+    for line in lines:
+        if len(line) > MAX_LINE:
+            raise ReadError("header line too long", f"{len(line)} characters")
+    rows = _SIGNALS.findall("\n".join(lines))
+    if len(rows) != len(lines):
+        bad = next(line for line in lines if not _SIGNALS.fullmatch(line))
+        raise ReadError(
+            "signal line", f"{len(bad.split(maxsplit=8))} of 9 fields, or one is not of its type"
+        )
+    columns = tuple(zip(*rows, strict=True))
+    for file in set(columns[0]):
+        if not _FILE.fullmatch(file):
+            raise ReadError("signal file name", file[:40])
+    return columns
+
+
+@lru_cache(maxsize=64)  # most records of an archive have the same signal lines
+def _parse_columns(
+    formats: tuple[str, ...], gains: tuple[str, ...], zeros: tuple[str, ...], leads: tuple[str, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+    """Parse to formats, offsets, gains and baselines."""
+    lead_gains = {
+        gain for gain, lead in zip(gains, leads, strict=True) if lead.upper() in LEAD_INDEX
+    }
+    gain_of = {text: _gain(text) if text in lead_gains else _any_gain(text) for text in set(gains)}
+    codes, offsets = zip(*map(_format, formats), strict=True)
+    stated = ((gain_of[gain][1], int(zero)) for gain, zero in zip(gains, zeros, strict=True))
+    baselines = tuple(zero if baseline is None else baseline for baseline, zero in stated)
+    return codes, offsets, tuple(gain_of[text][0] for text in gains), baselines
+
+
+def _format(text: str) -> tuple[int, int]:
+    found = _FORMAT.fullmatch(text)
+    if not found:
+        raise ReadError("signal format", text[:20])
+    code, per_frame, skew, offset = (
+        int(part or absent) for part, absent in zip(found.groups(), (0, 1, 0, 0), strict=True)
+    )
+    if per_frame != 1:
+        raise ReadError("several samples a frame", text[:20])
+    if skew:
+        raise ReadError("skewed signal", text[:20])
+    return code, offset
+
+
+def _any_gain(text: str) -> tuple[float, int | None]:
+    """Channels that are not ECG leads may be in litres or mmHg; they are ignored later, so any gain
+    is accepted."""
+    try:
+        return _gain(text)
+    except ReadError:
+        return 1.0, 0
+
+
+def _gain(text: str) -> tuple[float, int | None]:
+    """Parse `1000.0(0)/mV` to steps per mV and baseline. A gain of 0 means "not calibrated" and is
+    refused."""
+    found = _GAIN.fullmatch(text)
+    if not found:
+        raise ReadError("gain", text[:40])
+    mv = MV_PER_UNIT[unit_name(found[3] or "mV")]  # in WFDB, no unit means mV
+    return _number(found[1], "gain", GAIN_RANGE[0] * mv, GAIN_RANGE[1] * mv) / mv, int(
+        found[2]
+    ) if found[2] else None
+
+
+def _integer(text: str, what: str, high: int) -> int:
+    value = int(text) if text.isascii() and text.isdigit() and len(text) <= 12 else 0
+    if not 1 <= value <= high:
+        raise ReadError(what, text[:40])
+    return value
+
+
+def _number(text: str, what: str, low: float, high: float) -> float:
+    """Python also accepts underscores and digits of other scripts, WFDB does not."""
+    value = as_number(text) if text.isascii() and "_" not in text else math.nan
+    if not low <= value <= high:  # NaN fails too
+        raise ReadError(what, f"{text[:40]}: {low:g} to {high:g} is read")
+    return value
+
+
+def own_name(name: str, key: str) -> str:
+    """The name in the header. It must be the file's name: a renamed copy could count as another
+    patient's ECG."""
+    stem = posixpath.basename(key).removesuffix(".hea")
+    if name != stem:
+        raise ReadError("record name differs from file name", f"{name} in {stem}.hea")
+    return stem
+
+
+def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: str) -> EcgRecord:
+    """Read the record of a parsed header. A wrong checksum or first value gives a warning."""
+    place = posixpath.dirname(key)
+    if len(set(header.formats)) > 1:
+        raise ReadError("mixed signal formats", ", ".join(map(str, header.formats)))
+    if header.formats[0] == 16 and len(set(header.files)) == 1 and len(set(header.offsets)) == 1:
+        signal = _read_format_16(root, posixpath.join(place, header.files[0]), header)
+        warnings = _compare(header, signal)
+    else:
+        signal, warnings = _read_with_wfdb(root, place, header), []
+    bits = INVALID_BITS.get(header.formats[0])
+    invalid = None if bits is None else -(2**bits)
+    rest = source, None, header.age, header.sex, parse_dx(header.dx), tuple(warnings)
+    return EcgRecord(
+        name,
+        signal,
+        header.fs_hz,
+        header.leads,
+        "mV",
+        header.gains,
+        header.baselines,
+        invalid,
+        *rest,
+    )
+
+
+def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
+    signals, offset = len(header.leads), header.offsets[0]
+    size = offset + 2 * signals * header.samples
+    data = root.read(name, size)
+    if len(data) != size:
+        raise ReadError("signal file size", f"{len(data)} bytes, {size} announced")
+    if name.lower().endswith(".mat"):
+        words = np.frombuffer(data[:20], "<i4").tolist() if len(data) >= MAT_OFFSET else []
+        if (
+            offset != MAT_OFFSET
+            or words != [30, signals, header.samples, 0, 4]
+            or data[20:24] != b"val\0"
+        ):
+            raise ReadError("not the expected MATLAB file", f"offset {offset}, words {words}")
+    interleaved = np.frombuffer(data, "<i2", offset=offset).reshape(header.samples, signals)
+    return np.ascontiguousarray(interleaved.T)  # later steps work lead by lead
+
+
+def _compare(header: WfdbHeader, signal: np.ndarray) -> list[tuple[str, str]]:
+    sums = np.add.reduce(signal, axis=1, dtype=np.int16).astype(
+        np.int64
+    )  # overflows as the format's checksum does
+    first = signal[:, 0] - np.array(header.initials)
+    differing = {
+        "checksum differs": (sums - header.checksums) % 65536,
+        "first value differs": first,
+    }  # some sums are signed
+    return [
+        (
+            reason,
+            f"{np.count_nonzero(difference)} leads, first "
+            f"{header.leads[int(np.argmax(difference != 0))][:8]}",
+        )
+        for reason, difference in differing.items()
+        if difference.any()
+    ]
+
+
+def _checked(root: Folder, place: str, file: str, header: WfdbHeader) -> bytes:
+    """Read a file and check its size against format and length: `wfdb` itself accepts longer files,
+    and MATLAB files."""
+    code = header.formats[0]
+    offsets = {
+        offset for name, offset in zip(header.files, header.offsets, strict=True) if name == file
+    }
+    if file.lower().endswith(".mat"):
+        raise ReadError("not the expected MATLAB file", f"format {code}, offsets {sorted(offsets)}")
+    if len(offsets) > 1 or code not in (*UNITS, *FLAC):
+        raise ReadError("signal format", f"{code}, offsets {sorted(offsets)}")
+    if code in FLAC:
+        return root.read(posixpath.join(place, file), 8 * MAX_FALLBACK_VALUES)
+    values = header.samples * header.files.count(file)
+    unit, per_unit = UNITS[code]
+    smallest = -(-values * unit // per_unit)  # the last unit may be incomplete
+    largest = -(-values // per_unit) * unit
+    data = root.read(posixpath.join(place, file), max(offsets) + largest)
+    if len(data) < max(offsets) + smallest:
+        raise ReadError(
+            "signal file size", f"{len(data)} bytes, {max(offsets) + smallest} announced"
+        )
+    return data
+
+
+def _read_with_wfdb(root: Folder, place: str, header: WfdbHeader) -> np.ndarray:
+    """Let `wfdb` read a copy of the checked files in a temporary folder, so that it sees no links,
+    paths or other files."""
+    import wfdb
+
+    if len(header.leads) * header.samples > MAX_FALLBACK_VALUES:
+        raise ReadError(
+            "too long for its format", f"{header.samples} samples of format {header.formats[0]}"
+        )
+    with tempfile.TemporaryDirectory() as scratch:
+        for file in dict.fromkeys(header.files):
+            Path(scratch, file).write_bytes(_checked(root, place, file, header))
+        lines = [f"x {len(header.leads)} {header.fs_hz} {header.samples}"]
+        columns = header.files, header.formats, header.offsets, header.initials, header.checksums
+        for i, (file, code, offset, first, checksum) in enumerate(zip(*columns, strict=True)):
+            lines.append(
+                f"{file} {code}{f'+{offset}' if offset else ''} 1(0)/mV 16 0 {first} {checksum} 0 "
+                f"s{i}"
+            )
+        Path(scratch, "x.hea").write_text("\n".join(lines) + "\n")
+        try:
+            record = wfdb.rdrecord(str(Path(scratch, "x")), physical=False)
+        except Exception as error:  # a broken file may raise anything
+            raise ReadError(
+                "wfdb cannot read it", f"format {header.formats[0]}: {type(error).__name__}"
+            ) from None
+    signal = np.asarray(record.d_signal).T
+    if signal.shape != (len(header.leads), header.samples):
+        raise ReadError(
+            "signal file size", f"{signal.shape[1]} samples, {header.samples} announced"
+        )
+    return signal

@@ -1,0 +1,357 @@
+"""Archives of WFDB records: PTB-XL, the Challenge 2021, MIMIC-IV-ECG, and plain folders.
+
+Each is a `WfdbSource` that knows its folders and tables. Of the tables only the columns that are
+named here are read, never dates, reports or names.
+"""
+
+import ast
+import dataclasses
+import hashlib
+import posixpath
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+from omnilead.data_tools.errors import ReadError, printable
+from omnilead.data_tools.record import (
+    HEART_AXIS_CODES,
+    LEAD_INDEX,
+    SCP_CODES,
+    EcgRecord,
+    Header,
+    clean_age,
+)
+from omnilead.data_tools.sources.base import (
+    Source,
+    cached,
+    path_name,
+    read_table,
+    record_stem,
+    with_orphans,
+)
+from omnilead.data_tools.sources.wfdb import (
+    MAX_BYTES,
+    WfdbHeader,
+    own_name,
+    parse_header,
+    peek,
+    read_record,
+)
+from omnilead.data_tools.storage import Folder, folder
+
+FOLDERS = ("records500", "records100")
+TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20
+# Characters of scp_codes; limited because the parser in literal_eval recurses
+MAX_STATEMENTS = 4096
+DATABASES = (
+    "chapman_shaoxing",
+    "cpsc_2018",
+    "cpsc_2018_extra",
+    "georgia",
+    "ningbo",
+    "ptb",
+    "ptb-xl",
+    "st_petersburg_incart",
+)
+TABLE_PLACES = (TABLE, f"ptb-xl/{TABLE}", f"training/{TABLE}", f"training/ptb-xl/{TABLE}")
+LIST, MAX_LIST = "record_list.csv", 512 * 2**20
+_PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
+
+
+class WfdbSource(Source):
+    """An archive of WFDB records; subclasses know the folder layout and the patients."""
+
+    suffix = ".dat"
+
+    def record_name(self, key: str, stem: str) -> str:
+        return stem
+
+    def name_for(self, key: str) -> str:
+        try:
+            return self.record_name(key, record_stem(key))
+        except ReadError:
+            return record_stem(key)
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        """Add patient, age, sex and diagnoses from the archive's tables."""
+        return record
+
+    def header(self, key: str) -> Header:
+        data = self._text(key)
+        name, _, fs_hz, samples = peek(data)
+        stamp = self.root.stamp(key.removesuffix(".hea") + self.suffix)
+        content = hashlib.blake2b(data, digest_size=8).digest()
+        return Header(
+            self.record_name(key, own_name(name, key)),
+            self.source_of(key),
+            samples,
+            fs_hz,
+            content,
+            stamp,
+        )
+
+    def read(self, key: str) -> EcgRecord:
+        header = parse_header(self._text(key))
+        self.check(header)
+        name = self.record_name(key, own_name(header.name, key))
+        return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
+
+    def _text(self, key: str) -> bytes:
+        if not key.isprintable():  # other encodings and line breaks do not fit into a table
+            raise ReadError("file name", printable(key.rsplit("/", 1)[-1])[:80])
+        if not key.endswith(".hea"):
+            raise ReadError("no header", key.rsplit("/", 1)[-1])
+        return self.root.read(key, MAX_BYTES)
+
+    def check(self, header: WfdbHeader) -> None:
+        """Require twelve leads in one file with the record's name, as in all large archives."""
+        known = {LEAD_INDEX.get(lead.upper()) for lead in header.leads} - {None}
+        if len(header.leads) != 12 or len(known) != 12:
+            raise ReadError("not twelve leads", ", ".join(header.leads)[:80])
+        if set(header.files) != {header.name + self.suffix}:
+            raise ReadError("signal file name", f"{header.files[0]} for {header.name}")
+
+
+class PtbXl(WfdbSource):
+    """Its own release: `records500/<thousand>/<id>_hr.dat` and ptbxl_database.csv (patient, age,
+    sex, SCP statements). If records500 is missing, `records100/<thousand>/<id>_lr.dat`, the same
+    ECGs at 100 Hz, is read.
+
+    Records get the Challenge's names (ecg_id 11 is HR00011), so an ECG in both releases counts as
+    one record."""
+
+    name = "ptb-xl"
+    licence = "CC-BY-4.0"
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return TABLE in names and bool(names & set(FOLDERS))
+
+    def keys(self) -> Iterator[str]:
+        return with_orphans(self.root.names(self._folder()), ".dat")
+
+    def places(self) -> list[str]:
+        return list(FOLDERS)  # also that of the same ECGs at the other rate
+
+    def _folder(self) -> str:
+        return next((name for name in FOLDERS if self.root.exists(name)), FOLDERS[0])
+
+    def notes(self) -> list[str]:
+        if self._folder() == FOLDERS[0]:
+            return super().notes()
+        what = (
+            "no records500, so records100 is read: 100 Hz, resampled to 500 Hz, with nothing "
+            "above 50 Hz"
+        )
+        return [f"{self.root.url}: {what}", *super().notes()]
+
+    def tables(self) -> bytes:
+        return self.root.read(TABLE, MAX_TABLE)
+
+    def record_name(self, key: str, stem: str) -> str:
+        number = stem.removesuffix("_hr").removesuffix("_lr")
+        if not number.isdigit():
+            raise ReadError("record name", stem)
+        return f"HR{int(number):05d}"
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        row = _rows(self.root, TABLE).get(record.name.removeprefix("HR").lstrip("0"))
+        if row is None:
+            return dataclasses.replace(record, warnings=(*record.warnings, (f"not in {TABLE}", "")))
+        sex = {"0": "M", "1": "F"}.get(row["sex"].split(".")[0])
+        patient, age = patient_id(row["patient_id"]), clean_age(row["age"])
+        return dataclasses.replace(record, patient=patient, age=age, sex=sex, dx=_diagnoses(row))
+
+
+def patient_id(text: str) -> str | None:
+    """The id as a whole number; the table writes it as a float: 15709.0."""
+    text = text.removesuffix(".0")
+    return text if text.isascii() and text.isdigit() else None
+
+
+def patients(root: Folder, place: str) -> dict[str, str | None]:
+    """Map ecg_id to patient, None if the row has none."""
+    return {number: patient_id(row["patient_id"]) for number, row in _rows(root, place).items()}
+
+
+def statements(scp_codes: str) -> dict[str, float]:
+    """Parse a cell with a Python dict of {statement: likelihood in per cent}; a likelihood that is
+    not a number becomes 0."""
+    try:
+        given = ast.literal_eval(scp_codes[:MAX_STATEMENTS])
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        given = {}
+    if not isinstance(given, dict):
+        return {}
+    likelihoods = {}
+    for name, value in given.items():
+        likelihoods[str(name)] = value if isinstance(value, int | float) else 0
+    return likelihoods
+
+
+def _diagnoses(row: dict[str, str]) -> tuple[str, ...]:
+    codes = [SCP_CODES.get(name) for name in statements(row["scp_codes"])]
+    codes.append(HEART_AXIS_CODES.get(row["heart_axis"]))
+    return tuple(dict.fromkeys(code for code in codes if code))
+
+
+@cached
+def _rows(root: Folder, place: str) -> dict[str, dict[str, str]]:
+    """The six columns that are used, by ecg_id; others (dates, reports, names of staff) are never
+    read."""
+    columns = ("ecg_id", "patient_id", "age", "sex", "scp_codes", "heart_axis")
+    rows = read_table(root, place, MAX_TABLE, columns)
+    return {row["ecg_id"].split(".")[0]: row for row in rows}
+
+
+class PhysioNet2021(WfdbSource):
+    """`training/<database>/g<k>/<id>.hea` and `.mat` (MATLAB level 4), all databases in one tree.
+
+    Only PTB-XL's own table has the patients of its records (HRnnnnn): put ptbxl_database.csv beside
+    `training`."""
+
+    name = "physionet2021"
+    licence = "CC-BY-4.0"
+    suffix = ".mat"
+    table: str | None = None  # path of PTB-XL's table, if it is stored elsewhere
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return "training" in names or bool(names & set(DATABASES) - {"ptb-xl"})
+
+    def keys(self) -> Iterator[str]:
+        """Only headers in database folders, if there are any: other archives (PTB-XL's release) may
+        be in the same folder."""
+        for place in self.places():
+            yield from with_orphans(self.root.names(place), ".mat")
+
+    def places(self) -> list[str]:
+        names = self.root.children()
+        places = (
+            ["training"]
+            if "training" in names
+            else [name for name in names if name in DATABASES] or [""]
+        )
+        return [
+            name
+            for name in places
+            if name != "ptb-xl" or not any(self.root.exists(f"ptb-xl/{one}") for one in FOLDERS)
+        ]
+
+    def has_records(self) -> bool:
+        """Whether there are headers with signals in .mat: other archives' folders have the same names."""
+        endings = set()
+        for place in self.places():
+            for name in self.root.names(place):
+                endings.add(name[-4:])
+                if {".hea", ".mat"} <= endings:
+                    return True
+        return False
+
+    def source_of(self, key: str) -> str:
+        return _database(self.root.url, key.rpartition("/")[0]) or self.name
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        if record.source != "ptb-xl" or not record.name.startswith("HR"):
+            return record
+        number, known = record.name.removeprefix("HR").lstrip("0"), _patients(self.root, self.table)
+        if known and number not in known:
+            return dataclasses.replace(record, warnings=(*record.warnings, (f"not in {TABLE}", "")))
+        return dataclasses.replace(record, patient=known.get(number))
+
+    def tables(self) -> bytes:
+        return repr(sorted(_patients(self.root, self.table).items())).encode()
+
+    def notes(self) -> list[str]:
+        if _patients(self.root, self.table) or not any(
+            map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))
+        ):
+            return super().notes()
+        why = (
+            "so this archive's PTB-XL records have no patient, and no gallery or probe role: pass "
+            "it with --patients"
+        )
+        return [f"{self.root.url}: no {TABLE}, {why}", *super().notes()]
+
+
+@lru_cache(maxsize=256)  # a folder has a thousand records
+def _database(url: str, place: str) -> str | None:
+    """The database of a folder. The root may itself be a database or one of its folders."""
+    parts = [*url.split("/")[-2:], *place.split("/")]
+    return next((part for part in reversed(parts) if part in DATABASES), None)
+
+
+@cached
+def _patients(root: Folder, table: str | None) -> dict[str, str | None]:
+    if table:
+        return patients(folder(posixpath.dirname(table) or "."), posixpath.basename(table))
+    place = next((place for place in TABLE_PLACES if root.exists(place)), None)
+    return patients(root, place) if place else {}
+
+
+class MimicIvEcg(WfdbSource):
+    """`files/p1000/p10001725/s41420867/41420867.dat`, leads in its own order, 200 steps per mV.
+    record_list.csv lists the records and their patients."""
+
+    name = "mimic-iv-ecg"
+    licence = "ODbL-1.0"
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return {LIST, "files"} <= names
+
+    def keys(self) -> Iterator[str]:
+        """The rows of the list, or the files if there is no list. Rows whose subject contradicts
+        the path are refused later."""
+        if not self.root.exists(LIST):
+            yield from with_orphans(self.root.names("files"), ".dat")
+            return
+        for row in read_table(self.root, LIST, MAX_LIST, ("subject_id", "path")):
+            found = _PATH.fullmatch(row["path"])
+            yield (
+                f"{row['path']}.hea"
+                if found and found[1] == row["subject_id"]
+                else f"{LIST}: {row['path']}.hea"
+            )
+
+    def places(self) -> list[str]:
+        return ["files"]
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        found = _PATH.fullmatch(key.removesuffix(".hea"))
+        return dataclasses.replace(record, patient=found[1] if found else None)
+
+    def header(self, key: str) -> Header:
+        if key.startswith(LIST):
+            raise ReadError("patient contradicts the path", key.rsplit("/", 1)[-1][:40])
+        return super().header(key)
+
+
+class WfdbFolder(WfdbSource):
+    """Any format, leads and rate. Known leads are placed by name, other channels are ignored.
+    Patients are unknown, and the source of every record is `wfdb`."""
+
+    name = "wfdb"
+
+    def keys(self) -> Iterator[str]:
+        return (name for name in self.root.names() if name.endswith(".hea"))
+
+    def places(self) -> list[str]:
+        return [""]
+
+    def record_name(self, key: str, stem: str) -> str:
+        return path_name(key, stem)
+
+    def notes(self) -> list[str]:
+        why = (
+            "a plain WFDB folder without tables: patients are unknown, so gallery and probe stay "
+            "empty"
+        )
+        note = (
+            f"{self.root.url}: {why}. If it belongs to a known archive, pass that as SRC, or set "
+            "--source"
+        )
+        return [note, *super().notes()]
+
+    def check(self, header: WfdbHeader) -> None:
+        """Accept any leads and files."""

@@ -1,0 +1,95 @@
+"""Read-outs: what an embedding keeps of an encoder's tokens and of the signal.
+
+    readout = parsed("mean+std+rhythm")
+    width_of(readout, 128)                     # how many numbers that is, for an encoder of width 128
+    read_out(readout, c_RND, mv_RLT)           # [R, width] float32; mv_RLT: twelve leads in millivolts at 500 Hz
+
+A read-out names one or more parts, joined by +:
+
+    mean      the mean over tokens, as in the paper                               D numbers
+    std       the standard deviation over tokens                                  D
+    beats     the mean of the tokens at fixed times around the R peaks            len(BEATS_S) * D
+    rhythm    rhythm, amplitudes and residuals, measured in the signal            len(MEASUREMENTS)
+
+The mean of tokens drops what diagnosis needs: the rhythm, and the amplitude, which the encoder's
+group norm removes. `rhythm` and `beats` are computed on the CPU, at about 900 segments
+a second and core.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omnilead.data_tools.prepare import FS_HZ
+from omnilead.engine.common import ConfigError
+from omnilead.engine.inference.mean_beat import MEASUREMENTS, measurements, r_peaks
+from omnilead.engine.model.encoder import pool
+
+PAPER = "mean"
+BEATS_S = np.linspace(-0.3, 0.5, 9)  # from P to the end of T
+WIDTHS: dict[str, Callable[[int], int]] = {
+    "mean": lambda width: width,
+    "std": lambda width: width,
+    "beats": lambda width: len(BEATS_S) * width,
+    "rhythm": lambda width: len(MEASUREMENTS),
+}
+
+
+def parsed(text: str) -> tuple[str, ...]:
+    """The parts of a read-out."""
+    parts = tuple(text.split("+"))
+    unknown = [part for part in parts if part not in WIDTHS]
+    if unknown or len(set(parts)) < len(parts):
+        raise ConfigError(
+            f"readout={text[:60]!r}: join different parts by +, out of {', '.join(WIDTHS)}"
+        )
+    return parts
+
+
+def measures_signal(readout: tuple[str, ...]) -> bool:
+    return "rhythm" in readout or "beats" in readout
+
+
+def width_of(readout: tuple[str, ...], width: int) -> int:
+    return sum(WIDTHS[part](width) for part in readout)
+
+
+def place_of_mean(readout: tuple[str, ...], width: int) -> slice:
+    """Where the mean over tokens stands, by which patients are identified; without it, all."""
+    if "mean" not in readout:
+        return slice(None)
+    before = width_of(readout[: readout.index("mean")], width)
+    return slice(before, before + width)
+
+
+def read_out(readout: tuple[str, ...], c_RND: Tensor, mv_RLT: Tensor | None = None) -> Tensor:
+    c_RND = c_RND.float()
+    signal = mv_RLT.float().cpu().numpy() if mv_RLT is not None else np.empty(0)
+    found = []
+    for part in readout:
+        if part == "mean":
+            found.append(pool(c_RND))
+        elif part == "std":
+            found.append(c_RND.std(1, correction=0))
+        elif part == "beats":
+            found.append(_beats(c_RND, signal))
+        else:
+            found.append(torch.from_numpy(measurements(signal)).to(c_RND.device))
+    return torch.cat(found, 1)
+
+
+def _beats(c_RND: Tensor, signal: np.ndarray) -> Tensor:
+    """The mean token at each of BEATS_S from the R peaks; the mean of all tokens where no beat has
+    such a token."""
+    rows = []
+    for c_ND, x_LT in zip(c_RND, signal, strict=True):
+        samples = r_peaks(x_LT)[:, None] + BEATS_S * FS_HZ
+        token = np.floor(samples / x_LT.shape[1] * len(c_ND)).astype(int)
+        times = []
+        for at in token.T:
+            at = at[(at >= 0) & (at < len(c_ND))]
+            times.append(c_ND[torch.from_numpy(at)].mean(0) if len(at) else c_ND.mean(0))
+        rows.append(torch.cat(times))
+    return torch.stack(rows) if rows else c_RND.new_zeros(0, len(BEATS_S) * c_RND.shape[2])

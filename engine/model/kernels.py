@@ -1,0 +1,391 @@
+"""Faster replacements for plain operations of the model, chosen by `model.kernels`:
+dropout, bias, normalisation, attention with dropout, long convolutions.
+
+    pick("linear", F.linear, config.kernels, x)(x, weight, bias)
+
+| model.kernels | on a CPU | on a GPU |
+|---|---|---|
+| plain | torch's operations | torch's operations |
+| auto | all of these, measured to be faster | torch's; the positional convolution in blocks |
+
+A replacement has the same arguments and result as the plain operation and is tested against it. On
+a CPU, torch.compile gets the plain operations, which it fuses itself. Dropout draws from torch's
+default generator, so restoring that reproduces the masks.
+
+On a GPU the blocks are matrix products, which suit tensor cores and are deterministic, unlike the
+library's grouped convolution in bf16. By counts of operations and bytes they take 9 to 11 ms of a
+step of 512 crops, the library's 30 to 90 (benchmarks/LOG.md); neither was timed.
+
+Shapes: engine.model.config; C channels, K taps of a kernel, Q frequencies, c channels of a group.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Operation = Callable[..., Tensor]
+INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+BLOCK = 26  # outputs of the convolution in a block: 156 tokens are six blocks
+
+
+def dropout(
+    x: Tensor,
+    p: float,
+    training: bool = True,
+) -> Tensor:
+    """Each 64-bit draw gives 16 random bits to four elements: ten times as fast as torch, which
+    draws and selects one element at a time. p is rounded to a multiple of 2**-16; the scale of
+    the kept elements is exact for the rounded p."""
+    if not training or p == 0:
+        return x
+    dropped = round(p * 65536)
+    draws = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    words = draws.view(torch.int16)[: x.numel()]
+    keep = words.ge_(dropped - 32768).neg_().view(x.shape)  # 0 or -1: no bits set, or all
+    kept: Tensor = MaskedScale.apply(x, keep, 65536 / (65536 - dropped))
+    return kept
+
+
+class MaskedScale(torch.autograd.Function):
+    """scale * x where all bits of `keep` are set, zero where none is, by a bitwise `and`; the same
+    for the gradient."""
+
+    @staticmethod
+    def forward(x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        integer = INTEGER[x.element_size()]
+        bits = x.contiguous().view(integer) & keep.to(integer)
+        return bits.view(x.dtype).mul_(scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+        _, keep, ctx.scale = inputs
+        ctx.save_for_backward(keep)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return MaskedScale.forward(grads[0], keep, ctx.scale), None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Add the bias after the matrix product: a product that starts from copies of the bias takes 3
+    % longer."""
+    return F.linear(x, weight).add_(bias)
+
+
+def group_norm_gelu(
+    y_RTC: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    eps: float,
+) -> Tensor:
+    result: Tensor = GroupNormGelu.apply(y_RTC, weight_C, bias_C, eps)
+    return result
+
+
+class GroupNormGelu(torch.autograd.Function):
+    """Processes a few rows at a time, which stay in the cache: ten times as fast as autograd's
+    passes over all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, y_RTC: Tensor, weight_C: Tensor, bias_C: Tensor, eps: float) -> Tensor:
+        out_RTC = torch.empty_like(y_RTC)
+        rows, _, width = y_RTC.shape
+        mean_R1C, rstd_R1C = torch.empty(2, rows, 1, width)
+        weight, bias = weight_C.float(), bias_C.float()
+        for part in in_cache(y_RTC):
+            y = y_RTC[part].float()
+            mean = y.mean(1, keepdim=True)
+            x = y - mean
+            variance = x.square().mean(1, keepdim=True)
+            rstd = torch.rsqrt(variance + eps)
+            normed = torch.addcmul(bias, x, rstd * weight)
+            out_RTC[part] = F.gelu(normed.to(y_RTC.dtype))
+            mean_R1C[part] = mean
+            rstd_R1C[part] = rstd
+        ctx.save_for_backward(y_RTC, weight_C, bias_C, mean_R1C, rstd_R1C)
+        return out_RTC
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        y_RTC, weight_C, bias_C, mean_R1C, rstd_R1C = ctx.saved_tensors
+        steps = y_RTC.shape[1]
+        grad_y_RTC = torch.empty_like(y_RTC)
+        grad_weight_R1C = torch.empty_like(mean_R1C)
+        grad_bias_R1C = torch.empty_like(mean_R1C)
+        weight, bias = weight_C.float(), bias_C.float()
+        for part in in_cache(y_RTC):
+            rstd = rstd_R1C[part]
+            x = y_RTC[part].float() - mean_R1C[part]
+            x.mul_(rstd)
+            normed = torch.addcmul(bias, x, weight).to(y_RTC.dtype)
+            grad = torch.ops.aten.gelu_backward(grads[0][part], normed).float()
+            grad_bias = grad.sum(1, keepdim=True)
+            grad_weight = (grad * x).sum(1, keepdim=True)
+            grad_bias_R1C[part] = grad_bias
+            grad_weight_R1C[part] = grad_weight
+            scale = rstd * weight
+            x.mul_(grad_weight * scale / -steps)
+            x.sub_(grad_bias * scale / steps)
+            grad_y_RTC[part] = x.addcmul_(grad, scale)
+        return (
+            grad_y_RTC,
+            grad_weight_R1C.sum((0, 1)).to(weight_C.dtype),
+            grad_bias_R1C.sum((0, 1)).to(bias_C.dtype),
+            None,
+        )
+
+
+def in_cache(y_RTC: Tensor) -> Iterator[slice]:
+    """Split rows into groups of two megabytes of float32 per thread, at least one row: with less,
+    waking threads costs more."""
+    rows = max(1, torch.get_num_threads() * 2**19 // math.prod(y_RTC.shape[1:]))
+    return (slice(start, start + rows) for start in range(0, len(y_RTC), rows))
+
+
+def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
+    """On a CPU, torch fuses attention only without dropout. With dropout, explicit scores and
+    softmax are faster."""
+    rows, tokens, _ = qkv.shape
+    parts = qkv.view(rows, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4).contiguous()
+    q_RHNd, k_RHNd, v_RHNd = parts.unbind(0)
+    if dropout_p == 0:
+        y_RHNd = F.scaled_dot_product_attention(q_RHNd, k_RHNd, v_RHNd)
+    else:
+        scale = q_RHNd.shape[-1] ** -0.5
+        scores = (q_RHNd * scale) @ k_RHNd.transpose(-1, -2)
+        shares = Softmax.apply(scores)
+        y_RHNd = dropout(shares, dropout_p) @ v_RHNd
+    return y_RHNd.transpose(1, 2).flatten(2)
+
+
+class Softmax(torch.autograd.Function):
+    """Softmax over the last axis in float32. The gradient is computed from the saved output, in its
+    precision."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.float().softmax(-1).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (shares,) = ctx.saved_tensors
+        return torch._softmax_backward_data(grads[0], shares, -1, shares.dtype)
+
+
+def convolve_by_waves(
+    x_RND: Tensor,
+    weight_DcK: Tensor,
+    bias_D: Tensor,
+    groups: int,
+) -> Tensor:
+    """Convolve by Fourier transform, in float32 or better, with a tenth of the arithmetic;
+    libraries are slow at the gradients of a grouped convolution. The transforms are matrix
+    products, which are faster than an FFT for some hundred tokens. A period of tokens + kernel /
+    2 is enough: wrap-around does not reach the output."""
+    rows, tokens, width = x_RND.shape
+    kernel = weight_DcK.shape[2]
+    period = tokens + kernel // 2
+    period += period % 2
+    x_NX = at_least_float32(x_RND.transpose(0, 1).reshape(tokens, rows * width))
+    cos_QN, sin_QN = waves(torch.arange(tokens), period, x_NX.dtype)
+    cos_QK, sin_QK = waves(torch.arange(kernel) - kernel // 2, period, x_NX.dtype)
+    with torch.autocast("cpu", enabled=False):
+        taps_KW = taps_by_group(at_least_float32(weight_DcK), groups)
+        x_re = split_groups(cos_QN @ x_NX, rows, groups)
+        x_im = split_groups(sin_QN @ x_NX, rows, groups)  # of the complex conjugate
+        each = width // groups
+        w_re = (cos_QK @ taps_KW).view(-1, each, each)
+        w_im = (sin_QK @ taps_KW).view(-1, each, each)
+        y_re = torch.bmm(x_re, w_re)
+        y_re = torch.baddbmm(y_re, x_im, w_im)
+        y_im = torch.bmm(x_im, w_re)
+        y_im = torch.baddbmm(y_im, x_re, w_im, alpha=-1)
+        y_NX = torch.addmm(
+            inverse(cos_QN, period) @ join_groups(y_re, rows, groups),
+            inverse(sin_QN, period),
+            join_groups(y_im, rows, groups),
+        )
+    y_RND = y_NX.view(tokens, rows, width).transpose(0, 1)
+    return y_RND.to(x_RND.dtype) + bias_D
+
+
+def inverse(wave_QN: Tensor, period: int) -> Tensor:
+    """The waves [N, Q] of the inverse transform: a frequency and its mirror image count as two, the
+    first and the last have none."""
+    share_Q1 = torch.full((len(wave_QN), 1), 2 / period, dtype=wave_QN.dtype)
+    share_Q1[0] = 1 / period
+    share_Q1[-1] = 1 / period
+    return (wave_QN * share_Q1).t()
+
+
+def taps_by_group(weight_DcK: Tensor, groups: int) -> Tensor:
+    """[K, G * c in * c out], a view."""
+    _, each, kernel = weight_DcK.shape
+    weight_GoiK = weight_DcK.view(groups, each, each, kernel)
+    return weight_GoiK.transpose(1, 2).reshape(-1, kernel).t()
+
+
+def split_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:
+    """[Q, R * D] -> [Q * G, R, c]."""
+    each = x_QX.shape[1] // rows // groups
+    x_QRGc = x_QX.view(-1, rows, groups, each)
+    return x_QRGc.transpose(1, 2).reshape(-1, rows, each)
+
+
+def join_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:
+    """[Q * G, R, c] -> [Q, R * D]."""
+    each = x_QX.shape[2]
+    x_QGRc = x_QX.view(-1, groups, rows, each)
+    return x_QGRc.transpose(1, 2).reshape(-1, rows * groups * each)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def waves(step_T: Tensor, period: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [Q, T] of every frequency of an even period. Angles are exact: integers
+    modulo the period."""
+    frequency_Q1 = torch.arange(period // 2 + 1)[:, None]
+    turn_QT = (frequency_Q1 * step_T).remainder(period)
+    angle_QT = turn_QT.double() * (2 * math.pi / period)
+    return angle_QT.cos().to(dtype), angle_QT.sin().to(dtype)
+
+
+def convolve_in_blocks(
+    x_RND: Tensor,
+    weight_DcK: Tensor,
+    bias_D: Tensor,
+    groups: int,
+) -> Tensor:
+    y_RND: Tensor = BlockConvolution.apply(x_RND, weight_DcK, groups)
+    return y_RND + bias_D
+
+
+class BlockConvolution(torch.autograd.Function):
+    """One matrix product per group: BLOCK outputs at a time from the inputs they need, with the
+    weight as a band matrix. This is a fifth more arithmetic than needed, in a shape that suits
+    tensor cores. The input's gradient is also a convolution. The weight's gradient is a product
+    that has each tap BLOCK times; these are summed in float32, always in the same order."""
+
+    @staticmethod
+    def forward(x_RND: Tensor, weight_DcK: Tensor, groups: int) -> Tensor:
+        return in_blocks(x_RND, weight_DcK, groups, weight_DcK.shape[2] // 2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+        *saved, ctx.groups = inputs
+        ctx.save_for_backward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad_RND,) = grads
+        x_RND, weight_DcK = ctx.saved_tensors  # with autocast they are wider than the gradient
+        groups, each, kernel = ctx.groups, weight_DcK.shape[1], weight_DcK.shape[2]
+        weight_Goik = weight_DcK.to(grad_RND.dtype)
+        weight_Goik = weight_Goik.view(groups, each, each, kernel)
+        turned = weight_Goik.transpose(1, 2).flip(3)
+        turned = turned.reshape(weight_DcK.shape)
+        grad_x = in_blocks(grad_RND, turned, groups, (kernel - 1) // 2)
+        grad_weight = weight_gradient(x_RND.to(grad_RND.dtype), grad_RND, kernel, groups)
+        return (
+            grad_x.to(x_RND.dtype),
+            grad_weight.to(weight_DcK.dtype),
+            None,
+        )
+
+
+def weight_gradient(
+    x_RND: Tensor,
+    grad_RND: Tensor,
+    kernel: int,
+    groups: int,
+) -> Tensor:
+    rows, tokens, width = x_RND.shape
+    each, blocks = width // groups, -(-tokens // BLOCK)
+    y = F.pad(grad_RND, (0, 0, 0, blocks * BLOCK - tokens))
+    y = y.reshape(rows * blocks, BLOCK, groups, each).permute(2, 0, 1, 3)
+    y = y.reshape(groups, rows * blocks, BLOCK * each)
+    x = patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
+    band = torch.bmm(x, y)  # [G, window * c in, BLOCK * c out]
+    # [G, c out, c in, K, BLOCK]: tap k connects output b to input b + k
+    step = each * BLOCK * each  # one step of the window
+    taps = band.as_strided(
+        (groups, each, each, kernel, BLOCK),
+        ((kernel + BLOCK - 1) * step, 1, BLOCK * each, step, step + each),
+    )
+    summed = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32))
+    return summed.view(width, each, kernel)
+
+
+def in_blocks(
+    x_RND: Tensor,
+    weight_DcK: Tensor,
+    groups: int,
+    left: int,
+) -> Tensor:
+    """Convolve BLOCK outputs at a time; output n needs inputs from n - left on."""
+    rows, tokens, width = x_RND.shape
+    kernel, each = weight_DcK.shape[2], width // groups
+    taps_Goik = weight_DcK.view(groups, each, each, kernel)
+    taps_Goik = F.pad(taps_Goik, (BLOCK - 1, BLOCK - 1))
+    # [G, window, c in, BLOCK, c out]
+    band = taps_Goik.unfold(3, BLOCK, 1).flip(4).permute(0, 3, 2, 4, 1)
+    band = band.reshape(groups, -1, BLOCK * each)
+    y = torch.bmm(patches(x_RND, kernel, groups, left), band)
+    y = y.view(groups, rows, -1, each)[:, :, :tokens]
+    return y.permute(1, 2, 0, 3).reshape(rows, tokens, width)
+
+
+def patches(
+    x_RND: Tensor,
+    kernel: int,
+    groups: int,
+    left: int,
+) -> Tensor:
+    """The inputs that each block needs: [G, R * blocks, window * c in]."""
+    rows, tokens, width = x_RND.shape
+    blocks = -(-tokens // BLOCK)
+    right = blocks * BLOCK - tokens + kernel - 1 - left
+    x_RTGc = F.pad(x_RND, (0, 0, left, right))
+    x_RTGc = x_RTGc.reshape(rows, -1, groups, width // groups)
+    windows = x_RTGc.unfold(1, kernel + BLOCK - 1, BLOCK)
+    windows = windows.permute(2, 0, 1, 4, 3)
+    return windows.reshape(groups, rows * blocks, -1)
+
+
+REPLACEMENTS: dict[str, dict[str, Operation]] = {
+    "cpu": {
+        "dropout": dropout,
+        "linear": linear,
+        "group_norm_gelu": group_norm_gelu,
+        "attention": attention,
+        "convolve": convolve_by_waves,
+    },
+    "cuda": {"convolve": convolve_in_blocks},
+}
+
+
+def pick(name: str, plain: Operation, setting: str, x: Tensor) -> Operation:
+    """The operation to use on x's device."""
+    device = "cpu" if x.device.type == "cpu" else "cuda"
+    if setting == "plain" or (device == "cpu" and torch.compiler.is_compiling()):
+        return plain
+    return REPLACEMENTS[device].get(name, plain)
+
+
+def disable_tf32() -> None:
+    """Turn off TensorFloat32 on a GPU, which torch uses by default in convolutions, but not in
+    matrix products.
+
+    It affects the whole process: programs call it at their start; importing the engine does not."""
+    torch.backends.cudnn.allow_tf32 = False

@@ -1,0 +1,238 @@
+"""The objectives of pre-training: functions of tensors only. Shapes: engine.model.config.
+
+The local objective: find the quantised features of a masked token among those of other masked
+tokens of the same 5 s.
+
+    s_ij = cos(context_i, target_j) / temperature          the Gram matrix of a segment, [M, M]
+    loss_i = log(exp s_ii + sum_j n_ij exp s_ij) - s_ii    n_ij: how often j was drawn as a negative for i; sum_j n_ij = K
+
+The authors gather K targets for each i, [K, R, M, P] numbers, and compute a cosine for each. These
+are entries of s, some of them repeated, so s and the counts give the same loss and gradient.
+Negatives with the same codes as the positive do not count. The loss of a row is the mean over its
+masked tokens, and the loss of a batch the mean over rows. If all rows have the same number of
+tokens, as in the authors' code, this equals their mean over tokens; if not, every segment has the
+same weight.
+
+Source: paper, section "Pre-training", L_local; fairseq-signals models/wav2vec2/wav2vec2.py:157-231
+(100 negatives, cosine / 0.1, identical ones to -inf), criterions/wav2vec2_criterion.py:254-282
+(diversity, feature penalty).
+
+Global objectives: representations of two views of the same heart should agree, those of
+different hearts should not.
+
+    s_ij = cos(g_i, g_j) / temperature;  loss_i = log sum_{j != i} exp s_ij - s_ip;  p is the other view of the same crop
+
+| | views | candidates |
+|---|---|---|
+| CMSC (`nt_xent`) | the two 5 s halves of a crop | all halves of the global batch, gathered from all ranks |
+| SimCLR (`nt_xent`) | two augmented views of the same 5 s | the same |
+| CMSC as the authors compute it | first against second halves, in both directions | the local micro-batch |
+| 3KG | rotated views, and all views of the same patient | views of other patients, gathered from all ranks |
+
+Source: paper, section "Pre-training", CMSC and L_global, and "Experiments" (baselines); Kiyasseh et
+al. 2021 (CLOCS), Chen et al. 2020 (SimCLR), Gopal et al. 2021 (3KG); fairseq-signals
+criterions/{cmsc,simclr,3kg}_criterion.py, where SimCLR's loss is a sum that the trainer divides by
+the number of rows.
+
+Tensors of all ranks are gathered and summed with exact gradients: the mean of the ranks' losses is
+the loss of the global batch, and its gradient is that loss's gradient, as the engine divides the
+summed gradients of the weights by the number of ranks. Every rank must have the same number of
+rows. Without a process group the gathers return their input.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as functional
+import torch.nn.functional as F
+from torch import Tensor
+
+# torch.compile cannot trace these, and would fall back to eager mode for every caller.
+_all_gather = torch.compiler.disable(functional.all_gather)
+_all_reduce = torch.compiler.disable(functional.all_reduce)
+_single_process = False
+
+
+@contextmanager
+def single_process() -> Iterator[None]:
+    """A context in which each rank computes alone, as if there were no others."""
+    global _single_process
+    before, _single_process = _single_process, True
+    try:
+        yield
+    finally:
+        _single_process = before
+
+
+def world_size() -> int:
+    return (
+        dist.get_world_size()
+        if not _single_process and dist.is_available() and dist.is_initialized()
+        else 1
+    )
+
+
+def all_gather_no_grad(x: Tensor) -> Tensor:
+    """[A, ...] -> [W * A, ...], ordered by rank, without a gradient."""
+    if world_size() == 1:
+        return x
+    parts = [torch.empty_like(x) for _ in range(world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, 0)
+
+
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """Sum a tensor over all ranks, with a gradient."""
+    total: Tensor = _all_reduce(x) if world_size() > 1 else x
+    return total
+
+
+def unit(g: Tensor, detach: bool = False) -> Tensor:
+    """g / |g| in float32. `detach`: no gradient through the norm (authors:
+    criterions/cmsc_criterion.py:45)."""
+    g = g.float()
+    return (
+        g / g.detach().norm(dim=-1, keepdim=True).clamp(min=1e-8)
+        if detach
+        else F.normalize(g, dim=-1, eps=1e-8)
+    )
+
+
+def similarities(
+    g_AD: Tensor, temperature: float, gathered: bool, detach_norm: bool
+) -> tuple[Tensor, Tensor]:
+    """s [A, C] between own rows and all candidates, -inf between a row and itself; and the column
+    of each own row."""
+    gathered = gathered and world_size() > 1
+    with torch.autocast(g_AD.device.type, enabled=False):
+        g_AD = unit(g_AD, detach_norm)
+        all_CD = torch.cat(_all_gather(g_AD.contiguous())) if gathered else g_AD
+        s_AC = g_AD @ all_CD.t() / temperature
+    own_A = torch.arange(len(g_AD), device=g_AD.device) + (
+        dist.get_rank() * len(g_AD) if gathered else 0
+    )
+    itself_AC = own_A[:, None] == torch.arange(len(all_CD), device=g_AD.device)
+    return s_AC.masked_fill(itself_AC, -torch.inf), own_A
+
+
+def nt_xent(
+    g_BSD: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Loss, and the share of rows whose other view is the nearest candidate."""
+    views = g_BSD.shape[1]
+    if views != 2:
+        raise ValueError(f"this objective needs two views or halves of each crop, not {views}")
+    s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
+    # rows 2b and 2b + 1 are the views of crop b, and every rank has an even number of rows
+    other_A = own_A ^ 1
+    return F.cross_entropy(s_AC, other_A), (s_AC.argmax(1) == other_A).float().mean()
+
+
+def authors_cmsc_loss(g_BSD: Tensor, ids_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """-log softmax, averaged over rows and columns and over all pairs of crops with the same id;
+    and the accuracy."""
+    with torch.autocast(g_BSD.device.type, enabled=False):
+        first_BD, second_BD = unit(g_BSD, detach=True).unbind(1)
+        s_BB = first_BD @ second_BD.t() / temperature
+    positive_BB = (ids_B[:, None] == ids_B).float()
+    log_share_BB = s_BB.log_softmax(1) + s_BB.log_softmax(0)
+    loss = -(log_share_BB * positive_BB).sum() / (2 * positive_BB.sum())
+    return loss, positive_BB.gather(1, s_BB.argmax(1, keepdim=True)).mean()
+
+
+def threekg_loss(
+    g_BSD: Tensor, ids_B: Tensor, temperature: float, gathered: bool, detach_norm: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Loss, and the share of rows whose nearest candidate is of the same patient.
+
+    The loss is averaged over all pairs of a row i and a positive p: log(exp s_ip + sum_{j of
+    other patients} exp s_ij) - s_ip. Unlike in the authors' CMSC, the patient's other positives
+    are not in the denominator."""
+    ids_A = ids_B.repeat_interleave(g_BSD.shape[1])
+    s_AC, own_A = similarities(g_BSD.flatten(0, 1), temperature, gathered, detach_norm)
+    ids_C = all_gather_no_grad(ids_A) if gathered else ids_A
+    alike_AC = ids_A[:, None] == ids_C
+    positive_AC = alike_AC & (own_A[:, None] != torch.arange(len(ids_C), device=own_A.device))
+    nearest_A1 = s_AC.detach().argmax(1, keepdim=True)
+    others_A1 = s_AC.masked_fill(alike_AC, -torch.inf).logsumexp(1, keepdim=True)
+    # before logaddexp: an infinite entry would give a NaN gradient
+    s_AC = s_AC.masked_fill(~positive_AC, 0.0)
+    loss_AC = torch.where(positive_AC, torch.logaddexp(s_AC, others_A1) - s_AC, 0.0)
+    # over all ranks: a rank with more pairs weighs more
+    pairs = (ids_C[:, None] == ids_C).sum() - len(ids_C)
+    ranks = world_size() if gathered else 1
+    return loss_AC.sum() * ranks / pairs.clamp(min=1), positive_AC.gather(
+        1, nearest_A1
+    ).float().mean()
+
+
+def local_loss(
+    context_RMP: Tensor,
+    target_RMP: Tensor,
+    times_RMM: Tensor,
+    valid_RM: Tensor,
+    codes_RMG: Tensor | None = None,
+    temperature: float = 0.1,
+) -> tuple[Tensor, Tensor]:
+    """Loss, and the share of tokens whose target is nearer than all negatives. Always computed in
+    float32."""
+    with torch.autocast(context_RMP.device.type, enabled=False):
+        context_RMP = unit(context_RMP)
+        target_RMP = unit(target_RMP)
+        s_RMM = torch.bmm(context_RMP, target_RMP.transpose(1, 2))
+        s_RMM = s_RMM / temperature
+    s_RM = s_RMM.diagonal(dim1=1, dim2=2)
+    own_MM = torch.eye(s_RMM.shape[-1], dtype=torch.bool, device=s_RMM.device)
+    same_RMM = own_MM
+    if codes_RMG is not None:
+        same_RMM = (codes_RMG[:, :, None] == codes_RMG[:, None]).all(-1)
+    counted_RMM = times_RMM.masked_fill(same_RMM, 0.0)
+    counted_RMM = torch.where(own_MM, 1.0, counted_RMM)
+    loss_RM = (s_RMM + counted_RMM.log()).logsumexp(-1) - s_RM
+    loss = mean_over_rows(loss_RM, valid_RM)
+    hits_RM = _hits(s_RMM.detach(), s_RM.detach(), times_RMM > 0, same_RMM)
+    return loss, mean_over_rows(hits_RM.float(), valid_RM)
+
+
+def _hits(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> Tensor:
+    """The authors' definition: no candidate is nearer, and not all are equally near
+    (wav2vec2_criterion.py:300-310)."""
+    candidate_RMM = s_RMM.masked_fill(same_RMM, -torch.inf)
+    nearest_RM = torch.where(drawn_RMM, candidate_RMM, -torch.inf).amax(-1)
+    farthest_RM = torch.where(drawn_RMM, candidate_RMM, torch.inf).amin(-1)
+    return (s_RM >= nearest_RM) & (s_RM > farthest_RM)
+
+
+def mean_over_rows(x_RM: Tensor, valid_RM: Tensor) -> Tensor:
+    count_R1 = valid_RM.sum(1, keepdim=True).clamp(min=1)
+    weight_RM = valid_RM / count_R1
+    x_RM = torch.where(valid_RM, x_RM, 0.0)
+    return (x_RM * weight_RM).sum(1).mean()
+
+
+def diversity(
+    share_GV: Tensor, used_GV: Tensor, tokens: Tensor, gathered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Share of unused codes, (G V - perplexity) / G V; then the perplexities of the probabilities
+    and of the chosen codes.
+
+    share_GV: probability of each code, summed over tokens; used_GV: how often each code was
+    chosen."""
+    if gathered:
+        both = torch.stack([share_GV, used_GV])
+        summed = sum_over_ranks(torch.cat([both.flatten(), tokens[None]]))
+        share_GV, used_GV = summed[:-1].view_as(both)
+        tokens = summed[-1]
+    tokens = tokens.clamp(min=1)
+    in_use = perplexity(share_GV / tokens)
+    unused = 1 - in_use / share_GV.numel()
+    return unused, in_use.detach(), perplexity(used_GV / tokens)
+
+
+def perplexity(share_GV: Tensor) -> Tensor:
+    """How many codes are in use: the sum over codebooks of exp(entropy), from G to G * V."""
+    log_GV = (share_GV + 1e-7).log()
+    entropy_G = -(share_GV * log_GV).sum(-1)
+    return entropy_G.exp().sum()

@@ -1,1 +1,0 @@
-"""Losses. They use only tensors and never import engine.model."""

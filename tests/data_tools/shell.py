@@ -1,0 +1,25 @@
+"""Commands as a user types them."""
+
+from omnilead.data_tools.__main__ import main
+
+
+class Shell:
+    def __init__(self, capsys):
+        self.capsys = capsys
+
+    def run(self, *words, code=0):
+        """`omnilead` with these words. -> its output and its errors."""
+        try:
+            ended = main([str(word) for word in words])
+        except SystemExit as stop:
+            ended = int(stop.code or 0)
+        out, err = self.capsys.readouterr()
+        assert ended == code, err
+        return out, err
+
+    def error(self, *words):
+        """The one line that says what is wrong with a command."""
+        out, err = self.run(*words, code=2)
+        (line,) = [line for line in err.splitlines() if not line.startswith("note: ")]
+        assert not out
+        return line
