@@ -533,7 +533,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _labels(options: argparse.Namespace) -> int:
-    from omnilead.data_tools.labels.published import write_labels
+    from omnilead.data_tools.labels import write_labels
     from omnilead.data_tools.pseudonyms import read_key
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None

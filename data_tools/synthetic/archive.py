@@ -2,7 +2,7 @@
 without real data.
 
 plan (which records, in blocks of up to 64 patients) -> for each block: draw patients, simulate
-their sessions (synth_ecg), damage a few records as in real archives, write header + signal ->
+their sessions (synthetic.ecg), damage a few records as in real archives, write header + signal ->
 ptbxl_database.csv, scp_statements.csv, SYNTHETIC.txt
 
 `physionet2021` is the Challenge's training set: training/<database>/g<k>/<record>.hea + .mat, with
@@ -28,12 +28,12 @@ from omnilead.data_tools import cluster
 from omnilead.data_tools.errors import DataError
 from omnilead.data_tools.record import ABBREVIATIONS, CLASSES, HEART_AXIS_CODES, LEADS, SCP_CODES
 from omnilead.data_tools.spreadsheet import as_csv
-from omnilead.data_tools.synthetic.ecg import (
+from omnilead.data_tools.synthetic.ecg import simulate
+from omnilead.data_tools.synthetic.patients import (
     BLOCK,
     Findings,
     SyntheticPatients,
     draw_patients,
-    simulate,
 )
 
 LAYOUTS = ("physionet2021", "ptbxl")
@@ -46,7 +46,7 @@ FLAT = 0.003  # probability of flat chest leads
 INVALID = 0.003  # probability of unmeasured samples in a Ningbo record
 # Probability that a finding is missed, and, per record, that a wrong one is added
 LABEL_FLIP = 0.03
-# Last part of a generator's key; continues the numbers of synth_ecg
+# Last part of a generator's key; continues the numbers in synthetic.patients
 CLINIC = 4
 LENGTH = 5
 READER = 6

@@ -1,24 +1,15 @@
 """The signal model of `synth`: a moving heart dipole projected through each patient's own torso, in
-closed form.
-
-A patient is a set of P, QRS and T kernels (Gaussians on the Frank axes X left, Y inferior, Z
-posterior; Sameni et al. 2007), an orientation of the heart and a lead field (Dower 1980,
-perturbed). Block, axis, Q waves, R progression, low voltage and pacing stay the same in all
-sessions. Patients also have a usual rhythm, ectopy and ST-T; a session shows each with the
-probability in KEPT, else a new draw. In each session the electrodes have moved:
+closed form. In each session the electrodes have moved:
 
     draw_patients -> patient's kernels -> _waves -> findings -> one beat [3 axes, time]
     beat at every R peak, wander, mains -> x lead field [8, 3 dipole + 3 wander + 1 mains]
                                         -> + noise -> integer uV -> 12 leads
 
-Every draw comes from a generator keyed by (seed, ..., block of BLOCK patients), and a block is
-drawn as a whole, so a record does not depend on the processes or the number of records. 24 of the
-Challenge's 26 diagnoses occur; BBB and LPR are synonyms of some of these. KEPT, SESSION_JITTER and
-the spread of patients are set so that two sessions are as alike, and two people as different, as in
-PTB-XL. Synthetic and real: same rhythm .68, .68; same set of diagnoses .44, .44; cosine of 12-lead
-median beats with the patient's other session .90, .88, between people with normal ECGs .67, .68,
-between any people .31, .50 (four in five have a finding here, half of them in PTB-XL); own session
-is the most similar of 438 for .51, .55.
+KEPT, SESSION_JITTER and the spread of patients are set so that two sessions are as alike, and two
+people as different, as in PTB-XL. Synthetic and real: same rhythm .68, .68; same set of diagnoses
+.44, .44; cosine of 12-lead median beats with the patient's other session .90, .88, between people
+with normal ECGs .67, .68, between any people .31, .50 (four in five have a finding here, half of
+them in PTB-XL); own session is the most similar of 438 for .51, .55.
 """
 
 from collections.abc import Sequence
@@ -27,63 +18,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-from omnilead.data_tools.constants import ABBREVIATIONS
+from omnilead.data_tools.synthetic.patients import (
+    BLOCK,
+    DISEASE,
+    KERNELS,
+    NOISE,
+    SESSION,
+    BlockDraws,
+    Findings,
+    Key,
+    Names,
+    Shape,
+    SyntheticPatients,
+    draw_findings,
+)
 
-BLOCK = 64  # patients that share one generator
 SESSION_JITTER = 2.0  # multiplies the changes from session to session
 KNOT_S = 2.5  # the noise's strength changes from knot to knot,
 NOISE_COURSE = 0.5  # its logarithm by this standard deviation
-# The last part of a generator's key: what it is for
-PATIENT = 1
-SESSION = 2
-NOISE = 3
-DISEASE = 7
-
-# Frank axis, centre (radians of a 1 s beat from R), amplitude (mV), width (radians): Sameni et al.
-# 2007. Three QRS amplitudes (published: -0.32 on Y, -0.4 and 0.46 on Z) were changed to give the
-# R/S ratios of real normal ECGs
-_PUBLISHED = """
-X -1.09   0.03   0.0906
-X -0.83   0.08   0.1057
-X -0.19  -0.13   0.0453
-X -0.07   0.85   0.0378
-X  0.0    1.11   0.0332
-X  0.06   0.75   0.0302
-X  0.22   0.06   0.0378
-X  1.2    0.1    0.604
-X  1.42   0.17   0.302
-X  1.68   0.39   0.1812
-Y -1.1    0.035  0.07
-Y -0.9    0.015  0.07
-Y -0.76  -0.019  0.04
-Y -0.11   0.32   0.055
-Y -0.01   0.51   0.037
-Y  0.065 -0.13   0.0604
-Y  0.8    0.04   0.45
-Y  1.58   0.08   0.3
-Z -1.1   -0.03   0.03
-Z -0.93  -0.14   0.12
-Z -0.7   -0.035  0.04
-Z -0.15  -0.24   0.045
-Z  0.095  0.69   0.05
-Z  1.05  -0.12   0.8
-Z  1.25  -0.2    0.4
-Z  1.55  -0.35   0.2
-"""
-_P_END_S, _T_START_S = -0.09, 0.06
-# I, II, V1..V6 from X, Y, Z: Dower et al. 1980
-_DOWER = """
- 0.632 -0.235  0.059
- 0.235  1.066 -0.132
--0.515  0.157 -0.917
- 0.044  0.164 -1.387
- 0.882  0.098 -1.277
- 1.213  0.127 -0.601
- 1.125  0.127 -0.086
- 0.831  0.076  0.230
-"""
-DOWER = np.array(_DOWER.split(), np.float64).reshape(8, 3)
-_SPAN_S = {  # around the wave's centre
+_WAVE_CHANGE = {"P": 0.06, "QRS": 0.03, "T": 0.10}  # log gain, from session to session
+# Around the wave's centre
+_SPAN_S = {
     "P": (-0.12, 0.12),
     "QRS": (-0.12, 0.18),
     "T": (-0.22, 0.22),
@@ -93,34 +48,6 @@ _SPAN_S = {  # around the wave's centre
 _NORMAL = 0
 _ATRIAL = 1
 _VENTRICULAR = 2
-
-# Shares of patients. Tables in VARYING give the usual finding; a session has it with the
-# probability in KEPT, else a new draw
-RHYTHM = {
-    "NSR": 0.45,
-    "SB": 0.13,
-    "STach": 0.12,
-    "SA": 0.08,
-    "AF": 0.12,
-    "AFL": 0.07,
-    "Brady": 0.03,
-}
-CONDUCTION = {
-    "": 0.61,
-    "IAVB": 0.08,
-    "LBBB": 0.06,
-    "RBBB": 0.07,
-    "IRBBB": 0.07,
-    "NSIVCB": 0.05,
-    "LAnFB": 0.06,
-}
-AXIS = {"": 0.86, "LAD": 0.10, "RAD": 0.04}
-CHRONIC = {"": 0.80, "LQRSV": 0.07, "QAb": 0.07, "PRWP": 0.06}
-REPOLARISATION = {"": 0.70, "TInv": 0.10, "TAb": 0.11, "LQT": 0.09}
-ECTOPY = {"": 0.82, "PAC": 0.09, "PVC": 0.09}
-PACED = 0.04
-VARYING = {"rhythm": RHYTHM, "ectopy": ECTOPY, "ST-T": REPOLARISATION}
-KEPT = {"rhythm": 0.8, "ectopy": 0.7, "ST-T": 0.7}
 # Heart rates. They touch their neighbours (a sinus bradycardia of 60), so borderline cases occur
 _RATES_BPM = {
     "SB": (38, 60),
@@ -130,62 +57,6 @@ _RATES_BPM = {
     "PR": (60, 74),
     "SA": (58, 85),
 }
-
-
-class Spread(NamedTuple):  # standard deviations between patients
-    log_gain: float  # of each kernel
-    log_wave_gain: float
-    shift_s: float  # of each kernel's centre
-    log_width: float
-
-
-_SPREAD = {
-    "P": Spread(0.22, 0.18, 0.0036, 0.09),
-    "QRS": Spread(0.27, 0.20, 0.0022, 0.11),
-    "T": Spread(0.22, 0.27, 0.009, 0.11),
-}
-_TILT_DEG = (7.2, 7.2, 10.8)  # orientation of the heart
-_FIELD_FACTOR, _FIELD_OFFSET = 0.11, 0.045  # lead field
-_WAVE_CHANGE = {"P": 0.06, "QRS": 0.03, "T": 0.10}  # log gain, from session to session
-
-Key = Sequence[int]
-Names = Sequence[str]
-Findings = dict[str, np.ndarray]  # abbreviation -> bool [patients]
-
-
-class BlockDraws(np.random.Generator):
-    """Random numbers for every patient of a block."""
-
-    def __init__(self, *key: int) -> None:
-        super().__init__(np.random.PCG64(key))
-
-    def between(self, low: float, high: float, *shape: int) -> np.ndarray:
-        return self.uniform(low, high, (BLOCK, *shape))
-
-    def gauss(self, *shape: int) -> np.ndarray:
-        return self.normal(size=(BLOCK, *shape))
-
-
-class Shape(NamedTuple):  # a patient's changes to a wave's kernels: [patients, kernels]
-    gain: np.ndarray
-    shift_s: np.ndarray
-    width: np.ndarray
-
-
-@dataclass(frozen=True)
-class SyntheticPatients:  # arrays [BLOCK, ...]
-    key: Key
-    shape: dict[str, Shape]
-    tilt_rad: np.ndarray
-    field: np.ndarray
-    pr_s: np.ndarray
-    qtc_s: np.ndarray
-    rate_bpm: np.ndarray
-    ectopic: np.ndarray  # unit vector of the ventricular focus
-    chronic: Findings
-    usual: dict[str, np.ndarray]  # a name from each table in VARYING
-    age: np.ndarray
-    female: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -223,131 +94,6 @@ class _Disturbance(NamedTuple):
     log_strength: np.ndarray  # [BLOCK, 2, knots] of slow waves and noise over the record
 
 
-def _kernels() -> dict[str, np.ndarray]:
-    """The published kernels by wave, around the wave's centre: rows of axis, centre (s), width (s),
-    amplitude (mV).
-
-    The gains per axis give the leads the amplitudes of real archives.
-    """
-    p, qrs, t = [], [], []
-    for line in _PUBLISHED.strip().split("\n"):
-        name, *numbers = line.split()
-        axis = "XYZ".index(name)
-        centre, amplitude, width = map(float, numbers)
-        centre_s, width_s = centre / 6.2832, width / 6.2832
-        if centre_s < _P_END_S:
-            gain = (1.0, 1.8, 0.5)[axis]
-            p.append((axis, centre_s + 0.149, max(width_s, 0.014), amplitude * gain))
-        elif centre_s <= _T_START_S:
-            gain = (0.72, 0.82, 0.66)[axis]
-            qrs.append((axis, centre_s, max(width_s, 0.0055), amplitude * gain))
-        elif width_s < 0.06:
-            gain = (0.8, 1.4, 0.75)[axis]
-            t.append((axis, centre_s - 0.24, max(width_s, 0.022), amplitude * gain))
-    p += [(1, 0.0, 0.02, 0.06), (0, 0.0, 0.02, 0.03)]
-    return {"P": np.array(p).T, "QRS": np.array(qrs).T, "T": np.array(t).T}
-
-
-KERNELS = _kernels()
-
-
-def _choose(rng: BlockDraws, table: dict[str, float], without: Names) -> np.ndarray:
-    """Draw one name per patient of the block, never those in `without`."""
-    names = np.array(list(table))
-    weight = np.array(list(table.values()))
-    weight[np.isin(names, without)] = 0
-    chosen = rng.choice(len(table), BLOCK, p=weight / weight.sum())
-    return names[chosen]
-
-
-def _draw_shape(rng: BlockDraws, wave: str) -> Shape:
-    spread = _SPREAD[wave]
-    kernels = KERNELS[wave].shape[1]
-    log_gain = spread.log_gain * rng.gauss(kernels)
-    log_gain += spread.log_wave_gain * rng.gauss(1)
-    shift_s = spread.shift_s * rng.gauss(kernels)
-    log_width = spread.log_width * rng.gauss(kernels)
-    return Shape(np.exp(log_gain), shift_s, np.exp(log_width))
-
-
-def _draw_chronic(rng: BlockDraws, without: Names) -> Findings:
-    """The findings that a patient has in every session. Where one hides another, the patient has
-    only the first."""
-    paced = rng.random(BLOCK) < PACED
-    conduction = _choose(rng, CONDUCTION, without)
-    conduction = np.where(paced, "", conduction)
-    axis = _choose(rng, AXIS, without)
-    axis = np.where(conduction == "LAnFB", "LAD", axis)
-    hidden = paced | (conduction == "LBBB")
-    axis = np.where(hidden, "", axis)
-    other = _choose(rng, CHRONIC, without)
-    hidden = paced | np.isin(conduction, ("LBBB", "RBBB"))
-    other = np.where(hidden, "", other)
-    chronic = {"PR": paced}
-    for table, drawn in ((CONDUCTION, conduction), (AXIS, axis), (CHRONIC, other)):
-        for name in table:
-            if name:
-                chronic[name] = drawn == name
-    return chronic
-
-
-def draw_patients(key: Key, without: Names = ()) -> SyntheticPatients:
-    """Draw the block of patients of `key` (seed, ..., block number). `without`: findings that they
-    never have."""
-    rng = BlockDraws(*key, PATIENT)
-    shape = {wave: _draw_shape(rng, wave) for wave in _SPREAD}
-    chronic = _draw_chronic(rng, without)
-    usual = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
-    tilt_rad = rng.gauss(3) * np.deg2rad(_TILT_DEG)
-    field = DOWER * (1 + _FIELD_FACTOR * rng.gauss(8, 3))
-    field += _FIELD_OFFSET * rng.gauss(8, 3)
-    pr_s = 0.155 + 0.014 * rng.gauss()
-    qtc_s = 0.405 + 0.018 * rng.gauss()
-    rate_bpm = 74 + 8 * rng.gauss()
-    ectopic = rng.gauss(3)
-    ectopic /= np.linalg.norm(ectopic, axis=1, keepdims=True)
-    return SyntheticPatients(
-        key=key,
-        shape=shape,
-        tilt_rad=tilt_rad,
-        field=field,
-        pr_s=np.clip(pr_s, 0.125, 0.195),
-        qtc_s=qtc_s,
-        rate_bpm=np.clip(rate_bpm, 60, 98),
-        ectopic=ectopic,
-        chronic=chronic,
-        usual=usual,
-        age=np.clip(60 + 17 * rng.gauss(), 18, 95).astype(int),
-        female=rng.random(BLOCK) < 0.48,
-    )
-
-
-def _draw_findings(rng: BlockDraws, patients: SyntheticPatients, without: Names) -> Findings:
-    """Draw a session's findings: rhythm, ectopy, ST-T, and the chronic findings that are visible
-    with this rhythm."""
-    anew = {kind: _choose(rng, table, without) for kind, table in VARYING.items()}
-    today = {}
-    for kind in VARYING:
-        kept = rng.random(BLOCK) < KEPT[kind]
-        today[kind] = np.where(kept, patients.usual[kind], anew[kind])
-    has = {name: np.zeros(BLOCK, bool) for name in ABBREVIATIONS}
-    for name, mask in patients.chronic.items():
-        has[name] = mask.copy()
-    rhythm = np.where(has["PR"], "", today["rhythm"])
-    for name in RHYTHM:
-        has[name] = rhythm == name
-    sinus = np.isin(rhythm, ("NSR", "SB", "STach"))
-    has["PAC"] = (today["ectopy"] == "PAC") & sinus
-    has["PVC"] = (today["ectopy"] == "PVC") & (sinus | has["AF"])
-    has["IAVB"] &= sinus | has["SA"]
-    hidden = has["PR"] | has["LBBB"] | has["RBBB"] | has["AFL"]
-    st_t = np.where(hidden, "", today["ST-T"])
-    for name in REPOLARISATION:
-        if name:
-            has[name] = st_t == name
-    return has
-
-
 def _rates(s: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
     """Heart rates (per minute) and flutter rates (Hz) [BLOCK, 1]."""
     rng = s.rng
@@ -377,7 +123,8 @@ def _rhythm(s: _Session, dur_s: float) -> _Rhythm:
     breathing = np.sin(2 * np.pi * (breath_hz * mean_s) * beats + phase)
     jitter = np.where(clocked, 0, 0.008) * rng.gauss(len(beats))
     rr_s = mean_s * (1 + swing * breathing + jitter)
-    rr_s = np.where(has["AF"], _fibrillating_s(rng, mean_s, len(beats)), rr_s)
+    disordered_s = _fibrillating_s(rng, mean_s, len(beats))
+    rr_s = np.where(has["AF"], disordered_s, rr_s)
     kind = _premature(rng, has, rr_s, mean_s, beats)
     start_s = rng.between(0.2, 1.0, 1)
     peak_s = np.cumsum(rr_s, 1) - rr_s[:, :1] - start_s
@@ -389,7 +136,8 @@ def _fibrillating_s(rng: BlockDraws, mean_s: np.ndarray, beats: int) -> np.ndarr
     """RR intervals without any order; the coefficient of variation is 0.22."""
     shape = 1 / 0.22**2
     factor = rng.gamma(shape, 1 / shape, (BLOCK, beats))
-    rr_s: np.ndarray = mean_s * np.clip(factor, 0.45, 2.2)
+    factor = np.clip(factor, 0.45, 2.2)
+    rr_s: np.ndarray = mean_s * factor
     return rr_s.clip(min=0.30)
 
 
@@ -408,8 +156,8 @@ def _premature(
     rr_s[:, 1:] *= np.where(early, prematurity, 1)[:, 1:]
     # Fully compensatory only after a ventricular beat
     pause = np.where(kind == _VENTRICULAR, 2 - prematurity, 1.05)
-    later = early[:, :-1]
-    rr_s[:, 1:] = np.where(later, (mean_s * pause)[:, :-1], rr_s[:, 1:])
+    pause_s = mean_s * pause
+    rr_s[:, 1:] = np.where(early[:, :-1], pause_s[:, :-1], rr_s[:, 1:])
     return kind
 
 
@@ -447,12 +195,18 @@ def _rotation(angles_rad: np.ndarray) -> np.ndarray:
     """Rotation matrices [n, 3, 3] from angles [n, 3] about X, Y, Z."""
     cx, cy, cz = np.cos(angles_rad).T
     sx, sy, sz = np.sin(angles_rad).T
-    rows = [
-        [cy * cz, -cy * sz, sy],
-        [cx * sz + sx * sy * cz, cx * cz - sx * sy * sz, -sx * cy],
-        [sx * sz - cx * sy * cz, sx * cz + cx * sy * sz, cx * cy],
+    matrix = [
+        cy * cz,
+        -cy * sz,
+        sy,
+        cx * sz + sx * sy * cz,
+        cx * cz - sx * sy * sz,
+        -sx * cy,
+        sx * sz - cx * sy * cz,
+        sx * cz + cx * sy * sz,
+        cx * cy,
     ]
-    return np.array(rows).transpose(2, 0, 1).astype(np.float32)
+    return np.stack(matrix, 1).reshape(-1, 3, 3).astype(np.float32)
 
 
 def _about_z(angle_rad: np.ndarray) -> np.ndarray:
@@ -492,21 +246,25 @@ def _bundle_branches(
     # A paced activation spreads upwards from the apex
     vector[:, 1] -= has["PR"] * toward.top_mv[:, 0]
     width_s = own.between(0.017, 0.021)
-    slow = 0.8 * _gauss(window_s, 0.012, width_s)
+    slow = _gauss(window_s, 0.012, width_s)
+    slow *= np.float32(0.8)
     centre_s = own.between(0.055, 0.070)
     width_s = own.between(0.018, 0.024)
     slow += _gauss(window_s, centre_s, width_s)
+    opposite = -0.33 * vector
     qrs[wide] *= 0.12
     t[wide] *= 0.15
     _add(qrs, wide, vector, slow)
-    _add(t, wide, -0.33 * vector, broad_t)
+    _add(t, wide, opposite, broad_t)
 
     vector = toward(-0.55, 0.05, -0.75, (0.08, 0.05, 0.10))
     centre_s = own.between(0.058, 0.075)
     width_s = own.between(0.015, 0.020)
     late = _gauss(window_s, centre_s, width_s)
-    _add(qrs, has["RBBB"], 0.8 * vector, late)
-    _add(t, has["RBBB"], -0.22 * vector, broad_t)
+    forward = 0.8 * vector
+    opposite = -0.22 * vector
+    _add(qrs, has["RBBB"], forward, late)
+    _add(t, has["RBBB"], opposite, broad_t)
 
     vector = toward(-0.27, 0.03, -0.35, (0.05, 0.05, 0.07))
     centre_s = own.between(0.038, 0.044)
@@ -527,7 +285,8 @@ def _shape_findings(s: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     inferior = toward(-0.03, -0.6, 0)
     anterior = toward(-0.3, 0, 0.6)
     vector = np.where(is_inferior, inferior, anterior)
-    vector = vector * own.between(0.7, 1.1, 1)
+    size = own.between(0.7, 1.1, 1)
+    vector = vector * size
     bell = _gauss(window_s, -0.022, 0.011)
     _add(qrs, has["QAb"], vector.astype(np.float32), bell)
     vector = toward(-0.25, 0, 0.62)
@@ -538,12 +297,13 @@ def _shape_findings(s: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     _add(qrs, has["LAnFB"], vector, bell)
 
     low = has["LQRSV"]
-    height = np.where(low, own.between(0.22, 0.36), 1)
+    small = own.between(0.22, 0.36)
+    height = np.where(low, small, 1)
     qrs *= height.astype(np.float32)[:, None, None]
     inverted = -rng.between(0.5, 1.1)
     flat = rng.between(-0.15, 0.22)
     height = np.where(low, 0.55, 1)
-    height = height * np.where(has["TInv"], inverted, 1)
+    height = np.where(has["TInv"], height * inverted, height)
     height = np.where(has["TAb"], flat, height)
     t *= height.astype(np.float32)[:, None, None]
 
@@ -551,23 +311,30 @@ def _shape_findings(s: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
 def _turn_axis(s: _Session, qrs: np.ndarray) -> np.ndarray:
     """Rotate the QRS in the frontal plane until leads I and aVF show the axis deviation."""
     has, own = s.has, s.own
-    i, ii = np.einsum("bls,bs->lb", s.field[:, :2], qrs.sum(-1))
-    now = np.arctan2(2 * (ii - i / 2) / np.sqrt(3), i)
+    area = qrs.sum(-1)
+    i, ii = np.einsum("bls,bs->lb", s.field[:, :2], area)
+    upright = 2 * (ii - i / 2) / np.sqrt(3)
+    now = np.arctan2(upright, i)
     left = own.between(-75, -33)
     right = own.between(98, 150)
-    target = np.deg2rad(np.where(has["LAD"], left, right))
-    turned = _about_z(target - now) @ qrs
+    target_deg = np.where(has["LAD"], left, right)
+    turn = _about_z(np.deg2rad(target_deg) - now)
+    turned = turn @ qrs
     deviates = has["LAD"] | has["RAD"]
     return np.where(deviates[:, None, None], turned, qrs)
 
 
 def _place(beat: np.ndarray, wave: np.ndarray, name: str, centre_s: np.ndarray, fs_hz: int) -> None:
     """Add each patient's wave to their beat [BLOCK, 3, beat], `centre_s` after R."""
-    before_wave = round(_SPAN_S[name][0] * fs_hz)
-    before_beat = round(_SPAN_S["beat"][0] * fs_hz)
+    wave_start_s, _ = _SPAN_S[name]
+    beat_start_s, _ = _SPAN_S["beat"]
+    before_wave = round(wave_start_s * fs_hz)
+    before_beat = round(beat_start_s * fs_hz)
     length = wave.shape[-1]
-    starts = np.round(centre_s * fs_hz).astype(int) + before_wave - before_beat
-    starts = np.clip(starts, 0, beat.shape[-1] - length)
+    last = beat.shape[-1] - length
+    centres = np.round(centre_s * fs_hz).astype(int)
+    starts = centres + before_wave - before_beat
+    starts = np.clip(starts, 0, last)
     for patient, start in enumerate(starts):
         beat[patient, :, start : start + length] += wave[patient]
 
@@ -581,8 +348,9 @@ def _conducted_waves(s: _Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
     waves = {}
     for name, change in _WAVE_CHANGE.items():
         shape = s.patients.shape[name]
-        factor = np.exp(SESSION_JITTER * change * rng.gauss(1))
-        shape = shape._replace(gain=shape.gain * factor)
+        log_factor = SESSION_JITTER * change * rng.gauss(1)
+        gain = shape.gain * np.exp(log_factor)
+        shape = shape._replace(gain=gain)
         waves[name] = _waves(name, shape, s.fs_hz, stretch if name == "QRS" else 1.0)
     qrs, t = waves["QRS"], waves["T"]
     top_mv = np.abs(qrs).max((1, 2))
@@ -590,22 +358,29 @@ def _conducted_waves(s: _Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, n
     wobble_rad = np.deg2rad(2) * SESSION_JITTER * rng.gauss(3)
     turn = _rotation(s.patients.tilt_rad + wobble_rad)
     qrs = _turn_axis(s, turn @ qrs)
-    # The pacemaker's spike
-    at_spike = np.abs(_window("QRS", s.fs_hz) + 0.042) < 0.0025
-    spike = at_spike * np.array([[1.1], [-0.85], [0.6]])
-    qrs += has["PR"][:, None, None] * spike.astype(np.float32)
+    paced = has["PR"][:, None, None]
+    qrs += paced * _spike(s.fs_hz)
     p = turn @ waves["P"]
     without_p = has["AF"] | has["AFL"] | has["PR"] | has["Brady"]
     p[without_p] = 0
     return p, qrs, turn @ t, top_mv
 
 
+def _spike(fs_hz: int) -> np.ndarray:
+    """A pacemaker's: float32 [3, window]."""
+    window_s = _window("QRS", fs_hz)
+    is_spike = np.abs(window_s + 0.042) < 0.0025
+    direction = np.array([1.1, -0.85, 0.6])
+    return np.outer(direction, is_spike).astype(np.float32)
+
+
 def _beats(s: _Session, mean_s: np.ndarray) -> np.ndarray:
     """A session's normal, atrial premature and ventricular beats: float32 [BLOCK, 3 kinds, 3 axes,
     beat], mV."""
     p, qrs, t, top_mv = _conducted_waves(s)
-    turned = np.deg2rad(s.own.between(60, 120))
-    ectopic_p = _about_z(turned) @ p
+    turned_deg = s.own.between(60, 120)
+    turn = _about_z(np.deg2rad(turned_deg))
+    ectopic_p = turn @ p
     pr_s, t_peak_s = _intervals_s(s, mean_s)
     beats = np.zeros((BLOCK, 3, 3, len(_window("beat", s.fs_hz))), np.float32)
     at_r = np.zeros(BLOCK)
@@ -615,14 +390,19 @@ def _beats(s: _Session, mean_s: np.ndarray) -> np.ndarray:
         _place(beat, qrs, "QRS", at_r, s.fs_hz)
         _place(beat, t, "T", t_peak_s, s.fs_hz)
 
-    focus = (s.patients.ectopic * top_mv[:, None]).astype(np.float32)[:, :, None]
+    focus = s.patients.ectopic * top_mv[:, None]
+    focus = focus.astype(np.float32)[:, :, None]
     window_s = _window("QRS", s.fs_hz)
     bell = _gauss(window_s, 0.01, 0.022)
-    bell += np.float32(0.8) * _gauss(window_s, 0.06, 0.026)
-    broad_t = _gauss(_window("T", s.fs_hz), 0.0, 0.05)
+    second = _gauss(window_s, 0.06, 0.026)
+    bell += np.float32(0.8) * second
+    window_s = _window("T", s.fs_hz)
+    broad_t = _gauss(window_s, 0.0, 0.05)
+    wide_qrs = 1.25 * focus * bell
+    opposite_t = -0.4 * focus * broad_t
     beat = beats[:, _VENTRICULAR]
-    _place(beat, 1.25 * focus * bell, "QRS", at_r, s.fs_hz)
-    _place(beat, -0.4 * focus * broad_t, "T", at_r + 0.30, s.fs_hz)
+    _place(beat, wide_qrs, "QRS", at_r, s.fs_hz)
+    _place(beat, opposite_t, "T", at_r + 0.30, s.fs_hz)
     return beats
 
 
@@ -645,14 +425,18 @@ def _fibrillation_mv(u: np.ndarray, t_s: np.ndarray) -> np.ndarray:
     drift_hz = 0.1 + 0.3 * u[2]
     drift = np.sin(2 * np.pi * drift_hz * t_s)
     wave_hz = 4.5 + 4 * u[0]
-    phase = 2 * np.pi * (wave_hz * t_s + u[1])
+    turns = wave_hz * t_s + u[1]
+    phase = 2 * np.pi * turns
     phase = phase + 0.8 * drift
-    wave = np.sin(phase)
-    wave = wave + 0.45 * np.sin(2 * phase + 0.7)
-    wave = wave + 0.25 * np.sin(3 * phase + 1.1)
-    wave *= 1 + 0.3 * np.sin(2 * np.pi * (0.23 * t_s + u[3]))
+    second = np.sin(2 * phase + 0.7)
+    third = np.sin(3 * phase + 1.1)
+    wave = np.sin(phase) + 0.45 * second + 0.25 * third
+    turns = 0.23 * t_s + u[3]
+    swell = np.sin(2 * np.pi * turns)
+    wave *= 1 + 0.3 * swell
     height_mv = 0.03 + 0.06 * u[4]
-    return np.outer(height_mv * np.array([0.35, 0.6, -0.75]), wave)
+    direction = np.array([0.35, 0.6, -0.75])
+    return np.outer(height_mv * direction, wave)
 
 
 def _flutter_mv(flutter_hz: float, u: np.ndarray, t_s: np.ndarray) -> np.ndarray:
@@ -662,7 +446,8 @@ def _flutter_mv(flutter_hz: float, u: np.ndarray, t_s: np.ndarray) -> np.ndarray
     up = (phase - 0.7) / 0.3 - 0.5
     saw = np.where(phase < 0.7, down, up)
     height_mv = 0.12 + 0.16 * u[1]
-    return np.outer(height_mv * np.array([0.1, 1.0, -0.25]), saw)
+    direction = np.array([0.1, 1.0, -0.25])
+    return np.outer(height_mv * direction, saw)
 
 
 def twelve_leads(independent: np.ndarray) -> np.ndarray:
@@ -671,20 +456,22 @@ def twelve_leads(independent: np.ndarray) -> np.ndarray:
     i, ii = independent[:2]
     samples = len(i)
     leads = np.empty((12, samples), np.int16)
-    leads[0:2] = independent[0:2]
+    leads[:2] = independent[:2]
     leads[2] = ii - i
     leads[3] = -((i + ii) >> 1)
     leads[4] = (2 * i - ii) >> 1
     leads[5] = (2 * ii - i) >> 1
-    leads[6:12] = independent[2:8]
+    leads[6:] = independent[2:]
     return np.ascontiguousarray(leads.T)
 
 
 def _noise(rng: BlockDraws, samples: int) -> np.ndarray:
     """Nearly Gaussian low-pass noise of unit variance: float32 [8, samples]. NumPy's normal() would
     take most of the time."""
-    words = rng.integers(0, 2**64, 4 * (samples + 1), np.uint64)
-    bits = words.view(np.int16).reshape(2, 8, samples + 1) >> 1
+    count = 4 * (samples + 1)
+    words = rng.integers(0, 2**64, count, np.uint64)
+    bits = words.view(np.int16) >> 1
+    bits = bits.reshape(2, 8, samples + 1)
     pair = (bits[0] + bits[1]) >> 1  # sums of 15-bit uniforms
     scale = np.float32(np.sqrt(12.0) / 2**15)
     noise: np.ndarray = (pair[:, 1:] + pair[:, :-1]) * scale
@@ -693,19 +480,27 @@ def _noise(rng: BlockDraws, samples: int) -> np.ndarray:
 
 def _disturbance(rng: BlockDraws, mains_hz: int, knots: int) -> _Disturbance:
     """Draw what disturbs each record; one in 20 has a burst of muscle noise."""
-    slow_mv = np.array([0.055, 0.045, 0.018]) * np.abs(rng.gauss(3))
+    slow_mv = np.array([0.055, 0.045, 0.018])
+    slow_mv = slow_mv * np.abs(rng.gauss(3))
     mains_mv = rng.between(0, 0.012, 1)
     height_mv = np.concatenate([slow_mv, mains_mv], 1)
-    gain_mv = height_mv[:, None] * (1 + 0.4 * rng.gauss(8, 4))
-    slow_hz = rng.uniform([0.05, 0.15, 0.35], [0.15, 0.35, 0.6], (BLOCK, 3))
-    freq_hz = np.concatenate([slow_hz, np.full((BLOCK, 1), float(mains_hz))], 1)
+    factor = 1 + 0.4 * rng.gauss(8, 4)
+    gain_mv = height_mv[:, None] * factor
+    slowest_hz = [0.05, 0.15, 0.35]
+    fastest_hz = [0.15, 0.35, 0.6]
+    slow_hz = rng.uniform(slowest_hz, fastest_hz, (BLOCK, 3))
+    mains = np.full((BLOCK, 1), float(mains_hz))
+    freq_hz = np.concatenate([slow_hz, mains], 1)
     noise_mv = rng.between(0.003, 0.018, 1)
-    noise_mv = noise_mv * np.exp(0.3 * rng.gauss(8))
-    course = NOISE_COURSE * rng.gauss(2, knots).astype(np.float32)
+    factor = np.exp(0.3 * rng.gauss(8))
+    noise_mv = noise_mv * factor
+    course = rng.gauss(2, knots)
+    course = NOISE_COURSE * course.astype(np.float32)
     has_burst = rng.random(BLOCK) < 0.05
     burst = np.log(rng.between(2, 5))
+    burst = np.where(has_burst, burst, 0)
     knot = rng.integers(0, knots, BLOCK)
-    course[np.arange(BLOCK), 1, knot] += np.where(has_burst, burst, 0)
+    course[np.arange(BLOCK), 1, knot] += burst
     phase = rng.random((BLOCK, 4))
     return _Disturbance(gain_mv, freq_hz, phase, noise_mv, course)
 
@@ -723,15 +518,19 @@ class _Recorder:
         self.disturbance = _disturbance(s.rng, mains_hz, knots)
         self.atrial = s.rng.random((BLOCK, 5))
         field = np.concatenate([s.field, self.disturbance.gain_mv], 2)
-        self.gain_uv = (1000 * field).astype(np.float32)
-        self.noise_uv = (1000 * self.disturbance.noise_mv).astype(np.float32)
+        field *= 1000
+        noise_uv = 1000 * self.disturbance.noise_mv
+        self.gain_uv = field.astype(np.float32)
+        self.noise_uv = noise_uv.astype(np.float32)
         self.samples = samples
         self.t_s = np.arange(samples) / s.fs_hz
         self.hats = _hats(knots, samples)
         # `sources` (3 axes, 3 slow waves, mains) starts one beat's width before the record
         self.width = self.beats.shape[-1]
-        before = self.width + round(_SPAN_S["beat"][0] * s.fs_hz)
-        self.start = np.round(self.rhythm.peak_s * s.fs_hz).astype(int) + before
+        start_s, _ = _SPAN_S["beat"]
+        before = self.width + round(start_s * s.fs_hz)
+        peak = np.round(self.rhythm.peak_s * s.fs_hz)
+        self.start = peak.astype(int) + before
         self.sources = np.empty((7, samples + 2 * self.width), np.float32)
         self.within = self.sources[:, self.width : self.width + samples]
 
@@ -752,11 +551,13 @@ class _Recorder:
         sources, rhythm = self.sources, self.rhythm
         sources[:3] = 0
         heights = rhythm.amplitude[patient].astype(np.float32)
-        for start, kind, height in zip(
-            self.start[patient], rhythm.kind[patient], heights, strict=True
-        ):
-            if 0 <= start <= self.samples + self.width:
-                sources[:3, start : start + self.width] += height * self.beats[patient, kind]
+        starts, kinds = self.start[patient], rhythm.kind[patient]
+        beats = self.beats[patient]
+        last = self.samples + self.width
+        for start, kind, height in zip(starts, kinds, heights, strict=True):
+            if 0 <= start <= last:
+                end = start + self.width
+                sources[:3, start:end] += height * beats[kind]
         u = self.atrial[patient]
         if self.has["AF"][patient]:
             self.within[:3] += _fibrillation_mv(u, self.t_s)
@@ -765,10 +566,13 @@ class _Recorder:
 
     def _draw_slow_waves(self, patient: int, strength: np.ndarray) -> None:
         disturbance = self.disturbance
-        turns = np.outer(disturbance.freq_hz[patient], self.t_s)
-        turns += disturbance.phase[patient][:, None]
+        freq_hz = disturbance.freq_hz[patient]
+        phase = disturbance.phase[patient]
+        turns = np.outer(freq_hz, self.t_s)
+        turns += phase[:, None]
         turns -= np.floor(turns)  # float32 is precise enough only within one turn
-        self.within[3:] = np.sin(np.float32(2 * np.pi) * turns.astype(np.float32))
+        angle = np.float32(2 * np.pi) * turns.astype(np.float32)
+        self.within[3:] = np.sin(angle)
         self.within[3:6] *= strength
 
 
@@ -785,9 +589,11 @@ def simulate(
     session)."""
     rng = BlockDraws(*key, SESSION)
     own = BlockDraws(*patients.key, DISEASE)
-    has = _draw_findings(rng, patients, without)
-    field = patients.field * (1 + 0.03 * SESSION_JITTER * rng.gauss(8, 3))
-    field += 0.015 * SESSION_JITTER * rng.gauss(8, 3)
+    has = draw_findings(rng, patients, without)
+    factor = 0.03 * SESSION_JITTER * rng.gauss(8, 3)
+    offset = 0.015 * SESSION_JITTER * rng.gauss(8, 3)
+    field = patients.field * (1 + factor)
+    field += offset
     session = _Session(patients, rng, own, has, field, fs_hz)
     recorder = _Recorder(session, key, samples, mains_hz)
     digital = np.empty((len(who), samples, 12), np.int16)
@@ -795,13 +601,15 @@ def simulate(
         record[:] = twelve_leads(recorder.leads_uv(patient))
     chosen = list(who)
     present = {name: mask[chosen] for name, mask in has.items()}
-    return Recordings(digital, present, 60 / recorder.rhythm.mean_s[chosen])
+    mean_s = recorder.rhythm.mean_s[chosen]
+    return Recordings(digital, present, 60 / mean_s)
 
 
 def _hats(knots: int, samples: int) -> np.ndarray:
     """Hat functions, float32 [knots, samples]: `values @ hats` interpolates linearly between the
     values."""
     at = np.linspace(0, knots - 1, samples)
-    distance = np.abs(at - np.arange(knots)[:, None])
-    hats: np.ndarray = np.maximum(0, 1 - distance).astype(np.float32)
-    return hats
+    knot = np.arange(knots)[:, None]
+    distance = np.abs(at - knot)
+    hats: np.ndarray = np.maximum(0, 1 - distance)
+    return hats.astype(np.float32)

@@ -23,8 +23,7 @@ from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import Draws, draw
 from omnilead.engine.model.encoder import Dropout, MaskedEncoder, pool
-from omnilead.engine.model.encoders import build_encoder
-from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.model.encoders import build_encoder, initialise
 from omnilead.engine.model.objectives import (
     authors_cmsc_loss,
     diversity,

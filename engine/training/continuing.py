@@ -111,9 +111,11 @@ class ContinuedTask(PretrainTask, ExportedTask):
         super().__init__(config, datasets, ranks)
         self.start = read_weights(config) if config.start else None
 
-    def load_start(self, model: nn.Module) -> None:
-        assert self.start is not None
-        self.remarks = [*self.remarks, self.start.into(model)]
+    def model(self, generator: torch.Generator) -> nn.Module:
+        model = super().model(generator)
+        if self.start:
+            self.remarks = [*self.remarks, self.start.into(model)]
+        return model
 
     def facts(self) -> dict[str, Any]:
         facts = super().facts()

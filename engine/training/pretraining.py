@@ -47,6 +47,8 @@ COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 
 
 class PretrainTask(TrainingTask):
+    """From random weights; ContinuedTask also loads those of `start`."""
+
     keys = (
         *("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global"),
         *("loss_diversity", "loss_features", "lr", "grad_norm", "crops_per_s", "data_wait_pct"),
@@ -92,13 +94,7 @@ class PretrainTask(TrainingTask):
         ]
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        model = Pretrainer(self.config.model, self.config.objective, self.encoder, generator)
-        if self.config.start:
-            self.load_start(model)
-        return model
-
-    def load_start(self, model: nn.Module) -> None:
-        raise NotImplementedError("engine.training.continuing reads the weights to start from")
+        return Pretrainer(self.config.model, self.config.objective, self.encoder, generator)
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         tau = torch.tensor(temperature(self.config.model, step)).to(

@@ -18,7 +18,7 @@ from handmade import build, ecg, files, header, write_challenge
 from twins import CODE15_COLUMNS, PTBXL_COLUMNS, write_code15, write_mimic, write_table
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.labels.published import CODE15, CODES, NUMBERS, REPORTS, statement_codes
+from omnilead.data_tools.labels import CODE15, CODES, NUMBERS, REPORTS, statement_codes
 from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.engine.evaluation.results import load_task
 from omnilead.engine.tasks.labels import read_task

@@ -14,13 +14,8 @@ from handmade import files
 from omnilead.data_tools.errors import DataError
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, HEART_AXIS_CODES, LEADS, SCP_CODES
 from omnilead.data_tools.synthetic import archive as synth
-from omnilead.data_tools.synthetic.ecg import (
-    BLOCK,
-    RHYTHM,
-    draw_patients,
-    simulate,
-    twelve_leads,
-)
+from omnilead.data_tools.synthetic.ecg import simulate, twelve_leads
+from omnilead.data_tools.synthetic.patients import BLOCK, RHYTHM, draw_patients
 from omnilead.engine.inference.mean_beat import BEAT, mean_beats, r_peaks
 
 PATIENTS, TWICE = 150, 13  # two sessions: 11 % are expected

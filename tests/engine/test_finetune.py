@@ -26,7 +26,7 @@ from omnilead.engine.config import CONFIGS, build
 from omnilead.engine.data.patients import split_of
 from omnilead.engine.finetune import main
 from omnilead.engine.model.encoder import Encoder, pool
-from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.model.encoders import initialise
 from omnilead.engine.report.run_report import read_diagnostics
 from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig

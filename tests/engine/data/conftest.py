@@ -50,6 +50,7 @@ def small_and_quick(monkeypatch):
     monkeypatch.setattr(staging, "PART_BYTES", 100_000)
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(staging, "POLL_S", 0.01)
+    monkeypatch.setattr(staging, "WAIT_S", 0.1)
 
 
 @pytest.fixture(scope="module")

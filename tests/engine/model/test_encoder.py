@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, validated
 from omnilead.engine.model.encoder import ConvStack, Encoder, PositionalConvolution
-from omnilead.engine.model.init_weights import initialise
+from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.objectives import perplexity
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import Quantizer, temperature

@@ -16,8 +16,8 @@ from omnilead.engine.model.encoders import (
     drops_out,
     encoder_flops,
     examine,
+    initialise,
 )
-from omnilead.engine.model.init_weights import initialise
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
 from omnilead.engine.training.export import describe_encoder

@@ -1,1 +1,0 @@
-"""Label tables of published archives."""
