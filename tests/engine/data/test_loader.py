@@ -314,10 +314,12 @@ def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset, monkeypatch):
 
 def test_memory_is_flat_over_ten_thousand_batches(dataset):
     source = loader(dataset, batch_crops=2, augment=AugmentConfig(noise="powerline"))
-    batches = iter(source)
-    for steps in (2_000, 10_000):
+    batches, grown = iter(source), []
+    for _ in range(3):
         before = psutil.Process().memory_info().rss
-        for _ in islice(batches, steps):
+        for _ in islice(batches, 4_000):
             pass
-    assert psutil.Process().memory_info().rss - before < 8 * 2**20
+        grown.append(psutil.Process().memory_info().rss - before)
+    # A leak shows every time; what earlier tests left behind may grow once
+    assert min(grown) < 3 * 2**20
     source.close()
