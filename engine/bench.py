@@ -111,6 +111,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (12)',
     )
     add(
+        "--fit-leads", default="", metavar="L", help="leads of the labelled ECGs (those of --leads)"
+    )
+    add(
         "--share",
         nargs="+",
         type=float,

@@ -80,6 +80,7 @@ DEFAULTS = {
     "readout": "",
     "labels": "",
     "test_labels": "",
+    "fit_leads": "",
     "seed": 0,
     "code": False,
     "anonymous": False,
@@ -133,6 +134,7 @@ class Work(NamedTuple):
     tasks: dict[str, ProbedTask]  # by name
     persons: Identities | None
     noise: list[float]
+    fit_leads: str  # shown while a probe is fitted; "": those that are shown in the test
 
     @property
     def test_rows(self) -> Array:
@@ -162,12 +164,15 @@ def bench(
     """Returns the content of OUT/bench.json. `models`: folders, or NAME=FOLDER. `tasks`: names
     of configs/tasks, label tables, and identification. `options`: DEFAULTS, as in the command."""
     how = Namespace(**{**DEFAULTS, **options, "leads": list(dict.fromkeys(leads))})
+    how.shown = [*how.leads, *filter(None, [how.fit_leads])]
     require_within("share", share)
     require_within("noise", noise)
     work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), how)
     compared_rows = rows_to_compare(models, how)
     notes = [f"{name}: {note}" for name, task in work.tasks.items() for note in task.labels.remarks]
-    notes += remarks(compared_rows, how.leads, tuple(work.clean_rows))  # refuses bad input early
+    notes += remarks(compared_rows, how.shown, tuple(work.clean_rows))  # refuses bad input early
+    if how.fit_leads:
+        notes.append(f"Probes were fitted on leads {how.fit_leads}.")
     found: Found = {}
     for number, row in enumerate(compared_rows, 1):
         for lead in how.leads:
@@ -213,8 +218,8 @@ def planned(
                 "rename its table"
             )
         tasks[name] = task
-    persons = identities(fitted, tested, how.leads) if IDENTIFICATION in words else None
-    return Work(fitted, tested, tasks, persons, noise)
+    persons = identities(fitted, tested, how.shown) if IDENTIFICATION in words else None
+    return Work(fitted, tested, tasks, persons, noise, how.fit_leads)
 
 
 def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Found:
@@ -253,13 +258,16 @@ def scores_of(
     for level in filter(None, work.noise):
         tests[level] = embedded(member, work.tested, work.test_rows, level, lead, folder)
     tests = {level: tests[level] for level in work.noise}
+    fit, known = clean[work.fitted], clean[work.tested]
+    if work.fit_leads:
+        fit_rows = work.clean_rows[work.fitted]
+        fit = embedded(member, work.fitted, fit_rows, 0.0, work.fit_leads, folder)
 
     found: Found = {}
     for name, task in work.tasks.items():
-        for (share, level), scored in probe_scores(task, clean[work.fitted], tests, row.probe):
+        for (share, level), scored in probe_scores(task, fit, tests, row.probe):
             found[name, lead, share, level] = scored
     if work.persons and row.identifies:
-        fit, known = clean[work.fitted], clean[work.tested]
         for level, test in tests.items():
             scored = identified(work.persons, fit, known, test, member[0].compared)
             found[IDENTIFICATION, lead, None, level] = scored
@@ -336,9 +344,9 @@ def _labels_and_parts(
         url = table_of(how.test_labels, word) or labels.task.labels
         columns, classes = labels.task.columns, labels.task.classes
         other = read_task(replace(own, columns=columns, classes=classes, labels=url), [tested])
-    train = records_of(fitted, labels, "train", how.leads)
-    valid = records_of(fitted, labels, "valid", how.leads)
-    test = records_of(tested, other, "test", how.leads)
+    train = records_of(fitted, labels, "train", how.shown)
+    valid = records_of(fitted, labels, "valid", how.shown)
+    test = records_of(tested, other, "test", how.shown)
     require_unlike(other, "test", tested)
     if tested is not fitted:
         both = overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)

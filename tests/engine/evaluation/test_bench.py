@@ -135,6 +135,16 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
     assert " done: " not in capsys.readouterr().err
 
 
+def test_probes_fitted_on_other_leads_than_are_tested(again, models):
+    def scores(**how):
+        document = omnilead.bench(models[:1], tasks=["sex"], **again, **how)
+        return [row["intervals"] for row in document["rows"]]
+
+    own = scores()
+    assert scores(fit_leads="I,V2") == own
+    assert scores(fit_leads="12")[0] != own[0]
+
+
 def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
     two = [models[0], models[0].replace("first=", "twin=")]
     gaps = omnilead.bench(two, tasks=TASKS, **again)["differences"]
