@@ -319,6 +319,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("ptbxl-form --labels .", "--tasks ptbxl-form: no ptbxl-form.parquet in --labels .: "),
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
+        ("sex --fit-leads 13", "leads='13': no lead is called"),
         ("same.csv", "same.csv: all labels of the split train are the same"),
         ("folds.csv", "folds 1, 2: at least 3 are needed"),
         ("sex sex", "two tasks have the same name"),
