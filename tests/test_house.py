@@ -149,6 +149,8 @@ def test_folders_do_not_import_each_other():
     # so do the metrics, by which fine-tuning chooses its best step.
     folder["engine.evaluation.metrics"] = "metrics"
     folder["engine.tasks.finetuning"] = "fine-tuning"
+    # What a head is given, in fine-tuning and afterwards
+    folder |= dict.fromkeys(("engine.inference.readout", "engine.inference.mean_beat"), "readouts")
     edges = {place: set() for place in folder.values()}
     for name, path in NAMES.items():
         here = folder[name]

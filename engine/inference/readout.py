@@ -2,7 +2,7 @@
 
     readout = parsed("mean+std+rhythm")
     width_of(readout, 128)                     # how many numbers that is, for an encoder of width 128
-    read_out(readout, c_RND, mv_RLT)           # [R, width] float32; mv_RLT: twelve leads in millivolts at 500 Hz
+    read_out(readout, c_RND, x_RLT, leads)     # [R, width] float32; x_RLT: these leads in millivolts at 500 Hz
 
 A read-out names one or more parts, joined by +:
 
@@ -16,14 +16,14 @@ group norm removes. `rhythm` and `beats` are computed on the CPU, at about 900 s
 a second and core.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from omnilead.data_tools.prepare import FS_HZ
-from omnilead.engine.common import ConfigError
+from omnilead.engine.common import ALL, LEADS, ConfigError
 from omnilead.engine.inference.mean_beat import MEASUREMENTS, measurements, r_peaks
 from omnilead.engine.model.encoder import pool
 
@@ -64,9 +64,13 @@ def place_of_mean(readout: tuple[str, ...], width: int) -> slice:
     return slice(before, before + width)
 
 
-def read_out(readout: tuple[str, ...], c_RND: Tensor, mv_RLT: Tensor | None = None) -> Tensor:
-    c_RND = c_RND.float()
-    signal = mv_RLT.float().cpu().numpy() if mv_RLT is not None else np.empty(0)
+def read_out(
+    readout: tuple[str, ...], c_RND: Tensor, x_RLT: Tensor, leads: Sequence[int] = ALL
+) -> Tensor:
+    c_RND, signal = c_RND.float(), np.empty(0)
+    if measures_signal(readout):
+        signal = np.zeros((len(x_RLT), len(LEADS), x_RLT.shape[2]), np.float32)
+        signal[:, list(leads)] = x_RLT.float().cpu()
     found = []
     for part in readout:
         if part == "mean":

@@ -186,11 +186,7 @@ class TrainedModel(nn.Module):
 
     def read(self, x_RLT: Tensor, readout: tuple[str, ...]) -> Tensor:
         """The parts of a read-out, joined, in float32."""
-        mv_RLT = None
-        if measures_signal(readout):
-            mv_RLT = x_RLT.new_zeros(len(x_RLT), len(LEADS), x_RLT.shape[2])
-            mv_RLT[:, list(self.input.leads)] = x_RLT
-        return read_out(readout, self.tokens(x_RLT), mv_RLT)
+        return read_out(readout, self.tokens(x_RLT), x_RLT, self.input.leads)
 
     def forward(self, x_RLT: Tensor) -> Tensor:
         return self.pooled(x_RLT)

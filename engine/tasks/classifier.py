@@ -23,13 +23,15 @@ again; there the authors use cos(theta) - margin * sin(margin), which the paper 
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omnilead.engine.common import ConfigError, blaming, plugin
+from omnilead.engine.common import ALL, ConfigError, blaming, plugin
+from omnilead.engine.inference.readout import PAPER, read_out, width_of
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.encoders import ROWS, made
 from omnilead.engine.model.objectives import sum_over_ranks, world_size
@@ -92,19 +94,23 @@ class Classifier(nn.Module):
         outputs: int,
         generator: torch.Generator | None = None,
         frozen: bool = False,
+        readout: tuple[str, ...] = (PAPER,),
+        leads: Sequence[int] = ALL,
     ) -> None:
+        """`leads`: those of its input, which some read-outs measure."""
         super().__init__()
         width = int(encoder.width)  # type: ignore[arg-type]
         self.encoder, self.task, self.frozen = encoder, task, frozen
+        self.readout, self.leads = readout, leads
         if frozen:
             encoder.requires_grad_(False)
-        if task.head:
+        if task.head not in ("", "start"):
             self.head: Any = build_head(task.head, width, outputs, generator)
             return
         if task.kind == "identity" and task.scale == "learned":
             first = math.sqrt(2) * math.log(max(outputs - 1, 2))  # as in AdaCos (Zhang et al. 2019)
             self.log_scale = nn.Parameter(torch.tensor([math.log(first) / SCALE_SPEED]))
-        self.head = nn.Linear(width, outputs, bias=task.kind != "identity")
+        self.head = nn.Linear(width_of(readout, width), outputs, bias=task.kind != "identity")
         nn.init.xavier_uniform_(self.head.weight, generator=generator)
         if self.head.bias is not None:
             nn.init.zeros_(self.head.bias)
@@ -148,9 +154,11 @@ class Classifier(nn.Module):
         return losses | {"accuracy": (right_R.float() * present_R).sum().detach() / halves_there}
 
     def encoded(self, x_RLT: Tensor) -> Tensor:
-        """What the head takes: pooled encodings, or tokens."""
+        """What the head takes: the read-out, or tokens."""
         c_RND: Tensor = self.encoder(x_RLT)
-        return c_RND if sees_tokens(self.head) else pool(c_RND)
+        if sees_tokens(self.head):
+            return c_RND
+        return read_out(self.readout, c_RND, x_RLT, self.leads)
 
     def train(self, mode: bool = True) -> "Classifier":
         super().train(mode)

@@ -47,15 +47,16 @@ class TaskConfig:
     margin_warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
     # initial ones of ArcFace; means: mean embeddings of each class
     class_vectors: Literal["random", "means"] = "random"
-    # "": a linear layer of the mean over tokens; attention: of means weighted by learnt queries;
-    # or your own file.py:Class(width, outputs), from mean encodings to logits
+    # "": a linear layer of the mean over tokens; start: the linear layer and the read-out of
+    # `start`, a model of `omnilead probe --out`; attention: of means weighted by learnt queries; or
+    # your own file.py:Class(width, outputs), from mean encodings to logits
     head: str = ""
 
     def __post_init__(self) -> None:
-        known = self.head in ("", "attention") or OWN.fullmatch(self.head)
+        known = self.head in ("", "start", "attention") or OWN.fullmatch(self.head)
         if not known or (self.head and self.kind == "identity"):
             raise ConfigError(
-                f"task.head={self.head!r}: use attention, or name your own as file.py:Class; kind "
+                f"task.head={self.head!r}: use start or attention, or name your own as file.py:Class; kind "
                 "identity has no other head"
             )
         assigned = [fold for folds in self.folds.values() for fold in folds]

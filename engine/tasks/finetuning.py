@@ -47,6 +47,7 @@ from omnilead.engine.data.augmenter import FS_HZ
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
 from omnilead.engine.inference import trained_model as inference
+from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.model import encoders
 from omnilead.engine.model.config import ModelConfig, validated
 from omnilead.engine.model.encoder import Encoder, pool
@@ -182,6 +183,7 @@ class FinetuneTask(ExportedTask):
         )
         self.halves = [dataset.column("halves") for dataset in datasets]
         self.targets = make_targets(self.labels)
+        self.readout = readout_for(self.start, config, self.labels)
         self.held_out = self._held_out()
         self.thresholds: list[float] = []  # from the last validation
         self.remarks: list[str] = [
@@ -197,8 +199,11 @@ class FinetuneTask(ExportedTask):
         self.encoder, _ = encoders.prepared(
             self.architecture, False, dtype_of(config), config.train.seed, self.start.kind
         )
+        self.flops_per_crop = self._flops()
+
+    def _flops(self) -> float:
         flops = encoders.encoder_flops(self.encoder, self.architecture, local=False)
-        self.flops_per_crop = flops * self.input.fs_hz / FS_HZ
+        return flops * self.input.fs_hz / FS_HZ
 
     def _held_out(self) -> HeldOut:
         train = self.config.train
@@ -232,6 +237,8 @@ class FinetuneTask(ExportedTask):
         architecture = asdict(model) | {"encoder": encoders.portable(model.encoder)}
         facts: dict[str, Any] = super().facts()
         facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
+        if self.readout != (PAPER,):
+            facts["finetuning"]["readout"] = "+".join(self.readout)
         facts["labels"] = self.labels.facts
         if self.kind == "regression":
             facts["labels"] |= {
@@ -284,8 +291,16 @@ class FinetuneTask(ExportedTask):
         if isinstance(encoder, Encoder) and self.architecture.feature_grad == 0:
             encoder.conv.requires_grad_(False)
         model = Classifier(
-            encoder, self.config.task, self.targets.outputs, generator, self.config.encoder.frozen
+            encoder,
+            self.config.task,
+            self.targets.outputs,
+            generator,
+            self.config.encoder.frozen,
+            self.readout,
+            self.input.leads,
         )
+        if self.config.task.head == "start":
+            model.head.load_state_dict(self.start.head_weights)
         means = self.kind == "identity" and self.config.task.class_vectors == "means"
         if means and newest(Path(self.config.run)) is None:
             self._begin_at_means(model.to(self.ranks.device))
@@ -387,11 +402,17 @@ class FinetuneTask(ExportedTask):
     def described(config: FinetuneConfig, state: dict[str, Any]) -> dict[str, Any]:
         task, labels = config.task, state["labels"]
         head = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
-        head["definition"] = {**labels["definition"], "head": encoders.portable(task.head)}
+        own = "" if task.head == "start" else encoders.portable(task.head)
+        head["definition"] = {**labels["definition"], "head": own}
         if task.kind in kinds.WITH_THRESHOLDS:
             best = state.get("best") or {}
             head["thresholds"] = best.get("thresholds", [0.5] * len(labels["classes"]))
-        return {"model": state["finetuning"]["architecture"], "head": head}
+        made = state["finetuning"]
+        return {
+            "model": made["architecture"],
+            "head": head,
+            "readout": made.get("readout", PAPER),
+        }
 
     @staticmethod
     def card(config: FinetuneConfig, state: dict[str, Any]) -> tuple[str, list[str]]:
@@ -400,6 +421,9 @@ class FinetuneTask(ExportedTask):
         model = validated(ModelConfig, state["finetuning"]["architecture"], "model")
         head = encoders.portable(task.head) or "a linear layer"
         outputs = f"Mean over time, then {head}: {task.kind} (config.json, head)."
+        if task.head == "start":
+            read = state["finetuning"].get("readout", PAPER)
+            outputs = f"Read out as {read}, then a linear layer that began as a probe: {task.kind}."
         if task.head == "attention":
             outputs = f"Tokens weighed by learnt queries, then a linear layer: {task.kind}."
         if task.kind == "identity":
@@ -466,6 +490,9 @@ class Start(NamedTuple):
     splits: Sequence[Any] = ()  # of the datasets it was trained on
     weights: dict[str, Tensor] | None = None  # of its encoder; None: random
     kind: type[nn.Module] | None = None  # of its encoder; None: as `model` names it
+    head: inference.HeadInfo | None = None
+    head_weights: dict[str, Tensor] = {}  # noqa: RUF012 - never changed
+    readout: tuple[str, ...] = (PAPER,)
 
 
 def read_start(start: str, code: bool = False) -> Start:
@@ -490,7 +517,33 @@ def read_start(start: str, code: bool = False) -> Start:
         splits if isinstance(splits, list) else [],
         weights,
         type(model.encoder),
+        model.head_info,
+        dict(model.head.state_dict()) if isinstance(model.head, nn.Linear) else {},
+        model.readout,
     )
+
+
+def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> tuple[str, ...]:
+    """What the head takes; with task.head=start, that of the start, whose linear layer must be for
+    these labels."""
+    if config.task.head != "start":
+        return (PAPER,)
+    made = "omnilead probe --model MODEL --out PROBED, then --start PROBED"
+    if not start.head or not start.head_weights:
+        raise ConfigError(f"task.head=start: start={config.start} has no linear layer: {made}")
+    head, task = start.head, labels.task
+    if head.kind == "regression" or (head.kind, head.classes) != (task.kind, labels.classes):
+        raise ConfigError(
+            f"task.head=start: start={config.start} has a head for {head.kind}: "
+            f"{', '.join(head.classes)}; the labels are {task.kind}: {', '.join(labels.classes)}"
+            f": {made}, with these labels; regression has no such start"
+        )
+    if "rhythm" in start.readout and config.train.precision != "fp32":
+        raise ConfigError(
+            f"train.precision={config.train.precision}: with task.head=start and the read-out "
+            "rhythm, the head would be rounded: use fp32"
+        )
+    return start.readout
 
 
 def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
@@ -560,7 +613,7 @@ def choose_training(wanted: FinetuneConfig, batch: int, epoch: int) -> dict[str,
         "patience": PATIENCE,
         "lr": LR if model.encoder else min(LR, LR_WIDTH / model.width),
         "schedule": "warmup_cosine",
-        "precision": "auto",
+        "precision": "fp32" if wanted.task.head == "start" else "auto",
         "steps": min(EPOCHS * epoch, STEPS),
     }
 

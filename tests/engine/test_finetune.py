@@ -24,6 +24,7 @@ from omnilead.engine import evaluate
 from omnilead.engine.common import DIAGNOSTICS, LABELS, ConfigError
 from omnilead.engine.config import CONFIGS, build
 from omnilead.engine.data.patients import split_of
+from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.finetune import main
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
@@ -128,6 +129,27 @@ def test_only_a_head_that_sees_all_tokens_is_trained(tuned, dataset, base, tmp_p
     found = omnilead.evaluate(run, data=dataset.root.url, role="valid")
     best = max(rows(run, "validation.jsonl")[1:], key=lambda row: row["auroc"])
     assert found["score"] == pytest.approx(best["challenge"], abs=1e-6)
+
+
+def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, tmp_path):
+    """With its read-out and linear layer: before the first step the scores are the probe's."""
+    data, probed, run = dataset.root.url, tmp_path / "probed", tmp_path / "run"
+    probe_model(base, data, "diagnosis", readout="mean+rhythm", out=probed)
+    at_probe = {"start": str(probed), "task__head": "start", "train__precision": "fp32"}
+    tuned("diagnosis", **at_probe)
+    before, after = omnilead.load(probed), omnilead.load(run)
+    assert after.readout == ("mean", "rhythm") and not after.head.weight.equal(before.head.weight)
+    first, *valid = (row["auroc"] for row in rows(run, "validation.jsonl"))
+    for model, auroc in ((probed, first), (run, max(valid))):
+        found = omnilead.evaluate(model, data=data, role="valid")
+        assert found["metrics"]["auroc"] == pytest.approx(auroc, abs=1e-6)
+    probe_model(base, data, "age", out=tmp_path / "age")
+    for says, changes in (
+        ("has no linear layer: omnilead probe", {"start": str(base)}),
+        ("the labels are multilabel: AF", {"start": str(tmp_path / "age")}),
+        ("bf16: with task.head=start and the read-out rhythm", {"train__precision": "bf16"}),
+    ):
+        assert says in tune("diagnosis", "bad", **at_probe | changes).one_line()
 
 
 def test_a_resumed_run_and_two_ranks_are_the_same_run(dataset, base, tmp_path):

@@ -21,7 +21,7 @@ MV = np.stack([ecg(REGULAR), ecg(REGULAR, 30)]).astype(np.float32) / 1000
 
 def test_mean_and_spread_of_the_tokens():
     c_RND = torch.randn(3, 7, 4, generator=torch.Generator().manual_seed(0))
-    found = read_out(parsed("std+mean"), c_RND)
+    found = read_out(parsed("std+mean"), c_RND, torch.zeros(3, 12, 9))
     assert torch.equal(found[:, 4:], c_RND.mean(1))
     np.testing.assert_allclose(found[:, :4], c_RND.numpy().std(1), rtol=1e-5)
 
