@@ -46,7 +46,7 @@ from omnilead.data_tools.record import (
 )
 from omnilead.data_tools.sources import PhysioNet2021
 from omnilead.data_tools.sources.base import links_in, read_safely, read_table
-from omnilead.data_tools.sources.code15 import TABLE
+from omnilead.data_tools.sources.code15 import MAX_TABLE, TABLE
 from omnilead.data_tools.sources.wfdb import MAX_BYTES, own_name, parse_header
 from omnilead.data_tools.sources.wfdb_archives import TABLE_PLACES, statements
 from omnilead.data_tools.storage import (
@@ -59,7 +59,7 @@ from omnilead.data_tools.storage import (
 )
 
 UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
-MAX_TABLE = 2**30
+MAX_FILE = 2**30  # of measurements
 _RECORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _TRUTH = {"true": 1, "1": 1, "1.0": 1, "false": 0, "0": 0, "0.0": 0}
@@ -160,7 +160,7 @@ def write_labels(
         if not labels:
             yield f"{one.name}: not written, because no record has such a label"
             continue
-        read = {name: hashlib.sha256(root.read(name, MAX_TABLE)).hexdigest() for name in one.read}
+        read = {name: hashlib.sha256(root.read(name, MAX_FILE)).hexdigest() for name in one.read}
         facts = {
             "archive": archive,
             "about": one.about,
@@ -413,7 +413,7 @@ def _mimic_table(root: Folder) -> pa.Table:
     parsing = pacsv.ParseOptions(newlines_in_values=True)
     converting = pacsv.ConvertOptions(column_types=kinds, include_columns=list(kinds))
     try:
-        data = pa.BufferReader(root.read(MEASUREMENTS, MAX_TABLE))
+        data = pa.BufferReader(root.read(MEASUREMENTS, MAX_FILE))
         return pacsv.read_csv(data, parse_options=parsing, convert_options=converting)
     except (ReadError, pa.ArrowInvalid, pa.ArrowKeyError) as error:
         raise StorageError(

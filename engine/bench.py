@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         nargs="+",
         metavar="[NAME=]RUN[,RUN]",
-        help="RUN, RUN/model, s3://... or hf://org/name; the first is the reference",
+        help="RUN, small, s3://... or hf://org/name; the first is the reference",
     )
     add("--code", **RUN_CODE)
     add(

@@ -145,7 +145,7 @@ def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
 def add_inputs(parser: argparse.ArgumentParser) -> None:
     """Adds the options that embed, probe and predict share."""
     add = parser.add_argument
-    add("--model", required=True, metavar="RUN", help="RUN, RUN/model, s3://... or hf://org/name")
+    add("--model", required=True, metavar="RUN", help="RUN, small, s3://... or hf://org/name")
     add("--code", **RUN_CODE)
     inputs = "a dataset; or folders, .hea, .npy and .npz files, vendors' .xml, .dcm, .scp and .edf"
     add("--data", required=True, nargs="+", metavar="DATASET|FILE", help=inputs)

@@ -104,6 +104,14 @@ def test_data_tools_know_nothing_of_torch_or_the_engine():
     assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT).returncode == 0
 
 
+def test_inference_does_without_what_only_training_needs():
+    """torch's compiler alone takes two seconds to import."""
+    probe = (
+        "import sys, omnilead.engine.inference.commands; sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT).returncode == 0
+
+
 def test_the_engine_imports_only_the_public_modules_of_data_tools():
     doors = {"data_tools", "data_tools.cli"}
     doors |= {"data_tools.constants", "data_tools.dataset", "data_tools.spreadsheet"}

@@ -187,11 +187,20 @@ def bench(
             "test_data": how.test_data or None,
             "seed": how.seed,
             "models": random,
+            "readouts": readouts(compared_rows, how.readout),
             "notes": notes,
             **compared(found, random),
         }
     )
     return document
+
+
+def readouts(rows: Sequence[Compared], asked: str) -> dict[str, str]:
+    found = {}
+    for row in rows:
+        for model in row.trained:
+            found[row.name] = "+".join(model.readout_of(asked))
+    return found
 
 
 def require_within(name: str, values: Sequence[float]) -> None:
@@ -269,7 +278,9 @@ def scores_of(
             found[name, lead, share, level] = scored
     if work.persons and row.identifies:
         for level, test in tests.items():
-            scored = identified(work.persons, fit, known, test, member[0].compared)
+            # Whitened on the leads that are compared
+            within = clean[work.fitted]
+            scored = identified(work.persons, within, known, test, member[0].compared)
             found[IDENTIFICATION, lead, None, level] = scored
     return found
 

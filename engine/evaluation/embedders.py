@@ -16,7 +16,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,9 +152,13 @@ def name_and_places(text: str) -> tuple[str, list[str]]:
     """The name of a model and its folders, from NAME=FOLDER,FOLDER or FOLDER."""
     name, equals, places = text.partition("=")
     if not equals or "/" in name or Path(text).exists():
-        path = Path(text)
-        return (path.parent.name if path.name == "model" else path.name), [text]
-    return name, places.split(",")
+        name, places = "", text
+    path = Path(places)
+    name = name or (path.parent.name if path.name == "model" else path.name)
+    several = places.split(",")
+    if not all(several):
+        raise ConfigError(f"--models {text}: an empty name: write NAME=RUN or NAME=RUN,RUN")
+    return name, [places] if path.exists() or not equals else several
 
 
 def _embedder(name: str, place: str, args: Namespace) -> Embedder:
@@ -167,12 +171,20 @@ def _embedder(name: str, place: str, args: Namespace) -> Embedder:
     return Embedder(name, digest, model.input, forward, model, batch, mean, precision)
 
 
-def _drawn(like: Embedder, name: str, architecture: str, args: Namespace, seed: int) -> Embedder:
+def _drawn(like: Any, name: str, architecture: str, args: Namespace, seed: int) -> Embedder:
     """Random weights of the architecture of a model, read out in the same way."""
-    assert like.model
-    model = like.model.untrained(seed)
-    forward = partial(model.read, readout=token_parts(like.model, args))
-    return like._replace(name=name, digest=f"{architecture} {seed}", forward=forward, model=model)
+    readout = token_parts(like.model, args)
+
+    def forward(x_RLT: Tensor) -> Tensor:
+        return _untrained(like.model, seed).read(x_RLT, readout)
+
+    drawn: Embedder = like._replace(name=name, digest=f"{architecture} {seed}", forward=forward)
+    return drawn
+
+
+@lru_cache(maxsize=1)  # the paper's model takes 0.4 GB, so one draw at a time
+def _untrained(model: TrainedModel, seed: int) -> TrainedModel:
+    return model.untrained(seed)
 
 
 def token_parts(model: TrainedModel, args: Namespace) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from scipy.special import expit, softmax
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.commandline import writable
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.patients import patient_ids, split_of
 from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
@@ -117,8 +118,10 @@ def probe_model(
     """The scores of a trained model's embeddings. `out`: a folder for the model with the linear
     probe as its head. `options`: as of engine.inference.commands.embed."""
     refuse_ranks("probes are")
-    if out and os.path.lexists(out):
-        raise ConfigError(f"--out {out}: exists: choose another folder")
+    if out:
+        if os.path.lexists(out):
+            raise ConfigError(f"--out {out}: exists: choose another folder")
+        writable(Path(out), "--out")
     setup = prepare(model, data, per="half", **options)
     dataset = dataset_of(setup.options)
     if dataset is None:
@@ -127,19 +130,20 @@ def probe_model(
             "with `omnilead shard`"
         )
     table = labels_to_probe(dataset, task, labels)
+    if out and not table:
+        raise ConfigError(f"--out {out}: a head needs labels: give --task or --labels")
     rows = probe_rows(dataset, table)
     source = dataset_source(dataset, rows, setup.input, setup.options)
     parts = setup.model.readout_of(readout)
     halves = whole(source, embeddings(setup.model, readout), setup.input, "half")
     mean = place_of_mean(parts, setup.model.encoder.width)
     scores = probe(dataset, halves, table, mean) | {"precision": setup.precision}
-    if out:
-        if "linear" not in scores:
-            raise ConfigError(f"--data {dataset.root.url}: no labels: give --task or --labels")
-        labelled = table or read_task(TaskConfig(), [dataset])
-        fitted, _ = probe_data(dataset, halves, labelled)
-        exact = load(model, bool(setup.model.code))  # its weights are not rounded to bf16
-        save_with_head(exact, setup.input, parts, labelled, fitted, dataset, Path(out))
+    if out and table:
+        exact = setup.model
+        if setup.precision == "bf16":  # its weights were rounded
+            exact = load(model, bool(setup.model.code))
+        fitted, _ = probe_data(dataset, halves, table)
+        save_with_head(exact, setup.input, parts, table, fitted, dataset, Path(out))
     return scores
 
 
@@ -177,7 +181,10 @@ def save_with_head(
     }
     card = (
         f"# ECG {task.name}: a linear probe\n\nA frozen encoder, read out as {'+'.join(readout)}, and "
-        f"a linear layer fitted on {len(data.train_ND):,} records.\n"
+        f"a linear layer fitted on {len(data.train_ND):,} records, its penalty chosen on "
+        f"{len(data.valid_ND):,} others. config.json says what data trained the encoder and the "
+        "layer. This is not a medical device: whatever is built on it must be validated for its "
+        "use and its population.\n"
     )
     seen = describe_leads(shown.seen).split(",")
     write(out, weights, document, model.preprocessing | {"seen": seen}, card, model.code)

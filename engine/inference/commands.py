@@ -214,9 +214,9 @@ def prepare_model(
     if precision == "auto":
         trained = model.history.get("precision")
         precision = "bf16" if place.type == "cuda" and trained == "bf16" else "fp32"
-    model.to(place, torch.bfloat16 if precision == "bf16" else torch.float32)
+    model.encoder.to(place, torch.bfloat16 if precision == "bf16" else torch.float32)
     if model.head:
-        model.head.float()  # a probe's standardisation is in its weights: bf16 would round it away
+        model.head.to(place)  # a probe's standardisation is in its weights: bf16 would round it
     return model, precision
 
 

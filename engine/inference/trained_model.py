@@ -1,7 +1,7 @@
 """Load a trained model; compute embeddings and predictions of ECGs.
 
     model = omnilead.load("RUN")                                      # or RUN/model, a copy of that folder, s3://bucket/model
-    model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [D], [B, L, T] -> [B, D]
+    model.embed(signal, fs_hz=250, leads=["II", "V1"], unit="mV")   # [L, T] -> [E]: its read-out; [B, L, T] -> [B, E]
     model.predict(signal, fs_hz=250, leads=["II", "V1"])            # after fine-tuning: {"AF": 0.93, ...} or {"age": 61.2}
     model.classes, model.thresholds, model.unit                     # the meaning of predictions: model.head_info
     model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # for segments that are already preprocessed (model.input)
@@ -192,12 +192,17 @@ class TrainedModel(nn.Module):
         return self.pooled(x_RLT)
 
     def logits(self, x_RLT: Tensor) -> Tensor:
+        return self.logits_of(self.tokens(x_RLT), x_RLT)
+
+    def logits_of(self, c_RND: Tensor, x_RLT: Tensor) -> Tensor:
         if self.head is None:
             raise ConfigError(
                 "this model has no head: logits and scores need a model that was fine-tuned on "
                 "labels"
             )
-        c = self.tokens(x_RLT) if sees_tokens(self.head) else self.read(x_RLT, self.readout)
+        c = c_RND
+        if not sees_tokens(self.head):
+            c = read_out(self.readout, c_RND, x_RLT, self.input.leads)
         y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
         return y.float()
 
@@ -223,7 +228,7 @@ class TrainedModel(nn.Module):
         unit: str = "mV",
         readout: str = "",
     ) -> Tensor:
-        """Embed an ECG [L, T] -> [D], or several [B, L, T] -> [B, D] (numpy or torch): the mean
+        """Embed an ECG [L, T] -> [E], or several [B, L, T] -> [B, E] (numpy or torch): the mean
         over its segments of 5 s. readout: "mean", "mean+std+rhythm", ...; "": the model's own.
 
         leads: the names of the rows, in any order; other leads are zeros, for which random lead

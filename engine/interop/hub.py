@@ -58,7 +58,7 @@ holds the settings; weights are float32 in safetensors. Usage:
 
     import omnilead
     model = omnilead.load("THIS_FOLDER"{code})    # or "hf://organisation/name"
-    vector = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [D]
+    vector = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> a vector: its read-out
 """
 PREDICT = """    answers = model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
 """

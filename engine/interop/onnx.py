@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from omnilead.engine.common import ConfigError
 from omnilead.engine.inference.readout import measures_signal
 from omnilead.engine.inference.trained_model import TrainedModel
+from omnilead.engine.model.encoder import pool
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 SIZES = ((1, 2500), (3, 2500), (2, 5000), (5, 1237))  # (segments, samples)
@@ -38,10 +39,11 @@ class Outputs(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The embedding is the mean over tokens, whatever the model's read-out."""
-        embedding = self.model(x)
+        c_RND = self.model.tokens(x)
+        embedding = pool(c_RND)
         if self.model.head is None or self.model.head_info is None:
             return (embedding,)
-        logits = self.model.logits(x)
+        logits = self.model.logits_of(c_RND, x)
         return embedding, logits, self.model.head_info.scores(logits)
 
 

@@ -34,7 +34,6 @@ from omnilead.engine.common import ALL, ConfigError, blaming, plugin
 from omnilead.engine.inference.readout import PAPER, read_out, width_of
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.encoders import ROWS, made
-from omnilead.engine.model.objectives import sum_over_ranks, world_size
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.config import TaskConfig
 
@@ -144,6 +143,9 @@ class Classifier(nn.Module):
             )
             loss_R, share_R = kinds.loss(self.task.kind, logits_RK, labels_R, weights_RK)
             right_R = kinds.right(self.task.kind, logits_RK, labels_R)
+        # Imported late: with torch's compiler, which a loaded model does without
+        from omnilead.engine.model.objectives import sum_over_ranks, world_size
+
         # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the
         # global batch
         counts = torch.stack([(present_R * share_R).sum(), present_R.sum()])

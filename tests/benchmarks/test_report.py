@@ -186,7 +186,11 @@ def test_of_the_evidence_the_newest_of_each_result_is_shown():
     for part, names in ((older, ("synthetic", "real")), (newer, ("real",))):
         documents = {name: {"notes": [], "made": part["file"]} for name in names}
         parts.append(shared | part | {"results": documents, "date": part["file"][9:19]})
+    parts[0]["input"] = {"made_outside": ["archive"]}
     (found,) = report.newest(parts).values()
     assert found["results"]["real"]["made"] == "evidence_2999-01-02.json"
     (note,) = found["results"]["synthetic"]["notes"]
-    assert note == "From evidence_2999-01-01.json, 2999-01-01."
+    where = tables.machine(parts[0])
+    assert note == (
+        f"From evidence_2999-01-01.json, 2999-01-01, {where}. Made outside the plan: archive."
+    )

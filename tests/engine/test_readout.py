@@ -8,6 +8,7 @@ import torch
 import omnilead
 from omnilead.engine.common import LEADS, ConfigError
 from omnilead.engine.evaluation.probe import probe_model
+from omnilead.engine.inference.commands import prepare_model
 from omnilead.engine.inference.mean_beat import MEASUREMENTS, RHYTHM, measurements
 from omnilead.engine.inference.readout import BEATS_S, parsed, read_out, width_of
 from omnilead.engine.interop.onnx import to_onnx
@@ -120,9 +121,14 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
     scores = probe_model(**given, task=task, out=tmp_path / "B")["linear"]
     model = omnilead.load(tmp_path / "B")
     assert model.readout == ("mean", "std", "rhythm") and model.head_info.task == task
+    half, _ = prepare_model(str(tmp_path / "B"), precision="bf16")
+    assert half.head.weight.equal(model.head.weight)  # rounded, it would lose the standardisation
     assert "was not trained with missing leads" in model.unprepared()
-    with pytest.raises(ConfigError, match="B: exists: choose another folder"):
-        probe_model(**given, task=task, out=tmp_path / "B")
+    for out, says in (("B", "B: exists: choose another folder"), ("no/B", "no does not exist")):
+        with pytest.raises(ConfigError, match=f"--out .*{says}"):
+            probe_model(**given, task=task, out=tmp_path / out)
+    with pytest.raises(ConfigError, match="a head needs labels: give --task or --labels"):
+        probe_model(**given, out=tmp_path / "C")
     with pytest.raises(ConfigError, match="ONNX cannot measure rhythm"):
         to_onnx(model, tmp_path / "B.onnx")
     found = omnilead.evaluate(tmp_path / "B", data=dataset.root.url)

@@ -96,6 +96,10 @@ def test_every_row_and_its_differences_in_every_file(out, found):
         assert len(set(values)) == 2
         assert drawn_scores["metrics"][metric] == pytest.approx(np.mean(values))
     assert {(gap["model"], gap["against"]) for gap in gaps} == compared
+    assert (
+        found["readouts"] == dict.fromkeys(found["readouts"], "mean")
+        and len(found["readouts"]) == 4
+    )
     for gap in gaps:
         name, *setting = (gap[key] for key in KEYS)
         values = [scores[model, *setting][gap["metric"]] for model in (name, gap["against"])]
@@ -325,6 +329,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex sex", "two tasks have the same name"),
         ("sex --models A=nowhere", "nowhere: no such folder"),
         ("sex --models none/lr=1/RUN", " none/lr=1/RUN: no such folder"),
+        ("sex --models A=B,", "--models A=B,: an empty name: write NAME=RUN or NAME=RUN,RUN"),
         ("sex --models A=B,B", "runs of one name must differ in their seed alone"),
         ("sex --models X=B,A", "runs of one name must differ in their seed alone"),
         ("sex --readout rhythm", "it has nothing of a model: add mean, std or beats"),

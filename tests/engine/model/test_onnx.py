@@ -37,7 +37,10 @@ def test_onnx_gives_the_same_numbers(saved_model, tmp_path, capsys):
     folder, out = saved_model(head=EF, leads=3, layers=1), tmp_path / "model.onnx"
     model, session = omnilead.load(folder), exported(folder.parent, out)
     assert str(out) in capsys.readouterr().out
-    about = {entry.key: json.loads(entry.value) for entry in onnx.load(out).metadata_props}
+    graph = onnx.load(out)
+    about = {entry.key: json.loads(entry.value) for entry in graph.metadata_props}
+    attentions = [node.op_type for node in graph.graph.node if node.op_type == "Softmax"]
+    assert len(attentions) == 1  # one layer: the encoder is computed once
     assert about["preprocessing"]["leads"] == ["I", "II", "III"] and about["config"]["head"] == EF
     assert about["head"].items() >= (EF | {"thresholds": [], "chosen": []}).items()
     record = model.segments(np.random.default_rng(0).normal(0, 0.3, (3, 12_000)), 500, "I,II,III")
