@@ -160,7 +160,8 @@ def run_part(
                     left_out[f"{name}: {case}"] = reason
                 if part["results"] and part not in record["parts"]:
                     record["parts"].append(part)
-                save(record, path)
+                with suppress(OSError):  # publish() reports it at the end
+                    save(record, path)
             if part["results"].keys() >= set(named):
                 record["complete"].append(config)
     except measure.EXPECTED as error:
@@ -180,7 +181,13 @@ def publish(record: Part, path: Path) -> int:
     if not record["parts"]:
         print("benchmarks.run: nothing was measured", file=sys.stderr)
         return 1
-    save(record, path)
+    try:
+        save(record, path)
+    except OSError as error:  # no measurement is lost to a full disk
+        print(json.dumps(record, indent=1))
+        text = f"{path}: {error.strerror or error}: the record is printed above"
+        print(f"benchmarks.run: {text}", file=sys.stderr)
+        return 1
     results = sum(len(part["results"]) for part in record["parts"])
     print(f"{path}: {results} results in {record['took_s']} s")
     return int(wrong)

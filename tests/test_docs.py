@@ -89,6 +89,14 @@ def test_the_page_for_hospitals_names_every_format_and_command():
     assert set(re.findall(r"^    omnilead (\w+)", text, re.MULTILINE)) <= set(COMMANDS)
 
 
+def test_options_in_the_prose_of_the_page_on_comparing_exist(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    known, text = capsys.readouterr().out, (DOCS / "comparing.md").read_text()
+    named = set(re.findall("--[a-z][a-z-]*", text)) - {"--plan"}  # of omnilead shard
+    assert len(named) >= 8 and named <= set(re.findall("--[a-z-]+", known))
+
+
 @pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
 def test_links_and_tests_that_a_page_names_exist(page):
     text = page.read_text()

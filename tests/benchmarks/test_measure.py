@@ -127,3 +127,6 @@ def test_the_interval_of_a_median():
     # of 8, the 2nd to the 7th would be 93 %
     lows = [measure.interval(range(n))["low"] for n in (5, 6, 8, 9, 60)]
     assert lows == [0, 0, 0, 1, 21] and measure.interval(range(60))["high"] == 38
+    draws = np.random.default_rng(0).exponential(size=(400, 60))
+    found = [measure.interval(row) for row in draws]
+    assert 0.94 < np.mean([one["low"] <= np.log(2) <= one["high"] for one in found]) < 0.99

@@ -1,13 +1,16 @@
 """The command: what is refused before any work, where a record is written, and resuming it."""
 
 import json
+import multiprocessing
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from math import inf
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -77,6 +80,31 @@ def test_records_are_never_overwritten(cases, tmp_path, capsys):
     assert "| first step: a | 2 | 1 to 3 | 2 |" in capsys.readouterr().out
     (part,) = report.newest(report.every(tmp_path / "results")).values()
     assert part["results"] == {"first step: a": RESULT}
+
+
+def test_a_record_that_cannot_be_written_is_printed(cases, monkeypatch, capsys):
+    cases["first step: b"] = (result, ("",))  # measured, although the first cannot be saved
+    monkeypatch.setattr(run, "write_whole", mock.Mock(side_effect=OSError(28, "No space left")))
+    assert run.main(["start"]) == 1
+    out, error = capsys.readouterr()
+    assert error.endswith("No space left: the record is printed above\n")
+    (part,) = json.loads(out[out.index("\n{") :])["parts"]
+    assert part["results"] == dict.fromkeys(cases, RESULT)
+
+
+def interrupts(pid):
+    for one in (os.getpid(), pid):  # a terminal interrupts both
+        os.kill(one, signal.SIGINT)
+    time.sleep(10**6)
+
+
+def test_ctrl_c_is_one_line_and_ends_the_case(cases, capsys):
+    cases["first step: a"] = (interrupts, (os.getpid(),))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert run.main(["start"]) == 130
+    signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.endswith("\nbenchmarks.run: interrupted: run it again\n")
+    assert not multiprocessing.active_children()
 
 
 def test_without_a_result_nothing_is_published(cases, capsys):

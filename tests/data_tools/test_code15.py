@@ -55,6 +55,14 @@ def test_rows_without_an_exam_are_refused_and_fillers_are_ignored(tmp_path):
     assert {name for _, name in crops_of(made)} == {"168405", "2873686"}
 
 
+def test_exam_ids_are_read_once(tmp_path, monkeypatch):
+    write_code15(tmp_path, EXAMS, parts=1)
+    read, asked = h5py.Dataset.__getitem__, []
+    spy = lambda self, at: asked.append(self.name) or read(self, at)  # noqa: E731
+    monkeypatch.setattr(h5py.Dataset, "__getitem__", spy)
+    assert len(list(Code15(folder(tmp_path)))) > 3 and asked.count("/exam_id") == 1
+
+
 def test_a_damaged_chunk_refuses_only_its_exam(tmp_path):
     made = write_code15(tmp_path, EXAMS, parts=1)
     path = tmp_path / "exams_part0.hdf5"

@@ -222,7 +222,7 @@ def test_a_file_that_a_store_denies_once_is_not_left_out(monkeypatch):
     assert [*HospitalFiles(folder("memory://once")).keys()] == [UID]
 
 
-def test_show_draws_one_file(tmp_path, capsys):
+def test_show_draws_one_file(tmp_path, capsys, monkeypatch):
     mixed(tmp_path)
     assert main(["show", f"{tmp_path}/two.DCM", "--png", f"{tmp_path}/one.png"]) == 0
     assert "two.DCM: 12 leads, 500 Hz, 5 s" in capsys.readouterr().out
@@ -230,6 +230,11 @@ def test_show_draws_one_file(tmp_path, capsys):
     assert main(["show", f"{tmp_path}/notes.txt"]) == 2
     refusal = "notes.txt would be refused: unknown format: none of muse-xml, dicom"
     assert refusal in capsys.readouterr().err
+    broken = mock.Mock(side_effect=TypeError("of a bug"))
+    monkeypatch.setitem(FORMATS, "dicom", FORMATS["dicom"]._replace(decode=broken))
+    assert main(["show", f"{tmp_path}/two.DCM"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "two.DCM would be refused: unreadable record: TypeError" in line
 
 
 def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path):

@@ -1,5 +1,6 @@
 """The loader: correct tensors, the same order at every world size, and a state to resume from."""
 
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -17,7 +18,9 @@ from shards_made import crops_of
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data import dali
+from omnilead.engine.data import loader as module
 from omnilead.engine.data.augment import AugmentConfig, ThreeKG
+from omnilead.engine.data.augmenter import single_threaded
 from omnilead.engine.data.loader import Loader, LoaderConfig
 from tests.forks import started
 from tests.waiting import until
@@ -165,6 +168,20 @@ def test_iterating_again_continues(backend, dataset):
     assert parts == [digest(batch) for batch, _ in whole]
 
 
+def test_reading_threads_open_no_openmp_threads(dataset, monkeypatch):
+    """They would take cores from the training step."""
+    if not hasattr(ctypes.CDLL(None), "omp_set_num_threads"):
+        pytest.skip("this torch does not show its OpenMP")
+    seen, before = [], torch.get_num_threads()
+    spy = lambda: (single_threaded(), seen.append(torch.get_num_threads()))  # noqa: E731
+    monkeypatch.setattr(module, "single_threaded", spy)
+    torch.set_num_threads(2)
+    some(loader(dataset, threads=2), 2)
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert set(seen) == {1} and after == 2
+
+
 def test_auto_logs_the_chosen_backend(dataset, caplog):
     with caplog.at_level("INFO"):
         assert loader(dataset, "auto").backend == "torch"
@@ -226,6 +243,15 @@ class FakeEvent:
 
     def synchronize(self):
         self.waited = True
+
+
+def test_a_dali_batch_is_let_go_when_the_gpu_has_read_it():
+    flight = dali.InFlight(FakeEvent)
+    for batch in "ab":
+        flight.hold(batch)
+        flight.release()
+        flight.queued[0][0].waited = True
+    assert [batch for _, batch in flight.queued] == ["b"]
 
 
 class FakeDali:

@@ -148,12 +148,15 @@ def test_normalisation_uses_only_what_was_recorded(data, saved_model, evaluated)
         z = (uv - uv.mean(1, keepdims=True)) / np.maximum(uv.std(1, keepdims=True), 1e-3)
         return torch.tensor(z, dtype=torch.float32).unflatten(1, (halves, 2500)).transpose(0, 1)
 
-    rows = data.select(dx="valid")
+    rows, patient = data.select(dx="valid"), data.column("patient")
     probability = model.scores(torch.cat([scaled(row) for row in rows])).numpy()
     labels = np.repeat(data.labels[rows], data.column("halves")[rows], axis=0)
     document = evaluated(folder, "--role", "valid")
     assert document["score"] == pytest.approx(challenge_score(labels, probability > 0.5), abs=1e-9)
-    first = model.pooled(torch.stack([scaled(row)[0] for row in data.select(identity="gallery")]))
+    sides = [data.select(identity=role) for role in ("gallery", "probe")]
+    first, asked = (model.pooled(torch.stack([scaled(row)[0] for row in side])) for side in sides)
+    by_hand = accuracy(first, asked, *(patient[side] for side in sides))
+    assert evaluated(folder, "--task", "identification")["score"] == pytest.approx(by_hand)
     gallery = results.identify(model, data, results.EvalOptions()).gallery_PD
     np.testing.assert_allclose(gallery, first, atol=1e-5)
 

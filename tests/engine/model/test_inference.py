@@ -238,6 +238,15 @@ def test_missing_samples_in_integers_and_masked_arrays(embed):
         embed(np.full_like(uv, -32768), unit="uV")
 
 
+def test_several_records_of_any_length(embed):
+    records = np.stack([ecg(23, seed=seed) for seed in range(2)])
+    for one, signal in zip(embed(records), records, strict=True):
+        fives = [embed(signal[:, at : at + 2500]) for at in range(0, 10_000, 2500)]
+        # what is left, 3 s, is no segment
+        assert torch.allclose(one, torch.stack(fives).mean(0), atol=1e-6)
+    assert embed(records[:0]).shape == (0, 32)
+
+
 def test_predictions_are_the_mean_over_segments(saved_model):
     records = np.stack([ecg(13, seed=seed) for seed in range(2)])
     for head, link in (

@@ -114,8 +114,12 @@ def test_the_papers_literal_model_trains_resumes_and_is_exported(dataset, tmp_pa
     assert curve(whole) == curve(parts) and len(rows(parts)) == 4
     for row in rows(parts):
         assert row["loss"] == pytest.approx(row["loss_local"] + row["loss_global"], rel=1e-6)
-    model = omnilead.load(parts).config["model"]
+    one, two = (omnilead.load(path) for path in (whole, parts))
+    model = two.config["model"]
     assert (model["conv_norm"], model["mask_starts"]) == ("layer", "bernoulli")
+    assert one.embed(dataset.read(0), 500, "12", "uV").equal(
+        two.embed(dataset.read(0), 500, "12", "uV")
+    )
 
 
 def test_changed_data_or_settings_are_refused_by_name(training, tmp_path):
