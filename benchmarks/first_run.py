@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
     yield "install", 120, install
     if not (place / "dataset" / "dataset.json").exists():
         make_dataset(place, options.crops, plan="paper", role_sources=every_source())
-    for backend in ("torch", "dali") if options.device == "cuda" else ("torch",):
+    both = options.device == "cuda" and find_spec("nvidia.dali")
+    for backend in ("torch", "dali") if both else ("torch",):
         for model in dict.fromkeys(("small", options.model)):
             name = f"smoke {backend} {model}"
             settings = (f"pipeline.backend={backend}", "train.compile=eager")

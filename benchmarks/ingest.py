@@ -40,7 +40,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
         "ingest: omnilead, tar": (ingest_records, archive),
         "ingest: omnilead, 257 and 1000 Hz (crops)": (ingest_crops, others),
         "ingest: re-creation of fairseq-signals' preprocessing": (ingest_like_fairseq, archive),
-        "verify": (check, work / "dataset"),
+        "verify: tar": (check, work / "dataset"),
     }
     facts = describe(dataset, records=len(headers(archive)))
     return facts, {name: (repeated, case) for name, case in cases.items()}

@@ -68,41 +68,50 @@ def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Out
                 continue
             say(name if at_once else f"{name} ({turn + 1} of {repeats})")
             count = repeats if at_once else 1
+            reason = ""
             try:
-                answer = call_fresh(timed, function, arguments, count)
+                answer = call_fresh(timed, function, arguments, count, rows=samples[name])
             except CaseError as error:
-                reason = str(error)
-                before = len(samples.pop(name))
-                if before < LEAST_REPEATS or reason not in (OUT_OF_TIME, OVER_TIME):
-                    say(f"{name}: left out: {reason}")
-                    yield name, {}, reason
-                continue
-            if isinstance(answer, dict):
+                answer, reason = None, str(error)
+            if answer:  # it measured itself
                 del samples[name]
                 yield name, answer, ""
                 continue
-            samples[name] += answer
-            if len(samples[name]) >= LEAST_REPEATS:
-                yield name, summary(samples[name]), ""
+            rows = samples.pop(name) if reason else samples[name]
+            if len(rows) >= LEAST_REPEATS and reason in ("", OUT_OF_TIME, OVER_TIME):
+                yield name, summary(rows), ""
+            elif reason:
+                say(f"{name}: left out: {reason}")
+                yield name, {}, reason
 
 
-def call_fresh(function: Callable[..., Any], *arguments: Any, seconds: float = inf) -> Any:
+def call_fresh(
+    function: Callable[..., Any],
+    *arguments: Any,
+    seconds: float = inf,
+    rows: list[dict[str, float]] | None = None,
+) -> Any:
     """Call function(*arguments) in a fresh process; CaseError gives the reason of a failure in
     one line. The process and its children are killed after `seconds`, after `limit_s` and at the
-    deadline."""
+    deadline. What the function gives to `send`, if there are `rows`, is added to them at once."""
     left = deadline - time.monotonic()
     wait_s, late = min((left, OUT_OF_TIME), (min(seconds, limit_s), OVER_TIME))
     if wait_s <= 0:
         raise CaseError(late)
+    end = time.monotonic() + wait_s
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, function, arguments))
+    process = context.Process(target=_child, args=(theirs, function, arguments, rows is not None))
     process.start()
     theirs.close()
     try:
-        if not ours.poll(None if wait_s == inf else wait_s):
-            raise CaseError(late)
-        value, error = ours.recv()
+        row = {}
+        while row is not None:
+            if not ours.poll(None if end == inf else max(0.0, end - time.monotonic())):
+                raise CaseError(late)
+            row, value, error = ours.recv()
+            if rows is not None and row:
+                rows.append(row)
         process.join(EXIT_S)
     except EOFError:
         raise CaseError("its process died") from None
@@ -123,10 +132,13 @@ def kill(pid: int | None) -> None:
                 process.kill()
 
 
-def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _child(
+    pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], sends: bool
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
     try:
-        pipe.send((function(*arguments), ""))
+        send = [lambda row: pipe.send((row, None, ""))] if sends else []
+        pipe.send((None, function(*arguments, *send), ""))
     except BaseException as error:  # the parent reports it
         reason = " ".join(str(error).split())[:300]
         if not isinstance(error, CaseError | SystemExit):
@@ -135,21 +147,26 @@ def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) 
         if not isinstance(error, EXPECTED) and type(error).__name__ != "OutOfMemoryError":
             reason = BUG + reason
             traceback.print_exc()
-        pipe.send((None, reason))
+        pipe.send((None, None, reason))
 
 
-def timed(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int) -> Any:
-    """Measure a case in this process: a row for each repeat, or what the case measured itself."""
+def timed(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    repeats: int,
+    send: Callable[[dict[str, float]], None],
+) -> Any:
+    """Measure a case in this process: send a row for each repeat, or return what the case measured
+    itself."""
     stream = function(*arguments)
     if isinstance(stream, dict):
         return stream
     next(stream)  # the warm-up: page cache, imports, caches of parsers
-    samples = []
     for _ in range(repeats):
         sample = clocked(lambda: {"units": next(stream)})
-        samples.append(sample | peaks_mb())
+        send(sample | peaks_mb())
     stream.close()  # ends its threads and workers before the interpreter exits
-    return samples
+    return None
 
 
 def clocked(work: Callable[[], dict[str, float] | None]) -> dict[str, float]:

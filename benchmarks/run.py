@@ -102,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for late in (False, True):
             for one in chosen:
                 run_part(one, record, path, failed, late)
+            for name, reason in record["left_out"].items():
+                if reason == measure.OVER_TIME:
+                    failed.add(name)
     except KeyboardInterrupt:
         print("benchmarks.run: interrupted: run it again", file=sys.stderr)
         return 130
@@ -210,9 +213,11 @@ def resumed(options: argparse.Namespace) -> tuple[Path, Part]:
     for path in [options.out] if options.out else chain([name], more):
         if not path.exists():
             return path, new | {"parts": [], "left_out": {}, "complete": []}
-        old, same = json.loads(path.read_text()), ("benchmark", "config", "versions", "git")
-        if all(old.get(key) == new[key] for key in same) and (options.out or old["left_out"]):
-            return path, old
+        same = ("benchmark", "config", "versions", "git")
+        with suppress(ValueError, LookupError, TypeError):  # a damaged record is not continued
+            old = json.loads(path.read_text())
+            if all(old[key] == new[key] for key in same) and (options.out or old["left_out"]):
+                return path, old
     raise ConfigError(
         f"--out {options.out}: is not a record of this command, with these versions and revision: "
         "choose another"
