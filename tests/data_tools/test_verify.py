@@ -163,6 +163,7 @@ DAMAGES = [  # words of the finding
     (member(b"[]"), "invalid tar member"),
     (member(b"{"), "invalid tar member"),
     (member(b"{}"), "JSON and samples.parquet differ in age, "),
+    (member(b'{"name": "Bob"}'), "missing_leads, name, record"),  # an entry too many
     (lambda root: shutil.rmtree(root / "store.zarr"), "store.zarr"),
     (missing(ZARR), f"{ZARR}: missing file"),
     (cut(ZARR, 100_000), "index fails"),

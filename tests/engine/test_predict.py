@@ -256,8 +256,11 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
     skipping = words(model, export, tmp_path / "skipping.csv", *hidden, "--on-corrupt", "skip")
     assert predict.main(skipping) == 0
     assert predict.main(words(model, export, tmp_path / "stopped.csv", *hidden)) == 2
+    (linked := tmp_path / "linked").mkdir()
+    (linked / "JOHN_DOE").symlink_to(export)  # no such folder is entered, nor named
+    assert predict.main(words(model, linked, tmp_path / "linked.csv", *hidden)) == 2
     said = capsys.readouterr().err
-    assert "skipped: a record: " in said and "DOE" not in said
+    assert "skipped: a record: " in said and "is a link" in said and "DOE" not in said
     damaged.unlink()
     key.write_bytes(bytes(range(1, 33)))
     assert embed.main(words(model, export, out, *hidden)) == 2
