@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", required=True, metavar="TASK")
     parser.add_argument("--leads", default="12", metavar="L", help="that the models are shown (12)")
     parser.add_argument("--data", required=True, metavar="DATASET")
+    parser.add_argument("--labels", default="", metavar="TABLE", help="of a task with a label table")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     return exit_code("benchmarks.finetuned", lambda: score(options))
@@ -86,7 +87,7 @@ def score(options: argparse.Namespace) -> int:
         runs = [starts[start][seed] for seed in seeds[start]]
         for run, weight_B in weighted(runs):
             say(f"{run.name} on {options.leads} leads ...")
-            facts, of = scores_of(run, dataset, options.leads)
+            facts, of = scores_of(run, dataset, options)
             add_weighted(samples, of, weight_B)
             for name, of_B in of.items():
                 each.setdefault(name, []).append(float(of_B[0]))
@@ -122,10 +123,10 @@ def remarks(runs: Sequence[Path]) -> Iterator[str]:
             yield from (f"the chosen learning rate, {chosen}, is the {end} tried" for end in ends)
 
 
-def scores_of(run: Path, dataset: Dataset, leads: str) -> Scored:
+def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Scored:
     """Facts, and metrics under all weightings of the patients."""
-    model, how = omnilead.load(str(run)), EvalOptions(leads=leads)
-    task = chosen_task(model)
+    model, how = omnilead.load(str(run)), EvalOptions(leads=options.leads)
+    task = chosen_task(model, labels=options.labels)
     if task.kind == "identity":
         result = identify(model, dataset, how)
         hits, weight_NB = result.scores["hits"], resampled(np.array(result.probe_ids))
