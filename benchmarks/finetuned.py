@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", required=True, metavar="TASK")
     parser.add_argument("--leads", default="12", metavar="L", help="that the models are shown (12)")
     parser.add_argument("--data", required=True, metavar="DATASET")
-    parser.add_argument("--labels", default="", metavar="TABLE", help="of a task with a label table")
+    parser.add_argument(
+        "--labels", default="", metavar="TABLE", help="of a task with a label table"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     return exit_code("benchmarks.finetuned", lambda: score(options))

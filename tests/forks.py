@@ -4,10 +4,13 @@ The server starts with the first of them. A test process has only one, so all he
 listed here.
 """
 
+import faulthandler
 import multiprocessing
 import os
 import signal
 import sys
+
+from tests.waiting import HANG_S
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HEAVY = [
@@ -49,6 +52,8 @@ def _run(call, arguments, out, env):
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
+    # One that hangs ends, with its stack in `out`, before pytest would end its whole worker
+    faulthandler.dump_traceback_later(2 * HANG_S, exit=True, file=2)
     sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))
     code = call(*arguments)
     sys.stdout.flush()

@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -198,8 +198,8 @@ def _stop_file(folder: WorkDir) -> Iterator[tuple[Path, list[int]]]:
 def run_job(folder: WorkDir, job: Job, stop: Path) -> str:
     """On a worker: runs the job's command. Returns "" if it is done, else why not."""
     with open(folder.file(job, "lock"), "w") as lock:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not alone(lock, stop):
+            return STOPPED
         if folder.done(job):
             return ""
         (folder.path / job.result).parent.mkdir(parents=True, exist_ok=True)
@@ -226,6 +226,20 @@ def run_job(folder: WorkDir, job: Job, stop: Path) -> str:
         if line.strip():
             return line.strip()[:300]
     return f"exit code {code}"
+
+
+def alone(lock: Any, stop: Path) -> bool:
+    """Wait until no other command runs the job; False: asked to stop."""
+    while not stop.exists():
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(POLL_S)
+        except OSError:  # a file system without locks
+            return True
+        else:
+            return True
+    return False
 
 
 def _environment() -> dict[str, str]:

@@ -95,7 +95,7 @@ def share_work() -> int:
     rank, world, _ = environment()
     if world > 1:
         torch.set_num_threads(cores_per_rank())
-        _join("gloo", timedelta(days=1))
+        _join("gloo", timedelta(minutes=10))  # a rank may have failed before it got here
     return rank
 
 

@@ -60,6 +60,8 @@ def dask(tmp_path_factory):
         address = found[1]
         for _ in range(2):
             start("worker", address, "--no-nanny", "--nthreads", "1")
+        # One that has never registered would look for its scheduler for ever
+        until(lambda: output.read_text().count("Registered to:") == 2)
         yield address, running
     finally:
         for process in running:

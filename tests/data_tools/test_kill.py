@@ -267,9 +267,11 @@ def workers(archive, root, kills, seed):
             os.environ["HANG_AT"] = str(number + 4)
             build(archive, out, format="both", workers=2)
             os._exit(0)
-        until(partial(under_way, child, out, number))
-        time.sleep(rng.uniform(0, 0.05))
-        (os.kill if alone else os.killpg)(child, signal.SIGKILL)
+        try:
+            until(partial(under_way, child, out, number))
+            time.sleep(rng.uniform(0, 0.05))
+        finally:
+            (os.kill if alone else os.killpg)(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         for orphan in members(child):
             orphans += 1

@@ -36,7 +36,7 @@ def server(monkeypatch):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     forget_connections()  # a thread of the test before may have connected to its server once more
     yield server
-    until(lambda: not named("staging-part"))
+    until(lambda: not named("staging"))
     forget_connections()
     server.stop()
 

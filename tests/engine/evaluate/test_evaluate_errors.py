@@ -21,6 +21,7 @@ from tests.engine.evaluate.conftest import (
 )
 from tests.engine.training.ranks import free_port
 from tests.forks import started
+from tests.waiting import HANG_S
 
 
 @pytest.mark.parametrize(
@@ -238,6 +239,8 @@ def of_two_ranks(arguments, folder):
         for n in range(2)
     ]
     for process in both:
+        process.join(HANG_S)
+        process.kill()
         process.join()
     said = (folder / "said").read_text()
     (folder / "said").unlink()

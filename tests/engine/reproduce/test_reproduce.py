@@ -117,7 +117,14 @@ def test_a_killed_command_takes_its_jobs_down_and_continues_when_run_again(lab, 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_stop_signal_lets_jobs_save(number, code, lab, capsys):
     lab.let("hang", "random-12")
-    threading.Thread(target=lambda: (lab.hanging(), os.kill(os.getpid(), number))).start()
+
+    def stop():
+        try:
+            lab.hanging()
+        finally:
+            os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop).start()
     assert lab.main(rows=1) == code
     (hung,) = lab.fake.glob("hangs.*")
     assert not psutil.pid_exists(int(hung.suffix[1:]))
@@ -151,7 +158,11 @@ def test_two_commands_never_run_the_same_job_at_once(lab):
         fcntl.flock(held, fcntl.LOCK_EX)
         waiting = executor.submit(jobs.run_job, folder, job, stop)
         time.sleep(0.2)
-        assert not lab.ran()
+        stop.touch()  # asked to stop, it does not wait for the other command
+        assert waiting.result() == jobs.STOPPED
+        stop.unlink()
+        waiting = executor.submit(jobs.run_job, folder, job, stop)
+        time.sleep(0.2)
         (lab.out / job.result).mkdir(parents=True)  # the other command finishes it
         held.close()
         assert waiting.result() == "" and not lab.ran()

@@ -18,7 +18,7 @@ import pytest
 from ranks import STILL, column, free_port, rows, run, settings
 
 from tests.forks import started
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 CLONE_NEWNET = 0x40000000  # of setns: a network namespace
 SCRIPT = str(Path(__file__).parents[3] / "engine" / "pretrain.py")
@@ -221,6 +221,8 @@ def test_two_nodes(launcher, networks, dataset, tmp_path):
         namespace = networks[node] if networks else ""
         nodes.append(started(launch, launcher, words, namespace, out=out, env=env))
     for running in nodes:
+        running.join(HANG_S)
+        running.kill()
         running.join()
     outputs = [out.read_text() for out in outs]
     assert [running.exitcode for running in nodes] == [0, 0], "\n".join(outputs)
