@@ -153,9 +153,10 @@ def test_folds_splits_and_unknown_labels(dataset, tables):
     assert "crops are left out: their split is not for train, valid or test" in remarks
 
 
-def test_copies_of_test_ecgs_are_left_out(tables, monkeypatch):
+@pytest.mark.parametrize("held_out", ["valid", "test"])
+def test_copies_of_held_out_ecgs_are_left_out(held_out, tables, monkeypatch):
     before, column = tables.by_fold("fold", str), Dataset.column
-    train, test = before.rows(0, "train")[0], before.rows(0, "test")[0]
+    train, test = before.rows(0, "train")[0], before.rows(0, held_out)[0]
 
     def copied(self, name):
         values = column(self, name).copy()
