@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
