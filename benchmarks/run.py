@@ -34,7 +34,7 @@ from benchmarks import measure
 from benchmarks.measure import BUG, OUT_OF_TIME, CaseError, say
 from omnilead.data_tools.cli import Parser
 from omnilead.engine.commandline import positive, writable
-from omnilead.engine.common import ConfigError, write_whole
+from omnilead.engine.common import ConfigError, find_config, write_whole
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = "numpy scipy pyarrow zarr wfdb google-crc32c torch deepspeed webdataset"
@@ -226,10 +226,11 @@ def resumed(options: argparse.Namespace) -> tuple[Path, Part]:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse wrong options before the work starts."""
-    from benchmarks.step import config_of
+    from benchmarks.step import config_name, config_of
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     writable(options.out or RESULTS / "record.json", "--out")
+    find_config(config_name(options.model or "paper"), "pretrain", "--model")
     config_of(options.model or "paper")
     try:
         re.compile(options.only or "")

@@ -49,7 +49,7 @@ def cases(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("e2e --model nope", "nope"),
+        ("e2e --model nope", "--model 'nope'"),
         ("embed --model {bad}", "model.layers"),
         ("e2e --batch 0", "--batch: '0': must be a whole number"),
         ("e2e --only [", "--only '[': not a regular expression"),
