@@ -20,7 +20,7 @@ import numpy as np
 import omnilead
 from benchmarks.measure import say
 from omnilead.data_tools.cli import Parser
-from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.evaluation.bench import (
     Found,
@@ -143,8 +143,9 @@ def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Score
         halves.labels_NK, halves.scores_NK, halves.records_N, halves.patients_N
     )
     weight_NB, samples = resampled(np.array(people)), dict[str, Array]()
+    of_challenge = halves.head.classes == CLASSES
     for name, thresholds in (("challenge", THRESHOLD), (CHOSEN, halves.head.chosen)):
-        if thresholds:
+        if of_challenge and thresholds:
             statistic = challenge_statistic(y_NK, scores_NK > np.asarray(thresholds))
             samples[name] = np.array([statistic(weight_N) for weight_N in weight_NB.T])
     samples |= over_classes(by_class("multilabel", y_NK, scores_NK, weight_NB))
