@@ -81,7 +81,7 @@ def score(options: argparse.Namespace) -> int:
         named = "; ".join(f"{start} {' '.join(of)}" for start, of in seeds.items())
         raise ConfigError(f"seeds {named}: name the same for each")
     names = sorted(starts, key=RANDOM.__eq__)
-    notes = ["Means over seeds of pre-training and fine-tuning."]
+    notes = ["Means over seeds."]
     for start in names:
         samples: dict[str, Any] = {}
         each: dict[str, list[float]] = {}

@@ -216,6 +216,7 @@ def resumed(options: argparse.Namespace) -> tuple[Path, Part]:
         same = ("benchmark", "config", "versions", "git")
         with suppress(ValueError, LookupError, TypeError):  # a damaged record is not continued
             old = json.loads(path.read_text())
+            old["parts"], old["left_out"], old["complete"], old["took_s"]  # a whole record has them
             if all(old[key] == new[key] for key in same) and (options.out or old["left_out"]):
                 return path, old
     raise ConfigError(

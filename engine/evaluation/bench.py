@@ -187,6 +187,7 @@ def bench(
             "test_data": how.test_data or None,
             "seed": how.seed,
             "models": random,
+            "fit_leads": how.fit_leads or None,
             "readouts": readouts(compared_rows, how.readout),
             "notes": notes,
             **compared(found, random),

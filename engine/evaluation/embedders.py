@@ -152,13 +152,14 @@ def name_and_places(text: str) -> tuple[str, list[str]]:
     """The name of a model and its folders, from NAME=FOLDER,FOLDER or FOLDER."""
     name, equals, places = text.partition("=")
     if not equals or "/" in name or Path(text).exists():
-        name, places = "", text
+        path = Path(text)
+        return (path.parent.name if path.name == "model" else path.name), [text]
     path = Path(places)
     name = name or (path.parent.name if path.name == "model" else path.name)
     several = places.split(",")
     if not all(several):
         raise ConfigError(f"--models {text}: an empty name: write NAME=RUN or NAME=RUN,RUN")
-    return name, [places] if path.exists() or not equals else several
+    return name, [places] if path.exists() else several
 
 
 def _embedder(name: str, place: str, args: Namespace) -> Embedder:

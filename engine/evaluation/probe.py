@@ -31,7 +31,6 @@ from scipy.special import expit, softmax
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.commandline import writable
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.patients import patient_ids, split_of
 from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
@@ -121,7 +120,9 @@ def probe_model(
     if out:
         if os.path.lexists(out):
             raise ConfigError(f"--out {out}: exists: choose another folder")
-        writable(Path(out), "--out")
+        folder = parent_of(Path(out))
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"--out {out}: no folder can be made in {folder}: choose another")
     setup = prepare(model, data, per="half", **options)
     dataset = dataset_of(setup.options)
     if dataset is None:
@@ -139,12 +140,19 @@ def probe_model(
     mean = place_of_mean(parts, setup.model.encoder.width)
     scores = probe(dataset, halves, table, mean) | {"precision": setup.precision}
     if out and table:
+        if "linear" not in scores:
+            raise ConfigError(f"--out {out}: no labelled record has a lead that the model is shown")
         exact = setup.model
         if setup.precision == "bf16":  # its weights were rounded
             exact = load(model, bool(setup.model.code))
         fitted, _ = probe_data(dataset, halves, table)
         save_with_head(exact, setup.input, parts, table, fitted, dataset, Path(out))
     return scores
+
+
+def parent_of(place: Path) -> Path:
+    """The nearest parent that exists."""
+    return next(parent for parent in place.absolute().parents if parent.exists())
 
 
 def save_with_head(

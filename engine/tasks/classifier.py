@@ -143,7 +143,7 @@ class Classifier(nn.Module):
             )
             loss_R, share_R = kinds.loss(self.task.kind, logits_RK, labels_R, weights_RK)
             right_R = kinds.right(self.task.kind, logits_RK, labels_R)
-        # Imported late: with torch's compiler, which a loaded model does without
+        # Imported here: it imports torch's compiler, which inference does not need
         from omnilead.engine.model.objectives import sum_over_ranks, world_size
 
         # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the

@@ -81,6 +81,7 @@ from omnilead.engine.training.validation import (
 DIAGNOSED = 64  # crops
 BATCH, EPOCHS, STEPS, VALIDATE = 64, 40, 20_000, 500  # at most
 PATIENCE = 10  # validations
+LR_AT_PROBE = 1e-4  # of a model that begins at a probe
 LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at most LR
 
 
@@ -532,11 +533,18 @@ def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> tup
     if not start.head or not start.head_weights:
         raise ConfigError(f"task.head=start: start={config.start} has no linear layer: {made}")
     head, task = start.head, labels.task
-    if head.kind == "regression" or (head.kind, head.classes) != (task.kind, labels.classes):
+    if task.kind == "regression":
+        raise ConfigError("task.head=start: regression cannot begin at a probe: leave it out")
+    if (head.kind, head.classes) != (task.kind, labels.classes):
         raise ConfigError(
             f"task.head=start: start={config.start} has a head for {head.kind}: "
             f"{', '.join(head.classes)}; the labels are {task.kind}: {', '.join(labels.classes)}"
-            f": {made}, with these labels; regression has no such start"
+            f": {made}, with these labels"
+        )
+    if config.train.compile == "step" and len(start.readout) > 1:
+        raise ConfigError(
+            "train.compile=step: with task.head=start the read-out cannot be compiled: use layers "
+            "or eager"
         )
     if "rhythm" in start.readout and config.train.precision != "fp32":
         raise ConfigError(
@@ -605,15 +613,15 @@ def finetuning(
 
 def choose_training(wanted: FinetuneConfig, batch: int, epoch: int) -> dict[str, Any]:
     """Settings for a data set that is `epoch` batches long."""
-    model = read_start(wanted.start, wanted.code).model
+    model, begun = read_start(wanted.start, wanted.code).model, wanted.task.head == "start"
     return {
         "batch_crops": batch,
         "validate_every": min(epoch, VALIDATE),
         "valid_batches": 1000,
         "patience": PATIENCE,
-        "lr": LR if model.encoder else min(LR, LR_WIDTH / model.width),
+        "lr": LR_AT_PROBE if begun else LR if model.encoder else min(LR, LR_WIDTH / model.width),
         "schedule": "warmup_cosine",
-        "precision": "fp32" if wanted.task.head == "start" else "auto",
+        "precision": "fp32" if begun else "auto",
         "steps": min(EPOCHS * epoch, STEPS),
     }
 

@@ -96,6 +96,8 @@ def share_work() -> int:
     if world > 1:
         torch.set_num_threads(cores_per_rank())
         _join("gloo", timedelta(minutes=10))  # a rank may have failed before it got here
+        # A rank's share of the work may take long
+        dist.distributed_c10d._set_pg_timeout(timedelta(days=1), dist.group.WORLD)
     return rank
 
 
