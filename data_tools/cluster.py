@@ -6,6 +6,7 @@ change it. Only a limited number of tasks is submitted at a time, so that eleven
 not queue up in memory.
 """
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -136,6 +137,9 @@ def connected(address: str) -> Iterator[Any]:
             f"--cluster needs the extra cluster: pip install 'omnilead[cluster]' ({error})"
         ) from None
     logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the errors below are enough
+    # A client that failed to connect closes itself when it is collected. While another one starts,
+    # that would wait for ever: both take Dask's lock.
+    gc.collect()
     try:
         client: Any = Client(address, timeout=CONNECT_S)
     except (OSError, TimeoutError, ValueError) as error:

@@ -1,6 +1,7 @@
 """One process, several processes and a Dask cluster give the same bytes, also if a worker dies."""
 
 import errno
+import gc
 import importlib
 import multiprocessing
 import os
@@ -125,6 +126,31 @@ def test_an_unreachable_scheduler_gives_a_one_line_error(
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     line = shell.error("shard", small, "--out", tmp_path, "--cluster", address)
     assert f"--cluster {address}: no scheduler answers" in line
+
+
+def test_a_client_that_failed_is_gone_before_the_next_one_starts(monkeypatch):
+    """Collected later, it would wait for the lock of Dask that the next client holds."""
+    under_lock, closed = [], distributed.Client.__del__
+    runner, thread = distributed.utils.LoopRunner, distributed.utils._CollectErrorThread
+
+    def collected(client):
+        under_lock.append(runner._lock.locked())
+        if not under_lock[-1]:
+            closed(client)
+
+    def thread_after_a_collection(*args, **options):
+        gc.collect()
+        return thread(*args, **options)
+
+    monkeypatch.setattr(cluster, "CONNECT_S", 1)
+    monkeypatch.setattr(distributed.Client, "__del__", collected)
+    monkeypatch.setattr(distributed.utils, "_CollectErrorThread", thread_after_a_collection)
+    for _ in range(3):
+        with pytest.raises(StorageError, match="no scheduler answers"):
+            with cluster.connected("tcp://127.0.0.1:1"):
+                pass
+    gc.collect()
+    assert len(under_lock) >= 3 and not any(under_lock)
 
 
 def test_a_run_can_go_on_after_its_scheduler_died(small, right, tmp_path, dask):
