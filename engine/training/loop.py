@@ -4,9 +4,11 @@
 
 Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change
 nothing and are counted (engine.training.optimizer); after train.max_nonfinite in a row the run
-ends. SIGTERM: a checkpoint at the next step, exit 0; Ctrl-C: the same, exit 130.
+ends. SIGTERM: a checkpoint at the next step, exit 0; Ctrl-C: the same, exit 130; a second
+Ctrl-C: at once.
 """
 
+import os
 import signal
 import threading
 import time
@@ -37,6 +39,7 @@ from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
 from omnilead.engine.training.task import TrainingTask, some_crops
 
 DROPOUT_STREAM = 200
+AGAIN_S = 2  # from this long after a Ctrl-C, another one counts: launchers may send each one twice
 
 
 class TrainError(UserError):
@@ -78,7 +81,7 @@ class Loop:
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
         self.terminated = False  # by SIGTERM or Ctrl-C
-        self.interrupted = False  # by Ctrl-C
+        self.interrupted_at_s: float | None = None  # the time of Ctrl-C
         self.loader_state = State()
         self.saved_at_step = self.progress.step
         self.saved_at_s = time.monotonic()
@@ -119,7 +122,8 @@ class Loop:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the run after a step. Only a main thread may handle signals."""
+        """SIGTERM and Ctrl-C end the run after a step, a second Ctrl-C at once (the data or a rank
+        may never come). Only a main thread may handle signals."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -132,7 +136,15 @@ class Loop:
 
     def _on_signal(self, number: int, _: Any) -> None:
         self.terminated = True
-        self.interrupted |= number == signal.SIGINT
+        if number != signal.SIGINT:
+            return
+        now = time.monotonic()
+        if self.interrupted_at_s is None:
+            self.interrupted_at_s = now
+            if self.ranks.first:  # not print: the signal may have come in the middle of another
+                os.write(2, b"stopping after this step; Ctrl-C again: at once, no checkpoint\n")
+        elif now - self.interrupted_at_s >= AGAIN_S:
+            raise KeyboardInterrupt("stopped without a checkpoint: the same command continues")
 
     def _next_batch(self, batches: Any) -> Batch:
         try:

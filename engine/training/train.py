@@ -97,7 +97,7 @@ def train(
         finally:
             if not failed or ranks.world == 1:  # after an error, do not wait for the other ranks
                 distributed.close()
-    if loop.interrupted and not finished:
+    if loop.interrupted_at_s is not None and not finished:
         raise KeyboardInterrupt("interrupted after a checkpoint: run it again to resume")
     return finished
 

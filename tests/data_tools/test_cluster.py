@@ -146,9 +146,11 @@ def test_a_client_that_failed_is_gone_before_the_next_one_starts(monkeypatch):
     monkeypatch.setattr(distributed.Client, "__del__", collected)
     monkeypatch.setattr(distributed.utils, "_CollectErrorThread", thread_after_a_collection)
     for _ in range(3):
-        with pytest.raises(StorageError, match="no scheduler answers"):
-            with cluster.connected("tcp://127.0.0.1:1"):
-                pass
+        with (
+            pytest.raises(StorageError, match="no scheduler answers"),
+            cluster.connected("tcp://127.0.0.1:1"),
+        ):
+            pass
     gc.collect()
     assert len(under_lock) >= 3 and not any(under_lock)
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -32,15 +33,16 @@ from omnilead.engine.commandline import load
 from omnilead.engine.config import CONFIGS, Config, build
 from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.data.order import DatasetRows, Order
+from omnilead.engine.data.reader import CropReader
 from omnilead.engine.model.draws import draw, row_keys
 from omnilead.engine.model.objectives import local_loss, nt_xent
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.training import checkpoint
+from omnilead.engine.training import checkpoint, loop
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.loop import Loop
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.validation import training_roles
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 
 def newest_step(run):
@@ -129,6 +131,30 @@ def test_a_stop_signal_writes_a_checkpoint(task, asked, code, dataset, tmp_path)
     ended = wait(tmp_path, processes)
     assert ended.codes == [0, code] and "the same command resumes" in ended.output, ended.output
     assert newest_step(tmp_path / "run") == rows(tmp_path / "run")[-1]["step"] > 3
+
+
+def no_more_data():
+    """Every crop after the first steps takes for ever to read."""
+    read, calls = CropReader._read_all, count()
+
+    def stuck(*args):
+        while next(calls) > 1:
+            time.sleep(HANG_S)
+        return read(*args)
+
+    CropReader._read_all = stuck
+    loop.AGAIN_S = 0
+
+
+def test_a_second_interrupt_stops_a_run_that_waits_for_data(dataset, tmp_path):
+    arguments = settings(tmp_path, dataset.root.url, train__steps=10**6)
+    (process,) = start(tmp_path, arguments, before=no_more_data)
+    output = tmp_path / "out.txt"
+    until(lambda: output.exists() and "step 1/" in output.read_text())
+    for said in ("Ctrl-C again", "stopped without a checkpoint: the same command continues"):
+        os.kill(process.pid, signal.SIGINT)
+        until(lambda said=said: said in output.read_text())
+    assert wait(tmp_path, [process]).codes == [130] and not newest_step(tmp_path / "run")
 
 
 def test_a_step_has_one_checkpoint(training, monkeypatch):
