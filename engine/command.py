@@ -111,10 +111,11 @@ def _parser(
         add(option, **{**how, "help": f"{how['help']}; --set {setting}=..."})
     add(
         "--set",
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="a.b=c",
-        help="one setting; may be given many times",
+        help="settings by their names; may be given many times",
     )
     traced = (
         "trace N steps after a warm-up into RUN/profile, print the slowest operations, and "

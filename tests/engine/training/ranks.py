@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from unittest import mock
 
 import torch
@@ -142,8 +141,8 @@ def tuning(tmp, dataset, begin, task, run="run", **changes):
 def _settings(tmp, config, dataset, run, changes):
     sets = {"run": str(tmp / run), "data.datasets": [dataset]}
     sets |= {name.replace("__", "."): value for name, value in changes.items()}
-    words = [("--set", f"{key}={json.dumps(value)}") for key, value in sets.items()]
-    return ["--config", str(tmp / config), *chain(*words)]
+    words = [f"{key}={json.dumps(value)}" for key, value in sets.items()]
+    return ["--config", str(tmp / config), "--set", *words]
 
 
 def pretrain(
