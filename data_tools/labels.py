@@ -293,7 +293,8 @@ def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     ages = np.array([clean_age(row["age"]) for row in rows], np.float32)
     years = np.array([as_number(row["timey"]) for row in rows], np.float32)
     labels["age"] = ("age in years, 90 for all over 89", ages)
-    labels["timey"] = ("years to death or to the last contact", years)
+    years = np.where(years > 0, years, np.nan).astype(np.float32)
+    labels["timey"] = ("years to death or to the last contact, empty if not above 0", years)
     about = "CODE-15 %, labels of exams.csv"
     yield PublishedLabels("code15", about, (TABLE,), "code15", records, labels)
 

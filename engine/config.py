@@ -59,6 +59,7 @@ BestMetric = Literal[
     "f_measure",
     "mae",
     "r2",
+    "c_index",
     "identification_accuracy",
 ]
 Rate = Annotated[float, Field(gt=0, le=1)]

@@ -8,8 +8,8 @@
 
 Classification: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's
 thresholds; for diagnosis also the CinC 2021 Challenge score. Regression: mean absolute error, RMSE,
-R2, Pearson r. Each is given for halves of 5 s, as in the paper, and for whole records.
-Identification: the share of probes whose most similar gallery crop (cosine) is of the same patient,
+R2, Pearson r. Survival: Harrell's C-index. Each is given for halves of 5 s, as in the paper, and
+for whole records. Identification: the share of probes whose most similar gallery crop (cosine) is of the same patient,
 and the same for random weights of the architecture; it also works for a model that was only
 pre-trained. Scores have 95 % intervals from a bootstrap over patients; those from fewer than 10
 positives or negatives are exact or left out.
@@ -43,7 +43,7 @@ from omnilead.engine.common import LABELS, ConfigError, OutputError, environment
 
 CLASSES_SHOWN = 12  # printed on the terminal
 NAMES = {"challenge": "challenge at 0.5", "challenge_chosen": "challenge, chosen"}  # thresholds
-COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2", "n")
+COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2", "c_index", "n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -38,7 +38,7 @@ from omnilead.engine.commandline import RUN_CODE, interruptible, leave
 if TYPE_CHECKING:
     from omnilead.engine.run import Data, TrainingRun
 
-KINDS = ("binary", "multilabel", "multiclass", "regression")
+KINDS = ("binary", "multilabel", "multiclass", "regression", "survival")
 OWN: dict[str, Shortcut] = {
     "--labels": (
         "task.labels",

@@ -10,7 +10,7 @@ values in their unit.
 Columns: source, record, patient, row (of the dataset), start_s, missing_leads (the model uses them, but they
 were not recorded, or are flat), then, by the kind of task: for each class AF (probability) and
 AF_predicted (true above the threshold chosen in validation); or `predicted` (the most probable
-class) and the probability of each class; or values such as age_years. The prediction of a record is
+class) and the probability of each class; or values such as age_years, or risk. The prediction of a record is
 the mean over its segments of 5 s. Inputs and resuming work as in `omnilead embed`. Exit code 2: an
 argument or a file is wrong. Exit code 1: computing or writing failed.
 """

@@ -66,6 +66,7 @@ from omnilead.engine.evaluation.results import (
     require,
     shown_input,
 )
+from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.labels import TaskLabels, read_task
 from omnilead.engine.tasks.leakage import overlap
 
@@ -496,7 +497,7 @@ def probe_facts(task: ProbedTask, share: float, samples: Samples) -> dict[str, A
 
 def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
     """Metrics [K, B]; for regression their means over K, [1, B]."""
-    if kind == "regression":
+    if kind in OF_VALUES:
         statistic = statistic_of(kind, y_NK, scores_NK)
         values_MB = np.stack([statistic(weight_N) for weight_N in weight_NB.T], 1)
         return dict(zip(statistic.names, values_MB[:, None], strict=True))

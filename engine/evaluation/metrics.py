@@ -1,6 +1,6 @@
 """Metrics of every kind of task, by their usual definitions: numpy in, plain numbers out.
 
-    measure("multiclass", y_NK, scores_NK)["auroc"]   MEASURES of binary, multilabel, multiclass and regression
+    measure("multiclass", y_NK, scores_NK)["auroc"]   MEASURES of binary, multilabel, multiclass, regression and survival
     challenge_score(labels, outputs)                  the PhysioNet/CinC Challenge 2021's score, of [n, 26] zeros and ones
     statistic_of("binary", y_N1, scores_N1).summary() the measures, and figures for each class
     identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
@@ -10,7 +10,7 @@
         intervals |= intervals_of_few(metrics, labels_NK, patients)       # exact ones, or NaN
 
 NaN in y is an unknown label, which is ignored. Means are over the classes (columns) for which a
-metric is defined.
+metric is defined. In survival y are times, negative if censored.
 
 The Challenge's classes are in the order of challenge_weights.csv, which is its weights.csv (BSD
 2-clause, from GitHub: physionetchallenges/evaluation-2021). Its weights are multiples of 1/80, so
@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ MEASURES = {
         "f_measure",
     ),  # areas: one class against the rest
     "regression": ("mae", "rmse", "r2", "pearson"),
+    "survival": ("c_index",),
 }
 NORMAL = CLASSES.index("NSR")
 WEIGHTS = "challenge_weights.csv"
@@ -57,8 +59,8 @@ TIE = 1e-12  # cosines in float64 closer than this are equal
 BINS = 10  # bins of probabilities, equally wide
 FEW = 10  # patients with the class, or without it
 TOO_FEW = (
-    f"Fewer than {FEW} patients with or without the class, in every class: AUROC and other "
-    "metrics of classes"
+    f"Fewer than {FEW} patients with or without the class, in every class, or the event: AUROC and "
+    "other metrics of classes and events"
 )
 BLOCK = 2**23  # similarities at a time, 64 MB
 
@@ -99,6 +101,8 @@ def statistic_of(
     classes = classes or list(map(str, range(y.shape[-1])))
     if kind == "regression":
         return Regression(y, scores, classes)
+    if kind == "survival":
+        return Concordance(y, scores, classes)
     outputs = predicted(kind, scores, thresholds)
     return Classification(y, outputs, scores, classes, kind)
 
@@ -370,6 +374,71 @@ class Regression:
         return self.measures() | {"classes": table_of(self.classes, columns)}
 
 
+class Concordance(Regression):
+    """Harrell's C-index for any row weights. Of the pairs in which one had the event and the other
+    was followed for longer, or censored at that time: the share in which the first had the
+    higher risk. Equal risks count half.
+
+    Counts pairs in n log n, with one cumulative sum for each bit of the ranks of the risks: of
+    rows whose ranks agree in all higher bits, those with the bit are above the others. A
+    weighting of 100,000 rows takes 20 ms."""
+
+    names = MEASURES["survival"]
+
+    def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
+        super().__init__(values, predictions, classes)
+        y = self.values[:, 0]  # unknown: 0, so never longer than another
+        rows = np.lexsort((y > 0, -np.abs(y)))  # longest first; of equal times, the censored
+        _, first, same = np.unique(
+            y[rows],
+            return_index=True,
+            return_inverse=True,
+        )
+        event = np.flatnonzero(y[rows] > 0)
+        longer = first[same[event]]  # how many were followed for longer
+        rank = np.unique(predictions[rows, 0], return_inverse=True)[1]
+        self.events = rows[event]
+        self.rank = rank[event]
+        self.levels = []
+        for bit in range(int(rank.max()).bit_length() + 1):
+            group = rank >> bit
+            by_group = np.argsort(group, kind="stable")
+            key = group[by_group] * len(y) + by_group
+            begins = group[event] * len(y)
+            start = np.searchsorted(key, begins)
+            stop = np.searchsorted(key, begins + longer)
+            self.levels.append((rows[by_group], start, stop))
+
+    def by_class(self, weight_N: Array | None = None) -> dict[str, Array]:
+        if weight_N is None:
+            weight_N = np.ones(len(self.values), np.int64)
+        longer = []  # by level, the weight of those in an event's group who were followed longer
+        for rows, start, stop in self.levels:
+            before = np.append(0, np.cumsum(weight_N[rows]))
+            longer.append(before[stop] - before[start])
+        above = longer[0] / 2
+        for bit, (half, both) in enumerate(pairwise(longer)):
+            above = above + (both - half) * (self.rank >> bit & 1)
+        weight = weight_N[self.events]
+        with np.errstate(invalid="ignore"):  # no pairs: NaN
+            c_index = weight @ above / (weight @ longer[-1])
+        return {
+            "positives": weight.sum(keepdims=True),
+            "c_index": np.array([c_index]),
+        }
+
+
+def kaplan_meier(y_N: Array) -> tuple[Array, Array]:
+    """The corners of the curve from time 0 to the last contact: times, and shares without the
+    event. `y_N`: times, negative if censored."""
+    times, events = np.unique(y_N[y_N > 0], return_counts=True)
+    length = np.sort(np.abs(y_N))
+    at_risk = len(y_N) - np.searchsorted(length, times)
+    share = np.append(1, np.cumprod(1 - events / at_risk))
+    corners = [[0], times.repeat(2), length[-1:]]
+    return np.concatenate(corners), share.repeat(2)
+
+
 def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
     """By class, each column's value."""
     table: dict[str, dict[str, Any]] = {}
@@ -556,8 +625,8 @@ def few_patients(labels_NK: Array, patients: Sequence[Any]) -> bool:
     """Whether no class has FEW patients with it and FEW without it."""
     patient_N = _numbers(patients)
     for y_N in labels_NK.T:
-        with_it = np.unique(patient_N[y_N == 1])
-        without_it = np.unique(patient_N[y_N == 0])
+        with_it = np.unique(patient_N[y_N > 0])
+        without_it = np.unique(patient_N[y_N <= 0])
         if min(len(with_it), len(without_it)) >= FEW:
             return False
     return True

@@ -7,9 +7,11 @@ identification.
 
 Each record is one row, the mean over its halves. Probes are fitted on train, chosen on valid and
 scored on test. Linear: a logistic regression for each class, softmax for exclusive classes, ridge
-regression for values. Features and values are standardised by the training rows. Penalty and number
-of neighbours minimise the mean squared error of probabilities or values on the valid rows, which is
-defined even for a class without positives. Without a task: diagnosis by the dataset's roles, and
+regression for values, Cox regression for survival, which has no nearest neighbours. Features and
+values are standardised by the training rows. Penalty and number of neighbours minimise the mean
+squared error of probabilities or values on the valid rows, which is defined even for a class
+without positives; in survival, the partial likelihood. Without a task: diagnosis by the dataset's
+roles, and
 identification by cosine of the first 5 s of gallery and probe crops (paper, section "Patient
 identification").
 
@@ -43,12 +45,13 @@ from omnilead.engine.inference.trained_model import TrainedModel, load
 from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import WITH_THRESHOLDS, thresholds
+from omnilead.engine.tasks.kinds import OF_VALUES, WITH_THRESHOLDS, cox, thresholds
 from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
 STRENGTHS = tuple(float(f"{digit}e{power}") for power in range(2, -5, -1) for digit in (3, 1))
 NEIGHBOURS = (1, 5, 10, 20, 50, 100)
+LIMITS = {"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6}
 SHOWN = ("linear", "nearest")
 BLOCK = 1024  # rows compared at a time
 SPLITS = ("train", "valid", "test")
@@ -199,8 +202,11 @@ def save_with_head(
 
 
 def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:
-    rows = labels.rows(0, split)
-    if not unlike(labels.y[0][rows]).any():
+    y_NK = labels.y[0][labels.rows(0, split)]
+    if labels.task.kind == "survival":
+        if not (y_NK > 0).any():
+            raise ConfigError(f"{labels.name}: no event in the split {split}")
+    elif not unlike(y_NK).any():
         raise ConfigError(
             f"{labels.name or dataset.root.url}: all labels of the split {split} are the same: "
             "nothing to learn or to score"
@@ -243,7 +249,7 @@ def probe(
         scores = {"task": task.task.name, "kind": kind}
     if all(np.isin(row_H, task.rows(0, split)).any() for split in SPLITS):
         data, y_NK = probe_data(dataset, halves, task)
-        for name in SHOWN:
+        for name in SHOWN[:1] if kind == "survival" else SHOWN:
             fit = fit_scaled(PROBES[name], data)
             metrics = measure(kind, y_NK, fit.scores_NK, classes=task.classes)
             if not labels:
@@ -319,7 +325,9 @@ def report(scores: dict[str, Any]) -> str:
         heads = "".join(f"{metric:>{width}}" for metric in metrics)
         lines.append(f"{'':18}{heads}")
         for name, parameter in (("linear", "strength"), ("nearest", "k")):
-            values = scores[name]
+            values = scores.get(name)
+            if not values:
+                continue
             numbers = "".join(f"{values[metric]:{width}.4f}" for metric in metrics)
             lines.append(f"{name:18}{numbers}   {parameter} {values['chosen']:g}")
     if found := scores.get("identification"):
@@ -344,9 +352,11 @@ def linear(data: ProbeData) -> ProbeFit:
     for strength in STRENGTHS:
         if data.kind == "regression":
             weights = ridge(train, data.labels_NK, strength)
+        elif data.kind == "survival":
+            weights = proportional_hazards(train, data.labels_NK, strength, weights)
         else:
             weights = logistic(train, data.labels_NK, strength, weights, data.kind == "multiclass")
-        error = _error(outputs(data.kind, valid, weights), data.valid_labels_NK)
+        error = _error(outputs(data.kind, valid, weights), data.valid_labels_NK, data.kind)
         test_NK = outputs(data.kind, test, weights)
         fits.append(ProbeFit(test_NK, strength, error, weights))
     best = min(fits, key=lambda fit: fit.error)
@@ -363,7 +373,7 @@ def outputs(kind: str, x_ND: Array, weights_DK: Array) -> Array:
 
 def _linked(kind: str, z_NK: Array) -> Array:
     """Probabilities, or values."""
-    if kind == "regression":
+    if kind in OF_VALUES:
         return z_NK
     if kind == "multiclass":
         return np.asarray(softmax(z_NK, 1))
@@ -384,6 +394,27 @@ def ridge(x_ND: Array, y_NK: Array, strength: float) -> Array:
         square = x.T @ x.copy() / n  # a matrix product: BLAS rounds x.T @ x otherwise
         weights.append(np.linalg.solve(square + penalty, x.T @ y_N[known] / n))
     return np.stack(weights, axis=1)
+
+
+def proportional_hazards(x_ND: Array, y_N1: Array, strength: float, start: Array) -> Array:
+    """[1 + D, 1], as `logistic`: least mean loss of the events + strength / 2 * squared weights.
+    The intercept stays 0."""
+    x_ND1, y = torch.from_numpy(np.insert(x_ND, 0, 1.0, axis=1)), torch.from_numpy(y_N1)
+
+    def objective(flat: Array) -> tuple[float, Array]:
+        w_D1 = torch.tensor(flat[:, None], requires_grad=True)
+        value = event_loss(x_ND1 @ w_D1, y) + strength / 2 * w_D1.square().sum()
+        (gradient_D1,) = torch.autograd.grad(value, w_D1)
+        return value.item(), gradient_D1[:, 0].numpy()
+
+    done = minimize(objective, start[:, 0], jac=True, method="L-BFGS-B", options=LIMITS)
+    return np.asarray(done.x[:, None])
+
+
+def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
+    """The mean loss of the events; 0 if there is none."""
+    event_N1 = y_N1 > 0
+    return (cox(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
 
 
 def logistic(
@@ -416,8 +447,7 @@ def logistic(
 
     scale = scale_DK.numpy()
     first = np.zeros(scale.shape) if start is None else start / scale
-    limits = {"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6}
-    done = minimize(objective, first.ravel(), jac=True, method="L-BFGS-B", options=limits)
+    done = minimize(objective, first.ravel(), jac=True, method="L-BFGS-B", options=LIMITS)
     return np.asarray(done.x.reshape(scale.shape) * scale)
 
 
@@ -488,7 +518,7 @@ def network(data: ProbeData) -> ProbeFit:
     for decay in DECAYS:
         generator = torch.Generator().manual_seed(0)
         hidden, last = _layers(train.shape[1], labels_NK.shape[1], generator)
-        if data.kind != "regression":  # begins at the classes' frequencies
+        if data.kind not in OF_VALUES:  # begins at the classes' frequencies
             share_K = (target_NK.sum(0) + 0.5) / (known_NK.sum(0) + 1)
             last.bias.data = share_K.logit()
         weights = [*hidden.parameters(), *last.parameters()]
@@ -505,7 +535,7 @@ def network(data: ProbeData) -> ProbeFit:
                     _linked(data.kind, last(F.gelu(hidden(x_ND))).double().numpy())
                     for x_ND in (valid, test)
                 )
-            fits.append(ProbeFit(test_NK, decay, _error(valid_NK, data.valid_labels_NK)))
+            fits.append(ProbeFit(test_NK, decay, _error(valid_NK, data.valid_labels_NK, data.kind)))
     return min(fits, key=lambda fit: fit.error)
 
 
@@ -518,6 +548,8 @@ def _layers(width: int, outputs: int, generator: torch.Generator) -> tuple[nn.Li
 
 
 def _network_loss(kind: str, z_NK: Tensor, y_NK: Tensor, known_NK: Tensor) -> Tensor:
+    if kind == "survival":
+        return event_loss(z_NK, y_NK)
     if kind == "regression":
         return ((z_NK - y_NK).square() * known_NK).sum() / len(z_NK)
     loss = _exclusive_loss if kind == "multiclass" else _independent_loss
@@ -539,7 +571,9 @@ def moments(x_ND: Array) -> tuple[Array, Array]:
     return mean_D, np.where(deviation_D > 0, scale_D, 0.0)
 
 
-def _error(scores_NK: Array, labels_NK: Array) -> float:
+def _error(scores_NK: Array, labels_NK: Array, kind: str = "") -> float:
+    if kind == "survival":
+        return event_loss(torch.from_numpy(scores_NK), torch.from_numpy(labels_NK)).item()
     return float(np.nanmean(np.square(scores_NK - labels_NK)))
 
 

@@ -63,6 +63,7 @@ from omnilead.engine.inference.trained_model import THRESHOLD, HeadInfo, Trained
 from omnilead.engine.model.config import validated
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
+from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.labels import TaskLabels, read_task
 from omnilead.engine.tasks.leakage import conflicting_splits
 
@@ -92,8 +93,9 @@ class TaskResult:
     """Has one row for each half of 5 s. `record`: the metrics of records, whose scores are means
     over their halves."""
 
-    labels_NK: Array  # 0, 1 or NaN (unknown); for regression, values
-    scores_NK: Array  # probabilities; for regression, values
+    # 0, 1 or NaN (unknown); for regression, values; for survival, times, negative if censored
+    labels_NK: Array
+    scores_NK: Array  # probabilities; for regression, values; for survival, risks
     records_N: Sequence[Any]
     patients_N: Sequence[Any]
     facts: dict[str, Any] = field(default_factory=dict)  # model, data, role, leads
@@ -207,9 +209,9 @@ def scored(
             again = challenge_statistic(labels, scores > np.asarray(head.chosen))
             metrics[CHOSEN] = again(np.ones(len(labels), np.int64))
             intervals[CHOSEN] = bootstrap(again, patients, resamples).tolist()
-    if head.kind != "regression":
-        if few_patients(labels, patients):
-            intervals.update(intervals_of_few(metrics, labels, patients))
+    if head.kind != "regression" and few_patients(labels, patients):
+        intervals.update(intervals_of_few(metrics, labels, patients))
+    if head.kind not in OF_VALUES:
         metrics["calibration_error"] = calibration(labels, scores)[-1]
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold
@@ -394,7 +396,7 @@ def labelled_rows(labels: TaskLabels, dataset: Dataset, role: str) -> Array:
         raise ConfigError(
             f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role"
         )
-    if labels.task.kind != "regression" and not np.nansum(labels.y[0][rows]):
+    if labels.task.kind != "regression" and not (labels.y[0][rows] > 0).any():
         what = f"of the split {role} has a positive label"
         if labels.role:
             what = f"with dx={role} has a scored diagnosis"

@@ -49,6 +49,7 @@ from omnilead.engine.inference.predict import CropBatch, predict
 from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.inference.trained_model import NOT_FINITE, HeadInfo, TrainedModel
 from omnilead.engine.model.input import Input
+from omnilead.engine.tasks.kinds import OF_VALUES
 
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"
@@ -121,6 +122,8 @@ def predictions(model: TrainedModel) -> Output:
 
 def _prediction_fields(head: HeadInfo) -> list[tuple[str, pa.DataType]]:
     number = pa.float32()
+    if head.kind == "survival":
+        return [(name, number) for name in head.classes]
     if head.kind == "regression":
         unit = f"_{head.unit}" if head.unit else ""
         return [(f"{name}{unit}", number) for name in head.classes]
@@ -134,7 +137,7 @@ def _prediction_fields(head: HeadInfo) -> list[tuple[str, pa.DataType]]:
 
 def _prediction_columns(head: HeadInfo, y_NK: np.ndarray) -> list[pa.Array]:
     scores = [pa.array(y_N) for y_N in y_NK.T]
-    if head.kind == "regression":
+    if head.kind in OF_VALUES:
         return scores
     if head.kind == "multiclass":
         return [pa.array(head.classes).take(pa.array(y_NK.argmax(1))), *scores]

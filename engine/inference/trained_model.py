@@ -82,7 +82,7 @@ class HeadInfo:
     thresholds: tuple[float, ...] = ()
     # [K] chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
     chosen: tuple[float, ...] = ()
-    unit: str = ""  # for regression
+    unit: str = ""  # for regression; for survival, of the times
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[float, ...] = ()
     # Settings of the task: labels, split, ...
@@ -100,7 +100,7 @@ class HeadInfo:
             raise ConfigError(f"{self.kind} with {counted}")
 
     def scores(self, logits_RK: Tensor) -> Tensor:
-        """Probabilities, or values in `unit`."""
+        """Probabilities, values in `unit`, or risks."""
         if self.kind == "regression":
             return logits_RK * logits_RK.new_tensor(self.scale) + logits_RK.new_tensor(self.center)
         return kinds.scores(self.kind, logits_RK)

@@ -22,6 +22,7 @@ MAIN = {
     "auroc": "AUROC",
     "auprc": "AUPRC",
     "mae": "mean absolute error",
+    "c_index": "C-index",
     "challenge": "Challenge score at 0.5",
     "challenge_chosen": "Challenge score, chosen thresholds",
     "accuracy": "accuracy, cosine",

@@ -206,7 +206,7 @@ def _set_axes(
     if low == high:
         low, high = low - 1, high + 1
     axes.set_xlim(low, high)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=style.x_label in ("step", "rank")))
     axes.xaxis.set_major_formatter(_number)
     axes.margins(y=0.06)
     levels = [line.chance for line in lines if line.chance is not None]

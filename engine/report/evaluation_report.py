@@ -12,13 +12,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.evaluation.metrics import TOO_FEW, Array, calibration, predicted, unit_vectors
+from omnilead.engine.evaluation.metrics import (
+    TOO_FEW,
+    Array,
+    calibration,
+    kaplan_meier,
+    predicted,
+    unit_vectors,
+)
 from omnilead.engine.evaluation.results import IdentificationResult, TaskResult
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.report import charts
 from omnilead.engine.report.page import Line, LineStyle, ReportSection, readable, render
+from omnilead.engine.tasks.kinds import OF_VALUES
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
 CONFUSED = 30  # classes in the confusion chart, the most frequent
@@ -43,6 +52,7 @@ NAMES = {
     "rmse": "RMSE",
     "r2": "R\u00b2",
     "pearson": "Pearson r",
+    "c_index": "C-index",
     "mean_error": "Mean error",
     "sd_error": "SD of the error",
 }
@@ -74,9 +84,9 @@ def interval(ends: list[float], percent: bool = False) -> str:
 
 def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
     half, record, head = result.half, result.record, result.head
-    values = head.kind == "regression"
+    values = head.kind in OF_VALUES
     y_NK, scores_NK, _ = result.of_records()
-    compared = agreement if values else decisions
+    compared = {"regression": agreement, "survival": survival}.get(head.kind, decisions)
     sections = [
         ReportSection(
             "Records", tiles=list(tiles(record)), note=scoring_note(head), remarks=result.remarks
@@ -89,7 +99,7 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
     ]
     for name, groups in result.groups.items():
         sections.append(group_section(name, groups, list(record["intervals"]), len(head.classes)))
-    if dataset is not None and result.crops_N is not None:
+    if dataset is not None and result.crops_N is not None and head.kind != "survival":
         drawn = [ecg(result, dataset, row) for row in result.worst(WORST)]
         title = f"The {len(drawn)} records with the largest errors"
         sections.append(ReportSection(title, charts=drawn, columns=2))
@@ -104,6 +114,11 @@ def scoring_note(head: HeadInfo) -> str:
     )
     if head.kind == "regression":
         return f"{note}In {head.unit or 'its own unit'}."
+    if head.kind == "survival":
+        return (
+            f"{note}C-index: of the pairs of records in which one is known to have had the event "
+            "first, the share in which its risk is higher; 0.5 by chance. Positives had the event."
+        )
     if head.kind == "multiclass":
         note += "The most probable class is predicted. "
     else:
@@ -197,6 +212,25 @@ def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
             values, predictions = y[known, k], scores[known, k].astype(float)
             drawn = charts.agreement_charts(name, values, predictions, head.unit)
             yield ReportSection(f"Predicted {name}", charts=drawn)
+
+
+def survival(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
+    """Kaplan-Meier curves of the records in thirds of the predicted risk."""
+    y_N, risk_N = y[~np.isnan(y[:, 0]), 0], scores[~np.isnan(y[:, 0]), 0]
+    third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
+    unit = head.unit or "time"
+    ticks = MaxNLocator(7).tick_values(0, np.abs(y_N).max())[:-1]
+    grid = [[f"At risk, {unit}", *map("{:.3g}".format, ticks)]]
+    lines = []
+    for third, name in enumerate(("lowest risks", "middle", "highest risks")):
+        y_G = y_N[third_N == third]
+        if not len(y_G):  # equal risks
+            continue
+        lines.append(Line(name, name, *kaplan_meier(y_G), third))
+        grid.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
+    style = LineStyle(percent=True, floor=0, smooth=False, x_label=unit)
+    drawn = charts.line_chart("Without the event, by thirds of the risk", lines, style)
+    yield ReportSection("Kaplan-Meier curves", charts=[drawn], grid=grid)
 
 
 def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:

@@ -212,6 +212,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             (Curve("mae", "held out", True),),
             LineStyle("of the label", floor=0),
         ),
+        Chart("C-index", (Curve("c_index", "held out", True),), LineStyle()),
         Chart("R2", (Curve("r2", "held out", True),), LineStyle("share of the variance")),
         Chart("CinC score", (Curve("challenge", "held out", True),), LineStyle(smooth=False)),
     ),
@@ -240,6 +241,7 @@ CARDS = {
     "challenge": ("CinC score", ".3f"),
     "mae": ("Mean absolute error", ".3g"),
     "r2": ("R2", ".3f"),
+    "c_index": ("C-index", ".3f"),
     "accuracy_local": ("Local accuracy", ".1%"),
     "accuracy_global": ("Global accuracy", ".1%"),
     # random weights recognise patients far above chance: step 0 is shown beside

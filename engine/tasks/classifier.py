@@ -129,6 +129,9 @@ class Classifier(nn.Module):
         if labels is None:
             return c_RD
         assert present_BS is not None
+        # Imported here: it imports torch's compiler, which inference does not need
+        from omnilead.engine.model.objectives import gather, sum_over_ranks, world_size
+
         halves = x_BSLT.shape[1]
         labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()
         if self.task.kind == "identity":
@@ -141,17 +144,18 @@ class Classifier(nn.Module):
                 self.logits(c_RD),
                 None if weights_BK is None else weights_BK.repeat_interleave(halves, 0),
             )
+            if self.task.kind == "survival":  # the rows of all ranks are at risk together
+                labels_R[present_R == 0] = torch.nan
+                logits_RK, labels_R, present_R = map(gather, (logits_RK, labels_R, present_R))
             loss_R, share_R = kinds.loss(self.task.kind, logits_RK, labels_R, weights_RK)
             right_R = kinds.right(self.task.kind, logits_RK, labels_R)
-        # Imported here: it imports torch's compiler, which inference does not need
-        from omnilead.engine.model.objectives import sum_over_ranks, world_size
-
         # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the
         # global batch
         counts = torch.stack([(present_R * share_R).sum(), present_R.sum()])
         known, halves_there = sum_over_ranks(counts) / world_size()
-        losses = {"loss": (loss_R * present_R).sum() / known}
-        if self.task.kind == "regression":
+        # A batch may have no event
+        losses = {"loss": (loss_R * present_R).sum() / known.clamp_min(1e-6)}
+        if self.task.kind in kinds.OF_VALUES:
             return losses
         return losses | {"accuracy": (right_R.float() * present_R).sum().detach() / halves_there}
 

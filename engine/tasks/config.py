@@ -15,7 +15,7 @@ from omnilead.engine.config import RunConfig, Section
 from omnilead.engine.data.augment import AugmentConfig
 from omnilead.engine.model.config import ModelConfig
 
-TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "identity"]
+TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 # folds: {train: [1, 2]}
 Value = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
@@ -28,11 +28,11 @@ class TaskConfig:
     # CSV or parquet file. "": 26 diagnoses (multilabel), patients (identity), or `columns` of the
     # dataset
     labels: str = ""
-    columns: tuple[
-        Value, ...
-    ] = ()  # label columns; (): all but record, source, patient, fold, split. No table: age, sex
+    # label columns; (): all but record, source, patient, fold, split. No table: age, sex. Of
+    # survival: the time, then the event (0: censored, 1); (): time, event
+    columns: tuple[Value, ...] = ()
     classes: tuple[Value, ...] = ()  # of multiclass, in order; (): the values that occur, sorted
-    unit: Annotated[str, Field(max_length=32)] = ""  # of regression
+    unit: Annotated[str, Field(max_length=32)] = ""  # of regression's values, of survival's times
     # column: by the table's `fold` or `split`; 8:1:1: drawn by patient; roles: the dataset's; auto:
     # column if there is one, else 8:1:1 with a table, roles without
     split: Literal["auto", "roles", "column", "8:1:1"] = "auto"

@@ -4,7 +4,7 @@ identification (ArcFace).
 | | labels | identity |
 |---|---|---|
 | trained on | each half with its record's labels; unknown ones are ignored | each half with its patient, or its record |
-| validated on | AUROC, mean absolute error, or train.best | second half of a crop against all first halves |
+| validated on | AUROC, mean absolute error, C-index, or train.best | second half of a crop against all first halves |
 | exported | encoder, linear layer, thresholds chosen in validation | encoder, without the class vectors |
 
 Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_identification.py.
@@ -113,6 +113,11 @@ def make_targets(labels: TaskLabels) -> Targets:
         )
     if labels.task.kind == "regression":
         return _value_targets(labels, y_NK, name)
+    if labels.task.kind == "survival":
+        events = int((y_NK > 0).sum())
+        if not events:
+            raise ConfigError(f"{name}: the training split has no event: nothing to learn")
+        return Targets(labels.y, 1, remarks=[f"{events:,} training crops with the event"])
     return _class_targets(labels, y_NK, name)
 
 
@@ -274,6 +279,8 @@ class FinetuneTask(ExportedTask):
         if self.kind == "regression":
             error = float(np.nanmean(np.abs(y - self.targets.center_K)))
             return {f"{VALID}mae": error, f"{VALID}r2": 0.0}
+        if self.kind == "survival":
+            return {f"{VALID}c_index": 0.5}
         known_NK = self.held_out.halves_N[:, None] * ~np.isnan(y)
         share_K = (known_NK * (y > 0)).sum(0) / np.maximum(known_NK.sum(0), 1)
         chance = {f"{VALID}auroc": 0.5}

@@ -2,22 +2,29 @@
 outputs.
 
 loss_R, share_R = loss("multilabel", logits_RK, y_RK)        # unknown labels (NaN) are ignored
-scores("multiclass", logits_RK)                              # probabilities; for regression, the logits
+scores("multiclass", logits_RK)                              # probabilities; for regression and survival, the logits
+
+The labels of survival are times [R, 1], negative if censored then; its logits are risks: logarithms
+of hazard ratios.
 """
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from omnilead.engine.tasks.config import TaskKind
 
 WITH_THRESHOLDS = ("binary", "multilabel")
+OF_VALUES = ("regression", "survival")  # neither classes nor probabilities
 
 
 def cell_losses(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each label, and which are known: [R, K], for multiclass [R, 1]. A regression's
     labels are standardised: beyond one deviation its loss grows linearly (smooth L1), so that a
     few wrong labels do not dominate."""
+    if kind == "survival":
+        return cox(logits_RK, y_RK), y_RK > 0
     known_RK = ~y_RK.isnan()
     y_RK = y_RK.nan_to_num()
     if kind == "multiclass":
@@ -28,6 +35,21 @@ def cell_losses(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor
     else:
         loss_RK = F.binary_cross_entropy_with_logits(logits_RK, y_RK, reduction="none")
     return loss_RK, known_RK
+
+
+def cox(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
+    """Minus the logarithm of the partial likelihood (Cox 1972) of each row if it had the event:
+    of its hazard as a share of that of all rows not yet censored or gone, times their number, so
+    that equal risks cost 0 in a batch of any size.
+
+    Tied times as by Breslow: the halves of a crop always tie, and Efron's correction would take
+    them for two patients."""
+    risk_R = risk_R1[:, 0]
+    time_R = y_R1[:, 0].abs().nan_to_num()  # unknown: 0, so never at risk
+    order = time_R.argsort(descending=True)
+    at_risk_R = torch.searchsorted(-time_R[order], -time_R, right=True)
+    total_R = risk_R[order].logcumsumexp(0)[at_risk_R - 1]
+    return (total_R - at_risk_R.to(risk_R).log() - risk_R)[:, None]
 
 
 def loss(
@@ -58,7 +80,7 @@ def right(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
 def scores(kind: TaskKind, logits_RK: Tensor) -> Tensor:
     if kind == "multiclass":
         return logits_RK.softmax(1)
-    if kind == "regression":
+    if kind in OF_VALUES:
         return logits_RK
     return logits_RK.sigmoid()
 

@@ -31,6 +31,7 @@ from omnilead.data_tools.spreadsheet import QUOTED, unquoted
 from omnilead.engine.common import ConfigError, missing_package
 from omnilead.engine.data.patients import OWNER, owners, patient_ids, uniforms
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
+from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.leakage import find_leak
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
@@ -47,6 +48,7 @@ SPLIT_OF = {
 }
 RESERVED = ("record", "source", "patient", "fold", "split")
 USED = ("record", "source", "fold", "split")
+TIMED = ("time", "event")  # columns of survival
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 INDEX = re.compile(r"|Unnamed: \d+")  # pandas' row numbers
@@ -64,7 +66,8 @@ FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDER
 class TaskLabels:
     task: TaskConfig  # with columns, classes and folds filled in
     classes: tuple[str, ...]  # names of the K outputs; empty for identity
-    # by dataset [crops, K] float32; multiclass: one-hot; identity: patients, int64 [crops]
+    # by dataset [crops, K] float32; multiclass: one-hot; survival: times, negative if censored;
+    # identity: patients, int64 [crops]
     y: list[np.ndarray]
     split: list[np.ndarray]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
     remarks: list[str] = field(default_factory=list)
@@ -116,6 +119,8 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     """Reads labels and splits; ConfigError if the table does not fit the task or the datasets."""
     if task.kind == "identity" or not (task.labels or task.columns):
         return _of_roles(task, datasets)
+    if task.kind == "survival" and not task.columns:
+        task = replace(task, columns=TIMED)
     table = _joined(task, datasets) if task.labels else _own_columns(task, datasets)
     task = replace(task, columns=_columns(task, table.name, table.cells))
     task, classes, y_NK = _values(task, table)
@@ -182,6 +187,8 @@ def guess(task: TaskConfig) -> TaskConfig:
     values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns}
     text = [name for name, of in values.items() if not _numbers(of)]
     kind: TaskKind = "regression"
+    if set(columns) == set(TIMED):
+        return replace(task, kind="survival", columns=TIMED)
     if all(value.lower() in BOOLEANS for of in values.values() for value in of):
         kind = "binary" if len(columns) == 1 else "multilabel"
     elif len(columns) == 1 and (text or len(values[columns[0]]) <= FEW):
@@ -400,7 +407,9 @@ def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str,
         )
     if task.kind == "multiclass":
         return _one_hot(task, table)
-    y = [_parsed(task, table, name) for name in task.columns]
+    if task.kind == "survival":
+        return task, ("risk",), _signed_times(task, table)
+    y = [_parsed(task.kind, table, name) for name in task.columns]
     return task, task.columns, np.stack(y, axis=1)
 
 
@@ -428,13 +437,26 @@ def _one_hot(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str
     return replace(task, classes=classes), classes, np.concatenate([rows, unlabelled])[code]
 
 
-def _parsed(task: TaskConfig, table: LabelTable, name: str) -> np.ndarray:
+def _signed_times(task: TaskConfig, table: LabelTable) -> np.ndarray:
+    """[rows, 1]: the time of the event; negative: of the last contact without it."""
+    if len(task.columns) != 2:
+        raise ConfigError(
+            f"{table.name}: a survival task has two columns, the time and whether the event "
+            f"happened then, not {', '.join(task.columns)}: --columns TIME EVENT"
+        )
+    time_N = _parsed("survival", table, task.columns[0])
+    event_N = _parsed("binary", table, task.columns[1])
+    sign_N = 2 * event_N - 1
+    return np.stack([time_N * sign_N], axis=1)
+
+
+def _parsed(kind: TaskKind, table: LabelTable, name: str) -> np.ndarray:
     coded = table.cells[name].combine_chunks().dictionary_encode()
     values, mend = [], "0 or 1, true or false, yes or no"
-    if task.kind == "regression":
-        mend = "a number"
+    if kind in OF_VALUES:
+        mend = "a number" if kind == "regression" else "a number above 0"
     for text in coded.dictionary.to_pylist():
-        if task.kind != "regression":
+        if kind not in OF_VALUES:
             values.append(BOOLEANS.get(text.lower(), np.inf))
         else:
             values.append(float(text) if _numbers([text]) else np.inf)
@@ -442,6 +464,8 @@ def _parsed(task: TaskConfig, table: LabelTable, name: str) -> np.ndarray:
         numbers = np.array([*values, np.nan], np.float32)
     number_N = numbers[pc.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)]
     wrong_N = np.isinf(number_N)
+    if kind == "survival":
+        wrong_N |= number_N <= 0
     if wrong_N.any():
         raise ConfigError(
             f"{_cell(table, name, int(wrong_N.argmax()))} is not {mend}; leave it empty if unknown"

@@ -28,6 +28,7 @@ METRIC_NAMES = {
     "f_measure": "F-measure",
     "mae": "mean absolute error",
     "r2": "R2",
+    "c_index": "C-index",
     "identification_accuracy": "share of patients recognised",
 }
 

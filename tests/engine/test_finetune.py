@@ -23,9 +23,11 @@ from omnilead.data_tools.splits import RoleSources
 from omnilead.engine import evaluate
 from omnilead.engine.common import DIAGNOSTICS, LABELS, ConfigError
 from omnilead.engine.config import CONFIGS, build
-from omnilead.engine.data.patients import split_of
+from omnilead.engine.data.patients import patient_ids, split_of
+from omnilead.engine.evaluation.metrics import measure
 from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.finetune import main
+from omnilead.engine.inference.mean_beat import RHYTHM, measurements
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.report.run_report import read_diagnostics
@@ -462,6 +464,60 @@ def test_a_users_own_label_table(
     text = moved.read_text().replace("0.5,a", "0.5,b").replace("1.5", "2.5", 1)
     table.write_text(text.replace(",1\n", ",0\n", 1))
     assert "labels.sha256 changed from" in tune("diagnosis", train__steps=3, **how).one_line()
+
+
+@pytest.fixture
+def deaths(dataset, tmp_path):
+    """A table of times to death, whose hazard is the eighth power of the heart rate, or to the last
+    contact; and the logarithm of the hazard by record."""
+    rng, rows, risks = np.random.default_rng(0), ["record,time,event,split"], {}
+    patients = patient_ids([dataset])[0]
+    splits = np.array(["train", "train", "train", "test", "valid"])[rng.permutation(10**4) % 5]
+    for row, name in enumerate(dataset.column("record")):
+        if name in risks:
+            continue
+        mv = dataset[row].signal_uv[:, :2500] / 1000
+        risks[name] = -8 * measurements(mv[None])[0, RHYTHM.index("RR mean")]
+        died, seen = rng.exponential(np.exp([-risks[name], -3]))
+        rows.append(f"{name},{min(died, seen)},{died <= seen:d},{splits[patients[row]]}")
+    path = tmp_path / "deaths.csv"
+    path.write_text("\n".join(rows))
+    return path, risks
+
+
+def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, tmp_path):
+    """By a probe as well as by the true hazard; fine-tuning begins there, on two ranks as on one."""
+    (path, risks), data, probed = deaths, dataset.root.url, tmp_path / "probed"
+    found = probe_model(base, data, labels=str(path), readout="mean+rhythm", out=probed)
+    labels = read_task(TaskConfig(kind="survival", labels=str(path)), [dataset])
+    tested = dict.fromkeys(dataset.column("record")[labels.rows(0, "test")])
+    y = dict(zip(dataset.column("record"), labels.y[0], strict=True))
+    times, true = np.stack([y[name] for name in tested]), [[risks[name]] for name in tested]
+    known = measure("survival", times, np.array(true))["c_index"]
+    assert found["records"]["test"] == len(tested) and "nearest" not in found
+    assert 0.75 < known < found["linear"]["c_index"] + 0.05
+    how = {"task__kind": "survival", "task__labels": str(path), "start": str(probed)}
+    how |= {"task__head": "start", "task__columns": ["time", "event"]}
+    said = tuned("diagnosis", train__best="c_index", **how)
+    assert "survival of risk; crops: " in said and "training crops with the event" in said
+    run = tmp_path / "run"
+    first, *valid = (row["c_index"] for row in rows(run, "validation.jsonl"))
+    for model, c_index in ((probed, first), (run, max(valid))):
+        scored = omnilead.evaluate(model, data=data, labels=path, role="valid")
+        assert scored["metrics"].keys() == {"c_index"}
+        assert scored["score"] == pytest.approx(c_index, abs=1e-6)
+    tuned("diagnosis", "both", world=2, train__best="c_index", **how)
+    for one, two in zip(rows(run), rows(tmp_path / "both"), strict=True):
+        assert (one["loss"], one["grad_norm"]) == pytest.approx(
+            (two["loss"], two["grad_norm"]), rel=1e-3
+        )
+    table = omnilead.predict(run, data=data)
+    assert table.column_names[-1] == "risk" and len(table) == len(risks)
+    page = tmp_path / "page.html"
+    assert omnilead.evaluate(run, data=data, report=page)["n"] and "Kaplan" in page.read_text()
+    path.write_text(re.sub(r",1,train", ",0,train", path.read_text()))
+    line = tune("diagnosis", "none", **how).one_line()
+    assert "the training split has no event: nothing to learn" in line
 
 
 def test_early_stopping(tuned, tmp_path, monkeypatch):

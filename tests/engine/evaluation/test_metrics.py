@@ -388,3 +388,42 @@ def test_the_interval_of_every_score():
     for ends in bootstrap(nothing, [0, 1], n=20):
         assert np.isnan(ends[[1, 2, 4]]).all()  # not defined on any resample
         assert (ends[0], ends[3]) == (0, 1)
+
+
+# Time to event
+# --------------------------------------------------------------------------------------------------------------
+
+
+def c_index(y_N, risk_N, weight_N):
+    """Harrell's, over all pairs: i had the event, and j was followed for longer or censored then."""
+    time, event = np.abs(y_N), y_N > 0
+    longer = (time > time[:, None]) | ((time == time[:, None]) & ~event)
+    pairs = (event[:, None] & longer) * weight_N[:, None] * weight_N
+    above = (risk_N[:, None] > risk_N) + (risk_N[:, None] == risk_N) / 2
+    return (pairs * above).sum() / pairs.sum()
+
+
+@given(st.integers(2, 60), st.sampled_from([2, 5, 1000]), SEEDS)
+@settings(max_examples=60)
+def test_the_c_index_agrees_with_all_pairs(n, values, seed):
+    """With ties in time, in risk and in both, censored and unknown times, and rows drawn twice."""
+    rng = np.random.default_rng(seed)
+    y_N = rng.integers(1, values + 1, n) * rng.choice([-1.0, 1.0, 1.0], n)
+    y_N[rng.random(n) < 0.1] = np.nan
+    risk_N = rng.integers(0, values, n).astype(float)
+    statistic = statistic_of("survival", y_N[:, None], risk_N[:, None], classes=["risk"])
+    for weight_N in (np.ones(n, int), rng.integers(0, 3, n)):
+        with np.errstate(invalid="ignore"):
+            expected = c_index(y_N, risk_N, weight_N)
+        np.testing.assert_allclose(statistic(weight_N), [expected], rtol=1e-12)
+    of = statistic.summary()["classes"]["risk"]
+    assert (of["positives"], of["n"]) == ((y_N > 0).sum(), (~np.isnan(y_N)).sum())
+
+
+def test_the_share_without_the_event_is_kaplan_and_meiers():
+    """Six patients by hand: one is censored when another has the event, and counts as at risk."""
+    x, y = metrics.kaplan_meier(np.array([1.0, -2, 2, 3, 3, -4]))
+    assert x.tolist() == [0, 1, 1, 2, 2, 3, 3, 4]
+    by_hand = np.cumprod([1, 5 / 6, 4 / 5, 1 / 3])
+    np.testing.assert_allclose(y, by_hand.repeat(2))
+    assert [a.tolist() for a in metrics.kaplan_meier(np.array([-1.0]))] == [[0, 1], [1, 1]]

@@ -14,6 +14,7 @@ from omnilead.engine.evaluation.probe import (
     logistic,
     nearest,
     probe,
+    proportional_hazards,
     report,
     ridge,
     standardised,
@@ -60,6 +61,40 @@ def test_weights_are_where_the_gradient_is_zero(kind, strength):
     gradient = design.T @ np.nan_to_num(p - labels) / n
     gradient[1:] += strength * w[1:]
     np.testing.assert_allclose(gradient, 0, atol=1e-9 if kind == "regression" else 1e-5)
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.01])
+def test_penalised_hazards_are_where_the_gradient_is_zero(strength):
+    """Of Breslow's partial likelihood, the sum over events, by hand."""
+    x = standardised(made(300)[0])[0]
+    hazard = np.exp(x @ np.linspace(-1, 1, 6))
+    time = np.round(RNG.exponential(1 / hazard), 1) + 0.1
+    event = RNG.random(300) < 0.6
+    w = proportional_hazards(x, np.where(event, time, -time)[:, None], strength, np.zeros((7, 1)))
+    hazard, gradient = np.exp(x @ w[1:, 0]), np.zeros(6)
+    for i in np.flatnonzero(event):
+        at_risk = time >= time[i]
+        gradient += hazard[at_risk] @ x[at_risk] / hazard[at_risk].sum() - x[i]
+    np.testing.assert_allclose(gradient / event.sum() + strength * w[1:, 0], 0, atol=2e-5)
+    assert abs(w[0]) < 1e-9
+
+
+def test_risks_that_are_known_are_found():
+    """By the linear probe and the network, whatever the unit of time; without any event, nothing."""
+    truth, xs, ys = np.linspace(-1, 1, 6), [], []
+    for n in (1500, 400, 800):
+        x = RNG.normal(size=(n, 6))
+        time = 365 * RNG.exponential(np.exp(-x @ truth))
+        ys.append(np.where(time < 700, time, -700.0)[:, None])
+        xs.append(x * SCALE + 5)
+    (train, valid, test), (y, valid_y, test_y) = xs, ys
+    data = ProbeData(train, y, valid, valid_y, test, "survival")
+    known = measure("survival", test_y, ((test - 5) / SCALE @ truth)[:, None])["c_index"]
+    for name in ("linear", "network"):
+        fit = fit_scaled(PROBES[name], data)
+        assert measure("survival", test_y, fit.scores_NK)["c_index"] > known - 0.01
+    none = fit_scaled(linear, data._replace(labels_NK=-np.abs(y)))
+    assert known < 0.9 and not none.scores_NK.any()
 
 
 def test_nearest_neighbours_agree_with_a_loop():

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omnilead.engine.tasks.kinds import balanced, loss, right, thresholds, weights
+from omnilead.engine.tasks.kinds import balanced, cox, loss, right, thresholds, weights
 
 NAN = float("nan")
 
@@ -68,3 +68,27 @@ def test_thresholds_have_the_highest_f1():
     for k in (0, 1):
         assert f1(k, found[k]) == max(f1(k, t) for t in np.linspace(-0.005, 1.005, 102))
     assert found[2] == 0.5
+
+
+def test_the_partial_likelihood_is_cox_and_breslows():
+    """Each event against all who were followed at least as long, ties and strangers included."""
+    rng = np.random.default_rng(0)
+    time = rng.integers(1, 9, 40) / 2
+    y_R = np.where(rng.random(40) < 0.5, time, -time)
+    y_R[[3, 17]] = np.nan
+    risk_R = torch.from_numpy(rng.normal(size=40)).requires_grad_()
+    hazard_R = np.exp(risk_R.detach().numpy())
+    found_R = cox(risk_R[:, None], torch.from_numpy(y_R)[:, None])[:, 0]
+    events = np.flatnonzero(y_R > 0)
+    for i in events:
+        at_risk = np.abs(y_R) >= y_R[i]
+        share = hazard_R[i] / hazard_R[at_risk].sum()
+        assert found_R[i].item() == pytest.approx(-np.log(share * at_risk.sum()), abs=1e-12)
+    loss_R, share_R = loss("survival", risk_R[:, None], torch.from_numpy(y_R)[:, None])
+    assert share_R.numpy().tolist() == (y_R > 0).tolist() and not loss_R[~share_R.bool()].any()
+    (gradient_R,) = torch.autograd.grad(loss_R.sum(), risk_R)
+    expected_R = -(y_R > 0).astype(float)
+    for i in events:
+        at_risk = np.abs(y_R) >= y_R[i]
+        expected_R[at_risk] += hazard_R[at_risk] / hazard_R[at_risk].sum()
+    np.testing.assert_allclose(gradient_R, expected_R, atol=1e-12)

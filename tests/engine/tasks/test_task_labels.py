@@ -3,6 +3,7 @@
 import csv
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -118,6 +119,26 @@ def test_the_kind_is_guessed(kind, cells, tables):
         assert (known.y[0].sum(1) == 1).all()
 
 
+@pytest.mark.parametrize("columns", [(), ("time", "event")])
+def test_times_are_negative_if_censored(columns, tables):
+    """By the names time and event, in any order, or as named; both must be known."""
+    rows = [("1", "2.5"), ("0", "1e-3"), ("", "4"), ("1", ""), ("no", "7")]
+    path = tables.write(
+        "record|event|time", ((r, *row) for r, row in zip(tables.records, rows, strict=False))
+    )
+    task = TaskConfig(labels=path, columns=columns)
+    task = replace(task, kind="survival") if columns else guess(task)
+    found = read_task(task, [tables.dataset])
+    assert found.task.kind == "survival" and found.task.columns == ("time", "event")
+    time_of = dict(zip(tables.dataset.column("record"), found.y[0][:, 0], strict=True))
+    expected = np.float32([2.5, -1e-3, np.nan, np.nan, -7])
+    np.testing.assert_array_equal([time_of[r] for r in tables.records[:5]], expected)
+    assert (
+        found.classes == ("risk",)
+        and not np.isin(found.split[0][np.isnan(found.y[0][:, 0])], 1).any()
+    )
+
+
 def test_age_and_sex_of_the_dataset_are_drawn_by_patient(dataset):
     task = TaskConfig("age", "regression", columns=("age",), split="8:1:1")
     age, again = (read_task(task, [dataset]) for _ in range(2))
@@ -191,6 +212,11 @@ BAD = [  # {0}: the name of the first record
     ("'v' of record .*: 'inf' is not a number", "record,v\n{0},inf", {"kind": "regression"}),
     ("'v' of record .*: '2' is not 0 or 1", "record,v\n{0},2", {}),
     ("'v' of record .*: 'C' is not one of its classes A, B", "record,v\n{0},C", {"kind": "multiclass", "classes": ("A", "B")}),
+    ("two columns, the time and .*, not v", ONE, {"kind": "survival", "columns": ("v",)}),
+    ("no column 'time': its label columns are v", ONE, {"kind": "survival"}),
+    ("'time' of record .*: '0' is not a number above 0", "record,time,event\n{0},0,1", {"kind": "survival"}),
+    ("'time' of record .*: '1e-60' is not a number above 0", "record,time,event\n{0},1e-60,1", {"kind": "survival"}),
+    ("'event' of record .*: '2' is not 0 or 1", "record,time,event\n{0},3,2", {"kind": "survival"}),
     ("no record has a known label in v", "record,v\n{0},\n{1},nan", {}),
     ("no column 'w': its label columns are v", ONE, {"columns": ("w",)}),
     ("has one column, not v, w", "record,v,w\n{0},1,1", {}),
