@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from omnilead.engine.common import ALL, ConfigError, blaming, plugin
 from omnilead.engine.inference.readout import PAPER, read_out, width_of
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.encoders import ROWS, made
+from omnilead.engine.model.encoders import ROWS, made, with_weights
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.config import TaskConfig
 
@@ -70,7 +70,7 @@ def build_head(
     """Build `task.head`: "attention", or your own Class(width, outputs), which maps c_RD, or c_RND
     if it has `tokens = True`, to logits_RK."""
     with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
-        head = made(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs)
+        head = with_weights(made(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs))
         inputs = torch.randn(ROWS, TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)
