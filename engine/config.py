@@ -212,7 +212,7 @@ class Config(RunConfig):
             len(augment.output_leads),
             "halves" if objective.method == "cmsc" else "window",
         )
-        contrast = objective.contrast > 0
+        contrast = objective.contrast > 0 and not objective.plugged
         if not self.model.encoder and self.model.tokens(HALF) and objective.local > 0:
             max_masked(self.model, self.model.tokens(HALF))
         return [

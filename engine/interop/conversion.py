@@ -273,6 +273,8 @@ def to_fairseq(run: str | Path, out: Path) -> None:
             f"{run}: trained without the local objective, whose weights fairseq-signals needs: "
             "cannot convert it"
         )
+    if config.causal:
+        raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
     try:
         theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))
         weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}

@@ -14,6 +14,7 @@ s crop, forward and backward.
 | CMSC | local: 0 |
 | SimCLR | local: 0, method: simclr |
 | 3KG | local: 0, method: 3kg |
+| CPC (not in the paper) | local: 0, method: cpc, with model.causal |
 | as the authors compute it | form: authors, detach_norm: true, gathered: false |
 
 Random lead masking and views are made by the data loader. The diversity loss and the feature
@@ -40,6 +41,9 @@ ENCODERS = {
     "": "omnilead.engine.model.encoder:Encoder",
     "resnet": "omnilead.engine.model.resnet:ResNet",
 }
+# Global objectives: functions of pooled encodings, and classes (engine.model.encoders)
+CONTRASTS = ("cmsc", "simclr", "3kg")
+OBJECTIVES = {"cpc": "omnilead.engine.model.cpc:PredictiveCoding"}
 SHOWN = 80  # characters of a wrong value in a message
 SEGMENT = 2500  # samples in 5 s
 Count = Annotated[int, Field(ge=1, le=65_536)]  # bounded, as configs may be untrusted
@@ -79,6 +83,8 @@ class ModelConfig:
     ffn: Count = 3072  # width of the feed-forward layers
     position_kernel: Count = 128  # kernel size of the positional convolution, in tokens
     position_groups: Count = 16  # groups of the positional convolution
+    # a token sees only itself and those before it, as objective.method=cpc needs
+    causal: bool = False
     # faster implementations of operations: engine.model.kernels
     kernels: Annotated[Literal["plain", "auto"], BeforeValidator(without_removed_kernels)] = "auto"
     # dropout on the residual branches, and on the tokens before the first layer
@@ -151,7 +157,10 @@ class ObjectiveConfig:
     diversity: Weight = 0.1  # weight of the code diversity loss, part of the local objective
     features: Weight = 10.0  # weight of the feature penalty, part of the local objective
     contrast: Weight = 1.0  # weight of the global objective
-    method: Literal["cmsc", "simclr", "3kg"] = "cmsc"  # global objective
+    # global objective: cmsc, simclr, 3kg, cpc, or your own, file.py:Class
+    method: str = "cmsc"
+    # arguments of the objective's class: of cpc (steps, temperature), or of your own
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
     form: Literal["paper", "authors"] = "paper"  # variant of CMSC
     # temperature of the local and the global objective
     temperature: Annotated[float, Field(ge=1e-4, le=1e4)] = 0.1
@@ -161,11 +170,25 @@ class ObjectiveConfig:
     detach_norm: bool = False
 
     def __post_init__(self) -> None:
+        known = (*CONTRASTS, *OBJECTIVES)
+        if self.method not in known and not OWN.fullmatch(self.method):
+            raise ConfigError(
+                f"objective.method={self.method!r}: use {', '.join(known)}, or your own file.py:Class"
+            )
+        if self.options and self.method in CONTRASTS:
+            raise ConfigError(
+                f"objective.options={self.options}: objective.method={self.method} takes no options"
+            )
         if self.local == 0 and self.contrast == 0:
             raise ConfigError(
                 "objective.local=0 and objective.contrast=0: no loss is left: set at least one "
                 "above 0"
             )
+
+    @property
+    def plugged(self) -> bool:
+        """Whether the global objective is a class of its own."""
+        return self.contrast > 0 and self.method not in CONTRASTS
 
     @property
     def across_ranks(self) -> bool:

@@ -47,6 +47,7 @@ class ModelStream(IntEnum):
     TRIM = 103
     NEGATIVES = 104
     GUMBEL = 105
+    OWN = 106
 
 
 class Draws(NamedTuple):
@@ -192,6 +193,11 @@ def row_numbers(keys_R: Tensor, stream: ModelStream, count: int) -> Tensor:
     """[R, count] random int64."""
     counter = torch.arange(count, device=keys_R.device)
     return hashed(keys_R[:, None], stream, counter)
+
+
+def uniform(keys_R: Tensor, count: int) -> Tensor:
+    """[R, count] numbers in [0, 1), for an objective of your own."""
+    return (row_numbers(keys_R, ModelStream.OWN, count) & 0xFFFFFF).float() * 2.0**-24
 
 
 def hashed(keys: Tensor, stream: ModelStream, counter: Tensor | int = 0) -> Tensor:

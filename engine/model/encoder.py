@@ -17,6 +17,7 @@ engine.model.config; K taps.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -156,6 +157,7 @@ class PositionalConvolution(nn.Module):
         super().__init__()
         self.groups = config.position_groups
         self.kernels = config.kernels
+        self.causal = config.causal
         width, kernel = config.width, config.position_kernel
         self.gain = nn.Parameter(torch.empty(1, 1, kernel))
         self.direction = nn.Parameter(torch.empty(width, width // self.groups, kernel))
@@ -170,10 +172,13 @@ class PositionalConvolution(nn.Module):
         return weight.to(dtype)
 
     def forward(self, x_RND: Tensor) -> Tensor:
+        tokens = x_RND.shape[1]
+        if self.causal:  # later by the taps that would look ahead
+            x_RND = F.pad(x_RND, (0, 0, (self.gain.numel() - 1) // 2, 0))
         kernels = self.kernels if self.training else "plain"
         convolution = pick("convolve", convolve, kernels, x_RND)
         y_RND = convolution(x_RND, self.weight(), self.bias, self.groups)
-        return F.gelu(y_RND)
+        return F.gelu(y_RND[:, :tokens])
 
 
 def convolve(x_RND: Tensor, weight_DcK: Tensor, bias_D: Tensor, groups: int) -> Tensor:
@@ -196,25 +201,33 @@ class Attention(nn.Module):
         self.heads = config.heads
         self.dropout = config.attention_dropout
         self.kernels = config.kernels
+        self.causal = config.causal
         self.qkv = Linear(config.width, 3 * config.width, config.kernels)
         self.out = Linear(config.width, config.width, config.kernels)
 
     def forward(self, x_RND: Tensor) -> Tensor:
         attend = pick("attention", attention, self.kernels, x_RND)
+        if self.causal:
+            attend = causal_attention
         dropout_p = self.dropout if self.training else 0.0
         attended = attend(self.qkv(x_RND), self.heads, dropout_p)
         y: Tensor = self.out(attended)
         return y
 
 
-def attention(qkv: Tensor, heads: int, dropout_p: float) -> Tensor:
+def attention(qkv: Tensor, heads: int, dropout_p: float, causal: bool = False) -> Tensor:
     """qkv [R, N, 3 D] -> [R, N, D]. qkv holds queries, keys and values, each with its heads side by
     side."""
     q_RHNd, k_RHNd, v_RHNd = (
         part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
     )
-    y_RHNd = F.scaled_dot_product_attention(q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p)
+    y_RHNd = F.scaled_dot_product_attention(
+        q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p, is_causal=causal
+    )
     return y_RHNd.transpose(1, 2).flatten(2)
+
+
+causal_attention = partial(attention, causal=True)
 
 
 class Layer(nn.Module):
@@ -245,6 +258,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.width = config.width
         self.feature_width = config.feature_width
+        self.causal = config.causal
         self.conv = ConvStack(config)
         self.feature_norm = nn.LayerNorm(config.feature_width)
         # as wide as the encoder: then the authors have no projection (ecg_transformer.py)

@@ -1,5 +1,5 @@
 """Build the encoder: the authors', one shipped with omnilead, or your own class, `model.encoder:
-file.py:Class`. Initial weights.
+file.py:Class`; and an objective that is a class. Initial weights.
 
     class Mine(nn.Module):                            # Mine(leads=12, **model.options)
         width = 128                                   # D
@@ -34,7 +34,9 @@ from omnilead.engine.common import ConfigError, blaming, plugin
 from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.model.config import (
     ENCODERS,
+    OBJECTIVES,
     ModelConfig,
+    ObjectiveConfig,
     flops_per_crop,
     local_flops,
 )
@@ -97,6 +99,7 @@ def build_encoder(
     """Build an encoder and draw its weights from `generator`; one that is not the authors' draws
     its own, from the same seed. `kind`: its class. `mask` false: no mask embedding in the
     authors' encoder."""
+    encoder: nn.Module
     if not config.encoder:
         encoder = Encoder(config, mask)
         initialise(encoder, generator)
@@ -104,12 +107,13 @@ def build_encoder(
     with blaming(
         f"model.encoder={config.encoder}, model.options={config.options}, {config.leads} leads"
     ):
-        return made(
+        encoder = made(
             kind or plugin(ENCODERS.get(config.encoder, config.encoder)),
             generator,
             leads=config.leads,
             **config.options,
         )
+        return with_weights(encoder)
 
 
 def made(
@@ -119,9 +123,27 @@ def made(
         if generator is not None:
             torch.manual_seed(generator.initial_seed())
         module = kind(*arguments, **options)
-    if not isinstance(module, nn.Module) or next(module.parameters(), None) is None:
-        raise ConfigError("must be an nn.Module with weights")
+    if not isinstance(module, nn.Module):
+        raise ConfigError("must be an nn.Module")
     return module
+
+
+def with_weights(module: nn.Module) -> nn.Module:
+    if next(module.parameters(), None) is None:
+        raise ConfigError("must have weights")
+    return module
+
+
+def build_objective(
+    config: ObjectiveConfig, encoder: nn.Module, generator: torch.Generator | None
+) -> nn.Module:
+    """Build `objective.method`: a shipped class, or your own Class(encoder, **objective.options)."""
+    with blaming(f"objective.method={config.method}, objective.options={config.options}"):
+        kind = plugin(OBJECTIVES.get(config.method, config.method))
+        objective = made(kind, generator, encoder, **config.options)
+        if set(objective.parameters()) & set(encoder.parameters()):
+            raise ConfigError("keeps the encoder: use the one that forward is given")
+    return objective
 
 
 def prepared(
@@ -132,12 +154,16 @@ def prepared(
     if not config.encoder:
         return None, config.tokens(HALF)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
-    # DeepSpeed casts only weights; a batch norm needs statistics of the same type
-    for part in encoder.modules():
+    cast_statistics(encoder, dtype)
+    return encoder, examine(encoder, config, masked, dtype)
+
+
+def cast_statistics(model: nn.Module, dtype: torch.dtype) -> None:
+    """DeepSpeed casts only weights; a batch norm needs statistics of the same type."""
+    for part in model.modules():
         if isinstance(part, _NormBase) and part.running_mean is not None:
             part.running_mean = part.running_mean.to(dtype)
             part.running_var = cast(Tensor, part.running_var).to(dtype)
-    return encoder, examine(encoder, config, masked, dtype)
 
 
 @torch.no_grad()

@@ -74,6 +74,11 @@ def world_size() -> int:
     )
 
 
+def all_gather(x: Tensor) -> Tensor:
+    """[A, ...] -> [W * A, ...], ordered by rank, with a gradient."""
+    return torch.cat(_all_gather(x.contiguous())) if world_size() > 1 else x
+
+
 def all_gather_no_grad(x: Tensor) -> Tensor:
     """[A, ...] -> [W * A, ...], ordered by rank, without a gradient."""
     if world_size() == 1:
@@ -81,11 +86,6 @@ def all_gather_no_grad(x: Tensor) -> Tensor:
     parts = [torch.empty_like(x) for _ in range(world_size())]
     dist.all_gather(parts, x.contiguous())
     return torch.cat(parts, 0)
-
-
-def gather(x: Tensor) -> Tensor:
-    """[A, ...] -> [W * A, ...], ordered by rank, with a gradient."""
-    return torch.cat(_all_gather(x.contiguous())) if world_size() > 1 else x
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def similarities(
     gathered = gathered and world_size() > 1
     with torch.autocast(g_AD.device.type, enabled=False):
         g_AD = unit(g_AD, detach_norm)
-        all_CD = gather(g_AD) if gathered else g_AD
+        all_CD = all_gather(g_AD) if gathered else g_AD
         s_AC = g_AD @ all_CD.t() / temperature
     own_A = torch.arange(len(g_AD), device=g_AD.device) + (
         dist.get_rank() * len(g_AD) if gathered else 0

@@ -10,6 +10,11 @@ and nothing waits for the device, so the step compiles once. Other encoders can 
 authors': one with `features` and `context` (MaskedEncoder) for every objective; one with only a
 `width` that maps x_RLT to c_RND for the global ones.
 
+`objective.method: file.py:Class` replaces the global objective:
+
+    class Mine(nn.Module):                            # Mine(encoder, **objective.options)
+        def forward(self, encoder, x_BSLT, keys_BS):  # its loss, or {name: loss}: scalars
+
 Source: paper, section "Pre-training"; fairseq-signals models/wav2vec2/wav2vec2.py (project_q,
 final_proj), wav2vec2_cmsc.py. Shapes: engine.model.config.
 """
@@ -23,7 +28,7 @@ from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import Draws, draw
 from omnilead.engine.model.encoder import Dropout, MaskedEncoder, pool
-from omnilead.engine.model.encoders import build_encoder, initialise
+from omnilead.engine.model.encoders import build_encoder, build_objective, initialise
 from omnilead.engine.model.objectives import (
     authors_cmsc_loss,
     diversity,
@@ -91,7 +96,9 @@ class Pretrainer(nn.Module):
             pool,
         )
         local = objective.local > 0
-        self.encoder = build_encoder(config, local, generator) if encoder is None else encoder
+        # an objective of your own may mask tokens
+        mask = local or ":" in objective.method
+        self.encoder = build_encoder(config, mask, generator) if encoder is None else encoder
         if local and not isinstance(self.encoder, MaskedEncoder):
             raise ConfigError(
                 f"objective.local={objective.local}: {type(self.encoder).__name__} has no "
@@ -104,6 +111,10 @@ class Pretrainer(nn.Module):
         )
         if self.local is not None:
             initialise(self.local, generator)
+        # its weights are trained, and in checkpoints, but not exported
+        self.plugin = (
+            build_objective(objective, self.encoder, generator) if objective.plugged else None
+        )
 
     def forward(
         self,
@@ -124,9 +135,9 @@ class Pretrainer(nn.Module):
         x_RLT = x_BSLT.flatten(0, 1)
         parts: dict[str, Tensor] = {}
         loss = torch.zeros((), device=x_BSLT.device)
-        if self.local is None:
+        if self.local is None and self.plugin is None:
             c_RND: Tensor = self.encoder(x_RLT)
-        else:
+        elif self.local is not None:
             parts, c_RND = self._local(x_RLT, keys_BS, tau, draws)
             loss = (
                 loss
@@ -134,7 +145,11 @@ class Pretrainer(nn.Module):
                 + objective.diversity * parts["loss_diversity"]
             )
             loss = loss + objective.features * parts["loss_features"]
-        if objective.contrast > 0:
+        if self.plugin is not None:
+            own = self.plugged_losses(x_BSLT, keys_BS)
+            parts |= {f"loss_{name}": value for name, value in own.items()}
+            loss = loss + objective.contrast * sum(own.values())
+        elif objective.contrast > 0:
             g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
             parts["loss_global"], parts["accuracy_global"] = self._global(g_BSD, ids_B)
             loss = loss + objective.contrast * parts["loss_global"]
@@ -170,6 +185,11 @@ class Pretrainer(nn.Module):
             "masked": q.tokens,
             "masked_share": q.tokens / draws.mask_RN.numel(),
         }, c_RND
+
+    def plugged_losses(self, x_BSLT: Tensor, keys_BS: Tensor | None) -> dict[str, Tensor]:
+        assert self.plugin is not None
+        losses = self.plugin(self.encoder, x_BSLT, keys_BS)
+        return losses if isinstance(losses, dict) else {"global": losses}
 
     def compare(
         self, c_RND: Tensor, z_RNF: Tensor, draws: Draws, tau: Tensor

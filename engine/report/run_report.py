@@ -274,6 +274,8 @@ def build(run: Path) -> str:
             )
         )
     for title, planned in SECTIONS.items():
+        if title == "Loss":
+            planned = (*planned, *own_losses(files))
         drawn = [draw(chart, files, best, absent) for chart in planned]
         note = validation_note(files) if title == "Loss" else ""
         sections.append(ReportSection(title, charts=list(filter(None, drawn)), note=note))
@@ -295,6 +297,14 @@ def build(run: Path) -> str:
     return render(
         f"{files.name}: report", kind_of(files), files.name, list(progress(files)), sections
     )
+
+
+def own_losses(files: RunFiles) -> Iterator[Chart]:
+    """Those of an objective of one's own."""
+    known = [curve.key for chart in SECTIONS["Loss"] for curve in chart.curves]
+    for key in files.metrics.rows[-1]:
+        if key.startswith("loss_") and key not in known:
+            yield Chart(key, _both(key))
 
 
 def kind_of(files: RunFiles) -> str:

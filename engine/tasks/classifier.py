@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from omnilead.engine.common import ALL, ConfigError, blaming, plugin
 from omnilead.engine.inference.readout import PAPER, read_out, width_of
 from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.encoders import ROWS, made
+from omnilead.engine.model.encoders import ROWS, made, with_weights
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.config import TaskConfig
 
@@ -70,7 +70,7 @@ def build_head(
     """Build `task.head`: "attention", or your own Class(width, outputs), which maps c_RD, or c_RND
     if it has `tokens = True`, to logits_RK."""
     with blaming(f"task.head={spec}, {width} wide, {outputs} outputs"):
-        head = made(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs)
+        head = with_weights(made(kind or plugin(HEADS.get(spec, spec)), generator, width, outputs))
         inputs = torch.randn(ROWS, TOKENS, width)
         example = inputs if sees_tokens(head) else pool(inputs)
         y = copy.deepcopy(head).eval()(example)
@@ -130,7 +130,7 @@ class Classifier(nn.Module):
             return c_RD
         assert present_BS is not None
         # Imported here: it imports torch's compiler, which inference does not need
-        from omnilead.engine.model.objectives import gather, sum_over_ranks, world_size
+        from omnilead.engine.model.objectives import all_gather, sum_over_ranks, world_size
 
         halves = x_BSLT.shape[1]
         labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()
@@ -146,7 +146,8 @@ class Classifier(nn.Module):
             )
             if self.task.kind == "survival":  # the rows of all ranks are at risk together
                 labels_R[present_R == 0] = torch.nan
-                logits_RK, labels_R, present_R = map(gather, (logits_RK, labels_R, present_R))
+                gathered = map(all_gather, (logits_RK, labels_R, present_R))
+                logits_RK, labels_R, present_R = gathered
             loss_R, share_R = kinds.loss(self.task.kind, logits_RK, labels_R, weights_RK)
             right_R = kinds.right(self.task.kind, logits_RK, labels_R)
         # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the

@@ -4,11 +4,13 @@ converted model.
     train(config, ContinuedTask)              # engine.training.train; without `start`, from random weights
     started = read_weights(config)            # ConfigError if the architectures differ
     print(started.into(model))                # what was loaded, and what starts afresh
+    examine_objective(model, torch.float32)   # ConfigError if an objective of your own breaks its interface
 
 This is a separate run: optimiser, learning rate and data order start afresh. The heads of the local
 objective are loaded if all of them fit. Code in the folder is never run.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +22,11 @@ from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping
-from omnilead.engine.common import ConfigError, describe_leads, flatten
+from omnilead.engine.common import ConfigError, blaming, describe_leads, flatten
 from omnilead.engine.config import Config, build
 from omnilead.engine.data.augmenter import FS_HZ
-from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.model.encoders import portable
+from omnilead.engine.model.config import SEGMENT, ModelConfig
+from omnilead.engine.model.encoders import cast_statistics, portable
 from omnilead.engine.model.folder import (
     CONFIG,
     PREPROCESSING,
@@ -35,6 +37,8 @@ from omnilead.engine.model.folder import (
     model_folder,
 )
 from omnilead.engine.model.input import Input
+from omnilead.engine.model.objectives import single_process
+from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import (
     ExportedTask,
@@ -43,6 +47,7 @@ from omnilead.engine.training.export import (
     start_text,
 )
 from omnilead.engine.training.pretraining import PretrainTask
+from omnilead.engine.training.validation import dtype_of
 
 QUICKSTART = "quickstart"  # the config if none is given
 # What embeddings of the model keep of an ECG (engine.inference.readout). Of those tried, it diagnosed
@@ -51,15 +56,16 @@ READOUT = "mean+std+rhythm"
 SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on
 AUTHORS = (  # and those of the authors'
     *("conv", "conv_norm", "width", "layers", "heads", "ffn"),
-    *("position_kernel", "position_groups"),
+    *("position_kernel", "position_groups", "causal"),
 )
-PLUGGED = ("model.encoder", "augment.extra")  # may name the user's own code
+PLUGGED = ("model.encoder", "augment.extra", "objective.method")  # may name the user's own code
 # and defaults
 PLACES: dict[str, Any] = {
     "train.deepspeed": None,
     "train.track": ["tensorboard"],
     "pipeline.cache_dir": None,
 }
+TAKEN = {"local", "diversity", "features"}  # names of losses
 MASK = "encoder.mask_embedding"  # only the local objective has it
 
 
@@ -94,6 +100,8 @@ class StartingWeights:
             theirs |= their_heads
         elif heads:
             new.append("the heads of the local objective")
+        if any(name.startswith("plugin.") for name in own):
+            new.append("the objective's own weights")
         new.append("the optimiser")
         model.load_state_dict({**own, **theirs})
         said = f"start={self.start}: {taken} loaded; new: {', '.join(new)}"
@@ -113,6 +121,11 @@ class ContinuedTask(PretrainTask, ExportedTask):
 
     def model(self, generator: torch.Generator) -> nn.Module:
         model = super().model(generator)
+        if isinstance(model, Pretrainer) and model.plugin is not None:
+            dtype = dtype_of(self.config)
+            cast_statistics(model.plugin, dtype)
+            names = examine_objective(model, dtype)
+            self.keys = tuple(dict.fromkeys([*self.keys, *names]))
         if self.start:
             self.remarks = [*self.remarks, self.start.into(model)]
         return model
@@ -125,15 +138,20 @@ class ContinuedTask(PretrainTask, ExportedTask):
 
     @staticmethod
     def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
+        objective = config.objective
         model = asdict(config.model) | {"encoder": portable(config.model.encoder)}
         document: dict[str, Any] = {
             "model": model,
-            "objective": asdict(config.objective),
+            "objective": asdict(objective) | {"method": portable(objective.method)},
             "readout": READOUT,
         }
         if "continued" in state:
             document["continued"] = state["continued"]
         return document
+
+    @staticmethod
+    def exports(config: Config, name: str) -> bool:
+        return not name.startswith("plugin.")
 
     @staticmethod
     def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
@@ -142,7 +160,7 @@ class ContinuedTask(PretrainTask, ExportedTask):
         if objective.local:
             names = ["local", "diversity", "features", "contrast"]
         terms = [f"{getattr(objective, n)} x {n}" for n in names if getattr(objective, n)]
-        global_objective = objective.method if objective.contrast else "none"
+        global_objective = portable(objective.method) if objective.contrast else "none"
         lines = [describe_encoder(config.model)]
         if config.start:
             lines.append(f"Continued from the weights of {start_text(config.start)}.")
@@ -150,6 +168,32 @@ class ContinuedTask(PretrainTask, ExportedTask):
         best = best_step_text(state.get("best") or {})
         lines.append(f"Weights of step {state['step']:,}, the newest. {best}")
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines
+
+
+def examine_objective(model: Pretrainer, dtype: torch.dtype) -> list[str]:
+    """Run an objective that is a class on two crops; ConfigError if it breaks its interface.
+    Returns the names of its losses."""
+    own = copy.deepcopy(model)
+    for p in own.parameters():
+        p.data = p.data.to(dtype)
+    named = f"objective.method={model.objective.method}"
+    with blaming(named), single_process(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        x_BSLT = torch.randn(2, 2, model.config.leads, SEGMENT)
+        x_BSLT[1, 1] = 0  # as RLM may give
+        losses = own.plugged_losses(x_BSLT.to(dtype), torch.arange(4).view(2, 2))
+        if not losses or TAKEN & losses.keys():
+            names = ", ".join(sorted(TAKEN))
+            raise ConfigError(f"returns {list(losses)}: name one loss or more, and none {names}")
+        for name, loss in losses.items():
+            if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+                raise ConfigError(f"loss {name!r} is not a scalar tensor with a gradient")
+        total = torch.stack(list(losses.values())).sum()
+        total.backward()
+        grads = [p.grad for p in own.encoder.parameters() if p.grad is not None]
+        if not grads or not all(x.isfinite().all() for x in (total, *grads)):
+            raise ConfigError("gives the encoder no gradient, or one that is not finite")
+    return [f"loss_{name}" for name in losses]
 
 
 def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -49,7 +49,7 @@ COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 class PretrainTask(TrainingTask):
     """From random weights; ContinuedTask also loads those of `start`."""
 
-    keys = (
+    keys: tuple[str, ...] = (
         *("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global"),
         *("loss_diversity", "loss_features", "lr", "grad_norm", "crops_per_s", "data_wait_pct"),
         *("mfu", "code_perplexity", "prob_perplexity", "gumbel_tau", "masked_share"),
@@ -61,6 +61,7 @@ class PretrainTask(TrainingTask):
         self.low_logs = 0  # log lines in a row with few codes in use
         local = config.objective.local > 0
         plugged = {"model.encoder": config.model.encoder, "augment.extra": config.augment.extra}
+        plugged["objective.method"] = config.objective.method
         self.code = code_of(plugged, config.run)
         dtype = dtype_of(config)
         self.encoder, self.tokens = prepared(config.model, local, dtype, config.train.seed)
@@ -133,7 +134,7 @@ class PretrainTask(TrainingTask):
             rivals = others * (1 - (1 - 1 / others) ** drawn)  # some are drawn more than once
             chance[f"{prefix}loss_local"] = math.log(1 + drawn)
             chance[f"{prefix}accuracy_local"] = 1 / (1 + rivals)
-        if objective.contrast > 0 and crops:
+        if objective.contrast > 0 and crops and not objective.plugged:
             one_half = objective.method == "cmsc" and objective.form == "authors"
             choices = crops if one_half else 2 * crops - 1
             chance[f"{prefix}loss_global"] = math.log(choices)
@@ -148,7 +149,8 @@ class PretrainTask(TrainingTask):
             differs.append("dropout is off")
         if local:
             differs.append("codes are the likeliest ones, not sampled")
-        if config.objective.contrast > 0 and held_out != in_training:
+        contrasted = config.objective.contrast > 0 and not config.objective.plugged
+        if contrasted and held_out != in_training:
             differs.append(f"crops are contrasted in batches of {held_out:,}, not {in_training:,}")
         masked = ["tokens"] * local + ["leads"] * (config.augment.rlm > 0)
         if differs and masked:
@@ -178,6 +180,10 @@ class PretrainTask(TrainingTask):
         """Adds similarities of encodings of the first crops of the batch, without dropout."""
         few = min(DIAGNOSED, micro_batch(self.config, self.ranks.world)[0])
         part = some_crops(self.arguments(batch, 0, 1), 0, few)
-        with eval_mode(engine), Capture(engine.module) as captured, torch.no_grad():
-            engine(*part)
+        model = engine.module
+        with eval_mode(engine), Capture(model) as captured, torch.no_grad():
+            if model.local is None:  # an objective of your own may not encode the whole
+                model.encoder(batch.x_BSLT[:few].flatten(0, 1).to(dtype_of(self.config)))
+            else:
+                engine(*part)
         return super().diagnostics(engine, batch) | captured.similarities(batch.x_BSLT.shape[1])

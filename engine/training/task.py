@@ -7,7 +7,7 @@ train(config, PretrainTask, open_services)            # engine.training.train
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
 
 
 class TrainingTask(ABC):
-    keys: ClassVar[tuple[str, ...]]  # of each line in metrics.jsonl
+    keys: tuple[str, ...]  # of each line in metrics.jsonl
     # The validation metric that chooses the best step; 1: higher is better, -1: lower
     best: tuple[str, int]
     # Of the crops to train on, as arguments of engine.data.order.DatasetRows.of

@@ -44,7 +44,10 @@ from omnilead.engine.training.distributed import Ranks
 BATCH = 16  # crops encoded at a time
 MAX_PAIRS = 20_000  # of each kind that are kept
 TIE = 1e-12  # cosines in float64 closer than this are equal
-LOGGED = ("loss", "loss_local", "loss_global", "accuracy_local", "accuracy_global")
+NOT_LOGGED = (
+    *("loss_diversity", "loss_features", "prob_perplexity", "code_perplexity"),
+    *("masked", "masked_share"),
+)
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
@@ -157,7 +160,7 @@ class ValidationLoss:
             loader.close()
         total = sum_over_ranks(torch.stack(list(sums.values())))
         means = dict(zip(sums, (total / self.batches).tolist(), strict=True))
-        return {name: mean for name, mean in means.items() if name in LOGGED}
+        return {name: mean for name, mean in means.items() if name not in NOT_LOGGED}
 
 
 class PatientProbe:

@@ -24,6 +24,7 @@ from omnilead.engine.model.draws import (
     hashed,
     row_keys,
     slots,
+    uniform,
 )
 
 CONFIG = ModelConfig()
@@ -153,6 +154,12 @@ def test_gumbel_noise_is_gumbel():
     assert noise.var() == pytest.approx(1.64493, abs=0.02)
     assert (noise < 0).double().mean() == pytest.approx(np.exp(-1), abs=0.003)
     assert draw(SMALL, keys(4), 50, 5, sample_codes=False).noise_RMGV is None
+
+
+def test_numbers_for_an_objective_of_one_s_own():
+    some = uniform(keys(50), 40)
+    assert some.min() >= 0 and some.max() < 1 and float(some.mean()) == pytest.approx(0.5, abs=0.02)
+    assert uniform(keys(50)[7:9], 10).equal(some[7:9, :10]) and len(some.unique()) > 1990
 
 
 def test_a_crop_too_short_for_its_spans_is_refused():

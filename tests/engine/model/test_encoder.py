@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from tiny import SMALL
+from tiny import SMALL, seeded, waves
 from torch import nn
 from torch.testing import assert_close
 
@@ -159,10 +159,31 @@ def test_wrong_settings_are_one_line_that_names_the_key(wrong):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"local": -1}, {"negatives": 0}, {"temperature": 0}, {"method": "byol"}, {"form": "x"}],
+    [{"local": -1}, {"negatives": 0}, {"temperature": 0}, {"form": "x"}],
 )
 def test_wrong_objectives_are_refused(wrong):
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         ObjectiveConfig(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"objective\.local=0 and objective\.contrast=0"):
         ObjectiveConfig(local=0, contrast=0)
+    with pytest.raises(ConfigError, match=r"method='byol': use cmsc, simclr, 3kg, cpc, or your"):
+        ObjectiveConfig(method="byol")
+    with pytest.raises(ConfigError, match=r"objective\.options=.*method=3kg takes no options"):
+        ObjectiveConfig(method="3kg", options={"steps": 2})
+
+
+@pytest.mark.parametrize("kernels", ["plain", "auto"])
+def test_a_causal_encoder_sees_all_before_and_nothing_after(kernels):
+    settings = {"conv_norm": "layer", "position_kernel": 64, "kernels": kernels}
+    still, causal = (
+        seeded(replace(SMALL, causal=causal, **settings)).encoder for causal in (False, True)
+    )
+    x_RLT = waves(1)[:, 0]
+    x_RLT.requires_grad_()
+    for encoder, sees in ((causal, False), (still, True)):
+        (grad,) = torch.autograd.grad(encoder(x_RLT)[0, 20].square().sum(), x_RLT)
+        by_token_N = grad[0].unflatten(1, (-1, 16)).abs().sum((0, 2))
+        nothing = 1e-6 * by_token_N.max()  # the kernels on a CPU round
+        assert (by_token_N[:21] > nothing).all()
+        assert bool((by_token_N[21:] > nothing).any()) == sees
+    assert_close(causal.eval()(x_RLT[..., :400]), causal(x_RLT)[:, :25], rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny import SMALL
 from torch import nn
+from torch.testing import assert_close
 
 from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
@@ -20,6 +21,7 @@ from omnilead.engine.model.encoders import (
 )
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
+from omnilead.engine.training.continuing import examine_objective
 from omnilead.engine.training.export import describe_encoder
 
 OWN = """
@@ -83,6 +85,65 @@ class NoWidth(Good):
 class NoModule:
     width = 8
     def __init__(self, leads): pass
+
+class Weightless(nn.Module):
+    width = 8
+    def __init__(self, leads): super().__init__()
+"""
+OBJECTIVES = """
+import torch
+from torch import nn
+
+class Two(nn.Module):
+    def __init__(self, encoder, scale=1.0):
+        super().__init__()
+        self.out, self.scale = nn.Linear(encoder.width, 1), scale
+
+    def forward(self, encoder, x_BSLT, keys_BS):
+        y = self.scale * self.out(encoder(x_BSLT.flatten(0, 1)))
+        return {"near": y.square().mean(), "far": 1 + y.mean()}
+
+class One(Two):
+    def forward(self, *given): return super().forward(*given)["near"]
+
+class Bare(nn.Module):
+    def __init__(self, encoder): super().__init__()
+    def forward(self, encoder, x_BSLT, keys_BS): return encoder(x_BSLT[:, 0]).std()
+
+class Nothing(Two):
+    def forward(self, *given): return {}
+
+class Nil(Two):
+    def forward(self, *given): return None
+
+class Number(Two):
+    def forward(self, *given): return 1.5
+
+class Cut(Two):
+    def forward(self, *given): return {"near": super().forward(*given)["near"].detach()}
+
+class Rows(Two):
+    def forward(self, encoder, x_BSLT, keys_BS): return encoder(x_BSLT[:, 0]).mean((1, 2))
+
+class Root(Two):
+    def forward(self, *given): return {"near": (-super().forward(*given)["near"]).sqrt()}
+
+class Steep(Two):
+    def forward(self, *given): return (0 * super().forward(*given)["near"]).sqrt()
+
+class Taken(Two):
+    def forward(self, *given): return {"local": super().forward(*given)["near"]}
+
+class Flat(Two):
+    def forward(self, *given): return super().forward(*given)["near"] + float("inf")
+
+class Head(Two):
+    def forward(self, encoder, x_BSLT, keys_BS): return self.out.weight.square().sum()
+
+class Keeper(Two):
+    def __init__(self, encoder):
+        super().__init__(encoder)
+        self.encoder = encoder
 """
 
 
@@ -91,6 +152,20 @@ def own(tmp_path_factory):
     path = tmp_path_factory.mktemp("own") / "own.py"
     path.write_text(OWN)
     return path
+
+
+@pytest.fixture(scope="module")
+def objectives(own):
+    path = own.with_name("objectives.py")
+    path.write_text(OBJECTIVES)
+    return path
+
+
+def pretrainer(own, objectives, name, **options):
+    objective = ObjectiveConfig(
+        local=0, contrast=0.5, method=f"{objectives}:{name}", options=options
+    )
+    return Pretrainer(of(own, "Good"), objective, generator=torch.Generator().manual_seed(3))
 
 
 def of(own, name, **settings):
@@ -134,7 +209,8 @@ def test_a_custom_encoder_trains_with_every_objective(own):
         ),
         ("Good", {"options": {"depth": 3}}, "unexpected keyword argument 'depth'"),
         ("Good", {"mask_span": 99}, "model.mask_span=99: too long for 100 tokens"),
-        ("NoModule", {}, "must be an nn.Module with weights"),
+        ("NoModule", {}, "must be an nn.Module"),
+        ("Weightless", {}, "must have weights"),
         ("NoWidth", {}, "not [4, tokens, None]"),
         ("Absent", {}, "has no attribute 'Absent'"),
     ],
@@ -145,6 +221,64 @@ def test_errors_of_a_custom_encoder_are_reported_at_the_start(name, settings, wo
         examine(build_encoder(config), config, masked=True)
     assert words in str(raised.value) and "\n" not in str(raised.value)
     assert name != "Raising" or "(own.py, line " in str(raised.value)
+
+
+def test_an_objective_of_one_s_own(own, objectives):
+    model = pretrainer(own, objectives, "Two", scale=3.0)
+    before = {name: w.clone() for name, w in model.state_dict().items()}
+    assert examine_objective(model, torch.float32) == ["loss_near", "loss_far"]
+    assert examine_objective(model, torch.bfloat16) == ["loss_near", "loss_far"]
+    assert all(w.equal(before[name]) for name, w in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    x_BSLT, keys_BS = torch.randn(2, 2, 12, 2500), torch.arange(4).view(2, 2)
+    out = model(x_BSLT, keys_BS)
+    y = 3 * model.plugin.out(model.encoder(x_BSLT.flatten(0, 1)))
+    assert_close(out["loss"], 0.5 * (y.square().mean() + 1 + y.mean()))
+    assert list(out) == ["loss", "loss_near", "loss_far"] and not out["loss_near"].requires_grad
+    for name in ("One", "Bare"):
+        assert examine_objective(pretrainer(own, objectives, name), torch.float32) == [
+            "loss_global"
+        ]
+    both = ObjectiveConfig(method=f"{objectives}:Two")
+    model = Pretrainer(replace(SMALL, codes=8, layers=1), both)
+    names = {f"loss_{name}" for name in ("local", "diversity", "features", "near", "far")}
+    assert names < set(model(x_BSLT, keys_BS))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Nothing", "returns []: name one loss or more"),
+        ("Nil", "loss 'global' is not a scalar tensor"),
+        ("Number", "loss 'global' is not a scalar tensor"),
+        ("Rows", "loss 'global' is not a scalar tensor"),
+        ("Cut", "loss 'near' is not a scalar tensor with a gradient"),
+        ("Root", "gives the encoder no gradient, or one that is not finite"),
+        ("Flat", "or one that is not finite"),
+        ("Steep", "or one that is not finite"),
+        ("Head", "gives the encoder no gradient"),
+        ("Taken", "returns ['local']: name one loss or more, and none diversity, features, local"),
+        ("Keeper", "keeps the encoder"),
+        ("Absent", "has no attribute 'Absent'"),
+    ],
+)
+def test_errors_of_an_objective_are_reported_at_the_start(name, says, own, objectives):
+    with pytest.raises(ConfigError) as raised:
+        examine_objective(pretrainer(own, objectives, name), torch.float32)
+    message = str(raised.value)
+    assert says in message and f"objective.method={objectives}:{name}" in message
+    assert "\n" not in message
+
+
+def test_predictive_coding_needs_a_causal_encoder():
+    objective = ObjectiveConfig(local=0, method="cpc")
+    for config in (SMALL, ModelConfig(encoder="resnet", options={"widths": [8, 8]})):
+        with pytest.raises(ConfigError, match=r"method=cpc.*does not look ahead: set model.causal"):
+            Pretrainer(config, objective)
+    for options in ({"steps": 0}, {"steps": 156}):
+        model = Pretrainer(replace(SMALL, causal=True), replace(objective, options=options))
+        with pytest.raises(ConfigError, match=r"objective\.method=cpc: "):
+            examine_objective(model, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
 """Values and gradients of each objective equal the formula of its source."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import SMALL, seeded, waves
 from torch.testing import assert_close
 
+from omnilead.engine.model.cpc import PredictiveCoding
 from omnilead.engine.model.draws import count_negatives
 from omnilead.engine.model.objectives import (
     authors_cmsc_loss,
@@ -137,3 +142,23 @@ def test_3kg_with_a_single_patient_is_zero_not_nan():
 def test_contrast_needs_two_views(views):
     with pytest.raises(ValueError, match="two views"):
         nt_xent(torch.randn(4, views, 8), 0.1, gathered=False)
+
+
+@torch.no_grad()
+def test_predictive_coding_is_van_den_oord_s_formula():
+    encoder = seeded(replace(SMALL, causal=True, layers=1)).encoder
+    objective = PredictiveCoding(encoder, steps=3, temperature=0.5)
+    x_BSLT = waves(2, 240)
+    z_RNF = encoder.features(x_BSLT.flatten(0, 1))[0].numpy()
+    c_RND = encoder(x_BSLT.flatten(0, 1)).numpy()
+    unit_RNF = z_RNF / np.linalg.norm(z_RNF, axis=2, keepdims=True)
+    losses = []
+    for ahead, linear in enumerate(objective.maps, 1):
+        for row in range(4):
+            for t in range(15 - ahead):
+                guess = linear.weight.numpy() @ c_RND[row, t] + linear.bias.numpy()
+                s = unit_RNF[row] @ guess / np.linalg.norm(guess) / 0.5
+                weight = 1 / (15 - ahead)  # every step ahead weighs the same
+                losses.append(weight * (np.log(np.exp(s).sum()) - s[t + ahead]))
+    expected = sum(losses) / 4 / 3
+    assert float(objective(encoder, x_BSLT, None)) == pytest.approx(expected, rel=1e-5)

@@ -52,6 +52,7 @@ def newest_step(run):
 
 SIMCLR = {"objective__local": 0, "objective__method": "simclr", "pipeline__views": "window"}
 TWO_LEADS = {"augment__leads": "2", "augment__padded": False, "model__leads": 2}
+CPC = {"objective__local": 0, "objective__method": "cpc", "model__causal": True}
 AUTHORS = {"objective__form": "authors", "objective__gathered": False, "model__mask_trim": True}
 
 
@@ -64,6 +65,7 @@ AUTHORS = {"objective__form": "authors", "objective__gathered": False, "model__m
         (2, SIMCLR | {"objective__method": "3kg", "augment__threekg": {}}),
         (2, AUTHORS | {"train__micro_batch": 2}),
         (1, TWO_LEADS | {"augment__noise": "physio3"}),
+        (2, CPC | {"model__kernels": "plain"}),
     ],
 )
 def test_every_method_trains_and_validates(world, method, training, tmp_path):

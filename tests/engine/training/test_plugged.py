@@ -1,5 +1,5 @@
-"""Whole trainings with a user's own encoder and augmentation, and from the weights of another
-run."""
+"""Whole trainings with a user's own encoder, augmentation and objective, and from the weights of
+another run."""
 
 import json
 import shutil
@@ -7,10 +7,11 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from ranks import column, curve, finetune, pretrain
+from ranks import STILL, column, curve, finetune, pretrain, rows
 from safetensors.torch import load_file
 
 import omnilead
@@ -21,11 +22,15 @@ from omnilead.engine.config import TrainConfig
 from omnilead.engine.data.augmenter import ExtraAugmentation
 from omnilead.engine.interop.onnx import to_onnx
 from omnilead.engine.model.folder import LoadError
+from omnilead.engine.training.checkpoint import newest
 from omnilead.engine.training.continuing import read_config
+from omnilead.engine.training.export import full_weights
 
 OWN = """
 import torch
 from torch import nn
+from omnilead.engine.model.draws import uniform
+from omnilead.engine.model.objectives import all_gather
 
 class Net(nn.Module):
     width, feature_width = 8, 4
@@ -52,6 +57,18 @@ class Top(nn.Sequential):
 class Odd(Top):
     def __init__(self, width, outputs):
         super().__init__(width, outputs + 1)
+
+class Apart(nn.Module):
+    def __init__(self, encoder, size=4):
+        super().__init__()
+        self.out, self.norm = nn.Linear(encoder.width, size), nn.BatchNorm1d(size)
+
+    def forward(self, encoder, x_BSLT, keys_BS):
+        kept = uniform(keys_BS.flatten(), 16) > 0.25
+        g = self.out(encoder(x_BSLT.flatten(0, 1)).mean(1) * kept)
+        near = (self.norm(g) - g).square().mean()
+        return {"apart": (g @ all_gather(g).T).logsumexp(1).mean(), "size": g.square().mean()} | (
+            {"near": near} if self.out.out_features == 4 else {})
 
 def noise(x, generator):
     return x.add_(0.1 * torch.randn(x.shape, generator=generator))
@@ -149,6 +166,62 @@ def test_fine_tuning_from_a_plugged_in_encoder(base, own, dataset, tmp_path):
     assert omnilead.load(run, **classes, head=type(tuned.head)).classes == tuned.classes
     assert 'omnilead.load("THIS_FOLDER", code=True)' in card(run)
     assert (run / "model" / "own.py").read_text() == OWN
+
+
+CPC = {"objective__method": "cpc", "objective__options": {"steps": 3}, "model__causal": True}
+
+
+@pytest.mark.parametrize("method", ["own", "cpc"])
+def test_an_objective_with_weights_resumes_bit_for_bit(method, own, training, tmp_path):
+    how = CPC | {"objective__local": 0, "train__validate_every": 2}
+    if method == "own":  # with a batch norm, and beside the local objective
+        how = {"objective__method": f"{own}:Apart", "train__validate_every": 2}
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        training(name, **how, train__steps=steps).good()
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    names = ["loss_global"] if method == "cpc" else ["loss_apart", "loss_size", "loss_near"]
+    assert curve(whole, [*EXACT, *names]) == curve(parts, [*EXACT, *names])
+    assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
+    assert all(np.isfinite(column(whole, name, "validation.jsonl")).all() for name in names)
+    one, two = (full_weights(newest(run)) for run in (whole, parts))
+    assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
+    assert any(name.startswith("plugin.") for name in one)
+    exported = weights(whole)
+    assert not any(name.startswith("plugin.") for name in exported)
+    assert ("encoder.mask_embedding" in exported) == (method == "own")
+    assert omnilead.load(whole).encoder.causal == (method == "cpc")  # no code is needed
+
+
+def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
+    how = {"objective__method": f"{own}:Apart", "objective__options": {"size": 3}}
+    how |= {"objective__local": 0, "train__steps": 3, "train__validate_every": 3}
+    training("one", **STILL, **how).good()
+    training("two", world=2, **STILL, **how, train__zero_stage=3).good()
+    one, two = tmp_path / "one", tmp_path / "two"
+    for name in ("loss", "loss_apart", "loss_size", "grad_norm"):
+        np.testing.assert_allclose(column(two, name), column(one, name), rtol=2e-5)
+    valid = ([row["loss_apart"] for row in rows(run, "validation.jsonl")] for run in (one, two))
+    np.testing.assert_allclose(*valid, rtol=2e-5)
+    training("short", **STILL, **how | {"train__steps": 1}).good()
+    third, first = (full_weights(newest(run)) for run in (one, tmp_path / "short"))
+    assert not third["plugin.out.weight"].allclose(first["plugin.out.weight"])
+    assert (one / "code" / "own.py").read_text() == OWN
+    document = json.loads((one / "model" / "config.json").read_text())
+    assert document["objective"]["method"] == "own.py:Apart"
+    assert "loss_apart" in (one / "report.html").read_text()
+    wrong = how | {"objective__options": {"width": 3}}
+    assert "unexpected keyword argument 'width'" in training("wrong", **wrong).one_line()
+    start = str(one)
+    with pytest.raises(ConfigError, match=r"objective\.method=.*Apart is code: to run it, name"):
+        read_config(None, {"start": start})
+    more = training("more", start=start, **how).good()
+    assert "the encoder loaded; new: the objective's own weights, the optimiser" in more
+    own.write_text(OWN + "# another\n")
+    try:
+        line = training("one", **STILL, **how | {"train__steps": 4}).one_line()
+        assert "cannot resume: code.own.py changed from sha256" in line
+    finally:
+        own.write_text(OWN)
 
 
 def test_a_missing_or_changed_code_file_prevents_a_resume(own, base, training, tmp_path):
