@@ -1,7 +1,8 @@
-"""Convert weights from and to fairseq-signals (and ECG-FM, of the same family), bit for bit, and
-export them to ONNX.
+"""Convert weights from and to fairseq-signals (and ECG-FM, of the same family), bit for bit; take the
+weights of any other network, with its class; and export to ONNX.
 
     omnilead convert from-fairseq CKPT.pt OUT [--classes LIST|FILE] [--fs HZ] [--input auto|millivolt|zscore|layernorm]
+    omnilead convert from-torch   WEIGHTS OUT --encoder file.py:Class [--options '{width: 64}'] [--fs HZ] [--input ...]
     omnilead convert to-fairseq   RUN OUT.pt
     omnilead convert to-onnx      RUN OUT.onnx                      for use without PyTorch
 
@@ -18,6 +19,10 @@ if they set normalize, zscore if one of their paths names ECG-FM or MIMIC-IV-ECG
 millivolt. --fs: the sampling rate of the training signals, if the settings lack it (DeepECG-SSL:
 250). Inputs are resampled to it. If the settings state another rate, also those of pre-training in
 a fine-tuned checkpoint, --fs is used and the difference is printed.
+
+from-torch: WEIGHTS is a state_dict, a checkpoint with one in it, or .safetensors. The class follows
+docs/extending.md; adapters for other layouts: docs/foreign_models.md. All of its weights must be in
+the file, and its embedding must change by loading them.
 """
 
 import argparse
@@ -29,8 +34,8 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.data_tools.cli import echo, tell
-from omnilead.engine.commandline import RUN_CODE, Parser, interruptible
-from omnilead.engine.common import ConfigError
+from omnilead.engine.commandline import RUN_CODE, Parser, interruptible, parse_yaml
+from omnilead.engine.common import LEADS, ConfigError, leads_in_order
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,7 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="from-fairseq|to-fairseq|to-onnx"
+        dest="command", required=True, metavar="from-fairseq|from-torch|to-fairseq|to-onnx"
     )
     for command, source, out, text in (
         (
@@ -48,6 +53,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             "CKPT.pt",
             "OUT",
             "convert a checkpoint of fairseq-signals, ECG-FM or DeepECG-SSL to a model folder",
+        ),
+        (
+            "from-torch",
+            "WEIGHTS",
+            "OUT",
+            "make a model folder of any network's weights and its class",
         ),
         (
             "to-fairseq",
@@ -66,7 +77,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         sub = commands.add_parser(command, help=text, description=text, epilog=example)
         what = (
             "a checkpoint, local"
-            if command == "from-fairseq"
+            if command.startswith("from")
             else "a run or model folder, local or s3://, hf://org/name"
         )
         sub.add_argument("source", metavar=source, help=what)
@@ -76,13 +87,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             metavar=out,
             help="where to write it: a new file, or for a model a new folder",
         )
-        if command == "from-fairseq":
-            scales = ("auto", "millivolt", "zscore", "layernorm")
+        if command.startswith("from"):
+            scales = ["auto", "millivolt", "zscore", "layernorm"]
+            if command == "from-torch":
+                scales.remove("auto")
             sub.add_argument(
                 "--input",
                 choices=scales,
-                default="auto",
-                help="scale of the training signals (auto)",
+                default=scales[0],
+                help=f"scale of the training signals ({scales[0]})",
             )
             sub.add_argument(
                 "--fs",
@@ -90,15 +103,45 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                 metavar="HZ",
                 help="sampling rate of the training signals (from the settings, or 500)",
             )
+        if command == "from-fairseq":
             sub.add_argument(
                 "--classes",
                 default="",
                 metavar="LIST|FILE",
                 help="a classifier's outputs in order: A,B,C or a file",
             )
+        elif command == "from-torch":
+            add_torch_options(sub)
         elif command == "to-onnx":
             sub.add_argument("--code", **RUN_CODE)
     return parser.parse_args(arguments)
+
+
+def add_torch_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--encoder", required=True, metavar="file.py:Class", help="the class of the weights"
+    )
+    sub.add_argument(
+        "--band",
+        type=float,
+        nargs=2,
+        help="band-pass filter of the training signals: from, to in Hz",
+    )
+    for option, kind, default, text in (
+        ("--options", str, "{}", "arguments of the class as YAML, such as '{width: 64}'"),
+        ("--leads", str, "12", "leads of the training signals in order (12), or I,II,V2"),
+        ("--window", float, 5.0, "length of the training signals in seconds (5)"),
+        ("--prefix", str, "", "names in the file begin with it, if several networks are in it"),
+    ):
+        sub.add_argument(option, type=kind, default=default, help=text)
+    sub.add_argument(
+        "--map",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("OLD", "NEW"),
+        help="names that begin with OLD in the file begin with NEW in the class",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,22 +149,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from safetensors import SafetensorError
 
     from omnilead.engine.inference.trained_model import load
-    from omnilead.engine.interop.conversion import from_fairseq, to_fairseq
+    from omnilead.engine.interop.conversion import from_fairseq, from_torch, signals, to_fairseq
     from omnilead.engine.interop.onnx import to_onnx
 
     try:
+        source, notes = Path(args.source), []
+        if args.command.startswith("from") and "://" in args.source:
+            raise ConfigError(f"{args.source}: download the checkpoint first")
         if args.command == "from-fairseq":
-            if "://" in args.source:
-                raise ConfigError(f"{args.source}: download the checkpoint first")
-            for note in from_fairseq(
-                Path(args.source), args.out, args.input, args.fs, args.classes
-            ):
-                tell(f"note: {args.source}: {note}")
+            notes = from_fairseq(source, args.out, args.input, args.fs, args.classes)
+        elif args.command == "from-torch":
+            leads = [LEADS[lead] for lead in leads_in_order(args.leads, "--leads")]
+            given = signals(args.input, args.fs or 500.0, leads, args.window, args.band)
+            options = parse_yaml(args.options, "--options")
+            notes = from_torch(
+                source, args.out, args.encoder, options, given, args.prefix, args.map
+            )
         elif args.command == "to-fairseq":
             to_fairseq(args.source, args.out)
         else:
             worst = to_onnx(load(args.source, args.code), args.out)
             echo(f"onnxruntime and PyTorch differ by {worst:.1g} at most")
+        for note in notes:
+            tell(f"note: {args.source}: {note}")
     except (ConfigError, OSError, SafetensorError) as error:
         tell(f"omnilead convert: {error}")
         return 2

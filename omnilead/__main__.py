@@ -42,7 +42,7 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     ),
     "convert": (
         "omnilead.engine.convert",
-        "convert weights from and to fairseq-signals, and to ONNX",
+        "convert weights from and to fairseq-signals, from any PyTorch network, and to ONNX",
     ),
     "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
     "reproduce": ("omnilead.engine.reproduce.__main__", "reproduce the tables of the paper"),

@@ -3,16 +3,20 @@
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from docs import house, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.hospital.files import FORMATS
-from omnilead.engine.common import LEADS, flatten
+from omnilead.engine.common import LEADS, flatten, plugin
 from omnilead.engine.config import Config
+from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.encoders import build_encoder, examine
 from omnilead.engine.tasks.config import FinetuneConfig
 from tests.forks import started
 
@@ -21,9 +25,9 @@ README = DOCS.parent / "data_tools" / "README.md"
 FEW = "train.steps=2 train.epochs=null train.batch_crops=4 train.precision=fp32 train.compile=eager"
 
 
-def run_in(folder, program):
+def run_in(folder, program, *arguments):
     """What a program prints that runs in a process of its own."""
-    process = started(program, folder, out=folder / "log")
+    process = started(program, folder, *arguments, out=folder / "log")
     process.join()
     log = (folder / "log").read_text()
     assert process.exitcode == 0, log[-3000:]
@@ -52,9 +56,7 @@ def extending(folder):
     """All files and commands of docs/extending.md, with few steps on few ECGs."""
     os.chdir(folder)
     page = (DOCS / "extending.md").read_text()
-    block = re.compile(r"```(?:python|yaml|csv)\n(# (\S+)\n.*?)```", re.DOTALL)
-    for text, name in block.findall(page + README.read_text()):
-        Path(name).write_text(text)
+    write_files(page + README.read_text())
     Path("FOLDER").mkdir()
     table, heading = ["record,rhythm,split"], ",".join(LEADS)
     for number in range(24):
@@ -63,8 +65,21 @@ def extending(folder):
         mv_TL = np.random.default_rng(number).normal(0, 0.3, (2500, 12))
         np.savetxt(f"FOLDER/{number}.csv", mv_TL, delimiter=",", header=heading, comments="")
     Path("rhythm.csv").write_text("\n".join(table))
-    for line in re.findall(r"^    omnilead (.*)", page, re.MULTILINE):
-        words = shlex.split(line)
+    run_commands(page)
+
+
+def write_files(page):
+    block = re.compile(r"```(?:python|yaml|csv)\n(# (\S+)\n.*?)```", re.DOTALL)
+    for text, name in block.findall(page):
+        Path(name).write_text(text)
+
+
+def run_commands(page, dataset="DATASET"):
+    for program, line in re.findall(r"^    (omnilead|python -c) (.*)", page, re.MULTILINE):
+        words = shlex.split(line.replace("DATASET", dataset))
+        if program == "python -c":
+            exec(words[0], {})
+            continue
         if words[0] in ("pretrain", "finetune"):
             for setting in FEW.split():
                 words += ["--set", setting]
@@ -74,6 +89,33 @@ def extending(folder):
 def test_the_extension_points_are_as_documented(tmp_path):
     run_in(tmp_path, extending)
     for name in ("embeddings.parquet", "predictions.csv", "OUT/model/hidden.py"):
+        assert (tmp_path / name).exists()
+
+
+def foreign_models(folder, dataset):
+    """All files and commands of docs/foreign_models.md; each adapter against its network."""
+    os.chdir(folder)
+    sys.path.insert(0, "")
+    write_files(page := (DOCS / "foreign_models.md").read_text())
+    run_commands(page, dataset)
+    x_RLT = torch.randn(3, 12, 500, generator=torch.Generator().manual_seed(0))
+    expected = {
+        "eight_leads": lambda net: net(x_RLT[:, [1, 0, *range(6, 12)]]).mT,
+        "one_lead": lambda net: torch.cat([net(x_RLT[:, [n]]).mT for n in range(12)], 1),
+        "one_row": lambda net: net(torch.cat([*x_RLT.swapaxes(0, 1)], 1)).unsqueeze(1),
+        "class_token": lambda net: net(x_RLT)[:, :1],
+    }
+    for name, outputs in expected.items():
+        config = ModelConfig(encoder=f"{name}.py:Encoder")
+        own, net = build_encoder(config).eval(), plugin(f"{name}.py:Net")().eval()
+        examine(own, config, samples=500)
+        net.load_state_dict(own.state_dict())
+        torch.testing.assert_close(own(x_RLT), outputs(net))
+
+
+def test_weights_of_other_programs_are_converted_as_documented(dataset, tmp_path):
+    run_in(tmp_path, foreign_models, dataset.root.url)
+    for name in ("embeddings.parquet", "predictions.csv", "FOUNDER/ecgfounder.py"):
         assert (tmp_path / name).exists()
 
 

@@ -1,7 +1,9 @@
-"""Convert fairseq-signals checkpoints to model folders and back, exactly: see engine/convert.py.
+"""Convert fairseq-signals checkpoints to model folders and back, exactly, and other weights together
+with the class that they are for: see engine/convert.py.
 
     notes = from_fairseq(Path("CKPT.pt"), Path("OUT"), classes="label_def.csv")
     to_fairseq(Path("RUN"), Path("OUT.pt"))
+    report = from_torch(Path("net.pt"), Path("OUT"), "net.py:Net", {"width": 64}, signals(...), "", [])
 
 An untrusted checkpoint is read without running code that may be pickled in it:
 torch.load(weights_only=True) creates only tensors and containers. Other classes in a checkpoint,
@@ -15,23 +17,36 @@ import csv
 import io
 import json
 import math
+import multiprocessing
 import os
 import pickle
+import site
+import sys
+import tempfile
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from omnilead.data_tools.dataset import CLASSES
-from omnilead.engine.common import LEADS, ConfigError, describe_leads, leads_in_order, write_whole
-from omnilead.engine.inference.trained_model import THRESHOLD
+from omnilead.engine.common import (
+    LEADS,
+    ConfigError,
+    blaming,
+    describe_leads,
+    leads_in_order,
+    write_whole,
+)
+from omnilead.engine.inference.trained_model import THRESHOLD, load
 from omnilead.engine.interop.fairseq import (
     MALFORMED,
     MAX_TEXT,
@@ -43,13 +58,19 @@ from omnilead.engine.interop.fairseq import (
     to_theirs,
 )
 from omnilead.engine.interop.hub import front_matter
-from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.engine.model.encoder import pool
+from omnilead.engine.model.encoders import agree, build_encoder, code_of, examine, portable
 from omnilead.engine.model.folder import (
     CONFIG,
     PREPROCESSING,
+    SHOWN,
     WEIGHTS,
+    check_free,
     config_of,
     document_of,
+    file_sha256,
+    misfits,
     model_folder,
     write,
 )
@@ -74,8 +95,7 @@ def from_fairseq(
 ) -> list[str]:
     """`classes`: names of a classifier's outputs, or a file of them. Returns notes on what was
     assumed."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists and is not an empty directory: choose another name")
+    check_free(out)
     content = read_checkpoint(checkpoint)
     cfg, args = as_json(content.get("cfg")), as_json(content.get("args"))
     if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
@@ -112,6 +132,25 @@ def from_fairseq(
     return notes
 
 
+def signals(
+    scale: str,
+    fs_hz: float,
+    leads: list[str] | int,
+    window_s: float = 5.0,
+    band_hz: list[float] | None = None,
+) -> dict[str, Any]:
+    """preprocessing.json of a converted model. `leads`: their number if their names are unknown."""
+    band = {"band_hz": band_hz} if band_hz else {}
+    return {
+        "fs_hz": fs_hz,
+        "leads": leads,
+        "segment_s": window_s,
+        "scale": scale,
+        "meaning": SCALES[scale],
+        **band,
+    }
+
+
 def _preprocessing(
     cfg: Mapping[str, Any], config: ModelConfig, scale: str, fs_hz: float | None
 ) -> tuple[dict[str, Any], list[str]]:
@@ -135,13 +174,11 @@ def _preprocessing(
                 "its paths name ECG-FM or MIMIC-IV-ECG: assumed the input zscore (change with "
                 "--input millivolt)"
             )
-    preprocessing: dict[str, Any] = {
-        "fs_hz": fs_hz if fs_hz is not None else stated or 500,
-        "leads": [*LEADS] if config.leads == len(LEADS) else config.leads,
-        "segment_s": 5.0,
-        "scale": scale,
-        "meaning": SCALES[scale],
-    }
+    preprocessing = signals(
+        scale,
+        fs_hz if fs_hz is not None else stated or 500,
+        [*LEADS] if config.leads == len(LEADS) else config.leads,
+    )
     if loaded := task.get("leads_to_load"):
         rows = _loaded_leads(loaded)
         key = "leads" if len(rows) == config.leads else "seen"
@@ -339,7 +376,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         raise
     except pickle.UnpicklingError as error:
         raise ForeignCheckpointError(
-            f"{path}: cannot be read without running code: save only its model and cfg"
+            f"{path}: cannot be read without running code: save only its state_dict (from-fairseq: "
+            "its model and cfg)"
         ) from error
     except Exception as error:  # hostile or truncated files raise anything
         raise ForeignCheckpointError(
@@ -451,3 +489,200 @@ def float_tensors(values: Any, path: Path) -> dict[str, Tensor]:
                 f"{path}: the weights are larger than the file, from {name} {tuple(value.shape)}"
             )
     return values
+
+
+# What a plug-in may read: nothing else may be needed to load its folder
+SYSTEM = "/proc", "/sys", "/etc", sys.prefix, sys.base_prefix, site.getuserbase()
+
+
+def from_torch(
+    path: Path,
+    out: Path,
+    encoder: str,
+    options: Mapping[str, Any],
+    preprocessing: dict[str, Any],
+    prefix: str,
+    renamed: Sequence[Sequence[str]],
+) -> list[str]:
+    """A model folder from the weights in a file and their class, `encoder`. `renamed`: (old, new),
+    how names begin in the file and in the class. Returns a report."""
+    check_free(out)
+    described = {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])}
+    config = validated(ModelConfig, described, "model")
+    code = code_of({"--encoder": encoder}, "")
+    x_RLT = fixed_input(preprocessing)
+    theirs = read_tensors(path)
+    own = build_encoder(config, generator=torch.Generator().manual_seed(0))
+    examine(own, config, samples=x_RLT.shape[2])
+    fresh_RD = embedding(own, x_RLT)
+    names, left = matched(path, own.state_dict(), theirs, prefix, renamed)
+    load_tensors(path, own, {name: theirs[their] for name, their in names.items()})
+    c_RD = embedding(own, x_RLT)
+    if agree(c_RD, fresh_RD):
+        raise ConfigError(
+            f"{path}: its weights fit {encoder}, but the embedding is still that of the freshly built "
+            "class: forward must use the weights, and the constructor must load none"
+        )
+    origin = {
+        "file": path.name,
+        "sha256": file_sha256(path),
+        "input": f"torch.randn({[*x_RLT.shape]}, generator=torch.Generator().manual_seed(0))",
+        "embedding": c_RD[0, :SHOWN].tolist(),
+    }
+    document = {
+        "model": asdict(config) | {"encoder": portable(encoder)},
+        "from_torch": origin,
+    }
+    weights = {f"encoder.{name}": weight.clone() for name, weight in own.state_dict().items()}
+    card = _torch_card(config, origin, preprocessing)
+    _write_if_complete(out, c_RD, weights, document, preprocessing, card, code)
+    return [
+        f"{len(names)} weights matched, 0 missing, 0 of another shape; left out: "
+        f"{misfits(left, {}) or 'none'}",
+        "loading changed the embedding of a fixed input, and the folder alone gives the same numbers "
+        "as the class (README.md shows them)",
+    ]
+
+
+def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
+    """Write a model folder that gives this embedding without any other file of the user's."""
+    with (
+        tempfile.TemporaryDirectory() as place,
+        blaming("the model folder alone"),
+        # A process that imports everything anew
+        ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool,
+    ):
+        write(Path(place, "model"), *parts)
+        if not agree(torch.tensor(pool.submit(embed_alone, place).result()), c_RD):
+            raise ConfigError(
+                "gives another embedding: has the class weights that it does not save?"
+            )
+    write(out, *parts)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, with dotted names if it has dictionaries in dictionaries."""
+    if path.suffix == ".safetensors":
+        with blaming(str(path)):
+            return load_file(path)
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()  # a dictionary may stand in many others, or in itself
+    waiting: list[tuple[str, dict[Any, Any]]] = [("", read_checkpoint(path))]
+    for prefix, values in waiting:
+        if id(values) in seen or len(prefix) > MAX_TEXT:
+            continue
+        seen.add(id(values))
+        for key, value in values.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Tensor):
+                found[name] = value
+            elif isinstance(value, dict):
+                waiting.append((f"{name}.", value))
+    if not found:
+        raise ForeignCheckpointError(f"{path}: has no tensors: save net.state_dict()")
+    return found
+
+
+def matched(
+    path: Path,
+    mine: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    prefix: str,
+    renamed: Sequence[Sequence[str]],
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """{name in the class: name in the file}, and the other names in the file, which may all begin
+    with something, such as state_dict.module."""
+    wanted = {}
+    for name in mine:
+        wanted[name] = name
+        for old, new in renamed:
+            if name.startswith(new):
+                wanted[name] = old + name.removeprefix(new)
+    places = Counter(
+        full.removesuffix(name)
+        for full in theirs
+        for name in wanted.values()
+        if f".{full}".endswith(f".{prefix}{name}")
+    )
+    best = [place for place in places if places[place] == max(places.values())]
+    if prefix in best or not best:
+        best = [prefix]
+    if len(best) > 1:
+        raise ConfigError(f"{path}: has the weights under {best[:SHOWN]}: choose with --prefix")
+    names = {name: best[0] + inner for name, inner in wanted.items()}
+    expected = {name: tuple(weight.shape) for name, weight in mine.items()}
+    shapes = {}
+    for name, their in names.items():
+        if their in theirs:
+            shapes[name] = tuple(theirs[their].shape)
+    left = {their: () for their in theirs if their not in names.values()}
+    if shapes != expected:
+        fit = shapes.items() & expected.items()
+        raise ConfigError(
+            f"{path}: {len(fit)} of {len(expected)} weights fit: {misfits(shapes | left, expected)}: "
+            "change --options, --leads, --prefix or --map"
+        )
+    return names, left
+
+
+def load_tensors(path: Path, own: nn.Module, weights: dict[str, Tensor]) -> None:
+    with blaming(str(path)):
+        own.load_state_dict(weights)
+        for name, weight in own.state_dict().items():
+            if not weight.isfinite().all():
+                raise ConfigError(f"{name} has NaN or infinity: take another checkpoint")
+
+
+def fixed_input(preprocessing: Mapping[str, Any]) -> Tensor:
+    """x_RLT: two rows of noise, as long as a model's input."""
+    given = Input.of(preprocessing, len(preprocessing["leads"]))
+    samples = math.ceil(preprocessing["segment_s"] * given.fs_hz)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(2, len(given.leads), samples, generator=generator)
+
+
+@torch.no_grad()
+def embedding(encoder: nn.Module, x_RLT: Tensor) -> Tensor:
+    return pool(encoder.eval()(x_RLT))
+
+
+def embed_alone(place: str) -> list[list[float]]:
+    """The embedding of a model in this folder, where no other file of the user's can be opened or
+    imported. Needs a process of its own: Python cannot remove an audit hook."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry) != Path.cwd()]
+    os.chdir(place)
+    sys.addaudithook(_refuse_other_files)
+    model = load("model", code=True)
+    return embedding(model.encoder, fixed_input(model.preprocessing)).tolist()
+
+
+def _refuse_other_files(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open" and isinstance(arguments[0], str):
+        path = Path(arguments[0]).absolute()
+        ours = any(path.is_relative_to(place) for place in (Path.cwd(), *SYSTEM))
+        if path.is_file() and not ours and path.suffix not in (".py", ".pyc", ".so"):
+            raise FileNotFoundError(f"reads {path}: keep such numbers in the code or in buffers")
+
+
+def _torch_card(
+    config: ModelConfig, origin: Mapping[str, Any], preprocessing: Mapping[str, Any]
+) -> str:
+    name = config.encoder.rpartition(":")[2]
+    text = f"""# {name} of {origin["file"]}
+
+All weights of the class `{name}` (its code is in this folder) come from {origin["file"]}, sha256
+{origin["sha256"]}. The licence is that of the original.
+
+Input: {config.leads} leads at {preprocessing["fs_hz"]:g} Hz, {preprocessing["segment_s"]:g} s at a time,
+{preprocessing["meaning"]}. See {PREPROCESSING}.
+
+    import omnilead
+    model = omnilead.load("THIS_FOLDER", code=True)
+    vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [D]
+
+To check by hand: the class with the original weights, in eval mode, gives
+
+    x = {origin["input"]}
+    {name}(leads={config.leads}, **{config.options})(x).mean(1)[0, :{SHOWN}]      # {origin["embedding"]}
+"""
+    return front_matter({}, text)

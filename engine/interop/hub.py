@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
 from omnilead.engine.commandline import parse_yaml
-from omnilead.engine.common import VALIDATION, ConfigError, describe_leads
+from omnilead.engine.common import VALIDATION, describe_leads
 from omnilead.engine.config import RunConfig
 from omnilead.engine.model.encoders import file_of, portable
 from omnilead.engine.model.folder import (
@@ -28,6 +28,7 @@ from omnilead.engine.model.folder import (
     SHA256,
     WEIGHTS,
     LoadError,
+    check_free,
     document_of,
     huggingface,
     model_folder,
@@ -208,8 +209,7 @@ def _last(place: Any) -> str:
 
 
 def pull(repo: str, out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
+    check_free(out)
     with model_folder(f"hf://{repo}") as (folder, _):
         out.mkdir(parents=True, exist_ok=True)
         for file in sorted(

@@ -172,14 +172,15 @@ def examine(
     config: ModelConfig,
     masked: bool = False,
     dtype: torch.dtype = torch.float32,
+    samples: int = HALF,
 ) -> int:
-    """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in 5
-    s. `masked`: also examine what the local objective needs."""
+    """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in a
+    segment. `masked`: also examine what the local objective needs. `samples`: of a segment."""
     own = cast(Any, copy.deepcopy(encoder).eval())
     for p in own.parameters():
         p.data = p.data.to(dtype)
     generator = torch.Generator().manual_seed(0)
-    shape = ROWS, config.leads, HALF
+    shape = ROWS, config.leads, samples
     x_RLT = torch.randn(shape, generator=generator).to(dtype)
     other_RLT = torch.randn(shape, generator=generator).to(dtype)
     x_RLT[1] = 0  # a row of zeros, as RLM may give
@@ -190,7 +191,7 @@ def examine(
     with blaming(f"model.encoder={config.encoder}", hint):
         c_RND = _examined("forward", own(x_RLT), own.width, shape)
         other_RND = _examined("forward", own(other_RLT), own.width, shape)
-        if not _agree(c_RND[0], other_RND[0], dtype):
+        if not agree(c_RND[0], other_RND[0], dtype):
             raise ConfigError(
                 "in eval mode a row changes when other rows of the batch change: rows must be "
                 "independent"
@@ -208,7 +209,7 @@ def _examine_masking(own: Any, z_RNF: Tensor) -> None:
     hidden_RNF = torch.where(mask_RN[..., None], 1 - 2 * z_RNF, z_RNF)
     first = _examined("context", own.context(z_RNF, mask_RN), own.width, z_RNF.shape)
     second = _examined("context", own.context(hidden_RNF, mask_RN), own.width, z_RNF.shape)
-    if not _agree(first, second, z_RNF.dtype):
+    if not agree(first, second, z_RNF.dtype):
         raise ConfigError(
             "context sees the masked tokens, so the local objective would be too easy"
         )
@@ -225,7 +226,7 @@ def _examined(name: str, y: Tensor, width: int, shape: Sequence[int]) -> Tensor:
     return y.float()
 
 
-def _agree(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+def agree(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     return a.shape == b.shape and bool((a - b).abs().max() <= AGREE[dtype] * a.abs().max())
 
 

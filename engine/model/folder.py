@@ -57,6 +57,11 @@ class LoadError(ConfigError):
     """A folder that is not a complete, undamaged model of omnilead."""
 
 
+def check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists and is not an empty folder: choose another name")
+
+
 def write(
     folder: Path,
     weights: Mapping[str, Tensor],

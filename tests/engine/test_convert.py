@@ -1,10 +1,11 @@
 """omnilead.engine.convert: exact both ways, strict about names, and never runs what is pickled in a
-checkpoint."""
+checkpoint. Weights of any network: proven to be loaded and used, or refused."""
 
 import argparse
 import collections
 import json
 import os
+import pickle
 import stat
 import zipfile
 from collections import defaultdict
@@ -14,6 +15,7 @@ import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from omnilead.engine import convert
 from omnilead.engine.interop import conversion
@@ -273,3 +275,131 @@ def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(tmp_pat
     )
     edited(out)
     assert "trained without the local objective" in refused(capsys, "to-fairseq", out, other)
+
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, leads, width=16):
+        super().__init__()
+        self.width = width
+        self.conv = nn.Conv1d(leads, width, 8, 8)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).transpose(1, 2)
+"""
+SHORT = NET.replace("self.conv(x)", "self.conv(x) if x.shape[2] == 500 else None")
+LAST = "        self.norm = nn.BatchNorm1d(width)\n"
+
+
+def net(width=16, leads=12):
+    """The weights of NET, drawn anew."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"conv.weight": (width, leads, 8), "conv.bias": (width,), "norm.weight": (width,)}
+    shapes |= {"norm.bias": (width,), "norm.running_mean": (width,)}
+    state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    state["norm.running_var"] = torch.rand(width, generator=generator) + 0.5
+    return state | {"norm.num_batches_tracked": torch.tensor(7)}
+
+
+def under(prefix, state):
+    return {f"{prefix}{name}": weight for name, weight in state.items()}
+
+
+def from_torch(tmp_path, content, *options, source=NET):
+    (tmp_path / "net.py").write_text(source)
+    weights = tmp_path / "w.pt"
+    if content is not None:
+        torch.save(content, weights)
+    spec = f"{tmp_path / 'net.py'}:Net"
+    return "from-torch", weights, tmp_path / "out", "--encoder", spec, *options
+
+
+FOUND = {
+    "plain": (net(), []),
+    "5 s at 100 Hz": (net(), ["--fs", "100"]),
+    "checkpoint": ({"epoch": 3, "state_dict": under("module.", net())}, []),
+    "compiled": ({"model": under("_orig_mod.backbone.", net()) | {"head.w": torch.ones(3)}}, []),
+    "nested": ({"model": {"encoder": net(), "decoder": {"w": torch.ones(3)}}}, []),
+    "first of two": (net() | {"ema": under("ema.", net(8))}, []),
+    "chosen": (under("a.", net(8)) | under("b.", net()), ["--prefix", "b."]),
+    "renamed": ({n.replace("conv.", "stem."): w for n, w in net().items()}, ["--map", "stem.", "conv."]),
+    "member": ({n.partition("conv.")[2] or n: w for n, w in net().items()}, ["--map", "", "conv.", "--map", "norm.", "norm."]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_the_weights_are_found_under_any_prefix(kind, tmp_path, monkeypatch, capsys):
+    written = {}
+    monkeypatch.setattr(conversion, "_write_if_complete", lambda *parts: written.update(parts[2]))
+    content, options = FOUND[kind]
+    source = SHORT if kind == "5 s at 100 Hz" else NET
+    arguments = from_torch(tmp_path, content, *options, source=source)
+    assert convert.main(list(map(str, arguments))) == 0
+    assert same(written, under("encoder.", net()))
+    left = "decoder" in kind or kind in ("compiled", "nested", "first of two", "chosen")
+    assert ("left out: none" in capsys.readouterr().err) is not left
+
+
+BROKEN = {"conv.weight": torch.full((16, 12, 8), torch.nan)}
+REFUSED = {
+    "no weights": ({"epoch": 3, "note": [torch.ones(1)]}, NET, [], "w.pt: has no tensors"),
+    "no file": (None, NET, [], "w.pt: no such file"),
+    "other shapes": (net(8), NET, [], "1 of 7 weights fit: 6 of another shape: conv.weight is [8, 12, 8], not [16, 12, 8]"),
+    "other names": (under("x_", net()), NET, [], "0 of 7 weights fit: 7 missing: conv.weight"),
+    "missing": ({n: w for n, w in net().items() if n != "norm.bias"}, NET, [], "6 of 7 weights fit: 1 missing: norm.bias"),
+    "two networks": (under("a.", net()) | under("b.", net()), NET, [], "under ['a.', 'b.']: choose with --prefix"),
+    "NaN": (net() | BROKEN, NET, [], "w.pt: conv.weight has NaN or infinity"),
+    "sparse": (net() | {"conv.weight": torch.zeros(16, 12, 8).to_sparse()}, NET, [], "w.pt: "),
+    "unused": (net(), NET.replace("self.norm(self.conv(x))", "x[:, :1].expand(-1, 16, -1)"), [],
+        "still that of the freshly built class"),
+    "layout": (net(), NET.replace("self.conv(x)", "self.conv(x.transpose(1, 2))"), [], "RuntimeError"),
+    "vector": (net(), NET.replace(".transpose(1, 2)", ".mean(2)"), [], "forward returns [4, 16] for [4, 12, 2500]"),
+    "length": (net(), SHORT, [], "AttributeError: 'NoneType'"),
+    "options": (net(), NET, ["--options", "{depth: 3}"], "unexpected keyword argument 'depth'"),
+    "no mapping": (net(), NET, ["--options", "3"], "model.options=3"),
+    "rate": (net(), NET, ["--fs", "20"], "fs_hz=20.0: must be 50 to 2000"),
+    "lead": (net(), NET, ["--leads", "I,X"], "--leads='I,X': no lead is called 'X'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_weights_that_are_not_proven_are_one_line_and_leave_nothing(kind, tmp_path, capsys):
+    content, source, options, text = REFUSED[kind]
+    assert text in refused(capsys, *from_torch(tmp_path, content, *options, source=source))
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_weights_that_are_none(tmp_path, capsys):
+    arguments = from_torch(tmp_path, Malice(os.system, f"touch {tmp_path / 'executed'}"))
+    assert "cannot be read without running code" in refused(capsys, *arguments)
+    torch.save(nn.Linear(2, 2), tmp_path / "w.pt")
+    assert "contains a Linear, not a dictionary" in refused(capsys, *arguments)
+    (tmp_path / "w.pt").write_bytes(pickle.dumps({"a": 1}))
+    assert "w.pt: " in refused(capsys, *arguments)
+    (tmp_path / "w.safetensors").write_bytes(b"hello")
+    broken = [str(word).replace("w.pt", "w.safetensors") for word in arguments]
+    assert "w.safetensors: SafetensorError" in refused(capsys, *broken)
+    (tmp_path / "out").write_text("mine")
+    assert "out: exists" in refused(capsys, *arguments)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_constructor_must_not_load_weights(tmp_path, capsys):
+    """Neither the same ones, nor those of another file, which the model folder would need."""
+    loads = f"        self.load_state_dict(torch.load({str(tmp_path / 'w.pt')!r}))\n"
+    source = NET.replace(LAST, LAST + loads)
+    why = "still that of the freshly built class"
+    assert why in refused(capsys, *from_torch(tmp_path, net(), source=source))
+    mean = tmp_path / "mean.pt"
+    torch.save(torch.ones(1), mean)
+    source = NET.replace(LAST, f"{LAST}        self.mean = torch.load({str(mean)!r})\n")
+    assert f"reads {mean}" in refused(capsys, *from_torch(tmp_path, net(), source=source))
+    hidden = f"{LAST}        self.hidden = [nn.Conv1d(16, 16, 1)]\n"
+    source = NET.replace(LAST, hidden).replace("self.conv(x)", "self.hidden[0](self.conv(x))")
+    why = "the model folder alone: gives another embedding"
+    assert why in refused(capsys, *from_torch(tmp_path, net(), source=source))
+    assert not (tmp_path / "out").exists()

@@ -9,11 +9,13 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from scipy.signal import resample_poly
 from tiny import by_numpy, ecg, seeded
 from torch.testing import assert_close
@@ -24,6 +26,7 @@ from omnilead.engine import convert, evaluate, finetune, predict
 from omnilead.engine.common import ALL, LEADS, ConfigError
 from omnilead.engine.config import build
 from omnilead.engine.data.augmenter import MV_PER_UV
+from omnilead.engine.interop.conversion import signals
 from omnilead.engine.interop.fairseq import their_settings, to_theirs
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.input import Input
@@ -316,3 +319,45 @@ def test_other_heads_are_refused_by_name(change, text, tmp_path, capsys):
     content["model"] = {name: w for name, w in (content["model"] | change).items() if w is not None}
     torch.save(content, path)
     convert_refused(tmp_path, "", text, capsys)
+
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, leads, width=8):
+        super().__init__()
+        self.width = width
+        self.conv = nn.Conv1d(leads, width, 10, 5)
+
+    def forward(self, x):
+        return self.conv(x).tanh().transpose(1, 2)
+"""
+
+
+def test_a_model_folder_of_any_network_gives_its_numbers(tmp_path, monkeypatch):
+    """At 250 Hz, z-scored, on two leads; computed by hand, from the card, and by onnxruntime."""
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NET)
+    state = {"weight": torch.randn(16, 2, 10), "bias": torch.randn(16)}
+    save_file({f"module.conv.{name}": weight for name, weight in state.items()}, "w.safetensors")
+    arguments = ["from-torch", "w.safetensors", "OUT", "--encoder", "net.py:Net", "--fs", "250"]
+    arguments += ["--options", "{width: 16}", "--input", "zscore", "--leads", "V2,I"]
+    assert convert.main(arguments) == 0
+    for name in ("net.py", "w.safetensors"):
+        Path(name).unlink()
+
+    def by_hand(x_RLT):
+        return F.conv1d(x_RLT, state["weight"], state["bias"], 5).tanh().mean(2)
+
+    model, x_SLT = omnilead.load("OUT", code=True), zscores(half_rate(halves_mv()))[:, [7, 0]]
+    expected = by_hand(torch.tensor(x_SLT).float())
+    assert_close(model.embed(signal_uv(), 500, LEADS, "uV"), expected.mean(0), rtol=0, atol=1e-5)
+    made = json.loads(Path("OUT/preprocessing.json").read_text())
+    assert made == signals("zscore", 250.0, ["V2", "I"])
+    origin = json.loads(Path("OUT/config.json").read_text())["from_torch"]
+    assert f"{origin['input']}\n" in Path("OUT/README.md").read_text()
+    x_RLT = eval(origin["input"])
+    assert x_RLT.shape == (2, 2, 1250)
+    assert origin["embedding"] == pytest.approx(by_hand(x_RLT)[0, :4].tolist(), abs=1e-5)
+    assert convert.main(["to-onnx", "OUT", "net.onnx", "--code"]) == 0
