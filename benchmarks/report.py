@@ -16,6 +16,7 @@ from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import tables
@@ -32,6 +33,9 @@ OF_RECORD = ("format", "date", "git", "hardware", "versions")
 # percentages, which may be 0 or less; all other figures must be above 0
 SIGNED = {"overhead_pct", "loop_pct", "loader_pct", "stall_pct"}
 TEN_MILLION = 10_000_000
+BY_CROPS = "real, by crops"  # a result of the evidence, and its figure
+CROPS = (40_000, 80_000, 160_000, 320_000)  # its ticks
+LINES = {"mean beat": ":", "random weights": "--"}  # its baselines
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
 
 
@@ -255,6 +259,8 @@ def whole(parts: Sequence[Part]) -> str:
                 blocks += published(part)
                 if benchmark == "evidence":
                     blocks.append(f"![evidence](results/{picture_of(part)})")
+                    if BY_CROPS in part["results"]:
+                        blocks.append("![by crops](results/crops.png)")
     return "\n\n".join(blocks) + "\n"
 
 
@@ -271,7 +277,7 @@ def readme(parts: Sequence[Part]) -> str:
     marks."""
     table = ""
     if part := newest(parts).get(("evidence", "cpu")):
-        figure = "![AUROC against the share of labels](results/evidence.png)"
+        figure = "![AUROC against crops seen in pre-training](results/crops.png)"
         table = "\n\n".join([figure, tables.headline(part), tables.note(part)])
     table = table.replace("](results/", "](benchmarks/results/")
     before, _, rest = README.read_text().partition(BEGIN)
@@ -297,6 +303,41 @@ def share_curves(part: Part) -> Figure:
     return bench_report.picture({"rows": rows, "models": models})
 
 
+def crop_curves(document: Result) -> Figure:
+    """AUROC on real ECGs against the crops that a model was trained on: its models are called
+    "NAME, 40,000 crops". The baselines, without crops, are horizontal lines."""
+    figure = Figure((8.2, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes, leads in ((left, "12"), (right, "1")):
+        for share, colour in ((1.0, "#0072b2"), (0.1, "#d55e00")):
+            place = leads, share
+            rows = [row for row in document["rows"] if (row["leads"], row["share"]) == place]
+            _crop_curves(axes, rows, colour, f"{100 * share:g} % of labels")
+        axes.set_title("12 leads" if leads == "12" else "lead I", fontsize=10, loc="left")
+        axes.set(xscale="log", xlabel="crops seen in pre-training", ylabel="AUROC")
+        axes.set_xticks(CROPS, [f"{crops:,}" for crops in CROPS])
+        axes.set_xticks([], minor=True)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, names = left.get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper left", ncols=2, frameon=False, fontsize=8)
+    return figure
+
+
+def _crop_curves(axes: Axes, rows: list[Result], colour: str, labels: str) -> None:
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        auroc = row["metrics"]["auroc"]
+        name, _, crops = row["model"].removesuffix(" crops").rpartition(", ")
+        if row["model"] in LINES:
+            line = LINES[row["model"]]
+            axes.axhline(auroc, color=colour, ls=line, lw=1, label=f"{row['model']}, {labels}")
+        elif row["model"].endswith(" crops"):
+            curves.setdefault(name, []).append((float(crops.replace(",", "")), auroc))
+    for (name, points), mark in zip(curves.items(), "osD", strict=False):
+        crops_seen, aurocs = zip(*sorted(points), strict=True)
+        axes.plot(crops_seen, aurocs, color=colour, marker=mark, label=f"{name}, {labels}")
+
+
 def main() -> int:
     parser = Parser(
         "python -m benchmarks.report",
@@ -315,6 +356,9 @@ def main() -> int:
         if benchmark == "evidence":
             figure = share_curves(part)
             figure.savefig(RESULTS / picture_of(part), dpi=120, metadata={"Software": None})
+            if document := part["results"].get(BY_CROPS):
+                figure = crop_curves(document)
+                figure.savefig(RESULTS / "crops.png", dpi=120, metadata={"Software": None})
     return 0
 
 

@@ -53,7 +53,8 @@ PROBE = """Score the embeddings of a model on the splits of a dataset: linear pr
 
     omnilead probe --model small --data DATASET --labels my.csv --out MODEL      then omnilead predict --model MODEL
 
-A probe, for survival a Cox regression, is fitted on the training split, chosen on validation and scored on test. The model is not trained.
+A probe (for survival a Cox regression) is fitted on the training split, chosen on validation and scored on test. The model is
+not trained.
 Exit code 2: an argument or a file is wrong.
 """
 
