@@ -22,7 +22,6 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping
 from omnilead.engine.common import ConfigError, describe_leads, flatten
 from omnilead.engine.config import Config, build
-from omnilead.engine.data.augmenter import FS_HZ
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import portable
 from omnilead.engine.model.folder import (
@@ -48,11 +47,13 @@ QUICKSTART = "quickstart"  # the config if none is given
 # What embeddings of the model keep of an ECG (engine.inference.readout). Of those tried, it diagnosed
 # 1,662 real ECGs best from 12 leads, docs/readouts.md
 READOUT = "mean+std+rhythm"
+READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured
 SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on
 AUTHORS = (  # and those of the authors'
     *("conv", "conv_norm", "width", "layers", "heads", "ffn"),
     *("position_kernel", "position_groups"),
 )
+INPUT = ("window_s", "fs_hz", "band_hz", "scale")
 PLUGGED = ("model.encoder", "augment.extra")  # may name the user's own code
 # and defaults
 PLACES: dict[str, Any] = {
@@ -68,7 +69,6 @@ class StartingWeights:
     start: str
     weights: dict[str, Tensor]
     facts: dict[str, Any]  # for checkpoints and config.json
-    scale: str  # of their training signals
 
     @torch.no_grad()
     def into(self, model: nn.Module) -> str:
@@ -96,10 +96,7 @@ class StartingWeights:
             new.append("the heads of the local objective")
         new.append("the optimiser")
         model.load_state_dict({**own, **theirs})
-        said = f"start={self.start}: {taken} loaded; new: {', '.join(new)}"
-        if self.scale != "millivolt":
-            said += f"; it was trained on signals in {self.scale}, now millivolts"
-        return said
+        return f"start={self.start}: {taken} loaded; new: {', '.join(new)}"
 
 
 class ContinuedTask(PretrainTask, ExportedTask):
@@ -129,7 +126,7 @@ class ContinuedTask(PretrainTask, ExportedTask):
         document: dict[str, Any] = {
             "model": model,
             "objective": asdict(config.objective),
-            "readout": READOUT,
+            "readout": READOUT if config.signals.plain else READOUT_ELSE,
         }
         if "continued" in state:
             document["continued"] = state["continued"]
@@ -179,7 +176,10 @@ def read_config(
     else:  # a model folder, or a fine-tuned run
         with model_folder(start) as (folder, _):
             document = document_of(folder / CONFIG)
+            preprocessing = document_of(folder / PREPROCESSING)
         tree = {name: document[name] for name in ("model", "objective") if name in document}
+        signals = Input.of(preprocessing, config_of(document).leads)
+        tree["input"] = {name: getattr(signals, name) for name in INPUT}
     refuse_foreign(start, flatten(tree), flatten(given))
     return build(overridden(tree, overrides))
 
@@ -216,7 +216,7 @@ def read_weights(config: Config) -> StartingWeights:
     if trained.get("splits"):
         facts["splits_before"] = trained["splits"]
     floats = {name: w.float() for name, w in weights.items()}
-    return StartingWeights(start, floats, facts, str(preprocessing["scale"]))
+    return StartingWeights(start, floats, facts)
 
 
 def check_fits(config: Config, theirs: ModelConfig, signals: Input) -> None:
@@ -231,10 +231,14 @@ def check_fits(config: Config, theirs: ModelConfig, signals: Input) -> None:
             f"start={start}: another architecture: {'; '.join(differ)}: set the same, or leave "
             "out --config"
         )
-    if signals.fs_hz != FS_HZ:
+    for name in INPUT:
+        there, here = getattr(signals, name), getattr(config.input, name)
+        if there != here:
+            differ.append(f"input.{name} is {there!r} there, {here!r} here")
+    if differ:
         raise ConfigError(
-            f"start={start}: was trained at {signals.fs_hz:g} Hz, pre-training is at 500 Hz: "
-            "fine-tune from it instead"
+            f"start={start}: another input: {'; '.join(differ)}: set the same, or leave out "
+            "--config"
         )
     if signals.leads != augment.output_leads:
         raise ConfigError(
