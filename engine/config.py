@@ -11,6 +11,7 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -20,10 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from omnilead.engine.common import CONFIGS as CONFIGS
 from omnilead.engine.common import ConfigError, find_config, flatten, merge
 from omnilead.engine.data.augment import AugmentConfig
-from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.data.loader import LoaderConfig, PipelineConfig
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import max_masked
+from omnilead.engine.model.input import HALF_S, Input, InputConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 SHOWN = 80  # characters of a wrong value
@@ -200,11 +201,25 @@ class Config(RunConfig):
     run: str = "runs/pretrain"  # folder of the run; an unfinished run there is resumed
     start: str = ""  # run or model folder to continue training from; "": random weights
     data: DataConfig = DataConfig()
+    input: InputConfig = InputConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
         ("task", "encoder", "code"), "omnilead finetune"
     )
+
+    @property
+    def signals(self) -> Input:
+        return Input(self.augment.output_leads, self.augment.seen, **vars(self.input))
+
+    @property
+    def windows(self) -> int:
+        """Of a crop in a step: two to contrast, at random places; one if there are no two."""
+        return 1 if self.input.window_s > HALF_S else 2
+
+    @property
+    def loader(self) -> LoaderConfig:
+        return replace(super().loader, windows=0 if self.signals.plain else self.windows)
 
     def problems(self, world: int) -> list[tuple[Any, str]]:
         objective, augment, t = self.objective, self.augment, self.train
@@ -213,9 +228,16 @@ class Config(RunConfig):
             "halves" if objective.method == "cmsc" else "window",
         )
         contrast = objective.contrast > 0 and not objective.plugged
-        if not self.model.encoder and self.model.tokens(HALF) and objective.local > 0:
-            max_masked(self.model, self.model.tokens(HALF))
+        if not self.model.encoder:
+            tokens = self.model.tokens(self.signals.samples)
+            if objective.local > 0:
+                max_masked(self.model, tokens)
         return [
+            (
+                self.input.window_s > HALF_S and (contrast or self.pipeline.views == "window"),
+                f"input.window_s={self.input.window_s:g}: a crop has no two such windows to "
+                "contrast: use at most 5, or objective.contrast=0 and pipeline.views=halves",
+            ),
             (
                 self.model.leads != leads,
                 f"model.leads={self.model.leads}: augment.leads={augment.leads!r} needs {leads}",

@@ -51,12 +51,12 @@ class _Draw:
     """Random numbers [B, S, leads, slots]. Slot n is the n-th number that a stream draws for a
     lead."""
 
-    def __init__(self, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray) -> None:
+    def __init__(self, seed: int, epoch_B: np.ndarray, crop_B: np.ndarray, views: int = 2) -> None:
         epoch, crop = np.broadcast_arrays(np.atleast_1d(epoch_B), np.atleast_1d(crop_B))
         self.seed = seed
         self.epoch = epoch[:, None, None, None]
         self.crop = crop[:, None, None, None]
-        self.view = np.arange(2)[:, None, None]
+        self.view = np.arange(views)[:, None, None]
 
     def uniform(
         self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
@@ -99,6 +99,18 @@ def draws(
             values = values.astype(np.float32)
         p[name] = np.ascontiguousarray(values)
     return p
+
+
+def lead_masks(
+    config: AugmentConfig,
+    seed: int,
+    epoch_B: np.ndarray,
+    crop_B: np.ndarray,
+    windows: int,
+    measured_BL: np.ndarray | None = None,
+) -> np.ndarray:
+    """bool [B, windows, L, 1]: the leads that random lead masking keeps in each window."""
+    return _keep(_Draw(seed, epoch_B, crop_B, windows), config, measured_BL)
 
 
 def _keep(draw: _Draw, config: AugmentConfig, measured_BL: np.ndarray | None) -> np.ndarray:

@@ -56,6 +56,7 @@ class RandomStream(IntEnum):
     WHITE = 13
     EXTRA = 14
     LABELS = 15
+    PAIR = 16
 
 
 def mix(x: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data import dali
 from omnilead.engine.data.augment import STRICT, AugmentConfig
-from omnilead.engine.data.augment_draws import Params
+from omnilead.engine.data.augment_draws import Params, lead_masks
 from omnilead.engine.data.augmenter import (
     HALF,
     Augmenter,
@@ -43,6 +43,7 @@ from omnilead.engine.data.augmenter import (
     ExtraAugmentation,
     Upload,
     Views,
+    crop_key,
     measured_leads,
     parameters,
     single_threaded,
@@ -91,6 +92,9 @@ class LoaderConfig(PipelineConfig):
     micro_batch: Annotated[int | None, Field(ge=1)] = None
     seed: Annotated[int, Field(ge=0)] = 0
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    # 0: random lead masking is drawn for each half. Else a crop will become so many windows, and
+    # Batch.keep_BSL1 has a mask for each: leads must be masked after their filter
+    windows: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +103,7 @@ class Batch:
     x_BSLT: torch.Tensor
     places: Places  # dataset, row and epoch of each crop
     skipped: tuple[BadCrop, ...] = ()  # unreadable crops that were replaced
+    keep_BSL1: np.ndarray | None = None  # bool, with LoaderConfig.windows
 
 
 class Planned(NamedTuple):
@@ -182,6 +187,7 @@ class Loader:
         """`step`: where to start without a `state`. Select crops by `rows` of each dataset, or by
         `roles` as in DatasetRows.of."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
+        self.augment = unmasked(config)
         self.backend = self._chosen_backend()
         self.extra = None
         if config.augment.extra:
@@ -198,7 +204,7 @@ class Loader:
         self.recipe = self._recipe(datasets, rows, roles)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
         self.measured = measured_leads(datasets) if config.augment.changes_zeros else None
-        self.augmenter = Augmenter(config.augment, config.views, config.seed, device)
+        self.augmenter = Augmenter(self.augment, config.views, config.seed, device)
         self.staging = self._staging(datasets)
         self.threads = config.threads or THREADS.get(device.type, 2)
         self.reader = CropReader(
@@ -241,6 +247,8 @@ class Loader:
             if self.extra:
                 with self.meter.timed("augment"):
                     batch = dataclasses.replace(batch, x_BSLT=self.extra(batch.x_BSLT, self.step))
+            if self.config.windows:
+                batch = dataclasses.replace(batch, keep_BSL1=self._masks(batch.places))
             self.meter.crops += len(batch.places)
             self.step += 1
             seen = self.step * self.config.batch_crops
@@ -260,7 +268,18 @@ class Loader:
 
     def _parameters(self, places: Places) -> Params:
         config = self.config
-        return parameters(config.augment, config.views, config.seed, places, self.measured)
+        return parameters(self.augment, config.views, config.seed, places, self.measured)
+
+    def _masks(self, places: Places) -> np.ndarray:
+        config, measured = self.config, self.measured
+        return lead_masks(
+            config.augment,
+            config.seed,
+            places.epoch,
+            crop_key(places),
+            config.windows,
+            measured(places) if measured else None,
+        )
 
     def _by_cpu(self) -> Iterator[Batch]:
         """The threads that read crops also turn them into tensors, while they are in the core's
@@ -333,7 +352,7 @@ class Loader:
         example = self._parameters(self.order.slice(0, self.rank, self.world))
         with closing(read), closing(feed()) as fed:
             pipeline = dali.Pipeline(
-                self.config.augment,
+                self.augment,
                 self.config.views,
                 fed,
                 self.crops,
@@ -378,7 +397,8 @@ class Loader:
         augment = json.loads(json.dumps(dataclasses.asdict(config.augment)))
         if not augment["extra"]:  # older recipes lack it
             del augment["extra"]
-        return {
+        windows = {"windows": config.windows} if config.windows else {}
+        return windows | {
             "datasets": [dataset.fingerprint for dataset in datasets],
             "roles": {name: value for name, value in sorted(roles.items()) if value is not None},
             "backend": self.backend,
@@ -389,6 +409,11 @@ class Loader:
             "weights": list(config.weights) if config.weights else None,
             "augment": augment,
         }
+
+
+def unmasked(config: LoaderConfig) -> AugmentConfig:
+    """What the backend does: not the masks of windows."""
+    return dataclasses.replace(config.augment, rlm=0.0) if config.windows else config.augment
 
 
 class _Desk:

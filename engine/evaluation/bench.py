@@ -34,7 +34,6 @@ from omnilead.data_tools.cli import interactive, tell
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError, parse_leads
 from omnilead.engine.data import counter
-from omnilead.engine.data.augmenter import none_measured
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.embedders import (
     Compared,
@@ -66,6 +65,7 @@ from omnilead.engine.evaluation.results import (
     require,
     shown_input,
 )
+from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.labels import TaskLabels, read_task
 from omnilead.engine.tasks.leakage import overlap
@@ -101,7 +101,7 @@ class ProbedRecords(NamedTuple):
     patient_N: Array
 
     def means(self, vectors: Vectors) -> Array:
-        """Mean embedding of each record, over all its halves."""
+        """Mean embedding of each record, over all its windows."""
         _, halves_B, c_BSD = vectors.of(self.rows)
         return np.asarray(
             np.add.reduceat(c_BSD.sum(1), self.begins)
@@ -168,10 +168,11 @@ def bench(
     how.shown = [*how.leads, *filter(None, [how.fit_leads])]
     require_within("share", share)
     require_within("noise", noise)
-    work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), how)
     compared_rows = rows_to_compare(models, how)
+    how.widest = widest_input(compared_rows)
+    work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), how)
     notes = [f"{name}: {note}" for name, task in work.tasks.items() for note in task.labels.remarks]
-    notes += remarks(compared_rows, how.shown, tuple(work.clean_rows))  # refuses bad input early
+    notes += remarks(compared_rows, how, tuple(work.clean_rows))  # refuses bad input early
     if how.fit_leads:
         notes.append(f"Probes were fitted on leads {how.fit_leads}.")
     found: Found = {}
@@ -195,6 +196,12 @@ def bench(
         }
     )
     return document
+
+
+def widest_input(rows: Sequence[Compared]) -> Input:
+    """The input with the longest window."""
+    inputs = [one.input for row in rows for member in row.members for one in member]
+    return max(inputs, key=lambda one: one.window_s)
 
 
 def readouts(rows: Sequence[Compared], asked: str) -> dict[str, str]:
@@ -229,7 +236,7 @@ def planned(
                 "rename its table"
             )
         tasks[name] = task
-    persons = identities(fitted, tested, how.shown) if IDENTIFICATION in words else None
+    persons = identities(fitted, tested, how) if IDENTIFICATION in words else None
     return Work(fitted, tested, tasks, persons, noise, how.fit_leads)
 
 
@@ -287,31 +294,28 @@ def scores_of(
     return found
 
 
-def remarks(
-    rows: Sequence[Compared], leads: Sequence[str], datasets: Sequence[Dataset]
-) -> list[str]:
+def remarks(rows: Sequence[Compared], how: Namespace, datasets: Sequence[Dataset]) -> list[str]:
     """Warnings of data leakage, different preprocessing and missing leads; ConfigError if data do
     not suit a model."""
     notes: dict[str, None] = {}
-    for row, lead, dataset in product(rows, leads, datasets):
+    for row, lead, dataset in product(rows, how.shown, datasets):
         for model in row.trained if row.random else []:
             warned = shown_input(model, dataset, EvalOptions(leads=lead))[1]
             notes |= dict.fromkeys(f"{row.name}: {note}" for note in warned)
     for dataset in datasets:
-        if lost := int((~measured(dataset, leads)).sum()):
+        if lost := int((~measured(dataset, how)).sum()):
             notes[
                 f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was "
-                "recorded in them."
+                f"recorded in them{how.widest.too_short}."
             ] = None
     return list(notes)
 
 
-def measured(dataset: Dataset, leads: Sequence[str]) -> Array:
-    """bool [crops]: every set of leads has a recorded lead, so that all rows are of the same
-    ECGs."""
-    return np.asarray(
-        ~np.any([none_measured(dataset, parse_leads(lead)) for lead in leads], axis=0)
-    )
+def measured(dataset: Dataset, how: Namespace) -> Array:
+    """bool [crops]: every set of leads has a recorded lead, and every model a window, so that all
+    rows are of the same ECGs."""
+    inputs = [replace(how.widest, seen=parse_leads(lead)) for lead in how.shown]
+    return np.asarray(np.all([one.usable(dataset) for one in inputs], axis=0))
 
 
 def task_to_probe(
@@ -357,9 +361,9 @@ def _labels_and_parts(
         url = table_of(how.test_labels, word) or labels.task.labels
         columns, classes = labels.task.columns, labels.task.classes
         other = read_task(replace(own, columns=columns, classes=classes, labels=url), [tested])
-    train = records_of(fitted, labels, "train", how.shown)
-    valid = records_of(fitted, labels, "valid", how.shown)
-    test = records_of(tested, other, "test", how.shown)
+    train = records_of(fitted, labels, "train", how)
+    valid = records_of(fitted, labels, "valid", how)
+    test = records_of(tested, other, "test", how)
     require_unlike(other, "test", tested)
     if tested is not fitted:
         both = overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)
@@ -377,11 +381,9 @@ def table_of(folder: str, word: str) -> str:
     return next((str(path) for path in paths if folder and path.is_file()), "")
 
 
-def records_of(
-    dataset: Dataset, labels: TaskLabels, split: str, leads: Sequence[str]
-) -> ProbedRecords:
+def records_of(dataset: Dataset, labels: TaskLabels, split: str, how: Namespace) -> ProbedRecords:
     rows = labels.rows(0, split)
-    rows = rows[measured(dataset, leads)[rows]]
+    rows = rows[measured(dataset, how)[rows]]
     if not len(rows):
         raise ConfigError(
             f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split "
@@ -429,10 +431,10 @@ def resampled(group_N: Array) -> Array:
     return np.asarray(np.stack([np.ones(n), *drawn_BG], 1, dtype=np.float32)[group_N])
 
 
-def identities(fitted: Dataset, tested: Dataset, leads: Sequence[str]) -> Identities:
-    gallery, probe = identity_rows(tested, np.flatnonzero(measured(tested, leads)))
+def identities(fitted: Dataset, tested: Dataset, how: Namespace) -> Identities:
+    gallery, probe = identity_rows(tested, np.flatnonzero(measured(tested, how)))
     within = fitted.select(pretrain=True)
-    within = within[((fitted.column("halves") == 2) & measured(fitted, leads))[within]]
+    within = within[((fitted.column("halves") == 2) & measured(fitted, how))[within]]
     require(within, fitted, "pretrain=true and two halves", "records for pre-training")
     within = within[:WITHIN]  # rows are in random order
     patient_B = patient_ids([tested])[0]
@@ -518,16 +520,16 @@ def identified(
     """Accuracy by cosine of the dimensions `shown`, and by cosine after whitening."""
     gallery_PD = known.of(persons.gallery).c_BSD[:, 0]
     probe_QD = test.of(persons.probe).c_BSD[:, 0]
-    center_D, white_DD = whitening(fit.of(persons.within).c_BSD)
+    within_BSD = fit.of(persons.within).c_BSD
     gallery_ids = persons.patient_B[persons.gallery].tolist()
     probe_ids = persons.patient_B[persons.probe].tolist()
-    compared = {
-        "accuracy": (gallery_PD[:, shown], probe_QD[:, shown]),
-        "accuracy_whitened": (
+    compared = {"accuracy": (gallery_PD[:, shown], probe_QD[:, shown])}
+    if within_BSD.shape[1] > 1:
+        center_D, white_DD = whitening(within_BSD)
+        compared["accuracy_whitened"] = (
             (gallery_PD - center_D) @ white_DD,
             (probe_QD - center_D) @ white_DD,
-        ),
-    }
+        )
     samples = {}
     for name, (gallery, probe) in compared.items():
         scores = identification(gallery, gallery_ids, probe, probe_ids)
@@ -542,7 +544,7 @@ def identified(
 
 
 def whitening(c_BSD: Array) -> tuple[Array, Array]:
-    """Mean [D], and a matrix [D, D] after which the two halves of a crop differ equally in every
+    """Mean [D], and a matrix [D, D] after which the first two windows of a crop differ equally in every
     direction. Their covariance is shrunk towards a multiple of the identity (Chen et al. 2010,
     OAS), more so for fewer crops."""
     n, _, width = c_BSD.shape
@@ -580,6 +582,8 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
                 continue
             against = found[other, *key[1:]][1]
             for name, value_B in samples.items():
+                if name not in against:  # with one window in a crop nothing is whitened
+                    continue
                 gap_B = value_B - against[name]
                 gap = {"difference": float(gap_B[0]), "interval": interval(gap_B)}
                 differences.append({**about, "against": other, "metric": name, **gap})

@@ -7,7 +7,7 @@ measurements that need no training.
 A row has one or more members: runs of several seeds, or draws of random weights, whose scores are
 averaged. Files in `folder` are reused if the model's files, the read-out, the dataset, the leads
 and the noise are the same; only missing or damaged crops are computed. Noise is physio4 at a
-multiple of the paper's amplitude, the same for all models. B: crops, S: halves.
+multiple of the paper's amplitude, the same for all models. B: crops, S: windows.
 """
 
 import io
@@ -61,7 +61,7 @@ BLOCK = 4096  # crops in a file
 
 
 class Embedder(NamedTuple):
-    """Maps segments of 5 s to vectors."""
+    """Maps windows to vectors."""
 
     name: str
     digest: str
@@ -93,8 +93,13 @@ class Compared(NamedTuple):
 
 class Vectors(NamedTuple):
     row_B: Array  # crops, ascending
-    halves_B: Array
-    c_BSD: Array  # zeros where there is no second half
+    halves_B: Array  # how many windows each crop has; halves, unless a model has other windows
+    c_BSD: Array  # zeros where there is no such window
+
+    def averaged(self) -> "Vectors":
+        """With the mean of each crop's windows as its only one."""
+        mean_BD = self.c_BSD.sum(1) / self.halves_B[:, None]
+        return Vectors(self.row_B, np.ones_like(self.halves_B), mean_BD[:, None])
 
     def of(self, rows: Array) -> "Vectors":
         at = np.searchsorted(self.row_B, rows)
@@ -233,6 +238,8 @@ def embedded(
     """The joined vectors of these crops, ascending; leads that the model is not shown are set to
     zero."""
     parts = [_embedded(one, dataset, rows, noise, leads, folder) for one in member]
+    if len({part.c_BSD.shape[1] for part in parts}) > 1:
+        parts = [part.averaged() for part in parts]
     c_BSD = np.concatenate([part.c_BSD for part in parts], 2)
     return parts[0]._replace(c_BSD=c_BSD)
 
@@ -273,10 +280,11 @@ def _embed(
     if noise:
         batches = noisy(batches, dataset, noise)
     parts = []
-    for batch, y_RD in predict(batches, shown.halves, one.forward, device):
-        c_BSD = np.zeros((len(batch.crops), 2, y_RD.shape[1]), np.float32)
-        c_BSD[np.arange(2) < batch.halves_B[:, None]] = y_RD
-        parts.append(Vectors(batch.crops, batch.halves_B, c_BSD))
+    for batch, y_RD in predict(batches, shown.windows, one.forward, device):
+        windows, windows_B = shown.count(), shown.count(batch.halves_B)
+        c_BSD = np.zeros((len(batch.crops), windows, y_RD.shape[1]), np.float32)
+        c_BSD[np.arange(windows) < windows_B[:, None]] = y_RD
+        parts.append(Vectors(batch.crops, windows_B, c_BSD))
         bar.update(len(batch.crops))
     return joined(parts)
 

@@ -34,7 +34,7 @@ from omnilead.engine.common import (
     find_config,
     shipped,
 )
-from omnilead.engine.data.augmenter import FS_HZ, none_measured
+from omnilead.engine.data.augmenter import FS_HZ
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.metrics import (
     TOO_FEW,
@@ -49,7 +49,7 @@ from omnilead.engine.evaluation.metrics import (
     intervals_of_few,
     statistic_of,
 )
-from omnilead.engine.inference.inputs import DatasetSource, Per, no_leads
+from omnilead.engine.inference.inputs import DatasetSource, Per
 from omnilead.engine.inference.outputs import (
     RESUMABLE,
     Output,
@@ -479,13 +479,11 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
 
     output = vectors(model, with_untrained, 2 * width)
     if options.role == "valid":
-        rows = dataset.select(identity="valid")
-        rows = rows[dataset.column("halves")[rows] == 2]
-        require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
+        rows = _with_two_windows(dataset, model_input)
         (rows,), left_out = _measured(dataset, model_input, rows)
         gallery = probe = rows
         c_RD, _ = _outputs(output, dataset, rows, model_input, options)
-        gallery_PD, probe_QD = c_RD[::2], c_RD[1::2]
+        gallery_PD, probe_QD = c_RD[:: model_input.count()], c_RD[1 :: model_input.count()]
     else:
         sides = identity_rows(dataset)
         (gallery, probe), left_out = _measured(dataset, model_input, *sides)
@@ -506,6 +504,18 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
         notes + left_out,
         untrained=baseline,
     )
+
+
+def _with_two_windows(dataset: Dataset, model_input: Input) -> Array:
+    if model_input.count() < 2:
+        raise ConfigError(
+            f"--role valid: compares two windows of a crop, but the model takes "
+            f"{model_input.window_s:g} s at once: use --role test"
+        )
+    rows = dataset.select(identity="valid")
+    rows = rows[dataset.column("halves")[rows] == 2]
+    require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
+    return np.asarray(rows)
 
 
 def identity_rows(dataset: Dataset, among: Array | None = None) -> list[Array]:
@@ -597,15 +607,15 @@ def shown_input(
 
 
 def _measured(dataset: Dataset, model_input: Input, *sides: Array) -> tuple[list[Array], list[str]]:
-    """The crops in which at least one of the model's leads was recorded, and a note on the
-    others."""
-    blank = none_measured(dataset, model_input.seen)
+    """The crops that have a window in which at least one of the model's leads was recorded, and a
+    note on the others."""
+    blank = ~model_input.usable(dataset)
     if any(blank[rows].all() for rows in sides):
-        raise ConfigError(f"{dataset.root.url}: {no_leads(model_input)}: choose other --leads")
+        raise ConfigError(f"{dataset.root.url}: {model_input.nothing}: choose other --leads")
     without, leads = sum(int(blank[rows].sum()) for rows in sides), describe_leads(model_input.seen)
     note = (
         f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of {leads} was "
-        "recorded in them."
+        "recorded in them" + model_input.too_short + "."
     )
     return [rows[~blank[rows]] for rows in sides], [note] * (without > 0)
 
@@ -629,11 +639,13 @@ def _outputs(
     options: EvalOptions,
     per: Per = "half",
 ) -> tuple[Array, Array]:
-    """Outputs [R, D] of the halves of these crops, and the position in `rows` of each. Ranks share
+    """Outputs [R, D] of the windows of these crops, and the position in `rows` of each. Ranks share
     the parts."""
     model = output.model
-    halves: Any = dataset.column("halves")[rows] if per == "half" else 1
-    crop_R = np.repeat(np.arange(len(rows)), halves)
+    windows = 1
+    if per == "half":
+        windows = model_input.count(dataset.column("halves")[rows])
+    crop_R = np.repeat(np.arange(len(rows)), windows)
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
     if options.kept is None:
         return matrix(whole(source, output, model_input, per)), crop_R

@@ -45,12 +45,10 @@ from omnilead.engine.common import (
     ARRAYS,
     LEADS,
     ConfigError,
-    describe_leads,
     environment,
     leads_in_order,
     prefetch,
 )
-from omnilead.engine.data.augmenter import none_measured
 from omnilead.engine.inference.npz import ArrayError, load_npz, npz_names, open_npy
 from omnilead.engine.inference.predict import CropBatch, dataset_batches
 from omnilead.engine.inference.trained_model import crops
@@ -269,30 +267,25 @@ def skip(options: EcgOptions, name: str, reason: object) -> None:
         tell(f"skipped: {name}: {reason}")
 
 
-def no_leads(model_input: Input) -> str:
-    used = describe_leads(model_input.seen)
-    return f"no valid lead: the model uses {used}, of which none was recorded"
-
-
 def dataset_source(
     dataset: Dataset, rows: np.ndarray, model_input: Input, options: EcgOptions
 ) -> DatasetSource:
-    """Leaves out crops without any of the model's leads. A record that has no other crops counts as
+    """Leaves out crops without any of the model's leads, or shorter than its window. A record that has no other crops counts as
     unreadable."""
     url = dataset.root.url
     if dataset.root.remote and options.per == "record":
         raise ConfigError(
             f"--per record of {url}: remote crops are read shard by shard: use crop or half"
         )
-    blank = none_measured(dataset, model_input.seen)[rows]
+    blank = ~model_input.usable(dataset)[rows]
     if blank.all():
-        raise ConfigError(f"--data {url}: {no_leads(model_input)}: choose other --leads")
+        raise ConfigError(f"--data {url}: {model_input.nothing}: choose other --leads")
     if blank.any():
         table = dataset.table(["source", "record"]).take(rows)
         names = pc.binary_join_element_wise(*table.columns, "/")
         without, others = names.filter(pa.array(blank)), names.filter(pa.array(~blank))
         for name in without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist():
-            skip(options, f"{url}: {name}", no_leads(model_input))
+            skip(options, f"{url}: {name}", model_input.nothing)
     return DatasetSource(
         dataset,
         rows[~blank],
@@ -437,11 +430,13 @@ def record_source(
 
 
 def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
-    """Leaves out crops in which all leads that the model uses are zero, that is, not recorded."""
-    there = np.flatnonzero(ecg.crops_uv[:, list(model_input.seen)].any(axis=(1, 2))).tolist()
+    """Leaves out crops in which all leads that the model uses are zero, that is, not recorded, and
+    those without a window."""
+    measured_B = ecg.crops_uv[:, list(model_input.seen)].any(axis=(1, 2))
+    there = np.flatnonzero(measured_B & (model_input.count(ecg.halves) > 0)).tolist()
     if len(there) == len(ecg.halves):
         return ecg
     if not there:
-        return ReadError(no_leads(model_input))
+        return ReadError(model_input.nothing)
     starts, halves = tuple(ecg.start_s[i] for i in there), tuple(ecg.halves[i] for i in there)
     return ecg._replace(crops_uv=ecg.crops_uv[there], start_s=starts, halves=halves)

@@ -6,8 +6,8 @@ resume after a kill.
         missing = make(source, output, model.input, "crop", parts)
     table = whole(source, output, model.input, "half")                # the same without files
 
-`per`: one row for each half of 5 s, each crop's first half, each crop of 10 s (the mean of its
-halves) or each record (the mean of all its halves). Parts (engine.inference.inputs) are kept in
+`per`: one row for each window of the model (of 5 s: half), each crop's first window, each crop of
+10 s (the mean of its windows) or each record (the mean of all its windows). Parts (engine.inference.inputs) are kept in
 F.parquet.parts/ until the table is complete; a damaged part is computed again, one of another job
 is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that
 finishes last joins all of them. Ranks share nothing but the folder: none waits for another.
@@ -43,7 +43,6 @@ from omnilead.engine.common import (
     sync,
     write_whole,
 )
-from omnilead.engine.data.augmenter import FS_HZ, HALF
 from omnilead.engine.inference.inputs import COLUMNS, CropSource, Per
 from omnilead.engine.inference.predict import CropBatch, predict
 from omnilead.engine.inference.readout import PAPER
@@ -60,7 +59,7 @@ KEY = b"omnilead"  # in a parquet file's metadata: the job
 
 
 class Output(NamedTuple):
-    """A model's outputs for each half of 5 s, and the columns made from their means."""
+    """A model's outputs for each window, and the columns made from their means."""
 
     model: TrainedModel
     forward: Callable[[Tensor], Tensor]
@@ -160,10 +159,11 @@ def tables(
     empty = set(parts)
 
     def prepare(uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        x_RLT = model_input.halves(uv_BLT, halves_B)  # normalised over the whole crop
+        x_RLT = model_input.windows(uv_BLT, halves_B)  # normalised over the whole crop
         if per != "first":
             return x_RLT
-        first_B = torch.from_numpy(np.cumsum(halves_B, dtype=np.int64) - halves_B)
+        count_B = model_input.count(halves_B)
+        first_B = torch.from_numpy(np.cumsum(count_B) - count_B)
         return x_RLT.index_select(0, first_B.to(x_RLT.device))
 
     with closing(source.batches(parts, progress)) as batches:
@@ -189,12 +189,13 @@ def with_missing_leads(
 
 
 def _table(batches: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) -> pa.Table:
-    """Means of the outputs y_HD over the halves H of each row N."""
+    """Means of the outputs y_HD over the windows H of each row N."""
     y_HD = np.concatenate([y_HD for _, y_HD in batches])
     if not np.isfinite(y_HD).all():
         raise OutputError(NOT_FINITE)
     halves_B = np.concatenate([batch.halves_B for batch, _ in batches])
-    crop_H = np.repeat(np.arange(len(halves_B)), 1 if per == "first" else halves_B)
+    windows_B = 1 if per == "first" else output.model.input.count(halves_B)
+    crop_H = np.repeat(np.arange(len(halves_B)), windows_B)
     group_H = crop_H
     if per == "half":
         group_H = np.arange(len(crop_H))
@@ -206,16 +207,17 @@ def _table(batches: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per
     crops = pa.concat_tables([batch.crops.table for batch, _ in batches])
     rows = crops.select(list(COLUMNS)).take(crop_H[first_N])
     if per == "half":
-        rows = _with_starts(rows, np.diff(crop_H, prepend=-1) == 0)
+        place_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
+        rows = _with_starts(rows, place_H * output.model.input.window_s)
     columns = [*rows.columns, *output.columns(y_ND)]
     if MISSING in output.schema.names:
         columns.insert(len(COLUMNS), _missing_leads(batches, crop_H, first_N))
     return pa.Table.from_arrays(columns, schema=output.schema)
 
 
-def _with_starts(rows: pa.Table, second_N: np.ndarray) -> pa.Table:
-    """The second halves of crops start 5 s later."""
-    starts = rows["start_s"].to_numpy() + second_N * (HALF / FS_HZ)
+def _with_starts(rows: pa.Table, later_s_N: np.ndarray) -> pa.Table:
+    """Windows start later than their crops."""
+    starts = rows["start_s"].to_numpy() + later_s_N
     return rows.set_column(rows.column_names.index("start_s"), "start_s", pa.array(starts))
 
 

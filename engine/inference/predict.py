@@ -2,8 +2,8 @@
 validation.
 
     batches = dataset_batches(dataset, np.array_split(rows, 10))
-    for batch, y_RD in predict(batches, model.input.halves, model.logits, model.device):
-        ...                              # y_RD: one row for each half of 5 s, crop by crop; batch.crops: which crops
+    for batch, y_RD in predict(batches, model.input.windows, model.logits, model.device):
+        ...                              # y_RD: one row for each window, crop by crop; batch.crops: which crops
 
 Reading, copying and computing overlap: a batch is launched before waiting for the outputs of the
 previous one.
@@ -61,8 +61,7 @@ def predict(
     device: torch.device,
 ) -> Iterator[tuple[CropBatch, np.ndarray]]:
     """Yields each batch, without its signal, and forward(prepare(uv_BLT, halves_B)) in float32.
-    `prepare`: returns the halves as the model's input, like
-    engine.model.input.Input.halves."""
+    `prepare`: returns the model's input, like engine.model.input.Input.windows."""
     upload = Upload(device) if device.type == "cuda" else None
 
     # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards

@@ -57,7 +57,7 @@ from omnilead.engine.model.folder import (
     misfits,
     model_folder,
 )
-from omnilead.engine.model.input import Input, SignalError
+from omnilead.engine.model.input import HALF_S, Input, SignalError
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import build_head, sees_tokens
 from omnilead.engine.tasks.config import TaskKind
@@ -107,7 +107,7 @@ class HeadInfo:
 
 
 class TrainedModel(nn.Module):
-    """A trained model in eval mode. R segments of 5 s, L leads, T samples, D `encoder.width`;
+    """A trained model in eval mode. R segments (`input.window_s`), L leads, T samples, D `encoder.width`;
     `digest` identifies its files."""
 
     encoder: Any  # nn.Module with a `width`
@@ -134,10 +134,10 @@ class TrainedModel(nn.Module):
     def readout_of(self, text: str) -> tuple[str, ...]:
         """The parts of a read-out that suits this model; "": the model's own."""
         parts = parsed(text) if text else self.readout
-        if measures_signal(parts) and (self.input.scale, self.input.fs_hz) != ("millivolt", FS_HZ):
+        if measures_signal(parts) and not self.input.plain:
             raise ConfigError(
                 f"readout={text}: rhythm and beats need a model whose input is in millivolts at "
-                f"{FS_HZ:g} Hz: use mean or mean+std"
+                f"{FS_HZ:g} Hz, 5 s at a time and without a band: use mean or mean+std"
             )
         return parts
 
@@ -217,7 +217,8 @@ class TrainedModel(nn.Module):
     ) -> Tensor:
         """The model's input x_RLT for one ECG [L, T]."""
         ecg = crops(signal, fs_hz, leads, unit, self.input)
-        return self.input.halves(torch.from_numpy(ecg.uv_BLT), np.array(ecg.halves)).to(self.device)
+        halves_B = np.array(ecg.halves)
+        return self.input.windows(torch.from_numpy(ecg.uv_BLT), halves_B).to(self.device)
 
     @torch.inference_mode()
     def embed(
@@ -229,7 +230,7 @@ class TrainedModel(nn.Module):
         readout: str = "",
     ) -> Tensor:
         """Embed an ECG [L, T] -> [E], or several [B, L, T] -> [B, E] (numpy or torch): the mean
-        over its segments of 5 s. readout: "mean", "mean+std+rhythm", ...; "": the model's own.
+        over its segments (of 5 s, or the model's window). readout: "mean", "mean+std+rhythm", ...; "": the model's own.
 
         leads: the names of the rows, in any order; other leads are zeros, for which random lead
         masking has prepared the model. NaN (in int16 -32768) means not measured. `crops` lists what
@@ -245,7 +246,7 @@ class TrainedModel(nn.Module):
         self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
     ) -> dict[str, float] | list[dict[str, float]]:
         """{class: probability} or {name: value in `self.unit`} for an ECG [L, T], a list of them
-        for several [B, L, T]: means over segments of 5 s, as `evaluate` scores a record.
+        for several [B, L, T]: means over segments, as `evaluate` scores a record.
         Arguments: see `embed`. Warns if leads are missing that the model was not trained
         without."""
         leads = leads if isinstance(leads, str) else tuple(leads)
@@ -410,16 +411,10 @@ def crops(
     invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat returns it
     try:
         record = EcgRecord("", values, float(fs_hz), names, unit_name(str(unit)), invalid=invalid)
-        samples = record.signal.shape[1]
-        count = crop_count(samples, record.fs_hz)
+        count = _crops_with_windows(record, wanted)
     except (ReadError, TypeError, ValueError) as error:
         needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
-    if not count:
-        seconds = samples_at_500(samples, record.fs_hz) / FS_HZ
-        raise SignalError(
-            f"{seconds:g} s of signal: the model takes segments of 5 s: give at least 5 s"
-        )
     _plausible(record, unit)
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
     starts: list[float] = []
@@ -438,6 +433,19 @@ def crops(
             "uses have NaN"
         )
     return EcgCrops(uv_BLT[: len(starts)], tuple(starts), tuple(halves))
+
+
+def _crops_with_windows(record: EcgRecord, wanted: Input) -> int:
+    samples = samples_at_500(record.signal.shape[1], record.fs_hz)
+    count = samples // CROP
+    if wanted.needed_s == HALF_S:
+        count = crop_count(record.signal.shape[1], record.fs_hz)
+    if not count:
+        raise SignalError(
+            f"{samples / FS_HZ:g} s of signal: the model takes segments of {wanted.window_s:g} s: "
+            f"give at least {wanted.needed_s:g} s"
+        )
+    return count
 
 
 def _values(signal: Any) -> np.ndarray:

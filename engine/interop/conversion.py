@@ -74,7 +74,7 @@ from omnilead.engine.model.folder import (
     model_folder,
     write,
 )
-from omnilead.engine.model.input import SCALES, Input
+from omnilead.engine.model.input import SCALES, Input, described
 
 # In the paths of z-scored training signals
 ZSCORED = ("mimic_iv_ecg", "mimic-iv-ecg", "ecg_fm", "ecg-fm", "ecgfm")
@@ -352,7 +352,7 @@ def _card(
 A lead-agnostic ECG encoder of the wav2vec 2.0 family (Oh et al., CHIL 2022): {parameters:,} parameters, {len(config.conv)}
 convolutions, {config.layers} transformer layers of width {config.width}.
 
-Input: {config.leads} leads at {preprocessing["fs_hz"]:g} Hz, 5 s at a time, {preprocessing["meaning"]}. See {PREPROCESSING};
+Input: {config.leads} leads at {described(preprocessing)}. See {PREPROCESSING};
 {CONFIG} holds the settings, including the original ones. Every weight equals the original bit for bit; the optimiser's state is
 not included. The licence is that of the original.
 

@@ -34,7 +34,7 @@ from omnilead.engine.model.folder import (
     model_folder,
     sealed,
 )
-from omnilead.engine.model.input import DEFAULT_INPUT, SCALES
+from omnilead.engine.model.input import DEFAULT_INPUT, described
 from omnilead.engine.report.run_report import StepLog
 from omnilead.engine.training.export import METRIC_NAMES, ExportedTask
 
@@ -48,7 +48,7 @@ TEMPLATE = """# {title}
 {parameters:,} parameters.
 
 {lines}
-- Input: {leads} at {rate:g} Hz, 5 s at a time, {meaning} (preprocessing.json).
+- Input: {leads} at {signals} (preprocessing.json).
 - Trained for {state[step]:,} steps of {t.batch_crops} crops of 10 s, {t.precision}, AdamW, lr {t.lr} ({t.schedule}).
 - Augmentation: lead masking {augment.rlm}, noise {noise}.
 - Data: {sources} (fingerprints of the datasets: {datasets}).
@@ -85,9 +85,9 @@ def model_card(
 ) -> str:
     title, lines = task.card(config, state)
     leads = config.augment.output_leads
-    described = task.described(config, state)
-    head, signals = described.get("head"), state.get("input", DEFAULT_INPUT)
-    plugged = file_of(described["model"].get("encoder", ""))
+    document = task.described(config, state)
+    head, signals = document.get("head"), state.get("input", DEFAULT_INPUT)
+    plugged = file_of(document["model"].get("encoder", ""))
     if head and not plugged:
         plugged = file_of(head["definition"].get("head", ""))
     sources = sorted({name for split in state.get("splits", ()) for name in split["sources"]})
@@ -96,8 +96,7 @@ def model_card(
         title=title,
         lines="\n".join(f"- {line}" for line in lines),
         parameters=sum(w.numel() for w in weights.values()),
-        rate=signals["fs_hz"],
-        meaning=SCALES[signals["scale"]],
+        signals=described(signals),
         leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
         sources=", ".join(sources) or "unknown sources",
         datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),

@@ -215,31 +215,33 @@ def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Ki
         raise ConfigError(f"{key}={value}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
 
 
-def flops_per_crop(config: ModelConfig, local: bool = True) -> float:
-    """FLOPs of 10 s, forward and backward (three times forward). Counts matrix products only; a
-    multiply-add is two.
+def flops_per_crop(
+    config: ModelConfig, local: bool = True, samples: int = SEGMENT, windows: int = 2
+) -> float:
+    """FLOPs of a crop's windows, forward and backward (three times forward). Counts matrix products
+    only; a multiply-add is two.
 
     The quantiser and the projections see only masked tokens, about half. This counts the work that
     the objective needs in any implementation: one cosine for each negative that the authors gather,
     and one product with the codebook.
     """
-    length, width, flops = SEGMENT, config.leads, 0.0
+    length, width, flops = samples, config.leads, 0.0
     for out, kernel in config.conv:
         length //= kernel
         flops += 2 * length * width * kernel * out
         width = out
-    tokens, d = config.tokens(SEGMENT), config.width
+    tokens, d = config.tokens(samples), config.width
     if width != d:
         flops += 2 * tokens * width * d
     flops += 2 * tokens * (d // config.position_groups) * config.position_kernel * d
     flops += config.layers * (
         2 * tokens * (4 * d * d + 2 * d * config.ffn) + 4 * tokens * tokens * d
     )
-    return 2 * (3 * flops + (local_flops(config, tokens, d, width) if local else 0.0))
+    return windows * (3 * flops + (local_flops(config, tokens, d, width) if local else 0.0))
 
 
 def local_flops(config: ModelConfig, tokens: int, width: int, feature_width: int) -> float:
-    """FLOPs of the local objective for one segment of 5 s, with an encoder of these widths and 100
+    """FLOPs of the local objective for one window, with an encoder of these widths and 100
     negatives."""
     heads = (
         width * config.projection

@@ -3,7 +3,7 @@ file.py:Class`; and an objective that is a class. Initial weights.
 
     class Mine(nn.Module):                            # Mine(leads=12, **model.options)
         width = 128                                   # D
-        def forward(self, x_RLT): ...                 # c_RND, from segments of 5 s in millivolts
+        def forward(self, x_RLT): ...                 # c_RND, from windows: 5 s in millivolts, or as `input` says
 
     encoder = build_encoder(config, generator=generator)
     examine(encoder, config, masked=False)            # ConfigError if it does not follow this interface
@@ -147,15 +147,20 @@ def build_objective(
 
 
 def prepared(
-    config: ModelConfig, masked: bool, dtype: torch.dtype, seed: int, kind: Any = None
+    config: ModelConfig,
+    masked: bool,
+    dtype: torch.dtype,
+    seed: int,
+    kind: Any = None,
+    samples: int = HALF,
 ) -> tuple[nn.Module | None, int]:
     """Build and examine an encoder that is not the authors' (for theirs: None); and the number of
-    tokens in 5 s."""
+    tokens in a window of so many samples."""
     if not config.encoder:
-        return None, config.tokens(HALF)
+        return None, config.tokens(samples)
     encoder = build_encoder(config, masked, torch.Generator().manual_seed(seed), kind)
     cast_statistics(encoder, dtype)
-    return encoder, examine(encoder, config, masked, dtype)
+    return encoder, examine(encoder, config, masked, dtype, samples)
 
 
 def cast_statistics(model: nn.Module, dtype: torch.dtype) -> None:
@@ -175,7 +180,7 @@ def examine(
     samples: int = HALF,
 ) -> int:
     """Run an encoder; ConfigError if it breaks its interface. Returns the number of tokens in a
-    segment. `masked`: also examine what the local objective needs. `samples`: of a segment."""
+    window. `masked`: also examine what the local objective needs."""
     own = cast(Any, copy.deepcopy(encoder).eval())
     for p in own.parameters():
         p.data = p.data.to(dtype)
@@ -230,16 +235,22 @@ def agree(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> bool:
     return a.shape == b.shape and bool((a - b).abs().max() <= AGREE[dtype] * a.abs().max())
 
 
-def encoder_flops(encoder: nn.Module | None, config: ModelConfig, local: bool) -> float:
-    """FLOPs of 10 s, forward and backward: by formula for the authors' encoder, for others by
-    running a few rows.
+def encoder_flops(
+    encoder: nn.Module | None,
+    config: ModelConfig,
+    local: bool,
+    samples: int = HALF,
+    windows: int = 2,
+) -> float:
+    """FLOPs of a crop's windows, forward and backward: by formula for the authors' encoder, for
+    others by running a few rows.
 
     The forward pass is counted, and the backward pass taken as twice that. This avoids errors of
     torch's counter: it multiplies the weight gradient of a grouped convolution by the groups, and
     counts fused attention and recurrent layers on a CPU as 0.
     """
     if not config.encoder or encoder is None:
-        return flops_per_crop(config, local)
+        return flops_per_crop(config, local, samples, windows)
     own, rows = copy.deepcopy(encoder).cpu().float().train(), 2
     with (
         warnings.catch_warnings(action="ignore"),  # torch warns about TF32 on Intel GPUs
@@ -249,12 +260,12 @@ def encoder_flops(encoder: nn.Module | None, config: ModelConfig, local: bool) -
         FlopCounterMode(display=False) as counter,
         blaming(f"model.encoder={config.encoder}, in training"),
     ):
-        c_RND = own(torch.randn(rows, config.leads, HALF))
+        c_RND = own(torch.randn(rows, config.leads, samples))
     flops: float = 3 * counter.get_total_flops() / rows
     if local:
         _, tokens, width = c_RND.shape
         flops += local_flops(config, tokens, width, int(getattr(own, "feature_width", 0)))
-    return 2 * flops
+    return windows * flops
 
 
 def drops_out(encoder: nn.Module | None, config: ModelConfig, *others: float) -> bool:

@@ -1,35 +1,94 @@
-"""The input of a trained model: its leads, sampling rate and scale, from preprocessing.json.
+"""The input of a model: the leads, windows, rate, band and scale in which it sees an ECG.
 
-model.input.halves(uv_BLT, halves_B)            -> x_RLT, 5 s segments of stored crops (int16 microvolts, twelve leads)
-model.input.scaled(x_BSLT)                      -> x_BSLT, from the model's leads in millivolts at 500 Hz (a loader's batch)
+Datasets and loaders have crops of 10 s at 500 Hz in millivolts, as two halves. One crop becomes
+
+    band-pass -> resample -> zscore -> windows -> leads masked -> layernorm
+
+    model.input.windows(uv_BLT, halves_B)           -> x_RLT, the windows of stored crops (int16 microvolts, twelve leads)
+    model.input.cut(x_BLT, halves_B)                -> x_BSLT, from the model's leads in millivolts at 500 Hz
+    model.input.count(halves_B)                     how many windows that crops have
+
+Crops are filtered whole: what is zero-phase at 10 s has edges inside, if it is done by halves. Only
+an input of 5 s without a band is resampled by halves, as ever. Where a crop has only its first half,
+that half is all that is filtered, normalised and cut.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+from scipy.signal import butter, sosfilt
 from torch import Tensor
 
+from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.prepare import rate_ratio, resample
 from omnilead.data_tools.record import RATE_RANGE_HZ
 from omnilead.engine.common import ALL, ConfigError, describe_leads, leads_in_order, parse_leads
-from omnilead.engine.data.augmenter import FS_HZ, HALF, MV_PER_UV
+from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF, MV_PER_UV, none_measured
+from omnilead.engine.model.config import STRICT
 
+HALF_S, CROP_S = HALF / FS_HZ, CROP / FS_HZ
 SCALES = {
     "millivolt": "millivolts, not normalised",
     "zscore": "mean 0 and standard deviation 1 in each lead of each record of 10 s",
-    "layernorm": "mean 0 and standard deviation 1 over all leads of each 5 s",
+    "layernorm": "mean 0 and standard deviation 1 over all leads of each window",
 }
 DEFAULT_INPUT = {"fs_hz": 500, "scale": "millivolt"}
-# axes of x_BSLT that share a mean and a standard deviation
-TOGETHER = {
-    "zscore": (1, 3),
-    "layernorm": (2, 3),
-}
+BAND_ORDER = 2
+# Samples by which scipy.signal.sosfiltfilt extends a signal at both ends, for this order
+BAND_EDGE = 15
+FAST_FFT = 1024  # lengths that are multiples of it: 2.4 ms a crop on a CPU core, others up to 11
+FILTERED = 16  # crops filtered at a time on a CPU
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class InputConfig:
+    """The section `input` of the settings: what the encoder sees of a crop of 10 s at 500 Hz."""
+
+    # seconds that the encoder sees at once; a crop has as many windows side by side as fit
+    window_s: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] = 5.0
+    fs_hz: Annotated[float, Field(ge=50, le=500, allow_inf_nan=False)] = 500.0  # sampling rate
+    # for example [0.5, 40]: zero-phase Butterworth band-pass of order 2; null: none
+    band_hz: tuple[float, float] | None = None
+    # zscore: each lead of 10 s has mean 0 and deviation 1; layernorm: all leads of a window
+    scale: Literal["millivolt", "zscore", "layernorm"] = "millivolt"
+
+    def __post_init__(self) -> None:
+        check_signals(self.window_s, self.fs_hz, self.band_hz, "input.")
+
+
+def check_signals(window_s: Any, fs_hz: Any, band_hz: Any, section: str = "") -> None:
+    """ConfigError if no crop can become such windows."""
+    try:
+        rate_ratio(fs_hz)
+    except (ReadError, TypeError):
+        raise ConfigError(
+            f"{section}fs_hz={fs_hz!r}: must be {' to '.join(map('{:g}'.format, RATE_RANGE_HZ))}"
+        ) from None
+    if not isinstance(window_s, int | float) or not 0 < window_s <= CROP_S:
+        named = "window_s" if section else "segment_s"
+        raise ConfigError(
+            f"{section}{named}={window_s!r}: must be above 0 and at most {CROP_S:g} s, a crop"
+        )
+    if band_hz is None:
+        return
+    try:
+        low, high = band_hz
+        fits = 0.01 <= low < high < min(fs_hz, FS_HZ) / 2
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ConfigError(
+            f"{section}band_hz={band_hz!r}: give [LOW, HIGH], from 0.01 Hz to less than half of "
+            f"fs_hz={fs_hz:g}, or null"
+        )
 
 
 class SignalError(ConfigError):
@@ -43,22 +102,18 @@ class Input:
     leads: tuple[int, ...]  # one for each channel
     seen: tuple[int, ...]  # leads that it was trained on; the others are zeros
     scale: str = "millivolt"
-    fs_hz: float = FS_HZ  # sampling rate inside the model; its input always has 500 Hz
+    fs_hz: float = FS_HZ  # sampling rate inside the model; crops always have 500 Hz
+    window_s: float = HALF_S
+    band_hz: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, document: Mapping[str, Any], channels: int) -> "Input":
-        for key, known in (("segment_s", [HALF / FS_HZ]), ("scale", list(SCALES))):
-            if document.get(key) not in known:
-                raise ConfigError(
-                    f"{key}={document.get(key)!r}: supported: {' and '.join(map(str, known))}"
-                )
+        if document.get("scale") not in list(SCALES):
+            raise ConfigError(f"scale={document.get('scale')!r}: supported: {' and '.join(SCALES)}")
+        window_s: Any = document.get("segment_s")
         fs_hz: Any = document.get("fs_hz")
-        try:
-            rate_ratio(fs_hz)
-        except (ReadError, TypeError):
-            raise ConfigError(
-                f"fs_hz={fs_hz!r}: must be {' to '.join(map('{:g}'.format, RATE_RANGE_HZ))}"
-            ) from None
+        band_hz: Any = document.get("band_hz")
+        check_signals(window_s, fs_hz, band_hz)
         names = document.get("leads")
         if not isinstance(names, list) or len(names) != channels:
             raise ConfigError(
@@ -71,7 +126,8 @@ class Input:
                 f"seen={describe_leads(seen)}: not all of them are among "
                 f"leads={describe_leads(leads)}"
             )
-        return cls(leads, seen, document["scale"], float(fs_hz))
+        band = (float(band_hz[0]), float(band_hz[1])) if band_hz else None
+        return cls(leads, seen, document["scale"], float(fs_hz), float(window_s), band)
 
     @property
     def padded(self) -> bool:
@@ -105,50 +161,208 @@ class Input:
                 f"leads={describe_leads(given)}: the model needs {describe_leads(missing)} too"
             )
 
-    def scaled(self, x_BSLT: Tensor, there_BS: Tensor | None = None) -> Tensor:
-        """Resample and scale leads in millivolts at 500 Hz. A lead that is all zeros in a half
-        (in a crop if `there_BS`, which halves exist, is given) stays zero and does not count in
-        a mean."""
-        if self.fs_hz != FS_HZ:
-            x_BSLT = x_BSLT @ _resampling(self.fs_hz, x_BSLT.device)
-        if (axes := TOGETHER.get(self.scale)) is None:
-            return x_BSLT
-        there_BSL = (x_BSLT != 0).any(-1)
-        there_BSL = (
-            there_BSL if there_BS is None else there_BSL.any(1, keepdim=True) & there_BS[..., None]
-        )
-        there = there_BSL.double()[..., None]
-        share = there.mean(axes, keepdim=True).clamp_min(1e-6)
-        wide = x_BSLT.double()
-        wide = (wide - (wide * there).mean(axes, keepdim=True) / share) * there
-        return (
-            wide / (wide.square().mean(axes, keepdim=True) / share).sqrt().clamp_min(1e-6)
-        ).float()
+    @property
+    def signals(self) -> dict[str, Any]:
+        """As in preprocessing.json, without the leads; 5 s and no band are left out."""
+        found: dict[str, Any] = {"fs_hz": self.fs_hz, "scale": self.scale}
+        if self.window_s != HALF_S:
+            found["segment_s"] = self.window_s
+        if self.band_hz:
+            found["band_hz"] = list(self.band_hz)
+        return found
 
-    def halves(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-        """x_RLT: the 5 s halves of crops [B, 12, 5000], crop by crop. Samples that were not
-        measured are zeros; some crops have only a first half."""
+    @property
+    def plain(self) -> bool:
+        """Whether its windows are the halves of a crop as they are stored."""
+        return self.signals == DEFAULT_INPUT
+
+    @property
+    def by_halves(self) -> bool:
+        return self.window_s == HALF_S and not self.band_hz
+
+    @property
+    def samples(self) -> int:
+        """In a window."""
+        if self.by_halves:
+            return samples_at(self.fs_hz, HALF)
+        return int(self.window_s * self.fs_hz + 1e-6)
+
+    @property
+    def needed_s(self) -> float:
+        """Of an ECG: crops have 5 or 10 s."""
+        return HALF_S if self.window_s <= HALF_S else CROP_S
+
+    def count(self, halves: Any = 2) -> Any:
+        """How many windows lie wholly in the measured halves of a crop, or of several."""
+        return np.floor(np.asarray(halves) * (HALF_S / self.window_s) + 1e-9).astype(np.int64)
+
+    def usable(self, dataset: Dataset) -> np.ndarray:
+        """bool [crops]: has a window, and at least one of the model's leads was recorded."""
+        has_window = self.count(dataset.column("halves")) > 0
+        return np.asarray(has_window & ~none_measured(dataset, self.seen))
+
+    @property
+    def nothing(self) -> str:
+        """What a crop lacks that is not usable."""
+        of = describe_leads(self.seen)
+        return f"no valid lead: the model uses {of}, of which none was recorded{self.too_short}"
+
+    @property
+    def too_short(self) -> str:
+        if self.needed_s == HALF_S:
+            return ""
+        return f", or shorter than {self.window_s:g} s, which the model takes at once"
+
+    def windows(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+        """x_RLT: the windows that crops [B, 12, 5000] have, crop by crop."""
+        x_RLT = self.crops(uv_BLT, halves_B).flatten(0, 1)
+        there_BS = np.arange(self.count()) < self.count(halves_B)[:, None]
+        there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
+        return x_RLT if there_BS.all() else x_RLT[there_R]
+
+    def crops(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+        """x_BSLT: the same for crops of equally many windows: zeros for those that they lack."""
         picked = (
             uv_BLT
             if self.leads == ALL
             else torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
         )
-        x_BSLT = (picked.float() * MV_PER_UV).unflatten(2, (2, HALF)).transpose(1, 2)
-        there_BS, unseen_L = np.arange(2) < halves_B[:, None], ~np.isin(self.leads, self.seen)
+        x_BLT = picked.float() * MV_PER_UV
+        unseen_L = ~np.isin(self.leads, self.seen)
         for channel in np.flatnonzero(
             unseen_L
         ).tolist():  # one at a time: indexing with a list would make a GPU wait
-            x_BSLT[:, :, channel] = 0.0
-        x_RLT = self.scaled(
-            x_BSLT, torch.from_numpy(there_BS).to(x_BSLT.device, non_blocking=True)
-        ).flatten(0, 1)
-        there_R = torch.from_numpy(np.flatnonzero(there_BS)).to(x_RLT.device, non_blocking=True)
-        return x_RLT if there_BS.all() else x_RLT[there_R]
+            x_BLT[:, channel] = 0.0
+        return self.cut(x_BLT, halves_B)
+
+    def cut(
+        self,
+        x_BLT: Tensor,
+        halves_B: np.ndarray,
+        keep_BSL1: Tensor | None = None,
+        start_B: Tensor | None = None,
+    ) -> Tensor:
+        """x_BSLT: the windows side by side, as many as `keep_BSL1` has, from `start_B` (0 to 1) of
+        the room that they leave in the crop. A lead that is all zeros in a crop, or not kept in
+        a window, is zero and does not count in a mean."""
+        crops_BLT, x_BLT = x_BLT, self._crops(x_BLT, halves_B)
+        count = self.count() if keep_BSL1 is None else keep_BSL1.shape[1]
+        taken = count * self.samples
+        if start_B is None:
+            x_BLT = x_BLT[..., :taken]
+        else:
+            first_B = (start_B * (x_BLT.shape[2] - taken + 1)).long()
+            index = first_B[:, None, None] + torch.arange(taken, device=x_BLT.device)
+            x_BLT = x_BLT.gather(2, index.expand(-1, x_BLT.shape[1], -1))
+        x_BSLT: Tensor = x_BLT.unflatten(2, (count, self.samples)).transpose(1, 2)
+        if keep_BSL1 is not None:
+            x_BSLT = x_BSLT * keep_BSL1
+        if self.scale != "layernorm":
+            return x_BSLT
+        there_BSL1 = (crops_BLT != 0).any(-1, keepdim=True)[:, None]
+        if keep_BSL1 is not None:
+            there_BSL1 = there_BSL1 & keep_BSL1
+        return normalised(x_BSLT, there_BSL1, (2, 3))
+
+    def _crops(self, x_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+        """Crops at the model's rate, zero after the halves that they have."""
+        if self.plain or (halves_B == 2).all():
+            return self._measured(x_BLT)
+        made = x_BLT.new_zeros(*x_BLT.shape[:2], samples_at(self.fs_hz, CROP))
+        for halves in np.unique(halves_B).tolist():
+            crops = torch.from_numpy(np.flatnonzero(halves_B == halves)).to(x_BLT.device)
+            some = self._measured(x_BLT[crops, :, : halves * HALF])
+            made[crops, :, : some.shape[2]] = some
+        return made
+
+    def _measured(self, x_BLT: Tensor) -> Tensor:
+        """The same for crops of which all is measured."""
+        crops_BLT = x_BLT
+        if self.band_hz:
+            x_BLT = torch.cat([band_passed(some, self.band_hz) for some in x_BLT.split(FILTERED)])
+        if self.fs_hz != FS_HZ and self.by_halves:
+            x_BLT = resampled(x_BLT.unflatten(2, (-1, HALF)), self.fs_hz).flatten(2)
+        elif self.fs_hz != FS_HZ:
+            x_BLT = resampled(x_BLT, self.fs_hz)
+        if self.scale != "zscore":
+            return x_BLT
+        return normalised(x_BLT, (crops_BLT != 0).any(-1, keepdim=True), (2,))
+
+
+def samples_at(fs_hz: float, samples: int) -> int:
+    """Of a signal that has so many at 500 Hz."""
+    up, down = rate_ratio(fs_hz)
+    return -(-samples * down // up)
+
+
+def normalised(x: Tensor, there: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Mean 0 and standard deviation 1 over these axes together. Leads that are not there become
+    zeros and do not count."""
+    share = there.double().mean(axes, keepdim=True).clamp_min(1e-6)
+    wide = x.double()
+    wide = (wide - (wide * there).mean(axes, keepdim=True) / share) * there
+    deviation = (wide.square().mean(axes, keepdim=True) / share).sqrt()
+    return (wide / deviation.clamp_min(1e-6)).float()
+
+
+def band_passed(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
+    """scipy.signal.sosfiltfilt(butter(2, band_hz, "bandpass", fs=500, output="sos"), x) along the
+    last axis: once forwards and once backwards, each a convolution with the filter's response to
+    an impulse, in the frequency domain. A band-pass gives 0 for a constant, so that subtracting
+    the first sample is the state that sosfiltfilt starts in."""
+    edge = BAND_EDGE
+    before = 2 * x[..., :1] - x[..., 1 : edge + 1].flip(-1)
+    after = 2 * x[..., -1:] - x[..., -1 - edge : -1].flip(-1)
+    y = torch.cat([before, x, after], -1)
+    samples = y.shape[-1]
+    length = -(-2 * samples // FAST_FFT) * FAST_FFT
+    response = _response(band_hz, samples, length, x.device)
+    for _ in range(2):
+        y = torch.fft.irfft(torch.fft.rfft(y - y[..., :1], length) * response, length)
+        y = y[..., :samples].flip(-1)
+    return y[..., edge:-edge]
+
+
+@lru_cache(maxsize=4)
+def _response(
+    band_hz: tuple[float, float], samples: int, length: int, device: torch.device
+) -> Tensor:
+    impulse = np.zeros(samples)
+    impulse[0] = 1.0
+    sos = butter(BAND_ORDER, band_hz, "bandpass", fs=FS_HZ, output="sos")
+    spectrum = np.fft.rfft(sosfilt(sos, impulse), length)
+    return torch.from_numpy(spectrum).to(device, torch.complex64)
+
+
+def resampled(x: Tensor, fs_hz: float) -> Tensor:
+    """data_tools.prepare.resample from 500 Hz along the last axis, as a convolution that makes
+    `up` samples of every `down`."""
+    down, up = rate_ratio(fs_hz)
+    weight_UK = _weights(up, down, x.device)
+    margin = (weight_UK.shape[-1] - down) // 2
+    samples = x.shape[-1]
+    rest = -samples % down
+    rows_R1T = F.pad(x.reshape(-1, 1, samples), (margin, margin + rest), mode="replicate")
+    made_RUN = F.conv1d(rows_R1T, weight_UK[:, None], stride=down)
+    made = made_RUN.transpose(1, 2).reshape(*x.shape[:-1], -1)
+    return made[..., : samples_at(fs_hz, samples)]
 
 
 @lru_cache(maxsize=2)
-def _resampling(fs_hz: float, device: torch.device) -> Tensor:
-    """[2500, T]: a matrix that resamples 5 s at 500 Hz to another rate, with the filter that is
-    used to build datasets."""
-    up, down = rate_ratio(fs_hz)  # from fs_hz to 500 Hz
-    return torch.from_numpy(resample(np.eye(HALF), down, up)).to(device, torch.float32)
+def _weights(up: int, down: int, device: torch.device) -> Tensor:
+    """[up, K]: what each of K neighbouring samples at 500 Hz adds to `up` samples."""
+    reach = -(-10 * max(up, down) // up)  # of the filter, in samples at 500 Hz
+    blocks = -(-reach // down)
+    weights = resample(np.eye((2 * blocks + 1) * down), up, down)
+    middle = weights[:, blocks * up : (blocks + 1) * up].T
+    return torch.from_numpy(np.ascontiguousarray(middle)).to(device, torch.float32)
+
+
+def described(signals: Mapping[str, Any]) -> str:
+    """For model cards: for example 500 Hz, 5 s at a time, millivolts, not normalised."""
+    band = signals.get("band_hz")
+    filtered = f"band-passed from {band[0]:g} to {band[1]:g} Hz, " if band else ""
+    window_s = signals.get("segment_s", HALF_S)
+    return (
+        f"{signals['fs_hz']:g} Hz, {window_s:g} s at a time, {filtered}{SCALES[signals['scale']]}"
+    )

@@ -320,9 +320,10 @@ def _stairs(axes: Axes, shares: Array, edges: Array, colour: int, label: str) ->
 
 @_styled
 def ecg_chart(
-    title: str, mv_SLT: Array, leads: Sequence[str], fs_hz: float, step_mv: float = 2.0
+    title: str, mv_SLT: Array, leads: Sequence[str], fs_hz: float, unit: str = "mV"
 ) -> str:
     """Halves side by side; a lead that is all zeros is a grey line."""
+    step_mv = 2.0
     halves, rows, samples = mv_SLT.shape
     time_s = np.arange(samples) / fs_hz
     half_s = samples / fs_hz
@@ -330,7 +331,7 @@ def ecg_chart(
     drawing = Drawing(title, ECG_WIDTH, TOP + BOTTOM + 26 * rows)
     axes = drawing.axes()
     axes.grid(visible=False)
-    drawing.text(0, 30, f"{step_mv:g} mV from lead to lead; grey: masked out")
+    drawing.text(0, 30, f"{step_mv:g} {unit} from lead to lead; grey: masked out")
     for s, row in np.ndindex(halves, rows):
         mv = mv_SLT[s, row].astype(float).clip(-step_mv, step_mv)  # up to the next leads' lines
         t, mv = thinned(half_s * s + time_s, mv)

@@ -47,7 +47,7 @@ DIAGNOSTIC_AXES = {  # arrays of diagnostics.npz, with the number of their axes
     "same_similarity": 1,  # cosines of pooled encodings of one crop or patient
     "other_similarity": 1,  # and of different ones
     "code_usage": 2,  # [G, V]: how often each code of each codebook was chosen
-    "samples_mv": 4,  # [n, S, L, T]: augmented crops as the model saw them, in millivolts
+    "samples_mv": 4,  # [n, S, L, T]: augmented crops as the model saw them, in millivolts or scaled
 }
 LARGEST = 1e12  # larger numbers cannot be steps, losses or rates
 RECENT = 10  # logged steps
@@ -284,7 +284,9 @@ def build(run: Path) -> str:
     )
     sections.append(
         ReportSection(
-            "Inputs", charts=list(sample_charts(files.diagnostics.get("samples_mv"))), columns=2
+            "Inputs",
+            charts=list(sample_charts(files)),
+            columns=2,
         )
     )
     table = [
@@ -507,13 +509,17 @@ def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
             )
 
 
-def sample_charts(samples: np.ndarray | None) -> Iterator[str]:
+def sample_charts(files: RunFiles) -> Iterator[str]:
     from omnilead.engine.report import charts  # late, so that training starts without it
 
+    samples = files.diagnostics.get("samples_mv")
+    fs_hz = files.fact("input", "fs_hz") or FS_HZ
+    scaled = files.fact("input", "scale") not in (None, "millivolt")
+    unit = "standard deviations" if scaled else "mV"
     for i, mv_SLT in enumerate(samples[:SAMPLES_SHOWN] if samples is not None else ()):
         count = mv_SLT.shape[1]
         names = LEADS if count == len(LEADS) else [str(lead + 1) for lead in range(count)]
-        yield charts.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, FS_HZ)
+        yield charts.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, fs_hz, unit)
 
 
 def write_report(run: Path) -> Path:

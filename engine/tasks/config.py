@@ -92,7 +92,9 @@ class FinetuneConfig(RunConfig):
     data: FinetuneData = FinetuneData()
     # no lead masking unless asked for
     defaults: ClassVar[dict[str, Any]] = {"augment": {"rlm": 0.0}}
-    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(("model", "objective"), "omnilead pretrain")
+    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("model", "objective", "input"), "omnilead pretrain"
+    )
     augment: AugmentConfig = AugmentConfig(rlm=0.0)
     encoder: Tuning = Tuning()
     task: TaskConfig = TaskConfig()

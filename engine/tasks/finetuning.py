@@ -43,7 +43,6 @@ from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping, read_yaml
 from omnilead.engine.common import LABELS, VALID, ConfigError, describe_leads, find_config, merge
 from omnilead.engine.config import Config, build, check
-from omnilead.engine.data.augmenter import FS_HZ
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
 from omnilead.engine.inference import trained_model as inference
@@ -52,7 +51,7 @@ from omnilead.engine.model import encoders
 from omnilead.engine.model.config import ModelConfig, validated
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.folder import config_of
-from omnilead.engine.model.input import DEFAULT_INPUT, Input
+from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig
@@ -76,6 +75,7 @@ from omnilead.engine.training.validation import (
     pairs,
     predict_on_ranks,
     to_device,
+    whole,
 )
 
 DIAGNOSED = 64  # crops
@@ -165,7 +165,7 @@ class HeldOut(NamedTuple):
 
     crops: list[tuple[Dataset, int]]
     y: np.ndarray  # labels [N, K]; of identity: patients [N]
-    halves_N: np.ndarray  # how many halves each crop has: 1 or 2
+    windows_N: np.ndarray  # how many windows each crop has
 
 
 class FinetuneTask(ExportedTask):
@@ -180,14 +180,16 @@ class FinetuneTask(ExportedTask):
         self.kind = config.task.kind
         self.labels = read_task(config.task, datasets)
         self.best = best_metric(config.train.best, validation_metrics(self.labels))
-        self.roles = training_roles(self.labels, datasets)
         self.start = read_start(config.start, config.code)
         self.architecture = config.tuned(self.start.model)
         self.weights = select_leads(self.start, config) if self.start.weights else None
         self.input = replace(
             self.start.input, leads=config.augment.output_leads, seen=config.augment.seen
         )
+        if not self.input.plain:
+            self.windows = int(self.input.count())
         self.halves = [dataset.column("halves") for dataset in datasets]
+        self.roles = training_roles(self.labels, datasets, self.input)
         self.targets = make_targets(self.labels)
         self.readout = readout_for(self.start, config, self.labels)
         self.held_out = self._held_out()
@@ -202,28 +204,30 @@ class FinetuneTask(ExportedTask):
             self.kept = {LABELS: parquet_bytes(self.labels.table)}
         plugged = {"augment.extra": config.augment.extra, "task.head": config.task.head}
         self.code = encoders.code_of(plugged, config.run, self.start.code)
-        self.encoder, _ = encoders.prepared(
-            self.architecture, False, dtype_of(config), config.train.seed, self.start.kind
-        )
-        self.flops_per_crop = self._flops()
+        self.encoder, self.flops_per_crop = self._examined()
 
-    def _flops(self) -> float:
-        flops = encoders.encoder_flops(self.encoder, self.architecture, local=False)
-        return flops * self.input.fs_hz / FS_HZ
+    def _examined(self) -> tuple[nn.Module | None, float]:
+        """An encoder that is not the authors', and the FLOPs of a crop."""
+        of, samples = self.architecture, self.input.samples
+        seed, kind = self.config.train.seed, self.start.kind
+        encoder, _ = encoders.prepared(of, False, dtype_of(self.config), seed, kind, samples)
+        windows = int(self.input.count())
+        return encoder, encoders.encoder_flops(encoder, of, False, samples, windows)
 
     def _held_out(self) -> HeldOut:
         train = self.config.train
         places = []
         for n, halves in enumerate(self.halves):
             rows = self.labels.rows(n, "valid")
-            if self.kind == "identity":  # compares the two halves of a crop
-                rows = rows[halves[rows] == 2]
+            # identification compares the first two windows of a crop
+            needed = 2 if self.kind == "identity" else 1
+            rows = rows[self.input.count(halves[rows]) >= needed]
             places += [(n, row) for row in rows.tolist()]
         places = places[: train.valid_batches * train.batch_crops]
         return HeldOut(
             [(self.datasets[n], row) for n, row in places],
             np.array([self.labels.y[n][row] for n, row in places]),
-            np.array([self.halves[n][row] for n, row in places], np.int64),
+            self.input.count(np.array([self.halves[n][row] for n, row in places], np.int64)),
         )
 
     def _validation_remarks(self) -> list[str]:
@@ -252,9 +256,8 @@ class FinetuneTask(ExportedTask):
                 "scale": self.targets.scale_K.tolist(),
             }
         facts = json.loads(json.dumps(facts))  # as a checkpoint returns it
-        signals = {"fs_hz": self.input.fs_hz, "scale": self.input.scale}
-        if signals != DEFAULT_INPUT:
-            facts["input"] = signals
+        if not self.input.plain:
+            facts["input"] = self.input.signals
         if self.start.splits:
             facts["splits_before"] = self.start.splits
         return facts
@@ -281,7 +284,7 @@ class FinetuneTask(ExportedTask):
             return {f"{VALID}mae": error, f"{VALID}r2": 0.0}
         if self.kind == "survival":
             return {f"{VALID}c_index": 0.5}
-        known_NK = self.held_out.halves_N[:, None] * ~np.isnan(y)
+        known_NK = self.held_out.windows_N[:, None] * ~np.isnan(y)
         share_K = (known_NK * (y > 0)).sum(0) / np.maximum(known_NK.sum(0), 1)
         chance = {f"{VALID}auroc": 0.5}
         if self.kind == "multiclass":
@@ -323,13 +326,13 @@ class FinetuneTask(ExportedTask):
         for n, y in enumerate(self.targets.y):
             for row in self.labels.rows(n, "train").tolist():
                 crops.append((self.datasets[n], row))
-                exists += [True, self.halves[n][row] > 1]
-                classes += [y[row], y[row]]
+                exists += self._exist(self.halves[n][[row]])[0].tolist()
+                classes += [y[row]] * int(self.input.count())
 
         def embed(x_RLT: Tensor) -> Tensor:
             return pool(encoder(x_RLT.float()))
 
-        c_RD = predict_on_ranks(self.config, self.ranks, crops, embed, self._halves)
+        c_RD = self._on_ranks(crops, embed)
         exists_R = torch.tensor(exists)
         unit_RD = F.normalize(c_RD[exists_R], dim=-1)
         sum_CD = torch.zeros(model.head.weight.shape)
@@ -337,40 +340,61 @@ class FinetuneTask(ExportedTask):
         model.head.weight.copy_(F.normalize(sum_CD, dim=-1))
         model.train()
 
-    def _halves(self, uv_BLT: Tensor) -> Tensor:
-        return self.input.halves(uv_BLT, np.full(len(uv_BLT), 2))
+    def _on_ranks(self, crops: list[tuple[Dataset, int]], forward: Any) -> Tensor:
+        """Outputs for all windows that a crop may have."""
+
+        def windows(uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+            return self.input.crops(uv_BLT, halves_B).flatten(0, 1)
+
+        count = int(self.input.count())
+        return predict_on_ranks(self.config, self.ranks, crops, forward, windows, count)
+
+    def _exist(self, halves_B: np.ndarray) -> np.ndarray:
+        """bool [B, S]: the windows that crops have."""
+        exist_BS: np.ndarray = np.arange(self.input.count()) < self.input.count(halves_B)[:, None]
+        return exist_BS
+
+    def seen(self, batch: Batch) -> Tensor:
+        if self.input.plain:
+            return batch.x_BSLT
+        assert batch.keep_BSL1 is not None
+        keep_BSL1 = to_device(batch.keep_BSL1, batch.x_BSLT.device)
+        return self.input.cut(whole(batch.x_BSLT), self._halves_of(batch), keep_BSL1)
+
+    def _halves_of(self, batch: Batch) -> np.ndarray:
+        places = zip(batch.places.dataset.tolist(), batch.places.row.tolist(), strict=True)
+        return np.array([self.halves[n][row] for n, row in places])
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
-        """x_BSLT, labels, which halves exist, weights of the labels, margin of ArcFace."""
+        """x_BSLT, labels, which windows exist, weights of the labels, margin of ArcFace."""
         task, places, device = self.config.task, batch.places, batch.x_BSLT.device
-        labels, halves = [], []
+        labels = []
         for n, row in zip(places.dataset.tolist(), places.row.tolist(), strict=True):
             labels.append(self.targets.y[n][row])
-            halves.append(self.halves[n][row])
         y = np.stack(labels)
-        exists_BS = (np.arange(2) < np.array(halves)[:, None]).astype(np.float32)
+        exists_BS = self._exist(self._halves_of(batch)).astype(np.float32)
         weights_BK = margin = None
         if self.targets.balanced_2K is not None:
             weights_BK = to_device(kinds.weights(self.kind, y, self.targets.balanced_2K), device)
         if self.kind == "identity":
             share = min(1.0, step / (task.margin_warmup * total)) if task.margin_warmup else 1.0
             margin = torch.tensor(share * task.margin, dtype=torch.float64)
-        x_BSLT = self.input.scaled(batch.x_BSLT).to(dtype_of(self.config))
+        x_BSLT = self.seen(batch).to(dtype_of(self.config))
         return x_BSLT, to_device(y, device), to_device(exists_BS, device), weights_BK, margin
 
     def validate(self, engine: Any) -> dict[str, float]:
         if not self.held_out.crops:
             return {}
         out_BSD = self._outputs(engine, len(self.held_out.crops))
-        if self.kind == "identity":  # the second half of each crop among all first halves
+        if self.kind == "identity":  # the second window of each crop among all first ones
             ids: Any = self.held_out.y
-            first_BD, second_BD = out_BSD.numpy().swapaxes(0, 1)
+            first_BD, second_BD = out_BSD[:, :2].numpy().swapaxes(0, 1)
             score = identification(first_BD, ids, second_BD, ids)
             return {"identification_accuracy": float(score["accuracy"])}
-        halves_N = self.held_out.halves_N
-        exists_BS = torch.arange(2) < torch.from_numpy(halves_N)[:, None]
-        logits_RK = out_BSD[exists_BS]  # each half is a sample, as in the paper
-        y_RK = np.repeat(self.held_out.y, halves_N, axis=0)
+        windows_N = self.held_out.windows_N
+        exists_BS = torch.arange(out_BSD.shape[1]) < torch.from_numpy(windows_N)[:, None]
+        logits_RK = out_BSD[exists_BS]  # each window is a sample, as halves are in the paper
+        y_RK = np.repeat(self.held_out.y, windows_N, axis=0)
         regression = self.kind == "regression"
         targets_RK = torch.from_numpy(self.targets.standardised(y_RK) if regression else y_RK)
         loss_RK, known_RK = kinds.cell_losses(self.kind, logits_RK, targets_RK)
@@ -384,7 +408,7 @@ class FinetuneTask(ExportedTask):
         return {"thresholds": self.thresholds} if self.thresholds else {}
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
-        """Identification: cosines of held-out halves of the same patient and of different ones."""
+        """Identification: cosines of held-out windows of the same patient and of different ones."""
         arrays = super().diagnostics(engine, batch)
         if self.kind != "identity" or not self.held_out.crops:
             return arrays
@@ -395,16 +419,17 @@ class FinetuneTask(ExportedTask):
 
     def _outputs(self, engine: Any, crops: int) -> Tensor:
         """Logits (diagnosis) or embeddings of the first held-out crops, on the CPU."""
+        count = int(self.input.count())
 
         def forward(x_RLT: Tensor) -> Tensor:
-            c_RD: Tensor = engine(x_RLT.unflatten(0, (-1, 2)))
+            c_RD: Tensor = engine(x_RLT.unflatten(0, (-1, count)))
             out_RD: Tensor = c_RD if self.kind == "identity" else engine.module.logits(c_RD)
             return out_RD
 
         some = self.held_out.crops[:crops]
         with eval_mode(engine):
-            out_RD = predict_on_ranks(self.config, self.ranks, some, forward, self._halves)
-        return out_RD.view(-1, 2, out_RD.shape[1])
+            out_RD = self._on_ranks(some, forward)
+        return out_RD.view(-1, count, out_RD.shape[1])
 
     @staticmethod
     def described(config: FinetuneConfig, state: dict[str, Any]) -> dict[str, Any]:
@@ -455,19 +480,29 @@ def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
     return (*measures, *challenge, "loss")
 
 
-def training_roles(labels: TaskLabels, datasets: Sequence[Dataset]) -> dict[str, Any]:
+def training_roles(
+    labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input
+) -> dict[str, Any]:
     """Which crops are trained on, as arguments of engine.data.order.DatasetRows.of."""
-    rows = [labels.rows(n, "train") for n in range(len(datasets))]
-    for dataset, some in zip(datasets, rows, strict=True):
+    rows = []
+    for n, dataset in enumerate(datasets):
+        some = labels.rows(n, "train")
+        some = some[model_input.count(dataset.column("halves")[some]) > 0]
+        rows.append(some)
         if not len(some):
             what = "a known label in the training split"
             if labels.role:
                 what = f"{labels.role}=train"
+            if model_input.needed_s > HALF_S:
+                what += f" and the {model_input.window_s:g} s that the model takes at once"
             raise ConfigError(
                 f"{labels.name or 'data.datasets'}: {dataset.root.url} has no crop with {what}: "
                 "nothing to learn from"
             )
-    return {labels.role: "train"} if labels.role else {"rows": rows}
+    if not labels.role:
+        return {"rows": rows}
+    whole_crops = {"halves": 2} if model_input.needed_s > HALF_S else {}
+    return {labels.role: "train"} | whole_crops
 
 
 def split_remark(labels: TaskLabels) -> str:
@@ -492,7 +527,7 @@ class Start(NamedTuple):
     """The model that fine-tuning starts from."""
 
     model: ModelConfig
-    input: Input  # sampling rate and scale of its signals; fine-tuning keeps them
+    input: Input  # its windows, rate, band and scale, which fine-tuning keeps
     name: str
     code: dict[str, bytes]  # its plugged-in files
     splits: Sequence[Any] = ()  # of the datasets it was trained on
@@ -508,8 +543,7 @@ def read_start(start: str, code: bool = False) -> Start:
     if Path(start).suffix in (".yaml", ".yml"):
         config = load(start, kind=Config)
         brought = encoders.code_of({"model.encoder": config.model.encoder}, start)
-        model_input = Input(config.augment.output_leads, config.augment.seen)
-        return Start(config.model, model_input, f"random {config.model}", code=brought)
+        return Start(config.model, config.signals, f"random {config.model}", code=brought)
     model = inference.load(start, code)
     weights = dict(model.encoder.state_dict())
     if isinstance(model.encoder, Encoder):

@@ -4,7 +4,7 @@ converted model.
     train(config, ContinuedTask)              # engine.training.train; without `start`, from random weights
     started = read_weights(config)            # ConfigError if the architectures differ
     print(started.into(model))                # what was loaded, and what starts afresh
-    examine_objective(model, torch.float32)   # ConfigError if an objective of your own breaks its interface
+    examine_objective(model, torch.float32, 2, 2500)    # ConfigError if an objective of your own breaks its interface
 
 This is a separate run: optimiser, learning rate and data order start afresh. The heads of the local
 objective are loaded if all of them fit. Code in the folder is never run.
@@ -24,8 +24,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping
 from omnilead.engine.common import ConfigError, blaming, describe_leads, flatten
 from omnilead.engine.config import Config, build
-from omnilead.engine.data.augmenter import FS_HZ
-from omnilead.engine.model.config import SEGMENT, ModelConfig
+from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import cast_statistics, portable
 from omnilead.engine.model.folder import (
     CONFIG,
@@ -53,11 +52,13 @@ QUICKSTART = "quickstart"  # the config if none is given
 # What embeddings of the model keep of an ECG (engine.inference.readout). Of those tried, it diagnosed
 # 1,662 real ECGs best from 12 leads, docs/readouts.md
 READOUT = "mean+std+rhythm"
+READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured
 SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on
 AUTHORS = (  # and those of the authors'
     *("conv", "conv_norm", "width", "layers", "heads", "ffn"),
     *("position_kernel", "position_groups", "causal"),
 )
+INPUT = ("window_s", "fs_hz", "band_hz", "scale")
 PLUGGED = ("model.encoder", "augment.extra", "objective.method")  # may name the user's own code
 # and defaults
 PLACES: dict[str, Any] = {
@@ -74,7 +75,6 @@ class StartingWeights:
     start: str
     weights: dict[str, Tensor]
     facts: dict[str, Any]  # for checkpoints and config.json
-    scale: str  # of their training signals
 
     @torch.no_grad()
     def into(self, model: nn.Module) -> str:
@@ -104,10 +104,7 @@ class StartingWeights:
             new.append("the objective's own weights")
         new.append("the optimiser")
         model.load_state_dict({**own, **theirs})
-        said = f"start={self.start}: {taken} loaded; new: {', '.join(new)}"
-        if self.scale != "millivolt":
-            said += f"; it was trained on signals in {self.scale}, now millivolts"
-        return said
+        return f"start={self.start}: {taken} loaded; new: {', '.join(new)}"
 
 
 class ContinuedTask(PretrainTask, ExportedTask):
@@ -124,7 +121,9 @@ class ContinuedTask(PretrainTask, ExportedTask):
         if isinstance(model, Pretrainer) and model.plugin is not None:
             dtype = dtype_of(self.config)
             cast_statistics(model.plugin, dtype)
-            names = examine_objective(model, dtype)
+            names = examine_objective(
+                model, dtype, self.config.windows, self.config.signals.samples
+            )
             self.keys = tuple(dict.fromkeys([*self.keys, *names]))
         if self.start:
             self.remarks = [*self.remarks, self.start.into(model)]
@@ -143,7 +142,7 @@ class ContinuedTask(PretrainTask, ExportedTask):
         document: dict[str, Any] = {
             "model": model,
             "objective": asdict(objective) | {"method": portable(objective.method)},
-            "readout": READOUT,
+            "readout": READOUT if config.signals.plain else READOUT_ELSE,
         }
         if "continued" in state:
             document["continued"] = state["continued"]
@@ -170,18 +169,20 @@ class ContinuedTask(PretrainTask, ExportedTask):
         return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines
 
 
-def examine_objective(model: Pretrainer, dtype: torch.dtype) -> list[str]:
-    """Run an objective that is a class on two crops; ConfigError if it breaks its interface.
-    Returns the names of its losses."""
+def examine_objective(
+    model: Pretrainer, dtype: torch.dtype, windows: int, samples: int
+) -> list[str]:
+    """Run an objective that is a class on two crops of so many windows; ConfigError if it breaks
+    its interface. Returns the names of its losses."""
     own = copy.deepcopy(model)
     for p in own.parameters():
         p.data = p.data.to(dtype)
     named = f"objective.method={model.objective.method}"
     with blaming(named), single_process(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        x_BSLT = torch.randn(2, 2, model.config.leads, SEGMENT)
-        x_BSLT[1, 1] = 0  # as RLM may give
-        losses = own.plugged_losses(x_BSLT.to(dtype), torch.arange(4).view(2, 2))
+        x_BSLT = torch.randn(2, windows, model.config.leads, samples)
+        x_BSLT[1, -1] = 0  # as RLM may give
+        losses = own.plugged_losses(x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1))
         if not losses or TAKEN & losses.keys():
             names = ", ".join(sorted(TAKEN))
             raise ConfigError(f"returns {list(losses)}: name one loss or more, and none {names}")
@@ -223,7 +224,10 @@ def read_config(
     else:  # a model folder, or a fine-tuned run
         with model_folder(start) as (folder, _):
             document = document_of(folder / CONFIG)
+            preprocessing = document_of(folder / PREPROCESSING)
         tree = {name: document[name] for name in ("model", "objective") if name in document}
+        signals = Input.of(preprocessing, config_of(document).leads)
+        tree["input"] = {name: getattr(signals, name) for name in INPUT}
     refuse_foreign(start, flatten(tree), flatten(given))
     return build(overridden(tree, overrides))
 
@@ -260,7 +264,7 @@ def read_weights(config: Config) -> StartingWeights:
     if trained.get("splits"):
         facts["splits_before"] = trained["splits"]
     floats = {name: w.float() for name, w in weights.items()}
-    return StartingWeights(start, floats, facts, str(preprocessing["scale"]))
+    return StartingWeights(start, floats, facts)
 
 
 def check_fits(config: Config, theirs: ModelConfig, signals: Input) -> None:
@@ -275,10 +279,14 @@ def check_fits(config: Config, theirs: ModelConfig, signals: Input) -> None:
             f"start={start}: another architecture: {'; '.join(differ)}: set the same, or leave "
             "out --config"
         )
-    if signals.fs_hz != FS_HZ:
+    for name in INPUT:
+        there, here = getattr(signals, name), getattr(config.input, name)
+        if there != here:
+            differ.append(f"input.{name} is {there!r} there, {here!r} here")
+    if differ:
         raise ConfigError(
-            f"start={start}: was trained at {signals.fs_hz:g} Hz, pre-training is at 500 Hz: "
-            "fine-tune from it instead"
+            f"start={start}: another input: {'; '.join(differ)}: set the same, or leave out "
+            "--config"
         )
     if signals.leads != augment.output_leads:
         raise ConfigError(

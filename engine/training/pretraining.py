@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import VALID, ConfigError
@@ -40,6 +40,7 @@ from omnilead.engine.training.validation import (
     eval_mode,
     model_inputs,
     training_roles,
+    windows_of,
 )
 
 DIAGNOSED = 16  # crops of a rank
@@ -64,14 +65,20 @@ class PretrainTask(TrainingTask):
         plugged["objective.method"] = config.objective.method
         self.code = code_of(plugged, config.run)
         dtype = dtype_of(config)
-        self.encoder, self.tokens = prepared(config.model, local, dtype, config.train.seed)
+        signals = config.signals
+        self.windows = config.loader.windows
+        self.encoder, self.tokens = prepared(
+            config.model, local, dtype, config.train.seed, samples=signals.samples
+        )
         self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         self.roles = training_roles(config)
         self.patients = patient_ids(datasets) if config.objective.needs_ids else None
         self.held_out = ValidationLoss(config, datasets, ranks)
         self.probe = PatientProbe(config, datasets, ranks)
         self.remarks = self._validation_remarks()
-        self.flops_per_crop = encoder_flops(self.encoder, config.model, local)
+        self.flops_per_crop = encoder_flops(
+            self.encoder, config.model, local, signals.samples, config.windows
+        )
 
     def _validation_remarks(self) -> list[str]:
         data = self.config.data
@@ -97,6 +104,9 @@ class PretrainTask(TrainingTask):
     def model(self, generator: torch.Generator) -> nn.Module:
         return Pretrainer(self.config.model, self.config.objective, self.encoder, generator)
 
+    def seen(self, batch: Batch) -> Tensor:
+        return windows_of(batch, self.config)
+
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         tau = torch.tensor(temperature(self.config.model, step)).to(
             self.ranks.device, non_blocking=True
@@ -112,6 +122,8 @@ class PretrainTask(TrainingTask):
     def facts(self) -> dict[str, Any]:
         """Adds the number of candidates, which is part of the objective."""
         facts = super().facts()
+        if not self.config.signals.plain:
+            facts["input"] = self.config.signals.signals
         if self.config.objective.contrast > 0:
             facts["train.micro_batch x ranks"] = candidates(self.config, self.ranks.world)
         return facts
@@ -183,7 +195,8 @@ class PretrainTask(TrainingTask):
         model = engine.module
         with eval_mode(engine), Capture(model) as captured, torch.no_grad():
             if model.local is None:  # an objective of your own may not encode the whole
-                model.encoder(batch.x_BSLT[:few].flatten(0, 1).to(dtype_of(self.config)))
+                x_BSLT = windows_of(batch, self.config)[:few]
+                model.encoder(x_BSLT.flatten(0, 1).to(dtype_of(self.config)))
             else:
                 engine(*part)
-        return super().diagnostics(engine, batch) | captured.similarities(batch.x_BSLT.shape[1])
+        return super().diagnostics(engine, batch) | captured.similarities(self.config.windows)

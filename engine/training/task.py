@@ -35,6 +35,7 @@ class TrainingTask(ABC):
     # Of the crops to train on, as arguments of engine.data.order.DatasetRows.of
     roles: dict[str, Any]
     flops_per_crop: float
+    windows: int = 0  # of each crop: LoaderConfig.windows
     remarks: Sequence[str] = ()  # printed at the start
     code: Mapping[str, bytes] = {}  # plugged-in files by name, for RUN/code and RUN/model
     kept: Mapping[str, bytes] = {}  # other files by name, for RUN
@@ -46,6 +47,10 @@ class TrainingTask(ABC):
     def model(self, generator: torch.Generator) -> nn.Module:
         """The model with initial weights. Called with `arguments`, it returns a dict of scalars
         with the key `loss`."""
+
+    @abstractmethod
+    def seen(self, batch: Batch) -> Tensor:
+        """x_BSLT: what the encoder sees of a batch."""
 
     @abstractmethod
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
@@ -66,7 +71,7 @@ class TrainingTask(ABC):
 
     def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
         """Called by all ranks at the end, with the last batch: arrays for RUN/diagnostics.npz."""
-        return {"samples_mv": batch.x_BSLT[:SAMPLES].float().cpu().numpy()}
+        return {"samples_mv": self.seen(batch)[:SAMPLES].float().cpu().numpy()}
 
     def facts(self) -> dict[str, Any]:
         """Further facts that must not change when a run is resumed."""

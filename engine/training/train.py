@@ -10,7 +10,7 @@ import gc
 import math
 import warnings
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,7 @@ def run_loop(loop: Loop, profile: Any, held: ExitStack) -> bool:
 def open_loader(config: RunConfig, task: TrainingTask, resumed: Resumed | None) -> Loader:
     ranks = task.ranks
     return Loader(
-        config.loader,
+        replace(config.loader, windows=task.windows),
         task.datasets,
         ranks.device,
         ranks.rank,

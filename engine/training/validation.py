@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any, Self
 
@@ -25,8 +24,8 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.config import Config, RunConfig, candidates
-from omnilead.engine.data.augment import AugmentConfig
-from omnilead.engine.data.augmenter import HALF, MV_PER_UV, crop_key
+from omnilead.engine.data.augmenter import crop_key
+from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Batch, Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
 from omnilead.engine.data.patients import patient_ids
@@ -64,7 +63,7 @@ def model_inputs(
 ) -> tuple[Tensor | None, ...]:
     """A batch as arguments of engine.model.pretrainer.Pretrainer. `patients`: patient_ids of the
     datasets."""
-    x, places = batch.x_BSLT, batch.places
+    x, places = windows_of(batch, config), batch.places
     keys = row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1])
     ids: Tensor | None = None
     if patients:
@@ -72,6 +71,29 @@ def model_inputs(
         of_crop = np.array([patients[dataset][row] for dataset, row in crops], np.int64)
         ids = to_device(of_crop, x.device)
     return x.to(dtype_of(config)), to_device(keys, x.device), tau, ids
+
+
+def windows_of(batch: Batch, config: Config) -> Tensor:
+    """x_BSLT: two windows side by side at a random place of each crop, or one; of two views of 5 s,
+    the beginning of each. Leads are masked in each window."""
+    x_BSLT, signals = batch.x_BSLT, config.signals
+    if signals.plain:
+        return x_BSLT
+    places, crops, device = batch.places, len(x_BSLT), x_BSLT.device
+    assert batch.keep_BSL1 is not None
+    keep_BSL1 = to_device(batch.keep_BSL1, device)
+    if config.pipeline.views == "window":
+        one = np.ones(2 * crops, np.int64)
+        x_RSLT = signals.cut(x_BSLT.flatten(0, 1), one, keep_BSL1.flatten(0, 1)[:, None])
+        return x_RSLT.view(crops, 2, *x_RSLT.shape[2:])
+    u = uniform(config.train.seed, RandomStream.PAIR, places.epoch, crop_key(places))
+    start_B = to_device(u, device)
+    return signals.cut(whole(x_BSLT), np.full(crops, 2), keep_BSL1, start_B)
+
+
+def whole(x_BSLT: Tensor) -> Tensor:
+    """x_BLT: crops of 10 s from their halves."""
+    return x_BSLT.transpose(1, 2).flatten(2)
 
 
 @contextmanager
@@ -165,14 +187,19 @@ class ValidationLoss:
 
 class PatientProbe:
     """Patient identification (paper, section "Patient identification") for the first patients
-    with a gallery and a probe crop. Embeddings are means over the tokens of the first 5 s."""
+    with a gallery and a probe crop. Embeddings are means over the tokens of the first window."""
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.pairs: list[tuple[Dataset, int, int]] = []  # dataset, gallery row, probe row
         for dataset, patients in zip(datasets, patient_ids(datasets), strict=True):
-            gallery = {patients[row]: row for row in dataset.select(identity="gallery").tolist()}
-            probe = {patients[row]: row for row in dataset.select(identity="probe").tolist()}
+            has_window = config.signals.count(dataset.column("halves")) > 0
+            sides = []
+            for role in ("gallery", "probe"):
+                rows = dataset.select(identity=role)
+                rows = rows[has_window[rows]].tolist()
+                sides.append({patients[row]: row for row in rows})
+            gallery, probe = sides
             for patient, row in gallery.items():
                 if patient in probe:
                     self.pairs.append((dataset, row, probe[patient]))
@@ -182,26 +209,17 @@ class PatientProbe:
         crops = []
         for dataset, gallery_row, probe_row in self.pairs:
             crops += [(dataset, gallery_row), (dataset, probe_row)]
-        encoder = engine.module.encoder
+        encoder, signals = engine.module.encoder, self.config.signals
         with eval_mode(engine):
             c_RD = predict_on_ranks(
                 self.config,
                 self.ranks,
                 crops,
                 lambda x_RLT: pool(encoder(x_RLT)),
-                partial(first_halves, self.config.augment),
-                halves=1,
+                lambda uv_BLT, halves_B: signals.crops(uv_BLT, halves_B)[:, 0],
+                windows=1,
             )
         return identified_share(c_RD[::2], c_RD[1::2])
-
-
-def first_halves(config: AugmentConfig, uv_BLT: Tensor) -> Tensor:
-    """The first 5 s of crops as the model's input, not augmented."""
-    leads = []
-    for lead in config.output_leads:
-        uv_BT = uv_BLT[:, lead, :HALF]
-        leads.append(uv_BT if lead in config.seen else torch.zeros_like(uv_BT))
-    return torch.stack(leads, 1).float() * MV_PER_UV
 
 
 def identified_share(gallery_PD: Tensor, probe_PD: Tensor) -> float:
@@ -222,11 +240,11 @@ def predict_on_ranks(
     ranks: Ranks,
     crops: Sequence[tuple[Dataset, int]],
     forward: Callable[[Tensor], Tensor],
-    halves_of: Callable[[Tensor], Tensor],
-    halves: int = 2,
+    windows_of: Callable[[Tensor, np.ndarray], Tensor],
+    windows: int = 2,
 ) -> Tensor:
-    """forward(x_RLT) of all crops, in order, on the CPU of every rank. `halves_of` makes x_RLT of
-    crops in microvolts: `halves` segments of each. Ranks share the work and call the model
+    """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` makes x_RLT of
+    crops in microvolts and the numbers of their halves: `windows` of each. Ranks share the work and call the model
     equally often, as ZeRO stage 3 requires: the last crop is repeated where there are too few."""
     share = math.ceil(len(crops) / ranks.world)
     numbers = range(ranks.rank * share, (ranks.rank + 1) * share)
@@ -239,9 +257,10 @@ def predict_on_ranks(
             uv_BLT = to_device(
                 np.stack([dataset.read(row) for dataset, row in batch]), ranks.device
             )
-            x_RLT = halves_of(uv_BLT)
+            halves_B = np.array([dataset.column("halves")[row] for dataset, row in batch])
+            x_RLT = windows_of(uv_BLT, halves_B)
             outputs.append(forward(x_RLT.to(dtype_of(config))).float())
-    return all_gather_no_grad(torch.cat(outputs))[: halves * len(crops)].cpu()
+    return all_gather_no_grad(torch.cat(outputs))[: windows * len(crops)].cpu()
 
 
 class Capture:

@@ -288,7 +288,7 @@ def test_crops_without_any_of_the_models_leads(
     assert tables[2]["start_s"].to_pylist() == [0.0, 20.0]
     assert record in embedded(url, leads=f"I,{lead}")["record"].to_pylist()
     monkeypatch.setattr(
-        "omnilead.engine.inference.inputs.none_measured",
+        "omnilead.engine.model.input.none_measured",
         lambda dataset, leads: np.ones(len(dataset), bool),
     )
     assert "no valid lead" in refused([*probing(folder, url), "--on-corrupt", "skip"], capsys)

@@ -401,7 +401,9 @@ def test_crops_without_any_of_the_models_leads_are_left_out(
     rows = np.flatnonzero(np.isin(role, roles))
     lost, blank = rows[[0, -1]], role == ""
     blank[lost] = True
-    monkeypatch.setattr(results, "none_measured", lambda dataset, leads: blank & (leads == (7,)))
+    monkeypatch.setattr(
+        "omnilead.engine.model.input.none_measured", lambda dataset, leads: blank & (leads == (7,))
+    )
     how = diagnostic, "--task", task
     few, whole = evaluated(*how, "--leads", "V2"), evaluated(*how)
     note = f"2 of {len(rows):,} crops are left out: none of V2 was recorded in them."

@@ -15,11 +15,12 @@ from pyarrow.csv import write_csv
 
 import omnilead
 from omnilead.__main__ import main
-from omnilead.engine.common import ConfigError
+from omnilead.engine.common import ALL, ConfigError
 from omnilead.engine.evaluation import bench, embedders, probe
 from omnilead.engine.evaluation.bench import ProbedRecords, drawn, resampled, unlike, whitening
 from omnilead.engine.evaluation.metrics import Classification, measure, weighted_areas
 from omnilead.engine.evaluation.probe import ProbeData, linear
+from omnilead.engine.model.input import Input
 from omnilead.engine.report.bench_report import KEYS
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels
@@ -166,7 +167,8 @@ def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
 def test_identification_equals_a_direct_computation(out, found, dataset):
     """The probes have noise, the gallery has none."""
     (beats,) = embedders.rows_to_compare([], Namespace(seed=3))[0].members[0]
-    of = bench.identities(dataset, dataset, LEADS)
+    how = Namespace(shown=LEADS, widest=Input(ALL, ALL))
+    of = bench.identities(dataset, dataset, how)
 
     def vectors(rows, noise):
         made = embedders.embedded([beats], dataset, rows, noise, *LEADS, out / "parts")

@@ -139,9 +139,9 @@ def test_a_batch_is_launched_before_waiting_for_the_previous_one(
         return wait
 
     monkeypatch.setattr(predicting, "download", download)
-    model = SimpleNamespace(device=torch.device("cpu"))
+    prepare = SimpleNamespace(windows=lambda uv_BLT, _: uv_BLT.float(), count=lambda halves: halves)
+    model = SimpleNamespace(device=torch.device("cpu"), input=prepare)
     output = vectors(model, lambda x_RLT: x_RLT[:, 0, :4], 4)
-    prepare = SimpleNamespace(halves=lambda uv_BLT, halves_B: uv_BLT.float())
     made = dict(tables(Source(), output, prepare, [0, 1, 2], "crop"))
     assert events == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "wait 2"]
     found = [np.array(table["embedding"].to_pylist()).ravel()[::4] for table in made.values()]

@@ -184,7 +184,7 @@ def test_pretrained_at_250_hz(tmp_path, capsys):
     assert not model.classes and not capsys.readouterr().err
     settings = json.loads((folder / "config.json").read_text())["model"]
     run = build({"start": str(folder), "model": settings, "data": {"datasets": ["x"]}})
-    with pytest.raises(ConfigError, match="trained at 250 Hz, pre-training is at 500 Hz"):
+    with pytest.raises(ConfigError, match=r"input\.fs_hz is 250\.0 there, 500\.0 here"):
         read_weights(run)
 
 
@@ -213,20 +213,20 @@ def test_what_is_guessed_or_contradicted_is_noted(tmp_path, capsys):
 
 @pytest.mark.parametrize("scale", ["zscore", "layernorm"])
 def test_training_sees_what_inference_sees(scale):
-    """A crop without augmentation; a lead that is masked in a half is zero and does not affect
-    others."""
+    """A crop without augmentation; a half that is missing or masked does not affect the other."""
     of, both = Input(ALL, ALL, scale, 250.0), np.array([2])
     uv_BLT = torch.from_numpy(signal_uv().astype(np.int16))[None]
-    x_BSLT = uv_BLT.unflatten(2, (2, 2500)).swapaxes(1, 2).float().mul_(MV_PER_UV)
-    whole = of.halves(uv_BLT, both)
-    assert torch.allclose(of.scaled(x_BSLT)[0], whole, atol=1e-6) and whole.shape == (2, 12, 1250)
-    x_BSLT[:, 1] = 0
-    first, second = of.scaled(x_BSLT)[0]
-    assert torch.allclose(first, of.halves(uv_BLT, np.array([1]))[0], atol=1e-6)
-    assert not second.any()
-    shown = of.limited_to("I,V2").halves(uv_BLT, both)
+    x_BLT, keep_BSL1 = uv_BLT.float().mul_(MV_PER_UV), torch.ones(1, 2, 12, 1, dtype=torch.bool)
+    whole = of.windows(uv_BLT, both)
+    assert torch.equal(of.cut(x_BLT, both, keep_BSL1)[0], whole) and whole.shape == (2, 12, 1250)
+    first, second = of.cut(x_BLT, np.array([1]), keep_BSL1)[0]
+    assert torch.equal(first, of.windows(uv_BLT, np.array([1]))[0]) and not second.any()
+    keep_BSL1[:, 1] = False
+    first, second = of.cut(x_BLT, both, keep_BSL1)[0]
+    assert torch.equal(first, whole[0]) and not second.any()
+    shown = of.limited_to("I,V2").windows(uv_BLT, both)
     uv_BLT[:, [*range(1, 7), *range(8, 12)]] = 0  # not measured is as not shown
-    assert shown.any() and torch.equal(of.halves(uv_BLT, both), shown)
+    assert shown.any() and torch.equal(of.windows(uv_BLT, both), shown)
 
 
 def test_fine_tuning_and_prediction_keep_the_models_rate_and_scale(dataset, tmp_path):
