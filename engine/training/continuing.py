@@ -4,7 +4,7 @@ converted model.
     train(config, ContinuedTask)              # engine.training.train; without `start`, from random weights
     started = read_weights(config)            # ConfigError if the architectures differ
     print(started.into(model))                # what was loaded, and what starts afresh
-    examine_objective(model, torch.float32, 2, 2500)    # ConfigError if an objective of your own breaks its interface
+    examine_objective(model, torch.float32)   # ConfigError if an objective of your own breaks its interface
 
 This is a separate run: optimiser, learning rate and data order start afresh. The heads of the local
 objective are loaded if all of them fit. Code in the folder is never run.
@@ -24,6 +24,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping
 from omnilead.engine.common import ConfigError, blaming, describe_leads, flatten
 from omnilead.engine.config import Config, build
+from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import cast_statistics, portable
 from omnilead.engine.model.folder import (
@@ -170,7 +171,7 @@ class ContinuedTask(PretrainTask, ExportedTask):
 
 
 def examine_objective(
-    model: Pretrainer, dtype: torch.dtype, windows: int, samples: int
+    model: Pretrainer, dtype: torch.dtype, windows: int = 2, samples: int = HALF
 ) -> list[str]:
     """Run an objective that is a class on two crops of so many windows; ConfigError if it breaks
     its interface. Returns the names of its losses."""
