@@ -505,8 +505,11 @@ def from_torch(
     """A model folder from the weights in a file and their class, `encoder`. `renamed`: (old, new),
     how names begin in the file and in the class. Returns a report."""
     check_free(out)
-    described = {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])}
-    config = validated(ModelConfig, described, "model")
+    config = validated(
+        ModelConfig,
+        {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])},
+        "model",
+    )
     code = code_of({"--encoder": encoder}, "")
     x_RLT = fixed_input(preprocessing)
     theirs = read_tensors(path)
