@@ -17,26 +17,26 @@ import csv
 import io
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import site
+import subprocess
 import sys
 import tempfile
 import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+import omnilead
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.common import (
     LEADS,
@@ -491,6 +491,10 @@ def float_tensors(values: Any, path: Path) -> dict[str, Tensor]:
     return values
 
 
+ALONE = (
+    "import sys; sys.path.append(sys.argv[1]); "
+    "from omnilead.engine.interop.conversion import embed_alone; embed_alone()"
+)
 # What a plug-in may read: nothing else may be needed to load its folder
 SYSTEM = "/proc", "/sys", "/etc", sys.prefix, sys.base_prefix, site.getuserbase()
 
@@ -507,8 +511,11 @@ def from_torch(
     """A model folder from the weights in a file and their class, `encoder`. `renamed`: (old, new),
     how names begin in the file and in the class. Returns a report."""
     check_free(out)
-    described = {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])}
-    config = validated(ModelConfig, described, "model")
+    config = validated(
+        ModelConfig,
+        {"encoder": encoder, "options": options, "leads": len(preprocessing["leads"])},
+        "model",
+    )
     code = code_of({"--encoder": encoder}, "")
     x_RLT = fixed_input(preprocessing)
     theirs = read_tensors(path)
@@ -537,8 +544,7 @@ def from_torch(
     card = _torch_card(config, origin, preprocessing)
     _write_if_complete(out, c_RD, weights, document, preprocessing, card, code)
     return [
-        f"{len(names)} weights matched, 0 missing, 0 of another shape; left out: "
-        f"{misfits(left, {}) or 'none'}",
+        f"{len(names)} weights matched, 0 missing, 0 of another shape; left out: {left}",
         "loading changed the embedding of a fixed input, and the folder alone gives the same numbers "
         "as the class (README.md shows them)",
     ]
@@ -546,16 +552,16 @@ def from_torch(
 
 def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
     """Write a model folder that gives this embedding without any other file of the user's."""
-    with (
-        tempfile.TemporaryDirectory() as place,
-        blaming("the model folder alone"),
-        # A process that imports everything anew
-        ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool,
-    ):
+    command = [sys.executable, "-P", "-c", ALONE, f"{omnilead.__path__[0]}/.."]
+    with tempfile.TemporaryDirectory() as place:
         write(Path(place, "model"), *parts)
-        if not agree(torch.tensor(pool.submit(embed_alone, place).result()), c_RD):
+        done = subprocess.run(command, cwd=place, capture_output=True, text=True)
+        if done.returncode:
+            why = done.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(f"the model folder does not load without your other files: {why}")
+        if not agree(load_file(f"{place}/alone")["c_RD"], c_RD):
             raise ConfigError(
-                "gives another embedding: has the class weights that it does not save?"
+                "the model folder gives another embedding: has the class weights that it does not save?"
             )
     write(out, *parts)
 
@@ -589,9 +595,9 @@ def matched(
     theirs: Mapping[str, Tensor],
     prefix: str,
     renamed: Sequence[Sequence[str]],
-) -> tuple[dict[str, str], dict[str, Any]]:
-    """{name in the class: name in the file}, and the other names in the file, which may all begin
-    with something, such as state_dict.module."""
+) -> tuple[dict[str, str], str]:
+    """{name in the class: name in the file}, where all may begin with something, such as
+    state_dict.module.; and a text on the other names in the file."""
     wanted = {}
     for name in mine:
         wanted[name] = name
@@ -615,12 +621,12 @@ def matched(
     for name, their in names.items():
         if their in theirs:
             shapes[name] = tuple(theirs[their].shape)
-    left = {their: () for their in theirs if their not in names.values()}
+    left = misfits({their: () for their in theirs if their not in names.values()}, {}) or "none"
     if shapes != expected:
         fit = shapes.items() & expected.items()
         raise ConfigError(
-            f"{path}: {len(fit)} of {len(expected)} weights fit: {misfits(shapes | left, expected)}: "
-            "change --options, --leads, --prefix or --map"
+            f"{path}: {len(fit)} of {len(expected)} weights fit: {misfits(shapes, expected)}; left "
+            f"over: {left}: change --options, --leads, --prefix or --map"
         )
     return names, left
 
@@ -646,14 +652,11 @@ def embedding(encoder: nn.Module, x_RLT: Tensor) -> Tensor:
     return pool(encoder.eval()(x_RLT))
 
 
-def embed_alone(place: str) -> list[list[float]]:
-    """The embedding of a model in this folder, where no other file of the user's can be opened or
-    imported. Needs a process of its own: Python cannot remove an audit hook."""
-    sys.path[:] = [entry for entry in sys.path if Path(entry) != Path.cwd()]
-    os.chdir(place)
+def embed_alone() -> None:
+    """Runs in a process of its own: Python cannot remove an audit hook."""
     sys.addaudithook(_refuse_other_files)
     model = load("model", code=True)
-    return embedding(model.encoder, fixed_input(model.preprocessing)).tolist()
+    save_file({"c_RD": embedding(model.encoder, fixed_input(model.preprocessing))}, "alone")
 
 
 def _refuse_other_files(event: str, arguments: tuple[Any, ...]) -> None:

@@ -350,6 +350,7 @@ REFUSED = {
     "no file": (None, NET, [], "w.pt: no such file"),
     "other shapes": (net(8), NET, [], "1 of 7 weights fit: 6 of another shape: conv.weight is [8, 12, 8], not [16, 12, 8]"),
     "other names": (under("x_", net()), NET, [], "0 of 7 weights fit: 7 missing: conv.weight"),
+    "other prefix": (net(), NET, ["--prefix", "b."], "norm.bias and 3 more; left over: 7 unexpected: conv.weight"),
     "missing": ({n: w for n, w in net().items() if n != "norm.bias"}, NET, [], "6 of 7 weights fit: 1 missing: norm.bias"),
     "two networks": (under("a.", net()) | under("b.", net()), NET, [], "under ['a.', 'b.']: choose with --prefix"),
     "NaN": (net() | BROKEN, NET, [], "w.pt: conv.weight has NaN or infinity"),
@@ -400,6 +401,6 @@ def test_a_constructor_must_not_load_weights(tmp_path, capsys):
     assert f"reads {mean}" in refused(capsys, *from_torch(tmp_path, net(), source=source))
     hidden = f"{LAST}        self.hidden = [nn.Conv1d(16, 16, 1)]\n"
     source = NET.replace(LAST, hidden).replace("self.conv(x)", "self.hidden[0](self.conv(x))")
-    why = "the model folder alone: gives another embedding"
+    why = "the model folder gives another embedding"
     assert why in refused(capsys, *from_torch(tmp_path, net(), source=source))
     assert not (tmp_path / "out").exists()
