@@ -235,6 +235,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Memory", _one("memory_gb", "rank 0"), LineStyle("GB", floor=0, smooth=False)),
     ),
 }
+KNOWN_LOSSES = [chart.curves[0].key for chart in SECTIONS["Loss"]]
 RECOGNISED = "identification_accuracy"
 CARDS = {
     "auroc": ("AUROC", ".3f"),
@@ -274,9 +275,8 @@ def build(run: Path) -> str:
             )
         )
     for title, planned in SECTIONS.items():
-        if title == "Loss":
-            planned = (*planned, *own_losses(files))
-        drawn = [draw(chart, files, best, absent) for chart in planned]
+        charts = [*planned, *own_losses(files)] if title == "Loss" else planned
+        drawn = [draw(chart, files, best, absent) for chart in charts]
         note = validation_note(files) if title == "Loss" else ""
         sections.append(ReportSection(title, charts=list(filter(None, drawn)), note=note))
     sections.append(
@@ -303,9 +303,8 @@ def build(run: Path) -> str:
 
 def own_losses(files: RunFiles) -> Iterator[Chart]:
     """Those of an objective of one's own."""
-    known = [curve.key for chart in SECTIONS["Loss"] for curve in chart.curves]
     for key in files.metrics.rows[-1]:
-        if key.startswith("loss_") and key not in known:
+        if key.startswith("loss_") and key not in KNOWN_LOSSES:
             yield Chart(key, _both(key))
 
 

@@ -186,6 +186,32 @@ class Classifier(nn.Module):
         return F.cross_entropy(logits_RC, label_R, reduction="none"), cosine_RC.argmax(1) == label_R
 
 
+def layer_groups(model: Classifier, decay: float) -> list[tuple[float, list[nn.Parameter]]]:
+    """Trained weights in groups, each with its share of the learning rate: decay ** (L - i) for
+    layer i of L, 1 for the head. The layers are the modules in the encoder's list `layers` or
+    `blocks` (stages of the ResNet), if it has one, else its top-level modules; what is not in them
+    is layer 0."""
+    encoder = model.encoder
+    stack: Any = getattr(encoder, "layers", getattr(encoder, "blocks", None))
+    modules = stack if isinstance(stack, nn.ModuleList | nn.Sequential) else encoder.children()
+    layers = [set(module.parameters()) for module in modules]
+    layers = [layer for layer in layers if layer]
+    if len(layers) < 2:
+        raise ConfigError(
+            f"encoder.layer_decay={decay}: {type(encoder).__name__} has one layer: name its modules "
+            "in a list `layers` (nn.ModuleList or nn.Sequential), or leave it out"
+        )
+    shares = dict.fromkeys(model.parameters(), 1.0)
+    shares |= dict.fromkeys(encoder.parameters(), decay ** len(layers))
+    for number, layer in enumerate(layers, 1):
+        shares |= dict.fromkeys(layer, decay ** (len(layers) - number))
+    groups: dict[float, list[nn.Parameter]] = {}
+    for p, share in shares.items():
+        if p.requires_grad:
+            groups.setdefault(share, []).append(p)
+    return sorted(groups.items(), key=lambda group: group[0])
+
+
 def arcface_logits(
     cosine_RC: Tensor,
     label_R: Tensor,

@@ -77,6 +77,9 @@ class Tuning(Section):
 
     frozen: bool = False  # only the head is trained
     feature_grad: float = 0.0  # 0: convolutions frozen; 1: trained like the rest
+    # The learning rate of layer i of L is train.lr * layer_decay ** (L - i), that of the head train.lr;
+    # i = 0: convolutions and whatever else precedes the layers
+    layer_decay: float = Field(default=1.0, gt=0, le=1)
     dropout: float = 0.0  # as model.dropout
     attention_dropout: float = 0.0  # as model.attention_dropout
     activation_dropout: float = 0.1  # as model.activation_dropout
@@ -102,7 +105,8 @@ class FinetuneConfig(RunConfig):
     def tuned(self, model: ModelConfig) -> ModelConfig:
         """The pre-trained architecture with the settings of this fine-tuning."""
         settings = dict(self.encoder)
-        del settings["frozen"]  # of the training, not of the architecture
+        for name in ("frozen", "layer_decay"):  # of the training, not of the architecture
+            del settings[name]
         return replace(model, leads=len(self.augment.output_leads), **settings)
 
     @property
@@ -124,6 +128,11 @@ class FinetuneConfig(RunConfig):
             (
                 self.encoder.frozen and self.task.kind == "identity",
                 "encoder.frozen=true: of identification only the encoder is exported: train it",
+            ),
+            (
+                self.encoder.frozen and self.encoder.layer_decay < 1,
+                f"encoder.layer_decay={self.encoder.layer_decay}: encoder.frozen=true trains only "
+                "the head: set one of them",
             ),
             (self.augment.threekg, "augment.threekg: is for pre-training only: remove it"),
         ]

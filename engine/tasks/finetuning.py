@@ -53,7 +53,7 @@ from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks import kinds
-from omnilead.engine.tasks.classifier import Classifier
+from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.tasks.labels import SPLITS, TaskLabels, guess, read_task
 from omnilead.engine.training.checkpoint import newest
@@ -66,6 +66,7 @@ from omnilead.engine.training.export import (
 )
 from omnilead.engine.training.task import (
     Arguments,
+    Groups,
     best_metric,
 )
 from omnilead.engine.training.train import open_datasets
@@ -316,6 +317,10 @@ class FinetuneTask(ExportedTask):
         if means and newest(Path(self.config.run)) is None:
             self._begin_at_means(model.to(self.ranks.device))
         return model
+
+    def groups(self, model: Any) -> Groups:
+        decay = self.config.encoder.layer_decay
+        return layer_groups(model, decay) if decay < 1 else super().groups(model)
 
     @torch.no_grad()
     def _begin_at_means(self, model: Classifier) -> None:

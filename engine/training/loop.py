@@ -160,8 +160,8 @@ class Loop:
     def _step(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Trains on one global batch and returns the losses of its micro-batches."""
         step, t = self.progress.step, self.config.train
-        for group in self.adam.param_groups:
-            group["lr"] = lr_at(t, step, self.total)
+        for group, share in zip(self.adam.param_groups, self.adam.shares, strict=True):
+            group["lr"] = share * lr_at(t, step, self.total)
         # the same dropout after a resume
         torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)
         arguments = self.task.arguments(batch, step, self.total)
@@ -199,6 +199,7 @@ class Loop:
             say(f"skipped as unreadable: {'; '.join(bad.reason for bad in batch.skipped)}")
         if warning := self.task.warning(values):
             say(f"warning: {warning}")
+        norm = self.engine.get_global_grad_norm() if self.adam.by_engine else self.adam.norm
         progress, speed = self.progress, self.loader.meter.snapshot()
         crops_per_s = speed["crops_per_s"] * self.ranks.world
         self.logger.log(
@@ -209,8 +210,8 @@ class Loop:
                 "step": progress.step,
                 "crops_seen": progress.crops_seen,
                 "epoch": progress.crops_seen / self.loader.order.crops_per_epoch,
-                "lr": self.adam.param_groups[0]["lr"],
-                "grad_norm": float(self.adam.norm),
+                "lr": self.adam.param_groups[-1]["lr"],
+                "grad_norm": float(norm),
                 "skipped_steps": int(self.adam.skipped),
                 "memory_gb": memory_gb(self.ranks.device),
                 "crops_per_s": crops_per_s,

@@ -1,7 +1,7 @@
 """AdamW that clips gradients and skips non-finite steps without waiting for the device;
 learning-rate schedules.
 
-    adam = GuardedAdamW(model.parameters(), lr=..., clip_norm=1.0, partitioned=stage > 0)
+    adam = GuardedAdamW([(1.0, model.parameters())], lr=..., clip_norm=1.0, partitioned=stage > 0)
     ... engine.step() ...
     adam.norm, adam.skipped, adam.in_a_row                  # tensors: read them only when logging
     lr_at(config.train, step, total)                        # a pure function of the step, which counts from 0
@@ -11,13 +11,17 @@ DeepSpeed calls `step` once gradients are averaged. With ZeRO each rank holds a 
 kernels take the clipping factor and the decision to skip as tensors (`grad_scale`, `found_inf`,
 made for loss scaling): a skipped step leaves weights, moments and step count unchanged.
 
+`groups` of weights may have shares of the learning rate. ZeRO updates one group after the other, so
+with several of them DeepSpeed itself measures the norm of all, clips and skips (`by_engine`), which
+waits for the device.
+
 Schedules. fixed: as the authors pre-train. warmup_cosine: linear from start_factor to 1 over the
 first `warmup` of all steps, then half a cosine to end_factor. tri_stage (fairseq): linear, constant
 over `hold`, then exponential to end_factor.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +34,16 @@ from omnilead.engine.config import TrainConfig
 class GuardedAdamW(torch.optim.AdamW):
     def __init__(
         self,
-        params: Iterable[Tensor],
+        groups: Sequence[tuple[float, Iterable[Tensor]]],
         clip_norm: float = 0.0,
         partitioned: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(params, fused=True, **options)
-        self.clip_norm, self.partitioned = clip_norm, partitioned
+        super().__init__([{"params": weights} for _, weights in groups], fused=True, **options)
+        self.shares = [share for share, _ in groups]
+        self.by_engine = partitioned and len(groups) > 1
+        self.clip_norm = 0.0 if self.by_engine else clip_norm
+        self.partitioned = partitioned and not self.by_engine
         device = self.param_groups[0]["params"][0].device
         self.norm, self.skipped, self.in_a_row = (torch.zeros((), device=device) for _ in range(3))
         self.calls = 0

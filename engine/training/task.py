@@ -21,6 +21,7 @@ from omnilead.engine.training.distributed import Ranks
 SAMPLES = 4  # crops shown in the report
 # Tensors with one row per crop, scalars, and None for what is not given
 Arguments = tuple[Tensor | None, ...]
+Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
 
 
 def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
@@ -47,6 +48,10 @@ class TrainingTask(ABC):
     def model(self, generator: torch.Generator) -> nn.Module:
         """The model with initial weights. Called with `arguments`, it returns a dict of scalars
         with the key `loss`."""
+
+    def groups(self, model: Any) -> Groups:
+        """Trained weights in groups, each with its share of the learning rate."""
+        return [(1.0, [p for p in model.parameters() if p.requires_grad])]
 
     @abstractmethod
     def seen(self, batch: Batch) -> Tensor:

@@ -209,7 +209,7 @@ def make_engine(config: RunConfig, task: TrainingTask, universal: bool) -> tuple
     ranks, t, stage = task.ranks, config.train, zero_stage(config)
     model: Any = task.model(torch.Generator().manual_seed(t.seed)).to(ranks.device)
     adam = GuardedAdamW(
-        [p for p in model.parameters() if p.requires_grad],
+        task.groups(model),
         t.clip_norm,
         partitioned=stage > 0,
         lr=t.lr,
@@ -217,7 +217,7 @@ def make_engine(config: RunConfig, task: TrainingTask, universal: bool) -> tuple
         eps=t.eps,
         weight_decay=t.weight_decay,
     )
-    settings = deepspeed_json(config, ranks.world, universal)
+    settings = deepspeed_json(config, ranks.world, universal, adam.by_engine)
     try:
         engine, *_ = deepspeed.initialize(model=model, optimizer=adam, config=settings)
     except Exception as error:

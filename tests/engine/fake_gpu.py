@@ -77,7 +77,7 @@ def finetune(kind, dtype):
 def train(model, dtype, *arguments):
     for p in model.parameters():
         p.data = p.data.to(dtype)
-    adam = GuardedAdamW(model.parameters(), lr=1e-4, clip_norm=1.0)
+    adam = GuardedAdamW([(1.0, model.parameters())], lr=1e-4, clip_norm=1.0)
     losses = model(*arguments)
     losses["loss"].backward()
     adam.step()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
-from ranks import TINY, curve, finetune, pretrain, rows
+from ranks import TINY, column, curve, finetune, pretrain, rows
 
 import omnilead
 from omnilead.data_tools.build import ShardOptions, shard
@@ -28,10 +28,11 @@ from omnilead.engine.evaluation.metrics import measure
 from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.finetune import main
 from omnilead.engine.inference.mean_beat import RHYTHM, measurements
+from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder, pool
-from omnilead.engine.model.encoders import initialise
+from omnilead.engine.model.encoders import build_encoder, initialise
 from omnilead.engine.report.run_report import read_diagnostics
-from omnilead.engine.tasks.classifier import Classifier
+from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.engine.tasks.finetuning import (
     FinetuneTask,
@@ -182,6 +183,125 @@ def test_a_resumed_run_and_two_ranks_are_the_same_run(dataset, base, tmp_path):
         "whole",
     )
     assert f"cannot resume: start changed from {base} to " in elsewhere.one_line()
+
+
+LISTED = """
+import torch
+from torch import nn
+
+class Parts(nn.Module):
+    width = 4
+    def __init__(self, leads):
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(4))
+        self.first, self.gelu, self.second = nn.Conv1d(leads, 4, 25, 25), nn.GELU(), nn.Linear(4, 4)
+    def forward(self, x):
+        return self.second(self.gelu(self.first(x)).transpose(1, 2)) + self.token
+
+class Single(Parts):
+    def __init__(self, leads):
+        super().__init__(leads)
+        self.second = nn.Identity()
+"""
+SHARES = {
+    "": {  # three layers
+        "conv.blocks.0.weight": 0.125,
+        "project.weight": 0.125,
+        "position.gain": 0.125,
+        "layers.0.attention.qkv.weight": 0.25,
+        "layers.1.norm1.bias": 0.5,
+        "layers.2.fc2.weight": 1,
+    },
+    "resnet": {  # two stages
+        "stem.weight": 0.25,
+        "norm.bias": 0.25,
+        "blocks.0.conv1.weight": 0.5,
+        "blocks.1.norm2.weight": 1,
+    },
+    "listed.py:Parts": {
+        "token": 0.25,
+        "first.weight": 0.5,
+        "second.bias": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("encoder", SHARES)
+def test_each_layer_has_its_share_of_the_learning_rate(encoder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("listed.py").write_text(LISTED)
+    options = {"widths": [8, 16, 24]} if encoder == "resnet" else {}
+    config = ModelConfig(encoder=encoder, options=options, width=48, heads=2, ffn=32, layers=3)
+    model = Classifier(build_encoder(config), TaskConfig(), 5)
+    frozen = next(model.encoder.parameters()).requires_grad_(False)
+    names = {p: name for name, p in model.named_parameters()}
+    groups = layer_groups(model, 0.5)
+    found = {names[p]: share for share, group in groups for p in group}
+    assert names.keys() - {frozen} == {p for _, group in groups for p in group}
+    assert sum(len(group) for _, group in groups) == len(found)
+    for name, share in SHARES[encoder].items():
+        expected = None if name == names[frozen].removeprefix("encoder.") else share
+        assert found.get(f"encoder.{name}") == expected, name
+    assert found["head.weight"] == groups[-1][0] == 1
+    single = Classifier(build_encoder(ModelConfig(encoder="listed.py:Single")), TaskConfig(), 5)
+    with pytest.raises(ConfigError, match=r"layer_decay=0\.5: Single has one layer"):
+        layer_groups(single, 0.5)
+
+
+def test_training_with_layer_decay(tuned, tune, dataset, base, tmp_path):
+    """Each weight moves by its own rate; clipping is of the norm of all groups; exact resume."""
+    how = {"encoder__layer_decay": 0.5, "encoder__activation_dropout": 0.0}
+    how |= {"encoder__feature_grad": 1.0, "train__validate_every": 0, "train__clip_norm": 0.01}
+    # AdamW's first step is the rate of each weight, whatever its gradient
+    tuned("diagnosis", "first", **how, train__steps=1, train__eps=1e-16, train__weight_decay=0)
+    before, after = (full_weights(checkpoint.newest(run)) for run in (base, tmp_path / "first"))
+    for name, share in {"conv.blocks.0.weight": 1 / 4, "layers.0.fc1.weight": 1 / 2}.items():
+        moved = (after[f"encoder.{name}"] - before[f"encoder.{name}"]).abs().detach().median()
+        assert float(moved) == pytest.approx(1e-3 * share, rel=1e-3)
+    assert column(tmp_path / "first", "lr") == [1e-3]
+    plans = {"alone": [(1, 4, 0)], "parts": [(1, 2, 1), (1, 4, 1)], "whole": [(1, 4, 1)]}
+    plans |= {"two": [(1, 2, 2), (2, 4, 2)], "three": [(2, 4, 3)]}
+    for name, plan in plans.items():
+        for world, steps, stage in plan:
+            ranks = {"train__steps": steps, "train__zero_stage": stage}
+            assert tune("diagnosis", name, world, **how | ranks).ok
+    curves = {name: curve(tmp_path / name, EXACT) for name in plans}
+    assert curves["parts"] == curves["whole"]
+    values = {name: [list(row.values()) for row in rows] for name, rows in curves.items()}
+    for name in ("whole", "two", "three"):
+        np.testing.assert_allclose(values[name], values["alone"], rtol=2e-4)
+    assert min(column(tmp_path / "alone", "grad_norm")) > 0.01  # it was clipped
+    plain = tune(
+        "diagnosis", "whole", **how | {"encoder__layer_decay": 1.0, "train__zero_stage": 1}
+    )
+    assert "encoder.layer_decay changed from 0.5 to 1.0" in plain.one_line()
+    frozen = tune("diagnosis", "frozen", **how | {"encoder__frozen": True})
+    assert "encoder.layer_decay=0.5: encoder.frozen=true trains only the head" in frozen.one_line()
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32")]
+)
+def test_a_nan_in_one_group_of_weights_skips_the_step_of_all(
+    stage, precision, tune, tmp_path, monkeypatch
+):
+    forward = Classifier.forward
+
+    def poisoned(self, *args):
+        out = forward(self, *args)
+        if isinstance(out, dict):
+            out["loss"] = out["loss"] + float("nan") * self.head.weight.sum()
+        return out
+
+    how = {"encoder__layer_decay": 0.5, "train__validate_every": 0, "train__zero_stage": stage}
+    how |= {"train__precision": precision, "train__clip_norm": 0.01}
+    assert tune("diagnosis", "run", **how, train__steps=1).ok
+    good = full_weights(checkpoint.newest(tmp_path / "run"))
+    monkeypatch.setattr(Classifier, "forward", poisoned)
+    assert tune("diagnosis", "run", **how, train__steps=3).ok
+    assert column(tmp_path / "run", "skipped_steps") == [0, 1, 2]
+    after = full_weights(checkpoint.newest(tmp_path / "run"))
+    assert all(after[name].equal(good[name]) for name in good)
 
 
 def test_a_folder_with_another_run_is_refused(tune, tuned, dataset, base, tmp_path, capsys):

@@ -22,7 +22,7 @@ def test_adamw_clips_and_skips_non_finite_steps():
     torch.manual_seed(0)
     ours, theirs = ([torch.nn.Parameter(torch.ones(n)) for n in (6, 4)] for _ in range(2))
     options = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}
-    guarded = GuardedAdamW(ours, clip_norm=0.5, **options)  # type: ignore[arg-type]
+    guarded = GuardedAdamW([(1.0, ours)], clip_norm=0.5, **options)  # type: ignore[arg-type]
     plain = torch.optim.AdamW(theirs, **options)  # type: ignore[arg-type]
     for step in range(6):
         for mine, other in zip(ours, theirs, strict=True):
