@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
             "show",
             _show,
             SHOW,
-            "print or draw a dataset, one of its crops, or a record",
+            "print or draw a dataset, one of its crops, or a record; --why CLASS: where a model looks",
             "dataset --crop 7 --png ecg.png",
         ),
         (

@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "command", metavar="COMMAND", choices=COMMANDS, help="one of the commands listed below"
     )
     module, *first = COMMANDS[parser.parse_args(given[:1]).command][0].split()
+    if first == ["show"] and any(word.partition("=")[0] == "--why" for word in given):
+        module, first = "omnilead.engine.report.why", []  # data_tools knows no models
     code: int = importlib.import_module(module).main([*first, *given[1:]])
     return code
 

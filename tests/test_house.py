@@ -124,6 +124,7 @@ def test_the_engine_imports_only_the_public_modules_of_data_tools():
         "engine.reproduce.run": {"data_tools.cluster"},  # jobs on a Dask cluster
         "engine.inference.trained_model": in_memory,
         "engine.report.charts": {"data_tools.plots"},  # ECGs on paper
+        "engine.report.why": {"data_tools.plots"},
         "engine.model.input": in_memory,
         "engine.inference.mean_beat": {"data_tools.prepare"},
         "engine.inference.readout": {"data_tools.prepare"},

@@ -435,8 +435,8 @@ def kaplan_meier(y_N: Array) -> tuple[Array, Array]:
     length = np.sort(np.abs(y_N))
     at_risk = len(y_N) - np.searchsorted(length, times)
     share = np.append(1, np.cumprod(1 - events / at_risk))
-    corners = [[0], times.repeat(2), length[-1:]]
-    return np.concatenate(corners), share.repeat(2)
+    x = np.append(0, times.repeat(2))
+    return np.append(x, length[-1:]), share.repeat(2)
 
 
 def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
