@@ -245,9 +245,11 @@ def labels_of_run(model: str) -> str:
 
 def lines(document: dict[str, Any]) -> Iterator[str]:
     """The scores for the terminal."""
+    from omnilead.engine.evaluation.results import pieces  # late: it imports torch
+
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
     if record := document.get("record"):
-        left, right = f"{document['n']:,} halves of 5 s", f"{record['n']:,} records"
+        left, right = f"{document['n']:,} {pieces(document)}", f"{record['n']:,} records"
         yield f"{'':<18}{left:<30}{right}"
     else:
         yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"

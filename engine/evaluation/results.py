@@ -61,7 +61,7 @@ from omnilead.engine.inference.outputs import (
 )
 from omnilead.engine.inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
 from omnilead.engine.model.config import validated
-from omnilead.engine.model.input import Input
+from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.labels import TaskLabels, read_task
@@ -621,7 +621,8 @@ def _measured(dataset: Dataset, model_input: Input, *sides: Array) -> tuple[list
 
 
 def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[str, Any]:
-    return {
+    window = {} if model_input.window_s == HALF_S else {"window_s": model_input.window_s}
+    return window | {
         "model": options.name,
         "data": dataset.fingerprint,
         "dataset": dataset.root.url,
@@ -629,6 +630,12 @@ def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[s
         "role": options.role,
         "leads": describe_leads(model_input.seen),
     }
+
+
+def pieces(facts: Mapping[str, Any]) -> str:
+    """What is scored, for the terminal and the report."""
+    window_s = facts.get("window_s")
+    return f"windows of {window_s:g} s" if window_s else "halves of 5 s"
 
 
 def _outputs(

@@ -23,7 +23,7 @@ from omnilead.engine.evaluation.metrics import (
     predicted,
     unit_vectors,
 )
-from omnilead.engine.evaluation.results import IdentificationResult, TaskResult
+from omnilead.engine.evaluation.results import IdentificationResult, TaskResult, pieces
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.report import charts
 from omnilead.engine.report.page import Line, LineStyle, ReportSection, readable, render
@@ -84,14 +84,21 @@ def interval(ends: list[float], percent: bool = False) -> str:
 
 def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
     half, record, head = result.half, result.record, result.head
+    of = pieces(result.facts)
     values = head.kind in OF_VALUES
     y_NK, scores_NK, _ = result.of_records()
     compared = {"regression": agreement, "survival": survival}.get(head.kind, decisions)
     sections = [
         ReportSection(
-            "Records", tiles=list(tiles(record)), note=scoring_note(head), remarks=result.remarks
+            "Records",
+            tiles=list(tiles(record)),
+            note=scoring_note(head, of),
+            remarks=result.remarks,
         ),
-        ReportSection("Halves of 5 s, as in the paper", tiles=list(tiles(half))),
+        ReportSection(
+            of.capitalize() + ", as in the paper" * ("window_s" not in result.facts),
+            tiles=list(tiles(half)),
+        ),
         *compared(head, np.asarray(y_NK, float), scores_NK),
         ReportSection(
             "By column" if values else "By class", grid=list(class_table(record["classes"]))
@@ -103,14 +110,13 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
         drawn = [ecg(result, dataset, row) for row in result.worst(WORST)]
         title = f"The {len(drawn)} records with the largest errors"
         sections.append(ReportSection(title, charts=drawn, columns=2))
-    counts = f"{record['n']:,} records, {half['n']:,} halves of 5 s"
+    counts = f"{record['n']:,} records, {half['n']:,} {of}"
     return f"{head.task}, {head.kind}", counts, sections
 
 
-def scoring_note(head: HeadInfo) -> str:
+def scoring_note(head: HeadInfo, of: str) -> str:
     note = (
-        "Of whole records: the mean over the halves of 5 s. Small: 95 % bootstrap intervals over "
-        "patients. "
+        f"Of whole records: the mean over the {of}. Small: 95 % bootstrap intervals over patients. "
     )
     if head.kind == "regression":
         return f"{note}In {head.unit or 'its own unit'}."

@@ -351,3 +351,18 @@ def test_refusals_are_one_line(
     err = capsys.readouterr().err
     assert err.startswith("omnilead bench: ") and err.count("\n") == 1 and message in err
     assert not Path("OUT").exists()
+
+
+def test_models_with_other_windows_are_averaged_and_not_whitened_by_one():
+    c_BSD = RNG.normal(size=(6, 4, 3))
+    c_BSD[2, 2:] = 0  # has two windows
+    windows_B = np.array([4, 4, 2, 4, 4, 4])
+    vectors = embedders.Vectors(np.arange(6), windows_B, c_BSD)
+    one = vectors.averaged()
+    assert one.c_BSD.shape == (6, 1, 3) and one.halves_B.tolist() == [1] * 6
+    np.testing.assert_allclose(one.c_BSD[2, 0], c_BSD[2, :2].mean(0))
+    rows, weight_NB = np.arange(3), np.ones((3, 2))
+    persons = bench.Identities(rows, rows + 3, np.arange(6), np.arange(6) % 3, weight_NB)
+    for given, metrics in ((one, ["accuracy"]), (vectors, ["accuracy", "accuracy_whitened"])):
+        _, samples = bench.identified(persons, given, given, given, slice(None))
+        assert list(samples) == metrics
