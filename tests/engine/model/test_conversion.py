@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from scipy.signal import resample_poly
+from scipy.signal import butter, resample_poly, sosfiltfilt
 from tiny import by_numpy, ecg, seeded
 from torch.testing import assert_close
 
@@ -361,3 +361,35 @@ def test_a_model_folder_of_any_network_gives_its_numbers(tmp_path, monkeypatch):
     assert x_RLT.shape == (2, 2, 1250)
     assert origin["embedding"] == pytest.approx(by_hand(x_RLT)[0, :4].tolist(), abs=1e-5)
     assert convert.main(["to-onnx", "OUT", "net.onnx", "--code"]) == 0
+
+
+def ten_seconds(mv_LT):
+    """At 100 Hz, z-scored."""
+    x_LT = resample_poly(mv_LT, 1, 5, axis=1, window=("kaiser", 5.0), padtype="edge")
+    return (x_LT - x_LT.mean(1, keepdims=True))[None] / x_LT.std(1, keepdims=True)
+
+
+def four_windows(mv_LT):
+    """Of 2.5 s, band-passed."""
+    band = butter(2, [0.5, 40], "bandpass", fs=500, output="sos")
+    return sosfiltfilt(band, mv_LT).reshape(12, 4, 1250).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("prepared", "options"),
+    [
+        (ten_seconds, ["--window", "10", "--fs", "100", "--input", "zscore"]),
+        (four_windows, ["--window", "2.5", "--band", "0.5", "40"]),
+    ],
+)
+def test_a_network_of_any_window_rate_and_band(prepared, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("net.py").write_text(NET)
+    weight, bias = torch.randn(8, 12, 10), torch.randn(8)
+    save_file({"conv.weight": weight, "conv.bias": bias}, "w.safetensors")
+    arguments = ["from-torch", "w.safetensors", "OUT", "--encoder", "net.py:Net", *options]
+    assert convert.main(arguments) == 0
+    x_SLT = torch.tensor(prepared(signal_uv() / 1e3).copy()).float()
+    expected = F.conv1d(x_SLT, weight, bias, 5).tanh().mean((0, 2))
+    found = omnilead.load("OUT", code=True).embed(signal_uv(), 500, LEADS, "uV")
+    assert_close(found, expected, rtol=0, atol=1e-5)
