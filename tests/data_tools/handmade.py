@@ -7,7 +7,6 @@ import numpy as np
 
 from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.build import ShardOptions, rejects_of, shard
-from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.sources import open_sources
 
@@ -73,8 +72,8 @@ def run_verify(out, archive):
     return main(["verify", str(out), "--archive", str(archive), "--workers", "1"])
 
 
-def build(archive, out, **options):
-    sources = open_sources(str(archive), hospital=HospitalFiles)
+def build(archive, out, hospital=None, **options):
+    sources = open_sources(str(archive), hospital=hospital)
     return shard(sources, ShardOptions(str(out), quiet=True, **options))
 
 

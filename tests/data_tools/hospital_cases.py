@@ -7,18 +7,20 @@ check_private(tmp_path, "dicom", content, 61.0, "F")                  SECRET and
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
+import handmade
 import numpy as np
 import pytest
-from handmade import build, crops_of, ecg, everything_in, found_in, write_files
+from handmade import crops_of, ecg, everything_in, found_in, write_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnilead.data_tools.build import rejects_of
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital.base import Decoded
-from omnilead.data_tools.hospital.files import FORMATS
+from omnilead.data_tools.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.record import LEADS
 
 SECRET = "Quijote SECRET"  # a name
@@ -26,6 +28,7 @@ BORN, BORN_ISO = "19370521", "1937-05-21"  # the age is to be no secret
 SECRETS = (*SECRET.split(), BORN, BORN_ISO)
 PATIENT = "4711"
 Leads = Mapping[str, np.ndarray]
+build_hospital = partial(handmade.build, hospital=HospitalFiles)
 
 
 def leads_uv(samples=2500):
@@ -94,11 +97,13 @@ def check_private(place, kind, content, age=None, sex=None):
     half = content[: len(content) // 2]  # is refused
     for name in ("plain/one", f"keyed/{SECRET}/{SECRET}"):
         write_files(place, {name: content, f"{name}.xml": half})
-    plain = build(place / "plain", place / "out", plan="all")
+    plain = build_hospital(place / "plain", place / "out", plan="all")
     (((source, _), rows),) = crops_of(plain).items()
     said = (source, rows[0]["patient"], rows[0]["age"], rows[0]["sex"])
     assert said == (kind, PATIENT, age, sex)
-    keyed = build(place / "keyed", place / "out with key", plan="all", pseudonym_key=bytes(32))
+    keyed = build_hospital(
+        place / "keyed", place / "out with key", plan="all", pseudonym_key=bytes(32)
+    )
     assert len(keyed) == len(plain)
     assert len(rejects_of(keyed)) == len(rejects_of(plain)) >= 1
     assert found_in(everything_in(plain), SECRETS) == []

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from omnilead.data_tools import plots
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.spreadsheet import as_csv, unquoted, without_formulas
 
@@ -58,12 +57,3 @@ def test_row_groups_are_read_only_once(dataset):
     opened.__dict__["_group_begins"] = np.array([0, 5, 5])
     opened.__dict__["_group"] = lambda group: whole.slice([0, 5, 5][group])
     assert [opened[row].record for row in range(8)] == dataset.column("record")[:8].tolist()
-
-
-def test_an_ecg_can_be_plotted(dataset):
-    page = plots.plot_ecg(dataset[3])
-    (axes,) = page.axes
-    assert "aVR" in {text.get_text() for text in axes.texts}
-    assert any(dataset[3].record in text.get_text() for text in page.texts)
-    for figure in (page, plots.dataset_figure(dataset)):
-        assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]

@@ -6,10 +6,11 @@ import os
 import numpy as np
 import pytest
 from binary_ecgs import edf
-from handmade import build, rejected, write_files
+from handmade import rejected, write_files
 from hospital_cases import (
     BORN,
     SECRET,
+    build_hospital,
     check_ecgdatakit,
     check_private,
     check_truth,
@@ -166,7 +167,7 @@ def test_a_dataset_holds_the_microvolts_and_no_holter_recording(tmp_path):
     leads = {"ECG -I": -X["I"]} | {lead: X[lead] for lead in LEADS[1:]}
     src = write_files(tmp_path / "src", {"one.edf": edf(leads), "holter.edf": b""})
     os.truncate(src / "holter.edf", MAX_BYTES * 9)
-    made = build(src, tmp_path / "out", plan="all")
+    made = build_hospital(src, tmp_path / "out", plan="all")
     assert rejected(made) == [("holter", "file too large"), ("one", "inverted lead")]
     np.testing.assert_array_equal(made.read(0), list(X.values()))
     assert verify(made, open_sources(str(src), hospital=HospitalFiles)) == []

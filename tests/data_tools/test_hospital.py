@@ -12,8 +12,8 @@ import fsspec
 import numpy as np
 import pytest
 from binary_ecgs import edf
-from handmade import build, crops_of, ecg, everything_in, run_shard, run_verify, write_files
-from hospital_cases import decoded
+from handmade import crops_of, ecg, everything_in, run_shard, run_verify, write_files
+from hospital_cases import build_hospital, decoded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dicom import BASE, TRUTH, group
@@ -98,7 +98,7 @@ def test_a_real_file_with_13_samples_is_refused():
 def test_one_recording_in_three_formats_is_one_crop(tmp_path):
     for name in ("aecg_fda_example.xml", "same_as_aecg.dcm", "same_as_aecg.scp"):
         shutil.copy(SHARED / name, tmp_path)
-    made = crops_of(build(tmp_path, tmp_path / "out", plan="all"))
+    made = crops_of(build_hospital(tmp_path, tmp_path / "out", plan="all"))
     assert {kind for kind, _ in made} == {"hl7-aecg", "dicom", "scp-ecg"}
     for (one,), (other,) in itertools.pairwise(made.values()):
         np.testing.assert_array_equal(one["x"], other["x"])
@@ -254,7 +254,7 @@ def test_names_that_lose_letters_or_are_cut_stay_different(tmp_path):
     assert all(re.fullmatch("[A-Za-z0-9_-]+", name) for name in names)
     for seed, name in enumerate(others[:2]):
         write_files(tmp_path, {name: muse({lead: uv + 10 * seed for lead, uv in STORED.items()})})
-    made = build(tmp_path, tmp_path / "out", plan="all")
+    made = build_hospital(tmp_path, tmp_path / "out", plan="all")
     assert not rejects_of(made)
     assert len(set(made.column("record"))) == 2
 
@@ -343,7 +343,7 @@ def test_a_patient_has_one_role_whatever_the_format(tmp_path, key):
     other = muse({lead: uv + 10 for lead, uv in STORED.items()})  # of patient 4711, too
     src = write_files(tmp_path / "src", {"0.xml": muse(), "1.xml": other, "2.dcm": BASE})
     roles = RoleSources(id=("muse-xml",), id_share=1.0)
-    made = build(src, tmp_path / "out", role_sources=roles, pseudonym_key=key)
+    made = build_hospital(src, tmp_path / "out", role_sources=roles, pseudonym_key=key)
     rows = made.table(["source", "patient", "id_role", "pretrain"]).to_pylist()
     assert sorted((row["source"], str(row["id_role"]), row["pretrain"]) for row in rows) == [
         ("dicom", "None", False),

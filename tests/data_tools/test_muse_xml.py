@@ -5,11 +5,12 @@ import zlib
 
 import numpy as np
 import pytest
-from handmade import build, write_files
+from handmade import write_files
 from hospital_cases import (
     BORN,
     BORN_ISO,
     SECRET,
+    build_hospital,
     check_private,
     check_truth,
     decoded,
@@ -91,7 +92,7 @@ def test_missing_leads_are_computed(tmp_path):
     i, ii = X["I"], X["II"]
     right = X | {"aVR": -(i + ii) / 2, "aVL": i - ii / 2, "aVF": ii - i / 2}
     steps = np.array([right[lead] for lead in LEADS]) / 2.5
-    made = build(tmp_path, tmp_path / "out", plan="all")
+    made = build_hospital(tmp_path, tmp_path / "out", plan="all")
     np.testing.assert_array_equal(made.read(0), np.rint(steps * 2.44))
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from omnilead.data_tools import plots
 from omnilead.data_tools.plots import ROWS_Y_MM, TRACE_X_MM, ecg_figure, save, summary_figure
 from omnilead.data_tools.record import ABBREVIATIONS, LEADS
 
@@ -124,3 +125,12 @@ def test_save_is_deterministic_and_leaves_nothing_else(suffix, start, tmp_path):
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes().startswith(start)
     assert sorted(tmp_path.iterdir()) == [first, second]
+
+
+def test_an_ecg_can_be_plotted(dataset):
+    page = plots.plot_ecg(dataset[3])
+    (axes,) = page.axes
+    assert "aVR" in {text.get_text() for text in axes.texts}
+    assert any(dataset[3].record in text.get_text() for text in page.texts)
+    for figure in (page, plots.dataset_figure(dataset)):
+        assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
