@@ -42,7 +42,6 @@ from omnilead.engine.data.augment_draws import (
     threekg_matrix,
 )
 from omnilead.engine.data.augmenter import Augmenter
-from omnilead.engine.report import picture
 
 
 def apply_in_dali(x, p, config):
@@ -284,11 +283,3 @@ def test_sets_of_noise_by_name_or_by_list():
         ("authors_wander", "shift"): ("authors_wander", "shift"),
     }.items():
         assert AugmentConfig(noise=noise).kinds == kinds
-
-
-def test_the_picture(small, tmp_path, capsys):
-    assert picture.main([str(tmp_path / "out.png"), "--data", small.root.url, "--crop", "3"]) == 0
-    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
-    assert picture.main([str(tmp_path / "none.png"), "--data", small.root.url, "--crop", "20"]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("omnilead.engine.report.picture: ")

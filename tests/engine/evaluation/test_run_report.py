@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pages import check, curves
 
-from omnilead.engine.report import charts, run_report
+from omnilead.engine.report import charts, picture, run_report
 from omnilead.engine.report.__main__ import main as report_main
 from omnilead.engine.report.run_report import StepLog, read_diagnostics
 from omnilead.engine.tasks.finetuning import FinetuneTask
@@ -254,3 +254,13 @@ def test_thinning_keeps_outliers_and_smoothing_skips_gaps():
     y[100] = NAN
     smooth = charts.smoothed(y)  # a mean of what is there
     assert np.isnan(smooth[100]) and np.allclose(np.delete(smooth, 100), 2.0)
+
+
+def test_the_picture_of_augmentations(dataset, tmp_path, capsys):
+    assert picture.main([str(tmp_path / "out.png"), "--data", dataset.root.url, "--crop", "3"]) == 0
+    assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
+    assert (
+        picture.main([str(tmp_path / "none.png"), "--data", dataset.root.url, "--crop", "999"]) == 2
+    )
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("omnilead.engine.report.picture: ")
