@@ -635,6 +635,9 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
     assert table.column_names[-1] == "risk" and len(table) == len(risks)
     page = tmp_path / "page.html"
     assert omnilead.evaluate(run, data=data, report=page)["n"] and "Kaplan" in page.read_text()
+    path.write_text(re.sub(r",1,valid", ",0,valid", path.read_text()))
+    said = tuned("diagnosis", "unchosen", train__steps=1, **how)
+    assert "no event in validation: the newest checkpoint counts as the best" in said
     path.write_text(re.sub(r",1,train", ",0,train", path.read_text()))
     line = tune("diagnosis", "none", **how).one_line()
     assert "the training split has no event: nothing to learn" in line

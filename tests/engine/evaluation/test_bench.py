@@ -164,6 +164,17 @@ def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
     assert any(gap["difference"] for gap in first)
 
 
+def test_a_survival_task_is_scored_as_by_probe(again, models, dataset, tmp_path):
+    times = np.random.default_rng(1).exponential(size=97).round(2) + 0.01
+    write_table(tmp_path / "deaths.csv", dataset, time=times, event=[1, 1, 0])
+    path = str(tmp_path / "deaths.csv")
+    scores = metrics_of(omnilead.bench(models[:1], tasks=[path], **again))
+    model, how = models[0].removeprefix("first="), {"labels": path, "leads": LEADS[0]}
+    direct = probe.probe_model(model, dataset.root.url, **how)["linear"]["c_index"]
+    (first,) = (of for key, of in scores.items() if key[0] == "first")
+    assert first == {"c_index": pytest.approx(direct)}
+
+
 def test_identification_equals_a_direct_computation(out, found, dataset):
     """The probes have noise, the gallery has none."""
     (beats,) = embedders.rows_to_compare([], Namespace(seed=3))[0].members[0]
@@ -282,7 +293,7 @@ def test_small_shares_are_subsets_of_larger_ones_and_patients_stay_whole():
     for one in patient[:2]:
         assert len(np.unique(weight[patient == one], axis=0)) == 1
     labels = np.array([[0, 1, 1, np.nan], [1, 1, np.nan, np.nan]])
-    assert unlike(labels).tolist() == [True, False, False, False]
+    assert unlike("multilabel", labels).tolist() == [True, False, False, False]
 
 
 def test_whitened_halves_differ_equally_in_every_direction():
@@ -327,6 +338,10 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --leads 13", "leads='13': no lead is called"),
         ("sex --fit-leads 13", "leads='13': no lead is called"),
         ("same.csv", "same.csv: all labels of the split train are the same"),
+        ("alive.csv", "alive.csv: no event in the split train: nothing to learn"),
+        ("unchosen.csv", "unchosen.csv: no event in the split valid: nothing to learn"),
+        ("few.csv --share 1 0.02", "--share 0.02 of"),
+        ("few.csv --share 0.02", " records of test: no event in one of them: use a larger share"),
         ("folds.csv", "folds 1, 2: at least 3 are needed"),
         ("sex sex", "two tasks have the same name"),
         ("sex --models A=nowhere", "nowhere: no such folder"),
@@ -345,6 +360,13 @@ def test_refusals_are_one_line(
 ):  # fmt: skip
     monkeypatch.chdir(Path(models[1]).parent)
     write_table(Path("same.csv"), dataset, ill=1)
+    write_table(Path("alive.csv"), dataset, time=[1, 2, 3], event=0)
+    first = np.unique(dataset.column("record"), return_index=True)[1]
+    person = np.unique(dataset.column("patient")[first].astype(str), return_inverse=True)[1]
+    split = np.array(["train", "valid", "test"])[person % 3]
+    write_table(Path("few.csv"), dataset, time=[1, 2, 3], event=[1, 0, 0, 0], split=split)
+    died = (split != "valid").astype(int)
+    write_table(Path("unchosen.csv"), dataset, time=[1, 2, 3], event=died, split=split)
     write_table(Path("folds.csv"), dataset, ill=[0, 1], fold=[1, 2])
     given = ["--models", "B", "--data", dataset.root.url, "--out", "OUT", "--tasks"]
     assert main(["bench", *given, *words.split()]) == 2
