@@ -14,7 +14,7 @@ s crop, forward and backward.
 | CMSC | local: 0 |
 | SimCLR | local: 0, method: simclr |
 | 3KG | local: 0, method: 3kg |
-| CPC (not in the paper) | local: 0, method: cpc, with model.causal |
+| CPC (not in the paper) | local: 0, method: cpc, with model.causal, conv_norm: layer |
 | as the authors compute it | form: authors, detach_norm: true, gathered: false |
 
 Random lead masking and views are made by the data loader. The diversity loss and the feature
@@ -121,6 +121,11 @@ class ModelConfig:
             raise ConfigError(
                 f"model.options={self.options}: the authors' encoder takes no options: set "
                 "model.encoder"
+            )
+        if self.causal and self.conv_norm == "group" and not self.encoder:
+            raise ConfigError(
+                "model.causal=true: model.conv_norm=group takes the mean and variance of all samples, "
+                "later ones included: set model.conv_norm=layer"
             )
         for key, divisor in (
             ("width", "heads"),

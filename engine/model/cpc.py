@@ -29,8 +29,8 @@ class PredictiveCoding(nn.Module):
         super().__init__()
         if not getattr(encoder, "causal", False):
             raise ConfigError(
-                "needs an encoder that does not look ahead: set model.causal=true; your own needs "
-                "features(), context() and causal = True"
+                "needs an encoder that does not look ahead: set model.causal=true and "
+                "model.conv_norm=layer; your own needs features(), context() and causal = True"
             )
         self.temperature = temperature
         self.maps = nn.ModuleList()

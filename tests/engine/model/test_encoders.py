@@ -276,7 +276,9 @@ def test_predictive_coding_needs_a_causal_encoder():
         with pytest.raises(ConfigError, match=r"method=cpc.*does not look ahead: set model.causal"):
             Pretrainer(config, objective)
     for options in ({"steps": 0}, {"steps": 156}):
-        model = Pretrainer(replace(SMALL, causal=True), replace(objective, options=options))
+        model = Pretrainer(
+            replace(SMALL, causal=True, conv_norm="layer"), replace(objective, options=options)
+        )
         with pytest.raises(ConfigError, match=r"objective\.method=cpc: "):
             examine_objective(model, torch.float32)
 
