@@ -230,6 +230,9 @@ def read_config(
         signals = Input.of(preprocessing, config_of(document).leads)
         tree["input"] = {name: getattr(signals, name) for name in INPUT}
     refuse_foreign(start, flatten(tree), flatten(given))
+    objective, method = tree.get("objective", {}), flatten(given).get("objective.method")
+    if method and portable(str(method)) != portable(str(objective.get("method"))):
+        objective.pop("options", None)  # those of the other class
     return build(overridden(tree, overrides))
 
 

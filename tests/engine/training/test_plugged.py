@@ -217,6 +217,9 @@ def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
     start = str(one)
     with pytest.raises(ConfigError, match=r"objective\.method=.*Apart is code: to run it, name"):
         read_config(None, {"start": start})
+    for method, options in ((f"{own}:Apart", {"size": 3}), ("cmsc", {})):
+        continued = read_config(None, {"start": start, "objective.method": method})
+        assert continued.objective.options == options
     more = training("more", start=start, **how).good()
     assert "the encoder loaded; new: the objective's own weights, the optimiser" in more
     own.write_text(OWN + "# another\n")
