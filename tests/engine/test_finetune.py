@@ -198,6 +198,12 @@ class Parts(nn.Module):
     def forward(self, x):
         return self.second(self.gelu(self.first(x)).transpose(1, 2)) + self.token
 
+class Counted(Parts):
+    layers = 2  # not a list
+    def __init__(self, leads):
+        super().__init__(leads)
+        self.blocks = nn.Sequential(self.second, nn.GELU(), nn.Linear(4, 4))
+
 class Single(Parts):
     def __init__(self, leads):
         super().__init__(leads)
@@ -222,6 +228,11 @@ SHARES = {
         "token": 0.25,
         "first.weight": 0.5,
         "second.bias": 1,
+    },
+    "listed.py:Counted": {
+        "first.bias": 0.25,
+        "second.bias": 0.5,
+        "blocks.2.bias": 1,
     },
 }
 
