@@ -380,7 +380,10 @@ def _labels_and_parts(
 
 def table_of(folder: str, word: str) -> str:
     """The label table of a task in a folder written by `omnilead labels`; "" if there is none."""
-    paths = [Path(folder, Path(word).stem + suffix) for suffix in TABLES]
+    names = [Path(word).stem]
+    if not word.endswith(TABLES):
+        names.append(word.partition("-")[0])  # code15-mortality is in the table code15
+    paths = [Path(folder, name + suffix) for name in names for suffix in TABLES]
     return next((str(path) for path in paths if folder and path.is_file()), "")
 
 

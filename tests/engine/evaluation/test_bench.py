@@ -166,12 +166,12 @@ def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
 
 def test_a_survival_task_is_scored_as_by_probe(again, models, dataset, tmp_path):
     times = np.random.default_rng(1).exponential(size=97).round(2) + 0.01
-    write_table(tmp_path / "deaths.csv", dataset, time=times, event=[1, 1, 0])
-    path = str(tmp_path / "deaths.csv")
-    scores = metrics_of(omnilead.bench(models[:1], tasks=[path], **again))
-    model, how = models[0].removeprefix("first="), {"labels": path, "leads": LEADS[0]}
-    direct = probe.probe_model(model, dataset.root.url, **how)["linear"]["c_index"]
-    (first,) = (of for key, of in scores.items() if key[0] == "first")
+    path, task = tmp_path / "code15.csv", "code15-mortality"
+    write_table(path, dataset, timey=times, death=[1, 1, 0])
+    found = omnilead.bench(models[:1], tasks=[task], labels=str(tmp_path), **again)
+    model, how = models[0].removeprefix("first="), {"labels": str(path), "leads": LEADS[0]}
+    direct = probe.probe_model(model, dataset.root.url, task, **how)["linear"]["c_index"]
+    (first,) = (of for key, of in metrics_of(found).items() if key[0] == "first")
     assert first == {"c_index": pytest.approx(direct)}
 
 
