@@ -143,6 +143,15 @@ class ModelConfig:
             )
 
     @property
+    def architecture(self) -> list[str]:
+        """The settings that the encoder's weights depend on."""
+        names = ["encoder", "options", "leads"]
+        if not self.encoder:
+            names += ["conv", "conv_norm", "width", "layers", "heads", "ffn"]
+            names += ["position_kernel", "position_groups", "causal"]
+        return names
+
+    @property
     def feature_width(self) -> int:
         return self.conv[-1][0]
 

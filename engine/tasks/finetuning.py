@@ -248,6 +248,8 @@ class FinetuneTask(ExportedTask):
         its architecture."""
         model = self.architecture
         architecture = asdict(model) | {"encoder": encoders.portable(model.encoder)}
+        if not model.causal:  # runs begun before there was a choice lack it
+            del architecture["causal"]
         facts: dict[str, Any] = super().facts()
         facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
         if self.readout != (PAPER,):

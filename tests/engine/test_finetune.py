@@ -167,6 +167,8 @@ def test_a_resumed_run_and_two_ranks_are_the_same_run(dataset, base, tmp_path):
             tmp_path, dataset.root.url, base, "identification", "parts", train__steps=steps, **how
         ).ok
     assert curve(tmp_path / "parts", EXACT) == curve(tmp_path / "whole", EXACT)
+    state = checkpoint.read_state(checkpoint.newest(tmp_path / "parts"))
+    assert "causal" not in state["finetuning"]["architecture"]  # nor in those of older runs
     ended = finetune(
         tmp_path, dataset.root.url, base, "identification", "two", 2, train__zero_stage=3, **how
     )

@@ -44,6 +44,8 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_model(folder / "A" / "model")
     save_model(folder / "B", layers=1)
+    save_model(folder / "C", layers=1, conv_norm="layer")
+    save_model(folder / "causal", layers=1, conv_norm="layer", causal=True)
     return [f"first={folder / 'A'}", str(folder / "B")]
 
 
@@ -349,6 +351,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --models A=B,", "--models A=B,: an empty name: write NAME=RUN or NAME=RUN,RUN"),
         ("sex --models A=B,B", "runs of one name must differ in their seed alone"),
         ("sex --models X=B,A", "runs of one name must differ in their seed alone"),
+        ("sex --models X=C,causal", "runs of one name must differ in their seed alone"),
         ("sex --readout rhythm", "it has nothing of a model: add mean, std or beats"),
         ("sex --readout loud", "readout='loud': join different parts by +, out of mean, std"),
         ("sex --models B B", "--models B: the name 'B' is taken: write NAME=B"),
