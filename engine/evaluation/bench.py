@@ -332,16 +332,19 @@ def task_to_probe(
             absent = f"no {word}.parquet in --labels {how.labels}: "
         raise ConfigError(f"--tasks {word}: {absent}{error}") from None
     train, _, test = parts
+    kind = labels.task.kind
     draws = {share: list(drawn(train.patient_N, share)) for share in shares}
     used: dict[float, Array] = {}
     for share in shares:
-        in_draws = [unlike(train.y_NK[rows]) for rows in draws[share]]
-        used[share] = unlike(test.y_NK) & np.all(in_draws, axis=0)
+        in_draws = [unlike(kind, train.y_NK[rows]) for rows in draws[share]]
+        used[share] = unlike(kind, test.y_NK) & np.all(in_draws, axis=0)
         if not used[share].any():
+            lack = "no class has positives and negatives in both"
+            if kind == "survival":
+                lack = "no event in one of them"
             raise ConfigError(
                 f"--tasks {word}: --share {share:g} of {len(np.unique(train.patient_N)):,} "
-                f"patients of train, {len(test.y_NK):,} records of test: no class has positives "
-                "and negatives in both: use a larger share"
+                f"patients of train, {len(test.y_NK):,} records of test: {lack}: use a larger share"
             )
     return ProbedTask(labels, parts, draws, used, resampled(test.patient_N))
 
@@ -377,7 +380,10 @@ def _labels_and_parts(
 
 def table_of(folder: str, word: str) -> str:
     """The label table of a task in a folder written by `omnilead labels`; "" if there is none."""
-    paths = [Path(folder, Path(word).stem + suffix) for suffix in TABLES]
+    names = [Path(word).stem]
+    if not word.endswith(TABLES):
+        names.append(word.partition("-")[0])  # code15-mortality is in the table code15
+    paths = [Path(folder, name + suffix) for name in names for suffix in TABLES]
     return next((str(path) for path in paths if folder and path.is_file()), "")
 
 

@@ -45,18 +45,6 @@ from omnilead.engine.model.input import Input
 RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
 NETWORK = f"{MEAN_BEAT}, two-layer network"
 DRAWS = 5  # of random weights: their scores differ by as much as 0.02
-OF_ANY_ENCODER = ["encoder", "options", "leads"]
-ARCHITECTURE = [
-    *OF_ANY_ENCODER,
-    "conv",
-    "conv_norm",
-    "width",
-    "layers",
-    "heads",
-    "ffn",
-    "position_kernel",
-    "position_groups",
-]
 BLOCK = 4096  # crops in a file
 
 
@@ -220,8 +208,7 @@ def architecture_of(one: Embedder, args: Namespace) -> str:
     """Models with the same text have the same random weights, and the same read-out."""
     model: Any = one.model
     config = config_of(model.config)
-    names = OF_ANY_ENCODER if config.encoder else ARCHITECTURE
-    parts = [getattr(config, name) for name in names]
+    parts = [getattr(config, name) for name in config.architecture]
     readout = model.readout_of(args.readout)
     code = sorted(model.code.items())
     return repr([parts, model.input, code, one.precision, readout, _code(readout)])

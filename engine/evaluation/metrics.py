@@ -6,7 +6,7 @@
     identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
     mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
     low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients)    95 %, by resampling patients
-    if few_patients(labels_NK, patients):             where a bootstrap says nothing: of two positives it can be 1 to 1
+    if few_patients(kind, labels_NK, patients):       where a bootstrap says nothing: of two positives it can be 1 to 1
         intervals |= intervals_of_few(metrics, labels_NK, patients)       # exact ones, or NaN
 
 NaN in y is an unknown label, which is ignored. Means are over the classes (columns) for which a
@@ -59,8 +59,8 @@ TIE = 1e-12  # cosines in float64 closer than this are equal
 BINS = 10  # bins of probabilities, equally wide
 FEW = 10  # patients with the class, or without it
 TOO_FEW = (
-    f"Fewer than {FEW} patients with or without the class, in every class, or the event: AUROC and "
-    "other metrics of classes and events"
+    f"Fewer than {FEW} patients with or without the class, in every class, or with the event: AUROC "
+    "and other metrics of classes and events"
 )
 BLOCK = 2**23  # similarities at a time, 64 MB
 
@@ -621,12 +621,16 @@ def _numbers(groups: Sequence[Any]) -> Array:
     return np.unique(np.asarray(groups), return_inverse=True)[1]
 
 
-def few_patients(labels_NK: Array, patients: Sequence[Any]) -> bool:
-    """Whether no class has FEW patients with it and FEW without it."""
+def few_patients(kind: str, labels_NK: Array, patients: Sequence[Any]) -> bool:
+    """Whether no class has FEW patients with it and FEW without it; of survival, whether fewer had
+    the event."""
+    if kind == "regression":
+        return False
     patient_N = _numbers(patients)
     for y_N in labels_NK.T:
-        with_it = np.unique(patient_N[y_N > 0])
-        without_it = np.unique(patient_N[y_N <= 0])
+        with_it = without_it = np.unique(patient_N[y_N > 0])
+        if kind != "survival":
+            without_it = np.unique(patient_N[y_N == 0])
         if min(len(with_it), len(without_it)) >= FEW:
             return False
     return True

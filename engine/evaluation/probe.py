@@ -103,7 +103,7 @@ def labels_to_probe(
                 f"needs {', '.join(splits)}"
             )
     for split in splits:
-        if split != "valid":
+        if split != "valid" or task.kind == "survival":
             require_unlike(labels, split, dataset)
     return labels
 
@@ -202,19 +202,20 @@ def save_with_head(
 
 
 def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:
-    y_NK = labels.y[0][labels.rows(0, split)]
-    if labels.task.kind == "survival":
-        if not (y_NK > 0).any():
-            raise ConfigError(f"{labels.name}: no event in the split {split}")
-    elif not unlike(y_NK).any():
-        raise ConfigError(
-            f"{labels.name or dataset.root.url}: all labels of the split {split} are the same: "
-            "nothing to learn or to score"
-        )
+    kind = labels.task.kind
+    if unlike(kind, labels.y[0][labels.rows(0, split)]).any():
+        return
+    what = f"all labels of the split {split} are the same"
+    if kind == "survival":
+        what = f"no event in the split {split}"
+    name = labels.name or dataset.root.url
+    raise ConfigError(f"{name}: {what}: nothing to learn or to score")
 
 
-def unlike(y_NK: Array) -> Array:
-    """bool [K]: the known labels are not all the same."""
+def unlike(kind: str, y_NK: Array) -> Array:
+    """bool [K]: the known labels are not all the same; in survival, there is an event."""
+    if kind == "survival":
+        return np.asarray((y_NK > 0).any(0))
     unknown_NK = np.isnan(y_NK)
     least_K = np.where(unknown_NK, np.inf, y_NK).min(0, initial=np.inf)
     most_K = np.where(unknown_NK, -np.inf, y_NK).max(0, initial=-np.inf)

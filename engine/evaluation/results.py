@@ -167,7 +167,7 @@ class TaskResult:
             remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
         if half["patients"] == 1:
             remarks.append("All samples are from one patient: there are no intervals.")
-        elif self.head.kind != "regression" and few_patients(labels, self.patients_N):
+        elif few_patients(self.head.kind, labels, self.patients_N):
             remarks.append(f"{TOO_FEW} have no interval, or an exact one.")
         return remarks
 
@@ -209,7 +209,7 @@ def scored(
             again = challenge_statistic(labels, scores > np.asarray(head.chosen))
             metrics[CHOSEN] = again(np.ones(len(labels), np.int64))
             intervals[CHOSEN] = bootstrap(again, patients, resamples).tolist()
-    if head.kind != "regression" and few_patients(labels, patients):
+    if few_patients(head.kind, labels, patients):
         intervals.update(intervals_of_few(metrics, labels, patients))
     if head.kind not in OF_VALUES:
         metrics["calibration_error"] = calibration(labels, scores)[-1]

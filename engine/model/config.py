@@ -14,7 +14,7 @@ s crop, forward and backward.
 | CMSC | local: 0 |
 | SimCLR | local: 0, method: simclr |
 | 3KG | local: 0, method: 3kg |
-| CPC (not in the paper) | local: 0, method: cpc, with model.causal |
+| CPC (not in the paper) | local: 0, method: cpc, with model.causal, conv_norm: layer |
 | as the authors compute it | form: authors, detach_norm: true, gathered: false |
 
 Random lead masking and views are made by the data loader. The diversity loss and the feature
@@ -122,6 +122,11 @@ class ModelConfig:
                 f"model.options={self.options}: the authors' encoder takes no options: set "
                 "model.encoder"
             )
+        if self.causal and self.conv_norm == "group" and not self.encoder:
+            raise ConfigError(
+                "model.causal=true: model.conv_norm=group takes the mean and variance of all samples, "
+                "later ones included: set model.conv_norm=layer"
+            )
         for key, divisor in (
             ("width", "heads"),
             ("width", "position_groups"),
@@ -136,6 +141,15 @@ class ModelConfig:
             raise ConfigError(
                 f"model.tau_start={self.tau_start}: must be at least model.tau_end={self.tau_end}"
             )
+
+    @property
+    def architecture(self) -> list[str]:
+        """The settings that the encoder's weights depend on."""
+        names = ["encoder", "options", "leads"]
+        if not self.encoder:
+            names += ["conv", "conv_norm", "width", "layers", "heads", "ffn"]
+            names += ["position_kernel", "position_groups", "causal"]
+        return names
 
     @property
     def feature_width(self) -> int:

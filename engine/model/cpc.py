@@ -29,9 +29,11 @@ class PredictiveCoding(nn.Module):
         super().__init__()
         if not getattr(encoder, "causal", False):
             raise ConfigError(
-                "needs an encoder that does not look ahead: set model.causal=true; your own needs "
-                "features(), context() and causal = True"
+                "needs an encoder that does not look ahead: set model.causal=true and "
+                "model.conv_norm=layer; your own needs features(), context() and causal = True"
             )
+        if steps < 1 or temperature <= 0:
+            raise ConfigError("use at least 1 for steps, and more than 0 for temperature")
         self.temperature = temperature
         self.maps = nn.ModuleList()
         for _ in range(steps):
@@ -40,6 +42,8 @@ class PredictiveCoding(nn.Module):
     def forward(self, encoder: Any, x_BSLT: Tensor, keys_BS: Tensor) -> Tensor:
         z_RNF, _ = encoder.features(x_BSLT.flatten(0, 1))
         c_RND = encoder.context(z_RNF, None)
+        if (steps := len(self.maps)) >= (tokens := z_RNF.shape[1]):
+            raise ConfigError(f"steps={steps}: of {tokens} tokens: use fewer than them")
         losses = []
         for ahead, linear in enumerate(self.maps, 1):
             losses.append(self.loss(linear(c_RND[:, :-ahead]), z_RNF, ahead))

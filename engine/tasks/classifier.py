@@ -192,8 +192,10 @@ def layer_groups(model: Classifier, decay: float) -> list[tuple[float, list[nn.P
     `blocks` (stages of the ResNet), if it has one, else its top-level modules; what is not in them
     is layer 0."""
     encoder = model.encoder
-    stack: Any = getattr(encoder, "layers", getattr(encoder, "blocks", None))
-    modules = stack if isinstance(stack, nn.ModuleList | nn.Sequential) else encoder.children()
+    modules: Any = encoder.children()
+    for name in ("blocks", "layers"):
+        if isinstance(stack := getattr(encoder, name, None), nn.ModuleList | nn.Sequential):
+            modules = stack
     layers = [set(module.parameters()) for module in modules]
     layers = [layer for layer in layers if layer]
     if len(layers) < 2:

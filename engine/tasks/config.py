@@ -78,7 +78,7 @@ class Tuning(Section):
     frozen: bool = False  # only the head is trained
     feature_grad: float = 0.0  # 0: convolutions frozen; 1: trained like the rest
     # The learning rate of layer i of L is train.lr * layer_decay ** (L - i), that of the head train.lr;
-    # i = 0: convolutions and whatever else precedes the layers
+    # i = 0: convolutions and whatever else is in no layer
     layer_decay: float = Field(default=1.0, gt=0, le=1)
     dropout: float = 0.0  # as model.dropout
     attention_dropout: float = 0.0  # as model.attention_dropout

@@ -234,6 +234,8 @@ class FinetuneTask(ExportedTask):
     def _validation_remarks(self) -> list[str]:
         if not self.held_out.crops:
             return ["no validation crops: the newest checkpoint counts as the best"]
+        if self.kind == "survival" and not (self.held_out.y > 0).any():
+            return ["no event in validation: the newest checkpoint counts as the best"]
         if self.kind not in kinds.WITH_THRESHOLDS:
             return []
         absent = named(self.labels, ~(self.held_out.y > 0).any(0))
@@ -246,6 +248,8 @@ class FinetuneTask(ExportedTask):
         its architecture."""
         model = self.architecture
         architecture = asdict(model) | {"encoder": encoders.portable(model.encoder)}
+        if not model.causal:  # runs begun before there was a choice lack it
+            del architecture["causal"]
         facts: dict[str, Any] = super().facts()
         facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
         if self.readout != (PAPER,):

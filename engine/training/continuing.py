@@ -54,11 +54,6 @@ QUICKSTART = "quickstart"  # the config if none is given
 # 1,662 real ECGs best from 12 leads, docs/readouts.md
 READOUT = "mean+std+rhythm"
 READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured
-SHARED = ("encoder", "options", "leads")  # settings that the weights of every encoder depend on
-AUTHORS = (  # and those of the authors'
-    *("conv", "conv_norm", "width", "layers", "heads", "ffn"),
-    *("position_kernel", "position_groups", "causal"),
-)
 INPUT = ("window_s", "fs_hz", "band_hz", "scale")
 PLUGGED = ("model.encoder", "augment.extra", "objective.method")  # may name the user's own code
 # and defaults
@@ -230,6 +225,9 @@ def read_config(
         signals = Input.of(preprocessing, config_of(document).leads)
         tree["input"] = {name: getattr(signals, name) for name in INPUT}
     refuse_foreign(start, flatten(tree), flatten(given))
+    objective, method = tree.get("objective", {}), flatten(given).get("objective.method")
+    if method and portable(str(method)) != portable(str(objective.get("method"))):
+        objective.pop("options", None)  # those of the other class
     return build(overridden(tree, overrides))
 
 
@@ -298,4 +296,4 @@ def check_fits(config: Config, theirs: ModelConfig, signals: Input) -> None:
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
     settings = asdict(model) | {"encoder": portable(model.encoder)}
-    return {key: settings[key] for key in (SHARED if model.encoder else SHARED + AUTHORS)}
+    return {key: settings[key] for key in model.architecture}

@@ -164,8 +164,8 @@ def describe_encoder(config: ModelConfig) -> str:
     """One line for the model card."""
     if not config.encoder:
         size = (
-            f"{len(config.conv)} convolutions, {config.layers} transformer layers of width "
-            f"{config.width}"
+            f"{len(config.conv)} convolutions, {config.layers} {'causal ' * config.causal}transformer "
+            f"layers of width {config.width}"
         )
         return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
     about = (

@@ -143,6 +143,7 @@ def test_code15_labels_are_right(labels, tmp_path):
     exams = [
         {"exam_id": 1169160, "1dAVb": "False", "RBBB": "True", "AF": "", "age": "93"},
         {"exam_id": 2873686, "1dAVb": "True", "AF": "True", "age": 40, "death": "", "timey": ""},
+        {"exam_id": 7, "1dAVb": "True", "age": 40, "death": "False", "timey": "-0.01"},
     ]
     exams[0] |= {"death": "True", "timey": "1.5"}
     write_table(tmp_path / "exams.csv", CODE15_COLUMNS, exams)
@@ -151,6 +152,7 @@ def test_code15_labels_are_right(labels, tmp_path):
     assert {record: [row[name] for name in columns] for record, row in made.items()} == {
         "1169160": ["code15", 0, 1, None, 90.0, 1, 1.5],
         "2873686": ["code15", 1, None, 1, 40.0, None, None],
+        "7": ["code15", 1, None, None, 40.0, 0, None],
     }
 
 

@@ -265,7 +265,7 @@ def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(tmp_pat
     assert "no model.safetensors" in refused(capsys, "to-fairseq", tmp_path, other)
     assert "/proc" in refused(capsys, "to-fairseq", out, "/proc/b.pt")
     document = json.loads((out / "config.json").read_text())
-    edited(out, model=document["model"] | {"causal": True})
+    edited(out, model=document["model"] | {"causal": True, "conv_norm": "layer"})
     assert "model.causal=true" in refused(capsys, "to-fairseq", out, other)
     edited(out, model=document["model"])
     state = load_file(out / "model.safetensors")

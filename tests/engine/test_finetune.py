@@ -167,6 +167,8 @@ def test_a_resumed_run_and_two_ranks_are_the_same_run(dataset, base, tmp_path):
             tmp_path, dataset.root.url, base, "identification", "parts", train__steps=steps, **how
         ).ok
     assert curve(tmp_path / "parts", EXACT) == curve(tmp_path / "whole", EXACT)
+    state = checkpoint.read_state(checkpoint.newest(tmp_path / "parts"))
+    assert "causal" not in state["finetuning"]["architecture"]  # nor in those of older runs
     ended = finetune(
         tmp_path, dataset.root.url, base, "identification", "two", 2, train__zero_stage=3, **how
     )
@@ -198,6 +200,12 @@ class Parts(nn.Module):
     def forward(self, x):
         return self.second(self.gelu(self.first(x)).transpose(1, 2)) + self.token
 
+class Counted(Parts):
+    layers = 2  # not a list
+    def __init__(self, leads):
+        super().__init__(leads)
+        self.blocks = nn.Sequential(self.second, nn.GELU(), nn.Linear(4, 4))
+
 class Single(Parts):
     def __init__(self, leads):
         super().__init__(leads)
@@ -222,6 +230,11 @@ SHARES = {
         "token": 0.25,
         "first.weight": 0.5,
         "second.bias": 1,
+    },
+    "listed.py:Counted": {
+        "first.bias": 0.25,
+        "second.bias": 0.5,
+        "blocks.2.bias": 1,
     },
 }
 
@@ -635,6 +648,9 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
     assert table.column_names[-1] == "risk" and len(table) == len(risks)
     page = tmp_path / "page.html"
     assert omnilead.evaluate(run, data=data, report=page)["n"] and "Kaplan" in page.read_text()
+    path.write_text(re.sub(r",1,valid", ",0,valid", path.read_text()))
+    said = tuned("diagnosis", "unchosen", train__steps=1, **how)
+    assert "no event in validation: the newest checkpoint counts as the best" in said
     path.write_text(re.sub(r",1,train", ",0,train", path.read_text()))
     line = tune("diagnosis", "none", **how).one_line()
     assert "the training split has no event: nothing to learn" in line

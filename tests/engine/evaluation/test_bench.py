@@ -44,6 +44,8 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_model(folder / "A" / "model")
     save_model(folder / "B", layers=1)
+    save_model(folder / "C", layers=1, conv_norm="layer")
+    save_model(folder / "causal", layers=1, conv_norm="layer", causal=True)
     return [f"first={folder / 'A'}", str(folder / "B")]
 
 
@@ -164,6 +166,17 @@ def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
     assert any(gap["difference"] for gap in first)
 
 
+def test_a_survival_task_is_scored_as_by_probe(again, models, dataset, tmp_path):
+    times = np.random.default_rng(1).exponential(size=97).round(2) + 0.01
+    path, task = tmp_path / "code15.csv", "code15-mortality"
+    write_table(path, dataset, timey=times, death=[1, 1, 0])
+    found = omnilead.bench(models[:1], tasks=[task], labels=str(tmp_path), **again)
+    model, how = models[0].removeprefix("first="), {"labels": str(path), "leads": LEADS[0]}
+    direct = probe.probe_model(model, dataset.root.url, task, **how)["linear"]["c_index"]
+    (first,) = (of for key, of in metrics_of(found).items() if key[0] == "first")
+    assert first == {"c_index": pytest.approx(direct)}
+
+
 def test_identification_equals_a_direct_computation(out, found, dataset):
     """The probes have noise, the gallery has none."""
     (beats,) = embedders.rows_to_compare([], Namespace(seed=3))[0].members[0]
@@ -282,7 +295,7 @@ def test_small_shares_are_subsets_of_larger_ones_and_patients_stay_whole():
     for one in patient[:2]:
         assert len(np.unique(weight[patient == one], axis=0)) == 1
     labels = np.array([[0, 1, 1, np.nan], [1, 1, np.nan, np.nan]])
-    assert unlike(labels).tolist() == [True, False, False, False]
+    assert unlike("multilabel", labels).tolist() == [True, False, False, False]
 
 
 def test_whitened_halves_differ_equally_in_every_direction():
@@ -327,6 +340,10 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --leads 13", "leads='13': no lead is called"),
         ("sex --fit-leads 13", "leads='13': no lead is called"),
         ("same.csv", "same.csv: all labels of the split train are the same"),
+        ("alive.csv", "alive.csv: no event in the split train: nothing to learn"),
+        ("unchosen.csv", "unchosen.csv: no event in the split valid: nothing to learn"),
+        ("few.csv --share 1 0.02", "--share 0.02 of"),
+        ("few.csv --share 0.02", " records of test: no event in one of them: use a larger share"),
         ("folds.csv", "folds 1, 2: at least 3 are needed"),
         ("sex sex", "two tasks have the same name"),
         ("sex --models A=nowhere", "nowhere: no such folder"),
@@ -334,6 +351,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --models A=B,", "--models A=B,: an empty name: write NAME=RUN or NAME=RUN,RUN"),
         ("sex --models A=B,B", "runs of one name must differ in their seed alone"),
         ("sex --models X=B,A", "runs of one name must differ in their seed alone"),
+        ("sex --models X=C,causal", "runs of one name must differ in their seed alone"),
         ("sex --readout rhythm", "it has nothing of a model: add mean, std or beats"),
         ("sex --readout loud", "readout='loud': join different parts by +, out of mean, std"),
         ("sex --models B B", "--models B: the name 'B' is taken: write NAME=B"),
@@ -345,6 +363,13 @@ def test_refusals_are_one_line(
 ):  # fmt: skip
     monkeypatch.chdir(Path(models[1]).parent)
     write_table(Path("same.csv"), dataset, ill=1)
+    write_table(Path("alive.csv"), dataset, time=[1, 2, 3], event=0)
+    first = np.unique(dataset.column("record"), return_index=True)[1]
+    person = np.unique(dataset.column("patient")[first].astype(str), return_inverse=True)[1]
+    split = np.array(["train", "valid", "test"])[person % 3]
+    write_table(Path("few.csv"), dataset, time=[1, 2, 3], event=[1, 0, 0, 0], split=split)
+    died = (split != "valid").astype(int)
+    write_table(Path("unchosen.csv"), dataset, time=[1, 2, 3], event=died, split=split)
     write_table(Path("folds.csv"), dataset, ill=[0, 1], fold=[1, 2])
     given = ["--models", "B", "--data", dataset.root.url, "--out", "OUT", "--tasks"]
     assert main(["bench", *given, *words.split()]) == 2

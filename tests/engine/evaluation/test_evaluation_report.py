@@ -194,6 +194,8 @@ def test_survival_is_drawn_by_thirds_of_the_risk():
     few = timed(np.append(y[:9], [-30.0] * 20), np.zeros(29))
     assert few.document()["intervals"]["c_index"] == [None, None]
     assert "Fewer than 10 patients" in few.remarks[-1]
+    everyone = timed(y, -y)  # nobody is censored
+    assert everyone.document()["intervals"]["c_index"] == [1, 1] and not everyone.remarks
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_the_temperature_falls_to_its_end():
         {"width": 770}, {"heads": 0}, {"layers": 2.5}, {"conv": []}, {"conv": [[256, 0]]}, {"conv_norm": "batch"},
         {"kernels": "fast"}, {"dropout": 1.0}, {"dropout": float("nan")}, {"code_width": 255}, {"width": 32, "heads": 3},
         {"tau_start": 0.1}, {"width": 10**9}, {"feature_grad": True}, {"patches": 7}, {"codebooks": 3},
-        {"position_groups": 7}, {"conv_norm": "x" * 10_000},
+        {"position_groups": 7}, {"conv_norm": "x" * 10_000}, {"causal": True},
     ],
 )  # fmt: skip
 def test_wrong_settings_are_one_line_that_names_the_key(wrong):

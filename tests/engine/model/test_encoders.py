@@ -275,10 +275,17 @@ def test_predictive_coding_needs_a_causal_encoder():
     for config in (SMALL, ModelConfig(encoder="resnet", options={"widths": [8, 8]})):
         with pytest.raises(ConfigError, match=r"method=cpc.*does not look ahead: set model.causal"):
             Pretrainer(config, objective)
-    for options in ({"steps": 0}, {"steps": 156}):
-        model = Pretrainer(replace(SMALL, causal=True), replace(objective, options=options))
-        with pytest.raises(ConfigError, match=r"objective\.method=cpc: "):
-            examine_objective(model, torch.float32)
+    causal = replace(SMALL, causal=True, conv_norm="layer")
+    for options in ({"steps": 0}, {"temperature": 0}, {"temperature": -0.1}):
+        with pytest.raises(
+            ConfigError, match=r"objective\.method=cpc, .*: use at least 1 for steps"
+        ):
+            Pretrainer(causal, replace(objective, options=options))
+    model = Pretrainer(causal, replace(objective, options={"steps": 156}))
+    with pytest.raises(ConfigError, match=r"objective\.method=cpc: steps=156: of 156 tokens"):
+        examine_objective(model, torch.float32)
+    model = Pretrainer(causal, replace(objective, options={"steps": 155}))
+    assert examine_objective(model, torch.float32) == ["loss_global"]
 
 
 @pytest.mark.parametrize(

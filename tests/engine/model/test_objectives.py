@@ -146,7 +146,7 @@ def test_contrast_needs_two_views(views):
 
 @torch.no_grad()
 def test_predictive_coding_is_van_den_oord_s_formula():
-    encoder = seeded(replace(SMALL, causal=True, layers=1)).encoder
+    encoder = seeded(replace(SMALL, causal=True, conv_norm="layer", layers=1)).encoder
     objective = PredictiveCoding(encoder, steps=3, temperature=0.5)
     x_BSLT = waves(2, 240)
     z_RNF = encoder.features(x_BSLT.flatten(0, 1))[0].numpy()

@@ -53,6 +53,7 @@ def newest_step(run):
 SIMCLR = {"objective__local": 0, "objective__method": "simclr", "pipeline__views": "window"}
 TWO_LEADS = {"augment__leads": "2", "augment__padded": False, "model__leads": 2}
 CPC = {"objective__local": 0, "objective__method": "cpc", "model__causal": True}
+CPC |= {"model__conv_norm": "layer"}
 AUTHORS = {"objective__form": "authors", "objective__gathered": False, "model__mask_trim": True}
 
 

@@ -169,6 +169,7 @@ def test_fine_tuning_from_a_plugged_in_encoder(base, own, dataset, tmp_path):
 
 
 CPC = {"objective__method": "cpc", "objective__options": {"steps": 3}, "model__causal": True}
+CPC |= {"model__conv_norm": "layer"}
 
 
 @pytest.mark.parametrize("method", ["own", "cpc"])
@@ -190,6 +191,8 @@ def test_an_objective_with_weights_resumes_bit_for_bit(method, own, training, tm
     assert not any(name.startswith("plugin.") for name in exported)
     assert ("encoder.mask_embedding" in exported) == (method == "own")
     assert omnilead.load(whole).encoder.causal == (method == "cpc")  # no code is needed
+    card = (whole / "model" / "README.md").read_text()
+    assert ("causal transformer" in card) == (method == "cpc")
 
 
 def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
@@ -214,6 +217,9 @@ def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
     start = str(one)
     with pytest.raises(ConfigError, match=r"objective\.method=.*Apart is code: to run it, name"):
         read_config(None, {"start": start})
+    for method, options in ((f"{own}:Apart", {"size": 3}), ("cmsc", {})):
+        continued = read_config(None, {"start": start, "objective.method": method})
+        assert continued.objective.options == options
     more = training("more", start=start, **how).good()
     assert "the encoder loaded; new: the objective's own weights, the optimiser" in more
     own.write_text(OWN + "# another\n")
