@@ -249,3 +249,36 @@ def test_older_folders_load_as_before():
     document = {"segment_s": 5.0, "fs_hz": 500, "scale": "millivolt", "leads": ["I", "II"]}
     assert Input.of(document, 2) == Input((0, 1), (0, 1))
     assert Input(ALL, ALL).plain
+
+
+NET = """
+from torch import nn
+
+class Net(nn.Conv1d):
+    width = 8
+
+    def __init__(self, leads):
+        super().__init__(leads, 8, 10, 10)
+
+    def forward(self, x_RLT):
+        assert x_RLT.shape[1:] == (12, 1000)
+        return super().forward(x_RLT).mT
+"""
+
+
+def test_an_encoder_of_ones_own_is_fine_tuned_on_other_windows(dataset, tmp_path):
+    data, tuned, net = dataset.root.url, tmp_path / "tuned", tmp_path / "net.py"
+    net.write_text(NET)
+    tree = {"input": TEN, "model": {"encoder": f"{net}:Net"}}
+    (tmp_path / "start.yaml").write_text(json.dumps(tree))
+    words = ["--task", "sex", "--out", tuned, "--set", "train.steps=2", "train.precision=fp32"]
+    run("finetune", "--start", tmp_path / "start.yaml", "--data", data, *words)
+    net.unlink()
+    out = tmp_path / "p.parquet"
+    run("predict", "--model", tuned, "--code", "--data", data, "--per", "crop", "--out", out)
+    model, table = omnilead.load(tuned, code=True), parquet.read_table(out).to_pydict()
+    assert model.input == signals(TEN) and len(table["row"]) > 100
+    x_RLT = [by_hand(dataset.read(row).astype(float), 2, **TEN) for row in table["row"]]
+    with torch.no_grad():
+        expected = model.scores(torch.tensor(np.concatenate(x_RLT)).float())
+    np.testing.assert_allclose(table["F"], expected[:, 0], atol=1e-5)
