@@ -303,6 +303,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     with model_folder(run) as (folder, _):
         document = document_of(folder / CONFIG)
         config, state = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
+        preprocessing = document_of(folder / PREPROCESSING)
     # Saved by from_fairseq; models trained with omnilead have none
     origin = document.get("fairseq") or {}
     if not any(name.startswith("local.") for name in state) and not (origin and outputs(state)):
@@ -312,6 +313,10 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         )
     if config.causal:
         raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
+    if not origin and not Input.of(preprocessing, config.leads).plain:
+        raise ConfigError(
+            f"{run}: its input is {described(preprocessing)}: fairseq-signals would not make it so"
+        )
     try:
         theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))
         weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}

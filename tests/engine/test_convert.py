@@ -267,7 +267,11 @@ def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(tmp_pat
     document = json.loads((out / "config.json").read_text())
     edited(out, model=document["model"] | {"causal": True})
     assert "model.causal=true" in refused(capsys, "to-fairseq", out, other)
-    edited(out, model=document["model"])
+    signals = json.loads((out / "preprocessing.json").read_text())
+    (out / "preprocessing.json").write_text(json.dumps(signals | {"band_hz": [0.5, 40]}))
+    edited(out, model=document["model"], fairseq={})
+    assert "band-passed from 0.5 to 40 Hz" in refused(capsys, "to-fairseq", out, other)
+    (out / "preprocessing.json").write_text(json.dumps(signals))
     state = load_file(out / "model.safetensors")
     save_file(
         {name: w for name, w in state.items() if not name.startswith("local.")},
