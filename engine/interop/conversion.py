@@ -497,7 +497,7 @@ def float_tensors(values: Any, path: Path) -> dict[str, Tensor]:
 
 
 ALONE = (
-    "import sys; sys.path.append(sys.argv[1]); "
+    "import sys; sys.path.insert(0, sys.argv[1]); "
     "from omnilead.engine.interop.conversion import embed_alone; embed_alone()"
 )
 # What a plug-in may read: nothing else may be needed to load its folder

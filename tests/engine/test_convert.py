@@ -396,6 +396,18 @@ def test_files_of_weights_that_are_none(tmp_path, capsys):
     assert not (tmp_path / "executed").exists()
 
 
+def test_an_export_that_takes_other_shapes_is_one_line(tmp_path, capsys):
+    source = NET.replace(
+        "self.norm(self.conv(x))", "self.norm(self.conv(x)).reshape(len(x), 16, -1)"
+    )
+    assert convert.main(list(map(str, from_torch(tmp_path, net(), source=source)))) == 0
+    capsys.readouterr()
+    out = tmp_path / "a.onnx"
+    error = refused(capsys, "to-onnx", tmp_path / "out", out, "--code")
+    assert "the exported model must take 1 segments of 2500 samples" in error
+    assert list(tmp_path.glob("*.onnx*")) == []
+
+
 def test_the_class_imports_only_installed_packages(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine_alone.py").write_text("from torch import nn")
     monkeypatch.syspath_prepend(tmp_path)
