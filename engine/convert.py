@@ -159,8 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "from-fairseq":
             notes = from_fairseq(source, args.out, args.input, args.fs, args.classes)
         elif args.command == "from-torch":
+            fs_hz = 500.0 if args.fs is None else args.fs
             leads = [LEADS[lead] for lead in leads_in_order(args.leads, "--leads")]
-            given = signals(args.input, args.fs or 500.0, leads, args.window, args.band)
+            given = signals(args.input, fs_hz, leads, args.window, args.band)
             options = parse_yaml(args.options, "--options")
             notes = from_torch(
                 source, args.out, args.encoder, options, given, args.prefix, args.map

@@ -114,7 +114,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--per",
         choices=PER,
         default="crop",
-        help="one row for each 10 s, each record, each 5 s (crop)",
+        help="one row for each 10 s, each record, each 5 s or other window of the model (crop)",
     )
     add("--readout", **READOUT)
     add("--pseudonymize", **PSEUDONYMS)

@@ -11,7 +11,7 @@ Columns: source, record, patient, row (of the dataset), start_s, missing_leads (
 were not recorded, or are flat), then, by the kind of task: for each class AF (probability) and
 AF_predicted (true above the threshold chosen in validation); or `predicted` (the most probable
 class) and the probability of each class; or values such as age_years, or risk. The prediction of a record is
-the mean over its segments of 5 s. Inputs and resuming work as in `omnilead embed`. Exit code 2: an
+the mean over its segments (5 s, or the model's window). Inputs and resuming work as in `omnilead embed`. Exit code 2: an
 argument or a file is wrong. Exit code 1: computing or writing failed.
 """
 
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--per",
         choices=PER,
         default="record",
-        help="one row for each record, each 10 s, each 5 s (record)",
+        help="one row for each record, each 10 s, each 5 s or other window of the model (record)",
     )
     parser.add_argument("--pseudonymize", **PSEUDONYMS)
     return parser.parse_args(arguments)

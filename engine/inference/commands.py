@@ -61,7 +61,7 @@ def embed(
     readout: str = "",
     **options: Any,
 ) -> pa.Table | Written:
-    """Embeddings of the ECGs in `data`, one row `per` crop of 10 s, record, or half of 5 s.
+    """Embeddings of the ECGs in `data`, one row `per` crop of 10 s, record, or half of 5 s (or window of the model).
     `readout`: mean, mean+std+rhythm, ...; "": the model's own.
 
     `options`: device, precision and code, as in `prepare_model`, and the fields of EcgOptions.

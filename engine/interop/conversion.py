@@ -303,6 +303,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     with model_folder(run) as (folder, _):
         document = document_of(folder / CONFIG)
         config, state = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
+        preprocessing = document_of(folder / PREPROCESSING)
     # Saved by from_fairseq; models trained with omnilead have none
     origin = document.get("fairseq") or {}
     if not any(name.startswith("local.") for name in state) and not (origin and outputs(state)):
@@ -312,6 +313,10 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         )
     if config.causal:
         raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
+    if not origin and not Input.of(preprocessing, config.leads).plain:
+        raise ConfigError(
+            f"{run}: its input is {described(preprocessing)}: fairseq-signals would not make it so"
+        )
     try:
         theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))
         weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}
@@ -492,7 +497,7 @@ def float_tensors(values: Any, path: Path) -> dict[str, Tensor]:
 
 
 ALONE = (
-    "import sys; sys.path.append(sys.argv[1]); "
+    "import sys; sys.path.insert(0, sys.argv[1]); "
     "from omnilead.engine.interop.conversion import embed_alone; embed_alone()"
 )
 # What a plug-in may read: nothing else may be needed to load its folder
@@ -552,7 +557,8 @@ def from_torch(
 
 def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
     """Write a model folder that gives this embedding without any other file of the user's."""
-    command = [sys.executable, "-P", "-c", ALONE, f"{omnilead.__path__[0]}/.."]
+    # -E: PYTHONPATH may name the user's modules
+    command = [sys.executable, "-E", "-P", "-c", ALONE, f"{omnilead.__path__[0]}/.."]
     with tempfile.TemporaryDirectory() as place:
         write(Path(place, "model"), *parts)
         done = subprocess.run(command, cwd=place, capture_output=True, text=True)
@@ -633,6 +639,11 @@ def matched(
 
 def load_tensors(path: Path, own: nn.Module, weights: dict[str, Tensor]) -> None:
     with blaming(str(path)):
+        for name, mine in own.state_dict().items():
+            if mine.is_floating_point() and not weights[name].is_floating_point():
+                raise ConfigError(
+                    f"{name} is {weights[name].dtype}: take one that is not quantised"
+                )
         own.load_state_dict(weights)
         for name, weight in own.state_dict().items():
             if not weight.isfinite().all():
@@ -642,9 +653,8 @@ def load_tensors(path: Path, own: nn.Module, weights: dict[str, Tensor]) -> None
 def fixed_input(preprocessing: Mapping[str, Any]) -> Tensor:
     """x_RLT: two rows of noise, as long as a model's input."""
     given = Input.of(preprocessing, len(preprocessing["leads"]))
-    samples = math.ceil(preprocessing["segment_s"] * given.fs_hz)
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(2, len(given.leads), samples, generator=generator)
+    return torch.randn(2, len(given.leads), given.samples, generator=generator)
 
 
 @torch.no_grad()
@@ -676,8 +686,7 @@ def _torch_card(
 All weights of the class `{name}` (its code is in this folder) come from {origin["file"]}, sha256
 {origin["sha256"]}. The licence is that of the original.
 
-Input: {config.leads} leads at {preprocessing["fs_hz"]:g} Hz, {preprocessing["segment_s"]:g} s at a time,
-{preprocessing["meaning"]}. See {PREPROCESSING}.
+Input: {config.leads} leads at {described(preprocessing)}. See {PREPROCESSING}.
 
     import omnilead
     model = omnilead.load("THIS_FOLDER", code=True)

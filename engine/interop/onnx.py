@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from omnilead.engine.common import ConfigError
+from omnilead.engine.common import ConfigError, blaming
 from omnilead.engine.inference.readout import measures_signal
 from omnilead.engine.inference.trained_model import TrainedModel
 from omnilead.engine.model.encoder import pool
@@ -66,7 +66,9 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
         found = []
         for segments, length in SIZES:
             samples = int(length * model.input.samples)
-            found.append(difference(outputs, temporary, segments, samples))
+            shape = f"{out}: the exported model must take {segments} segments of {samples} samples"
+            with blaming(shape):
+                found.append(difference(outputs, temporary, segments, samples))
         worst = float(np.max(found))  # NaN stays NaN
         if not worst <= TOLERANCE:
             raise ConfigError(

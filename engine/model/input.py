@@ -28,7 +28,7 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.prepare import rate_ratio, resample
+from omnilead.data_tools.prepare import MAX_RATIO, rate_ratio, resample
 from omnilead.data_tools.record import RATE_RANGE_HZ
 from omnilead.engine.common import ALL, ConfigError, describe_leads, leads_in_order, parse_leads
 from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF, MV_PER_UV, none_measured
@@ -72,8 +72,10 @@ def check_signals(window_s: Any, fs_hz: Any, band_hz: Any, section: str = "") ->
     try:
         rate_ratio(fs_hz)
     except (ReadError, TypeError):
+        bounds = " to ".join(map("{:g}".format, RATE_RANGE_HZ))
         raise ConfigError(
-            f"{section}fs_hz={fs_hz!r}: must be {' to '.join(map('{:g}'.format, RATE_RANGE_HZ))}"
+            f"{section}fs_hz={fs_hz!r}: must be {bounds}, and its ratio to {FS_HZ:g} one of whole "
+            f"numbers up to {MAX_RATIO}"
         ) from None
     if not isinstance(window_s, int | float) or not 0 < window_s <= CROP_S:
         named = "window_s" if section else "segment_s"
@@ -271,7 +273,8 @@ class Input:
         """Crops at the model's rate, zero after the halves that they have."""
         if self.plain or (halves_B == 2).all():
             return self._measured(x_BLT)
-        made = x_BLT.new_zeros(*x_BLT.shape[:2], samples_at(self.fs_hz, CROP))
+        samples = 2 * self.samples if self.by_halves else samples_at(self.fs_hz, CROP)
+        made = x_BLT.new_zeros(*x_BLT.shape[:2], samples)
         for halves in np.unique(halves_B).tolist():
             crops = torch.from_numpy(np.flatnonzero(halves_B == halves)).to(x_BLT.device)
             some = self._measured(x_BLT[crops, :, : halves * HALF])

@@ -65,6 +65,7 @@ class Explained(NamedTuple):
 
 
 def score_of(model: TrainedModel, k: int) -> Score:
+    model.requires_grad_(False)  # so that only what depends on the samples has a gradient
     if isinstance(model.encoder, Encoder):
         # The same outputs with true gradients: pre-training scales them, fine-tuning cuts them off
         model.encoder.conv.feature_grad = 1.0

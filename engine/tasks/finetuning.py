@@ -179,9 +179,11 @@ class FinetuneTask(ExportedTask):
     def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         super().__init__(config, datasets, ranks)
         self.kind = config.task.kind
-        self.labels = read_task(config.task, datasets)
-        self.best = best_metric(config.train.best, validation_metrics(self.labels))
+        labels = read_task(config.task, datasets)
+        self.label_facts = labels.facts
+        self.best = best_metric(config.train.best, validation_metrics(labels))
         self.start = read_start(config.start, config.code)
+        self.labels = with_windows(labels, datasets, self.start.input)
         self.architecture = config.tuned(self.start.model)
         self.weights = select_leads(self.start, config) if self.start.weights else None
         self.input = replace(
@@ -254,7 +256,7 @@ class FinetuneTask(ExportedTask):
         facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
         if self.readout != (PAPER,):
             facts["finetuning"]["readout"] = "+".join(self.readout)
-        facts["labels"] = self.labels.facts
+        facts["labels"] = dict(self.label_facts)
         if self.kind == "regression":
             facts["labels"] |= {
                 "center": self.targets.center_K.tolist(),
@@ -493,11 +495,8 @@ def training_roles(
     labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input
 ) -> dict[str, Any]:
     """Which crops are trained on, as arguments of engine.data.order.DatasetRows.of."""
-    rows = []
-    for n, dataset in enumerate(datasets):
-        some = labels.rows(n, "train")
-        some = some[model_input.count(dataset.column("halves")[some]) > 0]
-        rows.append(some)
+    rows = [labels.rows(n, "train") for n in range(len(datasets))]
+    for dataset, some in zip(datasets, rows, strict=True):
         if not len(some):
             what = "a known label in the training split"
             if labels.role:
@@ -512,6 +511,22 @@ def training_roles(
         return {"rows": rows}
     whole_crops = {"halves": 2} if model_input.needed_s > HALF_S else {}
     return {labels.role: "train"} | whole_crops
+
+
+def with_windows(labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input) -> TaskLabels:
+    """Without crops that are shorter than the model's window."""
+    split, without = [], 0
+    for dataset, split_N in zip(datasets, labels.split, strict=True):
+        short_N = model_input.count(dataset.column("halves")) == 0
+        without += int((split_N[short_N] > 0).sum())
+        split.append(np.where(short_N, np.int8(0), split_N))
+    if not without:
+        return labels
+    remark = (
+        f"{without:,} labelled crops are left out: shorter than the {model_input.window_s:g} s that "
+        "the model takes at once"
+    )
+    return replace(labels, split=split, remarks=[*labels.remarks, remark])
 
 
 def split_remark(labels: TaskLabels) -> str:
@@ -647,11 +662,12 @@ def finetuning(
     guessed = bool(task.labels) and "kind" not in tree["task"]
     if guessed:
         task = guess(task)
-    crops = len(read_task(task, open_datasets(wanted)).of("train"))
+    start, datasets = read_start(wanted.start, wanted.code), open_datasets(wanted)
+    crops = len(with_windows(read_task(task, datasets), datasets, start.input).of("train"))
     batch = max(1, min(BATCH, crops // 10) // world) * world
     if "batch_crops" in given:
         batch = wanted.train.batch_crops
-    chosen = choose_training(wanted, batch, max(1, crops // batch))
+    chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
     if length_given:
         del chosen["steps"]
     chosen |= saved_training(wanted, chosen)
@@ -661,9 +677,11 @@ def finetuning(
     return settled
 
 
-def choose_training(wanted: FinetuneConfig, batch: int, epoch: int) -> dict[str, Any]:
+def choose_training(
+    wanted: FinetuneConfig, model: ModelConfig, batch: int, epoch: int
+) -> dict[str, Any]:
     """Settings for a data set that is `epoch` batches long."""
-    model, begun = read_start(wanted.start, wanted.code).model, wanted.task.head == "start"
+    begun = wanted.task.head == "start"
     return {
         "batch_crops": batch,
         "validate_every": min(epoch, VALIDATE),

@@ -267,7 +267,11 @@ def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(tmp_pat
     document = json.loads((out / "config.json").read_text())
     edited(out, model=document["model"] | {"causal": True, "conv_norm": "layer"})
     assert "model.causal=true" in refused(capsys, "to-fairseq", out, other)
-    edited(out, model=document["model"])
+    signals = json.loads((out / "preprocessing.json").read_text())
+    (out / "preprocessing.json").write_text(json.dumps(signals | {"band_hz": [0.5, 40]}))
+    edited(out, model=document["model"], fairseq={})
+    assert "band-passed from 0.5 to 40 Hz" in refused(capsys, "to-fairseq", out, other)
+    (out / "preprocessing.json").write_text(json.dumps(signals))
     state = load_file(out / "model.safetensors")
     save_file(
         {name: w for name, w in state.items() if not name.startswith("local.")},
@@ -321,6 +325,7 @@ def from_torch(tmp_path, content, *options, source=NET):
 FOUND = {
     "plain": (net(), []),
     "5 s at 100 Hz": (net(), ["--fs", "100"]),
+    "2.5 s at 125 Hz": (net(), ["--fs", "125", "--window", "2.5"]),  # 312.5 samples
     "checkpoint": ({"epoch": 3, "state_dict": under("module.", net())}, []),
     "compiled": ({"model": under("_orig_mod.backbone.", net()) | {"head.w": torch.ones(3)}}, []),
     "nested": ({"model": {"encoder": net(), "decoder": {"w": torch.ones(3)}}}, []),
@@ -336,7 +341,7 @@ def test_the_weights_are_found_under_any_prefix(kind, tmp_path, monkeypatch, cap
     written = {}
     monkeypatch.setattr(conversion, "_write_if_complete", lambda *parts: written.update(parts[2]))
     content, options = FOUND[kind]
-    source = SHORT if kind == "5 s at 100 Hz" else NET
+    source = {"5 s at 100 Hz": SHORT, "2.5 s at 125 Hz": SHORT.replace("500", "312")}.get(kind, NET)
     arguments = from_torch(tmp_path, content, *options, source=source)
     assert convert.main(list(map(str, arguments))) == 0
     assert same(written, under("encoder.", net()))
@@ -354,6 +359,7 @@ REFUSED = {
     "missing": ({n: w for n, w in net().items() if n != "norm.bias"}, NET, [], "6 of 7 weights fit: 1 missing: norm.bias"),
     "two networks": (under("a.", net()) | under("b.", net()), NET, [], "under ['a.', 'b.']: choose with --prefix"),
     "NaN": (net() | BROKEN, NET, [], "w.pt: conv.weight has NaN or infinity"),
+    "quantised": (net() | {"conv.weight": torch.ones(16, 12, 8).char()}, NET, [], "w.pt: conv.weight is torch.int8"),
     "sparse": (net() | {"conv.weight": torch.zeros(16, 12, 8).to_sparse()}, NET, [], "w.pt: "),
     "unused": (net(), NET.replace("self.norm(self.conv(x))", "x[:, :1].expand(-1, 16, -1)"), [],
         "still that of the freshly built class"),
@@ -363,6 +369,7 @@ REFUSED = {
     "options": (net(), NET, ["--options", "{depth: 3}"], "unexpected keyword argument 'depth'"),
     "no mapping": (net(), NET, ["--options", "3"], "model.options=3"),
     "rate": (net(), NET, ["--fs", "20"], "fs_hz=20.0: must be 50 to 2000"),
+    "no rate": (net(), NET, ["--fs", "0"], "fs_hz=0.0: must be 50 to 2000"),
     "lead": (net(), NET, ["--leads", "I,X"], "--leads='I,X': no lead is called 'X'"),
 }  # fmt: skip
 
@@ -387,6 +394,28 @@ def test_files_of_weights_that_are_none(tmp_path, capsys):
     (tmp_path / "out").write_text("mine")
     assert "out: exists" in refused(capsys, *arguments)
     assert not (tmp_path / "executed").exists()
+
+
+def test_an_export_that_takes_other_shapes_is_one_line(tmp_path, capsys):
+    source = NET.replace(
+        "self.norm(self.conv(x))", "self.norm(self.conv(x)).reshape(len(x), 16, -1)"
+    )
+    assert convert.main(list(map(str, from_torch(tmp_path, net(), source=source)))) == 0
+    capsys.readouterr()
+    out = tmp_path / "a.onnx"
+    error = refused(capsys, "to-onnx", tmp_path / "out", out, "--code")
+    assert "the exported model must take 1 segments of 2500 samples" in error
+    assert list(tmp_path.glob("*.onnx*")) == []
+
+
+def test_the_class_imports_only_installed_packages(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine_alone.py").write_text("from torch import nn")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    source = NET.replace("from torch import nn", "from mine_alone import nn")
+    arguments = from_torch(tmp_path, net(), source=source)
+    assert "No module named 'mine_alone'" in refused(capsys, *arguments)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_constructor_must_not_load_weights(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Where a model looks: attributions known by hand, that they add up, and what is refused."""
 
 import re
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -8,7 +9,10 @@ import torch
 
 import omnilead
 from omnilead.__main__ import main
+from omnilead.engine.common import LEADS
 from omnilead.engine.evaluation.probe import probe_model
+from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.folder import write
 from omnilead.engine.report import why
 
 
@@ -57,3 +61,62 @@ def test_they_add_up_for_the_shipped_model(readout, dataset, tmp_path, capsys):
         assert main([*words, *change]) == 2
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1
+
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Conv1d):
+    width = 4
+
+    def __init__(self, leads):
+        super().__init__(leads, 4, 10, 10)
+
+    def forward(self, x_RLT):
+        return super().forward(x_RLT).mT
+"""
+HIDDEN = NET.replace("return super", "with torch.no_grad():\n            return super")
+HEADS = {
+    "age": {"kind": "regression", "classes": ["age"], "center": [50.0], "scale": [3.0]},
+    "risk": {"kind": "survival", "classes": ["risk"]},
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_of_a_plugged_in_encoder_they_are_inputs_times_weights(name, tmp_path, capsys):
+    """For a value and a risk, of an array with two windows of 10 s at 100 Hz, of two leads."""
+    shapes = {
+        "encoder.weight": (4, 12, 10),
+        "encoder.bias": (4,),
+        "head.weight": (1, 4),
+        "head.bias": (1,),
+    }
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    document = {"model": asdict(ModelConfig(encoder="net.py:Net")), "trained": {"rlm": 0.5}}
+    document["head"] = {"task": "t"} | HEADS[name]
+    signals = {"fs_hz": 100.0, "segment_s": 10.0, "scale": "millivolt", "leads": list(LEADS)}
+    for folder, source in (("model", NET), ("hidden", HIDDEN)):
+        write(tmp_path / folder, weights, document, signals, code={"net.py": source.encode()})
+    model = omnilead.load(tmp_path / "model", code=True)
+    mv_LT = np.random.default_rng(0).normal(0, 0.3, (2, 6500))
+    np.save(tmp_path / "a.npy", mv_LT)
+
+    x_RLT = model.segments(mv_LT, 250, "II,V1")
+    found = why.explain(why.score_of(model, 0), x_RLT, 100.0)
+    weight_L10 = torch.einsum("d,dlk->lk", weights["head.weight"][0], weights["encoder.weight"])
+    expected = x_RLT * weight_L10.repeat(1, 100) / 100 / 2 * HEADS[name].get("scale", [1.0])[0]
+    assert x_RLT.shape == (2, 12, 1000)
+    torch.testing.assert_close(found.a_RLT, expected, rtol=1e-2, atol=1e-6)
+
+    words = ["show", tmp_path / "a.npy", "--fs", 250, "--leads", "II,V1", "--code", "--why", name]
+    words += ["--png", tmp_path / "a.png", "--model"]
+    assert main([*map(str, words), str(tmp_path / "model")]) == 0
+    value = model.predict(mv_LT, 250, "II,V1")[name]
+    says = (
+        f"{name}: {value:.3g} in a, from 0 s\nLogit or value {value:+.2f}, the mean over 2 windows"
+    )
+    assert says in capsys.readouterr().out
+    assert main([*map(str, words), str(tmp_path / "hidden")]) == 2
+    assert "the model's output has no gradient" in capsys.readouterr().err

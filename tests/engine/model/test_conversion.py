@@ -391,5 +391,8 @@ def test_a_network_of_any_window_rate_and_band(prepared, options, tmp_path, monk
     assert convert.main(arguments) == 0
     x_SLT = torch.tensor(prepared(signal_uv() / 1e3).copy()).float()
     expected = F.conv1d(x_SLT, weight, bias, 5).tanh().mean((0, 2))
+    assert ("band-passed from 0.5 to 40 Hz" in Path("OUT/README.md").read_text()) == (
+        "--band" in options
+    )
     found = omnilead.load("OUT", code=True).embed(signal_uv(), 500, LEADS, "uV")
     assert_close(found, expected, rtol=0, atol=1e-5)

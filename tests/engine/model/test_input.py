@@ -2,6 +2,8 @@
 configuration to the outputs of a trained model."""
 
 import json
+import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +29,7 @@ TEN = {"window_s": 10.0, "fs_hz": 100.0, "scale": "zscore"}
 SHORT = {"window_s": 2.5, "band_hz": [0.5, 40.0]}
 UNEVEN = {"window_s": 3.0, "fs_hz": 360.0, "band_hz": [0.05, 150.0], "scale": "layernorm"}
 HALVES = {"fs_hz": 250.0, "scale": "zscore"}  # as imported models have
+ODD = {"fs_hz": 62.5}  # a half has 312.5 samples
 TINY = {
     "conv": [[8, 4], [8, 4]],
     "width": 16,
@@ -53,13 +56,13 @@ def by_hand(uv_LT, halves, window_s=5.0, fs_hz=500.0, band_hz=None, scale="milli
     pieces = np.split(x, halves, 1) if window_s == 5 and not band_hz else [x]
     if fs_hz != 500:
         how = {"window": ("kaiser", 5.0), "padtype": "edge"}
-        ratio = {100: (1, 5), 250: (1, 2), 360: (18, 25)}[int(fs_hz)]
+        ratio = {62: (1, 8), 100: (1, 5), 250: (1, 2), 360: (18, 25)}[int(fs_hz)]
         pieces = [resample_poly(piece, *ratio, axis=1, **how) for piece in pieces]
     x = np.concatenate(pieces, 1)
     there_L1 = uv_LT.any(1, keepdims=True)
     if scale == "zscore":
         x = (x - x.mean(1, keepdims=True)) / np.where(there_L1, x.std(1, keepdims=True), 1)
-    count, size = int(5 * halves / window_s), int(window_s * fs_hz)
+    count, size = int(5 * halves / window_s), math.ceil(window_s * fs_hz)
     windows = np.stack([x[:, i * size : (i + 1) * size] for i in range(count)])
     if scale == "layernorm":
         for window in windows:
@@ -68,7 +71,7 @@ def by_hand(uv_LT, halves, window_s=5.0, fs_hz=500.0, band_hz=None, scale="milli
     return windows
 
 
-@pytest.mark.parametrize("config", [TEN, SHORT, UNEVEN, HALVES, {}], ids=repr)
+@pytest.mark.parametrize("config", [TEN, SHORT, UNEVEN, HALVES, ODD, {}], ids=repr)
 def test_windows_are_those_of_scipy(config, dataset):
     """Also of a lead that was not recorded, and of crops with one half, whose rest is not looked
     at."""
@@ -139,6 +142,7 @@ def test_two_views_of_five_seconds_become_shorter(dataset):
         ({"window_s": 10.5}, "input.window_s=10.5: input should be less than or equal to 10"),
         ({"window_s": 8.0}, "input.window_s=8: a crop has no two such windows to contrast"),
         ({"fs_hz": 501.0}, "input.fs_hz=501.0: input should be less than or equal to 500"),
+        ({"fs_hz": 257.3}, "input.fs_hz=257.3: must be 50 to 2000, and its ratio to 500 one of"),
         ({"fs_hz": 100.0, "band_hz": [0.5, 50.0]}, "input.band_hz=(0.5, 50.0): give [LOW, HIGH]"),
         ({"band_hz": [40.0, 0.5]}, "input.band_hz=(40.0, 0.5): give [LOW, HIGH]"),
         ({"scale": "unit"}, "input.scale='unit': input should be 'millivolt', 'zscore' or"),
@@ -215,7 +219,16 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     sets = [f"train.{name}" for name in ("steps=2", "validate_every=1", "batch_crops=4")]
     sets += ["augment.rlm=0.5", "train.precision=fp32"]
     words = [word for one in sets for word in ("--set", one)]
+    capsys.readouterr()
     run("finetune", "--start", model, "--data", data, "--task", "sex", "--out", tuned, *words)
+    said = capsys.readouterr().out
+    known = [bool(sex) for sex in dataset.table(["sex"])["sex"].to_pylist()]
+    short = sum(np.equal(halves, 1) & known) if config == TEN else 0
+    assert (short > 0) == (config == TEN)
+    assert (f"{short} labelled crops are left out: shorter than the 10 s" in said) == (short > 0)
+    counts = re.search(r"crops: (\d+) train, (\d+) valid, (\d+) test", said).groups()
+    assert sum(map(int, counts)) == known.count(True) - short
+    assert f"{counts[0]} training crops" in said
     run("predict", "--model", tuned, "--data", data, "--out", tmp_path / "p.csv")
     folders = [json.loads((one / "model/preprocessing.json").read_text()) for one in (model, tuned)]
     assert folders[0] == folders[1] and folders[1]["segment_s"] == window_s
@@ -236,3 +249,36 @@ def test_older_folders_load_as_before():
     document = {"segment_s": 5.0, "fs_hz": 500, "scale": "millivolt", "leads": ["I", "II"]}
     assert Input.of(document, 2) == Input((0, 1), (0, 1))
     assert Input(ALL, ALL).plain
+
+
+NET = """
+from torch import nn
+
+class Net(nn.Conv1d):
+    width = 8
+
+    def __init__(self, leads):
+        super().__init__(leads, 8, 10, 10)
+
+    def forward(self, x_RLT):
+        assert x_RLT.shape[1:] == (12, 1000)
+        return super().forward(x_RLT).mT
+"""
+
+
+def test_an_encoder_of_ones_own_is_fine_tuned_on_other_windows(dataset, tmp_path):
+    data, tuned, net = dataset.root.url, tmp_path / "tuned", tmp_path / "net.py"
+    net.write_text(NET)
+    tree = {"input": TEN, "model": {"encoder": f"{net}:Net"}}
+    (tmp_path / "start.yaml").write_text(json.dumps(tree))
+    words = ["--task", "sex", "--out", tuned, "--set", "train.steps=2", "train.precision=fp32"]
+    run("finetune", "--start", tmp_path / "start.yaml", "--data", data, *words)
+    net.unlink()
+    out = tmp_path / "p.parquet"
+    run("predict", "--model", tuned, "--code", "--data", data, "--per", "crop", "--out", out)
+    model, table = omnilead.load(tuned, code=True), parquet.read_table(out).to_pydict()
+    assert model.input == signals(TEN) and len(table["row"]) > 100
+    x_RLT = [by_hand(dataset.read(row).astype(float), 2, **TEN) for row in table["row"]]
+    with torch.no_grad():
+        expected = model.scores(torch.tensor(np.concatenate(x_RLT)).float())
+    np.testing.assert_allclose(table["F"], expected[:, 0], atol=1e-5)
