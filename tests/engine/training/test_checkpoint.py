@@ -15,10 +15,7 @@ import pytest
 import torch
 from ranks import column, curve, pretrain, run, settings, start
 
-from omnilead.engine import convert
-from omnilead.engine.model.folder import LoadError
 from omnilead.engine.pretrain import main
-from omnilead.engine.tasks.finetuning import read_start
 from omnilead.engine.training import checkpoint, export
 from omnilead.engine.training.checkpoint import FORBID, FORCE, MANIFEST, CheckpointError, WriteError
 from omnilead.engine.training.distributed import Ranks
@@ -346,19 +343,9 @@ RANK_1 = OPTIMIZER.replace("rank_0", "rank_1", 1)  # which one rank does not rea
 
 
 @pytest.mark.parametrize("poisoned", [MODEL, OPTIMIZER, RANK_1], indirect=True)
-def test_no_command_runs_a_payload(poisoned, trace, resumed, tmp_path, capsys):
+def test_no_training_runs_a_payload(poisoned, trace, resumed, tmp_path, capsys):
     run = tmp_path / "run"
     assert f"{poisoned.parent}: would run code" in not_exported(run, capsys)
-    for words in (
-        ["to-fairseq", str(run), str(tmp_path / "a.pt")],
-        ["from-fairseq", str(poisoned), str(tmp_path / "out")],
-    ):
-        assert convert.main(words) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1
-    for begin in (run, poisoned):
-        with pytest.raises(LoadError):
-            read_start(str(begin))
     if poisoned.name != RANK_1:
         assert "would run code" in resumed().one_line()
     assert not trace.exists() and not (run / "model").exists()
@@ -388,14 +375,6 @@ def test_deepspeed_runs_no_payload(poisoned, trace, tmp_path):
     assert told.pop("before, after, environment") == found
     for text in told.values():
         assert f"{step}: would run code" in text and "\n" not in text
-
-
-def test_a_pickle_named_like_a_model_is_not_run(saved_model, trace):
-    folder = saved_model()
-    torch.save({"payload": Payload(trace)}, folder / "model.safetensors")
-    with pytest.raises(LoadError):
-        read_start(str(folder))
-    assert not trace.exists()
 
 
 def test_a_planted_universal_folder_is_not_read(resumed, step, trace):
