@@ -192,7 +192,7 @@ def test_no_damaged_byte_of_a_part_stops_the_others(tmp_path):
     path = tmp_path / PART
     data = path.read_bytes()
     draw = np.random.default_rng(0)
-    for number in range(40):
+    for number in range(20):
         at = int(draw.integers(0, 4096))  # HDF5's own structures, before the tracings
         path.write_bytes(data[:at] + draw.bytes(16) + data[at + 16 :])
         made = build(tmp_path, tmp_path / f"out{number}", plan="all")

@@ -236,8 +236,9 @@ def test_bad_network_is_harmless(s3, right, monkeypatch, how):
     reads, writes = ["hea$", "mat$", "tar$"], ["tar$", "/c/0/0/0$", "dataset.json$"]
     if how != "stall":  # each takes its time
         reads, writes = [*reads, "csv$", "parquet$"], [*writes, "idx$", "parquet$", "zarr.json$"]
-    s3.faults = [Fault(how, "GET", path, 2) for path in reads]
-    s3.faults += [Fault(how, "PUT", path, 2) for path in writes if how not in ("cut", "lie")]
+    times = 1 if how == "stall" else 2
+    s3.faults = [Fault(how, "GET", path, times) for path in reads]
+    s3.faults += [Fault(how, "PUT", path, times) for path in writes if how not in ("cut", "lie")]
     build(ARCHIVE, f"{BUCKET}/made", format="both")
     assert not any(fault.times for fault in s3.faults)
     assert_same(f"{BUCKET}/made", right)
@@ -286,9 +287,7 @@ def shard_command(out):
     return ["shard", ARCHIVE, "--out", out, "--format", "both", "--workers", "1"]
 
 
-@pytest.mark.parametrize(
-    ("method", "path"), [("GET", "HR0000[0-9].mat$"), ("PUT", "00001.tar$"), ("PUT", "/c/0/0/0$")]
-)
+@pytest.mark.parametrize(("method", "path"), [("GET", "HR0000[0-9].mat$"), ("PUT", "00001.tar$")])
 def test_after_a_dead_network_the_same_command_finishes(method, path, s3, right, shell):
     out = f"{BUCKET}/made"
     s3.faults = [Fault("500", method, path, float("inf"))]
