@@ -37,12 +37,6 @@ def test_the_order_is_a_permutation_that_depends_on_the_seed(count):
     assert permutation(10, 0).tolist() == [0, 3, 5, 7, 9, 6, 2, 8, 1, 4]  # in every version
 
 
-def test_a_dataset_has_the_documented_files(dataset):
-    names = {"dataset.json", "samples.parquet", "rejects.csv", "shards", "store.zarr"}
-    assert {path.name for path in Path(dataset.root.url).iterdir()} == names
-    assert dataset.meta["format_version"] == 1
-
-
 def shards(dataset):
     return [f"{dataset.root.url}/shards/{entry['name']}" for entry in dataset.shards]
 

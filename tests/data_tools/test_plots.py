@@ -73,12 +73,6 @@ def test_half_gain_is_used_only_when_needed_and_stated(mv, gain, said):
     assert ("half gain" in text, "cut" in text) == (gain == 5, mv == 30)
 
 
-def test_what_is_not_printed_needs_no_half_gain():
-    uv = square_waves()
-    uv[0, 3000:] = 30_000  # lead I is printed up to 2.5 s only
-    assert "25 mm/s   10 mm/mV   500 Hz" in words(ecg_figure(uv, 2))
-
-
 def test_a_short_record_starts_again_in_later_columns():
     """A crop of 5 s still has chest leads: their columns show its own time, not an empty paper."""
     figure = ecg_figure(RAMP, 1)
