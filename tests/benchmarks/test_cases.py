@@ -18,8 +18,7 @@ def loop_run(dataset, tiny, tmp_path, **changes):
 
 
 def last_line(run):
-    found = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    return found
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
 
 
 def test_the_loop_is_measured_against_the_bare_step(dataset, tiny, tmp_path):

@@ -8,7 +8,7 @@ Only a few of the header's fields are covered here; test_wfdb_header.py covers t
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +30,8 @@ class Made:
     place: Path
     name: str
     x: np.ndarray
-    hea: str | bytes | None = None
-    mat: bytes | None = None
+    hea: object = None
+    mat: object = None
 
     def write(self):
         for data, ending in ((self.hea, "hea"), (self.mat, "mat")):
@@ -42,11 +42,7 @@ class Made:
         return self.place / f"{self.name}.{ending}"
 
     def store(self, stored, **options):
-        self.hea, self.mat = header(self.name, stored, **options), mat(stored)  # type: ignore[arg-type]
-
-
-Change = Callable[[Made], object]
-Array = Callable[[np.ndarray], np.ndarray]
+        self.hea, self.mat = header(self.name, stored, **options), mat(stored)
 
 
 def nothing(made):
@@ -118,10 +114,10 @@ def instead(ending, make):
 
 
 class Refused(NamedTuple):
-    change: Change
+    change: Callable
     reason: str
     # The reason as a plain WFDB folder, or the leads that the record then lacks
-    plain: str | tuple[str, ...] | None = None
+    plain: object = None
 
 
 NO_MATLAB = "not the expected MATLAB file"
@@ -216,10 +212,10 @@ def wrong_first(made):
 
 
 class Read(NamedTuple):
-    change: Change
-    reasons: Sequence[str] = ()  # in rejects.csv
-    missing: tuple[str, ...] = ()
-    dx: tuple[str, ...] = ("426783006",)
+    change: Callable
+    reasons: object = ()  # in rejects.csv
+    missing: tuple = ()
+    dx: tuple = ("426783006",)
 
 
 ORDER = [7, 2, 11, 0, 5, 9, 1, 10, 3, 8, 6, 4]

@@ -69,7 +69,7 @@ def test_dali_reads_the_tars(dataset):
     indexes = [path.removesuffix("tar") + "idx" for path in shards(dataset)]
 
     @dali.pipeline_def(batch_size=16, num_threads=1, device_id=None)
-    def reader():  # type: ignore[no-untyped-def]
+    def reader():
         how = {"dtypes": [dali.types.INT16], "missing_component_behavior": "error"}
         paths = {"paths": shards(dataset), "index_paths": indexes}
         return dali.fn.readers.webdataset(**paths, ext=["ecg"], **how)

@@ -8,7 +8,6 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from handmade import build, files
@@ -24,7 +23,6 @@ from tests.waiting import until
 distributed = pytest.importorskip("distributed")
 # This module and data_tools, for the workers
 PLACES = os.pathsep.join(str(Path(__file__).parents[up]) for up in (0, 2))
-Dask = tuple[str, list[Any]]
 ADDRESS = re.compile(r"Scheduler at: +(\S+)\n")
 
 

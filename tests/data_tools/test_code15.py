@@ -1,8 +1,5 @@
 """CODE-15 %: tracings in an unknown unit, and HDF5 files that are damaged or hostile."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import h5py
 import numpy as np
 import pytest
@@ -93,7 +90,6 @@ def test_an_unknown_unit_gives_a_one_line_error(tmp_path, per_mv, capsys):
 
 PART = "exams_part0.hdf5"
 SHAPE = (3, 4096, 12)
-Change = Callable[[Path], object]
 
 
 def put(name, value):

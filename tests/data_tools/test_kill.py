@@ -36,7 +36,6 @@ from tests.waiting import until
 KILLS, SEED = 60, 20240229
 LAST_CALLS = 12
 ROOT = Path(__file__).parents[2]
-Status = tuple[int, float]  # exit code or -signal, CPU seconds
 
 if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: many small shards
     plan.SHARD_CROPS = shard_writers.SHARD_CROPS = 4
@@ -116,8 +115,7 @@ def _script(*arguments):
     run = _start(*arguments, stdout=subprocess.PIPE)
     output = run.communicate()[0]
     assert run.returncode == 0
-    result = json.loads(output.splitlines()[-1])
-    return result
+    return json.loads(output.splitlines()[-1])
 
 
 # The script
@@ -216,7 +214,7 @@ def storm(archive, root, kills, seed):
     rng = random.Random(seed)
     seconds, calls, worst = reference(archive, root / "right")
     right, out = files(root / "right"), root / "out"
-    during = Counter[str]()
+    during = Counter()
     while during.total() < kills or worst:
         code = -1
         while code:

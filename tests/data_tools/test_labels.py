@@ -5,10 +5,8 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -28,8 +26,6 @@ SHARED = Path(__file__).parents[3] / "shared"
 MIMIC_COLUMNS = " ".join(
     ["subject_id study_id cart_id ecg_time", *REPORTS, "bandwidth filtering", *NUMBERS]
 )
-Table = dict[str, dict[str, Any]]  # rows by record
-Labels = Callable[[str, Path], dict[str, Table]]
 
 
 def rows(path):

@@ -37,9 +37,7 @@ def opened(root, *besides, kind="auto"):
     return [(source.name, len(list(source.keys()))) for source in sources], "".join(noted)
 
 
-def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(
-    tmp_path,
-):
+def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(tmp_path):
     challenge(tmp_path / "training", records=3)
     plain(tmp_path / "mywfdb" / "day 1", 21)
     found = [("physionet2021", 3)]

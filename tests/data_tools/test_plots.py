@@ -102,7 +102,7 @@ def test_the_summary_shows_all_names_and_counts():
     classes = {name: 3**i for i, name in enumerate(ABBREVIATIONS[:12])}
     left, right = summary_figure(counts, classes, "a $title").axes
     assert (tick_names(left), words(left)) == (["many", "few"], ["3,012", "1,017"])
-    legend = [text.get_text() for text in left.get_legend().get_texts()]  # type: ignore[union-attr]
+    legend = [text.get_text() for text in left.get_legend().get_texts()]
     assert legend == ["train  4,000", "valid  22", "test  7"]
     assert tick_names(right)[:12] == [*reversed(classes)]
     assert words(right) == [f"{classes.get(name, 0):,}" for name in tick_names(right)]
@@ -127,4 +127,4 @@ def test_an_ecg_can_be_plotted(dataset):
     assert "aVR" in {text.get_text() for text in axes.texts}
     assert any(dataset[3].record in text.get_text() for text in page.texts)
     for figure in (page, plots.dataset_figure(dataset)):
-        assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+        assert figure._repr_png_().startswith(b"\x89PNG")

@@ -246,14 +246,7 @@ def test_bad_network_is_harmless(s3, right, monkeypatch, how):
 
 @pytest.mark.parametrize("how", ["500", "404", "drop", "cut", "lie", "stall"])
 @pytest.mark.parametrize("source", ["tar", "zarr"])
-def test_crops_read_over_a_bad_network_are_right(
-    s3,
-    right,
-    tmp_path,
-    monkeypatch,
-    source,
-    how,
-):
+def test_crops_read_over_a_bad_network_are_right(s3, right, tmp_path, monkeypatch, source, how):
     """From tar and zarr, every crop equals the local one, or there is a one-line error."""
     local, url = right, f"{BUCKET}/made"
     upload(local.root.url, url)

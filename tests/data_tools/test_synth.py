@@ -170,7 +170,7 @@ def test_a_folder_with_files_is_left_alone(tmp_path):
 )
 def test_invalid_arguments_are_refused(options, words, tmp_path):
     with pytest.raises(DataError, match=words):
-        synth.synthesise(tmp_path / "new", **{"patients": 3} | options)  # type: ignore[arg-type]
+        synth.synthesise(tmp_path / "new", **{"patients": 3} | options)
     assert not (tmp_path / "new").exists()
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.verify import MAX_FINDINGS, verify
 
-Damage = Callable[[Path], object]
 MISSING = object()
 TAR, INDEX, ZARR = "shards/00000.tar", "shards/00000.idx", "store.zarr/c/0/0/0"
 LAYOUT = "store.zarr/zarr.json"

@@ -42,7 +42,6 @@ SIGNAL = {
     "lead": "I",
 }
 COMMENTS = ("# Age: 78", "# Sex: Female", "# Dx: 426783006,164889003")
-Fields = dict[str, str]
 
 
 def header(

@@ -6,7 +6,6 @@ import hashlib
 import json
 from itertools import count, islice
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import psutil
@@ -239,7 +238,7 @@ class FakeDali:
     """Prefetches like DALI, and returns the position of each batch."""
 
     def __init__(self, feed):
-        self.feed, self.ahead, self.streams = feed, list[np.ndarray](), list[Any]()
+        self.feed, self.ahead, self.streams = feed, [], []
 
     def build(self): ...
 

@@ -41,12 +41,12 @@ def any_order(draw, datasets=4):
 
 
 def numbers(rows):
-    return rows.row(np.arange(len(rows))).tolist()  # type: ignore[no-any-return]
+    return rows.row(np.arange(len(rows))).tolist()
 
 
 def listed(places):
     """Dataset, row and epoch of each crop."""
-    return np.stack([places.dataset, places.row, places.epoch], axis=1).tolist()  # type: ignore[no-any-return]
+    return np.stack([places.dataset, places.row, places.epoch], axis=1).tolist()
 
 
 @fewer
@@ -276,7 +276,7 @@ NOTHING = DatasetRows.among("empty", [3], np.array([], int))
 )
 def test_an_invalid_order_is_a_one_line_error(wrong, message):
     with pytest.raises(OrderError, match=rf"\A.*{message}.*\Z"):
-        Order(**({"rows": (sized(100),), "batch_crops": 10} | wrong))  # type: ignore[arg-type]
+        Order(**({"rows": (sized(100),), "batch_crops": 10} | wrong))
 
 
 @pytest.mark.parametrize(

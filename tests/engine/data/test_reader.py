@@ -18,7 +18,8 @@ import numpy as np
 import psutil
 import pytest
 import zarr
-from shards_made import Batch, batches, crops_of, flip, make_dataset, read, take_all, tar_path
+from handmade import flip
+from shards_made import Batch, batches, crops_of, make_dataset, read, take_all, tar_path
 
 from omnilead.data_tools import shard_writers
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError

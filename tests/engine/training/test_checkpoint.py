@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 import torch
+from handmade import flip
 from ranks import column, curve, pretrain, run, settings, start
 
 from omnilead.engine.pretrain import main
@@ -62,12 +63,6 @@ def forge(path, **changes):
     manifest = json.loads((path.parent / MANIFEST).read_text())
     manifest[path.name] = {"bytes": path.stat().st_size, "crc32c": checkpoint.crc32c(path)}
     (path.parent / MANIFEST).write_text(json.dumps(manifest))
-
-
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def one_line(error):
@@ -142,7 +137,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(resumed):
 
 
 def test_a_damaged_checkpoint_and_one_without_latest(resumed, step):
-    flip_a_bit(step / OPTIMIZER)
+    flip(step / OPTIMIZER, 9_000)
     (step.parent / "latest").unlink()
     output = resumed().good()
     assert "resumes after step 2" in output and "latest" in output.splitlines()[0]
@@ -155,7 +150,7 @@ def test_a_damaged_checkpoint_and_one_without_latest(resumed, step):
     "listed", [(), ("state.json", MODEL, "loader-rank0.json")], ids=["nothing", "not the optimizer"]
 )
 def test_a_manifest_that_does_not_list_every_file_means_damage(listed, resumed, step):
-    flip_a_bit(step / OPTIMIZER)
+    flip(step / OPTIMIZER, 9_000)
     # left by an interrupted conversion: no damage
     (step / checkpoint.LATEST_UNIVERSAL).write_text("")
     assert "damaged: size or checksum" in str(checkpoint.fault(step))
@@ -178,7 +173,7 @@ UNUSABLE = [None, b"", b"\xff\x00", b"../../elsewhere", b"step-", b"step-99", b"
 
 @pytest.mark.parametrize("latest", [*UNUSABLE, b"step-" + b"9" * 5000], ids=lambda latest: "")
 def test_without_a_usable_latest_the_newest_complete_one_counts(latest, tmp_path):
-    root, said = tmp_path / "checkpoints", list[str]()
+    root, said = tmp_path / "checkpoints", []
     made(root, 5, 10, 9)
     if latest is not None:
         (root / checkpoint.LATEST).write_bytes(latest)
@@ -300,9 +295,7 @@ def not_exported(run, capsys):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"crops_seen": -24}, "crops_seen=-24"),
         ({"crops_seen": 99}, "crops_seen=99, but 3 steps of 8 crops are 24"),
-        ({"world": 3}, "world=3, but 1 ranks"),
         ({"config": {"task": {}}}, "holds another run, a fine-tuning for None"),
         ({"code": ["x.py"]}, "code=['x.py']"),
         ({"code": {"../../../x.py": ""}}, "state.json: code."),
@@ -400,7 +393,7 @@ def not_merged(*_):
 
 
 def fail_to_merge():
-    from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
+    from deepspeed.checkpoint import ds_to_universal
 
     ds_to_universal.main = not_merged
 
