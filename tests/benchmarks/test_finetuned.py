@@ -2,7 +2,6 @@
 seed, patient by patient."""
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ DIAGNOSIS = {
     "classes": list(CLASSES),
     "thresholds": [0.5] * 25 + [0.9],
 }
-Row = dict[str, Any]
 
 
 def run_of(folder, name, converged=True, **model):
@@ -70,10 +68,7 @@ def test_means_over_seeds_and_their_differences(dataset, tmp_path):
         "diagnosis, leads 12, w2v-x: the chosen learning rate, 0.0001, is the highest tried.",
     ]
     text = (tmp_path / "out/bench.md").read_text()
-    assert (
-        f"{tuned['each']['auroc'][0]:.3f}, {tuned['each']['auroc'][1]:.3f}" in text
-        and "over test patients and seeds" in text
-    )
+    assert f"{tuned['each']['auroc'][0]:.3f}, {tuned['each']['auroc'][1]:.3f}" in text
 
     assert finetuned.main([*runs, *words, "identification"]) == 0
     (row,) = json.loads((tmp_path / "out/bench.json").read_text())["rows"]

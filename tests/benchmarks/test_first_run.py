@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -16,12 +17,13 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(Loop, "train", Loop.train)  # which `train` replaces
 
 
-def test_every_check(tmp_path):
-    words = f"{tmp_path} --model quickstart --batch 4 --crops 150 --seconds 1 --only"
-    assert first_run.main([*words.split(), "install|quickstart|profile|train"]) == 0
+def test_every_check(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(tiny).parent)
+    words = f"{tmp_path} --model tiny.yaml --batch 4 --crops 150 --seconds 1 --only"
+    assert first_run.main([*words.split(), "install|tiny|profile|train"]) == 0
     found = json.loads((tmp_path / "first_run.json").read_text())
-    assert list(found) == ["install", "smoke torch quickstart", "profile", "train"]
-    assert found["smoke torch quickstart"]["step"] == 2
+    assert list(found) == ["install", "smoke torch tiny.yaml", "profile", "train"]
+    assert found["smoke torch tiny.yaml"]["step"] == 2
     profile, train = found["profile"], found["train"]
     assert profile["step"] > 0 and "Self CPU" in "".join(profile["operators"])
     assert list(tmp_path.glob("profile-*/profile/trace.json"))

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import re
 import shlex
 import signal
 import sys
@@ -191,21 +190,3 @@ def test_a_suites_stages_are_commands(device):
     parsed = [run.parse([*shlex.split(words), "--device", device]) for words in run.SUITES[device]]
     missing = {"suite", *(run.CPU_ONLY if device == "cuda" else ())}
     assert {options.benchmark for options in parsed} == {*run.NAMES} - missing
-
-
-def test_the_first_steps_on_a_gpu_decide_the_defaults():
-    from benchmarks import step
-
-    base = step.StepRun(step.OURS, "bf16", device="cuda", compiled="layers")
-    names = [one.name for one in step.runs(base, step.BATCHES["cuda"])]
-    ours = "omnilead: bf16, "
-    assert len(set(names)) == len(names) and names[:5] == [
-        "matrix product: bf16",
-        f"{ours}layers compiled, 256 crops",  # with the positions convolved in blocks
-        f"{ours}plain kernels, layers compiled, 256 crops",  # the library's grouped convolution
-        f"{ours}256 crops",
-        f"{ours}step compiled, 256 crops",
-    ]
-    first = {name for name in names if re.search(run.FIRST_STEPS, name)}
-    assert {*names[:5]} < first < set(names)
-    assert not [name for name in names if "fp32, " in name and "64 crops" not in name]

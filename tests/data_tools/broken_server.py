@@ -42,8 +42,8 @@ class Server:
 
     app: Any
     url: str = ""
-    log: list[tuple[str, str, bool]] = field(default_factory=list)  # method, path, signed
-    faults: list[Fault] = field(default_factory=list)
+    log: list = field(default_factory=list)  # method, path, signed
+    faults: list = field(default_factory=list)
     now: int = 0
     most: int = 0  # requests at work at the same time
     together: str = ""  # requests for such a path wait until three are at work

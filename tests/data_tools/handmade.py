@@ -59,7 +59,7 @@ def dat(x):
 
 def write_challenge(place, name, x, **options):
     place.mkdir(parents=True, exist_ok=True)
-    (place / f"{name}.hea").write_text(header(name, x, **options))  # type: ignore[arg-type]
+    (place / f"{name}.hea").write_text(header(name, x, **options))
     (place / f"{name}.mat").write_bytes(mat(x))
 
 

@@ -6,7 +6,6 @@ test_damaged_files = withstands("dicom", content, truth)              flips, cut
 check_private(tmp_path, "dicom", content, 61.0, "F")                  SECRET and BORN in all text
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -27,7 +26,6 @@ SECRET = "Quijote SECRET"  # a name
 BORN, BORN_ISO = "19370521", "1937-05-21"  # the age is to be no secret
 SECRETS = (*SECRET.split(), BORN, BORN_ISO)
 PATIENT = "4711"
-Leads = Mapping[str, np.ndarray]
 build_hospital = partial(handmade.build, hospital=HospitalFiles)
 
 

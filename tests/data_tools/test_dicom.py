@@ -2,8 +2,6 @@
 
 import io
 import struct
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +32,6 @@ TRUTH = leads_uv()
 V = {lead: TRUTH[lead] for lead in LEADS[6:]}
 LIMB = {lead: TRUTH[lead] for lead in LEADS[:6]}
 OPEN = 2**32 - 1
-Tree = Mapping[str, Any]  # x003a0210_DS, tag and value representation: text, number, bytes or items
 
 
 def mark(element, size):

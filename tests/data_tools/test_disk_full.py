@@ -4,8 +4,6 @@ later."""
 import errno
 import os
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from handmade import build, files
@@ -13,8 +11,6 @@ from handmade import build, files
 from omnilead.data_tools import plan
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES
 from omnilead.data_tools.storage import LocalFolder
-
-Mount = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")

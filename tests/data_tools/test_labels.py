@@ -5,30 +5,27 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from handmade import build, ecg, files, header, write_challenge
 from twins import CODE15_COLUMNS, PTBXL_COLUMNS, write_code15, write_mimic, write_table
 
+from omnilead.data_tools import storage
+from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.labels import CODE15, CODES, NUMBERS, REPORTS, statement_codes
 from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.engine.evaluation.results import load_task
 from omnilead.engine.tasks.labels import read_task
+from tests.forks import started
 
 SHARED = Path(__file__).parents[3] / "shared"
 MIMIC_COLUMNS = " ".join(
     ["subject_id study_id cart_id ecg_time", *REPORTS, "bandwidth filtering", *NUMBERS]
 )
-Table = dict[str, dict[str, Any]]  # rows by record
-Labels = Callable[[str, Path], dict[str, Table]]
 
 
 def rows(path):
@@ -336,18 +333,18 @@ def test_statements_are_read_from_the_first_column_whatever_its_name(shell, tmp_
     )
 
 
+def killed(command):
+    storage.publish = lambda *paths: os.kill(os.getpid(), 9)
+    main(command)
+
+
 def test_the_temporary_files_of_a_killed_run_are_removed(shell, tmp_path):
     synthesise(tmp_path / "src", 5, layout="ptbxl", progress=False)
     out = tmp_path / "out"
     command = ["labels", "ptbxl", str(tmp_path / "src"), "--out", str(out)]
-    killed = f"""
-import os
-from omnilead.data_tools import storage
-from omnilead.data_tools.__main__ import main
-storage.publish = lambda *paths: os.kill(os.getpid(), 9)
-main({command})
-"""
-    assert subprocess.run([sys.executable, "-c", killed]).returncode == -9
+    process = started(killed, command, out=tmp_path / "log")
+    process.join()
+    assert process.exitcode == -9
     (left,) = out.iterdir()
     running = left.with_name(f".other.parquet.{socket.gethostname()}.{os.getpid()}")
     running.touch()  # of a process that is still writing

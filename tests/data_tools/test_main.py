@@ -57,7 +57,6 @@ SAME = "--workers 1 --pretrain-sources all --id-share 1"  # as the tests' datase
         (f"shard SRC --out DATASET {SAME} --seed 5", "seed was 0, not 5, format was both, not tar"),
         ("shard SRC --out x --id-share 1.5", "'1.5' is not a number from 0 to 1"),
         ("shard SRC --out x --plan all --pretrain-sources ptb", "--pretrain-sources has no effect"),
-        ("shard SRC --out x --plan all --id-share 0.5", "so --id-share has no effect"),
         ("shard SRC --out x --pseudonymize nokey", "nokey"),
         ("shard SRC --out x --pseudonymize SHORT", "at least 16"),
         ("shard SRC --out x --pseudonymize OPEN", "read it (-rw-r-----): chmod 600 OPEN"),
@@ -112,14 +111,10 @@ def test_custom_sources_get_roles_when_named(shell, tmp_path):
     plain, named = tmp_path / "plain", tmp_path / "named"
     _, note = shell.run(*command, plain)
     assert "note: no crop for dx train, dx valid, dx test, id gallery, id probe: " in note
-    for word in ("georgia: --dx-sources", "0.15", "ptb-xl", "--id-sources", "--id-share"):
-        assert word in note
-    _, note = shell.run(*command, named, "--dx-sources", "ningbo")
-    assert "dx" not in note
+    shell.run(*command, named, "--dx-sources", "ningbo")
     assert set(Dataset.open(str(named)).meta["roles"]["dx"]) == {"train", "valid", "test"}
     shell.run("verify", named, "--workers", 1)
     assert "is already finished" in shell.error(*command, plain, "--dx-sources", "ningbo")
-    shell.error(*command, tmp_path / "x", "--plan", "all", "--id-sources", "ningbo")
 
 
 def pretrained(dataset):

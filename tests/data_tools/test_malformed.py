@@ -9,7 +9,6 @@ dataset with the command that a user would type.
 import os
 import time
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,8 +39,6 @@ from omnilead.data_tools.verify import verify
 SLOWEST_S, LARGEST_BYTES = 1.0, 200e6
 PLACE = "training/georgia/g1"
 BAD = REFUSED | ORPHANS
-Written = tuple[Path, dict[str, Made]]
-ReadCrops = tuple[EcgRecord, list[np.ndarray], set[tuple[str, ...]]]
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +222,7 @@ class Floats(Source):
     def read(self, key):
         reason, _, number = key.replace("_", " ").partition("-")
         right = {"signal": MV, "fs_hz": 500.0, "leads": LEADS, "source": "own", "age": 64.3}
-        return EcgRecord(key, **right | MISTAKES[reason][int(number)])  # type: ignore[arg-type]
+        return EcgRecord(key, **right | MISTAKES[reason][int(number)])
 
 
 def test_mistakes_of_a_user_source_are_refused_or_flagged(tmp_path):

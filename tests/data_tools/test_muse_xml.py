@@ -61,13 +61,7 @@ def waveform_xml(kind, leads, rate=500):
     return f"<Waveform>{tags(fields)}{leads}</Waveform>"
 
 
-def muse(
-    leads=TRUTH,
-    more="",
-    person=PERSON,
-    rate=500,
-    **fields,
-):
+def muse(leads=TRUTH, more="", person=PERSON, rate=500, **fields):
     """`more`: further leads; `fields`: of each lead."""
     each = "".join(lead_xml(name, uv, **fields) for name, uv in leads.items())
     text = f"<PatientDemographics>{person}<Gender>FEMALE</Gender></PatientDemographics>"

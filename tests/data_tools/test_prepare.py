@@ -23,7 +23,7 @@ from omnilead.data_tools.record import LEADS, EcgRecord
 RECORD = {"fs_hz": 500.0, "leads": LEADS, "gain": 1000.0}
 
 
-def prepared(signal, index=0, **changes):  # type: ignore[no-untyped-def]
+def prepared(signal, index=0, **changes):
     """What is known of a crop, and the crop."""
     out = np.full(CROP_SHAPE, 77, np.int16)
     return prepare_crop(EcgRecord("r", signal, **RECORD | changes), index, out), out

@@ -342,9 +342,7 @@ class Named(Source):
         return EcgRecord(name, ecg(seed=len(key)), 500.0, LEADS, gain=1000.0, dx=dx, source=source)
 
 
-def test_invalid_record_names_are_refused_and_diagnoses_without_a_code_are_dropped(
-    tmp_path,
-):
+def test_invalid_record_names_are_refused_and_diagnoses_without_a_code_are_dropped(tmp_path):
     made = shard([Named(folder(tmp_path))], ShardOptions(str(tmp_path / "out"), quiet=True))
     long = ("s" * 40, "r" * 50)
     assert {name: rows[0]["dx"] for name, rows in crops_of(made).items()} == {

@@ -107,7 +107,7 @@ def patients(total, returning):
 def drawn(patient_of, **sources):
     """The patients in gallery and probe, if these are the sessions of PTB-XL."""
     records = records_of(["ptb-xl"] * len(patient_of), patient_of)
-    roles = assign(records, "paper", 0, RoleSources(**sources))  # type: ignore[arg-type]
+    roles = assign(records, "paper", 0, RoleSources(**sources))
     assert leaks(records, roles) == []
     names = np.array(patient_of)
     gallery, probe = (names[roles.identity == role].tolist() for role in (GALLERY, PROBE))
@@ -151,7 +151,7 @@ def test_ptb_and_incart_are_for_pretraining_only_if_named():
     of = records_of([name for name in names for _ in range(10)])
 
     def trained(plan="paper", **sources):
-        roles = assign(of, plan, 0, RoleSources(dx=(), **sources))  # type: ignore[arg-type]
+        roles = assign(of, plan, 0, RoleSources(dx=(), **sources))
         assert ((roles.identity != 0) == roles.pretrain).all()
         return {names[i] for i in of.source[roles.pretrain]}
 

@@ -11,7 +11,7 @@ from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DatasetError, StorageError
 from omnilead.data_tools.storage import LocalFolder
 
-FLIPS, AT_ONCE = 200, 5
+FLIPS, AT_ONCE = 120, 6
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.verify import MAX_FINDINGS, verify
 
-Damage = Callable[[Path], object]
 MISSING = object()
 TAR, INDEX, ZARR = "shards/00000.tar", "shards/00000.idx", "store.zarr/c/0/0/0"
 LAYOUT = "store.zarr/zarr.json"
@@ -142,9 +140,6 @@ DAMAGES = [  # words of the finding
     (flipped(ZARR, 40_000), ZARR),
     (meta("formats", ["tar"]), "store.zarr: not a part"),
     (meta("fs_hz", 250), "fs_hz 250, 500 expected"),
-    (meta("uv_per_lsb", 4.88), "uv_per_lsb"),
-    (meta("leads", []), "leads"),
-    (meta("crop_samples", 2500), "crop_samples"),
     (meta("preprocessing.filter", "band"), "preprocessing fails"),
     (meta("sources.0.crops", 99), "counts of"),
     (meta("sources.0.records.seen", 10**6), "counts of"),
@@ -262,18 +257,14 @@ INVALID = [
     ("sources", 3),
     ("sources", [{"name": "x"}]),
     ("role_sources", {"dx": 3}),
-    ("role_sources", {"q": ["a"]}),
     ("role_sources", 3),
     ("id_share", 1.5),
     ("shards", None),
     ("shards", [{"name": 3}]),
     ("shards", [SHARD | {"name": "../../outside.tar"}]),
-    ("shards", [SHARD | {"name": "/etc/outside.tar"}]),
     ("shards", [SHARD | {"name": "a.tar\n"}]),
     ("shards", [SHARD | {"sha256": "/home/somebody/precious"}]),
-    ("shards", [SHARD | {"sha256": "A" * 64}]),
     ("shards", [SHARD | {"bytes": -1}]),
-    ("shards", [SHARD | {"crops": -1}]),
 ]
 
 

@@ -1,6 +1,7 @@
 """Fine-tuning for diagnosis and identification: what is trained, validated, exported, refused."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -20,7 +21,7 @@ import omnilead
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
-from omnilead.engine import evaluate
+from omnilead.engine import convert, evaluate
 from omnilead.engine.common import DIAGNOSTICS, LABELS, ConfigError
 from omnilead.engine.config import CONFIGS, build
 from omnilead.engine.data.patients import patient_ids, split_of
@@ -31,6 +32,7 @@ from omnilead.engine.inference.mean_beat import RHYTHM, measurements
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import build_encoder, initialise
+from omnilead.engine.model.folder import LoadError
 from omnilead.engine.report.run_report import read_diagnostics
 from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
@@ -730,3 +732,36 @@ def test_settings_that_suit_the_labels(table, dataset, base):
     ):
         with pytest.raises(ConfigError, match=says):
             finetuning(None, {**start, **wrong})
+
+
+class Payload:
+    def __init__(self, trace):
+        self.trace = trace
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.trace}",)
+
+
+def test_no_command_runs_a_payload(base, saved_model, tmp_path, capsys):
+    """In a checkpoint whose manifest lists it, or in what is called safetensors."""
+    run, trace = tmp_path / "run", tmp_path / "executed"
+    shutil.copytree(base, run, ignore=shutil.ignore_patterns("model"))
+    (weights,) = run.glob("checkpoints/*/mp_rank_00_model_states.pt")
+    named = saved_model() / "model.safetensors"
+    for file in (weights, named):
+        torch.save({"payload": Payload(trace)}, file)
+    manifest = json.loads((weights.parent / checkpoint.MANIFEST).read_text())
+    manifest[weights.name] = {"bytes": weights.stat().st_size, "crc32c": checkpoint.crc32c(weights)}
+    (weights.parent / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    assert checkpoint.fault(weights.parent) is None
+    for words in (
+        ["to-fairseq", str(run), str(tmp_path / "a.pt")],
+        ["from-fairseq", str(weights), str(tmp_path / "out")],
+    ):
+        assert convert.main(words) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+    for begin in (run, weights, named.parent):
+        with pytest.raises(LoadError):
+            read_start(str(begin))
+    assert not trace.exists()

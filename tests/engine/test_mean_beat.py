@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from omnilead.data_tools.synthetic import archive as synth
+from omnilead.data_tools.synthetic.ecg import simulate
+from omnilead.data_tools.synthetic.patients import BLOCK, RHYTHM, draw_patients
 from omnilead.engine.inference.mean_beat import BEAT, BEFORE, mean_beats, r_peaks
 
 T_S = np.arange(5000) / 500
@@ -48,3 +51,71 @@ def test_leads_and_records_without_a_beat_are_finite():
     assert np.isfinite(mean_beats(unusual)).all()
     for n in (0, 2):
         assert mean_beats(np.zeros((n, 12, 2500))).shape == (n, 12 * BEAT + 8)
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    """Two sessions of four blocks of patients, by the key that they were drawn with."""
+    made = {}
+    for block in range(4):
+        patients = draw_patients((11, block))
+        for session in range(2):
+            key = (11, block, session)
+            made[key] = simulate(patients, key, range(BLOCK), 5000, 500, 50)
+    return made
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("SB", 36, 62), ("STach", 96, 152)])
+def test_the_heart_rate_matches_the_label(name, low, high, sessions):
+    within = []
+    for made in sessions.values():
+        has = made.present
+        for i in np.flatnonzero(has[name] & ~has["PAC"] & ~has["PVC"]):
+            rate = 60 * 500 / np.median(np.diff(r_peaks(made.digital[i].T)))
+            within.append(low <= rate <= high and abs(rate - made.rate_bpm[i]) < 6)
+    assert len(within) > 30 and np.mean(within) > 0.85
+
+
+def mean_beat(digital):
+    """The median beat [350, 12], 150 samples before to 200 after the R peak, of norm 1."""
+    peaks = r_peaks(digital.T)
+    peaks = peaks[(peaks > 150) & (peaks < len(digital) - 200)]
+    beat = np.median(digital[peaks[:, None] + np.arange(-150, 200)], axis=0)
+    beat -= beat.mean(0)
+    return beat / np.linalg.norm(beat)
+
+
+def test_normal_ecgs_look_normal(sessions):
+    normal = []
+    for made in sessions.values():
+        findings = sum(mask.astype(int) for mask in made.present.values())
+        normal += [*made.digital[made.present["NSR"] & (findings == 1)]]
+    beats = np.median([mean_beat(digital) for digital in normal], axis=0)
+    qrs, t = beats[120:180], beats[220:320, [0, 1, 9, 10]]
+    high, low = qrs.max(0), -qrs.min(0)
+    assert high[1] > 2 * low[1] and low[3] > high[3]  # upright in II, inverted in aVR
+    v1, _, v3, v4, v5, _ = (high / low)[6:]
+    assert v1 < 1 < v4 and v1 < v3 < v5  # R grows from V1 to V5
+    assert beats[50:125, 1].max() - beats[:40, 1].mean() > 0.005  # a P wave in II
+    assert t.max(0).min() > -t.min(0).max()  # T is upright
+    std_mv = np.median([digital.std(0) for digital in normal], axis=0) / 1000
+    assert (std_mv > 0.07).all() and (std_mv < 0.4).all()
+
+
+def test_two_sessions_are_as_alike_as_real_ones():
+    """448 patients against the figures of real PTB-XL patients with two sessions."""
+    beats, diagnoses = ([], []), ([], [])  # type: ignore[var-annotated]
+    for block in synth.plan(448, 1.0, 0, "ptbxl"):
+        for session, (_, digital, names, _) in enumerate(synth.sessions_of(block)):
+            beats[session].append(mean_beats(digital.transpose(0, 2, 1))[:, : 12 * BEAT])
+            diagnoses[session].extend(set(one) for one in names)
+    pairs, rhythms = list(zip(*diagnoses, strict=True)), {*RHYTHM, "PR"}
+    same_rhythm = np.mean([before & rhythms == after & rhythms for before, after in pairs])
+    same = np.mean([before == after for before, after in pairs])
+    assert abs(same_rhythm - 0.68) < 0.12 and abs(same - 0.44) < 0.12
+    first, second = (np.concatenate(session)[:438] for session in beats)
+    cosine = first @ second.T
+    own, others = np.diag(cosine), cosine[~np.eye(438, dtype=bool)]
+    assert 0.40 < (cosine.argmax(0) == np.arange(438)).mean() < 0.65
+    assert 0.80 < np.median(own) < 0.93
+    assert 0.25 < np.median(others) < 0.5

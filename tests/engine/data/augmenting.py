@@ -23,7 +23,6 @@ REFERENCE = Path(__file__).parents[3].parent / "shared" / "parity" / "masks_and_
 PLAIN = AugmentConfig(rlm=0)
 CROPS = np.array([7, 3, 1_000_000])
 AUTHORS = [f"authors_{kind}" for kind in ("powerline", "emg", "wander", "shift")]
-Params = dict[str, np.ndarray]
 EVERYTHING = {
     "rlm": AugmentConfig(),
     **{kind: replace(PLAIN, noise=kind) for kind in ("powerline", "emg", "wander", "shift")},
@@ -66,8 +65,7 @@ def apply(x, p, config, exact=False):
         for name, values in tensors.items():
             if values.is_floating_point():
                 tensors[name] = values.double()
-    result = augment(signal, tensors, config, time).numpy()
-    return result
+    return augment(signal, tensors, config, time).numpy()
 
 
 def many(config, crops=4000):

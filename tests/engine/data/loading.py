@@ -19,7 +19,7 @@ def loader(dataset, backend="torch", state=None, **changes):
     if backend == "dali":
         pytest.importorskip("nvidia.dali", reason="the extra cu13 or cu12 is not installed")
     others = {name: changes.pop(name) for name in {"rank", "world", "pretrain"} & changes.keys()}
-    config = LoaderConfig(**({"backend": backend, "batch_crops": 16, "augment": NOISY} | changes))  # type: ignore[arg-type]
+    config = LoaderConfig(**({"backend": backend, "batch_crops": 16, "augment": NOISY} | changes))
     return Loader(config, (dataset,), CPU, state=state, halves=2, **others)
 
 

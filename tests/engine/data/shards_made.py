@@ -17,14 +17,7 @@ from omnilead.data_tools.shard_writers import TarWriter
 from omnilead.data_tools.storage import folder
 
 
-def make_dataset(
-    root,
-    shards,
-    crops=4,
-    seed=0,
-    zarr=False,
-    distinct=None,
-):
+def make_dataset(root, shards, crops=4, seed=0, zarr=False, distinct=None):
     """Shards of white noise. With `distinct`, later shards are hard links to the first ones."""
     rng, rows, entries = np.random.default_rng(seed), [], []
     (root / "shards").mkdir(parents=True)
@@ -81,12 +74,6 @@ def read(reader, rows, datasets=None):
     if datasets is None:
         datasets = np.zeros(len(rows), np.int16)
     return out, reader.read(Batch(datasets, np.array(rows)), out)
-
-
-def flip(path, at):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 16
-    path.write_bytes(content)
 
 
 def tar_path(dataset, row):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.storage import Folder
-from omnilead.engine.data.staging import Staging
 
 CROPS = 2
 
@@ -19,8 +18,8 @@ class Root:
     """A storage root that records its reads, which `how` may replace."""
 
     inner: Folder
-    how: Callable[["Root", str, int, int], bytes] = lambda root, *what: root.inner.read_range(*what)
-    reads: list[tuple[str, int]] = field(default_factory=list)
+    how: Callable = lambda root, *what: root.inner.read_range(*what)
+    reads: list = field(default_factory=list)
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -37,9 +36,6 @@ class Root:
 def through(dataset, how=None):
     root = Root(dataset.root, how) if how else Root(dataset.root)
     return Dataset(root, dataset.meta), root
-
-
-Stage = Callable[..., Staging]  # the fixture `staged`
 
 
 @contextmanager

@@ -49,13 +49,6 @@ def test_draws_differ_by_seed_epoch_crop_and_view():
         assert len(np.unique(rows, axis=0)) == 12, name
 
 
-def test_draws_of_a_lead_do_not_depend_on_the_other_leads():
-    config = EVERYTHING["physio4 per lead"]
-    twelve, three = many(config, 9), many(replace(config, leads="3", padded=False), 9)
-    for name, values in three.items():
-        np.testing.assert_array_equal(values, twelve[name][:, :, [0, 1, 7]])
-
-
 @pytest.mark.parametrize("per_lead", [False, True])
 def test_the_papers_distributions(per_lead):
     largest = AmplitudeMv(powerline=0.5, emg=0.4, wander=0.3, shift=0.2)

@@ -104,7 +104,7 @@ def test_counters_are_taken_modulo_2_to_the_64_whatever_their_type(seed, counter
 def test_a_float_counter_is_refused():
     for wrong in (1.5, np.array([0.5]), np.array([True])):
         with pytest.raises(TypeError, match="must be an integer"):
-            bits(0, wrong)  # type: ignore[arg-type]
+            bits(0, wrong)
 
 
 def test_random_numbers_never_change():

@@ -41,12 +41,12 @@ def any_order(draw, datasets=4):
 
 
 def numbers(rows):
-    return rows.row(np.arange(len(rows))).tolist()  # type: ignore[no-any-return]
+    return rows.row(np.arange(len(rows))).tolist()
 
 
 def listed(places):
     """Dataset, row and epoch of each crop."""
-    return np.stack([places.dataset, places.row, places.epoch], axis=1).tolist()  # type: ignore[no-any-return]
+    return np.stack([places.dataset, places.row, places.epoch], axis=1).tolist()
 
 
 @fewer
@@ -84,10 +84,10 @@ def test_resuming_anywhere_gives_the_uninterrupted_order(order, crops_seen, coun
     assert listed(again.places(0, crops_seen + count))[crops_seen:] == one_by_one
 
 
-@fewer
+@settings(max_examples=10)
 @given(any_rows(), st.integers(0, 4), st.integers(0, 10**4))
 def test_all_world_sizes_share_the_same_global_batches(rows, block_shards, step):
-    order = Order((rows, sized(840)), 840, seed=3, weights=(1, 2), block_shards=block_shards)
+    order = Order((rows, sized(840)), 840, seed=3, weights=(1, 40), block_shards=block_shards)
     whole = [listed(order.batch(step)), listed(order.batch(step + 1))]
     assert whole[0] == listed(order.places(step * 840, 840))
     for world in range(1, 9):
@@ -276,7 +276,7 @@ NOTHING = DatasetRows.among("empty", [3], np.array([], int))
 )
 def test_an_invalid_order_is_a_one_line_error(wrong, message):
     with pytest.raises(OrderError, match=rf"\A.*{message}.*\Z"):
-        Order(**({"rows": (sized(100),), "batch_crops": 10} | wrong))  # type: ignore[arg-type]
+        Order(**({"rows": (sized(100),), "batch_crops": 10} | wrong))
 
 
 @pytest.mark.parametrize(

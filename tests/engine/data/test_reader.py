@@ -18,7 +18,8 @@ import numpy as np
 import psutil
 import pytest
 import zarr
-from shards_made import Batch, batches, crops_of, flip, make_dataset, read, take_all, tar_path
+from handmade import flip
+from shards_made import Batch, batches, crops_of, make_dataset, read, take_all, tar_path
 
 from omnilead.data_tools import shard_writers
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
@@ -433,9 +434,10 @@ threading.Thread(target=next, args=(ahead,), daemon=True).start() if stuck else 
 """
 
 
-@pytest.mark.parametrize("shards", ["stuck", "there"])
-def test_the_interpreter_exits_while_batches_are_prefetched(small, shards):
+def test_the_interpreter_exits_while_batches_are_prefetched(small):
     """It must not crash (a daemon thread in C++ code would cause it) nor hang (a thread that
     imports a module would)."""
-    arguments = [sys.executable, "-c", PROGRAM, small.root.url, shards]
-    subprocess.run(arguments, cwd=Path(module.__file__).parents[2], check=True)
+    command = [sys.executable, "-c", PROGRAM, small.root.url]
+    where = Path(module.__file__).parents[2]
+    both = [subprocess.Popen([*command, shards], cwd=where) for shards in ("stuck", "there")]
+    assert [one.wait() for one in both] == [0, 0]

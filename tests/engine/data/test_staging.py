@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shards_made import crops_of, flip, make_dataset, read
+from handmade import flip
+from shards_made import crops_of, make_dataset, read
 from staged import cached, held, named, path_of, right, room, through
 
 from omnilead.data_tools.dataset import Dataset, DatasetError
@@ -171,14 +172,23 @@ def test_storage_errors_stop_the_run_and_truncated_shards_may_be_skipped(
             assert root.shards().count(1) == 2  # not for each crop
 
 
-def test_a_download_with_a_wrong_checksum_is_repeated(ten, staged):
-    def flip_once(root, name, start, size):
+def test_a_download_with_a_wrong_checksum_is_repeated_once(ten, tmp_path, staged):
+    def flip_one(root, name, start, size):
         data = bytearray(root.inner.read_range(name, start, size))
-        data[-1] ^= start == 0 and root.reads.count((name, 0)) == 1
+        data[-1] ^= start == 0 and ("00003" in name or root.reads.count((name, 0)) == 1)
         return bytes(data)
 
-    dataset, root = through(ten, flip_once)
-    assert right(path_of(staged(dataset), 1), ten, 1) and root.shards() == [1, 1]
+    dataset, root = through(ten, flip_one)
+    staging = staged(dataset)
+    with pytest.raises(DatasetError, match=r"\A\S*00003\.tar: its bytes fail their sha256, twice"):
+        path_of(staging, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    with (
+        closing(CropReader([dataset], staging=staging)) as reader,
+        pytest.raises(DatasetError, match=r"00003\.tar: .*sha256, twice.*crop 6 at byte \d+"),
+    ):
+        read(reader, [6])
+    assert right(path_of(staging, 1), ten, 1) and root.shards() == [3, 3, 1, 1]
 
 
 def test_a_full_disk(ten, tmp_path, staged, monkeypatch):

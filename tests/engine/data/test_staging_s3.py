@@ -8,7 +8,7 @@ import fsspec
 import numpy as np
 import pytest
 from shards_made import crops_of, make_dataset, read, take_all
-from staged import cached, named, path_of, room, through
+from staged import cached, named, room, through
 
 from omnilead.data_tools import storage
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
@@ -86,34 +86,3 @@ def test_zarr_is_read_from_a_bucket_by_ranges(bucket, fs, tmp_path):
     with closing(CropReader([dataset], source="zarr", threads=2)) as reader:
         assert np.array_equal(read(reader, rows)[0], crops_of(twin, rows))
     assert not any(name.startswith("shards/") for name, _ in root.reads)
-    (block,) = (path for path in fs.find(f"{away}/store.zarr") if "/c/" in path)
-    data = fs.cat_file(block)
-    fs.pipe_file(block, data[: len(data) // 2])
-    says = rf"^{away}/store\.zarr/[^\n]*index fails its crc32c[^\n]*$"
-    with pytest.raises(DatasetError, match=says):
-        read(CropReader([Dataset.open(away)], source="zarr"), [3])
-
-
-def test_a_damaged_object_is_refused(bucket, fs, ten, tmp_path, staged):
-    three, five, seven = (f"{bucket}/shards/0000{shard}.tar" for shard in (3, 5, 7))
-    data = bytearray(fs.cat_file(three))
-    data[1000] ^= 1
-    fs.pipe_file(three, bytes(data))
-    fs.pipe_file(five, fs.cat_file(five)[:-50_000])
-    fs.rm(seven)
-    dataset, root = through(Dataset.open(bucket))
-    staging = staged(dataset)
-    for shard, name, why in (
-        (3, three, "its bytes fail their sha256, twice"),
-        (5, five, "bytes are missing"),
-        (7, seven, "no such file"),
-    ):
-        with pytest.raises(DatasetError, match=rf"^{name}: [^\n]*{why}[^\n]*$"):
-            path_of(staging, shard)
-    assert root.shards().count(3) == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-    out, report = read(CropReader([dataset], on_corrupt="skip", staging=staging), [6, 1, 14])
-    assert report.row.tolist() == [8, 1, 16] and len(report.skipped) == 4
-    assert np.array_equal(out, crops_of(ten, report.row))
-    with pytest.raises(DatasetError, match=r"00003\.tar: .*sha256, twice.*crop 6 at byte \d+"):
-        read(CropReader([dataset], staging=staging), [6])

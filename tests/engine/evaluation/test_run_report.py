@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pages import check, curves
 
+from omnilead.engine.evaluation.metrics import identification
 from omnilead.engine.report import charts, picture, run_report
 from omnilead.engine.report.__main__ import main as report_main
 from omnilead.engine.report.run_report import StepLog, read_diagnostics
 from omnilead.engine.tasks.finetuning import FinetuneTask
 from omnilead.engine.training.loggers import write_diagnostics
 from omnilead.engine.training.pretraining import PretrainTask
+from omnilead.engine.training.validation import identified_share
 
 LOGGED = [key for key in PretrainTask.keys if key not in ("step", "crops_seen", "epoch")]
 NAN, INF = math.nan, math.inf
@@ -264,3 +267,15 @@ def test_the_picture_of_augmentations(dataset, tmp_path, capsys):
     )
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("omnilead.engine.report.picture: ")
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_patients_identified_are_those_of_the_evaluation(ties):
+    c_RD = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    if ties:
+        c_RD = c_RD.round()
+        c_RD[3] = 0
+    gallery_PD, probe_PD = c_RD[::2], c_RD[1::2]
+    ids = range(10)
+    expected = identification(gallery_PD.numpy(), ids, probe_PD.numpy(), ids)["accuracy"]
+    assert identified_share(gallery_PD, probe_PD) == pytest.approx(expected, abs=1e-12)

@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock
 
@@ -36,7 +35,7 @@ STILL = {f"model__{name}dropout": 0 for name in ("", "attention_", "input_", "fe
 
 @dataclass
 class Ended:
-    codes: list[int | None]
+    codes: list
     output: str  # of all ranks
 
     @property
@@ -68,21 +67,14 @@ def train(arguments, before=None):
     if before:
         before()
     command = "finetune" if "task.yaml" in " ".join(arguments) else "pretrain"
-    code = importlib.import_module(f"omnilead.engine.{command}").main(arguments)
-    return code
+    return importlib.import_module(f"omnilead.engine.{command}").main(arguments)
 
 
 def nothing():
     """For `before`: a process of its own, with nothing patched."""
 
 
-def start(
-    tmp,
-    arguments,
-    world=1,
-    before=None,
-    **env,
-):
+def start(tmp, arguments, world=1, before=None, **env):
     common = {
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
@@ -103,13 +95,7 @@ def wait(tmp, processes):
     return Ended([process.exitcode for process in processes], output)
 
 
-def run(
-    tmp,
-    arguments,
-    world=1,
-    before=None,
-    **env,
-):
+def run(tmp, arguments, world=1, before=None, **env):
     (tmp / "out.txt").unlink(missing_ok=True)
     if world > 1 or before or env:
         return wait(tmp, start(tmp, arguments, world, before, **env))
@@ -145,30 +131,12 @@ def _settings(tmp, config, dataset, run, changes):
     return ["--config", str(tmp / config), "--set", *words]
 
 
-def pretrain(
-    tmp,
-    dataset,
-    name="run",
-    world=1,
-    before=None,
-    **changes,
-):
+def pretrain(tmp, dataset, name="run", world=1, before=None, **changes):
     return run(tmp, settings(tmp, dataset, name, **changes), world, before)
 
 
-def finetune(
-    tmp,
-    dataset,
-    begin,
-    task,
-    name="run",
-    world=1,
-    **changes,
-):
+def finetune(tmp, dataset, begin, task, name="run", world=1, **changes):
     return run(tmp, tuning(tmp, dataset, begin, task, name, **changes), world)
-
-
-Training = Callable[..., Ended]  # the fixture `training`: `pretrain` on the synthetic dataset
 
 
 def rows(run, name="metrics.jsonl"):

@@ -13,12 +13,10 @@ from functools import partial
 
 import pytest
 import torch
+from handmade import flip
 from ranks import column, curve, pretrain, run, settings, start
 
-from omnilead.engine import convert
-from omnilead.engine.model.folder import LoadError
 from omnilead.engine.pretrain import main
-from omnilead.engine.tasks.finetuning import read_start
 from omnilead.engine.training import checkpoint, export
 from omnilead.engine.training.checkpoint import FORBID, FORCE, MANIFEST, CheckpointError, WriteError
 from omnilead.engine.training.distributed import Ranks
@@ -65,12 +63,6 @@ def forge(path, **changes):
     manifest = json.loads((path.parent / MANIFEST).read_text())
     manifest[path.name] = {"bytes": path.stat().st_size, "crc32c": checkpoint.crc32c(path)}
     (path.parent / MANIFEST).write_text(json.dumps(manifest))
-
-
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def one_line(error):
@@ -145,7 +137,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(resumed):
 
 
 def test_a_damaged_checkpoint_and_one_without_latest(resumed, step):
-    flip_a_bit(step / OPTIMIZER)
+    flip(step / OPTIMIZER, 9_000)
     (step.parent / "latest").unlink()
     output = resumed().good()
     assert "resumes after step 2" in output and "latest" in output.splitlines()[0]
@@ -158,7 +150,7 @@ def test_a_damaged_checkpoint_and_one_without_latest(resumed, step):
     "listed", [(), ("state.json", MODEL, "loader-rank0.json")], ids=["nothing", "not the optimizer"]
 )
 def test_a_manifest_that_does_not_list_every_file_means_damage(listed, resumed, step):
-    flip_a_bit(step / OPTIMIZER)
+    flip(step / OPTIMIZER, 9_000)
     # left by an interrupted conversion: no damage
     (step / checkpoint.LATEST_UNIVERSAL).write_text("")
     assert "damaged: size or checksum" in str(checkpoint.fault(step))
@@ -181,7 +173,7 @@ UNUSABLE = [None, b"", b"\xff\x00", b"../../elsewhere", b"step-", b"step-99", b"
 
 @pytest.mark.parametrize("latest", [*UNUSABLE, b"step-" + b"9" * 5000], ids=lambda latest: "")
 def test_without_a_usable_latest_the_newest_complete_one_counts(latest, tmp_path):
-    root, said = tmp_path / "checkpoints", list[str]()
+    root, said = tmp_path / "checkpoints", []
     made(root, 5, 10, 9)
     if latest is not None:
         (root / checkpoint.LATEST).write_bytes(latest)
@@ -303,9 +295,7 @@ def not_exported(run, capsys):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"crops_seen": -24}, "crops_seen=-24"),
         ({"crops_seen": 99}, "crops_seen=99, but 3 steps of 8 crops are 24"),
-        ({"world": 3}, "world=3, but 1 ranks"),
         ({"config": {"task": {}}}, "holds another run, a fine-tuning for None"),
         ({"code": ["x.py"]}, "code=['x.py']"),
         ({"code": {"../../../x.py": ""}}, "state.json: code."),
@@ -346,19 +336,9 @@ RANK_1 = OPTIMIZER.replace("rank_0", "rank_1", 1)  # which one rank does not rea
 
 
 @pytest.mark.parametrize("poisoned", [MODEL, OPTIMIZER, RANK_1], indirect=True)
-def test_no_command_runs_a_payload(poisoned, trace, resumed, tmp_path, capsys):
+def test_no_training_runs_a_payload(poisoned, trace, resumed, tmp_path, capsys):
     run = tmp_path / "run"
     assert f"{poisoned.parent}: would run code" in not_exported(run, capsys)
-    for words in (
-        ["to-fairseq", str(run), str(tmp_path / "a.pt")],
-        ["from-fairseq", str(poisoned), str(tmp_path / "out")],
-    ):
-        assert convert.main(words) == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1
-    for begin in (run, poisoned):
-        with pytest.raises(LoadError):
-            read_start(str(begin))
     if poisoned.name != RANK_1:
         assert "would run code" in resumed().one_line()
     assert not trace.exists() and not (run / "model").exists()
@@ -390,14 +370,6 @@ def test_deepspeed_runs_no_payload(poisoned, trace, tmp_path):
         assert f"{step}: would run code" in text and "\n" not in text
 
 
-def test_a_pickle_named_like_a_model_is_not_run(saved_model, trace):
-    folder = saved_model()
-    torch.save({"payload": Payload(trace)}, folder / "model.safetensors")
-    with pytest.raises(LoadError):
-        read_start(str(folder))
-    assert not trace.exists()
-
-
 def test_a_planted_universal_folder_is_not_read(resumed, step, trace):
     planted = step / checkpoint.UNIVERSAL
     (planted / "zero" / "encoder.norm.weight").mkdir(parents=True)
@@ -421,7 +393,7 @@ def not_merged(*_):
 
 
 def fail_to_merge():
-    from deepspeed.checkpoint import ds_to_universal  # type: ignore[import-untyped]
+    from deepspeed.checkpoint import ds_to_universal
 
     ds_to_universal.main = not_merged
 

@@ -29,7 +29,6 @@ VALIDATED = {"train__validate_every": 2, "train__valid_batches": 3}
 # ranks without a batch of their own take part as well, as ZeRO 3 requires
 FEWER = {"train__validate_every": 1, "train__zero_stage": 3, "train__valid_batches": 1}
 AWAY_AND_BACK = [(1, 2, 8), (2, 3, 4), (1, 5, 8)]  # a fresh Adam would give other results
-Plan = list[tuple[int, int, int]]  # ranks, steps, micro-batch
 
 
 @pytest.mark.parametrize(
@@ -51,14 +50,7 @@ Plan = list[tuple[int, int, int]]  # ranks, steps, micro-batch
         ),
     ],
 )
-def test_several_ranks_equal_one(
-    alone,
-    moved,
-    rtol,
-    how,
-    training,
-    tmp_path,
-):
+def test_several_ranks_equal_one(alone, moved, rtol, how, training, tmp_path):
     """Losses and validation of two runs that are resumed as their plans say. Candidates, codes in
     use, norm and clipping are those of the global batch."""
     for name, plan in (("alone", [alone]), ("moved", moved)):
@@ -86,7 +78,7 @@ def count_graphs():
         return graph.forward
 
     compiled = partial(train.compile_model, backend=counted)
-    train.compile_model = compiled if os.environ["RANK"] == "0" else lambda *_: None  # type: ignore[assignment]
+    train.compile_model = compiled if os.environ["RANK"] == "0" else lambda *_: None
 
 
 def test_a_step_of_two_ranks_compiles_in_few_graphs(training):
@@ -106,7 +98,7 @@ def at_step_four(how):
             how()
         return step(self, batch)
 
-    Loop._step = patched  # type: ignore[method-assign]
+    Loop._step = patched
 
 
 def die():
@@ -138,14 +130,14 @@ def test_a_port_in_use_or_no_port_is_one_line(dataset, tmp_path):
             assert f"MASTER_PORT='{port}'" in line and "--master_port" in line
 
 
-class Forked(subprocess.Popen):  # type: ignore[type-arg]
+class Forked(subprocess.Popen):
     """`python ...` as a fork of this process, which has imported what it needs: what launchers
     start."""
 
     def _execute_child(
         self, args, *options
     ):  # executable, preexec, close_fds, pass_fds, cwd, env, ...
-        self.pid, self._child_created = os.fork(), True  # type: ignore[misc]
+        self.pid, self._child_created = os.fork(), True
         if self.pid:
             return
         os.environ.clear()
@@ -168,7 +160,7 @@ class Forked(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def launch(launcher, arguments, namespace):
-    from deepspeed.launcher import runner  # type: ignore[import-untyped]
+    from deepspeed.launcher import runner
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -177,7 +169,7 @@ def launch(launcher, arguments, namespace):
     if namespace:
         with open(f"/var/run/netns/{namespace}") as file:
             assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
-    subprocess.Popen = subprocess_handler.Popen = Forked  # type: ignore[misc, attr-defined]
+    subprocess.Popen = subprocess_handler.Popen = Forked
     (torchrun if launcher == "torchrun" else runner).main(arguments)
 
 

@@ -79,9 +79,7 @@ def test_copies_of_held_out_ecgs_are_not_trained_on():
     assert (trained == ~(held | np.roll(held, 1500))).all()
 
 
-def test_held_out_patients_are_never_trained_on_at_any_world_size_or_restart(
-    dataset,
-):
+def test_held_out_patients_are_never_trained_on_at_any_world_size_or_restart(dataset):
     data = {"datasets": [dataset.root.url], "hold_out": 0.2}
     config = build({"data": data, "train": {"batch_crops": 16}})
     roles, cpu, patients = training_roles(config), torch.device("cpu"), patient_ids([dataset])[0]

@@ -205,9 +205,9 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_deepspeed_does_not_wait_for_the_device(stage, training, monkeypatch):
-    from deepspeed.accelerator import get_accelerator  # type: ignore[import-untyped]
+    from deepspeed.accelerator import get_accelerator
 
-    waited, steps, step = list[int](), list[int](), Loop._step
+    waited, steps, step = [], [], Loop._step
 
     def counted(self, batch):
         if self.progress.step == 1:
@@ -306,6 +306,6 @@ def test_a_moved_or_replaced_run_ends_with_one_line(replaced, training, tmp_path
 def test_a_collapse_is_reported_once_and_early():
     task = SimpleNamespace(config=build({"model": {"codes": 320, "codebooks": 2}}), low_logs=0)
     codes = (600.0, 3.0, 3.0, 600.0, 3.0, 3.0, 3.0, 3.0)
-    said = [PretrainTask.warning(task, {"code_perplexity": used}) for used in codes]  # type: ignore[arg-type]
+    said = [PretrainTask.warning(task, {"code_perplexity": used}) for used in codes]
     assert [bool(one) for one in said] == [False] * 6 + [True, False]
     assert "3.0 of 640 codes" in str(said[6]) and "Raise objective.diversity" in str(said[6])

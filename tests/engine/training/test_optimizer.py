@@ -9,7 +9,7 @@ from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
 def test_schedules():
     fixed, cosine, tri = (
         TrainConfig(schedule=name, lr=1.0) for name in ("fixed", "warmup_cosine", "tri_stage")
-    )  # type: ignore[arg-type]
+    )
     assert {lr_at(fixed, step, 100) for step in range(100)} == {1.0}
     for config, steps, expected in (
         (cosine, (0, 5, 10, 55, 100), [0.01, 0.505, 1.0, 0.505, 0.01]),
@@ -22,14 +22,14 @@ def test_adamw_clips_and_skips_non_finite_steps():
     torch.manual_seed(0)
     ours, theirs = ([torch.nn.Parameter(torch.ones(n)) for n in (6, 4)] for _ in range(2))
     options = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}
-    guarded = GuardedAdamW([(1.0, ours)], clip_norm=0.5, **options)  # type: ignore[arg-type]
-    plain = torch.optim.AdamW(theirs, **options)  # type: ignore[arg-type]
+    guarded = GuardedAdamW([(1.0, ours)], clip_norm=0.5, **options)
+    plain = torch.optim.AdamW(theirs, **options)
     for step in range(6):
         for mine, other in zip(ours, theirs, strict=True):
             mine.grad = torch.randn_like(mine) * (10 if step % 2 else 0.01)
             other.grad = mine.grad.clone()
         if step == 3:
-            ours[1].grad[0] = torch.inf  # type: ignore[index]
+            ours[1].grad[0] = torch.inf
             guarded.step()
             assert (float(guarded.skipped), float(guarded.in_a_row)) == (1, 1)
         else:

@@ -105,21 +105,16 @@ def test_a_run_resumed_across_an_epoch_is_bit_for_bit_the_same(
 
 
 def test_the_papers_literal_model_trains_resumes_and_is_exported(dataset, tmp_path):
-    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+    for name, steps in (("whole", 2), ("run", 1), ("run", 2)):
         how = {"train__steps": steps, "train__epochs": None}
         arguments = settings(tmp_path, dataset.root.url, name, **how)
         (tmp_path / "tiny.yaml").write_text(f"base: {CONFIGS}/pretrain/paper.yaml{TINY}")
         run(tmp_path, arguments).good()
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert curve(whole) == curve(parts) and len(rows(parts)) == 4
-    for row in rows(parts):
+    assert curve(tmp_path / "whole") == curve(tmp_path / "run") and len(rows(tmp_path / "run")) == 2
+    for row in rows(tmp_path / "run"):
         assert row["loss"] == pytest.approx(row["loss_local"] + row["loss_global"], rel=1e-6)
-    one, two = (omnilead.load(path) for path in (whole, parts))
-    model = two.config["model"]
+    model = json.loads((tmp_path / "run" / "model" / "config.json").read_text())["model"]
     assert (model["conv_norm"], model["mask_starts"]) == ("layer", "bernoulli")
-    assert one.embed(dataset.read(0), 500, "12", "uV").equal(
-        two.embed(dataset.read(0), 500, "12", "uV")
-    )
 
 
 def test_changed_data_or_settings_are_refused_by_name(training, tmp_path):
@@ -196,13 +191,7 @@ MEMORY = "memory: lower train.micro_batch"
         (KeyboardInterrupt("after a checkpoint"), 130, "pretrain: after a checkpoint"),
     ],
 )
-def test_errors_of_libraries_and_the_system_are_one_line(
-    error,
-    code,
-    says,
-    monkeypatch,
-    capsys,
-):
+def test_errors_of_libraries_and_the_system_are_one_line(error, code, says, monkeypatch, capsys):
     def fail(*_):
         raise error
 
