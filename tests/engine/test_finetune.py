@@ -31,6 +31,7 @@ from omnilead.engine.inference.mean_beat import RHYTHM, measurements
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import build_encoder, initialise
+from omnilead.engine.report import run_report
 from omnilead.engine.report.run_report import read_diagnostics
 from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
@@ -47,6 +48,7 @@ from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
 from omnilead.engine.training.task import best_metric
+from tests.engine.evaluate.conftest import quick  # noqa: F401
 
 KINDS = {"diagnosis": "multilabel", "identification": "identity"}
 GOLDEN = {
@@ -99,6 +101,7 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert first["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"
     assert json.loads((run / "result.json").read_text())["converged"] is False
+    assert f"valid/{figure}" in run_report.build(run)
     arrays, _ = read_diagnostics(run / DIAGNOSTICS)
     similar = set() if diagnoses else {"same_similarity", "other_similarity"}
     assert arrays.keys() == {"samples_mv"} | similar

@@ -21,6 +21,7 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.training.continuing import read_config, read_weights
 from omnilead.engine.training.validation import windows_of
 from tests.conftest import save_model
+from tests.engine.evaluate.conftest import quick  # noqa: F401
 
 TEN = {"window_s": 10.0, "fs_hz": 100.0, "scale": "zscore"}
 SHORT = {"window_s": 2.5, "band_hz": [0.5, 40.0]}
@@ -186,7 +187,7 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     """Pre-training, embeddings, fine-tuning, its validation and predictions see what scipy makes."""
     data, model, tuned = dataset.root.url, tmp_path / "model", tmp_path / "tuned"
     train = {"steps": 2, "batch_crops": 8, "precision": "fp32", "probe_patients": 4}
-    train |= {"validate_every": 1, "valid_batches": 1, "lr": 1e-3}
+    train |= {"validate_every": 1, "valid_batches": 1, "lr": 1e-3, "peak_tflops": 1.0}
     tree = {"input": config, "model": TINY, "objective": {"contrast": contrast}, "train": train}
     (tmp_path / "a.yaml").write_text(json.dumps(tree))
     how = ["--config", tmp_path / "a.yaml", "--data", data]
@@ -212,7 +213,7 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     assert error < 1e-5 and at == list(zip(table["row"], table["start_s"], strict=True))
 
     sets = [f"train.{name}" for name in ("steps=2", "validate_every=1", "batch_crops=4")]
-    sets += ["augment.rlm=0.5", "train.precision=fp32"]
+    sets += ["augment.rlm=0.5", "train.precision=fp32", "train.peak_tflops=1"]
     words = [word for one in sets for word in ("--set", one)]
     for _ in range(2):  # resumes, with the same facts
         run("finetune", "--start", model, "--data", data, "--task", "sex", "--out", tuned, *words)
