@@ -153,39 +153,23 @@ def test_cards_show_held_out_figures_and_chance(tmp_path):
 
 
 RUNS = {
-    "one step": [row(1)],
-    "two equal steps": [row(1, loss=2.0), row(2, loss=2.0)],
     "nothing but a step": [{"step": 3}],
     "all NaN": [row(s, **dict.fromkeys(LOGGED, NAN)) for s in (1, 2, 3)],
-    "NaN and infinite among numbers": [
+    "NaN, infinite and negative among numbers": [
         row(1),
         row(2, loss=NAN, grad_norm=INF),
-        row(3, loss=-INF),
-        row(4),
-    ],
-    "zero and negative where a logarithm is wanted": [
-        row(1, grad_norm=0.0),
-        row(2, grad_norm=-1.0),
+        row(3, loss=-INF, grad_norm=0.0),
+        row(4, grad_norm=-1.0),
     ],
     "constants": [row(s, loss=5.0, lr=0.0, memory_gb=1e-9) for s in range(1, 90)],
-    "text and truth values": [row(1, loss="low", lr=True), row(2, loss=[1], mfu={})],
-    "a line cut off, an empty one, garbage": [
-        row(1),
-        '{"step": 2, "lo',
-        "",
-        "[1, 2]",
-        "null",
-        '"x"',
-        "[" * 5000,
-    ],
-    "giants": [row(1, loss=1e300, grad_norm=10**400), row(2, loss=1e11, lr=1e-30), row(10**11)],
-    "steps that are none": [
-        row(1),
-        row(2) | {"step": NAN},
-        row(2) | {"step": "2"},
-        row(2) | {"step": 10**30},
+    "text, negative numbers on a logarithmic scale, garbage, steps that are none": [
+        row(1, loss="low", lr=True, grad_norm=0.0),
+        row(2, loss=[1], mfu={}, grad_norm=-1.0),
+        *('{"step": 2, "lo', "", "[1, 2]", "null", '"x"', "[" * 5000),
+        *(row(2) | {"step": step} for step in (NAN, "2", 10**30)),
         row(-4),
     ],
+    "giants": [row(1, loss=1e300, grad_norm=10**400), row(2, loss=1e11, lr=1e-30), row(10**11)],
     "many": [row(s, loss=1 + s % 7) for s in range(1, 5000)],
 }
 
