@@ -194,7 +194,6 @@ HARMS = {
     "number as name": (lambda: weight(3, torch.ones(1)), "a weight is named 3"),
     "quantised": (lambda: weight("mask_emb", torch.quantize_per_tensor(torch.ones(9), 1.0, 0, torch.qint8)), "is torch.qint8"),
     "meta": (lambda: weight("mask_emb", torch.empty(24, device="meta")), "mask_emb is torch."),
-    "complex": (lambda: weight("mask_emb", torch.ones(24, dtype=torch.complex64)), "mask_emb is torch."),
     "sparse": (lambda: weight("mask_emb", torch.ones(24).to_sparse()), "mask_emb is torch."),
     "no settings": (lambda: {"cfg": {}}, "no model settings"),
     "pre-norm": (lambda: setting(layer_norm_first=True), "layer_norm_first"),

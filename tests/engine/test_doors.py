@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from omnilead.data_tools.cli import guard_streams
-from omnilead.engine import convert, embed, evaluate, parity, pretrain
-from omnilead.engine.report import __main__ as report
+from omnilead.engine import convert, embed, evaluate, pretrain
 from omnilead.engine.report import picture
 from tests.forks import started
 
@@ -34,14 +33,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     ("door", "arguments"),
     [
         (evaluate.main, ["--model", "m", "--data", "d", "--role", "x"]),
-        (evaluate.main, ["--model", "m", "--data", "d", "--batch", "0"]),
-        (embed.main, ["--model", "m"]),
         (embed.main, ["--model", "m", "--data", "d", "--out", "o.parquet", "--workers", "0"]),
         (picture.main, []),
         (pretrain.main, ["--nothing"]),
         (convert.main, ["to-onnx"]),
-        (parity.main, []),
-        (report.main, []),
     ],
 )
 def test_wrong_arguments_are_one_line(door, arguments, capsys):

@@ -2,8 +2,6 @@
 written."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +10,6 @@ import torch
 import omnilead
 from omnilead.engine import convert
 from omnilead.engine.interop import onnx as onnx_export
-
-Saved = Callable[..., Path]
-
 
 EF = {"task": "ef", "kind": "regression", "classes": ["ef", "qrs"], "unit": "%"}
 EF |= {"center": [50.0, 90.0], "scale": [10.0, 20.0]}
