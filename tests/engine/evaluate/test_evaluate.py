@@ -15,7 +15,7 @@ import omnilead
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.common import LEADS
 from omnilead.engine.data.patients import patient_ids, split_of
-from omnilead.engine.evaluate import labels_of_run, lines, main
+from omnilead.engine.evaluate import labels_of_run, main
 from omnilead.engine.evaluation import metrics, results
 from omnilead.engine.evaluation.metrics import challenge_score
 from omnilead.engine.model.folder import seal
@@ -173,8 +173,6 @@ BEATS = {
     "thresholds": [0.7, 0.2],
     "definition": {"name": "beats", "kind": "multilabel", "columns": ["SB", "never"]},
 }
-AGE = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years"}
-AGE |= {"center": [60.0], "scale": [15.0]}
 
 
 @pytest.fixture(scope="module")
@@ -236,19 +234,6 @@ def test_unknown_labels_thresholds_and_a_class_without_positives(
     assert noted(document, f"{(~known).sum()} of {y.size} labels are unknown")
 
 
-def test_ages_of_the_dataset(data, saved_model, evaluated):
-    folder = saved_model(head=AGE)
-    document = evaluated(folder, "--task", "age")
-    task = TaskConfig("age", "regression", columns=("age",), split="8:1:1")
-    x, crops = halves_of(data, read_task(task, [data]).rows(0, "test"))
-    age = omnilead.load(folder).logits(x).numpy()[:, 0] * 15 + 60
-    error = age - data.column("age")[crops]
-    assert document["score"] == document["metrics"]["mae"]
-    assert document["score"] == pytest.approx(np.abs(error).mean(), rel=1e-4)
-    assert document["value_unit"] == "years"
-    assert document["classes"]["age"]["mean_error"] == pytest.approx(error.mean(), rel=1e-3)
-
-
 def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
     data, saved_model, evaluated
 ):
@@ -263,8 +248,6 @@ def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
     expected = challenge_score(result.labels_NK, result.scores_NK > np.array(chosen))
     assert score == pytest.approx(expected, abs=1e-6)
     assert score != after["score"] and after["metrics"] == before["metrics"]
-    text = [line[:18].rstrip() for line in lines(result.document())]
-    assert text.index("challenge, chosen") == text.index("challenge at 0.5") + 1
 
 
 def test_labels_that_a_model_names_are_not_opened(

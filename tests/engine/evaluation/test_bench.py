@@ -29,7 +29,6 @@ from omnilead.engine.tasks.labels import TaskLabels
 from tests.conftest import save_model
 
 RNG = np.random.default_rng(0)
-SHORT = ((16, 8), (16, 8))  # 39 tokens
 LEADS, TASKS = ["V2,I"], ["sex", "age", "identification"]
 
 
@@ -45,8 +44,8 @@ def few_resamples():
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    save_model(folder / "A" / "model", conv=SHORT)
-    save_model(folder / "B", conv=SHORT, layers=1)
+    save_model(folder / "A" / "model")
+    save_model(folder / "B", layers=1)
     return [f"first={folder / 'A'}", str(folder / "B")]
 
 
