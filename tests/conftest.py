@@ -94,7 +94,7 @@ def save_model(
     from omnilead.engine.model.pretrainer import Pretrainer
 
     small = {
-        "conv": ((16, 2),) * 4,
+        "conv": ((16, 8),) * 2,
         "width": 32,
         "layers": 2,
         "heads": 4,

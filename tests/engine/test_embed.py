@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -29,8 +28,6 @@ from tests.forks import started
 from tests.waiting import until
 
 torch.set_num_threads(1)
-Embedded = Callable[..., pa.Table]
-Patch = pytest.MonkeyPatch
 GOOD = np.random.default_rng(0).normal(0, 0.3, (12, 5000))
 
 

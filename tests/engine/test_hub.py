@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -134,9 +132,3 @@ def test_failures_are_one_line(
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     assert "there is no token: `hf auth login`" in says("push", tmp_path / "other", "me/new")
-
-
-def test_without_the_hub_extra(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert main(["pull", "me/ecg", os.devnull + ".none"]) == 2
-    assert "pip install 'omnilead[hub]'" in capsys.readouterr().err

@@ -4,10 +4,7 @@ and resuming: test_embed."""
 import json
 import re
 import warnings
-from collections.abc import Callable
 from csv import reader
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +30,6 @@ BASE = ["source", "record", "patient", "row", "start_s", "missing_leads"]
 TWO = {"kind": "multilabel", "classes": ["AF", "SB"]}
 VALUE = {"kind": "regression", "center": [60.0], "scale": [15.0]}
 HEADS = {
-    "diagnosis": {"task": "diagnosis", **TWO, "thresholds": [0.5, 0.5]},
     "rhythm": {"task": "rhythm", **TWO, "thresholds": [0.4, 0.6]},
     "axis": {"task": "axis", "kind": "multiclass", "classes": ["left", "normal", "right"]},
     "age": {"task": "age", **VALUE, "classes": ["age"], "unit": "years"},
@@ -41,7 +37,6 @@ HEADS = {
     "identity": {"task": "identification", "kind": "identity", "classes": []},
     "twice": {"task": "twice", "kind": "binary", "classes": ["patient"], "thresholds": [0.5]},
 }
-Predicted = Callable[..., tuple[Path, Any]]
 
 
 def words(model, data, out, *options):
@@ -75,7 +70,7 @@ def expected(model, dataset, rows):
     return np.array([list(model.predict(uv_LT, 500, LEADS, "uV").values()) for uv_LT in crops])
 
 
-@pytest.mark.parametrize("head", ["diagnosis", "rhythm", "axis", "age", "plain"])
+@pytest.mark.parametrize("head", ["rhythm", "axis", "age", "plain"])
 def test_columns_and_numbers_of_each_kind(head, dataset, predicted, capsys):
     out, model = predicted(head)
     table, classes = pq.read_table(out), model.classes
@@ -156,22 +151,16 @@ def test_missing_leads_are_named(rlm, doubt, tmp_path, capsys):
         out = tmp_path / name
         assert predict.main([*command, "--out", str(out), *options]) == 0
         read = csv.ConvertOptions(strings_can_be_null=True)
-        table = (
-            pq.read_table(out)
-            if out.suffix == ".parquet"
-            else csv.read_csv(out, convert_options=read)
-        )
+        table = csv.read_csv(out, convert_options=read)
         return [
             table["missing_leads"][i].as_py()
             for i in np.argsort(table["record"].to_pylist(), kind="stable")
         ]
 
-    for suffix in (".csv", ".parquet"):
-        assert missing(f"records{suffix}") == ["II,V1", None]  # lacks, whole
-        err = capsys.readouterr().err
-        assert doubt in err and err.count(
-            "1 of 2 rows lack leads (column missing_leads)"
-        ) == err.count("\n") == bool(doubt)
+    assert missing("records.csv") == ["II,V1", None]  # lacks, whole
+    err = capsys.readouterr().err
+    noted = err.count("1 of 2 rows lack leads (column missing_leads)")
+    assert doubt in err and noted == err.count("\n") == bool(doubt)
     assert missing("crops.csv", "--per", "crop") == ["V1", "II,V1", None, None]
     with warnings.catch_warnings(record=True, action="always") as caught:
         omnilead.load(model).predict(mv_LT, 500, LEADS)
@@ -237,7 +226,7 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
     made = shard(open_sources(str(export), hospital=HospitalFiles), options)
     names = made.table(["source", "record", "patient"]).to_pylist()[0]
     hidden = ["--pseudonymize", str(key)]
-    for program, end in ((predict, "csv"), (predict, "parquet"), (embed, "parquet")):
+    for program, end in ((predict, "csv"), (embed, "parquet")):
         out = tmp_path / f"{program.__name__}.{end}"
         assert program.main(words(model, export, out)) == 0
         said = (

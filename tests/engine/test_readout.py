@@ -14,6 +14,7 @@ from omnilead.engine.inference.readout import BEATS_S, parsed, read_out, width_o
 from omnilead.engine.interop.onnx import to_onnx
 from omnilead.engine.model.folder import LoadError
 from tests.conftest import save_model
+from tests.engine.evaluate.conftest import quick  # noqa: F401
 from tests.engine.test_mean_beat import REGULAR, ecg
 
 ALL_PARTS = "mean+std+beats+rhythm"

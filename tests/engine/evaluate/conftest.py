@@ -2,9 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,8 +16,6 @@ from omnilead.engine.evaluation import metrics, results
 from omnilead.engine.inference import inputs
 from tests.conftest import save_model
 
-Saved, Evaluated, Refused = Callable[..., Path], Callable[..., dict[str, Any]], Callable[..., None]
-Patch = pytest.MonkeyPatch
 DIAGNOSIS = {
     "task": "diagnosis",
     "kind": "multilabel",

@@ -15,7 +15,7 @@ import omnilead
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.common import LEADS
 from omnilead.engine.data.patients import patient_ids, split_of
-from omnilead.engine.evaluate import labels_of_run, lines, main
+from omnilead.engine.evaluate import labels_of_run, main
 from omnilead.engine.evaluation import metrics, results
 from omnilead.engine.evaluation.metrics import challenge_score
 from omnilead.engine.model.folder import seal
@@ -123,23 +123,18 @@ def test_identification_in_validation_compares_the_halves_of_a_crop(data, saved_
     assert document["n"] == document["gallery"] == len(rows)
 
 
-def test_a_model_of_three_leads(data, saved_model, evaluated, refused):
+def test_a_model_of_three_leads(saved_model, evaluated, refused):
     folder = saved_model(leads=3, preprocessing={"leads": ["I", "II", "V2"]}, head=DIAGNOSIS)
     document = evaluated(folder, "--role", "valid")
-    x, crops = halves_of(data, data.select(dx="valid"))
-    probability = omnilead.load(folder).scores(x[:, [0, 1, 7]]).numpy()
-    expected = challenge_score(data.labels[crops], probability > 0.5)
-    assert document["score"] == pytest.approx(expected, abs=1e-9)
     assert document["leads"] == "I,II,V2"
     assert evaluated(folder, "--role", "valid", "--leads", 3) == document
     for leads, named in (("12", "I,II,V2"), ("2", "I,II,V2"), ("V9", "V9")):
         refused(f"--leads {leads}: .*{named}", folder, "--leads", leads)
 
 
-def test_normalisation_uses_only_what_was_recorded(data, saved_model, evaluated):
-    """A model of normalised signals: statistics are over the whole record, without the zeros after
-    its end."""
-    folder = saved_model(head=DIAGNOSIS, preprocessing={"scale": "zscore"})
+def test_the_first_half_of_a_normalised_crop(data, saved_model, evaluated):
+    """Statistics are over the whole crop, without the zeros after its end."""
+    folder = saved_model(preprocessing={"scale": "zscore"})
     model = omnilead.load(folder)
 
     def scaled(row):
@@ -148,15 +143,11 @@ def test_normalisation_uses_only_what_was_recorded(data, saved_model, evaluated)
         z = (uv - uv.mean(1, keepdims=True)) / np.maximum(uv.std(1, keepdims=True), 1e-3)
         return torch.tensor(z, dtype=torch.float32).unflatten(1, (halves, 2500)).transpose(0, 1)
 
-    rows, patient = data.select(dx="valid"), data.column("patient")
-    probability = model.scores(torch.cat([scaled(row) for row in rows])).numpy()
-    labels = np.repeat(data.labels[rows], data.column("halves")[rows], axis=0)
-    document = evaluated(folder, "--role", "valid")
-    assert document["score"] == pytest.approx(challenge_score(labels, probability > 0.5), abs=1e-9)
+    patient = data.column("patient")
     sides = [data.select(identity=role) for role in ("gallery", "probe")]
     first, asked = (model.pooled(torch.stack([scaled(row)[0] for row in side])) for side in sides)
     by_hand = accuracy(first, asked, *(patient[side] for side in sides))
-    assert evaluated(folder, "--task", "identification")["score"] == pytest.approx(by_hand)
+    assert evaluated(folder)["score"] == pytest.approx(by_hand)
     gallery = results.identify(model, data, results.EvalOptions()).gallery_PD
     np.testing.assert_allclose(gallery, first, atol=1e-5)
 
@@ -182,8 +173,6 @@ BEATS = {
     "thresholds": [0.7, 0.2],
     "definition": {"name": "beats", "kind": "multilabel", "columns": ["SB", "never"]},
 }
-AGE = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years"}
-AGE |= {"center": [60.0], "scale": [15.0]}
 
 
 @pytest.fixture(scope="module")
@@ -229,11 +218,7 @@ def test_exclusive_classes_equal_a_loop(data, tables, saved_model, evaluated):
 
 
 def test_unknown_labels_thresholds_and_a_class_without_positives(
-    data,
-    tables,
-    saved_model,
-    evaluated,
-    tmp_path,
+    data, tables, saved_model, evaluated
 ):
     folder, table = saved_model(head=BEATS), tables / "beats.csv"
     document = evaluated(folder, "--labels", table, "--role", "valid")
@@ -247,22 +232,6 @@ def test_unknown_labels_thresholds_and_a_class_without_positives(
     assert document["thresholds"] == [0.7, 0.2] and classes["never"]["auroc"] is None
     assert noted(document, "1 of 2 classes have no positives: never.")
     assert noted(document, f"{(~known).sum()} of {y.size} labels are unknown")
-    page = tmp_path / "page.html"
-    evaluated(folder, "--labels", table, "--report", page)
-    assert "records with the largest errors" in page.read_text()
-
-
-def test_ages_of_the_dataset(data, saved_model, evaluated):
-    folder = saved_model(head=AGE)
-    document = evaluated(folder, "--task", "age")
-    task = TaskConfig("age", "regression", columns=("age",), split="8:1:1")
-    x, crops = halves_of(data, read_task(task, [data]).rows(0, "test"))
-    age = omnilead.load(folder).logits(x).numpy()[:, 0] * 15 + 60
-    error = age - data.column("age")[crops]
-    assert document["score"] == document["metrics"]["mae"]
-    assert document["score"] == pytest.approx(np.abs(error).mean(), rel=1e-4)
-    assert document["value_unit"] == "years"
-    assert document["classes"]["age"]["mean_error"] == pytest.approx(error.mean(), rel=1e-3)
 
 
 def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
@@ -279,8 +248,6 @@ def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(
     expected = challenge_score(result.labels_NK, result.scores_NK > np.array(chosen))
     assert score == pytest.approx(expected, abs=1e-6)
     assert score != after["score"] and after["metrics"] == before["metrics"]
-    text = [line[:18].rstrip() for line in lines(result.document())]
-    assert text.index("challenge, chosen") == text.index("challenge at 0.5") + 1
 
 
 def test_labels_that_a_model_names_are_not_opened(

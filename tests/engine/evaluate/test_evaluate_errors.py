@@ -202,19 +202,8 @@ def test_outputs_kept_from_an_interrupted_evaluation(
     )
     evaluated(diagnostic)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html.halves.parquet", "f.json"]
-    assert (
-        main(
-            [
-                "--model",
-                str(diagnostic),
-                "--data",
-                data.root.url,
-                "--report",
-                str(tmp_path / "f.html"),
-            ]
-        )
-        == 0
-    )
+    given = "--model", diagnostic, "--data", data.root.url, "--report", tmp_path / "f.html"
+    assert main([str(word) for word in given]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.html", "f.json"]
 
 

@@ -121,14 +121,8 @@ def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path):
     assert {f"valid/{name}" for name in figures} <= curves(html)
     assert texts(html, "chance ") == ["chance 0.1", "chance 0.5"]
     assert cards(html)["Converged"] == ("no", "2 validations since the best")
-    for words in (
-        "<b>0.750</b><small>held out, chance 0.500",
-        "No step is better than step 0, before training: auroc 0.900, and 0.750 at step 20.",
-        "Not converged: best auroc 0.7500 at step 20, and 2 validations since without improvement:",
-        "Fine-tuning: diagnosis",
-    ):
-        assert words in html
-    assert "Not logged" not in html
+    assert "No step is better than step 0, before training: auroc 0.900, and 0.750 at" in html
+    assert "Not converged: best auroc 0.7500 at step 20" in html and "Not logged" not in html
     ended, training = page(patience=2), page(patience=3)
     assert cards(ended)["Converged"][0] == "yes" and "onverged: " not in ended
     assert "Converged" not in cards(training)
@@ -136,59 +130,37 @@ def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path):
 
 def test_cards_show_held_out_figures_and_chance(tmp_path):
     chance = {"accuracy_global": 1 / 63, "valid/accuracy_global": 1 / 11}
-    chance |= {"valid/accuracy_local": NAN, "loss_global": "x"}
-    facts = {"best": "loss", "validation": ["dropout is off"], "chance": chance}
+    facts = {"best": "loss", "chance": chance}
     steps = [row(step, accuracy_global=0.5 * (step % 2)) for step in range(1, 30)]
     html = run_report.build(make(tmp_path / "run", *steps, facts=facts))
     # not the last batch's 50
     assert cards(html)["Global accuracy"] == ("25.0%", "training, chance 1.6%")
-    assert "In validation" not in html
     losses = {0: 1.0, 29: 3.0}
     valid = [{"step": s, "loss": losses[s], "accuracy_global": 0.2} for s in losses]
-    html = run_report.build(make(tmp_path / "run", *steps, validation=valid, facts=facts))
-    shown = cards(html)
+    shown = cards(run_report.build(make(tmp_path / "run", *steps, validation=valid, facts=facts)))
     assert shown["Global accuracy"] == ("20.0%", "held out, chance 9.1%")
     assert shown["Held-out loss"] == ("3.000", "at step 29")
     assert shown["Local accuracy"][1] == "training"
-    assert "In validation dropout is off." in html and "No step is better than step 0" in html
-    assert texts(html, "chance ") == ["chance 1.59%", "chance 9.09%"]
-    assert len(texts(html, "best at step 29")) > 1
 
 
 RUNS = {
-    "one step": [row(1)],
-    "two equal steps": [row(1, loss=2.0), row(2, loss=2.0)],
     "nothing but a step": [{"step": 3}],
     "all NaN": [row(s, **dict.fromkeys(LOGGED, NAN)) for s in (1, 2, 3)],
-    "NaN and infinite among numbers": [
+    "NaN, infinite and negative among numbers": [
         row(1),
         row(2, loss=NAN, grad_norm=INF),
-        row(3, loss=-INF),
-        row(4),
-    ],
-    "zero and negative where a logarithm is wanted": [
-        row(1, grad_norm=0.0),
-        row(2, grad_norm=-1.0),
+        row(3, loss=-INF, grad_norm=0.0),
+        row(4, grad_norm=-1.0),
     ],
     "constants": [row(s, loss=5.0, lr=0.0, memory_gb=1e-9) for s in range(1, 90)],
-    "text and truth values": [row(1, loss="low", lr=True), row(2, loss=[1], mfu={})],
-    "a line cut off, an empty one, garbage": [
-        row(1),
-        '{"step": 2, "lo',
-        "",
-        "[1, 2]",
-        "null",
-        '"x"',
-        "[" * 5000,
-    ],
-    "giants": [row(1, loss=1e300, grad_norm=10**400), row(2, loss=1e11, lr=1e-30), row(10**11)],
-    "steps that are none": [
-        row(1),
-        row(2) | {"step": NAN},
-        row(2) | {"step": "2"},
-        row(2) | {"step": 10**30},
+    "text, negative numbers on a logarithmic scale, garbage, steps that are none": [
+        row(1, loss="low", lr=True, grad_norm=0.0),
+        row(2, loss=[1], mfu={}, grad_norm=-1.0),
+        *('{"step": 2, "lo', "", "[1, 2]", "null", '"x"', "[" * 5000),
+        *(row(2) | {"step": step} for step in (NAN, "2", 10**30)),
         row(-4),
     ],
+    "giants": [row(1, loss=1e300, grad_norm=10**400), row(2, loss=1e11, lr=1e-30), row(10**11)],
     "many": [row(s, loss=1 + s % 7) for s in range(1, 5000)],
 }
 

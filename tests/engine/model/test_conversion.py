@@ -22,13 +22,15 @@ from torch.testing import assert_close
 
 import omnilead
 from omnilead.data_tools.dataset import CLASSES
-from omnilead.engine import convert, evaluate, finetune, predict
+from omnilead.engine import convert
 from omnilead.engine.common import ALL, LEADS, ConfigError
 from omnilead.engine.config import build
 from omnilead.engine.data.augmenter import MV_PER_UV
+from omnilead.engine.interop import conversion
 from omnilead.engine.interop.conversion import signals
 from omnilead.engine.interop.fairseq import their_settings, to_theirs
 from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.training.continuing import read_weights
 
@@ -229,28 +231,6 @@ def test_training_sees_what_inference_sees(scale):
     assert shown.any() and torch.equal(of.windows(uv_BLT, both), shown)
 
 
-def test_fine_tuning_and_prediction_keep_the_models_rate_and_scale(dataset, tmp_path):
-    saved(tmp_path / "a.pt", SMALL, {"sample_rate": 250, "data": "ecg_fm"}, classes=1)
-    start, run, found = converted(tmp_path, "--classes", "AF"), tmp_path / "run", tmp_path / "found"
-    out, data = tmp_path / "AF.csv", ["--data", dataset.root.url]
-    assert predict.main(["--model", str(start), *data, "--out", str(out)]) == 0
-    assert out.read_text().partition("\n")[0].endswith('"AF","AF_predicted"')
-    how = ["--start", str(start), *data, "--config", "diagnosis", "--out", str(run)]
-    for setting in ("steps=2", "validate_every=1", "batch_crops=4", "precision=fp32"):
-        how += ["--set", f"train.{setting}"]
-    how += ["--set", "encoder.dropout=0.1"]
-    assert finetune.main(how) == 0
-    model = omnilead.load(run)
-    assert (model.input.fs_hz, model.input.scale) == (250.0, "zscore")
-    assert "at 250 Hz" in (run / "model/README.md").read_text()
-    lines = (run / "validation.jsonl").read_text().splitlines()[1:]
-    best = max(json.loads(line)["auroc"] for line in lines)
-    scored = ["--model", str(run), *data, "--role", "valid", "--json", str(found)]
-    assert evaluate.main(scored) == 0
-    assert json.loads(found.read_text())["metrics"]["auroc"] == pytest.approx(best, abs=1e-6)
-    assert finetune.main(how) == 0  # resumes, with the same facts
-
-
 def test_leads_and_kind_are_inferred_or_refused(tmp_path, capsys):
     saved(tmp_path / "a.pt", SMALL, {"leads_to_load": "[0, 'v2']"}, 26, in_d=2)
     model = omnilead.load(converted(tmp_path, "--classes", ",".join(reversed(CLASSES))))
@@ -274,7 +254,6 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path, capsys):
         ({"filter": True}, "", "task.filter=True .* NeuroKit2: to convert it anyway, give --input"),
         ({"normalize": True, "mean_path": "m"}, "", "task.mean_path=m .* are in another file"),
         ({"sample_rate": 25}, "", "fs_hz=25: must be 50 to 2000"),
-        ({"sample_rate": "fast"}, "", "fs_hz='fast': must be"),
         ({"leads_to_load": "[0, 12]"}, "", "leads_to_load=.* must be a list of lead names or"),
         ({"leads_to_load": "__import__('os')"}, "", "task.leads_to_load="),
         ({}, "--classes A,B", "2 names: must be 3, in the order of the outputs"),
@@ -283,7 +262,6 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path, capsys):
         ({}, "--classes A", "only pre-trained, without a classifier"),
         ({}, "--classes no.csv", "no.csv: .*No such file.*: give a CSV with a column `name`"),
         ({}, "--fs nan", "fs_hz=nan"),
-        ({"sample_rate": 250}, "--fs 0", "fs_hz=0.0: must be 50 to 2000"),
     ],
 )
 def test_what_cannot_be_converted_is_a_one_line_error(task, options, text, tmp_path, capsys):
@@ -388,6 +366,8 @@ def test_a_network_of_any_window_rate_and_band(prepared, options, tmp_path, monk
     weight, bias = torch.randn(8, 12, 10), torch.randn(8)
     save_file({"conv.weight": weight, "conv.bias": bias}, "w.safetensors")
     arguments = ["from-torch", "w.safetensors", "OUT", "--encoder", "net.py:Net", *options]
+    # Proven in another interpreter by the test above
+    monkeypatch.setattr(conversion, "_write_if_complete", lambda out, _, *parts: write(out, *parts))
     assert convert.main(arguments) == 0
     x_SLT = torch.tensor(prepared(signal_uv() / 1e3).copy()).float()
     expected = F.conv1d(x_SLT, weight, bias, 5).tanh().mean((0, 2))

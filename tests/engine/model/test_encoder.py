@@ -144,8 +144,8 @@ def test_the_temperature_falls_to_its_end():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"width": 770}, {"heads": 0}, {"layers": 2.5}, {"conv": []}, {"conv": [[256, 0]]}, {"conv_norm": "batch"},
-        {"kernels": "fast"}, {"dropout": 1.0}, {"dropout": float("nan")}, {"code_width": 255}, {"width": 32, "heads": 3},
+        {"width": 770}, {"layers": 2.5}, {"conv": []}, {"conv": [[256, 0]]},
+        {"dropout": 1.0}, {"dropout": float("nan")}, {"code_width": 255}, {"width": 32, "heads": 3},
         {"tau_start": 0.1}, {"width": 10**9}, {"feature_grad": True}, {"patches": 7}, {"codebooks": 3},
         {"position_groups": 7}, {"conv_norm": "x" * 10_000}, {"causal": True},
     ],

@@ -79,9 +79,6 @@ class Twelve(Good):
     def __init__(self, leads):
         super().__init__(12)
 
-class NoWidth(Good):
-    width = None
-
 class NoModule:
     width = 8
     def __init__(self, leads): pass
@@ -113,9 +110,6 @@ class Bare(nn.Module):
 class Nothing(Two):
     def forward(self, *given): return {}
 
-class Nil(Two):
-    def forward(self, *given): return None
-
 class Number(Two):
     def forward(self, *given): return 1.5
 
@@ -127,9 +121,6 @@ class Rows(Two):
 
 class Root(Two):
     def forward(self, *given): return {"near": (-super().forward(*given)["near"]).sqrt()}
-
-class Steep(Two):
-    def forward(self, *given): return (0 * super().forward(*given)["near"]).sqrt()
 
 class Taken(Two):
     def forward(self, *given): return {"local": super().forward(*given)["near"]}
@@ -211,7 +202,6 @@ def test_a_custom_encoder_trains_with_every_objective(own):
         ("Good", {"mask_span": 99}, "model.mask_span=99: too long for 100 tokens"),
         ("NoModule", {}, "must be an nn.Module"),
         ("Weightless", {}, "must have weights"),
-        ("NoWidth", {}, "not [4, tokens, None]"),
         ("Absent", {}, "has no attribute 'Absent'"),
     ],
 )
@@ -249,13 +239,11 @@ def test_an_objective_of_one_s_own(own, objectives):
     ("name", "says"),
     [
         ("Nothing", "returns []: name one loss or more"),
-        ("Nil", "loss 'global' is not a scalar tensor"),
         ("Number", "loss 'global' is not a scalar tensor"),
         ("Rows", "loss 'global' is not a scalar tensor"),
         ("Cut", "loss 'near' is not a scalar tensor with a gradient"),
         ("Root", "gives the encoder no gradient, or one that is not finite"),
         ("Flat", "or one that is not finite"),
-        ("Steep", "or one that is not finite"),
         ("Head", "gives the encoder no gradient"),
         ("Taken", "returns ['local']: name one loss or more, and none diversity, features, local"),
         ("Keeper", "keeps the encoder"),

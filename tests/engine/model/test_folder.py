@@ -1,8 +1,6 @@
 """Every command refuses a model folder that was damaged or changed."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -10,8 +8,6 @@ import omnilead
 from omnilead.engine import convert, embed, evaluate, finetune
 from omnilead.engine.model import folder as folders
 from omnilead.engine.model.folder import CONFIG, PREPROCESSING, SHA256, WEIGHTS, LoadError
-
-Saved = Callable[..., Path]
 
 
 def flip(path, bit):

@@ -2,9 +2,7 @@
 encoder, the dataset builder."""
 
 import json
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import fsspec
@@ -13,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import ecg
-from torch import Tensor
 
 import omnilead
 from omnilead.data_tools.prepare import crop_count, prepare_crop
@@ -27,14 +24,12 @@ from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.tasks.finetuning import read_start
 
-Saved = Callable[..., Path]
 UNSCORED = {"task": "diagnosis", "kind": "multilabel"}
 DIAGNOSIS = UNSCORED | {"classes": ["AF", "NSR", "SB"], "thresholds": [0.5] * 3}
 RHYTHM = {"task": "rhythm", "kind": "multiclass", "classes": ["AF", "NSR"]}
 UNSCALED = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years"}
 AGE = UNSCALED | {"center": [60.0], "scale": [15.0]}
 WHOLE = Input(ALL, ALL)
-Embed = Callable[..., Tensor]
 
 
 @pytest.fixture
@@ -299,16 +294,13 @@ def test_models_of_fewer_leads(saved_model):
     [
         ({"signal": ecg() * 1e3}, "is the unit smaller"),
         ({"unit": "uV"}, "is the unit larger"),
-        ({"unit": "V"}, "is the unit smaller"),
         ({"unit": "mmHg"}, "unknown unit: .mmHg.: give .* V, mV or uV"),
         ({"fs_hz": float("nan")}, "fs_hz=nan"),
         ({"fs_hz": "fast"}, "fs_hz='fast'"),
         ({"leads": [*LEADS[:11], "V7"]}, "'V7'"),
         ({"leads": [*LEADS[:11], "i"]}, "named twice"),
-        ({"leads": LEADS[:3]}, "for 3 leads"),
         ({"signal": ecg().T}, "for 12 leads"),
         ({"signal": ecg() > 0}, "bool"),
-        ({"signal": ecg()[0]}, "for 12 leads"),
         ({"signal": ecg(4.9)}, "4.9 s"),
         ({"signal": np.zeros((12, 0))}, "0 s of signal"),
         ({"signal": np.full((12, 5000), np.nan)}, "no valid lead"),

@@ -19,11 +19,11 @@ from omnilead.engine.config import build, check
 from omnilead.engine.data.augmenter import crop_key
 from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Loader
-from omnilead.engine.interop.onnx import to_onnx
 from omnilead.engine.model.input import Input
 from omnilead.engine.training.continuing import read_config, read_weights
 from omnilead.engine.training.validation import windows_of
 from tests.conftest import save_model
+from tests.engine.evaluate.conftest import quick  # noqa: F401
 
 TEN = {"window_s": 10.0, "fs_hz": 100.0, "scale": "zscore"}
 SHORT = {"window_s": 2.5, "band_hz": [0.5, 40.0]}
@@ -188,10 +188,10 @@ def run(*words):
 
 @pytest.mark.parametrize(("config", "contrast"), [(TEN, 0), (SHORT, 1)], ids=["ten", "short"])
 def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
-    """Pre-training, embeddings, fine-tuning, predictions and ONNX see what scipy makes."""
+    """Pre-training, embeddings, fine-tuning, its validation and predictions see what scipy makes."""
     data, model, tuned = dataset.root.url, tmp_path / "model", tmp_path / "tuned"
     train = {"steps": 2, "batch_crops": 8, "precision": "fp32", "probe_patients": 4}
-    train |= {"validate_every": 1, "valid_batches": 1, "lr": 1e-3}
+    train |= {"validate_every": 1, "valid_batches": 1, "lr": 1e-3, "peak_tflops": 1.0}
     tree = {"input": config, "model": TINY, "objective": {"contrast": contrast}, "train": train}
     (tmp_path / "a.yaml").write_text(json.dumps(tree))
     how = ["--config", tmp_path / "a.yaml", "--data", data]
@@ -202,14 +202,14 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
         dataset.column("halves").tolist(),
         dataset.table(["start_s"])["start_s"].to_pylist(),
     )
-    encoder, window_s = omnilead.load(model).encoder, config["window_s"]
+    loaded, window_s = omnilead.load(model), config["window_s"]
     expected, at = [], []
     for row in range(len(dataset)):
-        if not omnilead.load(model).input.count(halves[row]):
+        if not loaded.input.count(halves[row]):
             continue
         windows = by_hand(dataset.read(row).astype(float), halves[row], **config)
         with torch.no_grad():
-            c_RND = encoder(torch.tensor(windows, dtype=torch.float32))
+            c_RND = loaded.encoder(torch.tensor(windows, dtype=torch.float32))
         expected.append(torch.cat([c_RND.mean(1), c_RND.std(1, correction=0)], 1))
         at += [(row, starts[row] + window_s * i) for i in range(len(windows))]
     expected = torch.cat(expected).numpy()
@@ -217,10 +217,11 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     assert error < 1e-5 and at == list(zip(table["row"], table["start_s"], strict=True))
 
     sets = [f"train.{name}" for name in ("steps=2", "validate_every=1", "batch_crops=4")]
-    sets += ["augment.rlm=0.5", "train.precision=fp32"]
+    sets += ["augment.rlm=0.5", "train.precision=fp32", "train.peak_tflops=1"]
     words = [word for one in sets for word in ("--set", one)]
     capsys.readouterr()
-    run("finetune", "--start", model, "--data", data, "--task", "sex", "--out", tuned, *words)
+    for _ in range(2):  # resumes, with the same facts
+        run("finetune", "--start", model, "--data", data, "--task", "sex", "--out", tuned, *words)
     said = capsys.readouterr().out
     known = [bool(sex) for sex in dataset.table(["sex"])["sex"].to_pylist()]
     short = sum(np.equal(halves, 1) & known) if config == TEN else 0
@@ -229,11 +230,14 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     counts = re.search(r"crops: (\d+) train, (\d+) valid, (\d+) test", said).groups()
     assert sum(map(int, counts)) == known.count(True) - short
     assert f"{counts[0]} training crops" in said
+    lines = (tuned / "validation.jsonl").read_text().splitlines()[1:]
+    best = max(json.loads(line)["auroc"] for line in lines)
+    scored = omnilead.evaluate(tuned, data=data, role="valid")
+    assert scored["metrics"]["auroc"] == pytest.approx(best, abs=1e-6)
     run("predict", "--model", tuned, "--data", data, "--out", tmp_path / "p.csv")
     folders = [json.loads((one / "model/preprocessing.json").read_text()) for one in (model, tuned)]
     assert folders[0] == folders[1] and folders[1]["segment_s"] == window_s
     assert omnilead.load(tuned).input == signals(config)
-    assert to_onnx(omnilead.load(tuned), tmp_path / "m.onnx") < 1e-4
 
     again = read_config(None, {"start": str(model), "data.datasets": [data]})
     assert again.signals == signals(config) and read_weights(again)

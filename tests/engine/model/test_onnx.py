@@ -2,8 +2,6 @@
 written."""
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +11,9 @@ import omnilead
 from omnilead.engine import convert
 from omnilead.engine.interop import onnx as onnx_export
 
-Saved = Callable[..., Path]
-
-
 EF = {"task": "ef", "kind": "regression", "classes": ["ef", "qrs"], "unit": "%"}
 EF |= {"center": [50.0, 90.0], "scale": [10.0, 20.0]}
 RHYTHM = {"task": "rhythm", "kind": "multiclass", "classes": ["AF", "NSR"]}
-DEATH = {"task": "death", "kind": "survival", "classes": ["risk"]}
-DIAGNOSIS = {"task": "dx", "kind": "multilabel", "classes": ["AF", "MI"], "thresholds": [0.5] * 2}
 
 
 def exported(folder, out):
@@ -53,13 +46,10 @@ def test_onnx_gives_the_same_numbers(saved_model, tmp_path, capsys):
         np.testing.assert_allclose(scores, logits * [10, 20] + [50, 90], rtol=1e-5)
     assert convert.main(["to-onnx", str(folder), str(out)]) == 2  # nothing is overwritten
     x_RLT = torch.randn(5, 12, 2500)
-    links = (torch.sigmoid, lambda z_NK: z_NK.softmax(1), lambda z_NK: z_NK)
-    for head, link in zip((DIAGNOSIS, RHYTHM, DEATH), links, strict=True):
-        folder = saved_model(str(head["kind"]), head=head, layers=1)
-        session = exported(folder, folder.with_suffix(".onnx"))
-        (scores,) = session.run(["scores"], {"x": x_RLT.numpy()})
-        expected = link(omnilead.load(folder).logits(x_RLT).detach())
-        np.testing.assert_allclose(scores, expected, atol=1e-5)
+    folder = saved_model("rhythm", head=RHYTHM, layers=1)
+    (scores,) = exported(folder, tmp_path / "b.onnx").run(["scores"], {"x": x_RLT.numpy()})
+    expected = omnilead.load(folder).logits(x_RLT).detach().softmax(1)
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
 
 
 def test_wrong_numbers_leave_no_file(saved_model, tmp_path, monkeypatch, capsys):
@@ -72,7 +62,4 @@ def test_wrong_numbers_leave_no_file(saved_model, tmp_path, monkeypatch, capsys)
         )
         assert convert.main(["to-onnx", str(folder), out]) == 2
         assert "differs from PyTorch" in capsys.readouterr().err
-    monkeypatch.setattr(onnx_export, "NEEDED", ("onnx_of_tomorrow",))
-    assert convert.main(["to-onnx", str(folder), out]) == 2
-    assert "omnilead[onnx]" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [folder.parent]

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 
 from omnilead.engine.config import CONFIGS
+from omnilead.engine.report import run_report
 from tests.forks import started
 from tests.waiting import HANG_S
 
@@ -104,9 +105,9 @@ def run(tmp, arguments, world=1, before=None, **env):
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(out),
         mock.patch.dict(os.environ),
-        mock.patch.object(
-            gc, "collect"
-        ),  # of all that the tests have imported: half of a tiny run's time
+        # Of all that the tests have imported; and the charts: most of a tiny run's time
+        mock.patch.object(gc, "collect"),
+        mock.patch.object(run_report, "build", return_value=""),
     ):
         code = train(arguments)
     return Ended([code], (tmp / "out.txt").read_text())
