@@ -35,7 +35,7 @@ demo: .venv/installed
 	$(RUN) -m omnilead show demo/dataset --crop 0 --png demo/ecg.png
 	$(BIN)/python -m omnilead.engine.report.picture demo/augmentations.png --data demo/dataset
 	$(BIN)/python -m omnilead pretrain --config small --data demo/dataset --out demo/run --set train.steps=200 --set train.batch_crops=32 \
-	    --set train.lr=1e-3 --set train.validate_every=0
+	    --set train.validate_every=0
 	$(BIN)/python -m omnilead bench --models small a-minute=demo/run --data demo/dataset --tasks diagnosis --leads 12 --share 0.1 1 --out demo/bench
 	@echo "see demo/summary.png, demo/ecg.png, demo/augmentations.png, demo/run/report.html, demo/bench/bench.png"
 

@@ -331,9 +331,9 @@ def _crop_curves(axes: Axes, rows: list[Result], colour: str, labels: str) -> No
         if row["model"] in LINES:
             line = LINES[row["model"]]
             axes.axhline(auroc, color=colour, ls=line, lw=1, label=f"{row['model']}, {labels}")
-        elif row["model"].endswith(" crops"):
+        elif row["model"].endswith(" crops") and not row["model"].startswith(tuple(LINES)):
             curves.setdefault(name, []).append((float(crops.replace(",", "")), auroc))
-    for (name, points), mark in zip(curves.items(), "osD", strict=False):
+    for (name, points), mark in zip(curves.items(), "osD", strict=True):
         crops_seen, aurocs = zip(*sorted(points), strict=True)
         axes.plot(crops_seen, aurocs, color=colour, marker=mark, label=f"{name}, {labels}")
 

@@ -19,7 +19,7 @@ from omnilead.engine.reproduce import __main__ as reproduce
 from omnilead.engine.reproduce import jobs, plan, run
 from omnilead.engine.reproduce.jobs import WorkDir
 from omnilead.engine.reproduce.plan import Job
-from tests.data_tools.test_cluster import Dask, dask  # noqa: F401
+from tests.data_tools.test_cluster import dask  # noqa: F401
 from tests.forks import started
 from tests.waiting import until
 
