@@ -204,7 +204,7 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     found = {
         "synthetic": read_json(place / "bench/bench.json"),
         "real": read_json(place / "real-scores/bench.json"),
-        report.BY_CROPS: read_json(place / "real-crops/bench.json"),
+        tables.BY_CROPS: read_json(place / "real-crops/bench.json"),
         "real, fine-tuned": read_json(place / "real-tuned/bench.json"),
         "fine-tuned": tuned_models(steps, folder),
     }

@@ -33,7 +33,6 @@ OF_RECORD = ("format", "date", "git", "hardware", "versions")
 # percentages, which may be 0 or less; all other figures must be above 0
 SIGNED = {"overhead_pct", "loop_pct", "loader_pct", "stall_pct"}
 TEN_MILLION = 10_000_000
-BY_CROPS = "real, by crops"  # a result of the evidence, and its figure
 CROPS = (40_000, 80_000, 160_000, 320_000)  # its ticks
 LINES = {"mean beat": ":", "random weights": "--"}  # its baselines
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
@@ -259,8 +258,6 @@ def whole(parts: Sequence[Part]) -> str:
                 blocks += published(part)
                 if benchmark == "evidence":
                     blocks.append(f"![evidence](results/{picture_of(part)})")
-                    if BY_CROPS in part["results"]:
-                        blocks.append("![by crops](results/crops.png)")
     return "\n\n".join(blocks) + "\n"
 
 
@@ -294,6 +291,8 @@ def share_curves(part: Part) -> Figure:
     rows: list[Result] = []
     models: dict[str, str] = {}
     for where, document in part["results"].items():
+        if where == tables.BY_CROPS:
+            continue
         shown = {*tables.BASELINES, *list(document["models"])[:1]}
         for row in document["rows"]:
             if row["task"] in DIAGNOSES and row["share"] and row["model"] in shown:
@@ -333,7 +332,7 @@ def _crop_curves(axes: Axes, rows: list[Result], colour: str, labels: str) -> No
             axes.axhline(auroc, color=colour, ls=line, lw=1, label=f"{row['model']}, {labels}")
         elif row["model"].endswith(" crops") and not row["model"].startswith(tuple(LINES)):
             curves.setdefault(name, []).append((float(crops.replace(",", "")), auroc))
-    for (name, points), mark in zip(curves.items(), "osD", strict=True):
+    for (name, points), mark in zip(curves.items(), "osD^v", strict=False):
         crops_seen, aurocs = zip(*sorted(points), strict=True)
         axes.plot(crops_seen, aurocs, color=colour, marker=mark, label=f"{name}, {labels}")
 
@@ -356,7 +355,7 @@ def main() -> int:
         if benchmark == "evidence":
             figure = share_curves(part)
             figure.savefig(RESULTS / picture_of(part), dpi=120, metadata={"Software": None})
-            if document := part["results"].get(BY_CROPS):
+            if document := part["results"].get(tables.BY_CROPS):
                 figure = crop_curves(document)
                 figure.savefig(RESULTS / "crops.png", dpi=120, metadata={"Software": None})
     return 0

@@ -94,6 +94,20 @@ def test_a_suites_record_becomes_tables_and_pictures(device, tmp_path):
     assert report.bars_table([]).count("| not measured |  |  |") == len(report.BARS)
 
 
+def test_curves_by_crops_are_those_of_the_models():
+    names = {"A, 20,000 crops": 0.9, "A, 10,000 crops": 0.8, "mean beat": 0.7}
+    names |= {"mean beat + A, 10,000 crops": 0.95, "random weights of A, 10,000 crops": 0.6}
+    rows = [
+        {"model": name, "leads": leads, "share": 1.0, "metrics": {"auroc": auroc}}
+        for leads in ("12", "1")
+        for name, auroc in names.items()
+    ]
+    for axes in report.crop_curves({"rows": rows}).axes:
+        curve, line = sorted(axes.lines, key=lambda line: str(line.get_label()))
+        assert curve.get_xydata().tolist() == [[10_000, 0.8], [20_000, 0.9]]
+        assert set(line.get_ydata()) == {0.7}
+
+
 def test_the_newest_record_of_each_device_counts(tmp_path):
     """A part of a suite counts less than a record of its own of the same day."""
     write(tmp_path, "a", suite("cpu", "2026-01-02"))
