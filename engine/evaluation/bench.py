@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
-import pyarrow.compute as pc
 
 from omnilead.data_tools.cli import interactive, tell
 from omnilead.data_tools.dataset import Dataset
@@ -67,7 +66,7 @@ from omnilead.engine.evaluation.results import (
 )
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.kinds import OF_VALUES
-from omnilead.engine.tasks.labels import TaskLabels, read_task
+from omnilead.engine.tasks.labels import TaskLabels, data_records, read_task
 from omnilead.engine.tasks.leakage import overlap
 
 IDENTIFICATION = "identification"
@@ -395,10 +394,7 @@ def records_of(dataset: Dataset, labels: TaskLabels, split: str, how: Namespace)
             f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split "
             f"{split}"
         )
-    names = pc.binary_join_element_wise(
-        *dataset.table(["source", "record"]).columns, "/"
-    ).combine_chunks()
-    record_B = names.dictionary_encode().indices.to_numpy()
+    record_B = data_records([dataset]).key_of_crop
     rows = rows[np.argsort(record_B[rows], kind="stable")]
     begins = np.flatnonzero(np.diff(record_B[rows], prepend=-1))
     return ProbedRecords(

@@ -144,14 +144,14 @@ def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> l
 def name_and_places(text: str) -> tuple[str, list[str]]:
     """The name of a model and its folders, from NAME=FOLDER,FOLDER or FOLDER."""
     name, equals, places = text.partition("=")
-    if not equals or "/" in name or Path(text).exists():
-        path = Path(text)
-        return (path.parent.name if path.name == "model" else path.name), [text]
-    path = Path(places)
-    name = name or (path.parent.name if path.name == "model" else path.name)
-    several = places.split(",")
+    alone = not equals or "/" in name or Path(text).exists()
+    if alone:
+        name, places = "", text
+    several = [places] if alone else places.split(",")
     if not all(several):
         raise ConfigError(f"--models {text}: an empty name: write NAME=RUN or NAME=RUN,RUN")
+    path = Path(places)
+    name = name or (path.parent.name if path.name == "model" else path.name)
     return name, [places] if path.exists() else several
 
 

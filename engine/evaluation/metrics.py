@@ -96,7 +96,7 @@ def measure(
 
 def statistic_of(
     kind: str, y_NK: Any, scores_NK: Any, thresholds: Floats = None, classes: Names = ()
-) -> "Statistic":
+) -> "Classification | Regression":
     y, scores = np.asarray(y_NK), np.asarray(scores_NK)
     classes = classes or list(map(str, range(y.shape[-1])))
     if kind == "regression":
@@ -142,12 +142,6 @@ def _challenge(credit_3N: Array, norm_3N: Array, weight_N: Array) -> float:
     norms = np.maximum(np.arange(27), 1)
     observed, correct, inactive = (sums / norms).sum(1) / UNIT
     return float((observed - inactive) / (correct - inactive))
-
-
-def summary(labels: Array, outputs: Array, scores: Array) -> dict[str, Any]:
-    """For the Challenge's 26 classes: METRICS; `classes`: figures of each; `without_positives`,
-    `without_negatives`."""
-    return Classification(*checked(labels, outputs), scores).summary()
 
 
 def checked(labels: Array, outputs: Array, classes: int = len(CLASSES)) -> tuple[Array, Array]:
@@ -229,9 +223,29 @@ def weighted_areas(y_N: Array, score_N: Array, weight_NB: Array) -> Array:
     return areas
 
 
-class Classification:
-    """Computes MEASURES for any row weights. Rows are sorted once: a bootstrap resample costs a few
-    cumulative sums."""
+class Statistic:
+    """Computes MEASURES for any row weights."""
+
+    names: Names
+    once_N: Array  # weights: each row counts once
+
+    def __call__(self, weight_N: Array | None = None) -> Array:
+        """The metrics `names`, where row i counts weight_N[i] times."""
+        means = self.means(self.once_N if weight_N is None else weight_N)
+        return np.array([means[name] for name in self.names])
+
+    def by_class(self, weight_N: Array) -> dict[str, Array]:
+        raise NotImplementedError
+
+    def means(self, weight_N: Array) -> dict[str, float]:
+        return {name: _mean(values_K) for name, values_K in self.by_class(weight_N).items()}
+
+    def measures(self) -> dict[str, float]:
+        return dict(zip(self.names, self().tolist(), strict=True))
+
+
+class Classification(Statistic):
+    """Rows are sorted once: a bootstrap resample costs a few cumulative sums."""
 
     def __init__(
         self,
@@ -254,6 +268,7 @@ class Classification:
             raise MetricError(f"{lost:,} of {scores.size:,} scores are NaN")
         self.classes, self.names = tuple(classes), MEASURES[kind]
         self.outputs = outputs & self.known
+        self.once_N = np.ones(len(y_NK), np.int64)
         if self.classes == CLASSES and self.known.all():
             self.names = ("challenge", *self.names)
             self.credits = credits(self.labels, self.outputs)
@@ -264,18 +279,14 @@ class Classification:
         self.cells_NX = np.concatenate(cells, 1).astype(np.float64)
         self.rankings = list(map(Ranking, y_NK.T, scores.T))
 
-    def __call__(self, weight_N: Array | None = None) -> Array:
-        """The metrics `names`, where row i counts weight_N[i] times."""
-        if weight_N is None:
-            weight_N = np.ones(len(self.labels), np.int64)
-        by_class = self.by_class(weight_N)
-        means = {name: _mean(values_K) for name, values_K in by_class.items()}
+    def means(self, weight_N: Array) -> dict[str, float]:
+        means = super().means(weight_N)
         with np.errstate(invalid="ignore"):  # no row is known: NaN
             means["accuracy"] = weight_N @ self.right_N / (weight_N @ self.rated_N)
         means["balanced_accuracy"] = means["sensitivity"]
         if "challenge" in self.names:
             means["challenge"] = _challenge(*self.credits, weight_N)
-        return np.array([means[name] for name in self.names])
+        return means
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
         """auroc, auprc, f_measure, sensitivity, specificity. NaN where the denominator is zero."""
@@ -299,13 +310,10 @@ class Classification:
         areas = [ranking.areas(weight_N1) for ranking in self.rankings]
         return np.concatenate(areas, 1)
 
-    def measures(self) -> dict[str, float]:
-        return dict(zip(self.names, self().tolist(), strict=True))
-
     def summary(self) -> dict[str, Any]:
         """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those
         without AUROC."""
-        columns = self.by_class(np.ones(len(self.labels), np.int64))
+        columns = self.by_class(self.once_N)
         columns["positives"] = self.labels.sum(0)
         columns["predicted"] = self.outputs.sum(0)
         columns["n"] = self.known.sum(0)
@@ -324,9 +332,7 @@ class Classification:
         }
 
 
-class Regression:
-    """Computes MEASURES for any row weights."""
-
+class Regression(Statistic):
     names = MEASURES["regression"]
 
     def __init__(self, values: Array, predictions: Array, classes: Names) -> None:
@@ -335,15 +341,10 @@ class Regression:
         self.known, self.classes = np.isfinite(values), tuple(classes)
         self.values = np.where(self.known, values, 0).astype(np.float64)
         self.errors = np.where(self.known, predictions - self.values, 0.0)
+        self.once_N = np.ones(len(values), np.int64)
 
-    def __call__(self, weight_N: Array | None = None) -> Array:
-        columns = self.by_class(weight_N)
-        return np.array([_mean(columns[name]) for name in self.names])
-
-    def by_class(self, weight_N: Array | None = None) -> dict[str, Array]:
+    def by_class(self, weight_N: Array) -> dict[str, Array]:
         """MEASURES, mean_error and sd_error. NaN where the denominator is zero."""
-        if weight_N is None:
-            weight_N = np.ones(len(self.values), np.int64)
         w, e = weight_N[:, None] * self.known, self.errors
         with np.errstate(invalid="ignore", divide="ignore"):
             n = w.sum(0)
@@ -366,11 +367,8 @@ class Regression:
             value_K[~np.isfinite(value_K)] = np.nan
         return columns
 
-    def measures(self) -> dict[str, float]:
-        return dict(zip(self.names, self().tolist(), strict=True))
-
     def summary(self) -> dict[str, Any]:
-        columns = self.by_class() | {"n": self.known.sum(0)}
+        columns = self.by_class(self.once_N) | {"n": self.known.sum(0)}
         return self.measures() | {"classes": table_of(self.classes, columns)}
 
 
@@ -409,9 +407,7 @@ class Concordance(Regression):
             stop = np.searchsorted(key, begins + longer)
             self.levels.append((rows[by_group], start, stop))
 
-    def by_class(self, weight_N: Array | None = None) -> dict[str, Array]:
-        if weight_N is None:
-            weight_N = np.ones(len(self.values), np.int64)
+    def by_class(self, weight_N: Array) -> dict[str, Array]:
         longer = []  # by level, the weight of those in an event's group who were followed longer
         for rows, start, stop in self.levels:
             before = np.append(0, np.cumsum(weight_N[rows]))
@@ -445,9 +441,6 @@ def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, dict[str
     for k, name in enumerate(classes):
         table[name] = {column: values_K[k].item() for column, values_K in columns.items()}
     return table
-
-
-Statistic = Classification | Regression
 
 
 def _mean(values_K: Array) -> float:

@@ -36,7 +36,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.patients import patient_ids, split_of
 from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
-from omnilead.engine.evaluation.results import by_record, load_task
+from omnilead.engine.evaluation.results import by_record, load_task, record_names
 from omnilead.engine.inference.commands import prepare, refuse_ranks
 from omnilead.engine.inference.inputs import dataset_of, dataset_source
 from omnilead.engine.inference.outputs import embeddings, matrix, whole
@@ -307,9 +307,8 @@ def identified(dataset: Dataset, row_H: Array, c_HD: Array) -> dict[str, Any]:
 
 def records(dataset: Dataset, row_H: Array, c_HD: Array, y_NK: Array) -> tuple[Array, Array]:
     """Mean embeddings [N, D] and labels [N, K] of the records."""
-    names = dataset.table(["source", "record"]).take(row_H).to_pylist()
-    keys = [f"{name['source']}/{name['record']}" for name in names]
-    labels, c_ND, _ = by_record(y_NK[row_H], c_HD, keys, keys)
+    names = record_names(dataset, row_H)
+    labels, c_ND, _ = by_record(y_NK[row_H], c_HD, names, names)
     return c_ND, labels
 
 

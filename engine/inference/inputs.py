@@ -190,14 +190,11 @@ class RecordCrop(NamedTuple):
 
 
 def _batch(part: int, crops: Sequence[RecordCrop]) -> CropBatch:
-    rows = [
-        (ecg.source, ecg.record, ecg.patient, None, ecg.start_s[crop]) for _, ecg, crop in crops
-    ]
-    columns = zip(*rows, strict=True)
-    arrays = [
-        pa.array(column, kind) for column, kind in zip(columns, COLUMNS.values(), strict=True)
-    ]
-    table = pa.Table.from_arrays(arrays, list(COLUMNS))
+    rows = []
+    for _, ecg, crop in crops:
+        rows.append(ecg._asdict() | {"start_s": ecg.start_s[crop]})
+    # without a column `row`: null
+    table = pa.Table.from_pylist(rows, schema=pa.schema(COLUMNS))
     uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
     halves_B = np.array([ecg.halves[crop] for _, ecg, crop in crops])
     record_B = np.array([number for number, _, _ in crops])

@@ -121,10 +121,8 @@ def predictions(model: TrainedModel) -> Output:
 
 def _prediction_fields(head: HeadInfo) -> list[tuple[str, pa.DataType]]:
     number = pa.float32()
-    if head.kind == "survival":
-        return [(name, number) for name in head.classes]
-    if head.kind == "regression":
-        unit = f"_{head.unit}" if head.unit else ""
+    if head.kind in OF_VALUES:  # the unit of survival is that of its times
+        unit = f"_{head.unit}" if head.unit and head.kind == "regression" else ""
         return [(f"{name}{unit}", number) for name in head.classes]
     if head.kind == "multiclass":
         return [("predicted", pa.string()), *((name, number) for name in head.classes)]

@@ -346,11 +346,8 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
 
 def readout_in(document: Mapping[str, Any], path: Path) -> tuple[str, ...]:
     """`readout` in config.json."""
-    text = document.get("readout", PAPER)
-    if not isinstance(text, str):
-        raise LoadError(f"{path}: readout={str(text)[:60]}: must be text such as {PAPER}")
     try:
-        return parsed(text)
+        return parsed(str(document.get("readout", PAPER)))
     except ConfigError as error:
         raise LoadError(f"{path}: {error}") from None
 

@@ -72,9 +72,8 @@ def write(
 ) -> None:
     """Write a model folder atomically: to a temporary folder, then renamed. An existing one is
     replaced. `code`: plug-ins."""
-    temporary, old = (
-        folder.with_name(f".{folder.name}.{kind}{os.getpid()}") for kind in ("", "old.")
-    )
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -112,7 +111,8 @@ def seal(folder: Path, config: Mapping[str, Any]) -> None:
 def sealed(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     """The text of config.json for files with these sha256."""
     # as read back
-    content = json.loads(json.dumps({key: value for key, value in config.items() if key != SHA256}))
+    content = json.loads(json.dumps(config))
+    content.pop(SHA256, None)
     return _json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}})
 
 
@@ -296,12 +296,9 @@ def misfits(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[
             if name in shapes and shapes[name] != shape
         ],
     }
-    more = {
-        kind: f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        for kind, names in kinds.items()
-    }
-    return "; ".join(
-        f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{more[kind]}"
-        for kind, names in kinds.items()
-        if names
-    )
+    found = []
+    for kind, names in kinds.items():
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            found.append(f"{len(names)} {kind}: {', '.join(names[:SHOWN])}{more}")
+    return "; ".join(found)

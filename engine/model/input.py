@@ -64,11 +64,11 @@ class InputConfig:
     scale: Literal["millivolt", "zscore", "layernorm"] = "millivolt"
 
     def __post_init__(self) -> None:
-        check_signals(self.window_s, self.fs_hz, self.band_hz, "input.")
+        check_signals(self.fs_hz, self.band_hz, "input.")
 
 
-def check_signals(window_s: Any, fs_hz: Any, band_hz: Any, section: str = "") -> None:
-    """ConfigError if no crop can become such windows."""
+def check_signals(fs_hz: Any, band_hz: Any, section: str = "") -> None:
+    """ConfigError if no crop can be resampled and filtered so."""
     try:
         rate_ratio(fs_hz)
     except (ReadError, TypeError):
@@ -77,11 +77,6 @@ def check_signals(window_s: Any, fs_hz: Any, band_hz: Any, section: str = "") ->
             f"{section}fs_hz={fs_hz!r}: must be {bounds}, and its ratio to {FS_HZ:g} one of whole "
             f"numbers up to {MAX_RATIO}"
         ) from None
-    if not isinstance(window_s, int | float) or not 0 < window_s <= CROP_S:
-        named = "window_s" if section else "segment_s"
-        raise ConfigError(
-            f"{section}{named}={window_s!r}: must be above 0 and at most {CROP_S:g} s, a crop"
-        )
     if band_hz is None:
         return
     try:
@@ -112,13 +107,15 @@ class Input:
     band_hz: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, document: Mapping[str, Any], channels: int) -> "Input":
+    def of(cls, document: Any, channels: int) -> "Input":
         if document.get("scale") not in list(SCALES):
             raise ConfigError(f"scale={document.get('scale')!r}: supported: {' and '.join(SCALES)}")
-        window_s: Any = document.get("segment_s")
-        fs_hz: Any = document.get("fs_hz")
-        band_hz: Any = document.get("band_hz")
-        check_signals(window_s, fs_hz, band_hz)
+        window_s, fs_hz, band_hz = map(document.get, ("segment_s", "fs_hz", "band_hz"))
+        check_signals(fs_hz, band_hz)
+        if not isinstance(window_s, int | float) or not 0 < window_s <= CROP_S:
+            raise ConfigError(
+                f"segment_s={window_s!r}: must be above 0 and at most {CROP_S:g} s, a crop"
+            )
         names = document.get("leads")
         if not isinstance(names, list) or len(names) != channels:
             raise ConfigError(
@@ -227,17 +224,13 @@ class Input:
 
     def crops(self, uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
         """x_BSLT: the same for crops of equally many windows: zeros for those that they lack."""
-        picked = (
-            uv_BLT
-            if self.leads == ALL
-            else torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
-        )
-        x_BLT = picked.float() * MV_PER_UV
-        unseen_L = ~np.isin(self.leads, self.seen)
-        for channel in np.flatnonzero(
-            unseen_L
-        ).tolist():  # one at a time: indexing with a list would make a GPU wait
-            x_BLT[:, channel] = 0.0
+        # One at a time: indexing with a list would make a GPU wait
+        if self.leads != ALL:
+            uv_BLT = torch.stack([uv_BLT[:, lead] for lead in self.leads], 1)
+        x_BLT = uv_BLT.float() * MV_PER_UV
+        for channel, lead in enumerate(self.leads):
+            if lead not in self.seen:
+                x_BLT[:, channel] = 0.0
         return self.cut(x_BLT, halves_B)
 
     def cut(

@@ -91,10 +91,7 @@ class Pretrainer(nn.Module):
         super().__init__()
         self.config, self.objective = config, objective
         # attributes, so that they can be replaced by compiled versions
-        self.draw, self.pool = (
-            draw,
-            pool,
-        )
+        self.draw, self.pool = draw, pool
         local = objective.local > 0
         # an objective of your own may mask tokens
         mask = local or ":" in objective.method
@@ -139,12 +136,8 @@ class Pretrainer(nn.Module):
             c_RND: Tensor = self.encoder(x_RLT)
         elif self.local is not None:
             parts, c_RND = self._local(x_RLT, keys_BS, tau, draws)
-            loss = (
-                loss
-                + objective.local * parts["loss_local"]
-                + objective.diversity * parts["loss_diversity"]
-            )
-            loss = loss + objective.features * parts["loss_features"]
+            for name in ("local", "diversity", "features"):
+                loss = loss + getattr(objective, name) * parts[f"loss_{name}"]
         if self.plugin is not None:
             own = self.plugged_losses(x_BSLT, keys_BS)
             parts |= {f"loss_{name}": value for name, value in own.items()}
@@ -202,13 +195,13 @@ class Pretrainer(nn.Module):
 
     def _global(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
         o = self.objective
-        if o.needs_ids and ids_B is None:
+        if not o.needs_ids:
+            return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)
+        if ids_B is None:
             raise ValueError(
                 f"objective.method={o.method!r}, form={o.form!r} needs the patient of each crop: "
                 "pass ids_B"
             )
-        if o.method == "3kg" and ids_B is not None:
+        if o.method == "3kg":
             return threekg_loss(g_BSD, ids_B, o.temperature, o.gathered, o.detach_norm)
-        if o.method == "cmsc" and o.form == "authors" and ids_B is not None:
-            return authors_cmsc_loss(g_BSD, ids_B, o.temperature)
-        return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)
+        return authors_cmsc_loss(g_BSD, ids_B, o.temperature)

@@ -47,10 +47,6 @@ def convolution(inputs: int, outputs: int, kernel: int = KERNEL, stride: int = 1
     return made
 
 
-def is_width(width: object) -> bool:
-    return type(width) is int and width >= GROUPS and width % GROUPS == 0
-
-
 class ResidualBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
@@ -81,8 +77,8 @@ class ResNet(nn.Module):
         dropout: float = 0.2,
     ) -> None:
         super().__init__()
-        wrong = [width for width in widths if not is_width(width)]
-        if wrong or len(widths) < 2:
+        good = [type(width) is int and width > 0 and width % GROUPS == 0 for width in widths]
+        if not all(good) or len(widths) < 2:
             raise ValueError(f"widths={list(widths)}: must be two or more multiples of {GROUPS}")
         first = widths[0]
         self.width = widths[-1]

@@ -241,9 +241,7 @@ class FinetuneTask(ExportedTask):
         if self.kind not in kinds.WITH_THRESHOLDS:
             return []
         absent = named(self.labels, ~(self.held_out.y > 0).any(0))
-        if not absent:
-            return []
-        return [f"no positive examples in validation, threshold 0.5: {absent}"]
+        return [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
 
     def facts(self) -> dict[str, Any]:
         """Adds the starting model: a resumed run must start from the same one, and an export needs
@@ -370,20 +368,19 @@ class FinetuneTask(ExportedTask):
             return batch.x_BSLT
         assert batch.keep_BSL1 is not None
         keep_BSL1 = to_device(batch.keep_BSL1, batch.x_BSLT.device)
-        return self.input.cut(whole(batch.x_BSLT), self._halves_of(batch), keep_BSL1)
+        return self.input.cut(whole(batch.x_BSLT), self._of_batch(batch, self.halves), keep_BSL1)
 
-    def _halves_of(self, batch: Batch) -> np.ndarray:
+    @staticmethod
+    def _of_batch(batch: Batch, values: list[np.ndarray]) -> np.ndarray:
+        """From values of each dataset's crops, those of the batch."""
         places = zip(batch.places.dataset.tolist(), batch.places.row.tolist(), strict=True)
-        return np.array([self.halves[n][row] for n, row in places])
+        return np.array([values[n][row] for n, row in places])
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         """x_BSLT, labels, which windows exist, weights of the labels, margin of ArcFace."""
-        task, places, device = self.config.task, batch.places, batch.x_BSLT.device
-        labels = []
-        for n, row in zip(places.dataset.tolist(), places.row.tolist(), strict=True):
-            labels.append(self.targets.y[n][row])
-        y = np.stack(labels)
-        exists_BS = self._exist(self._halves_of(batch)).astype(np.float32)
+        task, device = self.config.task, batch.x_BSLT.device
+        y = self._of_batch(batch, self.targets.y)
+        exists_BS = self._exist(self._of_batch(batch, self.halves)).astype(np.float32)
         weights_BK = margin = None
         if self.targets.balanced_2K is not None:
             weights_BK = to_device(kinds.weights(self.kind, y, self.targets.balanced_2K), device)

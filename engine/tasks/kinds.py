@@ -110,10 +110,7 @@ def weights(kind: TaskKind, y_NK: np.ndarray, balanced_2K: np.ndarray) -> np.nda
 
 def thresholds(y_NK: np.ndarray, scores_NK: np.ndarray) -> list[float]:
     """For each class, the threshold with the highest F1; 0.5 if it has no positives."""
-    found = []
-    for y_N, score_N in zip(y_NK.T, scores_NK.T, strict=True):
-        found.append(_threshold(y_N, score_N))
-    return found
+    return list(map(_threshold, y_NK.T, scores_NK.T))
 
 
 def _threshold(y_N: np.ndarray, score_N: np.ndarray) -> float:

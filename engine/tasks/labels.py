@@ -281,7 +281,7 @@ def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
 def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     """Finds the table's row for each crop by the name of its record."""
     url, cells = task.labels, read_table(task.labels)
-    data = _records(datasets)
+    data = data_records(datasets)
     by_source = "source" in cells.column_names
     # without a source, records of two databases that share a name have equal targets
     targets = data.keys if by_source else data.names
@@ -315,7 +315,7 @@ class DataRecords(NamedTuple):
     key_of_crop: np.ndarray  # indices into both
 
 
-def _records(datasets: Sequence[Dataset]) -> DataRecords:
+def data_records(datasets: Sequence[Dataset]) -> DataRecords:
     crops = pa.concat_tables([dataset.table(["source", "record"]) for dataset in datasets])
     key = pc.binary_join_element_wise(crops["source"], crops["record"], "/")
     key = key.combine_chunks().dictionary_encode()
@@ -447,7 +447,7 @@ def _signed_times(task: TaskConfig, table: LabelTable) -> np.ndarray:
     time_N = _parsed("survival", table, task.columns[0])
     event_N = _parsed("binary", table, task.columns[1])
     sign_N = 2 * event_N - 1
-    return np.stack([time_N * sign_N], axis=1)
+    return np.asarray((time_N * sign_N)[:, None])
 
 
 def _parsed(kind: TaskKind, table: LabelTable, name: str) -> np.ndarray:
@@ -516,7 +516,8 @@ def _splits(
         remarks.append(
             f"{nowhere:,} crops are left out: their {columns[0]} is not for train, valid or test"
         )
-    if "patient" in table.cells.column_names and _any_without_patient(datasets):
+    unnamed = sum(dataset.table(["patient"])["patient"].null_count for dataset in datasets)
+    if unnamed and "patient" in table.cells.column_names:
         remarks.append(
             f"{task.labels}: column `patient` is not read: ECGs without a patient in the dataset "
             "count as one each"
@@ -544,11 +545,6 @@ def _without_copies(
         earlier = (split > 0) & (split < side) & known
         split[earlier & np.isin(waveform, held_out)] = 0
     return split
-
-
-def _any_without_patient(datasets: Sequence[Dataset]) -> bool:
-    columns = [column for dataset in datasets for column in dataset.table(["patient"]).columns]
-    return any(column.null_count for column in columns)
 
 
 def _by_role(datasets: Sequence[Dataset], role: str) -> list[np.ndarray]:
