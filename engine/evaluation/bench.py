@@ -565,10 +565,8 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
     """Rows, and their differences from random weights of the same architecture (named in `random`)
     and from the first."""
     rows, differences, first = [], [], next(iter(random))
-    place: dict[tuple[Any, ...], int] = {}  # of each setting, in the order of its first score
-    for key in found:
-        place.setdefault(key[1:], len(place))
-    for key in sorted(found, key=lambda key: place[key[1:]]):
+    settings = list(dict.fromkeys(key[1:] for key in found))
+    for key in sorted(found, key=lambda key: settings.index(key[1:])):
         facts, samples = found[key]
         about = dict(zip(("model", "task", "leads", "share", "noise"), key, strict=True))
         row: dict[str, Any] = {**about, **facts, "metrics": {}, "intervals": {}}

@@ -102,7 +102,6 @@ def labels_to_probe(
                 f"{labels.name or dataset.root.url}: no record is in the split {split}: a probe "
                 f"needs {', '.join(splits)}"
             )
-    for split in splits:
         if split != "valid" or task.kind == "survival":
             require_unlike(labels, split, dataset)
     return labels
@@ -517,34 +516,35 @@ def network(data: ProbeData) -> ProbeFit:
     fits: list[ProbeFit] = []
     for decay in DECAYS:
         generator = torch.Generator().manual_seed(0)
-        hidden, last = _layers(train.shape[1], labels_NK.shape[1], generator)
+        layers, last = _layers(train.shape[1], labels_NK.shape[1], generator)
         if data.kind not in OF_VALUES:  # begins at the classes' frequencies
             share_K = (target_NK.sum(0) + 0.5) / (known_NK.sum(0) + 1)
             last.bias.data = share_K.logit()
-        weights = [*hidden.parameters(), *last.parameters()]
-        adam = torch.optim.AdamW(weights, lr=1e-3, weight_decay=decay)
+        adam = torch.optim.AdamW(layers.parameters(), lr=1e-3, weight_decay=decay)
         for _ in range(EPOCHS):
             for rows in torch.randperm(len(train), generator=generator).split(BATCH):
-                z_NK = last(F.gelu(hidden(train[rows])))
+                z_NK = layers(train[rows])
                 loss = _network_loss(data.kind, z_NK, target_NK[rows], known_NK[rows])
                 adam.zero_grad()
                 loss.backward()
                 adam.step()
             with torch.no_grad():
                 valid_NK, test_NK = (
-                    _linked(data.kind, last(F.gelu(hidden(x_ND))).double().numpy())
-                    for x_ND in (valid, test)
+                    _linked(data.kind, layers(x_ND).double().numpy()) for x_ND in (valid, test)
                 )
             fits.append(ProbeFit(test_NK, decay, _error(valid_NK, data.valid_labels_NK, data.kind)))
     return min(fits, key=lambda fit: fit.error)
 
 
-def _layers(width: int, outputs: int, generator: torch.Generator) -> tuple[nn.Linear, nn.Linear]:
+def _layers(
+    width: int, outputs: int, generator: torch.Generator
+) -> tuple[nn.Sequential, nn.Linear]:
+    """The network, and its last layer."""
     hidden, last = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, outputs)
     for layer in (hidden, last):
         nn.init.xavier_uniform_(layer.weight, generator=generator)
         nn.init.zeros_(layer.bias)
-    return hidden, last
+    return nn.Sequential(hidden, nn.GELU(), last), last
 
 
 def _network_loss(kind: str, z_NK: Tensor, y_NK: Tensor, known_NK: Tensor) -> Tensor:

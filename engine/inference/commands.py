@@ -140,9 +140,7 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
-        numbers = ", ".join(map(str, left[:SHOWN]))
-        if len(left) > SHOWN:
-            numbers += ", ..."
+        numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
         doing = f"others compute parts {numbers} (none runs? start the same command again)"
         return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:

@@ -46,13 +46,10 @@ class PredictiveCoding(nn.Module):
             raise ConfigError(f"steps={steps}: of {tokens} tokens: use fewer than them")
         losses = []
         for ahead, linear in enumerate(self.maps, 1):
-            losses.append(self.loss(linear(c_RND[:, :-ahead]), z_RNF, ahead))
+            # Of the first n tokens, which predict the one that many ahead
+            predicted_RnF = linear(c_RND[:, :-ahead])
+            with torch.autocast(z_RNF.device.type, enabled=False):
+                s_RnN = unit(predicted_RnF) @ unit(z_RNF).transpose(1, 2) / self.temperature
+            target_n = torch.arange(ahead, tokens, device=z_RNF.device)
+            losses.append(F.cross_entropy(s_RnN.flatten(0, 1), target_n.repeat(len(z_RNF))))
         return torch.stack(losses).mean()
-
-    def loss(self, predicted_RnF: Tensor, z_RNF: Tensor, ahead: int) -> Tensor:
-        """Of the first n tokens, which predict the one that many ahead."""
-        with torch.autocast(z_RNF.device.type, enabled=False):
-            s_RnN = unit(predicted_RnF) @ unit(z_RNF).transpose(1, 2) / self.temperature
-        rows, tokens = z_RNF.shape[:2]
-        target_n = torch.arange(ahead, tokens, device=z_RNF.device)
-        return F.cross_entropy(s_RnN.flatten(0, 1), target_n.repeat(rows))

@@ -199,7 +199,8 @@ def convolve_by_waves(
     cos_QN, sin_QN = waves(torch.arange(tokens), period, x_NX.dtype)
     cos_QK, sin_QK = waves(torch.arange(kernel) - kernel // 2, period, x_NX.dtype)
     with torch.autocast("cpu", enabled=False):
-        taps_KW = taps_by_group(at_least_float32(weight_DcK), groups)
+        taps_KW = at_least_float32(weight_DcK).unflatten(0, (groups, -1))
+        taps_KW = taps_KW.transpose(1, 2).reshape(-1, kernel).t()
         x_re = split_groups(cos_QN @ x_NX, rows, groups)
         x_im = split_groups(sin_QN @ x_NX, rows, groups)  # of the complex conjugate
         each = width // groups
@@ -225,13 +226,6 @@ def inverse(wave_QN: Tensor, period: int) -> Tensor:
     share_Q1[0] = 1 / period
     share_Q1[-1] = 1 / period
     return (wave_QN * share_Q1).t()
-
-
-def taps_by_group(weight_DcK: Tensor, groups: int) -> Tensor:
-    """[K, G * c in * c out], a view."""
-    _, each, kernel = weight_DcK.shape
-    weight_GoiK = weight_DcK.view(groups, each, each, kernel)
-    return weight_GoiK.transpose(1, 2).reshape(-1, kernel).t()
 
 
 def split_groups(x_QX: Tensor, rows: int, groups: int) -> Tensor:

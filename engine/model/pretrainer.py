@@ -197,11 +197,7 @@ class Pretrainer(nn.Module):
         o = self.objective
         if not o.needs_ids:
             return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)
-        if ids_B is None:
-            raise ValueError(
-                f"objective.method={o.method!r}, form={o.form!r} needs the patient of each crop: "
-                "pass ids_B"
-            )
+        assert ids_B is not None, "this objective needs the patient of each crop"
         if o.method == "3kg":
             return threekg_loss(g_BSD, ids_B, o.temperature, o.gathered, o.detach_norm)
         return authors_cmsc_loss(g_BSD, ids_B, o.temperature)

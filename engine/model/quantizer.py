@@ -95,10 +95,10 @@ class Quantizer(nn.Module):
         counts = counts.scatter_add(
             0, at_AG.reshape(-1), weight_A[:, None].expand_as(at_AG).reshape(-1)
         )
-        codes_RMG, hard_GV = (
-            codes_AG.view(rows, slots, self.books),
-            counts.view(self.books, self.codes),
-        )
         return Quantized(
-            values.reshape(rows, slots, -1), codes_RMG, share_GV, weight_A.sum(), hard_GV
+            values.reshape(rows, slots, -1),
+            codes_AG.view(rows, slots, self.books),
+            share_GV,
+            weight_A.sum(),
+            counts.view(self.books, self.codes),
         )

@@ -333,10 +333,10 @@ class FinetuneTask(ExportedTask):
         encoder = model.encoder.eval()
         crops, exists, classes = [], [], []
         for n, y in enumerate(self.targets.y):
-            for row in self.labels.rows(n, "train").tolist():
-                crops.append((self.datasets[n], row))
-                exists += self._exist(self.halves[n][[row]])[0].tolist()
-                classes += [y[row]] * int(self.input.count())
+            rows = self.labels.rows(n, "train")
+            crops += [(self.datasets[n], row) for row in rows.tolist()]
+            exists += self._exist(self.halves[n][rows]).ravel().tolist()
+            classes += y[rows].repeat(self.input.count()).tolist()
 
         def embed(x_RLT: Tensor) -> Tensor:
             return pool(encoder(x_RLT.float()))
