@@ -199,13 +199,12 @@ def convolve_by_waves(
     cos_QN, sin_QN = waves(torch.arange(tokens), period, x_NX.dtype)
     cos_QK, sin_QK = waves(torch.arange(kernel) - kernel // 2, period, x_NX.dtype)
     with torch.autocast("cpu", enabled=False):
-        taps_KW = at_least_float32(weight_DcK).unflatten(0, (groups, -1))
-        taps_KW = taps_KW.transpose(1, 2).reshape(-1, kernel).t()
+        by_group = at_least_float32(weight_DcK).unflatten(0, (groups, -1)).transpose(1, 2)
+        taps_KW = by_group.reshape(-1, kernel).t()
         x_re = split_groups(cos_QN @ x_NX, rows, groups)
         x_im = split_groups(sin_QN @ x_NX, rows, groups)  # of the complex conjugate
-        each = width // groups
-        w_re = (cos_QK @ taps_KW).view(-1, each, each)
-        w_im = (sin_QK @ taps_KW).view(-1, each, each)
+        w_re = (cos_QK @ taps_KW).view(-1, *by_group.shape[1:3])
+        w_im = (sin_QK @ taps_KW).view_as(w_re)
         y_re = torch.bmm(x_re, w_re)
         y_re = torch.baddbmm(y_re, x_im, w_im)
         y_im = torch.bmm(x_im, w_re)
