@@ -26,7 +26,7 @@ import tempfile
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ from omnilead.engine.inference.trained_model import THRESHOLD, load
 from omnilead.engine.interop.fairseq import (
     MALFORMED,
     MAX_TEXT,
+    Settings,
+    Weights,
     from_theirs,
     outputs,
     settings,
@@ -109,7 +111,7 @@ def from_fairseq(
     # Cloned, as safetensors refuses tied tensors
     weights = {name: w.clone() for name, w in from_theirs(state, config).items()}
     preprocessing, notes = _preprocessing(cfg, config, scale, fs_hz)
-    document: dict[str, Any] = {
+    document: Settings = {
         "model": asdict(config),
         "fairseq": {
             "cfg": cfg,
@@ -138,7 +140,7 @@ def signals(
     leads: list[str] | int,
     window_s: float = 5.0,
     band_hz: list[float] | None = None,
-) -> dict[str, Any]:
+) -> Settings:
     """preprocessing.json of a converted model. `leads`: their number if their names are unknown."""
     band = {"band_hz": band_hz} if band_hz else {}
     return {
@@ -152,8 +154,8 @@ def signals(
 
 
 def _preprocessing(
-    cfg: Mapping[str, Any], config: ModelConfig, scale: str, fs_hz: float | None
-) -> tuple[dict[str, Any], list[str]]:
+    cfg: Settings, config: ModelConfig, scale: str, fs_hz: float | None
+) -> tuple[Settings, list[str]]:
     """The input described by the checkpoint's settings; arguments take precedence."""
     task, notes = _section(cfg, "task"), []
     stated = task.get("sample_rate") or _pretraining_task(cfg).get("sample_rate")
@@ -207,19 +209,19 @@ def _loaded_leads(loaded: Any) -> list[int]:
         ) from error
 
 
-def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _section(settings: Settings, name: str) -> Settings:
     section = settings.get(name)
     return section if isinstance(section, dict) else {}
 
 
-def _pretraining_task(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
+def _pretraining_task(cfg: Settings) -> Settings:
     """The task's settings in pre-training, which a fine-tuned checkpoint keeps among those of its
     model."""
     model = cfg["model"]
     return _section(_section(model, "args") or _section(model, "w2v_args"), "task")
 
 
-def _scale(cfg: Mapping[str, Any]) -> str:
+def _scale(cfg: Settings) -> str:
     """The scale of the input. ECG-FM was trained on z-scored files, which only their paths
     reveal."""
     task = _section(cfg, "task")
@@ -275,11 +277,11 @@ def _names_in(file: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _head(cfg: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _head(cfg: Settings, names: list[str]) -> Settings:
     """`head` of config.json, inferred from the loss that the checkpoint was trained with."""
     criterion = _section(cfg, "criterion") or {"_name": cfg.get("criterion")}
     loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
-    head: dict[str, Any] = {"task": "classification", "classes": names}
+    head: Settings = {"task": "classification", "classes": names}
     if "mse" in loss:
         head.update(kind="regression", center=[0.0] * len(names), scale=[1.0] * len(names))
     elif loss == "cross_entropy":
@@ -347,7 +349,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
 def _card(
     name: str,
     config: ModelConfig,
-    preprocessing: Mapping[str, Any],
+    preprocessing: Settings,
     classes: list[str],
     parameters: int,
 ) -> str:
@@ -369,7 +371,7 @@ not included. The licence is that of the original.
 """
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> Settings:
     if not path.is_file():
         raise ForeignCheckpointError(f"{path}: no such file")
     zipped = zipfile.is_zipfile(path)
@@ -429,7 +431,7 @@ def stand_ins(path: Path) -> list[Any]:
             raise ForeignCheckpointError(
                 f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit"
             )
-    known: dict[str, Any] = {"collections.defaultdict": lambda *_: {}}
+    known: Settings = {"collections.defaultdict": lambda *_: {}}
     names = get_unsafe_globals_in_checkpoint(path)
     return [(known.get(name) or type(name.split(".")[-1], (StandIn,), {}), name) for name in names]
 
@@ -461,7 +463,7 @@ def _content(value: Any) -> Any:
     )
 
 
-def float_tensors(values: Any, path: Path) -> dict[str, Tensor]:
+def float_tensors(values: Any, path: Path) -> Weights:
     """The weights. Their total size must not exceed the file's: a tensor can claim any size by
     repeating one number."""
     if not isinstance(values, dict):
@@ -508,8 +510,8 @@ def from_torch(
     path: Path,
     out: Path,
     encoder: str,
-    options: Mapping[str, Any],
-    preprocessing: dict[str, Any],
+    options: Settings,
+    preprocessing: Settings,
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> list[str]:
@@ -572,12 +574,12 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
     write(out, *parts)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> Weights:
     """All tensors of a file, with dotted names if it has dictionaries in dictionaries."""
     if path.suffix == ".safetensors":
         with blaming(str(path)):
             return load_file(path)
-    found: dict[str, Tensor] = {}
+    found: Weights = {}
     seen: set[int] = set()  # a dictionary may stand in many others, or in itself
     waiting: list[tuple[str, dict[Any, Any]]] = [("", read_checkpoint(path))]
     for prefix, values in waiting:
@@ -597,8 +599,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def matched(
     path: Path,
-    mine: Mapping[str, Tensor],
-    theirs: Mapping[str, Tensor],
+    mine: Weights,
+    theirs: Weights,
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> tuple[dict[str, str], str]:
@@ -637,7 +639,7 @@ def matched(
     return names, left
 
 
-def load_tensors(path: Path, own: nn.Module, weights: dict[str, Tensor]) -> None:
+def load_tensors(path: Path, own: nn.Module, weights: Weights) -> None:
     with blaming(str(path)):
         for name, mine in own.state_dict().items():
             if mine.is_floating_point() and not weights[name].is_floating_point():
@@ -650,7 +652,7 @@ def load_tensors(path: Path, own: nn.Module, weights: dict[str, Tensor]) -> None
                 raise ConfigError(f"{name} has NaN or infinity: take another checkpoint")
 
 
-def fixed_input(preprocessing: Mapping[str, Any]) -> Tensor:
+def fixed_input(preprocessing: Settings) -> Tensor:
     """x_RLT: two rows of noise, as long as a model's input."""
     given = Input.of(preprocessing, len(preprocessing["leads"]))
     generator = torch.Generator().manual_seed(0)
@@ -677,9 +679,7 @@ def _refuse_other_files(event: str, arguments: tuple[Any, ...]) -> None:
             raise FileNotFoundError(f"reads {path}: keep such numbers in the code or in buffers")
 
 
-def _torch_card(
-    config: ModelConfig, origin: Mapping[str, Any], preprocessing: Mapping[str, Any]
-) -> str:
+def _torch_card(config: ModelConfig, origin: Settings, preprocessing: Settings) -> str:
     name = config.encoder.rpartition(":")[2]
     text = f"""# {name} of {origin["file"]}
 

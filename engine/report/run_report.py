@@ -28,6 +28,7 @@ from omnilead.engine.common import (
     VALIDATION,
     write_whole,
 )
+from omnilead.engine.evaluation.metrics import Array
 from omnilead.engine.inference.npz import ArrayError, load_npz
 from omnilead.engine.report.page import (
     Line,
@@ -77,15 +78,15 @@ class StepLog:
         self.rows = [by_step[step] for step in sorted(by_step)]
         self.steps = np.array(sorted(by_step))
 
-    def column(self, key: str) -> np.ndarray:
+    def column(self, key: str) -> Array:
         return np.array([number(row.get(key)) for row in self.rows])
 
-    def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+    def curve(self, key: str) -> tuple[Array, Array]:
         """Steps and values where the key was logged, NaN included."""
         logged = np.array([row.get(key) is not None for row in self.rows], bool)
         return self.steps[logged], self.column(key)[logged]
 
-    def finite(self, key: str, rows: slice = slice(None)) -> np.ndarray:
+    def finite(self, key: str, rows: slice = slice(None)) -> Array:
         values = self.column(key)[rows]
         return np.asarray(values[np.isfinite(values)])
 
@@ -142,7 +143,7 @@ class RunFiles:
         return value
 
 
-def read_diagnostics(path: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+def read_diagnostics(path: Path) -> tuple[dict[str, Array], list[str]]:
     """The arrays that can be drawn, and remarks about the others."""
     arrays, remarks = {}, []
     try:
@@ -495,7 +496,7 @@ def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -
     return charts.line_chart(chart.title, lines, chart.style, files.metrics.steps, mark)
 
 
-def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
+def diagnostic_charts(arrays: Mapping[str, Array]) -> Iterator[str]:
     from omnilead.engine.report import charts  # late, so that training starts without it
 
     for title, names in SIMILARITIES.items():
