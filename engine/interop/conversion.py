@@ -55,6 +55,7 @@ from omnilead.engine.interop.fairseq import (
     from_theirs,
     outputs,
     settings,
+    shapes_of,
     spelling,
     their_settings,
     to_theirs,
@@ -158,7 +159,9 @@ def _preprocessing(
 ) -> tuple[Settings, list[str]]:
     """The input described by the checkpoint's settings; arguments take precedence."""
     task, notes = _section(cfg, "task"), []
-    stated = task.get("sample_rate") or _pretraining_task(cfg).get("sample_rate")
+    # A fine-tuned checkpoint keeps the settings of its pre-training among those of its model
+    model = _section(cfg["model"], "args") or _section(cfg["model"], "w2v_args")
+    stated = task.get("sample_rate") or _section(model, "task").get("sample_rate")
     if fs_hz is None and not stated:
         notes.append(
             "its settings do not state a sampling rate: assumed 500 Hz (change with --fs; "
@@ -212,13 +215,6 @@ def _loaded_leads(loaded: Any) -> list[int]:
 def _section(settings: Settings, name: str) -> Settings:
     section = settings.get(name)
     return section if isinstance(section, dict) else {}
-
-
-def _pretraining_task(cfg: Settings) -> Settings:
-    """The task's settings in pre-training, which a fine-tuned checkpoint keeps among those of its
-    model."""
-    model = cfg["model"]
-    return _section(_section(model, "args") or _section(model, "w2v_args"), "task")
 
 
 def _scale(cfg: Settings) -> str:
@@ -406,9 +402,6 @@ class StandIn:
         made.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"
         return made
 
-    def __init__(self, *args: Any) -> None:
-        pass
-
     def __setstate__(self, state: Any) -> None:
         """Keep the settings: argparse.Namespace has them in its state, OmegaConf's nodes in
         _content and _val."""
@@ -422,12 +415,8 @@ class StandIn:
 def stand_ins(path: Path) -> list[Any]:
     """(stand-in, name) for each class or function in the file that torch.load would refuse."""
     with zipfile.ZipFile(path) as archive:
-        if (
-            sum(
-                info.file_size for info in archive.infolist() if info.filename.endswith("/data.pkl")
-            )
-            > MAX_PICKLE
-        ):
+        pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if sum(info.file_size for info in pickles) > MAX_PICKLE:
             raise ForeignCheckpointError(
                 f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit"
             )
@@ -476,19 +465,14 @@ def float_tensors(values: Any, path: Path) -> Weights:
             raise ForeignCheckpointError(
                 f"{path}: a weight is named {repr(name)[:80]}: must be printable text"
             )
-        if not isinstance(value, Tensor):
-            raise ForeignCheckpointError(
-                f"{path}: the weight {name} is a {type(value).__name__}, not a tensor"
-            )
-        if (
-            not value.dtype.is_floating_point
-            or value.device.type != "cpu"
-            or value.layout != torch.strided
-        ):
+        fits, kind = False, f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
             kind = f"{value.dtype}, {value.layout}, on {value.device}"
+            fits = value.is_floating_point() and kind.endswith("torch.strided, on cpu")
+        if not fits:
             raise ForeignCheckpointError(
-                f"{path}: the weight {name} is {kind}: must be floating point, dense and in the "
-                "file"
+                f"{path}: the weight {name} is {kind}: must be a tensor, floating point, dense and "
+                "in the file"
             )
         left -= math.prod(value.shape) * value.element_size()
         if left < 0:
@@ -624,11 +608,8 @@ def matched(
     if len(best) > 1:
         raise ConfigError(f"{path}: has the weights under {best[:SHOWN]}: choose with --prefix")
     names = {name: best[0] + inner for name, inner in wanted.items()}
-    expected = {name: tuple(weight.shape) for name, weight in mine.items()}
-    shapes = {}
-    for name, their in names.items():
-        if their in theirs:
-            shapes[name] = tuple(theirs[their].shape)
+    expected = shapes_of(mine)
+    shapes = shapes_of({name: theirs[their] for name, their in names.items() if their in theirs})
     left = misfits({their: () for their in theirs if their not in names.values()}, {}) or "none"
     if shapes != expected:
         fit = shapes.items() & expected.items()

@@ -200,11 +200,11 @@ def _renamed(state: Weights, config: ModelConfig, spelled: str) -> Weights:
 
 
 def _check(state: Weights, expected: Weights) -> None:
-    if wrong := misfits(_shapes(state), _shapes(expected)):
+    if wrong := misfits(shapes_of(state), shapes_of(expected)):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
 
 
-def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
+def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
     return {name: tuple(w.shape) for name, w in weights.items()}
 
 

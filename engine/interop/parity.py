@@ -43,13 +43,8 @@ LOSS, TENSOR, GRADIENT, PARAMETER = 1e-5, 2e-5, 1e-4, 1e-4  # largest allowed er
 CHANGE = 5e-4  # our error is 2e-4; it would be 1.2e-3 without weight decay
 STEPS = 3
 Arrays = dict[str, np.ndarray]
-NO_DROPOUT = {  # as the reference was made
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "dropout_input": 0.0,
-    "dropout_features": 0.0,
-}
+DROPOUTS = "dropout", "attention_dropout", "activation_dropout", "dropout_input", "dropout_features"
+NO_DROPOUT = dict.fromkeys(DROPOUTS, 0.0)  # as the reference was made
 
 
 @dataclass(frozen=True)
@@ -84,6 +79,14 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
             f"model.logit_temp={model['logit_temp']} and criterion.temp={criterion['temp']} "
             "differ: not supported"
         )
+    optimizer = cfg["optimizer"]
+    first, second = ast.literal_eval(str(optimizer["adam_betas"]))
+    adam = {
+        "lr": float(cfg["optimization"]["lr"][0]),
+        "betas": (float(first), float(second)),
+        "eps": float(optimizer["adam_eps"]),
+        "weight_decay": float(optimizer["weight_decay"]),
+    }
     arrays = {}
     for mode in ("eval", "train"):
         path = folder / f"{name}_{mode}.npz"
@@ -95,7 +98,7 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
         name,
         settings(model | NO_DROPOUT),
         _objective(model, criterion),
-        _adam(cfg),
+        adam,
         state,
         arrays,
         _optional_weights(folder, name, "train_grads_of_sum_loss", state),
@@ -117,17 +120,6 @@ def _objective(model: Settings, criterion: Settings) -> ObjectiveConfig:
         negatives=model["num_negatives"],
         gathered=False,
     )
-
-
-def _adam(cfg: Settings) -> Settings:
-    optimizer = cfg["optimizer"]
-    first, second = ast.literal_eval(str(optimizer["adam_betas"]))
-    return {
-        "lr": float(cfg["optimization"]["lr"][0]),
-        "betas": (float(first), float(second)),
-        "eps": float(optimizer["adam_eps"]),
-        "weight_decay": float(optimizer["weight_decay"]),
-    }
 
 
 def _optional_weights(folder: Path, name: str, what: str, state: Weights) -> Weights:

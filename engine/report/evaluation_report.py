@@ -8,7 +8,7 @@ largest errors.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -162,7 +162,8 @@ def group_section(
     for value, group in groups.items():
         row = [value, f"{group['n']:,}", f"{group['patients']:,}"]
         if "positives" in group:
-            row.append(span(group["positives"].values()))
+            counts = group["positives"].values()  # of the rarest and the most frequent class
+            row.append(" to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)})))
         row += [shown(group["metrics"][first]), interval(group["intervals"][first])]
         grid.append(row + [shown(group["metrics"][key]) for key in others])
     notes = []
@@ -171,12 +172,6 @@ def group_section(
     if any(NO_INTERVAL in row for row in grid):
         notes.append(f"{TOO_FEW} have no interval.")
     return ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes))
-
-
-def span(counts: Iterable[int]) -> str:
-    """The count of the only class, or of the rarest and the most frequent one."""
-    ends = sorted({min(counts), max(counts)})
-    return " to ".join(f"{count:,}" for count in ends)
 
 
 def decisions(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:

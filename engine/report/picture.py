@@ -80,7 +80,19 @@ def figure(ecg: Array, title: str) -> Figure:
     )
     page.text(0.05, 0.957, legend, size=9.5, color=GREY)
     _draw_noise(page, halves)
-    _draw_masks_and_views(page, halves)
+    grid = page.add_gridspec(1, 4, left=0.05, right=0.99, top=0.455, bottom=0.025, wspace=0.14)
+    masked, p = apply(halves, AugmentConfig())
+    first, second = p["keep"].sum(axis=(2, 3))[0]
+    axes = page.add_subplot(grid[0, :2])
+    _draw_leads(axes, np.hstack(halves[0]), np.hstack(masked[0]), MASK)
+    left = f"{first} of 12 leads left in the first half, {second} in the second"
+    _title(axes, "Random lead masking", left)
+    axes.axvline(5, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
+    views, _ = apply(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
+    for i, view in enumerate(views[0]):
+        axes = page.add_subplot(grid[0, 2 + i])
+        _draw_leads(axes, halves[0, 0], view, VIEW)
+        _title(axes, f"3KG, view {i + 1}", "dipole turned and stretched, half of each lead zeroed")
     return page
 
 
@@ -96,23 +108,6 @@ def _draw_noise(page: Figure, halves: Array) -> None:
         else:
             title = TITLES[formula(noise)] + ", authors' code" * (noise in AUTHORS_NOISE)
             _title(axes, title, _describe(formula(noise), p))
-
-
-def _draw_masks_and_views(page: Figure, halves: Array) -> None:
-    """Twelve leads under random lead masking, and the two views of 3KG."""
-    grid = page.add_gridspec(1, 4, left=0.05, right=0.99, top=0.455, bottom=0.025, wspace=0.14)
-    masked, p = apply(halves, AugmentConfig())
-    first, second = p["keep"].sum(axis=(2, 3))[0]
-    axes = page.add_subplot(grid[0, :2])
-    _draw_leads(axes, np.hstack(halves[0]), np.hstack(masked[0]), MASK)
-    left = f"{first} of 12 leads left in the first half, {second} in the second"
-    _title(axes, "Random lead masking", left)
-    axes.axvline(5, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
-    views, _ = apply(halves[:, :1], AugmentConfig(rlm=0, threekg=ThreeKG()))
-    for i, view in enumerate(views[0]):
-        axes = page.add_subplot(grid[0, 2 + i])
-        _draw_leads(axes, halves[0, 0], view, VIEW)
-        _title(axes, f"3KG, view {i + 1}", "dipole turned and stretched, half of each lead zeroed")
 
 
 def apply(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:

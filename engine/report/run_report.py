@@ -13,6 +13,7 @@ not finite is marked. Damaged or missing files are remarks, not errors.
 import json
 import math
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -169,8 +170,8 @@ class Chart(NamedTuple):
     style: LineStyle = LineStyle()
 
 
-def _one(key: str, label: str) -> tuple[Curve, ...]:
-    return (Curve(key, label),)
+def _one(key: str, held_out: bool = False) -> tuple[Curve, ...]:
+    return (Curve(key, "", held_out),)  # a single curve needs no label
 
 
 def _both(key: str) -> tuple[Curve, ...]:
@@ -181,9 +182,10 @@ PERPLEXITIES = (
     Curve("code_perplexity", "perplexity of codes"),
     Curve("prob_perplexity", "of probabilities"),
 )
-BY_CLASS = tuple(
-    Curve(key, label, True)
-    for key, label in (("auroc", "AUROC"), ("auprc", "AUPRC"), ("f_measure", "F"))
+BY_CLASS = (
+    Curve("auroc", "AUROC", True),
+    Curve("auprc", "AUPRC", True),
+    Curve("f_measure", "F", True),
 )
 SHARE = LineStyle(percent=True, floor=0)
 SECTIONS: dict[str, tuple[Chart, ...]] = {
@@ -194,46 +196,42 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Global loss", _both("loss_global"), LineStyle("nats a half")),
         Chart(
             "Diversity loss",
-            _one("loss_diversity", "training"),
+            _one("loss_diversity"),
             LineStyle("share of unused codes", percent=True),
         ),
-        Chart(
-            "Feature penalty", _one("loss_features", "training"), LineStyle("mean square", log=True)
-        ),
+        Chart("Feature penalty", _one("loss_features"), LineStyle("mean square", log=True)),
     ),
     "Accuracy": (
         Chart("Masked tokens, among their negatives", _both("accuracy_local"), SHARE),
         Chart("Other half, among other crops", _both("accuracy_global"), SHARE),
-        Chart("Patients recognised", (Curve("identification_accuracy", "held out", True),), SHARE),
+        Chart("Patients recognised", _one("identification_accuracy", True), SHARE),
     ),
     "Validation": (
         Chart("AUROC, AUPRC, F-measure", BY_CLASS, LineStyle("mean of classes", floor=0)),
         Chart(
             "Mean absolute error",
-            (Curve("mae", "held out", True),),
+            _one("mae", True),
             LineStyle("of the label", floor=0),
         ),
-        Chart("C-index", (Curve("c_index", "held out", True),), LineStyle()),
-        Chart("R2", (Curve("r2", "held out", True),), LineStyle("share of the variance")),
-        Chart("CinC score", (Curve("challenge", "held out", True),), LineStyle(smooth=False)),
+        Chart("C-index", _one("c_index", True), LineStyle()),
+        Chart("R2", _one("r2", True), LineStyle("share of the variance")),
+        Chart("CinC score", _one("challenge", True), LineStyle(smooth=False)),
     ),
     "Quantiser and masks": (
         Chart("Codes in use", PERPLEXITIES, LineStyle(floor=0)),
-        Chart("Gumbel temperature", _one("gumbel_tau", "temperature"), LineStyle(smooth=False)),
-        Chart("Masked tokens", _one("masked_share", "share"), LineStyle(percent=True)),
+        Chart("Gumbel temperature", _one("gumbel_tau"), LineStyle(smooth=False)),
+        Chart("Masked tokens", _one("masked_share"), LineStyle(percent=True)),
     ),
     "Optimisation": (
-        Chart("Learning rate", _one("lr", "learning rate"), LineStyle(floor=0, smooth=False)),
-        Chart("Gradient norm", _one("grad_norm", "norm"), LineStyle(log=True)),
-        Chart(
-            "Skipped steps", _one("skipped_steps", "not finite"), LineStyle(floor=0, smooth=False)
-        ),
+        Chart("Learning rate", _one("lr"), LineStyle(floor=0, smooth=False)),
+        Chart("Gradient norm", _one("grad_norm"), LineStyle(log=True)),
+        Chart("Skipped steps", _one("skipped_steps"), LineStyle(floor=0, smooth=False)),
     ),
     "Throughput": (
-        Chart("Crops per second", _one("crops_per_s", "all ranks"), LineStyle(floor=0)),
-        Chart("Waiting for data", _one("data_wait_pct", "of the time"), LineStyle("%", floor=0)),
-        Chart("Model FLOPs utilisation", _one("mfu", "MFU"), SHARE),
-        Chart("Memory", _one("memory_gb", "rank 0"), LineStyle("GB", floor=0, smooth=False)),
+        Chart("Crops per second", _one("crops_per_s"), LineStyle(floor=0)),
+        Chart("Waiting for data", _one("data_wait_pct"), LineStyle("%", floor=0)),
+        Chart("Model FLOPs utilisation", _one("mfu"), SHARE),
+        Chart("Memory", _one("memory_gb"), LineStyle("GB", floor=0, smooth=False)),
     ),
 }
 KNOWN_LOSSES = [chart.curves[0].key for chart in SECTIONS["Loss"]]
@@ -325,14 +323,9 @@ def progress(files: RunFiles) -> Iterator[str]:
         yield f"epoch {epoch:.2f}"
     with np.errstate(divide="ignore", invalid="ignore"):  # without validation and checkpoints
         spans = np.diff(metrics.column("crops_seen"), prepend=0) / metrics.column("crops_per_s")
-    minutes, seconds = divmod(round(float(spans[np.isfinite(spans) & (spans > 0)].sum())), 60)
-    if minutes or seconds:
-        time = (
-            f"{minutes // 60} h {minutes % 60:02d} min"
-            if minutes >= 60
-            else f"{minutes} min {seconds:02d} s"
-        )
-        yield f"{time} of training"
+    seconds = round(float(spans[np.isfinite(spans) & (spans > 0)].sum()))
+    if seconds:
+        yield f"{timedelta(seconds=seconds)} of training"
 
 
 def warnings(files: RunFiles, best: float | None) -> Iterator[str]:

@@ -257,7 +257,11 @@ def draw(figure: Any, why: str, a_LT: Array, found: Explained) -> None:
             middle = min(plots.ROWS_Y_MM, key=lambda row_y: abs(row_y - np.median(y)))
             shade(page, a_T / most, (x[0], x[-1], middle - 9, middle + 11))
     enlarge(figure, page)
-    add_scale(figure, why, most)
+    place = (0.0455, 22 / HEIGHT_MM, 0.28, 7 / HEIGHT_MM)
+    scale = figure.add_axes(place, yticks=())
+    shade(scale, np.linspace(-1, 1, 200), (-most, most, 0, 1))
+    scale.set_title(f"against {why}          for {why}", fontsize=10)
+    scale.set_xlabel("added by 100 ms of a lead", fontsize=9)
     add_curves(figure, why, found)
 
 
@@ -273,14 +277,6 @@ def enlarge(figure: Any, page: Axes) -> None:
     page.set_position((box.x0, bottom_mm / HEIGHT_MM, box.width, height))
     width_mm = plots.PAGE_MM[0]
     figure.set_size_inches(width_mm / plots.MM_PER_INCH, HEIGHT_MM / plots.MM_PER_INCH)
-
-
-def add_scale(figure: Any, why: str, most: float) -> None:
-    place = (0.0455, 22 / HEIGHT_MM, 0.28, 7 / HEIGHT_MM)
-    scale = figure.add_axes(place, yticks=())
-    shade(scale, np.linspace(-1, 1, 200), (-most, most, 0, 1))
-    scale.set_title(f"against {why}          for {why}", fontsize=10)
-    scale.set_xlabel("added by 100 ms of a lead", fontsize=9)
 
 
 def add_curves(figure: Any, why: str, found: Explained) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from omnilead.engine.commandline import read_yaml
 from omnilead.engine.common import CONFIGS, ConfigError, find_config, flatten
 
-Settings = Mapping[str, Any]
+Settings = dict[str, Any]
 HERE = CONFIGS / "reproduce"
 TASKS = {
     "Dx": "diagnosis",

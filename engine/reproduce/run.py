@@ -155,24 +155,18 @@ def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[s
 
 
 def expected_seconds(plan: JobPlan, folder: WorkDir, flops_per_s: float) -> dict[str, float]:
-    rates = {kind: _rate(plan, folder, kind) for kind in PROGRAMS}
+    work = dict.fromkeys(PROGRAMS, 0.0)  # of the finished jobs of a kind
+    seconds = dict.fromkeys(PROGRAMS, 0.0)  # start-up included
+    for job in plan.ordered:
+        if folder.done(job) and (took := folder.seconds(job)):
+            work[job.kind] += job.work
+            seconds[job.kind] += took
     expected = {}
     for job in folder.missing(plan.ordered):
-        if rate := rates[job.kind]:
-            expected[job.name] = job.work / rate
-        else:
-            expected[job.name] = STARTUP_S + job.work / flops_per_s
+        expected[job.name] = STARTUP_S + job.work / flops_per_s
+        if work[job.kind]:
+            expected[job.name] = job.work * seconds[job.kind] / work[job.kind]
     return expected
-
-
-def _rate(plan: JobPlan, folder: WorkDir, kind: str) -> float:
-    """FLOP/s of the finished jobs of a kind, start-up included; 0 if there are none."""
-    work = seconds = 0.0
-    for job in plan.ordered:
-        if job.kind == kind and folder.done(job) and (took := folder.seconds(job)):
-            work += job.work
-            seconds += took
-    return work / (seconds or 1.0)
 
 
 def flops_per_s(config: Config) -> float:
