@@ -48,12 +48,12 @@ from omnilead.engine.common import (
 )
 from omnilead.engine.inference.trained_model import THRESHOLD, load
 from omnilead.engine.interop.fairseq import (
-    MALFORMED,
     MAX_TEXT,
     Settings,
     Weights,
     from_theirs,
     outputs,
+    read_setting,
     settings,
     shapes_of,
     spelling,
@@ -184,8 +184,9 @@ def _preprocessing(
         fs_hz if fs_hz is not None else stated or 500,
         [*LEADS] if config.leads == len(LEADS) else config.leads,
     )
-    if loaded := task.get("leads_to_load"):
-        rows = _loaded_leads(loaded)
+    if task.get("leads_to_load"):
+        form = "a list of lead names or numbers"
+        rows = read_setting("task", task, "leads_to_load", None, _loaded_leads, form)
         key = "leads" if len(rows) == config.leads else "seen"
         preprocessing[key] = describe_leads(rows).split(",")
     if isinstance(preprocessing["leads"], int):
@@ -201,15 +202,8 @@ def _preprocessing(
 
 def _loaded_leads(loaded: Any) -> list[int]:
     """`leads_to_load`: names or numbers, or a text of such a list."""
-    try:
-        listed = ast.literal_eval(loaded[:MAX_TEXT]) if isinstance(loaded, str) else loaded
-        named = [LEADS[lead] if isinstance(lead, int) else lead for lead in listed]
-        return list(leads_in_order(named))
-    except (*MALFORMED, ConfigError) as error:
-        raise ConfigError(
-            f"task.leads_to_load={str(loaded)[:80]!r} in the checkpoint's settings: must be a "
-            "list of lead names or numbers"
-        ) from error
+    listed = ast.literal_eval(loaded[:MAX_TEXT]) if isinstance(loaded, str) else loaded
+    return list(leads_in_order([LEADS[n] if isinstance(n, int) else n for n in listed]))
 
 
 def _section(settings: Settings, name: str) -> Settings:

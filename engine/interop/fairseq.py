@@ -230,22 +230,28 @@ def settings(cfg: Settings) -> ModelConfig:
             )
     values["projection"] = values["projection"] or values["width"]
     values["code_width"] = values["code_width"] or values["projection"]
-    values["conv_norm"] = _read(
-        cfg, "extractor_mode", "default", MODES.__getitem__, "default or layer_norm"
+    values["conv_norm"] = read_setting(
+        "model", cfg, "extractor_mode", "default", MODES.__getitem__, "default or layer_norm"
     )
     stack = "[(width, kernel, stride), ...] with kernel = stride"
-    values["conv"] = _read(cfg, "conv_feature_layers", "[(256, 2, 2)] * 4", _blocks, stack)
-    values |= _read(cfg, "latent_temp", (2.0, 0.5, 0.999995), _temperatures, "(start, end, decay)")
+    values["conv"] = read_setting(
+        "model", cfg, "conv_feature_layers", "[(256, 2, 2)] * 4", _blocks, stack
+    )
+    values |= read_setting(
+        "model", cfg, "latent_temp", (2.0, 0.5, 0.999995), _temperatures, "(start, end, decay)"
+    )
     return validated(ModelConfig, values, "model")
 
 
-def _read(cfg: Settings, key: str, default: Any, parse: Callable[[Any], Value], form: str) -> Value:
+def read_setting(
+    section: str, cfg: Settings, key: str, default: Any, parse: Callable[[Any], Value], form: str
+) -> Value:
     value = cfg.get(key, default)
     try:
         return parse(value)
-    except MALFORMED as error:
+    except (*MALFORMED, ConfigError) as error:
         raise ConfigError(
-            f"model.{key}={repr(value)[:80]} in the checkpoint's settings: must be {form}"
+            f"{section}.{key}={repr(value)[:80]} in the checkpoint's settings: must be {form}"
         ) from error
 
 

@@ -264,7 +264,7 @@ def smoothed(y: Array) -> Array:
 
 
 @_styled
-def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -> str:
+def histogram(title: str, groups: Sequence[tuple[str, Array]]) -> str:
     """The share of each group's numbers in each bin; dotted: the means."""
     finite = {}
     for label, values in groups:
@@ -272,7 +272,7 @@ def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -
         if good.any():
             finite[label] = values[good]
     together = np.concatenate([*finite.values(), []])
-    edges = np.histogram_bin_edges(together.round(9), bins)
+    edges = np.histogram_bin_edges(together.round(9), 60)
     edges[[0, -1]] += (-1e-9, 1e-9)  # values were rounded
     drawing = Drawing(title, WIDE)
     axes = drawing.axes()

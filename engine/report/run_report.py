@@ -213,7 +213,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             _one("mae", True),
             LineStyle("of the label", floor=0),
         ),
-        Chart("C-index", _one("c_index", True), LineStyle()),
+        Chart("C-index", _one("c_index", True)),
         Chart("R2", _one("r2", True), LineStyle("share of the variance")),
         Chart("CinC score", _one("challenge", True), LineStyle(smooth=False)),
     ),
