@@ -89,10 +89,6 @@ MAX_SETTINGS = 100_000  # JSON tokens
 MAX_JSON = 64 * 2**20  # characters
 
 
-class ForeignCheckpointError(ConfigError):
-    """A checkpoint that cannot be read."""
-
-
 def from_fairseq(
     checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float | None = None, classes: str = ""
 ) -> list[str]:
@@ -104,7 +100,7 @@ def from_fairseq(
     if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
         cfg = {"model": args, "task": args}  # old checkpoints have flat settings
     if not isinstance(cfg["model"], dict):
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"{checkpoint}: no model settings: is it a checkpoint of fairseq-signals?"
         )
     state = float_tensors(content.get("model"), checkpoint)
@@ -162,12 +158,14 @@ def _preprocessing(
     # A fine-tuned checkpoint keeps the settings of its pre-training among those of its model
     model = _section(cfg["model"], "args") or _section(cfg["model"], "w2v_args")
     stated = task.get("sample_rate") or _section(model, "task").get("sample_rate")
-    if fs_hz is None and not stated:
-        notes.append(
-            "its settings do not state a sampling rate: assumed 500 Hz (change with --fs; "
-            "DeepECG-SSL: 250)"
-        )
-    elif fs_hz is not None and stated and stated != fs_hz:
+    if fs_hz is None:
+        fs_hz = stated or 500
+        if not stated:
+            notes.append(
+                "its settings do not state a sampling rate: assumed 500 Hz (change with --fs; "
+                "DeepECG-SSL: 250)"
+            )
+    elif stated and stated != fs_hz:
         notes.append(
             f"its settings state {stated} Hz, --fs {fs_hz:g} is used instead: leave it out if "
             "that was not intended"
@@ -181,7 +179,7 @@ def _preprocessing(
             )
     preprocessing = signals(
         scale,
-        fs_hz if fs_hz is not None else stated or 500,
+        fs_hz,
         [*LEADS] if config.leads == len(LEADS) else config.leads,
     )
     if task.get("leads_to_load"):
@@ -363,25 +361,23 @@ not included. The licence is that of the original.
 
 def read_checkpoint(path: Path) -> Settings:
     if not path.is_file():
-        raise ForeignCheckpointError(f"{path}: no such file")
+        raise ConfigError(f"{path}: no such file")
     zipped = zipfile.is_zipfile(path)
     try:
         with warnings.catch_warnings(), safe_globals(stand_ins(path) if zipped else []):
             warnings.simplefilter("ignore")  # about types in old checkpoints
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except (ForeignCheckpointError, PermissionError):
+    except (ConfigError, PermissionError):
         raise
     except pickle.UnpicklingError as error:
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"{path}: cannot be read without running code: save only its state_dict (from-fairseq: "
             "its model and cfg)"
         ) from error
     except Exception as error:  # hostile or truncated files raise anything
-        raise ForeignCheckpointError(
-            f"{path}: not a PyTorch checkpoint, or damaged: copy it again"
-        ) from error
+        raise ConfigError(f"{path}: not a PyTorch checkpoint, or damaged: copy it again") from error
     if not isinstance(content, dict):
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"{path}: contains a {type(content).__name__}, not a dictionary of weights and settings"
         )
     return content
@@ -411,9 +407,7 @@ def stand_ins(path: Path) -> list[Any]:
     with zipfile.ZipFile(path) as archive:
         pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
         if sum(info.file_size for info in pickles) > MAX_PICKLE:
-            raise ForeignCheckpointError(
-                f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit"
-            )
+            raise ConfigError(f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit")
     known: Settings = {"collections.defaultdict": lambda *_: {}}
     names = get_unsafe_globals_in_checkpoint(path)
     return [(known.get(name) or type(name.split(".")[-1], (StandIn,), {}), name) for name in names]
@@ -428,11 +422,11 @@ def as_json(value: Any) -> Any:
             size += len(part)
             parts.append(part)
             if size > MAX_JSON or len(parts) > MAX_SETTINGS:
-                raise ForeignCheckpointError(
+                raise ConfigError(
                     f"more than {MAX_SETTINGS:,} settings: not a checkpoint of fairseq-signals"
                 )
     except (ValueError, RecursionError) as error:
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"settings are not valid JSON ({error}): not a checkpoint of fairseq-signals"
         ) from error
     return json.loads("".join(parts))
@@ -450,13 +444,13 @@ def float_tensors(values: Any, path: Path) -> Weights:
     """The weights. Their total size must not exceed the file's: a tensor can claim any size by
     repeating one number."""
     if not isinstance(values, dict):
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"{path}: has no weights under `model`: is it a checkpoint of fairseq-signals?"
         )
     left = path.stat().st_size
     for name, value in values.items():
         if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
-            raise ForeignCheckpointError(
+            raise ConfigError(
                 f"{path}: a weight is named {repr(name)[:80]}: must be printable text"
             )
         fits, kind = False, f"a {type(value).__name__}"
@@ -464,13 +458,13 @@ def float_tensors(values: Any, path: Path) -> Weights:
             kind = f"{value.dtype}, {value.layout}, on {value.device}"
             fits = value.is_floating_point() and kind.endswith("torch.strided, on cpu")
         if not fits:
-            raise ForeignCheckpointError(
+            raise ConfigError(
                 f"{path}: the weight {name} is {kind}: must be a tensor, floating point, dense and "
                 "in the file"
             )
         left -= math.prod(value.shape) * value.element_size()
         if left < 0:
-            raise ForeignCheckpointError(
+            raise ConfigError(
                 f"{path}: the weights are larger than the file, from {name} {tuple(value.shape)}"
             )
     return values
@@ -571,7 +565,7 @@ def read_tensors(path: Path) -> Weights:
             elif isinstance(value, dict):
                 waiting.append((f"{name}.", value))
     if not found:
-        raise ForeignCheckpointError(f"{path}: has no tensors: save net.state_dict()")
+        raise ConfigError(f"{path}: has no tensors: save net.state_dict()")
     return found
 
 

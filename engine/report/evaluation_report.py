@@ -26,7 +26,7 @@ from omnilead.engine.evaluation.metrics import (
 from omnilead.engine.evaluation.results import IdentificationResult, TaskResult, pieces
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.report import charts
-from omnilead.engine.report.page import Line, LineStyle, ReportSection, readable, render
+from omnilead.engine.report.page import Line, LineStyle, ReportSection, Tile, readable, render
 from omnilead.engine.tasks.kinds import OF_VALUES
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
@@ -135,7 +135,7 @@ def scoring_note(head: HeadInfo, of: str) -> str:
     )
 
 
-def tiles(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def tiles(part: Mapping[str, Any]) -> Iterator[Tile]:
     for key, ends in part["intervals"].items():
         percent = key == "accuracy"
         yield NAMES[key], shown(part["metrics"][key], percent), interval(ends, percent)
@@ -217,7 +217,8 @@ def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
 
 def survival(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
     """Kaplan-Meier curves of the records in thirds of the predicted risk."""
-    y_N, risk_N = y[~np.isnan(y[:, 0]), 0], scores[~np.isnan(y[:, 0]), 0]
+    known = ~np.isnan(y[:, 0])
+    y_N, risk_N = y[known, 0], scores[known, 0]
     third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
     unit = head.unit or "time"
     ticks = MaxNLocator(7).tick_values(0, np.abs(y_N).max())[:-1]

@@ -27,6 +27,7 @@ from omnilead.engine.common import (
     METRICS,
     VALID,
     VALIDATION,
+    ConfigError,
     write_whole,
 )
 from omnilead.engine.evaluation.metrics import Array
@@ -53,10 +54,6 @@ DIAGNOSTIC_AXES = {  # arrays of diagnostics.npz, with the number of their axes
 }
 LARGEST = 1e12  # larger numbers cannot be steps, losses or rates
 RECENT = 10  # logged steps
-
-
-class ReportError(Exception):
-    """There is no report. The message is one line."""
 
 
 class StepLog:
@@ -115,14 +112,14 @@ def number(value: Any) -> float:
 class RunFiles:
     def __init__(self, run: Path) -> None:
         if not (run / METRICS).is_file():
-            raise ReportError(
+            raise ConfigError(
                 f"{run}: no {METRICS}: give the directory of a run of omnilead pretrain or finetune"
             )
         self.name = run.resolve().name
         self.metrics = StepLog(run / METRICS)
         self.held_out = StepLog(run / VALIDATION)
         if not self.metrics.rows:
-            raise ReportError(f"{run / METRICS}: has no step yet: wait for the first log line")
+            raise ConfigError(f"{run / METRICS}: has no step yet: wait for the first log line")
         self.facts: Any = {}
         self.remarks: list[str] = []
         try:

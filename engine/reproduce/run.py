@@ -34,8 +34,8 @@ from omnilead.engine.reproduce.results import write_table
 
 STARTUP_S = 10.0  # start-up of a process: imports, the dataset, the first step
 MEASURE_S = 3.0
-NEEDED_ROLES = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
-NEEDED_ROLES += [("id", role) for role in ("train", "valid", "gallery", "probe")]
+NEEDED_ROLES = ["pretrain", "dx train", "dx valid", "dx test"]
+NEEDED_ROLES += ["id train", "id valid", "id gallery", "id probe"]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -91,14 +91,12 @@ def _open(url: str | None) -> DatasetInfo:
     dataset = Dataset.open(url)
     path = url if "://" in url else str(Path(url).absolute())
     data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
-    for group, role in NEEDED_ROLES:
-        if not data.count(group, role):
+    for role in NEEDED_ROLES:
+        if not data.count(*role.split()):
             built = (
                 f"it was built with --plan {data.split}: use --plan paper and the paper's sources"
             )
-            raise ConfigError(
-                f"--data {url}: no crop has the role {f'{group} {role}'.strip()}: {built}"
-            )
+            raise ConfigError(f"--data {url}: no crop has the role {role}: {built}")
     return data
 
 
