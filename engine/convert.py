@@ -80,8 +80,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             if command.startswith("from")
             else "a run or model folder, local or s3://, hf://org/name"
         )
-        sub.add_argument("source", metavar=source, help=what)
-        sub.add_argument(
+        add = sub.add_argument
+        add("source", metavar=source, help=what)
+        add(
             "out",
             type=Path,
             metavar=out,
@@ -91,20 +92,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             scales = ["auto", "millivolt", "zscore", "layernorm"]
             if command == "from-torch":
                 scales.remove("auto")
-            sub.add_argument(
+            add(
                 "--input",
                 choices=scales,
                 default=scales[0],
                 help=f"scale of the training signals ({scales[0]})",
             )
-            sub.add_argument(
+            add(
                 "--fs",
                 type=float,
                 metavar="HZ",
                 help="sampling rate of the training signals (from the settings, or 500)",
             )
         if command == "from-fairseq":
-            sub.add_argument(
+            add(
                 "--classes",
                 default="",
                 metavar="LIST|FILE",
@@ -113,15 +114,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         elif command == "from-torch":
             add_torch_options(sub)
         elif command == "to-onnx":
-            sub.add_argument("--code", **RUN_CODE)
+            add("--code", **RUN_CODE)
     return parser.parse_args(arguments)
 
 
 def add_torch_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--encoder", required=True, metavar="file.py:Class", help="the class of the weights"
-    )
-    sub.add_argument(
+    add = sub.add_argument
+    add("--encoder", required=True, metavar="file.py:Class", help="the class of the weights")
+    add(
         "--band",
         type=float,
         nargs=2,
@@ -133,8 +133,8 @@ def add_torch_options(sub: argparse.ArgumentParser) -> None:
         ("--window", float, 5.0, "length of the training signals in seconds (5)"),
         ("--prefix", str, "", "names in the file begin with it, if several networks are in it"),
     ):
-        sub.add_argument(option, type=kind, default=default, help=text)
-    sub.add_argument(
+        add(option, type=kind, default=default, help=text)
+    add(
         "--map",
         nargs=2,
         action="append",

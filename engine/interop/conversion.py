@@ -26,7 +26,7 @@ import tempfile
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,14 @@ from omnilead.engine.common import (
 )
 from omnilead.engine.inference.trained_model import THRESHOLD, load
 from omnilead.engine.interop.fairseq import (
-    MALFORMED,
     MAX_TEXT,
+    Settings,
+    Weights,
     from_theirs,
     outputs,
+    read_setting,
     settings,
+    shapes_of,
     spelling,
     their_settings,
     to_theirs,
@@ -86,10 +89,6 @@ MAX_SETTINGS = 100_000  # JSON tokens
 MAX_JSON = 64 * 2**20  # characters
 
 
-class ForeignCheckpointError(ConfigError):
-    """A checkpoint that cannot be read."""
-
-
 def from_fairseq(
     checkpoint: Path, out: Path, scale: str = "auto", fs_hz: float | None = None, classes: str = ""
 ) -> list[str]:
@@ -101,7 +100,7 @@ def from_fairseq(
     if not isinstance(cfg, dict) or not isinstance(cfg.get("model"), dict):
         cfg = {"model": args, "task": args}  # old checkpoints have flat settings
     if not isinstance(cfg["model"], dict):
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"{checkpoint}: no model settings: is it a checkpoint of fairseq-signals?"
         )
     state = float_tensors(content.get("model"), checkpoint)
@@ -109,7 +108,7 @@ def from_fairseq(
     # Cloned, as safetensors refuses tied tensors
     weights = {name: w.clone() for name, w in from_theirs(state, config).items()}
     preprocessing, notes = _preprocessing(cfg, config, scale, fs_hz)
-    document: dict[str, Any] = {
+    document: Settings = {
         "model": asdict(config),
         "fairseq": {
             "cfg": cfg,
@@ -138,7 +137,7 @@ def signals(
     leads: list[str] | int,
     window_s: float = 5.0,
     band_hz: list[float] | None = None,
-) -> dict[str, Any]:
+) -> Settings:
     """preprocessing.json of a converted model. `leads`: their number if their names are unknown."""
     band = {"band_hz": band_hz} if band_hz else {}
     return {
@@ -152,17 +151,21 @@ def signals(
 
 
 def _preprocessing(
-    cfg: Mapping[str, Any], config: ModelConfig, scale: str, fs_hz: float | None
-) -> tuple[dict[str, Any], list[str]]:
+    cfg: Settings, config: ModelConfig, scale: str, fs_hz: float | None
+) -> tuple[Settings, list[str]]:
     """The input described by the checkpoint's settings; arguments take precedence."""
     task, notes = _section(cfg, "task"), []
-    stated = task.get("sample_rate") or _pretraining_task(cfg).get("sample_rate")
-    if fs_hz is None and not stated:
-        notes.append(
-            "its settings do not state a sampling rate: assumed 500 Hz (change with --fs; "
-            "DeepECG-SSL: 250)"
-        )
-    elif fs_hz is not None and stated and stated != fs_hz:
+    # A fine-tuned checkpoint keeps the settings of its pre-training among those of its model
+    model = _section(cfg["model"], "args") or _section(cfg["model"], "w2v_args")
+    stated = task.get("sample_rate") or _section(model, "task").get("sample_rate")
+    if fs_hz is None:
+        fs_hz = stated or 500
+        if not stated:
+            notes.append(
+                "its settings do not state a sampling rate: assumed 500 Hz (change with --fs; "
+                "DeepECG-SSL: 250)"
+            )
+    elif stated and stated != fs_hz:
         notes.append(
             f"its settings state {stated} Hz, --fs {fs_hz:g} is used instead: leave it out if "
             "that was not intended"
@@ -176,11 +179,12 @@ def _preprocessing(
             )
     preprocessing = signals(
         scale,
-        fs_hz if fs_hz is not None else stated or 500,
+        fs_hz,
         [*LEADS] if config.leads == len(LEADS) else config.leads,
     )
-    if loaded := task.get("leads_to_load"):
-        rows = _loaded_leads(loaded)
+    if task.get("leads_to_load"):
+        form = "a list of lead names or numbers"
+        rows = read_setting("task", task, "leads_to_load", None, _loaded_leads, form)
         key = "leads" if len(rows) == config.leads else "seen"
         preprocessing[key] = describe_leads(rows).split(",")
     if isinstance(preprocessing["leads"], int):
@@ -196,30 +200,16 @@ def _preprocessing(
 
 def _loaded_leads(loaded: Any) -> list[int]:
     """`leads_to_load`: names or numbers, or a text of such a list."""
-    try:
-        listed = ast.literal_eval(loaded[:MAX_TEXT]) if isinstance(loaded, str) else loaded
-        named = [LEADS[lead] if isinstance(lead, int) else lead for lead in listed]
-        return list(leads_in_order(named))
-    except (*MALFORMED, ConfigError) as error:
-        raise ConfigError(
-            f"task.leads_to_load={str(loaded)[:80]!r} in the checkpoint's settings: must be a "
-            "list of lead names or numbers"
-        ) from error
+    listed = ast.literal_eval(loaded[:MAX_TEXT]) if isinstance(loaded, str) else loaded
+    return list(leads_in_order([LEADS[n] if isinstance(n, int) else n for n in listed]))
 
 
-def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _section(settings: Settings, name: str) -> Settings:
     section = settings.get(name)
     return section if isinstance(section, dict) else {}
 
 
-def _pretraining_task(cfg: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The task's settings in pre-training, which a fine-tuned checkpoint keeps among those of its
-    model."""
-    model = cfg["model"]
-    return _section(_section(model, "args") or _section(model, "w2v_args"), "task")
-
-
-def _scale(cfg: Mapping[str, Any]) -> str:
+def _scale(cfg: Settings) -> str:
     """The scale of the input. ECG-FM was trained on z-scored files, which only their paths
     reveal."""
     task = _section(cfg, "task")
@@ -275,11 +265,11 @@ def _names_in(file: str) -> list[str]:
     return [line.strip() for line in lines if line.strip()]
 
 
-def _head(cfg: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _head(cfg: Settings, names: list[str]) -> Settings:
     """`head` of config.json, inferred from the loss that the checkpoint was trained with."""
     criterion = _section(cfg, "criterion") or {"_name": cfg.get("criterion")}
     loss, threshold = str(criterion.get("_name")), criterion.get("threshold")
-    head: dict[str, Any] = {"task": "classification", "classes": names}
+    head: Settings = {"task": "classification", "classes": names}
     if "mse" in loss:
         head.update(kind="regression", center=[0.0] * len(names), scale=[1.0] * len(names))
     elif loss == "cross_entropy":
@@ -347,7 +337,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
 def _card(
     name: str,
     config: ModelConfig,
-    preprocessing: Mapping[str, Any],
+    preprocessing: Settings,
     classes: list[str],
     parameters: int,
 ) -> str:
@@ -369,27 +359,25 @@ not included. The licence is that of the original.
 """
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path) -> Settings:
     if not path.is_file():
-        raise ForeignCheckpointError(f"{path}: no such file")
+        raise ConfigError(f"{path}: no such file")
     zipped = zipfile.is_zipfile(path)
     try:
         with warnings.catch_warnings(), safe_globals(stand_ins(path) if zipped else []):
             warnings.simplefilter("ignore")  # about types in old checkpoints
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except (ForeignCheckpointError, PermissionError):
+    except (ConfigError, PermissionError):
         raise
     except pickle.UnpicklingError as error:
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"{path}: cannot be read without running code: save only its state_dict (from-fairseq: "
             "its model and cfg)"
         ) from error
     except Exception as error:  # hostile or truncated files raise anything
-        raise ForeignCheckpointError(
-            f"{path}: not a PyTorch checkpoint, or damaged: copy it again"
-        ) from error
+        raise ConfigError(f"{path}: not a PyTorch checkpoint, or damaged: copy it again") from error
     if not isinstance(content, dict):
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"{path}: contains a {type(content).__name__}, not a dictionary of weights and settings"
         )
     return content
@@ -404,9 +392,6 @@ class StandIn:
         made.__dict__["content"] = args[0] if len(args) == 1 else f"<{cls.__name__}>"
         return made
 
-    def __init__(self, *args: Any) -> None:
-        pass
-
     def __setstate__(self, state: Any) -> None:
         """Keep the settings: argparse.Namespace has them in its state, OmegaConf's nodes in
         _content and _val."""
@@ -420,16 +405,10 @@ class StandIn:
 def stand_ins(path: Path) -> list[Any]:
     """(stand-in, name) for each class or function in the file that torch.load would refuse."""
     with zipfile.ZipFile(path) as archive:
-        if (
-            sum(
-                info.file_size for info in archive.infolist() if info.filename.endswith("/data.pkl")
-            )
-            > MAX_PICKLE
-        ):
-            raise ForeignCheckpointError(
-                f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit"
-            )
-    known: dict[str, Any] = {"collections.defaultdict": lambda *_: {}}
+        pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if sum(info.file_size for info in pickles) > MAX_PICKLE:
+            raise ConfigError(f"{path}: its data.pkl has more than {MAX_PICKLE} bytes, the limit")
+    known: Settings = {"collections.defaultdict": lambda *_: {}}
     names = get_unsafe_globals_in_checkpoint(path)
     return [(known.get(name) or type(name.split(".")[-1], (StandIn,), {}), name) for name in names]
 
@@ -443,11 +422,11 @@ def as_json(value: Any) -> Any:
             size += len(part)
             parts.append(part)
             if size > MAX_JSON or len(parts) > MAX_SETTINGS:
-                raise ForeignCheckpointError(
+                raise ConfigError(
                     f"more than {MAX_SETTINGS:,} settings: not a checkpoint of fairseq-signals"
                 )
     except (ValueError, RecursionError) as error:
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"settings are not valid JSON ({error}): not a checkpoint of fairseq-signals"
         ) from error
     return json.loads("".join(parts))
@@ -461,36 +440,31 @@ def _content(value: Any) -> Any:
     )
 
 
-def float_tensors(values: Any, path: Path) -> dict[str, Tensor]:
+def float_tensors(values: Any, path: Path) -> Weights:
     """The weights. Their total size must not exceed the file's: a tensor can claim any size by
     repeating one number."""
     if not isinstance(values, dict):
-        raise ForeignCheckpointError(
+        raise ConfigError(
             f"{path}: has no weights under `model`: is it a checkpoint of fairseq-signals?"
         )
     left = path.stat().st_size
     for name, value in values.items():
         if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable():
-            raise ForeignCheckpointError(
+            raise ConfigError(
                 f"{path}: a weight is named {repr(name)[:80]}: must be printable text"
             )
-        if not isinstance(value, Tensor):
-            raise ForeignCheckpointError(
-                f"{path}: the weight {name} is a {type(value).__name__}, not a tensor"
-            )
-        if (
-            not value.dtype.is_floating_point
-            or value.device.type != "cpu"
-            or value.layout != torch.strided
-        ):
+        fits, kind = False, f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
             kind = f"{value.dtype}, {value.layout}, on {value.device}"
-            raise ForeignCheckpointError(
-                f"{path}: the weight {name} is {kind}: must be floating point, dense and in the "
-                "file"
+            fits = value.is_floating_point() and kind.endswith("torch.strided, on cpu")
+        if not fits:
+            raise ConfigError(
+                f"{path}: the weight {name} is {kind}: must be a tensor, floating point, dense and "
+                "in the file"
             )
         left -= math.prod(value.shape) * value.element_size()
         if left < 0:
-            raise ForeignCheckpointError(
+            raise ConfigError(
                 f"{path}: the weights are larger than the file, from {name} {tuple(value.shape)}"
             )
     return values
@@ -508,8 +482,8 @@ def from_torch(
     path: Path,
     out: Path,
     encoder: str,
-    options: Mapping[str, Any],
-    preprocessing: dict[str, Any],
+    options: Settings,
+    preprocessing: Settings,
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> list[str]:
@@ -572,12 +546,12 @@ def _write_if_complete(out: Path, c_RD: Tensor, *parts: Any) -> None:
     write(out, *parts)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> Weights:
     """All tensors of a file, with dotted names if it has dictionaries in dictionaries."""
     if path.suffix == ".safetensors":
         with blaming(str(path)):
             return load_file(path)
-    found: dict[str, Tensor] = {}
+    found: Weights = {}
     seen: set[int] = set()  # a dictionary may stand in many others, or in itself
     waiting: list[tuple[str, dict[Any, Any]]] = [("", read_checkpoint(path))]
     for prefix, values in waiting:
@@ -591,14 +565,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             elif isinstance(value, dict):
                 waiting.append((f"{name}.", value))
     if not found:
-        raise ForeignCheckpointError(f"{path}: has no tensors: save net.state_dict()")
+        raise ConfigError(f"{path}: has no tensors: save net.state_dict()")
     return found
 
 
 def matched(
     path: Path,
-    mine: Mapping[str, Tensor],
-    theirs: Mapping[str, Tensor],
+    mine: Weights,
+    theirs: Weights,
     prefix: str,
     renamed: Sequence[Sequence[str]],
 ) -> tuple[dict[str, str], str]:
@@ -622,11 +596,8 @@ def matched(
     if len(best) > 1:
         raise ConfigError(f"{path}: has the weights under {best[:SHOWN]}: choose with --prefix")
     names = {name: best[0] + inner for name, inner in wanted.items()}
-    expected = {name: tuple(weight.shape) for name, weight in mine.items()}
-    shapes = {}
-    for name, their in names.items():
-        if their in theirs:
-            shapes[name] = tuple(theirs[their].shape)
+    expected = shapes_of(mine)
+    shapes = shapes_of({name: theirs[their] for name, their in names.items() if their in theirs})
     left = misfits({their: () for their in theirs if their not in names.values()}, {}) or "none"
     if shapes != expected:
         fit = shapes.items() & expected.items()
@@ -637,7 +608,7 @@ def matched(
     return names, left
 
 
-def load_tensors(path: Path, own: nn.Module, weights: dict[str, Tensor]) -> None:
+def load_tensors(path: Path, own: nn.Module, weights: Weights) -> None:
     with blaming(str(path)):
         for name, mine in own.state_dict().items():
             if mine.is_floating_point() and not weights[name].is_floating_point():
@@ -650,7 +621,7 @@ def load_tensors(path: Path, own: nn.Module, weights: dict[str, Tensor]) -> None
                 raise ConfigError(f"{name} has NaN or infinity: take another checkpoint")
 
 
-def fixed_input(preprocessing: Mapping[str, Any]) -> Tensor:
+def fixed_input(preprocessing: Settings) -> Tensor:
     """x_RLT: two rows of noise, as long as a model's input."""
     given = Input.of(preprocessing, len(preprocessing["leads"]))
     generator = torch.Generator().manual_seed(0)
@@ -677,9 +648,7 @@ def _refuse_other_files(event: str, arguments: tuple[Any, ...]) -> None:
             raise FileNotFoundError(f"reads {path}: keep such numbers in the code or in buffers")
 
 
-def _torch_card(
-    config: ModelConfig, origin: Mapping[str, Any], preprocessing: Mapping[str, Any]
-) -> str:
+def _torch_card(config: ModelConfig, origin: Settings, preprocessing: Settings) -> str:
     name = config.encoder.rpartition(":")[2]
     text = f"""# {name} of {origin["file"]}
 

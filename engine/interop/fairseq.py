@@ -12,7 +12,7 @@ without the mask embedding, and a linear layer `proj` instead of the heads of pr
 
 import ast
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +49,8 @@ LAYER = {  # modules of a transformer layer
 }
 TASK = {"_name": "ecg_pretraining", "sample_rate": 500, "normalize": False, "filter": False}
 Value = TypeVar("Value")
+Weights = dict[str, Tensor]
+Settings = dict[str, Any]
 RENAMED = {  # our setting: (the authors' name, their default)
     "leads": ("in_d", 12),
     "feature_grad": ("feature_grad_mult", 0.1),
@@ -86,7 +88,7 @@ FIXED = {  # settings of the authors that change the computation; only these val
 }
 
 
-def spelling(state: Mapping[str, Tensor]) -> str:
+def spelling(state: Weights) -> str:
     return (
         "weight_g"
         if any(name.endswith("conv_pos.pos_conv.0.weight_g") for name in state)
@@ -94,7 +96,7 @@ def spelling(state: Mapping[str, Tensor]) -> str:
     )
 
 
-def outputs(state: Mapping[str, Tensor]) -> int:
+def outputs(state: Weights) -> int:
     """Number of outputs of a classifier, the authors' or ours; 0 if the model is only
     pre-trained."""
     theirs = any(name.startswith("encoder.feature_extractor.") for name in state)
@@ -144,7 +146,7 @@ def names(
     return table
 
 
-def empty_weights(config: ModelConfig, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def empty_weights(config: ModelConfig, like: Weights) -> Weights:
     """All weights of a model, as meta tensors: of a classifier if `like` belong to one, the
     authors' or ours."""
     with torch.device("meta"):
@@ -160,7 +162,7 @@ def empty_weights(config: ModelConfig, like: Mapping[str, Tensor]) -> dict[str, 
         return encoder
 
 
-def from_theirs(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def from_theirs(state: Weights, config: ModelConfig) -> Weights:
     spelled, ours = spelling(state), empty_weights(config, state)
     _check(state, _renamed(ours, config, spelled))
     converted = {}
@@ -172,21 +174,19 @@ def from_theirs(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, T
     return converted
 
 
-def to_theirs(
-    state: Mapping[str, Tensor], config: ModelConfig, spelled: str = "parametrizations"
-) -> dict[str, Tensor]:
+def to_theirs(state: Weights, config: ModelConfig, spelled: str = "parametrizations") -> Weights:
     _check(state, empty_weights(config, state))
     return _renamed(state, config, spelled)
 
 
-def _table(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> dict[str, list[str]]:
+def _table(state: Weights, config: ModelConfig, spelled: str) -> dict[str, list[str]]:
     """The names of the weights in `state`."""
     table = names(config, spelled, outputs(state) > 0)
     return {name: parts for name, parts in table.items() if name in state}
 
 
-def _renamed(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> dict[str, Tensor]:
-    renamed: dict[str, Tensor] = {}
+def _renamed(state: Weights, config: ModelConfig, spelled: str) -> Weights:
+    renamed: Weights = {}
     for name, parts in _table(state, config, spelled).items():
         weights = state[name]
         if block := CONVOLUTION.fullmatch(name):
@@ -199,16 +199,16 @@ def _renamed(state: Mapping[str, Tensor], config: ModelConfig, spelled: str) -> 
     return renamed
 
 
-def _check(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    if wrong := misfits(_shapes(state), _shapes(expected)):
+def _check(state: Weights, expected: Weights) -> None:
+    if wrong := misfits(shapes_of(state), shapes_of(expected)):
         raise ConfigError(f"the weights do not fit the model: {wrong}")
 
 
-def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
     return {name: tuple(w.shape) for name, w in weights.items()}
 
 
-def settings(cfg: Mapping[str, Any]) -> ModelConfig:
+def settings(cfg: Settings) -> ModelConfig:
     """Read the section `model` of the authors' configuration. A classifier's may contain that of
     the pre-trained model."""
     for key in ("args", "w2v_args"):
@@ -230,24 +230,28 @@ def settings(cfg: Mapping[str, Any]) -> ModelConfig:
             )
     values["projection"] = values["projection"] or values["width"]
     values["code_width"] = values["code_width"] or values["projection"]
-    values["conv_norm"] = _read(
-        cfg, "extractor_mode", "default", MODES.__getitem__, "default or layer_norm"
+    values["conv_norm"] = read_setting(
+        "model", cfg, "extractor_mode", "default", MODES.__getitem__, "default or layer_norm"
     )
     stack = "[(width, kernel, stride), ...] with kernel = stride"
-    values["conv"] = _read(cfg, "conv_feature_layers", "[(256, 2, 2)] * 4", _blocks, stack)
-    values |= _read(cfg, "latent_temp", (2.0, 0.5, 0.999995), _temperatures, "(start, end, decay)")
+    values["conv"] = read_setting(
+        "model", cfg, "conv_feature_layers", "[(256, 2, 2)] * 4", _blocks, stack
+    )
+    values |= read_setting(
+        "model", cfg, "latent_temp", (2.0, 0.5, 0.999995), _temperatures, "(start, end, decay)"
+    )
     return validated(ModelConfig, values, "model")
 
 
-def _read(
-    cfg: Mapping[str, Any], key: str, default: Any, parse: Callable[[Any], Value], form: str
+def read_setting(
+    section: str, cfg: Settings, key: str, default: Any, parse: Callable[[Any], Value], form: str
 ) -> Value:
     value = cfg.get(key, default)
     try:
         return parse(value)
-    except MALFORMED as error:
+    except (*MALFORMED, ConfigError) as error:
         raise ConfigError(
-            f"model.{key}={repr(value)[:80]} in the checkpoint's settings: must be {form}"
+            f"{section}.{key}={repr(value)[:80]} in the checkpoint's settings: must be {form}"
         ) from error
 
 
@@ -267,7 +271,7 @@ def _blocks(value: Any) -> list[tuple[int, int]]:
     return [(width, kernel) for width, kernel, _ in layers]
 
 
-def their_settings(config: ModelConfig) -> dict[str, Any]:
+def their_settings(config: ModelConfig) -> Settings:
     """The part of the authors' configuration that is needed to build one of our models: cfg.model,
     cfg.task, cfg.criterion."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}

@@ -7,7 +7,6 @@ import hashlib
 import math
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from omnilead.engine.training.export import METRIC_NAMES, ExportedTask
 PLACE = re.compile(
     r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+"
 )
+Facts = dict[str, Any]
 TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
 TEMPLATE = """# {title}
 
@@ -65,7 +65,7 @@ PREDICT = """    answers = model.predict(signal, fs_hz=500, leads=["I", "II", "V
 """
 
 
-def front_matter(facts: Mapping[str, Any], card: str = "") -> str:
+def front_matter(facts: Facts, card: str = "") -> str:
     """Add the YAML front matter for Hugging Face to a model card; front matter that `card` already
     has is kept."""
     before, body = {"library_name": "omnilead", "license": "unknown", "tags": list(TAGS)}, card
@@ -79,7 +79,7 @@ def front_matter(facts: Mapping[str, Any], card: str = "") -> str:
 def model_card(
     run: Path,
     config: RunConfig,
-    state: dict[str, Any],
+    state: Facts,
     weights: dict[str, Tensor],
     task: type[ExportedTask],
 ) -> str:
@@ -109,7 +109,7 @@ def model_card(
     )
     if head and head.get("classes"):
         card += PREDICT
-    facts: dict[str, Any] = {"datasets": sources}
+    facts: Facts = {"datasets": sources}
     if measured:
         name = head["task"] if head else "pre-training"
         facts["model-index"] = [{"name": title, "results": [_result(name, sources, measured)]}]
@@ -123,7 +123,7 @@ def _noise(config: RunConfig) -> str:
     return ", ".join(kinds)
 
 
-def _measured(run: Path, step: int) -> dict[str, float]:
+def _measured(run: Path, step: int) -> Facts:
     """The finite numbers of this step's validation."""
     for row in StepLog(run / VALIDATION).rows:
         if row["step"] == step:
@@ -135,7 +135,7 @@ def _measured(run: Path, step: int) -> dict[str, float]:
     return {}
 
 
-def _table(measured: dict[str, float]) -> str:
+def _table(measured: Facts) -> str:
     if not measured:
         return ""
     rows = ["| in validation | |", "|---|---|"]
@@ -144,7 +144,7 @@ def _table(measured: dict[str, float]) -> str:
     return "\n".join(rows) + "\n\n"
 
 
-def _result(task: str, sources: list[str], measured: dict[str, float]) -> dict[str, Any]:
+def _result(task: str, sources: list[str], measured: Facts) -> Facts:
     """Hugging Face's entry for the results of one evaluation."""
     return {
         "task": {"name": task, "type": "ecg"},
@@ -168,7 +168,7 @@ def push(model: str | Path, repo: str, private: bool = False, licence: str | Non
 def published(folder: Path, licence: str | None = None) -> dict[str, Path | bytes]:
     """{name: content} to upload: the files that config.json names, the model card, and a matching
     config.json."""
-    document: dict[str, Any] = without_places(document_of(folder / CONFIG))
+    document: Facts = without_places(document_of(folder / CONFIG))
     sums = document.pop(SHA256, None) or {WEIGHTS: "", PREPROCESSING: ""}
     files: dict[str, Path | bytes] = {
         name: folder / name for name in sums if FILE_NAME.fullmatch(name) and name != CONFIG

@@ -124,14 +124,11 @@ def difference(outputs: Outputs, path: Path, segments: int, samples: int) -> flo
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    x = (
-        np.random.default_rng(segments)
-        .normal(0, 0.3, (segments, len(outputs.model.input.leads), samples))
-        .astype(np.float32)
-    )
+    draw = torch.Generator().manual_seed(segments)
+    x = 0.3 * torch.randn(segments, len(outputs.model.input.leads), samples, generator=draw)
     with torch.inference_mode():
-        expected = outputs(torch.from_numpy(x))
-    pairs = zip(expected, session.run(None, {"x": x}), strict=True)
+        expected = outputs(x)
+    pairs = zip(expected, session.run(None, {"x": x.numpy()}), strict=True)
     worst = [
         np.abs(mine.numpy() - other).max() / max(1.0, float(mine.abs().max()))
         for mine, other in pairs

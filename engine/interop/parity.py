@@ -15,18 +15,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from omnilead.data_tools.cli import tell
 from omnilead.engine.common import ConfigError
 from omnilead.engine.inference.npz import load_npz
-from omnilead.engine.interop.fairseq import from_theirs, settings, spelling, to_theirs
+from omnilead.engine.interop.fairseq import (
+    Settings,
+    Weights,
+    from_theirs,
+    settings,
+    spelling,
+    to_theirs,
+)
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import Draws, count_negatives, slots
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -36,20 +42,9 @@ NOT_COMPARED = {"rlm_survivors", "num_vars", "count"}  # how the source was made
 LOSS, TENSOR, GRADIENT, PARAMETER = 1e-5, 2e-5, 1e-4, 1e-4  # largest allowed errors
 CHANGE = 5e-4  # our error is 2e-4; it would be 1.2e-3 without weight decay
 STEPS = 3
-NO_DROPOUT = {  # as the reference was made
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-    "activation_dropout": 0.0,
-    "dropout_input": 0.0,
-    "dropout_features": 0.0,
-}
-
-
-class Adam(NamedTuple):
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    decay: float
+Arrays = dict[str, np.ndarray]
+DROPOUTS = "dropout", "attention_dropout", "activation_dropout", "dropout_input", "dropout_features"
+NO_DROPOUT = dict.fromkeys(DROPOUTS, 0.0)  # as the reference was made
 
 
 @dataclass(frozen=True)
@@ -57,11 +52,11 @@ class ReferenceCase:
     name: str
     config: ModelConfig
     objective: ObjectiveConfig
-    adam: Adam
-    state: dict[str, Tensor]
-    arrays: dict[str, dict[str, np.ndarray]]  # eval, train
-    gradients: dict[str, Tensor]
-    after: dict[str, Tensor]
+    adam: Settings  # as torch.optim.AdamW takes it
+    state: Weights
+    arrays: dict[str, Arrays]  # eval, train
+    gradients: Weights
+    after: Weights
 
 
 @dataclass(frozen=True)
@@ -84,6 +79,14 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
             f"model.logit_temp={model['logit_temp']} and criterion.temp={criterion['temp']} "
             "differ: not supported"
         )
+    optimizer = cfg["optimizer"]
+    first, second = ast.literal_eval(str(optimizer["adam_betas"]))
+    adam = {
+        "lr": float(cfg["optimization"]["lr"][0]),
+        "betas": (float(first), float(second)),
+        "eps": float(optimizer["adam_eps"]),
+        "weight_decay": float(optimizer["weight_decay"]),
+    }
     arrays = {}
     for mode in ("eval", "train"):
         path = folder / f"{name}_{mode}.npz"
@@ -95,7 +98,7 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
         name,
         settings(model | NO_DROPOUT),
         _objective(model, criterion),
-        _adam(cfg),
+        adam,
         state,
         arrays,
         _optional_weights(folder, name, "train_grads_of_sum_loss", state),
@@ -103,7 +106,7 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
     )
 
 
-def _objective(model: dict[str, Any], criterion: dict[str, Any]) -> ObjectiveConfig:
+def _objective(model: Settings, criterion: Settings) -> ObjectiveConfig:
     diversity, features = criterion.get("loss_weights") or (0.0, 0.0)
     contrast = criterion.get("cmsc_weights")
     if isinstance(contrast, list):
@@ -119,20 +122,7 @@ def _objective(model: dict[str, Any], criterion: dict[str, Any]) -> ObjectiveCon
     )
 
 
-def _adam(cfg: dict[str, Any]) -> Adam:
-    optimizer = cfg["optimizer"]
-    first, second = ast.literal_eval(str(optimizer["adam_betas"]))
-    return Adam(
-        lr=float(cfg["optimization"]["lr"][0]),
-        betas=(float(first), float(second)),
-        eps=float(optimizer["adam_eps"]),
-        decay=float(optimizer["weight_decay"]),
-    )
-
-
-def _optional_weights(
-    folder: Path, name: str, what: str, state: dict[str, Tensor]
-) -> dict[str, Tensor]:
+def _optional_weights(folder: Path, name: str, what: str, state: Weights) -> Weights:
     file = f"{name}_{what}.safetensors"
     weights = load_file(folder / file) if (folder / file).exists() else {}
     missing = sorted(state.keys() - weights.keys())
@@ -141,7 +131,7 @@ def _optional_weights(
     return weights
 
 
-def check_pairs(arrays: dict[str, np.ndarray], file: str) -> None:
+def check_pairs(arrays: Arrays, file: str) -> None:
     if not np.array_equal(arrays["segment"], np.arange(len(arrays["source"])) % 2):
         raise ConfigError(f"{file}: segment is not 0, 1, 0, 1, ...: pairs must be adjacent")
     if len(set(arrays["mask_indices"].sum(1).tolist())) != 1:
@@ -152,7 +142,7 @@ def check_pairs(arrays: dict[str, np.ndarray], file: str) -> None:
         raise ConfigError(f"{file}: has only inputs: add results, such as logits_NBM")
 
 
-def draws_of(arrays: dict[str, np.ndarray], config: ModelConfig) -> Draws:
+def draws_of(arrays: Arrays, config: ModelConfig) -> Draws:
     """The authors' draws in our format."""
     mask_RN = torch.from_numpy(arrays["mask_indices"])
     rows, used = len(mask_RN), int(mask_RN.sum(1)[0])
@@ -180,34 +170,29 @@ class Runner:
         self.x_BSLT = torch.from_numpy(self.arrays["source"]).unflatten(0, (-1, 2))
         self.ids_B = torch.from_numpy(self.arrays["patient_id"])[::2]
         self.tau = torch.tensor(float(self.arrays.get("temp", 1)))
-        self.outputs: dict[str, Tensor] = {}  # by their names in the reference
+        self.outputs: Weights = {}  # by their names in the reference
 
-    def losses(self) -> dict[str, Tensor]:
+    def losses(self) -> Weights:
         return dict(self.model(self.x_BSLT, tau=self.tau, ids_B=self.ids_B, draws=self.draws))
 
-    def losses_and_outputs(self) -> dict[str, Tensor]:
+    def losses_and_outputs(self) -> Weights:
         """Computes the losses, and keeps the output of every part in `outputs`."""
-        hooks = self._watch()
+        self._watch()
         losses = self.losses()
-        for hook in hooks:
-            hook.remove()
         outputs = self.outputs
-        for name in [name for name in outputs if name.startswith("conv_")]:
-            if name != "conv_pos_out":
-                outputs[name] = outputs[name].transpose(1, 2)
+        for name, output in outputs.items():
+            if name.startswith(("conv_features", "conv_block")):
+                outputs[name] = output.transpose(1, 2)
         for i in range(self.case.config.layers):
             last = outputs.pop(f"encoder_layer{i}")
             outputs[f"encoder_layer{i}_TBC"] = last.transpose(0, 1)
         outputs["transformer_features"] = last
         outputs["global_mean_pooled"] = last.mean(1)
-        logits = outputs["quantizer_logits"]
-        outputs["quantizer_logits"] = logits.reshape(
-            -1, self.case.config.codebooks * self.case.config.codes
-        )
+        outputs["quantizer_logits"] = outputs["quantizer_logits"].flatten(0, -2)
         outputs["logits_NBM"] = self._logits()
         return losses
 
-    def _watch(self) -> list[RemovableHandle]:
+    def _watch(self) -> None:
         encoder, local = self.model.encoder, self.model.local
         assert local is not None
         parts: dict[str, nn.Module] = {
@@ -226,18 +211,15 @@ class Runner:
         for i, layer in enumerate(encoder.layers):
             parts[f"encoder_layer{i}"] = layer
 
-        def keep_output(name: str, module: nn.Module, given: Any, output: Any) -> None:
-            self.outputs[name] = output.values_RMP if name == "quantized" else output
+        def keep(name: str, module: nn.Module, given: tuple[Tensor, ...], output: Any) -> None:
+            self.outputs[name] = output
+            if name == "conv_pos_out":
+                self.outputs["masked_input"] = given[0]
+            elif name == "quantized":
+                self.outputs |= {"quantizer_in": given[0], name: output.values_RMP}
 
-        def keep_input(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            self.outputs[name] = given[0]
-
-        hooks = [
-            part.register_forward_hook(partial(keep_output, name)) for name, part in parts.items()
-        ]
-        for name, part in (("masked_input", encoder.position), ("quantizer_in", local.quantizer)):
-            hooks.append(part.register_forward_pre_hook(partial(keep_input, name)))
-        return hooks
+        for name, part in parts.items():
+            part.register_forward_hook(partial(keep, name))
 
     def _logits(self) -> Tensor:
         """[1 + K, R, M] logits as the authors gather them, taken from our Gram matrix."""
@@ -271,14 +253,11 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
             "code_perplexity": losses["code_perplexity"],
             "correct": losses["accuracy_local"] * tokens,
         }
-        for name, reference in arrays.items():
-            if name in runner.outputs:
-                error = difference(runner.outputs[name].detach(), reference)
-                yield Comparison(label, name, error, TENSOR)
-            elif name in values:
-                error = difference(values[name].detach(), reference)
-                yield Comparison(label, name, error, LOSS)
-        unknown = arrays.keys() - INPUTS - NOT_COMPARED - runner.outputs.keys() - values.keys()
+        ours = values | runner.outputs
+        for name in [name for name in arrays if name in ours]:
+            limit = LOSS if name in values else TENSOR
+            yield Comparison(label, name, difference(ours[name], arrays[name]), limit)
+        unknown = arrays.keys() - INPUTS - NOT_COMPARED - ours.keys()
         if unknown:
             tell(f"warning: {label}: not compared, unknown names: {', '.join(sorted(unknown))}")
         if mode == "train" and case.gradients:
@@ -290,11 +269,11 @@ def compare_case(case: ReferenceCase) -> Iterator[Comparison]:
 def difference(ours: Tensor, reference: np.ndarray | Tensor) -> float:
     """Largest absolute error divided by the largest number in the reference; infinite if shapes or
     infinities differ."""
-    ours, theirs = ours.double(), torch.as_tensor(reference).double()
+    ours, theirs = ours.detach().double(), torch.as_tensor(reference).double()
     if ours.shape != theirs.shape:
         return math.inf
     finite = theirs.isfinite()
-    if not torch.equal(ours.isfinite(), finite) or not torch.equal(ours[~finite], theirs[~finite]):
+    if not torch.equal(ours[~finite], theirs[~finite]):
         return math.inf
     if not finite.any():
         return 0.0
@@ -320,12 +299,15 @@ def compare_gradients(
 
 
 def compare_steps(case: ReferenceCase, runner: Runner, label: str) -> Iterator[Comparison]:
-    model, moments = runner.model, dict[str, tuple[Tensor, Tensor]]()
+    adam = torch.optim.AdamW(runner.model.parameters(), **case.adam)
     for step in range(1, STEPS + 1):
-        model.zero_grad()
+        adam.zero_grad()
         runner.losses()["loss"].backward()
-        authors_adam(model, case.adam, moments, step)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+        # The authors add eps before the bias correction of the denominator, torch after it
+        correction = 1 - case.adam["betas"][1] ** step
+        adam.param_groups[0]["eps"] = case.adam["eps"] / math.sqrt(correction)
+        adam.step()
+    weights = {name: p.detach() for name, p in runner.model.named_parameters()}
     ours = to_theirs(weights, case.config, spelling(case.state))
     changed, wrong = 0.0, 0.0
     for name, reference in case.after.items():
@@ -337,25 +319,6 @@ def compare_steps(case: ReferenceCase, runner: Runner, label: str) -> Iterator[C
     if changed:
         error = math.sqrt(wrong / changed)
     yield Comparison(label, f"change in {STEPS} steps, all parameters", error, CHANGE)
-
-
-@torch.no_grad()
-def authors_adam(
-    model: nn.Module, adam: Adam, moments: dict[str, tuple[Tensor, Tensor]], step: int
-) -> None:
-    for name, p in model.named_parameters():
-        if p.grad is None:
-            continue
-        mean, square = moments.setdefault(name, (torch.zeros_like(p), torch.zeros_like(p)))
-        mean.mul_(adam.betas[0]).add_(p.grad, alpha=1 - adam.betas[0])
-        square.mul_(adam.betas[1]).addcmul_(p.grad, p.grad, value=1 - adam.betas[1])
-        corrections = 1 - adam.betas[0] ** step, 1 - adam.betas[1] ** step
-        p.mul_(1 - adam.lr * adam.decay)
-        p.addcdiv_(
-            mean,
-            square.sqrt().add_(adam.eps),
-            value=-adam.lr * math.sqrt(corrections[1]) / corrections[0],
-        )
 
 
 def compare(folder: Path) -> list[Comparison]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omnilead.data_tools.cli import echo, tell
 from omnilead.engine.commandline import Parser, interruptible
+from omnilead.engine.common import ConfigError
 
 NAME = "omnilead report"
 
@@ -21,11 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     run = parser.parse_args(arguments).run
 
-    from omnilead.engine.report.run_report import ReportError, write_report
+    from omnilead.engine.report.run_report import write_report
 
     try:
         echo(write_report(run))
-    except (ReportError, OSError) as error:
+    except (ConfigError, OSError) as error:
         tell(f"{NAME}: {' '.join(str(error).split())}")
         return 2
     return 0

@@ -7,6 +7,7 @@ write(document, Path("OUT"))        # the tables are aligned for a terminal
 import io
 import json
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -169,15 +170,14 @@ def model_styles(models: Mapping[str, str]) -> dict[str, Row]:
     """Trained models in colours; random weights and other baselines in grey and black, broken
     lines."""
     styles: dict[str, Row] = {}
-    trained, drawn = 0, 0
+    trained, baselines = zip(cycle(COLOURS), cycle(MARKS)), cycle(CROSSES)
     for name, random in models.items():
         if random and random != name:
-            colour, marker, line = COLOURS[trained % len(COLOURS)], MARKS[trained % len(MARKS)], "-"
-            trained += 1
+            line = "-"
+            colour, marker = next(trained)
         else:
             colour, line = ("#777777", "--") if random else ("#111111", ":")
-            marker = CROSSES[drawn % len(CROSSES)]
-            drawn += 1
+            marker = next(baselines)
         styles[name] = {"label": name, "color": colour, "ls": line, "marker": marker}
     return styles
 

@@ -159,7 +159,10 @@ def line_chart(
     drawing.text(WIDTH - RIGHT, 13, style.unit, ha="right")
     for line in lines:
         if line.chance is not None:
-            _level(axes, line, style)
+            chance = f"chance {line.chance:.2%}" if style.percent else f"chance {line.chance:.3g}"
+            axes.axhline(line.chance, color=SERIES[line.colour], **DOTTED)
+            along = axes.get_yaxis_transform()
+            axes.text(1, line.chance, chance, ha="right", va="bottom", transform=along)
     low, high = axes.get_xlim()
     if mark and low <= mark[0] <= high:
         axes.axvline(mark[0], **GUIDE)
@@ -233,14 +236,6 @@ def _per_cent(value: float, _: Any = None) -> str:
     return f"{100 * value:z,.6g} %"
 
 
-def _level(axes: Axes, line: Line, style: LineStyle) -> None:
-    assert line.chance is not None
-    chance = f"{line.chance:.2%}" if style.percent else f"{line.chance:.3g}"
-    axes.axhline(line.chance, color=SERIES[line.colour], **DOTTED)
-    along = axes.get_yaxis_transform()
-    axes.text(1, line.chance, f"chance {chance}", ha="right", va="bottom", transform=along)
-
-
 def _legend(axes: Axes) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=5)
 
@@ -249,16 +244,13 @@ def thinned(x: Array, y: Array, limit: int = MAX_POINTS) -> tuple[Array, Array]:
     """At most `limit` points: the lowest and the highest of each stretch, in their order."""
     if len(x) <= limit:
         return x, y
-    length = -(-len(y) // (limit // 2))
-    rows = -(-len(y) // length)
-    stretches = np.full((rows, length), np.nan)
-    stretches.flat[: len(y)] = y
-    good = np.isfinite(stretches)
-    lowest = np.where(good, stretches, np.inf).argmin(1)
-    highest = np.where(good, stretches, -np.inf).argmax(1)
-    starts = np.arange(rows) * length
-    kept = np.unique([starts + lowest, starts + highest])
-    return x[kept], y[kept]
+    good = np.isfinite(y)
+    low, high = np.where(good, y, np.inf), np.where(good, y, -np.inf)
+    kept = set()
+    for stretch in np.array_split(np.arange(len(y)), limit // 2):
+        kept |= {stretch[low[stretch].argmin()], stretch[high[stretch].argmax()]}
+    rows = sorted(kept)
+    return x[rows], y[rows]
 
 
 def smoothed(y: Array) -> Array:
@@ -272,7 +264,7 @@ def smoothed(y: Array) -> Array:
 
 
 @_styled
-def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -> str:
+def histogram(title: str, groups: Sequence[tuple[str, Array]]) -> str:
     """The share of each group's numbers in each bin; dotted: the means."""
     finite = {}
     for label, values in groups:
@@ -280,7 +272,7 @@ def histogram(title: str, groups: Sequence[tuple[str, Array]], bins: int = 60) -
         if good.any():
             finite[label] = values[good]
     together = np.concatenate([*finite.values(), []])
-    edges = np.histogram_bin_edges(together.round(9), bins)
+    edges = np.histogram_bin_edges(together.round(9), 60)
     edges[[0, -1]] += (-1e-9, 1e-9)  # values were rounded
     drawing = Drawing(title, WIDE)
     axes = drawing.axes()
@@ -416,7 +408,7 @@ def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -
     """Each row: the share of a class's samples for which it was predicted (the diagonal:
     sensitivity), and the shares for which other classes were predicted wrongly."""
     share_KK = np.nan_to_num(confusion_shares(labels_NK, outputs_NK))
-    names = list(map(_short, names))
+    names = [f"{name[: LONGEST - 1]}\u2026" if len(name) > LONGEST else name for name in names]
     columns = list(names)
     if share_KK[:, -1].any():
         columns.append("nothing")
@@ -442,19 +434,13 @@ def confusion_chart(labels_NK: Array, outputs_NK: Array, names: Sequence[str]) -
     return drawing.svg("" if few else "wide")
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}\u2026"
-
-
 def _draw_shares(axes: Axes, share_KK: Array, cell: float, written_from: float) -> None:
     """A square for each share, and the numbers that are large enough to be written."""
-    style: Style = {"marker": "s", "linewidths": 0}
-    right_KK = np.eye(*share_KK.shape)
-    for right, colour in ((1, SERIES[0]), (0, SERIES[1])):
-        j, k = np.nonzero((share_KK >= 0.005) & (right_KK == right))
-        if len(j):  # matplotlib cannot colour nothing
-            strength: Any = 0.1 + 0.75 * share_KK[j, k].clip(0, 1)
-            axes.scatter(k, j, (cell - 2) ** 2, colour, alpha=strength, **style)
+    j, k = np.nonzero(share_KK >= 0.005)
+    if len(j):  # matplotlib cannot colour nothing
+        strength: Any = 0.1 + 0.75 * share_KK[j, k].clip(0, 1)
+        colours = np.where(j == k, SERIES[0], SERIES[1])
+        axes.scatter(k, j, (cell - 2) ** 2, colours, marker="s", alpha=strength, lw=0)
     for j, k in np.argwhere(share_KK >= written_from):
         number = f"{100 * share_KK[j, k]:.0f}"
         axes.text(k, j, number, size=9, color=INK, ha="center", va="center")
@@ -471,28 +457,24 @@ def agreement_charts(name: str, value_N: Array, prediction_N: Array, unit: str =
     error_N = prediction_N - value_N
     mean, reach = error_N.mean(), SPREAD * error_N.std()
     same = Drawing(f"{name}{unit}", 384, 346)
-    axes = same.axes(LEFT, 46, 312, 260)
-    _dots(axes, value_N[shown], prediction_N[shown])
+    axes = _dots(same, value_N[shown], prediction_N[shown], "true", "predicted")
     axes.axline((value_N[0], value_N[0]), slope=1, **GUIDE)
-    _name_axes(axes, "", "predicted")
-    same.text(LEFT + 312, 340, "true", ha="right")
 
     difference = Drawing(f"Bland-Altman: predicted - true{unit}", 384, 346)
-    axes = difference.axes(LEFT, 46, 312, 260)
-    _dots(axes, (value_N[shown] + prediction_N[shown]) / 2, error_N[shown])
+    both_N = (value_N[shown] + prediction_N[shown]) / 2
+    axes = _dots(difference, both_N, error_N[shown], "mean of both", "difference")
     place: Style = {"textcoords": "offset points", "color": INK}
     place["xycoords"] = axes.get_yaxis_transform()
     for level, word in ((mean - reach, ""), (mean, "mean "), (mean + reach, "")):
         axes.axhline(level, **GUIDE)
         axes.annotate(f"{word}{level:+.3g}", (0, level), (4, 3), **place)
-    _name_axes(axes, "", "difference")
-    difference.text(LEFT + 312, 340, "mean of both", ha="right")
     return [same.svg(), difference.svg()]
 
 
-def _dots(axes: Axes, x: Array, y: Array) -> None:
+def _dots(drawing: Drawing, x: Array, y: Array, x_label: str, y_label: str) -> Axes:
     """One path for all dots, a tenth of the size of a marker for each."""
     points = np.stack([x, y], 1).repeat(2, axis=0)
+    axes = drawing.axes(LEFT, 46, 312, 260)
     path = Outline(points, [Outline.MOVETO, Outline.LINETO] * len(x))
     path.should_simplify = False  # each dot is a line without length, with round ends
     style: Style = {"edgecolor": SERIES[0], "lw": 4, "alpha": 0.4, "capstyle": "round"}
@@ -500,6 +482,9 @@ def _dots(axes: Axes, x: Array, y: Array) -> None:
     axes.autoscale_view()
     axes.xaxis.set_major_formatter(_number)
     axes.yaxis.set_major_formatter(_number)
+    _name_axes(axes, "", y_label)
+    drawing.text(LEFT + 312, 340, x_label, ha="right")
+    return axes
 
 
 @_styled

@@ -8,7 +8,7 @@ largest errors.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from omnilead.engine.evaluation.metrics import (
 from omnilead.engine.evaluation.results import IdentificationResult, TaskResult, pieces
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.report import charts
-from omnilead.engine.report.page import Line, LineStyle, ReportSection, readable, render
+from omnilead.engine.report.page import Line, LineStyle, ReportSection, Tile, readable, render
 from omnilead.engine.tasks.kinds import OF_VALUES
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
@@ -135,7 +135,7 @@ def scoring_note(head: HeadInfo, of: str) -> str:
     )
 
 
-def tiles(part: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def tiles(part: Mapping[str, Any]) -> Iterator[Tile]:
     for key, ends in part["intervals"].items():
         percent = key == "accuracy"
         yield NAMES[key], shown(part["metrics"][key], percent), interval(ends, percent)
@@ -162,7 +162,8 @@ def group_section(
     for value, group in groups.items():
         row = [value, f"{group['n']:,}", f"{group['patients']:,}"]
         if "positives" in group:
-            row.append(span(group["positives"].values()))
+            counts = group["positives"].values()  # of the rarest and the most frequent class
+            row.append(" to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)})))
         row += [shown(group["metrics"][first]), interval(group["intervals"][first])]
         grid.append(row + [shown(group["metrics"][key]) for key in others])
     notes = []
@@ -171,12 +172,6 @@ def group_section(
     if any(NO_INTERVAL in row for row in grid):
         notes.append(f"{TOO_FEW} have no interval.")
     return ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes))
-
-
-def span(counts: Iterable[int]) -> str:
-    """The count of the only class, or of the rarest and the most frequent one."""
-    ends = sorted({min(counts), max(counts)})
-    return " to ".join(f"{count:,}" for count in ends)
 
 
 def decisions(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
@@ -222,7 +217,8 @@ def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
 
 def survival(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
     """Kaplan-Meier curves of the records in thirds of the predicted risk."""
-    y_N, risk_N = y[~np.isnan(y[:, 0]), 0], scores[~np.isnan(y[:, 0]), 0]
+    known = ~np.isnan(y[:, 0])
+    y_N, risk_N = y[known, 0], scores[known, 0]
     third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
     unit = head.unit or "time"
     ticks = MaxNLocator(7).tick_values(0, np.abs(y_N).max())[:-1]

@@ -32,8 +32,9 @@ from omnilead.engine.data.augment import (
     time_axis,
 )
 from omnilead.engine.data.augment_draws import Params, draws, white, white_bank
+from omnilead.engine.data.augmenter import FS_HZ, HALF
+from omnilead.engine.evaluation.metrics import Array
 
-FS_HZ, HALF = 500.0, 2500
 TIME_S = np.arange(2 * HALF) / FS_HZ
 INK, GREY, BEFORE = "#14141c", "#75757d", "#8f8f98"
 PAPER, AUTHORS, MASK, VIEW = "#2f6690", "#c0641c", "#5b3a72", "#2a7a4f"
@@ -68,7 +69,7 @@ SEED = 464  # chosen because all its draws have medium size
 LEAD = 1  # lead II, in the upper rows
 
 
-def figure(ecg: np.ndarray, title: str) -> Figure:
+def figure(ecg: Array, title: str) -> Figure:
     """`ecg`: [12, 5000] mV."""
     halves = np.ascontiguousarray(ecg.reshape(12, 2, HALF).swapaxes(0, 1)[None])  # [B = 1, S, L, T]
     page = Figure(figsize=(13.5, 13), dpi=120, facecolor="white")
@@ -79,26 +80,6 @@ def figure(ecg: np.ndarray, title: str) -> Figure:
     )
     page.text(0.05, 0.957, legend, size=9.5, color=GREY)
     _draw_noise(page, halves)
-    _draw_masks_and_views(page, halves)
-    return page
-
-
-def _draw_noise(page: Figure, halves: np.ndarray) -> None:
-    """A panel for each kind of noise."""
-    place = {"left": 0.05, "right": 0.99, "top": 0.92, "bottom": 0.525}
-    panels: Any = page.add_gridspec(3, 4, **place, hspace=0.46, wspace=0.06).subplots(sharey=True)
-    for axes, noise in zip(panels.flat, [*SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
-        after, p = apply(halves, AugmentConfig(rlm=0, noise=noise))
-        _draw_lead(axes, halves[0, 0, LEAD], after[0, 0, LEAD], noise)
-        if noise in SETS:
-            _title(axes, noise or "Original", SETS[noise])
-        else:
-            title = TITLES[formula(noise)] + ", authors' code" * (noise in AUTHORS_NOISE)
-            _title(axes, title, _describe(formula(noise), p))
-
-
-def _draw_masks_and_views(page: Figure, halves: np.ndarray) -> None:
-    """Twelve leads under random lead masking, and the two views of 3KG."""
     grid = page.add_gridspec(1, 4, left=0.05, right=0.99, top=0.455, bottom=0.025, wspace=0.14)
     masked, p = apply(halves, AugmentConfig())
     first, second = p["keep"].sum(axis=(2, 3))[0]
@@ -112,9 +93,24 @@ def _draw_masks_and_views(page: Figure, halves: np.ndarray) -> None:
         axes = page.add_subplot(grid[0, 2 + i])
         _draw_leads(axes, halves[0, 0], view, VIEW)
         _title(axes, f"3KG, view {i + 1}", "dipole turned and stretched, half of each lead zeroed")
+    return page
 
 
-def apply(halves: np.ndarray, config: AugmentConfig) -> tuple[np.ndarray, Params]:
+def _draw_noise(page: Figure, halves: Array) -> None:
+    """A panel for each kind of noise."""
+    place = {"left": 0.05, "right": 0.99, "top": 0.92, "bottom": 0.525}
+    panels: Any = page.add_gridspec(3, 4, **place, hspace=0.46, wspace=0.06).subplots(sharey=True)
+    for axes, noise in zip(panels.flat, [*SETS, *PAPER_NOISE, *AUTHORS_NOISE], strict=True):
+        after, p = apply(halves, AugmentConfig(rlm=0, noise=noise))
+        _draw_lead(axes, halves[0, 0, LEAD], after[0, 0, LEAD], noise)
+        if noise in SETS:
+            _title(axes, noise or "Original", SETS[noise])
+        else:
+            title = TITLES[formula(noise)] + ", authors' code" * (noise in AUTHORS_NOISE)
+            _title(axes, title, _describe(formula(noise), p))
+
+
+def apply(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
     p = draws(config, SEED, np.zeros(1, int), np.zeros(1, int))
     given = {name: torch.from_numpy(values) for name, values in p.items()}
     if "white_start" in p:
@@ -143,7 +139,7 @@ def _describe(kind: str, p: Params) -> str:
     return f"{a} mV from {drawn['start'][0] / FS_HZ:.1f} to {drawn['stop'][0] / FS_HZ:.1f} s"
 
 
-def _draw_lead(axes: Axes, before: np.ndarray, after: np.ndarray, noise: str) -> None:
+def _draw_lead(axes: Axes, before: Array, after: Array, noise: str) -> None:
     colour = AUTHORS if noise.startswith("authors") else PAPER
     axes.plot(TIME_S[:HALF], after, color=colour if noise else INK, linewidth=0.8)
     if noise:  # draw the original on top: the noise would hide it
@@ -156,7 +152,7 @@ def _draw_lead(axes: Axes, before: np.ndarray, after: np.ndarray, noise: str) ->
     axes.grid(which="both")
 
 
-def _draw_leads(axes: Axes, before: np.ndarray, after: np.ndarray, colour: str) -> None:
+def _draw_leads(axes: Axes, before: Array, after: Array, colour: str) -> None:
     """Draw twelve leads, one below the other, 2 mV apart."""
     time_s, level = TIME_S[: before.shape[1]], -2.0 * np.arange(12)
     axes.plot(time_s, before.T + level, color="#b9b9c0", linewidth=0.6)

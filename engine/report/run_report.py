@@ -13,6 +13,7 @@ not finite is marked. Damaged or missing files are remarks, not errors.
 import json
 import math
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,10 @@ from omnilead.engine.common import (
     METRICS,
     VALID,
     VALIDATION,
+    ConfigError,
     write_whole,
 )
+from omnilead.engine.evaluation.metrics import Array
 from omnilead.engine.inference.npz import ArrayError, load_npz
 from omnilead.engine.report.page import (
     Line,
@@ -53,10 +56,6 @@ LARGEST = 1e12  # larger numbers cannot be steps, losses or rates
 RECENT = 10  # logged steps
 
 
-class ReportError(Exception):
-    """There is no report. The message is one line."""
-
-
 class StepLog:
     """Columns of a file with one JSON object for each step; what is not a number is NaN. Without a
     file, no rows."""
@@ -77,15 +76,15 @@ class StepLog:
         self.rows = [by_step[step] for step in sorted(by_step)]
         self.steps = np.array(sorted(by_step))
 
-    def column(self, key: str) -> np.ndarray:
+    def column(self, key: str) -> Array:
         return np.array([number(row.get(key)) for row in self.rows])
 
-    def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+    def curve(self, key: str) -> tuple[Array, Array]:
         """Steps and values where the key was logged, NaN included."""
         logged = np.array([row.get(key) is not None for row in self.rows], bool)
         return self.steps[logged], self.column(key)[logged]
 
-    def finite(self, key: str, rows: slice = slice(None)) -> np.ndarray:
+    def finite(self, key: str, rows: slice = slice(None)) -> Array:
         values = self.column(key)[rows]
         return np.asarray(values[np.isfinite(values)])
 
@@ -113,14 +112,14 @@ def number(value: Any) -> float:
 class RunFiles:
     def __init__(self, run: Path) -> None:
         if not (run / METRICS).is_file():
-            raise ReportError(
+            raise ConfigError(
                 f"{run}: no {METRICS}: give the directory of a run of omnilead pretrain or finetune"
             )
         self.name = run.resolve().name
         self.metrics = StepLog(run / METRICS)
         self.held_out = StepLog(run / VALIDATION)
         if not self.metrics.rows:
-            raise ReportError(f"{run / METRICS}: has no step yet: wait for the first log line")
+            raise ConfigError(f"{run / METRICS}: has no step yet: wait for the first log line")
         self.facts: Any = {}
         self.remarks: list[str] = []
         try:
@@ -142,7 +141,7 @@ class RunFiles:
         return value
 
 
-def read_diagnostics(path: Path) -> tuple[dict[str, np.ndarray], list[str]]:
+def read_diagnostics(path: Path) -> tuple[dict[str, Array], list[str]]:
     """The arrays that can be drawn, and remarks about the others."""
     arrays, remarks = {}, []
     try:
@@ -168,8 +167,8 @@ class Chart(NamedTuple):
     style: LineStyle = LineStyle()
 
 
-def _one(key: str, label: str) -> tuple[Curve, ...]:
-    return (Curve(key, label),)
+def _one(key: str, held_out: bool = False) -> tuple[Curve, ...]:
+    return (Curve(key, "", held_out),)  # a single curve needs no label
 
 
 def _both(key: str) -> tuple[Curve, ...]:
@@ -180,9 +179,10 @@ PERPLEXITIES = (
     Curve("code_perplexity", "perplexity of codes"),
     Curve("prob_perplexity", "of probabilities"),
 )
-BY_CLASS = tuple(
-    Curve(key, label, True)
-    for key, label in (("auroc", "AUROC"), ("auprc", "AUPRC"), ("f_measure", "F"))
+BY_CLASS = (
+    Curve("auroc", "AUROC", True),
+    Curve("auprc", "AUPRC", True),
+    Curve("f_measure", "F", True),
 )
 SHARE = LineStyle(percent=True, floor=0)
 SECTIONS: dict[str, tuple[Chart, ...]] = {
@@ -193,46 +193,42 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
         Chart("Global loss", _both("loss_global"), LineStyle("nats a half")),
         Chart(
             "Diversity loss",
-            _one("loss_diversity", "training"),
+            _one("loss_diversity"),
             LineStyle("share of unused codes", percent=True),
         ),
-        Chart(
-            "Feature penalty", _one("loss_features", "training"), LineStyle("mean square", log=True)
-        ),
+        Chart("Feature penalty", _one("loss_features"), LineStyle("mean square", log=True)),
     ),
     "Accuracy": (
         Chart("Masked tokens, among their negatives", _both("accuracy_local"), SHARE),
         Chart("Other half, among other crops", _both("accuracy_global"), SHARE),
-        Chart("Patients recognised", (Curve("identification_accuracy", "held out", True),), SHARE),
+        Chart("Patients recognised", _one("identification_accuracy", True), SHARE),
     ),
     "Validation": (
         Chart("AUROC, AUPRC, F-measure", BY_CLASS, LineStyle("mean of classes", floor=0)),
         Chart(
             "Mean absolute error",
-            (Curve("mae", "held out", True),),
+            _one("mae", True),
             LineStyle("of the label", floor=0),
         ),
-        Chart("C-index", (Curve("c_index", "held out", True),), LineStyle()),
-        Chart("R2", (Curve("r2", "held out", True),), LineStyle("share of the variance")),
-        Chart("CinC score", (Curve("challenge", "held out", True),), LineStyle(smooth=False)),
+        Chart("C-index", _one("c_index", True)),
+        Chart("R2", _one("r2", True), LineStyle("share of the variance")),
+        Chart("CinC score", _one("challenge", True), LineStyle(smooth=False)),
     ),
     "Quantiser and masks": (
         Chart("Codes in use", PERPLEXITIES, LineStyle(floor=0)),
-        Chart("Gumbel temperature", _one("gumbel_tau", "temperature"), LineStyle(smooth=False)),
-        Chart("Masked tokens", _one("masked_share", "share"), LineStyle(percent=True)),
+        Chart("Gumbel temperature", _one("gumbel_tau"), LineStyle(smooth=False)),
+        Chart("Masked tokens", _one("masked_share"), LineStyle(percent=True)),
     ),
     "Optimisation": (
-        Chart("Learning rate", _one("lr", "learning rate"), LineStyle(floor=0, smooth=False)),
-        Chart("Gradient norm", _one("grad_norm", "norm"), LineStyle(log=True)),
-        Chart(
-            "Skipped steps", _one("skipped_steps", "not finite"), LineStyle(floor=0, smooth=False)
-        ),
+        Chart("Learning rate", _one("lr"), LineStyle(floor=0, smooth=False)),
+        Chart("Gradient norm", _one("grad_norm"), LineStyle(log=True)),
+        Chart("Skipped steps", _one("skipped_steps"), LineStyle(floor=0, smooth=False)),
     ),
     "Throughput": (
-        Chart("Crops per second", _one("crops_per_s", "all ranks"), LineStyle(floor=0)),
-        Chart("Waiting for data", _one("data_wait_pct", "of the time"), LineStyle("%", floor=0)),
-        Chart("Model FLOPs utilisation", _one("mfu", "MFU"), SHARE),
-        Chart("Memory", _one("memory_gb", "rank 0"), LineStyle("GB", floor=0, smooth=False)),
+        Chart("Crops per second", _one("crops_per_s"), LineStyle(floor=0)),
+        Chart("Waiting for data", _one("data_wait_pct"), LineStyle("%", floor=0)),
+        Chart("Model FLOPs utilisation", _one("mfu"), SHARE),
+        Chart("Memory", _one("memory_gb"), LineStyle("GB", floor=0, smooth=False)),
     ),
 }
 KNOWN_LOSSES = [chart.curves[0].key for chart in SECTIONS["Loss"]]
@@ -324,14 +320,9 @@ def progress(files: RunFiles) -> Iterator[str]:
         yield f"epoch {epoch:.2f}"
     with np.errstate(divide="ignore", invalid="ignore"):  # without validation and checkpoints
         spans = np.diff(metrics.column("crops_seen"), prepend=0) / metrics.column("crops_per_s")
-    minutes, seconds = divmod(round(float(spans[np.isfinite(spans) & (spans > 0)].sum())), 60)
-    if minutes or seconds:
-        time = (
-            f"{minutes // 60} h {minutes % 60:02d} min"
-            if minutes >= 60
-            else f"{minutes} min {seconds:02d} s"
-        )
-        yield f"{time} of training"
+    seconds = round(float(spans[np.isfinite(spans) & (spans > 0)].sum()))
+    if seconds:
+        yield f"{timedelta(seconds=seconds)} of training"
 
 
 def warnings(files: RunFiles, best: float | None) -> Iterator[str]:
@@ -495,7 +486,7 @@ def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -
     return charts.line_chart(chart.title, lines, chart.style, files.metrics.steps, mark)
 
 
-def diagnostic_charts(arrays: Mapping[str, np.ndarray]) -> Iterator[str]:
+def diagnostic_charts(arrays: Mapping[str, Array]) -> Iterator[str]:
     from omnilead.engine.report import charts  # late, so that training starts without it
 
     for title, names in SIMILARITIES.items():

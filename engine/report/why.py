@@ -32,6 +32,7 @@ from omnilead.data_tools.cli import show
 from omnilead.engine.commandline import RUN_CODE, Parser, writable
 from omnilead.engine.common import LEADS, ConfigError
 from omnilead.engine.data.augmenter import FS_HZ, HALF
+from omnilead.engine.evaluation.metrics import Array
 from omnilead.engine.inference.commands import Setup, exit_code, prepare
 from omnilead.engine.inference.inputs import dataset_of, dataset_source, open_data
 from omnilead.engine.inference.outputs import predictions
@@ -196,7 +197,7 @@ def caption_of(found: Explained, windows: int, window_s: float) -> str:
 class ReadEcg(NamedTuple):
     name: str
     uv_BLT: Tensor
-    halves_B: np.ndarray
+    halves_B: Array
 
 
 def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
@@ -214,7 +215,7 @@ def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
     if (records := source.count(parts)) != 1:
         raise ConfigError(f"{what}: has {records:,} records: name one")
     crops: list[Tensor] = []
-    halves: list[np.ndarray] = []
+    halves: list[Array] = []
     rows: list[dict[str, Any]] = []
     for batch in source.batches(parts, lambda units: None):
         crops.append(torch.tensor(batch.uv_BLT))  # a copy: the next batch takes its place
@@ -224,7 +225,7 @@ def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
     return ReadEcg(name, torch.cat(crops), np.concatenate(halves))
 
 
-def by_lead(found: Explained, model_input: Input, halves: int) -> np.ndarray:
+def by_lead(found: Explained, model_input: Input, halves: int) -> Array:
     """Of the first crop, for all leads at 500 Hz."""
     a_LT = np.zeros((len(LEADS), HALF * halves))
     windows = int(model_input.count(halves))
@@ -234,7 +235,7 @@ def by_lead(found: Explained, model_input: Input, halves: int) -> np.ndarray:
     return a_LT
 
 
-def in_100_ms(a_T: np.ndarray, samples: int) -> np.ndarray:
+def in_100_ms(a_T: Array, samples: int) -> Array:
     """What is added within 100 ms, averaged over EYE_S, at 500 Hz."""
     eye = round(EYE_S * FS_HZ * len(a_T) / samples)
     a_T = np.convolve(a_T, np.full(eye, 1 / eye), "same")
@@ -242,7 +243,7 @@ def in_100_ms(a_T: np.ndarray, samples: int) -> np.ndarray:
     return a_T * STRETCH_S * FS_HZ * len(a_T) / samples
 
 
-def draw(figure: Any, why: str, a_LT: np.ndarray, found: Explained) -> None:
+def draw(figure: Any, why: str, a_LT: Array, found: Explained) -> None:
     """Shades the traces on the printout, and adds the scale and the deletion curve below it."""
     most = float(np.quantile(np.abs(a_LT), 0.995)) or 1.0
     (page,) = figure.axes
@@ -256,7 +257,11 @@ def draw(figure: Any, why: str, a_LT: np.ndarray, found: Explained) -> None:
             middle = min(plots.ROWS_Y_MM, key=lambda row_y: abs(row_y - np.median(y)))
             shade(page, a_T / most, (x[0], x[-1], middle - 9, middle + 11))
     enlarge(figure, page)
-    add_scale(figure, why, most)
+    place = (0.0455, 22 / HEIGHT_MM, 0.28, 7 / HEIGHT_MM)
+    scale = figure.add_axes(place, yticks=())
+    shade(scale, np.linspace(-1, 1, 200), (-most, most, 0, 1))
+    scale.set_title(f"against {why}          for {why}", fontsize=10)
+    scale.set_xlabel("added by 100 ms of a lead", fontsize=9)
     add_curves(figure, why, found)
 
 
@@ -272,14 +277,6 @@ def enlarge(figure: Any, page: Axes) -> None:
     page.set_position((box.x0, bottom_mm / HEIGHT_MM, box.width, height))
     width_mm = plots.PAGE_MM[0]
     figure.set_size_inches(width_mm / plots.MM_PER_INCH, HEIGHT_MM / plots.MM_PER_INCH)
-
-
-def add_scale(figure: Any, why: str, most: float) -> None:
-    place = (0.0455, 22 / HEIGHT_MM, 0.28, 7 / HEIGHT_MM)
-    scale = figure.add_axes(place, yticks=())
-    shade(scale, np.linspace(-1, 1, 200), (-most, most, 0, 1))
-    scale.set_title(f"against {why}          for {why}", fontsize=10)
-    scale.set_xlabel("added by 100 ms of a lead", fontsize=9)
 
 
 def add_curves(figure: Any, why: str, found: Explained) -> None:
@@ -300,7 +297,7 @@ def add_curves(figure: Any, why: str, found: Explained) -> None:
     figure.text(0.715, 20 / HEIGHT_MM, note, fontsize=9, color=plots.INK)
 
 
-def shade(axes: Axes, a_T: np.ndarray, extent: tuple[float, float, float, float]) -> None:
+def shade(axes: Axes, a_T: Array, extent: tuple[float, float, float, float]) -> None:
     strength_T = np.abs(a_T).clip(0, 1)[:, None] * 0.8
     colour_TC = np.where(a_T[:, None] > 0, FOR, AGAINST)
     image = np.concatenate([colour_TC, strength_T], axis=1)[None]

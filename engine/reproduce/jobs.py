@@ -40,6 +40,7 @@ import yaml  # type: ignore[import-untyped]
 
 from omnilead.data_tools.cli import say
 from omnilead.engine.common import ConfigError, write_whole
+from omnilead.engine.reproduce.paper import Settings
 from omnilead.engine.reproduce.plan import Job, JobPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +95,7 @@ class WorkDir:
         for start, tree in plan.starts.items():
             write_whole(self.path / start, yaml.safe_dump(tree, sort_keys=False))
 
-    def _same_settings(self, name: str, settings: dict[str, Any]) -> None:
+    def _same_settings(self, name: str, settings: Settings) -> None:
         path = self.path / "settings" / f"{name}.json"
         old, new = read_json(path), json.loads(json.dumps(settings))
         for key in {**old, **new} if old else ():
@@ -107,7 +108,7 @@ class WorkDir:
         write_json(path, new)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Settings:
     """The JSON object in a file; empty if it is missing or holds something else."""
     try:
         tree = json.loads(path.read_text())

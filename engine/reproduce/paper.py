@@ -14,6 +14,7 @@ from typing import Any
 from omnilead.engine.commandline import read_yaml
 from omnilead.engine.common import CONFIGS, ConfigError, find_config, flatten
 
+Settings = dict[str, Any]
 HERE = CONFIGS / "reproduce"
 TASKS = {
     "Dx": "diagnosis",
@@ -33,7 +34,7 @@ class Row:
     ]  # by task and leads: mean, half of the interval; None: no cell
     random: bool = False  # random weights instead of pre-trained ones
     against: str = ""  # the row it is compared with, where the table shows gains
-    finetune: Mapping[str, Mapping[str, Any]] = field(
+    finetune: Mapping[str, Settings] = field(
         default_factory=dict
     )  # by task: settings of this row alone
 
@@ -69,7 +70,7 @@ class ReproductionScale:
     """Settings that make the models smaller or the training shorter, by stage and dotted key."""
 
     name: str
-    settings: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Settings]
 
     @classmethod
     def read(cls, name: str) -> "ReproductionScale":
@@ -83,7 +84,7 @@ class ReproductionScale:
             section = tree.get(stage) or {}
             if not isinstance(section, dict):
                 raise ConfigError(f"{path}: {stage}: {section!r}: write a table of keys and values")
-            base: dict[str, Any] = {}
+            base: Settings = {}
             if "base" in section:
                 kind = "pretrain" if stage == "pretrain" else "finetune"
                 base = read_yaml(
@@ -96,6 +97,6 @@ class ReproductionScale:
         return cls(path.stem if path.parent == HERE / "scales" else str(path), settings)
 
 
-def as_arguments(settings: Mapping[str, Any]) -> list[str]:
+def as_arguments(settings: Settings) -> list[str]:
     """Arguments of --set; JSON is also YAML."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]

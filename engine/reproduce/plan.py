@@ -29,6 +29,7 @@ from omnilead.engine.reproduce.paper import (
     TASKS,
     ReproductionScale,
     Row,
+    Settings,
     Table,
     as_arguments,
 )
@@ -74,13 +75,11 @@ class JobPlan:
     cells: dict[tuple[int, str, str, int], list[str]] = field(
         default_factory=dict
     )  # by table, row, task, leads
-    settings: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # by method or task, scale included
+    settings: dict[str, Settings] = field(default_factory=dict)  # by method or task, scale included
     models: dict[str, Config] = field(
         default_factory=dict
     )  # by the path below DIR that fine-tuning starts from
-    starts: dict[str, dict[str, Any]] = field(
+    starts: dict[str, Settings] = field(
         default_factory=dict
     )  # the YAML files among these: models with random weights
 
@@ -141,9 +140,7 @@ class JobPlan:
         self._train(start, path, settings, (), flops, size + (t.keep + 1) * ADAM * size)
         return start
 
-    def _finetune(
-        self, name: str, row: Row, task: str, model: ModelConfig, own: dict[str, Any]
-    ) -> str:
+    def _finetune(self, name: str, row: Row, task: str, model: ModelConfig, own: Settings) -> str:
         stage = TASKS[task]
         path = CONFIGS / "finetune" / f"{stage}.yaml"
         settings = {**row.finetune.get(stage, {}), **self.scale.settings[stage]}
@@ -167,7 +164,7 @@ class JobPlan:
         self,
         name: str,
         config: Path,
-        settings: dict[str, Any],
+        settings: Settings,
         needs: tuple[str, ...],
         flops: float,
         disk: float,

@@ -95,9 +95,8 @@ def _spread(values: list[float]) -> tuple[float | None, float | None]:
 
 def _failed(folder: WorkDir, plan: JobPlan, job: Job) -> bool:
     """Whether this job or one that it needs has failed."""
-    if folder.failure(job):
-        return True
-    return any(_failed(folder, plan, plan.jobs[name]) for name in job.needs)
+    needed = (plan.jobs[name] for name in job.needs)
+    return bool(folder.failure(job)) or any(_failed(folder, plan, other) for other in needed)
 
 
 def _is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:

@@ -34,8 +34,8 @@ from omnilead.engine.reproduce.results import write_table
 
 STARTUP_S = 10.0  # start-up of a process: imports, the dataset, the first step
 MEASURE_S = 3.0
-NEEDED_ROLES = [("pretrain", ""), *(("dx", role) for role in ("train", "valid", "test"))]
-NEEDED_ROLES += [("id", role) for role in ("train", "valid", "gallery", "probe")]
+NEEDED_ROLES = ["pretrain", "dx train", "dx valid", "dx test"]
+NEEDED_ROLES += ["id train", "id valid", "id gallery", "id probe"]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -91,14 +91,12 @@ def _open(url: str | None) -> DatasetInfo:
     dataset = Dataset.open(url)
     path = url if "://" in url else str(Path(url).absolute())
     data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
-    for group, role in NEEDED_ROLES:
-        if not data.count(group, role):
+    for role in NEEDED_ROLES:
+        if not data.count(*role.split()):
             built = (
                 f"it was built with --plan {data.split}: use --plan paper and the paper's sources"
             )
-            raise ConfigError(
-                f"--data {url}: no crop has the role {f'{group} {role}'.strip()}: {built}"
-            )
+            raise ConfigError(f"--data {url}: no crop has the role {role}: {built}")
     return data
 
 
@@ -155,24 +153,18 @@ def _end(folder: WorkDir, plan: JobPlan, chosen: Sequence[Table], failed: dict[s
 
 
 def expected_seconds(plan: JobPlan, folder: WorkDir, flops_per_s: float) -> dict[str, float]:
-    rates = {kind: _rate(plan, folder, kind) for kind in PROGRAMS}
+    work = dict.fromkeys(PROGRAMS, 0.0)  # of the finished jobs of a kind
+    seconds = dict.fromkeys(PROGRAMS, 0.0)  # start-up included
+    for job in plan.ordered:
+        if folder.done(job) and (took := folder.seconds(job)):
+            work[job.kind] += job.work
+            seconds[job.kind] += took
     expected = {}
     for job in folder.missing(plan.ordered):
-        if rate := rates[job.kind]:
-            expected[job.name] = job.work / rate
-        else:
-            expected[job.name] = STARTUP_S + job.work / flops_per_s
+        expected[job.name] = STARTUP_S + job.work / flops_per_s
+        if work[job.kind]:
+            expected[job.name] = job.work * seconds[job.kind] / work[job.kind]
     return expected
-
-
-def _rate(plan: JobPlan, folder: WorkDir, kind: str) -> float:
-    """FLOP/s of the finished jobs of a kind, start-up included; 0 if there are none."""
-    work = seconds = 0.0
-    for job in plan.ordered:
-        if job.kind == kind and folder.done(job) and (took := folder.seconds(job)):
-            work += job.work
-            seconds += took
-    return work / (seconds or 1.0)
 
 
 def flops_per_s(config: Config) -> float:
