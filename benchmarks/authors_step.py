@@ -15,6 +15,7 @@ transformer_encoder, multi_head_attention, gumbel_vector_quantizer), models/wav2
 (wav2vec2, cmsc), data/data_utils.py, optim/adam.py, trainer.py.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -200,3 +201,29 @@ def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndar
             steps = np.random.choice(steps, fewest, replace=False)
         mask[row, steps] = True
     return mask
+
+
+class Adam(NamedTuple):
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    decay: float
+
+
+@torch.no_grad()
+def authors_adam(
+    model: nn.Module, adam: Adam, moments: dict[str, tuple[Tensor, Tensor]], step: int
+) -> None:
+    for name, p in model.named_parameters():
+        if p.grad is None:
+            continue
+        mean, square = moments.setdefault(name, (torch.zeros_like(p), torch.zeros_like(p)))
+        mean.mul_(adam.betas[0]).add_(p.grad, alpha=1 - adam.betas[0])
+        square.mul_(adam.betas[1]).addcmul_(p.grad, p.grad, value=1 - adam.betas[1])
+        corrections = 1 - adam.betas[0] ** step, 1 - adam.betas[1] ** step
+        p.mul_(1 - adam.lr * adam.decay)
+        p.addcdiv_(
+            mean,
+            square.sqrt().add_(adam.eps),
+            value=-adam.lr * math.sqrt(corrections[1]) / corrections[0],
+        )

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import measure
-from benchmarks.authors_step import AuthorsStep, draw
+from benchmarks.authors_step import Adam, AuthorsStep, authors_adam, draw
 from benchmarks.measure import CaseError, Cases, Result, call_fresh, say, timed
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.engine.commandline import load
 from omnilead.engine.config import Config
-from omnilead.engine.interop.parity import Adam, authors_adam, draws_of
+from omnilead.engine.interop.parity import draws_of
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.pretrainer import Pretrainer

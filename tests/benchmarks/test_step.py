@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks import report, step, tables
-from benchmarks.authors_step import compute_mask_indices
-from omnilead.engine.interop.parity import authors_adam
+from benchmarks.authors_step import authors_adam, compute_mask_indices
 from omnilead.engine.model.config import ModelConfig
 
 torch.set_num_threads(1)
