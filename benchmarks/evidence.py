@@ -205,8 +205,8 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
         "synthetic": read_json(place / "bench/bench.json"),
         "real": read_json(place / "real-scores/bench.json"),
         tables.BY_CROPS: read_json(place / "real-crops/bench.json"),
-        "real, fine-tuned": read_json(place / "real-tuned/bench.json"),
-        "fine-tuned": tuned_models(steps, folder),
+        "real, fine-tuned": together(steps, folder, "real-tuned"),
+        "fine-tuned": together(steps, folder, "evaluate"),
     }
     results = {}
     for name, document in found.items():
@@ -231,11 +231,11 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     print(f"{place}: evidence.json, evidence.md, evidence.png: {', '.join(results)}", flush=True)
 
 
-def tuned_models(steps: Sequence[Job], folder: WorkDir) -> Tree:
-    """The scores of all fine-tuned models together."""
+def together(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
+    """The scores of all steps of a kind, fine-tuned models of several tasks, as one."""
     whole: Tree = {}
     for step in steps:
-        one = read_json(folder.path / step.result) if step.kind == "evaluate" else {}
+        one = read_json(folder.path / step.result) if step.kind == kind else {}
         for key in ("rows", "differences", "notes") if one else ():
             earlier = whole.get(key, [])
             one[key] = earlier + [each for each in one[key] if each not in earlier]

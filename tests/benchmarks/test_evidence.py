@@ -168,6 +168,7 @@ def test_the_record_of_all_scores(plan, tmp_path):
         tuned["rows"] = [row | each for row in tuned["rows"] if row["leads"] == n]
         tuned |= {"differences": [], "notes": [f"{n} leads: 1 of 2 not converged."]}
         found[f"evaluate/diagnosis-{n}"] = tuned
+    found["real-tuned/few"] = found["evaluate/diagnosis-1"]
     for place, scores in found.items():
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "bench.json").write_text(json.dumps(scores))
@@ -179,15 +180,21 @@ def test_the_record_of_all_scores(plan, tmp_path):
     plan.tree["values"]["leads"] = ["1", "12"]
     step = {"name": "evaluate/diagnosis-{n}", "each": {"n": "leads"}, "makes": "bench.json"}
     plan.tree["steps"][1] |= step
+    plan.tree["steps"][2] |= {"name": "real-tuned/few", "makes": "bench.json"}
     evidence.write_record(evidence.WorkDir(tmp_path), plan.tree, "mine")
     (part,) = report.load(tmp_path / "evidence.json")
-    assert list(part["results"]) == ["synthetic", "real", "fine-tuned"]
+    assert list(part["results"]) == [
+        "synthetic",
+        "real",
+        "real, fine-tuned",
+        "fine-tuned",
+    ]
     assert "A-2" in part["results"]["synthetic"]["models"] and "page_cache" not in part
-    assert part["input"]["made_outside"] == ["one/a", "evaluate/diagnosis-1"]
+    assert part["input"]["made_outside"] == ["one/a", "evaluate/diagnosis-1", "real-tuned/few"]
     text = (tmp_path / "evidence.md").read_text()
     for words in (
         "0.900 (0.890 to 0.910), seeds 0.800 to 0.900 |",
-        "made outside the plan: one/a, evaluate/diagnosis-1;",
+        "made outside the plan: one/a, evaluate/diagnosis-1, real-tuned/few;",
         "| 0.125, 0.875 ",
         "1 leads: 1 of 2 not converged.",
         "12 leads: 1 of 2 not converged.",
