@@ -259,7 +259,9 @@ def skip(options: EcgOptions, name: str, reason: object) -> None:
     if options.pseudonymize and isinstance(reason, ReadError):
         name, reason = "a record", reason.reason  # names and details may tell who it is
     if options.on_corrupt == "stop":
-        raise DataError(f"{name}: {reason}: fix it, or skip such data with --on-corrupt skip")
+        raise DataError(
+            f"{name}: {reason}: fix it, or leave it out (embed, probe, predict: --on-corrupt skip)"
+        )
     with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
         tell(f"skipped: {name}: {reason}")
 
