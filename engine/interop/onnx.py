@@ -3,7 +3,8 @@ scores [batch, K].
 
     omnilead convert to-onnx RUN OUT.onnx
 
-The batch and the segments can have any size. x is the output of `TrainedModel.segments`. The
+The batch can have any size, and so can the segments, but for plugged-in encoders: their length is
+the window's. x is the output of `TrainedModel.segments`. The
 metadata has `preprocessing` (leads in order, rate, scale), `config` and `head` (classes,
 thresholds, unit of the scores) as JSON. The file is written only if onnxruntime reproduces
 PyTorch's numbers at several sizes.
@@ -26,9 +27,12 @@ from omnilead.engine.common import ConfigError, blaming
 from omnilead.engine.inference.readout import measures_signal
 from omnilead.engine.inference.trained_model import TrainedModel
 from omnilead.engine.model.encoder import pool
+from omnilead.engine.model.encoders import file_of
+from omnilead.engine.model.folder import config_of
 
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
-SIZES = ((1, 1.0), (3, 1.0), (2, 2.0), (5, 0.495))  # (segments, their length in windows)
+SIZES = ((1, 1.0), (3, 1.0))  # (segments, their length in windows)
+OTHER_LENGTHS = ((2, 2.0), (5, 0.495))
 TOLERANCE = 1e-4
 
 
@@ -36,6 +40,8 @@ class Outputs(nn.Module):
     def __init__(self, model: TrainedModel) -> None:
         super().__init__()
         self.model = deepcopy(model).cpu().float().eval()
+        # With any length, torch.onnx thinks for minutes about each padding of a deep network
+        self.any_length = file_of(config_of(model.config).encoder) is None
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The embedding is the mean over tokens, whatever the model's read-out."""
@@ -64,7 +70,7 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
     try:
         export(outputs, temporary)
         found = []
-        for segments, length in SIZES:
+        for segments, length in SIZES + OTHER_LENGTHS * outputs.any_length:
             samples = int(length * model.input.samples)
             shape = f"{out}: the exported model must take {segments} segments of {samples} samples"
             with blaming(shape):
@@ -86,12 +92,9 @@ def export(outputs: Outputs, path: Path) -> None:
     samples = model.input.samples
     x = torch.zeros(2, len(model.input.leads), samples)
     names = ["embedding"] if model.head is None else ["embedding", "logits", "scores"]
-    sizes = {
-        "x": {
-            0: torch.export.Dim("batch"),
-            2: torch.export.Dim("samples", min=min(64, samples // 3)),
-        }
-    }
+    sizes = {0: torch.export.Dim("batch")}
+    if outputs.any_length:
+        sizes[2] = torch.export.Dim("samples", min=min(64, samples // 3))
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings(), torch.no_grad():
@@ -101,7 +104,7 @@ def export(outputs: Outputs, path: Path) -> None:
                 (x,),
                 input_names=["x"],
                 output_names=names,
-                dynamic_shapes=sizes,
+                dynamic_shapes={"x": sizes},
                 dynamo=True,
                 verbose=False,
             )

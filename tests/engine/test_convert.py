@@ -397,16 +397,19 @@ def test_files_of_weights_that_are_none(tmp_path, capsys):
     assert not (tmp_path / "executed").exists()
 
 
-def test_an_export_that_takes_other_shapes_is_one_line(tmp_path, capsys):
-    source = NET.replace(
-        "self.norm(self.conv(x))", "self.norm(self.conv(x)).reshape(len(x), 16, -1)"
-    )
-    assert convert.main(list(map(str, from_torch(tmp_path, net(), source=source)))) == 0
-    capsys.readouterr()
-    out = tmp_path / "a.onnx"
-    error = refused(capsys, "to-onnx", tmp_path / "out", out, "--code")
-    assert "the exported model must take 1 segments of 2500 samples" in error
-    assert list(tmp_path.glob("*.onnx*")) == []
+def test_an_exported_plugin_takes_any_number_of_windows(tmp_path, capsys):
+    """Its class need not take other lengths. One that takes the batch for a constant is one line."""
+    for rows in ("x.shape[0]", "len(x)"):
+        source = NET.replace("(self.conv(x))", f"(self.conv(x)).reshape({rows}, 16, 312)")
+        (folder := tmp_path / rows).mkdir()
+        assert convert.main(list(map(str, from_torch(folder, net(), source=source)))) == 0
+        capsys.readouterr()
+        words = ("to-onnx", folder / "out", folder / "a.onnx", "--code")
+        if rows == "len(x)":
+            assert "model must take 1 segments of 2500 samples" in refused(capsys, *words)
+        else:
+            assert convert.main(list(map(str, words))) == 0
+        assert len(list(folder.glob("*.onnx*"))) == (rows != "len(x)")
 
 
 def test_the_class_imports_only_installed_packages(tmp_path, monkeypatch, capsys):
