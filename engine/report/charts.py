@@ -165,11 +165,8 @@ def line_chart(
             axes.text(1, line.chance, chance, ha="right", va="bottom", transform=along)
     low, high = axes.get_xlim()
     if mark and low <= mark[0] <= high:
-        axes.axvline(mark[0], **GUIDE)
-        side = "right" if mark[0] > (low + high) / 2 else "left"
-        along = axes.get_xaxis_transform()
-        axes.text(mark[0], 0.99, f" {mark[1]} ", ha=side, va="top", transform=along)
-    if len(lines) > 1:
+        axes.axvline(mark[0], label=mark[1], **GUIDE)
+    if len(lines) > 1 or mark:
         _legend(axes)
     return drawing.svg()
 
