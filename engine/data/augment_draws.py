@@ -61,14 +61,12 @@ class _Draw:
     def uniform(
         self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
     ) -> np.ndarray:
-        counters = self._counters(leads, slots)
-        return counter.uniform(self.seed, stream, *counters)
+        return counter.uniform(self.seed, stream, *self._counters(leads, slots))
 
     def normal(
         self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
     ) -> np.ndarray:
-        counters = self._counters(leads, slots)
-        return counter.normal(self.seed, stream, *counters)
+        return counter.normal(self.seed, stream, *self._counters(leads, slots))
 
     def _counters(self, leads: Sequence[int], slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         lead = np.array(leads)[:, None]

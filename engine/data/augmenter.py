@@ -74,11 +74,7 @@ def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
     bits = [missing_leads(dataset) for dataset in datasets]
 
     def of(places: Places) -> np.ndarray:
-        missing = np.zeros(len(places), np.uint16)
-        for d, each in enumerate(bits):
-            mine = places.dataset == d
-            missing[mine] = each[places.row[mine]]
-        measured: np.ndarray = missing[:, None] >> np.array(ALL) & 1 == 0
+        measured: np.ndarray = places.of(bits)[:, None] >> np.array(ALL) & 1 == 0
         return measured
 
     return of if any(each.any() for each in bits) else None
@@ -107,6 +103,11 @@ def parameters(
     return p
 
 
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def single_threaded() -> None:
     """Keep torch from starting OpenMP threads for this thread's operations: they would take cores
     from the training step."""
@@ -133,13 +134,7 @@ class Augmenter:
 
     def to_device(self, p: Params) -> Tensors:
         """Copy the parameters to the device asynchronously: a few kilobytes for a batch."""
-        tensors = {}
-        for name, values in p.items():
-            tensor = torch.from_numpy(values)
-            if self.device.type == "cuda":
-                tensor = tensor.pin_memory().to(self.device, non_blocking=True)
-            tensors[name] = tensor
-        return tensors
+        return {name: to_device(values, self.device) for name, values in p.items()}
 
     def __call__(self, crops_BLT: torch.Tensor, p: Tensors) -> torch.Tensor:
         x = self._split(crops_BLT, p.get("start")).float()

@@ -43,6 +43,7 @@ from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping, read_yaml
 from omnilead.engine.common import LABELS, VALID, ConfigError, describe_leads, find_config, merge
 from omnilead.engine.config import Config, build, check
+from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
 from omnilead.engine.inference import trained_model as inference
@@ -75,7 +76,6 @@ from omnilead.engine.training.validation import (
     eval_mode,
     pairs,
     predict_on_ranks,
-    to_device,
     whole,
 )
 
@@ -368,19 +368,13 @@ class FinetuneTask(ExportedTask):
             return batch.x_BSLT
         assert batch.keep_BSL1 is not None
         keep_BSL1 = to_device(batch.keep_BSL1, batch.x_BSLT.device)
-        return self.input.cut(whole(batch.x_BSLT), self._of_batch(batch, self.halves), keep_BSL1)
-
-    @staticmethod
-    def _of_batch(batch: Batch, values: list[np.ndarray]) -> np.ndarray:
-        """From values of each dataset's crops, those of the batch."""
-        places = zip(batch.places.dataset.tolist(), batch.places.row.tolist(), strict=True)
-        return np.array([values[n][row] for n, row in places])
+        return self.input.cut(whole(batch.x_BSLT), batch.places.of(self.halves), keep_BSL1)
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         """x_BSLT, labels, which windows exist, weights of the labels, margin of ArcFace."""
         task, device = self.config.task, batch.x_BSLT.device
-        y = self._of_batch(batch, self.targets.y)
-        exists_BS = self._exist(self._of_batch(batch, self.halves)).astype(np.float32)
+        y = batch.places.of(self.targets.y)
+        exists_BS = self._exist(batch.places.of(self.halves)).astype(np.float32)
         weights_BK = margin = None
         if self.targets.balanced_2K is not None:
             weights_BK = to_device(kinds.weights(self.kind, y, self.targets.balanced_2K), device)

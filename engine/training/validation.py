@@ -24,7 +24,7 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.config import Config, RunConfig, candidates
-from omnilead.engine.data.augmenter import crop_key
+from omnilead.engine.data.augmenter import crop_key, to_device
 from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Batch, Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
@@ -53,11 +53,6 @@ def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
 def model_inputs(
     batch: Batch, config: Config, patients: list[np.ndarray] | None, tau: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
@@ -65,11 +60,7 @@ def model_inputs(
     datasets."""
     x, places = windows_of(batch, config), batch.places
     keys = row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1])
-    ids: Tensor | None = None
-    if patients:
-        crops = zip(places.dataset.tolist(), places.row.tolist(), strict=True)
-        of_crop = np.array([patients[dataset][row] for dataset, row in crops], np.int64)
-        ids = to_device(of_crop, x.device)
+    ids = to_device(places.of(patients), x.device) if patients else None
     return x.to(dtype_of(config)), to_device(keys, x.device), tau, ids
 
 
