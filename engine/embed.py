@@ -21,13 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from omnilead.data_tools.cli import show
 from omnilead.engine.commandline import (
     RUN_CODE,
-    Parser,
+    command_parser,
     interruptible,
     one_blas_thread,
     positive,
@@ -102,11 +99,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="omnilead embed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("embed", __doc__)
     add_inputs(parser)
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="F.parquet", help="write the embeddings")
@@ -122,9 +115,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        "omnilead probe", description=PROBE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("probe", PROBE)
     add_inputs(parser)
     parser.add_argument(
         "--task", default="", metavar="NAME|F", help="a shipped task such as age, or a YAML file"
@@ -157,22 +148,28 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     )
     add("--fs", dest="fs_hz", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
     add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")
-    add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
     add(
         "--workers",
         type=positive,
         metavar="N",
         help="reading threads (a quarter of the cores; with a GPU, all)",
     )
+    corrupt = "stop at unreadable data, or report and skip them (stop)"
+    add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
+    add_machine(parser)
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how the encoder runs."""
+    add = parser.add_argument
+    add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
     precision = (
         "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
     )
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
-    corrupt = "stop at unreadable data, or report and skip them (stop)"
-    add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from omnilead.data_tools.cli import show
-from omnilead.engine.commandline import Parser, interruptible, one_blas_thread
+from omnilead.engine.commandline import command_parser, interruptible, one_blas_thread
 from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, options_of
 
 
@@ -41,11 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="omnilead predict",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("predict", __doc__)
     add_inputs(parser)
     parser.add_argument(
         "--out",
