@@ -260,8 +260,7 @@ def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
     identity.
     """
     stretched = scale[..., None] * rotation(angle_rad)
-    matrix: np.ndarray = FROM_DIPOLE @ stretched @ TO_DIPOLE
-    return matrix
+    return np.asarray(FROM_DIPOLE @ stretched @ TO_DIPOLE)
 
 
 def rotation(angle_rad: np.ndarray) -> np.ndarray:
@@ -270,8 +269,7 @@ def rotation(angle_rad: np.ndarray) -> np.ndarray:
     about_z = _about(2, angle_rad[..., 0])
     about_y = _about(1, angle_rad[..., 1])
     about_x = _about(0, angle_rad[..., 2])
-    turned: np.ndarray = about_x @ about_y @ about_z
-    return turned
+    return np.asarray(about_x @ about_y @ about_z)
 
 
 def _about(axis: int, angle: np.ndarray) -> np.ndarray:

@@ -185,14 +185,18 @@ class Loader:
         """`step`: where to start without a `state`. Select crops by `rows` of each dataset, or by
         `roles` as in DatasetRows.of."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
-        self.augment = unmasked(config)
+        # what the backend does: not the masks of windows
+        self.augment = (
+            dataclasses.replace(config.augment, rlm=0.0) if config.windows else config.augment
+        )
         self.backend = self._chosen_backend()
         self.extra = None
         if config.augment.extra:
             self.extra = ExtraAugmentation(config.augment.extra, config.seed, rank, device)
-        selected = []
-        for d, dataset in enumerate(datasets):
-            selected.append(DatasetRows.of(dataset, rows=rows[d] if rows else None, **roles))
+        selected = [
+            DatasetRows.of(dataset, rows=rows[d] if rows else None, **roles)
+            for d, dataset in enumerate(datasets)
+        ]
         self.order = Order(
             tuple(selected), config.batch_crops, config.seed, config.weights, config.block_shards
         )
@@ -409,11 +413,6 @@ class Loader:
         }
 
 
-def unmasked(config: LoaderConfig) -> AugmentConfig:
-    """What the backend does: not the masks of windows."""
-    return dataclasses.replace(config.augment, rlm=0.0) if config.windows else config.augment
-
-
 class _Desk(CropBuffers):
     """A reading thread's own buffer for a few crops, which are written to the batch as soon as it
     is full."""
@@ -428,6 +427,7 @@ class _Desk(CropBuffers):
         """`places`: as planned."""
         single_threaded()
         self.loader, self.places = loader, places
+        self.asked = places.row.tolist()  # Python's integers compare faster than numpy's
         self.writer, self.x_BSLT = writer, x_BSLT
         self.crops_BLT = torch.empty((writer.at_a_time, *CROP_SHAPE), dtype=torch.int16)
         self.buffers: list[np.ndarray] = list(self.crops_BLT.numpy())
@@ -437,7 +437,7 @@ class _Desk(CropBuffers):
         return self.buffers[len(self.positions)]
 
     def accept(self, position: int, row: int) -> None:
-        if row != self.places.row[position]:
+        if row != self.asked[position]:
             self._write_replacement(position, row)
             return
         self.positions.append(position)

@@ -172,9 +172,7 @@ class CropReader:
         self.check, self.on_corrupt, self.staging = check, on_corrupt, staging
         self.threads, self.pin = threads, pin and torch.cuda.is_available()
         staged = staging.datasets if staging else {}
-        self._sources = []
-        for d, dataset in enumerate(datasets):
-            self._sources.append(_Source(dataset, source, d in staged))
+        self._sources = [_Source(one, source, d in staged) for d, one in enumerate(datasets)]
         # fewer than the limit, as each thread may still hold an evicted one
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)
         # one thread less, as the calling thread reads too
@@ -288,17 +286,17 @@ class CropReader:
             return self._read_in_threads(reads, output, {})
         with self.staging.hold(shards) as paths:
             bad = self._read_in_threads(reads, output, paths)
-            if not (bad and retry):
-                return bad
-            positions = {one.position for one in bad}
+            positions = {one.position for one in bad if retry}
             failed = [read for read in reads if read.position in positions]
             again = [read for read in failed if isinstance(paths.get(read[:2]), str)]
             for path in sorted({str(paths[read[:2]]) for read in again}):
                 log.warning("%s: the cached file is damaged: downloading it again", path)
                 Path(path).unlink(missing_ok=True)
+        if not again:
+            return bad
         redone = {read.position for read in again}
         lost = [one for one in bad if one.position not in redone]
-        return lost + (self._read_all(again, output, retry=False) if again else [])
+        return lost + self._read_all(again, output, retry=False)
 
     def _read_in_threads(
         self, reads: list[_Read], output: Callable[[], CropBuffers], paths: Paths
