@@ -23,7 +23,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
@@ -42,6 +42,8 @@ TAU = 2 * math.pi
 FINE = 50  # samples in a fine step of `cosines`: about the square root of T
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+# in YAML, 3 is a number
+AsText = BeforeValidator(lambda value: str(value) if type(value) is int else value)
 Millivolts = Annotated[float, Field(ge=0, le=10)]
 
 
@@ -87,7 +89,7 @@ class AugmentConfig:
     # recompute the limb leads from I and II after adding noise; None: for authors_* only
     dependency: bool | None = None
     threekg: ThreeKG | None = None
-    leads: str | tuple[str, ...] = "12"  # leads that the model uses
+    leads: Annotated[str | tuple[str, ...], AsText] = "12"  # leads that the model uses
     padded: bool = True  # keep the other leads as zeros; false: leave them out
     # your own function(x_BSLT, generator) as file.py:function, applied after the others:
     # engine.data.augmenter
