@@ -65,10 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # imported late, so that --help does not wait for PyTorch
     from omnilead.engine.inference.commands import embed, exit_code
 
-    def run() -> int:
-        return show(embed(**options_of(args)).message)
-
-    return exit_code("omnilead embed", run, args.out)
+    return exit_code("omnilead embed", lambda: show(embed(**options_of(args)).message), args.out)
 
 
 def probe(arguments: Sequence[str]) -> int:
@@ -117,20 +114,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
     parser = command_parser("probe", PROBE)
     add_inputs(parser)
-    parser.add_argument(
-        "--task", default="", metavar="NAME|F", help="a shipped task such as age, or a YAML file"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--task", default="", metavar="NAME|F", help="a shipped task such as age, or a YAML file")
+    add(
         "--labels",
         default="",
         metavar="CSV",
         help="a table of labels, CSV or parquet, with a column `record`",
     )
-    parser.add_argument("--readout", **READOUT)
-    parser.add_argument(
-        "--out", type=Path, metavar="MODEL", help="a folder: the model with this probe as its head"
-    )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the scores as JSON")
+    add("--readout", **READOUT)
+    add("--out", type=Path, metavar="MODEL", help="a folder: the model with this probe as its head")
+    add("--json", type=Path, metavar="F", help="write the scores as JSON")
     return parser.parse_args(arguments)
 
 

@@ -31,10 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # imported late, so that --help does not wait for PyTorch
     from omnilead.engine.inference.commands import exit_code, predict
 
-    def run() -> int:
-        return show(predict(**options_of(args)).message)
-
-    return exit_code("omnilead predict", run, args.out)
+    return exit_code(
+        "omnilead predict", lambda: show(predict(**options_of(args)).message), args.out
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -44,8 +44,12 @@ BATCH = 16  # crops encoded at a time
 MAX_PAIRS = 20_000  # of each kind that are kept
 TIE = 1e-12  # cosines in float64 closer than this are equal
 NOT_LOGGED = (
-    *("loss_diversity", "loss_features", "prob_perplexity", "code_perplexity"),
-    *("masked", "masked_share"),
+    "loss_diversity",
+    "loss_features",
+    "prob_perplexity",
+    "code_perplexity",
+    "masked",
+    "masked_share",
 )
 
 
@@ -166,9 +170,8 @@ class ValidationLoss:
                     losses = engine(*model_inputs(batch, self.config, self.patients))
                     for name, value in losses.items():
                         # selected, not multiplied: what does not count may be NaN
-                        counts = number < self.batches
-                        value = value.float() if counts else torch.zeros_like(value).float()
-                        sums[name] = sums.get(name, 0) + value
+                        counts = value if number < self.batches else torch.zeros_like(value)
+                        sums[name] = sums.get(name, 0) + counts.float()
         finally:
             loader.close()
         total = sum_over_ranks(torch.stack(list(sums.values())))
@@ -232,7 +235,7 @@ def predict_on_ranks(
     crops: Sequence[tuple[Dataset, int]],
     forward: Callable[[Tensor], Tensor],
     windows_of: Callable[[Tensor, np.ndarray], Tensor],
-    windows: int = 2,
+    windows: int,
 ) -> Tensor:
     """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` makes x_RLT of
     crops in microvolts and the numbers of their halves: `windows` of each. Ranks share the work and call the model
