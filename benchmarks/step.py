@@ -34,13 +34,13 @@ from benchmarks.measure import CaseError, Cases, Result, call_fresh, say, timed
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.engine.commandline import load
 from omnilead.engine.config import Config
+from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.interop.parity import draws_of
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.train import COMPILED, compile_model
-from omnilead.engine.training.validation import to_device
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (256, 64, 512)}  # crops of 10 s

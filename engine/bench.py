@@ -20,12 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from omnilead.data_tools.cli import show
-from omnilead.engine.commandline import RUN_CODE, Parser, interruptible, one_blas_thread, positive
-from omnilead.engine.embed import READOUT
+from omnilead.engine.commandline import RUN_CODE, command_parser, interruptible, one_blas_thread
+from omnilead.engine.embed import READOUT, add_machine
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,9 +62,7 @@ def bench(
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        "omnilead bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("bench", __doc__)
     add = parser.add_argument
     add(
         "--models",
@@ -138,13 +133,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="folder for the results and the embeddings",
     )
     add("--seed", type=int, default=0, help="seed of the random weights (0)")
-    add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
-    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
-    precision = (
-        "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
-    )
-    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
-    add("--anonymous", action="store_true", help="read public s3:// data without credentials")
+    add_machine(parser)
     return parser.parse_args(arguments)
 
 

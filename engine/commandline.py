@@ -177,6 +177,12 @@ def _parsed(override: str) -> tuple[str, Any]:
     return key, parse_yaml(text, f"--set {key}")
 
 
+def command_parser(name: str, about: str | None) -> Parser:
+    """Shows the text about a command as it is written."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return Parser(f"omnilead {name}", description=about, formatter_class=as_written)
+
+
 def writable(place: Path, flag: str) -> None:
     """Raises before hours of work, not after them, if a file cannot be written."""
     folder, mend = place.parent, "name a file in an existing folder"

@@ -171,8 +171,7 @@ class RunConfig(Section):
 
     def tree(self) -> dict[str, Any]:
         """Nested dicts as in JSON and YAML."""
-        plain: dict[str, Any] = json.loads(self.model_dump_json())
-        return plain
+        return self.model_dump(mode="json")
 
     def problems(self, world: int) -> list[tuple[Any, str]]:
         """Pairs of a condition that is true if settings contradict each other, and what to say."""
@@ -223,10 +222,8 @@ class Config(RunConfig):
 
     def problems(self, world: int) -> list[tuple[Any, str]]:
         objective, augment, t = self.objective, self.augment, self.train
-        leads, views = (
-            len(augment.output_leads),
-            "halves" if objective.method == "cmsc" else "window",
-        )
+        leads = len(augment.output_leads)
+        views = "halves" if objective.method == "cmsc" else "window"
         contrast = objective.contrast > 0 and not objective.plugged
         if not self.model.encoder:
             tokens = self.model.tokens(self.signals.samples)
@@ -284,28 +281,22 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
     """Validated settings from nested dicts."""
     tree = merge(kind.defaults, tree)
-    train, augment = tree.get("train"), tree.get("augment")
+    train = tree.get("train")
     if tree.get("rates") == []:  # an earlier version wrote it into every config.yaml
         tree = {name: value for name, value in tree.items() if name != "rates"}
-    if isinstance(train, dict) and isinstance(train.get("lr"), list) and train["lr"]:
-        tree = tree | {"train": train | {"lr": _one_rate(train["lr"])}}
-    if isinstance(augment, dict) and type(augment.get("leads")) is int:  # augment.leads=3
-        tree = tree | {"augment": augment | {"leads": str(augment["leads"])}}
+    if isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
+        if len(rates) > 1:
+            raise ConfigError(
+                f"train.lr={rates}: a run has one learning rate: start one for each: --lr "
+                f"{rates[0]} --out OUT/lr-{rates[0]} and so on, and compare their RUN/result.json"
+            )
+        tree = tree | {"train": train | {"lr": rates[0]}}
     try:
         return _validate(kind, json.dumps(tree))
     except TypeError as error:  # a date, for example
         raise ConfigError(
             f"a value has a type that JSON does not have: {error}: write text or a number"
         ) from None
-
-
-def _one_rate(rates: list[Any]) -> Any:
-    if len(rates) > 1:
-        raise ConfigError(
-            f"train.lr={rates}: a run has one learning rate: start one for each: --lr {rates[0]} "
-            f"--out OUT/lr-{rates[0]} and so on, and compare their RUN/result.json"
-        )
-    return rates[0]
 
 
 def schema(kind: type[RunConfig] = Config) -> str:
@@ -410,7 +401,7 @@ def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
     """Crops per rank and forward pass, and forward passes per step."""
     t = config.train
     share, rest = divmod(t.batch_crops, world)
-    if rest or not share:
+    if rest:
         raise ConfigError(
             f"train.batch_crops={t.batch_crops}: must be a multiple of the {world} ranks"
         )

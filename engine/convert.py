@@ -30,20 +30,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from omnilead.data_tools.cli import echo, tell
-from omnilead.engine.commandline import RUN_CODE, Parser, interruptible, parse_yaml
+from omnilead.engine.commandline import RUN_CODE, command_parser, interruptible, parse_yaml
 from omnilead.engine.common import LEADS, ConfigError, leads_in_order
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "omnilead convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("convert", __doc__)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="from-fairseq|from-torch|to-fairseq|to-onnx"
     )

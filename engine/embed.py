@@ -21,13 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from omnilead.data_tools.cli import show
 from omnilead.engine.commandline import (
     RUN_CODE,
-    Parser,
+    command_parser,
     interruptible,
     one_blas_thread,
     positive,
@@ -68,10 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # imported late, so that --help does not wait for PyTorch
     from omnilead.engine.inference.commands import embed, exit_code
 
-    def run() -> int:
-        return show(embed(**options_of(args)).message)
-
-    return exit_code("omnilead embed", run, args.out)
+    return exit_code("omnilead embed", lambda: show(embed(**options_of(args)).message), args.out)
 
 
 def probe(arguments: Sequence[str]) -> int:
@@ -102,11 +96,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="omnilead embed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("embed", __doc__)
     add_inputs(parser)
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="F.parquet", help="write the embeddings")
@@ -122,24 +112,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        "omnilead probe", description=PROBE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("probe", PROBE)
     add_inputs(parser)
-    parser.add_argument(
-        "--task", default="", metavar="NAME|F", help="a shipped task such as age, or a YAML file"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--task", default="", metavar="NAME|F", help="a shipped task such as age, or a YAML file")
+    add(
         "--labels",
         default="",
         metavar="CSV",
         help="a table of labels, CSV or parquet, with a column `record`",
     )
-    parser.add_argument("--readout", **READOUT)
-    parser.add_argument(
-        "--out", type=Path, metavar="MODEL", help="a folder: the model with this probe as its head"
-    )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the scores as JSON")
+    add("--readout", **READOUT)
+    add("--out", type=Path, metavar="MODEL", help="a folder: the model with this probe as its head")
+    add("--json", type=Path, metavar="F", help="write the scores as JSON")
     return parser.parse_args(arguments)
 
 
@@ -157,22 +142,28 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     )
     add("--fs", dest="fs_hz", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
     add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")
-    add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
     add(
         "--workers",
         type=positive,
         metavar="N",
         help="reading threads (a quarter of the cores; with a GPU, all)",
     )
+    corrupt = "stop at unreadable data, or report and skip them (stop)"
+    add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
+    add_machine(parser)
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that say how the encoder runs."""
+    add = parser.add_argument
+    add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
     add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
     precision = (
         "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
     )
     add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
-    corrupt = "stop at unreadable data, or report and skip them (stop)"
-    add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
-    add("--local_rank", type=int, help=argparse.SUPPRESS)
 
 
 if __name__ == "__main__":

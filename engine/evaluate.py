@@ -28,19 +28,17 @@ from json import dumps
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from omnilead.data_tools.cli import show
 from omnilead.engine.commandline import (
     RUN_CODE,
-    Parser,
+    command_parser,
     interruptible,
     positive,
     writable,
     write_result,
 )
 from omnilead.engine.common import LABELS, ConfigError, OutputError, environment
+from omnilead.engine.embed import options_of
 
 CLASSES_SHOWN = 12  # printed on the terminal
 NAMES = {"challenge": "challenge at 0.5", "challenge_chosen": "challenge, chosen"}  # thresholds
@@ -53,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from omnilead.engine.inference.commands import exit_code
 
     def run() -> int:
-        options = {name: value for name, value in vars(args).items() if name != "local_rank"}
-        document = evaluate(**options)
+        document = evaluate(**options_of(args))
         if document is None:
             return 0  # the first rank tells the scores
         text = "\n".join(lines(document)) + "\n"
@@ -83,24 +80,28 @@ def evaluate(
 
     The arguments are the options of the command. None on all ranks but the first. Errors have
     one-line messages."""
-    from omnilead.engine.training.distributed import close, lost_a_rank
+    import omnilead
+    from omnilead.data_tools.dataset import Dataset
+    from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
+    from omnilead.engine.inference.commands import chosen_device
+    from omnilead.engine.training.distributed import close, lost_a_rank, share_work
 
     files = Files(Path(json) if json else None, Path(report) if report else None)
     files.check()
+    run, table = os.fspath(model), os.fspath(labels)
+    options = EvalOptions(role, leads, batch, run, files.kept)
+    result: Any
     try:
-        result, dataset = score(
-            os.fspath(model),
-            os.fspath(data),
-            leads,
-            task,
-            os.fspath(labels),
-            role,
-            batch,
-            device,
-            code,
-            anonymous,
-            files.kept,
-        )
+        dataset = Dataset.open(os.fspath(data), anonymous)
+        share_work()
+        trained = omnilead.load(run, code).to(chosen_device(device))
+        if not table and task == "auto":
+            table = labels_of_run(run)
+        chosen = chosen_task(trained, task, table)
+        if chosen.kind == "identity":
+            result = identify(trained, dataset, options)
+        else:
+            result = score_task(trained, dataset, chosen, options)
     except RuntimeError as error:
         if not lost_a_rank(error):
             raise
@@ -155,11 +156,7 @@ class Files(NamedTuple):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="omnilead evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("evaluate", __doc__)
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="a run, or a folder with model.safetensors")
     add("--code", **RUN_CODE)
@@ -203,38 +200,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # added by deepspeed's launcher; LOCAL_RANK is used instead
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
     return parser.parse_args(arguments)
-
-
-def score(
-    run: str,
-    data: str,
-    leads: str,
-    task_name: str,
-    labels: str,
-    role: str,
-    batch: int,
-    device: str,
-    code: bool,
-    anonymous: bool,
-    kept: Path | None,
-) -> tuple[Any, Any]:
-    """The result, and the dataset that it is of."""
-    import omnilead
-    from omnilead.data_tools.dataset import Dataset
-    from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
-    from omnilead.engine.inference.commands import chosen_device
-    from omnilead.engine.training.distributed import share_work
-
-    dataset = Dataset.open(data, anonymous)
-    share_work()
-    model = omnilead.load(run, code).to(chosen_device(device))
-    if not labels and task_name == "auto":
-        labels = labels_of_run(run)
-    task = chosen_task(model, task_name, labels)
-    options = EvalOptions(role, leads, batch, run, kept)
-    if task.kind == "identity":
-        return identify(model, dataset, options), dataset
-    return score_task(model, dataset, task, options), dataset
 
 
 def labels_of_run(model: str) -> str:

@@ -14,11 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from omnilead.data_tools.cli import echo, tell
-from omnilead.engine.commandline import Parser, interruptible
+from omnilead.engine.commandline import command_parser, interruptible
 from omnilead.engine.common import ConfigError
 
 
@@ -44,9 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        "omnilead hub", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("hub", __doc__)
     commands = parser.add_subparsers(dest="action", required=True, metavar="push|pull")
     example = "example: omnilead hub push RUN org/name --private"
     upload = commands.add_parser(

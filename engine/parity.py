@@ -13,25 +13,19 @@ reference. Exit 0: all errors are within their limits. Exit 1: one is not. Exit 
 read.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from omnilead.data_tools.cli import echo, tell
-from omnilead.engine.commandline import Parser, interruptible
+from omnilead.engine.commandline import command_parser, interruptible
 from omnilead.engine.common import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        "omnilead parity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("parity", __doc__)
     parser.add_argument(
         "folder",
         type=Path,

@@ -20,11 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from omnilead.data_tools.cli import show
-from omnilead.engine.commandline import Parser, interruptible, one_blas_thread
+from omnilead.engine.commandline import command_parser, interruptible, one_blas_thread
 from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, options_of
 
 
@@ -34,18 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # imported late, so that --help does not wait for PyTorch
     from omnilead.engine.inference.commands import exit_code, predict
 
-    def run() -> int:
-        return show(predict(**options_of(args)).message)
-
-    return exit_code("omnilead predict", run, args.out)
+    return exit_code(
+        "omnilead predict", lambda: show(predict(**options_of(args)).message), args.out
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="omnilead predict",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("predict", __doc__)
     add_inputs(parser)
     parser.add_argument(
         "--out",

@@ -23,7 +23,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
@@ -41,8 +41,10 @@ WANDER_COMPONENTS = 3
 TAU = 2 * math.pi
 FINE = 50  # samples in a fine step of `cosines`: about the square root of T
 
-STRICT = ConfigDict(strict=True, extra="forbid")
-Millivolts = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+# in YAML, 3 is a number
+AsText = BeforeValidator(lambda value: str(value) if type(value) is int else value)
+Millivolts = Annotated[float, Field(ge=0, le=10)]
 
 
 @checked_dataclass(frozen=True, config=STRICT)
@@ -62,17 +64,17 @@ class ThreeKG:
     perturb_ecg_dataset.py:120-199)."""
 
     # largest angle of the dipole's three rotations; each is uniform within +- this
-    angle_deg: Annotated[float, Field(ge=0, le=180, allow_inf_nan=False)] = 45.0
+    angle_deg: Annotated[float, Field(ge=0, le=180)] = 45.0
     # largest scale factor; one for each axis, uniform from 1 to this
-    scale: Annotated[float, Field(ge=1, le=10, allow_inf_nan=False)] = 1.5
+    scale: Annotated[float, Field(ge=1, le=10)] = 1.5
     # share of the samples to zero, in one cyclic window per lead
-    time_mask: Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)] = 0.5
+    time_mask: Annotated[float, Field(ge=0, le=0.99)] = 0.5
 
 
 @checked_dataclass(frozen=True, config=STRICT)
 class AugmentConfig:
     # random lead masking: probability of zeroing each lead of each half; 0 = off
-    rlm: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
+    rlm: Annotated[float, Field(ge=0, le=1)] = 0.5
     rlm_keep_one: bool = False  # never mask all leads of a half (the paper's masking can)
     # kinds of noise, or a set: physio3, physio4, authors_physio3, authors_physio4
     noise: str | tuple[str, ...] = ()
@@ -87,7 +89,7 @@ class AugmentConfig:
     # recompute the limb leads from I and II after adding noise; None: for authors_* only
     dependency: bool | None = None
     threekg: ThreeKG | None = None
-    leads: str | tuple[str, ...] = "12"  # leads that the model uses
+    leads: Annotated[str | tuple[str, ...], AsText] = "12"  # leads that the model uses
     padded: bool = True  # keep the other leads as zeros; false: leave them out
     # your own function(x_BSLT, generator) as file.py:function, applied after the others:
     # engine.data.augmenter

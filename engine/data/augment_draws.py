@@ -61,14 +61,12 @@ class _Draw:
     def uniform(
         self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
     ) -> np.ndarray:
-        counters = self._counters(leads, slots)
-        return counter.uniform(self.seed, stream, *counters)
+        return counter.uniform(self.seed, stream, *self._counters(leads, slots))
 
     def normal(
         self, stream: RandomStream, leads: Sequence[int], slots: Sequence[int]
     ) -> np.ndarray:
-        counters = self._counters(leads, slots)
-        return counter.normal(self.seed, stream, *counters)
+        return counter.normal(self.seed, stream, *self._counters(leads, slots))
 
     def _counters(self, leads: Sequence[int], slots: Sequence[int]) -> tuple[np.ndarray, ...]:
         lead = np.array(leads)[:, None]
@@ -262,8 +260,7 @@ def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:
     identity.
     """
     stretched = scale[..., None] * rotation(angle_rad)
-    matrix: np.ndarray = FROM_DIPOLE @ stretched @ TO_DIPOLE
-    return matrix
+    return np.asarray(FROM_DIPOLE @ stretched @ TO_DIPOLE)
 
 
 def rotation(angle_rad: np.ndarray) -> np.ndarray:
@@ -272,8 +269,7 @@ def rotation(angle_rad: np.ndarray) -> np.ndarray:
     about_z = _about(2, angle_rad[..., 0])
     about_y = _about(1, angle_rad[..., 1])
     about_x = _about(0, angle_rad[..., 2])
-    turned: np.ndarray = about_x @ about_y @ about_z
-    return turned
+    return np.asarray(about_x @ about_y @ about_z)
 
 
 def _about(axis: int, angle: np.ndarray) -> np.ndarray:

@@ -64,8 +64,7 @@ def missing_leads(dataset: Dataset) -> np.ndarray:
 def none_measured(dataset: Dataset, leads: Sequence[int]) -> np.ndarray:
     """bool [crops]: none of these leads was measured."""
     these = sum(1 << lead for lead in leads)
-    none: np.ndarray = missing_leads(dataset) & these == these
-    return none
+    return np.asarray(missing_leads(dataset) & these == these)
 
 
 def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
@@ -74,20 +73,14 @@ def measured_leads(datasets: Sequence[Dataset]) -> MeasuredLeads | None:
     bits = [missing_leads(dataset) for dataset in datasets]
 
     def of(places: Places) -> np.ndarray:
-        missing = np.zeros(len(places), np.uint16)
-        for d, each in enumerate(bits):
-            mine = places.dataset == d
-            missing[mine] = each[places.row[mine]]
-        measured: np.ndarray = missing[:, None] >> np.array(ALL) & 1 == 0
-        return measured
+        return np.asarray(places.of(bits)[:, None] >> np.array(ALL) & 1 == 0)
 
     return of if any(each.any() for each in bits) else None
 
 
 def crop_key(places: Places) -> np.ndarray:
     """The key of each crop for the counter-based generator: dataset and row in one integer."""
-    key: np.ndarray = places.dataset.astype(np.int64) << 40 | places.row
-    return key
+    return np.asarray(places.dataset.astype(np.int64) << 40 | places.row)
 
 
 def parameters(
@@ -105,6 +98,11 @@ def parameters(
             counter.uniform(seed, RandomStream.WINDOW, places.epoch, crop) * (HALF + 1)
         ).astype(np.int64)
     return p
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def single_threaded() -> None:
@@ -133,13 +131,7 @@ class Augmenter:
 
     def to_device(self, p: Params) -> Tensors:
         """Copy the parameters to the device asynchronously: a few kilobytes for a batch."""
-        tensors = {}
-        for name, values in p.items():
-            tensor = torch.from_numpy(values)
-            if self.device.type == "cuda":
-                tensor = tensor.pin_memory().to(self.device, non_blocking=True)
-            tensors[name] = tensor
-        return tensors
+        return {name: to_device(values, self.device) for name, values in p.items()}
 
     def __call__(self, crops_BLT: torch.Tensor, p: Tensors) -> torch.Tensor:
         x = self._split(crops_BLT, p.get("start")).float()
@@ -206,11 +198,9 @@ class CropWriter:
     def __init__(self, augmenter: Augmenter, p: Tensors, out_BSLT: torch.Tensor) -> None:
         crops = len(out_BSLT)
         keep = p.get("keep", torch.ones(1)).expand(crops, 2, len(ALL), 1)
-        self.out, self.keep, self.scale = (
-            out_BSLT.unbind(),
-            keep.unbind(),
-            (keep * MV_PER_UV).unbind(),
-        )
+        self.out = out_BSLT.unbind()
+        self.keep = keep.unbind()
+        self.scale = (keep * MV_PER_UV).unbind()
         kinds = [formula(kind) for kind in augmenter.config.kinds]
         shared = [kind for kind in kinds if kind != "emg"]
         self.waves = _shared_waves(shared, p, augmenter.time, crops).unbind() if shared else None

@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
-from omnilead.engine.common import ConfigError
+from omnilead.engine.common import ConfigError, flatten
 from omnilead.engine.data import dali
 from omnilead.engine.data.augment import STRICT, AugmentConfig
 from omnilead.engine.data.augment_draws import Params, lead_masks
@@ -49,14 +49,12 @@ from omnilead.engine.data.augmenter import (
     single_threaded,
 )
 from omnilead.engine.data.order import DatasetRows, Order, Places, shards_needed
-from omnilead.engine.data.reader import BadCrop, CropReader, Report, prefetch
+from omnilead.engine.data.reader import BadCrop, CropBuffers, CropReader, Report, prefetch
 from omnilead.engine.data.staging import Staging
 
 PLANNED_CROPS = 1024  # planned at a time, to share the overhead of numpy calls
 # on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops
 READ_CROPS = 256
-# a second thread costs a CPU a third more time per crop; it halves the wait for a cold disk
-THREADS = {"cpu": 1, "cuda": 2}
 State = dict[str, Any]
 log = logging.getLogger(__name__)
 
@@ -187,14 +185,18 @@ class Loader:
         """`step`: where to start without a `state`. Select crops by `rows` of each dataset, or by
         `roles` as in DatasetRows.of."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
-        self.augment = unmasked(config)
+        # what the backend does: not the masks of windows
+        self.augment = (
+            dataclasses.replace(config.augment, rlm=0.0) if config.windows else config.augment
+        )
         self.backend = self._chosen_backend()
         self.extra = None
         if config.augment.extra:
             self.extra = ExtraAugmentation(config.augment.extra, config.seed, rank, device)
-        selected = []
-        for d, dataset in enumerate(datasets):
-            selected.append(DatasetRows.of(dataset, rows=rows[d] if rows else None, **roles))
+        selected = [
+            DatasetRows.of(dataset, rows=rows[d] if rows else None, **roles)
+            for d, dataset in enumerate(datasets)
+        ]
         self.order = Order(
             tuple(selected), config.batch_crops, config.seed, config.weights, config.block_shards
         )
@@ -206,7 +208,8 @@ class Loader:
         self.measured = measured_leads(datasets) if config.augment.changes_zeros else None
         self.augmenter = Augmenter(self.augment, config.views, config.seed, device)
         self.staging = self._staging(datasets)
-        self.threads = config.threads or THREADS.get(device.type, 2)
+        # a second thread costs a CPU a third more time per crop; it halves the wait for a cold disk
+        self.threads = config.threads or (1 if device.type == "cpu" else 2)
         self.reader = CropReader(
             datasets,
             config.check,
@@ -296,9 +299,8 @@ class Loader:
             with self.meter.timed("augment"):
                 writer = self.augmenter.writer(self.augmenter.to_device(plan.p), x_BSLT)
             with self.meter.timed("read"):
-                asked = plan.places.row.tolist()
                 report = self.reader.read_to(
-                    plan.places, lambda: _Desk(self, plan.places, asked, writer, x_BSLT)
+                    plan.places, lambda: _Desk(self, plan.places, writer, x_BSLT)
                 )
             return x_BSLT, plan, report
 
@@ -411,26 +413,21 @@ class Loader:
         }
 
 
-def unmasked(config: LoaderConfig) -> AugmentConfig:
-    """What the backend does: not the masks of windows."""
-    return dataclasses.replace(config.augment, rlm=0.0) if config.windows else config.augment
-
-
-class _Desk:
+class _Desk(CropBuffers):
     """A reading thread's own buffer for a few crops, which are written to the batch as soon as it
-    is full (reader.CropBuffers)."""
+    is full."""
 
     def __init__(
         self,
         loader: Loader,
         places: Places,
-        asked: list[int],
         writer: ChunkWriter | CropWriter,
         x_BSLT: torch.Tensor,
     ) -> None:
-        """`asked`: the rows that were planned, as Python integers."""
+        """`places`: as planned."""
         single_threaded()
-        self.loader, self.places, self.asked = loader, places, asked
+        self.loader, self.places = loader, places
+        self.asked = places.row.tolist()  # Python's integers compare faster than numpy's
         self.writer, self.x_BSLT = writer, x_BSLT
         self.crops_BLT = torch.empty((writer.at_a_time, *CROP_SHAPE), dtype=torch.int16)
         self.buffers: list[np.ndarray] = list(self.crops_BLT.numpy())
@@ -468,22 +465,15 @@ class _Desk:
 def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
     """The step to resume at. Raises if `state` is from a run with another recipe."""
     before: Any = state.get("recipe")
-    now: Any = recipe
     if not isinstance(before, dict):
         raise ConfigError("cannot resume: the loader's state has no recipe: start a new run")
-    before = _without_former_keys(before)
-    path: list[str] = []  # to the innermost key that differs
-    while isinstance(before, dict) and isinstance(now, dict) and before != now:
-        for key in sorted(before.keys() | now.keys()):
-            if before.get(key) != now.get(key):
-                break
-        path.append(key)
-        before, now = before.get(key), now.get(key)
-    if path:
-        raise ConfigError(
-            f"cannot resume: {'.'.join(path)} changed from {str(before)[:200]} to {now}: set it "
-            "back"
-        )
+    before, now = flatten(_without_former_keys(before)), flatten(recipe)
+    for key in sorted(before.keys() | now.keys()):
+        then = before.get(key)
+        if then != now.get(key):
+            raise ConfigError(
+                f"cannot resume: {key} changed from {str(then)[:200]} to {now.get(key)}: set it back"
+            )
     seen = state.get("crops_seen")
     if type(seen) is not int or not 0 <= seen < 2**63 or seen % batch_crops:
         raise ConfigError(

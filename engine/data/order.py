@@ -116,9 +116,7 @@ class DatasetRows:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
             asked: dict[str, Any] = {"pretrain": pretrain, "dx": dx, "identity": identity}
-            asked["halves"] = halves
-            if hold_out:
-                asked.update({"data.hold_out": hold_out, "held": held})
+            asked |= {"halves": halves, "data.hold_out": hold_out or None, "held": held or None}
             text = ", ".join(
                 f"{key}={value!r}" for key, value in asked.items() if value is not None
             )
@@ -169,6 +167,14 @@ class Places:
 
     def __len__(self) -> int:
         return len(self.row)
+
+    def of(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """From values of each dataset's crops, those of these crops."""
+        found = np.empty((len(self), *values[0].shape[1:]), values[0].dtype)
+        for d, each in enumerate(values):
+            mine = self.dataset == d
+            found[mine] = each[self.row[mine]]
+        return found
 
     def __getitem__(self, part: slice) -> "Places":
         return Places(self.dataset[part], self.row[part], self.epoch[part])

@@ -22,12 +22,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -79,31 +79,22 @@ class Report:
         return Report(self.row[these], tuple(skipped))
 
 
-class CropBuffers(Protocol):
-    """Where a reading thread puts its crops."""
+class CropBuffers:
+    """Where a reading thread puts its crops: a whole batch, which all threads fill; a subclass may
+    have buffers of its own."""
+
+    def __init__(self, crops: np.ndarray) -> None:
+        self.crops = crops
 
     def buffer(self, position: int) -> np.ndarray:
         """int16 [12, 5000], to read the crop at this position of the batch into."""
+        return np.asarray(self.crops[position])
 
     def accept(self, position: int, row: int) -> None:
         """The crop was read and is good."""
 
     def finish(self) -> None:
         """There are no more crops for this thread."""
-
-
-class BatchOutput:
-    """A whole batch, int16 [n, 12, 5000], which all threads fill."""
-
-    def __init__(self, crops: np.ndarray) -> None:
-        self.crops = crops
-
-    def buffer(self, position: int) -> np.ndarray:
-        return np.asarray(self.crops[position])
-
-    def accept(self, position: int, row: int) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 class _File:
@@ -181,9 +172,7 @@ class CropReader:
         self.check, self.on_corrupt, self.staging = check, on_corrupt, staging
         self.threads, self.pin = threads, pin and torch.cuda.is_available()
         staged = staging.datasets if staging else {}
-        self._sources = []
-        for d, dataset in enumerate(datasets):
-            self._sources.append(_Source(dataset, source, d in staged))
+        self._sources = [_Source(one, source, d in staged) for d, one in enumerate(datasets)]
         # fewer than the limit, as each thread may still hold an evicted one
         self._file = lru_cache(MAX_DESCRIPTORS - threads)(_File)
         # one thread less, as the calling thread reads too
@@ -217,7 +206,7 @@ class CropReader:
                 f"{crops.dtype} {list(crops.shape)} cannot hold {count} crops of int16 "
                 f"{list(CROP_SHAPE)}"
             )
-        return self.read_to(places, lambda: BatchOutput(crops)).part(slice(0, count))
+        return self.read_to(places, lambda: CropBuffers(crops)).part(slice(0, count))
 
     def read_to(self, places: Places, output: Callable[[], CropBuffers]) -> Report:
         """Read crops into an output made by each thread. A bad crop that may not be skipped is in
@@ -293,22 +282,21 @@ class CropReader:
         """Divide the reads among the threads. Damaged files in the cache are downloaded again,
         once."""
         shards = dict.fromkeys(read[:2] for read in reads if self._sources[read.dataset].staged)
-        held: AbstractContextManager[Paths] = nullcontext({})
-        if self.staging and shards:
-            held = self.staging.hold(shards)
-        with held as paths:
+        if not (self.staging and shards):
+            return self._read_in_threads(reads, output, {})
+        with self.staging.hold(shards) as paths:
             bad = self._read_in_threads(reads, output, paths)
-            if not (bad and retry and shards):
-                return bad
-            positions = {one.position for one in bad}
+            positions = {one.position for one in bad if retry}
             failed = [read for read in reads if read.position in positions]
             again = [read for read in failed if isinstance(paths.get(read[:2]), str)]
             for path in sorted({str(paths[read[:2]]) for read in again}):
                 log.warning("%s: the cached file is damaged: downloading it again", path)
                 Path(path).unlink(missing_ok=True)
+        if not again:
+            return bad
         redone = {read.position for read in again}
         lost = [one for one in bad if one.position not in redone]
-        return lost + (self._read_all(again, output, retry=False) if again else [])
+        return lost + self._read_all(again, output, retry=False)
 
     def _read_in_threads(
         self, reads: list[_Read], output: Callable[[], CropBuffers], paths: Paths

@@ -114,9 +114,8 @@ class Staging:
         """Waiting calls raise an error and downloads stop at their next part. The files stay for
         the next run."""
         atexit.unregister(self.close)
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._closing = True
+        self._notify()
 
     def _lock(self, key: Key, held: ExitStack) -> str | DatasetError:
         with self._changed:
@@ -225,23 +224,18 @@ class Staging:
 
     def _download(self, key: Key, lock: int) -> None:
         """Download to the locked partial file and rename it if its checksum is right; try twice."""
-        partial, size, root = (
-            self._file(key).with_suffix(".partial"),
-            self._bytes(key),
-            self.datasets[key[0]].root,
-        )
+        partial, size = self._file(key).with_suffix(".partial"), self._bytes(key)
+        name, root = f"shards/{self._shards[key]['name']}", self.datasets[key[0]].root
         try:
             for _ in range(2):
                 sha256 = hashlib.sha256()
                 for start in range(0, size, PART_BYTES):
-                    part = root.read_range(
-                        f"shards/{self._shards[key]['name']}", start, min(PART_BYTES, size - start)
-                    )
+                    wanted = min(PART_BYTES, size - start)
+                    part = root.read_range(name, start, wanted)
                     if self._closing:
                         return
-                    if missing := min(PART_BYTES, size - start) - len(
-                        part
-                    ):  # the transfer was cut, or the file is too short
+                    missing = wanted - len(part)
+                    if missing:  # the transfer was cut, or the file is too short
                         break
                     sha256.update(part)
                     os.pwrite(lock, part, start)

@@ -140,10 +140,8 @@ class Classifier(nn.Module):
             )
             share_R = torch.ones_like(present_R)
         else:
-            logits_RK, weights_RK = (
-                self.logits(c_RD),
-                None if weights_BK is None else weights_BK.repeat_interleave(halves, 0),
-            )
+            logits_RK = self.logits(c_RD)
+            weights_RK = None if weights_BK is None else weights_BK.repeat_interleave(halves, 0)
             if self.task.kind == "survival":  # the rows of all ranks are at risk together
                 labels_R[present_R == 0] = torch.nan
                 gathered = map(all_gather, (logits_RK, labels_R, present_R))

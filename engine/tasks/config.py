@@ -7,21 +7,20 @@ TaskConfig("age", "regression", columns=("age",), unit="years", split="8:1:1")  
 from dataclasses import field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from omnilead.engine.common import OWN, ConfigError
 from omnilead.engine.config import RunConfig, Section
-from omnilead.engine.data.augment import AugmentConfig
+from omnilead.engine.data.augment import STRICT, AsText, AugmentConfig
 from omnilead.engine.model.config import ModelConfig
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-# folds: {train: [1, 2]}
-Value = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+Value = Annotated[str, AsText]  # folds: {train: [1, 2]}
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+@dataclass(frozen=True, config=STRICT)
 class TaskConfig:
     name: Name = "diagnosis"  # in results and file names
     kind: TaskKind = "multilabel"  # of the labels

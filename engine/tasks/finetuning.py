@@ -41,8 +41,17 @@ from torch import Tensor, nn
 from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping, read_yaml
-from omnilead.engine.common import LABELS, VALID, ConfigError, describe_leads, find_config, merge
+from omnilead.engine.common import (
+    LABELS,
+    VALID,
+    ConfigError,
+    describe_leads,
+    environment,
+    find_config,
+    merge,
+)
 from omnilead.engine.config import Config, build, check
+from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
 from omnilead.engine.inference import trained_model as inference
@@ -57,7 +66,7 @@ from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.tasks.labels import SPLITS, TaskLabels, guess, read_task
 from omnilead.engine.training.checkpoint import newest
-from omnilead.engine.training.distributed import Ranks, environment
+from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import (
     ExportedTask,
     best_step_text,
@@ -75,7 +84,6 @@ from omnilead.engine.training.validation import (
     eval_mode,
     pairs,
     predict_on_ranks,
-    to_device,
     whole,
 )
 
@@ -171,8 +179,18 @@ class HeldOut(NamedTuple):
 
 class FinetuneTask(ExportedTask):
     keys = (
-        *("step", "crops_seen", "epoch", "loss", "accuracy", "lr", "grad_norm"),
-        *("crops_per_s", "data_wait_pct", "mfu", "skipped_steps", "memory_gb"),
+        "step",
+        "crops_seen",
+        "epoch",
+        "loss",
+        "accuracy",
+        "lr",
+        "grad_norm",
+        "crops_per_s",
+        "data_wait_pct",
+        "mfu",
+        "skipped_steps",
+        "memory_gb",
     )
     exports_best = True
 
@@ -338,10 +356,7 @@ class FinetuneTask(ExportedTask):
             exists += self._exist(self.halves[n][rows]).ravel().tolist()
             classes += y[rows].repeat(self.input.count()).tolist()
 
-        def embed(x_RLT: Tensor) -> Tensor:
-            return pool(encoder(x_RLT.float()))
-
-        c_RD = self._on_ranks(crops, embed)
+        c_RD = self._on_ranks(crops, lambda x_RLT: pool(encoder(x_RLT.float())))
         exists_R = torch.tensor(exists)
         unit_RD = F.normalize(c_RD[exists_R], dim=-1)
         sum_CD = torch.zeros(model.head.weight.shape)
@@ -351,36 +366,31 @@ class FinetuneTask(ExportedTask):
 
     def _on_ranks(self, crops: list[tuple[Dataset, int]], forward: Any) -> Tensor:
         """Outputs for all windows that a crop may have."""
-
-        def windows(uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
-            return self.input.crops(uv_BLT, halves_B).flatten(0, 1)
-
-        count = int(self.input.count())
-        return predict_on_ranks(self.config, self.ranks, crops, forward, windows, count)
+        return predict_on_ranks(
+            self.config,
+            self.ranks,
+            crops,
+            forward,
+            lambda uv_BLT, halves_B: self.input.crops(uv_BLT, halves_B).flatten(0, 1),
+            windows=int(self.input.count()),
+        )
 
     def _exist(self, halves_B: np.ndarray) -> np.ndarray:
         """bool [B, S]: the windows that crops have."""
-        exist_BS: np.ndarray = np.arange(self.input.count()) < self.input.count(halves_B)[:, None]
-        return exist_BS
+        return np.asarray(np.arange(self.input.count()) < self.input.count(halves_B)[:, None])
 
     def seen(self, batch: Batch) -> Tensor:
         if self.input.plain:
             return batch.x_BSLT
         assert batch.keep_BSL1 is not None
         keep_BSL1 = to_device(batch.keep_BSL1, batch.x_BSLT.device)
-        return self.input.cut(whole(batch.x_BSLT), self._of_batch(batch, self.halves), keep_BSL1)
-
-    @staticmethod
-    def _of_batch(batch: Batch, values: list[np.ndarray]) -> np.ndarray:
-        """From values of each dataset's crops, those of the batch."""
-        places = zip(batch.places.dataset.tolist(), batch.places.row.tolist(), strict=True)
-        return np.array([values[n][row] for n, row in places])
+        return self.input.cut(whole(batch.x_BSLT), batch.places.of(self.halves), keep_BSL1)
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         """x_BSLT, labels, which windows exist, weights of the labels, margin of ArcFace."""
         task, device = self.config.task, batch.x_BSLT.device
-        y = self._of_batch(batch, self.targets.y)
-        exists_BS = self._exist(self._of_batch(batch, self.halves)).astype(np.float32)
+        y = batch.places.of(self.targets.y)
+        exists_BS = self._exist(batch.places.of(self.halves)).astype(np.float32)
         weights_BK = margin = None
         if self.targets.balanced_2K is not None:
             weights_BK = to_device(kinds.weights(self.kind, y, self.targets.balanced_2K), device)

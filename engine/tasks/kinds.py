@@ -61,10 +61,8 @@ def loss(
     loss_RK, known_RK = cell_losses(kind, logits_RK, y_RK)
     if weights_RK is not None:
         loss_RK = loss_RK * weights_RK
-    sum_R = (loss_RK * known_RK).sum(1)
-    loss_R = sum_R / loss_RK.shape[1]
-    share_R = known_RK.float().mean(1)
-    return loss_R, share_R
+    loss_R = (loss_RK * known_RK).sum(1) / loss_RK.shape[1]
+    return loss_R, known_RK.float().mean(1)
 
 
 def right(kind: TaskKind, logits_RK: Tensor, y_RK: Tensor) -> Tensor:
@@ -87,14 +85,11 @@ def scores(kind: TaskKind, logits_RK: Tensor) -> Tensor:
 
 def balanced(kind: TaskKind, y_NK: np.ndarray) -> np.ndarray:
     """[2, K]: weights of negative and positive labels, inverse to their frequency, 1 on average."""
-    known_K = (~np.isnan(y_NK)).sum(0)
-    known_K = np.maximum(known_K, 1)
+    known_K = np.maximum((~np.isnan(y_NK)).sum(0), 1)
     negative_K = (y_NK == 0).sum(0)
     positive_K = (y_NK > 0).sum(0)
     counts_2K = np.maximum([negative_K, positive_K], 1)
-    groups = 2
-    if kind == "multiclass":
-        groups = y_NK.shape[1]
+    groups = y_NK.shape[1] if kind == "multiclass" else 2
     return np.asarray(known_K / groups / counts_2K, np.float32)
 
 
@@ -104,8 +99,7 @@ def weights(kind: TaskKind, y_NK: np.ndarray, balanced_2K: np.ndarray) -> np.nda
     if kind == "multiclass":
         of_class_N1 = np.nansum(y_NK * positive_K, axis=1, keepdims=True)
         return np.asarray(of_class_N1, np.float32)
-    of_label_NK = np.where(y_NK > 0, positive_K, negative_K)
-    return np.asarray(of_label_NK)
+    return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
 
 
 def thresholds(y_NK: np.ndarray, scores_NK: np.ndarray) -> list[float]:
@@ -127,5 +121,4 @@ def _threshold(y_N: np.ndarray, score_N: np.ndarray) -> float:
     f1 = 2 * true / (predicted + true[-1])
     f1[above == below] = -1
     best = int(f1.argmax())
-    middle = (above[best] + below[best]) / 2
-    return float(middle)
+    return float((above[best] + below[best]) / 2)

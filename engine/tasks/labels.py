@@ -287,11 +287,11 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     targets = data.keys if by_source else data.names
     found = _find(cells, targets, by_source)
     record = cells["record"].combine_chunks()
-    rows = np.flatnonzero(found >= 0)
+    rows, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
+    found = found[rows]
     _refuse_ambiguous(url, record, rows, found, data.keys, targets)
-    missing = np.flatnonzero(found < 0)
     row_of_key = np.full(len(data.keys), -1)
-    row_of_key[found[rows]] = rows
+    row_of_key[found] = rows
     bare = np.flatnonzero(row_of_key < 0)
     remarks, name = [], url
     if len(missing):
@@ -355,7 +355,7 @@ def _refuse_ambiguous(
     keys: pa.Array,
     targets: pa.Array,
 ) -> None:
-    """`rows` are those of the table whose record was found among `targets`."""
+    """`rows` of the table name the `targets` that are `found`."""
     if not len(rows):
         here = ", ".join(map(str, record[:SHOWN].to_pylist()))
         there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
@@ -364,7 +364,7 @@ def _refuse_ambiguous(
             f"data {there}"
         )
     target = targets.dictionary_encode().indices.to_numpy()
-    named = np.bincount(target[found[rows]], minlength=len(keys))
+    named = np.bincount(target[found], minlength=len(keys))
     records = np.bincount(target, minlength=len(keys))
     shared = np.flatnonzero((named > 0) & (records > 1))
     if len(shared):
@@ -375,7 +375,7 @@ def _refuse_ambiguous(
         )
     again = np.flatnonzero(named > 1)
     if len(again):
-        lines = rows[target[found[rows]] == again[0]] + 1
+        lines = rows[target[found] == again[0]] + 1
         raise ConfigError(
             f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one "
             "of them"
@@ -482,9 +482,8 @@ def _cell(table: LabelTable, column: str, row: int) -> str:
 
 def _coded(split: pa.ChunkedArray) -> np.ndarray:
     """Split names as numbers: 0 where there is none, -1 if the name is unknown."""
-    known = pc.index_in(pc.utf8_lower(pc.fill_null(split, "")), pa.array(SPLIT_OF))
-    numbers = np.array([*SPLIT_OF.values(), -1], np.int8)
-    return np.asarray(numbers[pc.fill_null(known, -1).to_numpy()])
+    known = _index(pc.utf8_lower(pc.fill_null(split, "")), pa.array(SPLIT_OF))
+    return np.asarray(np.array([*SPLIT_OF.values(), -1], np.int8)[known])
 
 
 def _splits(
@@ -611,10 +610,7 @@ def _last_folds(name: str, values: list[str]) -> Any:
 
 def _folds(task: TaskConfig, values: list[str]) -> np.ndarray:
     """The split of each value; 0 where task.folds does not name it."""
-    split_of = {}
-    for split, folds in task.folds.items():
-        for fold in folds:
-            split_of[fold] = SPLIT_OF[split]
+    split_of = {fold: SPLIT_OF[split] for split, of in task.folds.items() for fold in of}
     # pandas writes whole numbers as 1.0 in a column with empty cells
     splits = [split_of.get(v, split_of.get(v.removesuffix(".0"), 0)) for v in values]
     return np.array(splits, np.int8)

@@ -34,14 +34,12 @@ from omnilead.data_tools.cli import UserError, is_memory, tell
 from omnilead.engine.common import locked_by_another, sync, write_whole
 from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
-LATEST, BEST, MANIFEST, STATE, UNIVERSAL, LOCK = (
-    "latest",
-    "best",
-    "manifest.json",
-    "state.json",
-    "universal",
-    ".lock",
-)
+LATEST = "latest"
+BEST = "best"
+MANIFEST = "manifest.json"
+STATE = "state.json"
+UNIVERSAL = "universal"
+LOCK = ".lock"
 # written by DeepSpeed's conversion, which a kill may interrupt
 LATEST_UNIVERSAL = "latest_universal"
 RESTORE = "restore the file, or begin a new run with --out NEW"
@@ -54,10 +52,8 @@ CLASSES = (
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
 # torch.load refuses to have both set
-FORCE, FORBID = (
-    "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
-)
+FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+FORBID = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 _LOCKS: dict[Path, os.stat_result] = {}  # lock files of the runs that this process trains
 
@@ -138,10 +134,8 @@ def _make_room(root: Path, path: Path) -> None:
 
 def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
     write_whole(path / STATE, json.dumps(state, indent=1))
-    expected, parts = (
-        state["world"] if state["zero_stage"] else 0,
-        len(list(path.glob("*optim_states.pt"))),
-    )
+    expected = state["world"] if state["zero_stage"] else 0
+    parts = len(list(path.glob("*optim_states.pt")))
     if parts != expected:
         raise CheckpointError(
             f"{path}: {parts} of {expected} ranks wrote their part: put RUN on a disk that all "
@@ -285,11 +279,9 @@ def read_state(path: Path) -> dict[str, Any]:
     return {"best": {}} | state
 
 
-def read_loader_state(path: Path, ranks: Ranks, world_then: int) -> dict[str, Any]:
-    """The loader's state for this rank; rank 0's, which is the same, if the number of ranks has
-    changed."""
-    same = world_then == ranks.world
-    file = path / f"loader-rank{ranks.rank if same else 0}.json"
+def read_loader_state(path: Path) -> dict[str, Any]:
+    """The loader's state, which is the same on all ranks."""
+    file = path / "loader-rank0.json"
     state = _read_json(file)
     if not isinstance(state.get("recipe"), dict):
         raise CheckpointError(f"{file}: is incomplete, so the next crops are unknown: {RESTORE}")
@@ -315,14 +307,14 @@ def to_universal(path: Path) -> None:
     done, temporary = path / UNIVERSAL, path / f".{UNIVERSAL}"
     for old in (done, temporary):  # left by an earlier resume; not covered by the manifest
         shutil.rmtree(old, ignore_errors=True)
-    options = {
-        "num_extract_workers": 1,
-        "num_merge_workers": 1,
-        "keep_temp_folder": False,
-        "strict": True,
-    }
     arguments = Namespace(
-        input_folder=str(path), output_folder=str(temporary), inject_missing_state=True, **options
+        input_folder=str(path),
+        output_folder=str(temporary),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
     )
     with reading(path):
         try:

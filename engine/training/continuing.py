@@ -268,25 +268,20 @@ def read_weights(config: Config) -> StartingWeights:
 
 def check_fits(config: Config, theirs: ModelConfig, signals: Input) -> None:
     start, augment = config.start, config.augment
-    before, now = _architecture(theirs), _architecture(config.model)
-    differ = []
-    for key, value in before.items():
-        if now.get(key, value) != value:
-            differ.append(f"model.{key} is {value!r} there, {now[key]!r} here")
-    if differ:
-        raise ConfigError(
-            f"start={start}: another architecture: {'; '.join(differ)}: set the same, or leave "
-            "out --config"
-        )
-    for name in INPUT:
-        there, here = getattr(signals, name), getattr(config.input, name)
-        if there != here:
-            differ.append(f"input.{name} is {there!r} there, {here!r} here")
-    if differ:
-        raise ConfigError(
-            f"start={start}: another input: {'; '.join(differ)}: set the same, or leave out "
-            "--config"
-        )
+    pairs = (
+        ("architecture", "model", _architecture(theirs), _architecture(config.model)),
+        ("input", "input", {name: getattr(signals, name) for name in INPUT}, vars(config.input)),
+    )
+    for what, section, there, here in pairs:
+        differ = []
+        for key, value in there.items():
+            if here.get(key, value) != value:
+                differ.append(f"{section}.{key} is {value!r} there, {here[key]!r} here")
+        if differ:
+            raise ConfigError(
+                f"start={start}: another {what}: {'; '.join(differ)}: set the same, or leave out "
+                "--config"
+            )
     if signals.leads != augment.output_leads:
         raise ConfigError(
             f"start={start}: augment.leads={augment.leads!r}: use "

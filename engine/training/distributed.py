@@ -24,8 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._C._distributed_c10d import HashStore
 
-from omnilead.engine.common import ConfigError, cores_per_rank
-from omnilead.engine.common import environment as environment
+from omnilead.engine.common import ConfigError, cores_per_rank, environment
 from omnilead.engine.model.kernels import disable_tf32
 
 T = TypeVar("T")
@@ -80,10 +79,8 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
         dist.init_process_group(backend, timeout=timeout, device_id=device)
     except (RuntimeError, ValueError) as error:
         rank, world, _ = environment()
-        port, reason = (
-            f"MASTER_PORT={os.environ.get('MASTER_PORT', '')!r}",
-            str(error).splitlines()[0][:200],
-        )
+        port = f"MASTER_PORT={os.environ.get('MASTER_PORT', '')!r}"
+        reason = str(error).splitlines()[0][:200]
         raise ConfigError(
             f"{port}: rank {rank} cannot join {world} ranks: {reason}: try another --master_port"
         ) from None
@@ -105,11 +102,9 @@ def share_work() -> int:
 def process_restored() -> Iterator[None]:
     """Restores what a training changes in its process, which may be a notebook's."""
     # torch.distributed replaces it
-    environment, threads, hook = (
-        dict(os.environ),
-        torch.get_num_threads(),
-        sys.excepthook,
-    )
+    environment = dict(os.environ)
+    threads = torch.get_num_threads()
+    hook = sys.excepthook
     deterministic, linear = torch.are_deterministic_algorithms_enabled(), F.linear
     cudnn: Any = torch.backends.cudnn
     tf32 = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision

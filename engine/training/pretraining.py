@@ -51,10 +51,27 @@ class PretrainTask(TrainingTask):
     """From random weights; ContinuedTask also loads those of `start`."""
 
     keys: tuple[str, ...] = (
-        *("step", "crops_seen", "epoch", "loss", "loss_local", "loss_global"),
-        *("loss_diversity", "loss_features", "lr", "grad_norm", "crops_per_s", "data_wait_pct"),
-        *("mfu", "code_perplexity", "prob_perplexity", "gumbel_tau", "masked_share"),
-        *("accuracy_local", "accuracy_global", "skipped_steps", "memory_gb"),
+        "step",
+        "crops_seen",
+        "epoch",
+        "loss",
+        "loss_local",
+        "loss_global",
+        "loss_diversity",
+        "loss_features",
+        "lr",
+        "grad_norm",
+        "crops_per_s",
+        "data_wait_pct",
+        "mfu",
+        "code_perplexity",
+        "prob_perplexity",
+        "gumbel_tau",
+        "masked_share",
+        "accuracy_local",
+        "accuracy_global",
+        "skipped_steps",
+        "memory_gb",
     )
 
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:

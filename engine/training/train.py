@@ -18,7 +18,7 @@ import torch
 
 from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import META, Dataset
-from omnilead.engine.common import ConfigError, flatten, write_whole
+from omnilead.engine.common import ConfigError, environment, flatten, write_whole
 from omnilead.engine.config import RunConfig, build, check, deepspeed_json, zero_stage
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.model.encoder import Encoder
@@ -40,14 +40,36 @@ MAKE_DEMO = (
 # Settings and facts that may change when a run is resumed; train.steps and train.epochs too if the
 # learning rate does not depend on them
 CHANGEABLE = {
-    *("run", "code", "task.labels", "labels.center", "labels.scale"),
-    *("data.datasets", "data.anonymous", "pipeline.source", "pipeline.check"),
-    *("pipeline.on_corrupt", "pipeline.threads", "pipeline.read_ahead"),
-    *("pipeline.cache_dir", "pipeline.cache_bytes"),
-    *("train.log_every", "train.validate_every", "train.valid_batches", "train.patience"),
-    *("train.probe_patients", "train.save_every_steps", "train.save_every_minutes", "train.keep"),
-    *("train.peak_tflops", "train.timeout_s", "train.max_nonfinite", "train.deepspeed"),
-    *("train.compile", "train.micro_batch", "train.zero_stage", "train.track"),
+    "run",
+    "code",
+    "task.labels",
+    "labels.center",
+    "labels.scale",
+    "data.datasets",
+    "data.anonymous",
+    "pipeline.source",
+    "pipeline.check",
+    "pipeline.on_corrupt",
+    "pipeline.threads",
+    "pipeline.read_ahead",
+    "pipeline.cache_dir",
+    "pipeline.cache_bytes",
+    "train.log_every",
+    "train.validate_every",
+    "train.valid_batches",
+    "train.patience",
+    "train.probe_patients",
+    "train.save_every_steps",
+    "train.save_every_minutes",
+    "train.keep",
+    "train.peak_tflops",
+    "train.timeout_s",
+    "train.max_nonfinite",
+    "train.deepspeed",
+    "train.compile",
+    "train.micro_batch",
+    "train.zero_stage",
+    "train.track",
     "train.deterministic",
 }
 DEFINITION = "labels.definition."  # of a task; its settings are compared by themselves
@@ -83,7 +105,7 @@ def train(
     """Starts or resumes the run; `profile`: engine.training.tracking.Profile, the steps to trace.
     -> False if SIGTERM stopped it. Ctrl-C also writes a checkpoint, and raises
     KeyboardInterrupt."""
-    check(config, distributed.environment()[1])
+    check(config, environment()[1])
     datasets = open_datasets(config)
     run = make_folder(config.run)
     with distributed.process_restored():
@@ -142,7 +164,16 @@ def make_loop(
     config: RunConfig = task.config
     datasets, ranks = task.datasets, task.ranks
     resumed = find_checkpoint(config, task, run)
-    loader = held.enter_context(closing(open_loader(config, task, resumed)))
+    loader = Loader(
+        replace(config.loader, windows=task.windows),
+        datasets,
+        ranks.device,
+        ranks.rank,
+        ranks.world,
+        resumed.loader_state if resumed else None,
+        **task.roles,
+    )
+    held.callback(loader.close)
     total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
     progress = resumed.progress(loader.step, total) if resumed else Progress()
     if profile:
@@ -180,19 +211,6 @@ def run_loop(loop: Loop, profile: Any, held: ExitStack) -> bool:
     if ranks.first and not finished:
         say(f"stopped after step {loop.progress.step}; the same command resumes")
     return finished
-
-
-def open_loader(config: RunConfig, task: TrainingTask, resumed: Resumed | None) -> Loader:
-    ranks = task.ranks
-    return Loader(
-        replace(config.loader, windows=task.windows),
-        task.datasets,
-        ranks.device,
-        ranks.rank,
-        ranks.world,
-        resumed.loader_state if resumed else None,
-        **task.roles,
-    )
 
 
 def write_files(run: Path, task: TrainingTask, new: bool) -> None:
@@ -274,7 +292,7 @@ def find_checkpoint(config: RunConfig, task: TrainingTask, run: Path) -> Resumed
         return None
     state = checkpoint.read_state(path)
     refuse_changes(path, state, config, task)
-    loader_state = checkpoint.read_loader_state(path, ranks, state["world"])
+    loader_state = checkpoint.read_loader_state(path)
     universal = bool(state["zero_stage"]) and state["world"] != ranks.world
     return Resumed(path, state, loader_state, universal)
 

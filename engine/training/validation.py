@@ -24,7 +24,7 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.config import Config, RunConfig, candidates
-from omnilead.engine.data.augmenter import crop_key
+from omnilead.engine.data.augmenter import crop_key, to_device
 from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Batch, Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
@@ -44,18 +44,17 @@ BATCH = 16  # crops encoded at a time
 MAX_PAIRS = 20_000  # of each kind that are kept
 TIE = 1e-12  # cosines in float64 closer than this are equal
 NOT_LOGGED = (
-    *("loss_diversity", "loss_features", "prob_perplexity", "code_perplexity"),
-    *("masked", "masked_share"),
+    "loss_diversity",
+    "loss_features",
+    "prob_perplexity",
+    "code_perplexity",
+    "masked",
+    "masked_share",
 )
 
 
 def dtype_of(config: RunConfig) -> torch.dtype:
     return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def model_inputs(
@@ -65,11 +64,7 @@ def model_inputs(
     datasets."""
     x, places = windows_of(batch, config), batch.places
     keys = row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1])
-    ids: Tensor | None = None
-    if patients:
-        crops = zip(places.dataset.tolist(), places.row.tolist(), strict=True)
-        of_crop = np.array([patients[dataset][row] for dataset, row in crops], np.int64)
-        ids = to_device(of_crop, x.device)
+    ids = to_device(places.of(patients), x.device) if patients else None
     return x.to(dtype_of(config)), to_device(keys, x.device), tau, ids
 
 
@@ -175,9 +170,8 @@ class ValidationLoss:
                     losses = engine(*model_inputs(batch, self.config, self.patients))
                     for name, value in losses.items():
                         # selected, not multiplied: what does not count may be NaN
-                        counts = number < self.batches
-                        value = value.float() if counts else torch.zeros_like(value).float()
-                        sums[name] = sums.get(name, 0) + value
+                        counts = value if number < self.batches else torch.zeros_like(value)
+                        sums[name] = sums.get(name, 0) + counts.float()
         finally:
             loader.close()
         total = sum_over_ranks(torch.stack(list(sums.values())))
@@ -241,7 +235,7 @@ def predict_on_ranks(
     crops: Sequence[tuple[Dataset, int]],
     forward: Callable[[Tensor], Tensor],
     windows_of: Callable[[Tensor, np.ndarray], Tensor],
-    windows: int = 2,
+    windows: int,
 ) -> Tensor:
     """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` makes x_RLT of
     crops in microvolts and the numbers of their halves: `windows` of each. Ranks share the work and call the model

@@ -264,7 +264,7 @@ FORGED = ["", "[]", "{}", "null", "[" * 100_000, "\xff", '{"recipe": 3}']
 def test_a_forged_loader_state_is_refused_by_name(text, tmp_path):
     (tmp_path / "loader-rank0.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError) as error:
-        checkpoint.read_loader_state(tmp_path, ALONE, 1)
+        checkpoint.read_loader_state(tmp_path)
     assert "loader-rank0.json" in one_line(error)
 
 
