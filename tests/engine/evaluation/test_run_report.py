@@ -160,6 +160,8 @@ RUNS = {
         *(row(2) | {"step": step} for step in (NAN, "2", 10**30)),
         row(-4),
     ],
+    "longer than any date": [row(1, crops_per_s=1e-12)],
+    "longer than any date, in parts": [row(s, crops_per_s=1e-9) for s in range(1, 200)],
     "giants": [row(1, loss=1e300, grad_norm=10**400), row(2, loss=1e11, lr=1e-30), row(10**11)],
     "many": [row(s, loss=1 + s % 7) for s in range(1, 5000)],
 }
