@@ -195,6 +195,17 @@ def test_damaged_files_are_remarks(tmp_path):
     assert check(html) and html.count(" cannot be read") == 2
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_best_step_beyond_the_axis_is_not_in_the_legend(tmp_path):
+    """The training log lost its end, and only some steps measured the R2."""
+    validation = [{"step": 2, "loss": 1.0, "r2": 0.5}, {"step": 9, "loss": 0.5}]
+    html = run_report.build(make(tmp_path / "run", row(1), row(2), validation=validation))
+    marked = [
+        chart.get("aria-label") for chart in check(html) if "best at" in "".join(chart.itertext())
+    ]
+    assert marked == ["Loss"] and "valid/r2" in curves(html)
+
+
 def test_diagnostics_are_checked(tmp_path):
     path = tmp_path / "diagnostics.npz"
     np.savez(path, code_usage=np.array([[{}]], dtype=object), positive_similarity=np.zeros(0))
