@@ -466,13 +466,14 @@ def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -
     for curve in chart.curves:
         log: StepLog = files.held_out if curve.held_out else files.metrics
         x, y = log.curve(curve.key)
+        if curve.held_out:
+            x, y = x[np.isfinite(y)], y[np.isfinite(y)]
         if not len(x):
             if not curve.held_out and any(curve.key in row for row in log.rows):
                 absent.append(curve.key)
             continue
         key, colour, dashed = curve.key, len(lines), False
         if curve.held_out:
-            x, y = x[np.isfinite(y)], y[np.isfinite(y)]
             key = VALID + key
             if compared:
                 colour, dashed = 1, True

@@ -195,6 +195,12 @@ def test_damaged_files_are_remarks(tmp_path):
     assert check(html) and html.count(" cannot be read") == 2
 
 
+def test_held_out_numbers_that_are_none_are_not_drawn(tmp_path):
+    validation = [{"step": s, "loss": 1.0, "mae": NAN, "r2": "high"} for s in (1, 2)]
+    html = run_report.build(make(tmp_path / "run", row(1), row(2), validation=validation))
+    assert "valid/loss" in curves(html) and not {"valid/mae", "valid/r2"} & curves(html)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_best_step_beyond_the_axis_is_not_in_the_legend(tmp_path):
     """The training log lost its end, and only some steps measured the R2."""
