@@ -197,7 +197,10 @@ class Pretrainer(nn.Module):
         o = self.objective
         if not o.needs_ids:
             return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)
-        assert ids_B is not None, "this objective needs the patient of each crop"
+        if ids_B is None:
+            raise ValueError(
+                f"objective.method={o.method!r}, form={o.form!r} needs the patients: pass ids_B"
+            )
         if o.method == "3kg":
             return threekg_loss(g_BSD, ids_B, o.temperature, o.gathered, o.detach_norm)
         return authors_cmsc_loss(g_BSD, ids_B, o.temperature)

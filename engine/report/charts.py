@@ -164,7 +164,9 @@ def line_chart(
             along = axes.get_yaxis_transform()
             axes.text(1, line.chance, chance, ha="right", va="bottom", transform=along)
     low, high = axes.get_xlim()
-    if mark and low <= mark[0] <= high:
+    if mark and not low <= mark[0] <= high:
+        mark = None
+    if mark:
         axes.axvline(mark[0], label=mark[1], **GUIDE)
     if len(lines) > 1 or mark:
         _legend(axes)

@@ -52,7 +52,7 @@ DIAGNOSTIC_AXES = {  # arrays of diagnostics.npz, with the number of their axes
     "code_usage": 2,  # [G, V]: how often each code of each codebook was chosen
     "samples_mv": 4,  # [n, S, L, T]: augmented crops as the model saw them, in millivolts or scaled
 }
-LARGEST = 1e12  # larger numbers cannot be steps, losses or rates
+LARGEST = 1e12  # larger numbers cannot be steps, losses, rates or seconds
 RECENT = 10  # logged steps
 
 
@@ -320,8 +320,8 @@ def progress(files: RunFiles) -> Iterator[str]:
         yield f"epoch {epoch:.2f}"
     with np.errstate(divide="ignore", invalid="ignore"):  # without validation and checkpoints
         spans = np.diff(metrics.column("crops_seen"), prepend=0) / metrics.column("crops_per_s")
-    seconds = round(float(spans[np.isfinite(spans) & (spans > 0)].sum()))
-    if seconds:
+    seconds = round(float(spans[(spans > 0) & (spans < LARGEST)].sum()))
+    if 0 < seconds < LARGEST:
         yield f"{timedelta(seconds=seconds)} of training"
 
 
@@ -466,13 +466,14 @@ def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -
     for curve in chart.curves:
         log: StepLog = files.held_out if curve.held_out else files.metrics
         x, y = log.curve(curve.key)
+        if curve.held_out:
+            x, y = x[np.isfinite(y)], y[np.isfinite(y)]
         if not len(x):
             if not curve.held_out and any(curve.key in row for row in log.rows):
                 absent.append(curve.key)
             continue
         key, colour, dashed = curve.key, len(lines), False
         if curve.held_out:
-            x, y = x[np.isfinite(y)], y[np.isfinite(y)]
             key = VALID + key
             if compared:
                 colour, dashed = 1, True

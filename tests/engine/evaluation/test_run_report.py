@@ -160,6 +160,8 @@ RUNS = {
         *(row(2) | {"step": step} for step in (NAN, "2", 10**30)),
         row(-4),
     ],
+    "longer than any date": [row(1, crops_per_s=1e-12)],
+    "longer than any date, in parts": [row(s, crops_per_s=1e-9) for s in range(1, 200)],
     "giants": [row(1, loss=1e300, grad_norm=10**400), row(2, loss=1e11, lr=1e-30), row(10**11)],
     "many": [row(s, loss=1 + s % 7) for s in range(1, 5000)],
 }
@@ -191,6 +193,23 @@ def test_damaged_files_are_remarks(tmp_path):
     (run / "validation.jsonl").write_bytes(b"\xff\xfe\x00")
     html = run_report.build(run)
     assert check(html) and html.count(" cannot be read") == 2
+
+
+def test_held_out_numbers_that_are_none_are_not_drawn(tmp_path):
+    validation = [{"step": s, "loss": 1.0, "mae": NAN, "r2": "high"} for s in (1, 2)]
+    html = run_report.build(make(tmp_path / "run", row(1), row(2), validation=validation))
+    assert "valid/loss" in curves(html) and not {"valid/mae", "valid/r2"} & curves(html)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_best_step_beyond_the_axis_is_not_in_the_legend(tmp_path):
+    """The training log lost its end, and only some steps measured the R2."""
+    validation = [{"step": 2, "loss": 1.0, "r2": 0.5}, {"step": 9, "loss": 0.5}]
+    html = run_report.build(make(tmp_path / "run", row(1), row(2), validation=validation))
+    marked = [
+        chart.get("aria-label") for chart in check(html) if "best at" in "".join(chart.itertext())
+    ]
+    assert marked == ["Loss"] and "valid/r2" in curves(html)
 
 
 def test_diagnostics_are_checked(tmp_path):

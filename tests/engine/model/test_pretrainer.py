@@ -126,6 +126,12 @@ def test_every_method_learns(objective):
     assert sum(losses[-5:]) < 0.85 * sum(losses[:5]), losses
 
 
+def test_an_objective_of_patients_asks_for_them():
+    for objective in (ObjectiveConfig(local=0, method="3kg"), ObjectiveConfig(form="authors")):
+        with pytest.raises(ValueError, match=f"{objective.method}.*{objective.form}.*pass ids_B"):
+            seeded(objective=objective)(waves(2), keys(2), torch.tensor(2.0))
+
+
 @pytest.mark.parametrize("pure", [False, True], ids=["autocast", "weights"])
 def test_bf16_is_finite_and_near(pure):
     exact, model = step(seeded().eval()), seeded().eval()
