@@ -89,7 +89,7 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
     # 1,667 us mean 600 Hz
     is_nominal = round(1e6 / nominal_hz) == rhythm.interval_us
     fs_hz = nominal_hz if is_nominal else 1e6 / rhythm.interval_us
-    return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), warnings)
+    return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), tuple(warnings.items()))
 
 
 class _CodedRhythm:
@@ -115,12 +115,12 @@ class _CodedRhythm:
         if not self.interval_us:
             raise ReadError("sampling rate", "0 us between samples")
 
-    def leads(self) -> tuple[dict[str, tuple[int, np.ndarray]], tuple[tuple[str, str], ...]]:
-        """(first sample, steps) of each of the twelve leads, and a warning."""
+    def leads(self) -> tuple[dict[str, tuple[int, np.ndarray]], dict[str, str]]:
+        """(first sample, steps) of each of the twelve leads, and warnings."""
         count = self.leads_section[0]
         start = 6 + 2 * count
         found: dict[str, tuple[int, np.ndarray]] = {}
-        warnings: tuple[tuple[str, str], ...] = ()
+        warnings = {}
         for row, size in enumerate(struct.unpack_from(f"<{count}H", self.samples_section, 6)):
             first, last, code = struct.unpack_from("<IIB", self.leads_section, 2 + 9 * row)
             first = max(first, 1)  # some writers count the first sample from 0, the last from 1
@@ -136,10 +136,9 @@ class _CodedRhythm:
             samples = last - first + 1
             is_cut = size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES
             if is_cut and not self.is_coded:
-                detail = (
+                warnings["shorter than stated"] = (
                     f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"
                 )
-                warnings = (("shorter than stated", detail),)
                 samples = size // 2
             found[lead] = first, self._steps(lead, coded, samples)
         return found, warnings
