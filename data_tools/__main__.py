@@ -40,6 +40,7 @@ KINDS = (
 )
 KINDS += "philips-xml, hl7-aecg, scp-ecg, edf, or your own file.py:Class (auto)"
 Option = dict[str, Any]
+CORES = os.cpu_count() or 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,7 +80,7 @@ def _number(
 
 WORKERS: Option = {
     "type": _number(int, 1),
-    "default": os.cpu_count() or 1,
+    "default": CORES,
     "help": "worker processes (all cores)",
 }
 SHARE: Option = {"type": _number(float, 0, 1), "metavar": "SHARE"}
@@ -302,7 +303,7 @@ def shard(
         plan=plan,
         seed=seed,
         format=format,
-        workers=workers or _cores(),
+        workers=workers or CORES,
         cluster=cluster,
         role_sources=roles,
         pseudonym_key=key,
@@ -310,10 +311,16 @@ def shard(
     )
     dataset = build.shard(opened, options)
     _tell_notes([*notes(dataset), *_notes_of(opened)], told)  # some are known only afterwards
-    if strict and _refused(dataset):
-        refused = f"{_refused(dataset)} records were refused"
-        raise DataError(f"--strict: {refused}: see {out}/rejects.csv")
+    if strict:
+        _check_refused(dataset)
     return dataset
+
+
+def _check_refused(dataset: "Dataset") -> None:
+    """With --strict, a refused record is an error."""
+    if refused := _refused(dataset):
+        url = dataset.root.url
+        raise DataError(f"--strict: {refused} records were refused: see {url}/rejects.csv")
 
 
 def _role_sources(
@@ -389,17 +396,13 @@ def verify(
     for one in sources:
         if one.left_out:
             tell(f"note: {one.left_out}")
-    return checks.verify(opened, sources, fast, workers or _cores(), key, not interactive())
+    return checks.verify(opened, sources, fast, workers or CORES, key, not interactive())
 
 
 def _paths(given: "Paths") -> list[str]:
     if isinstance(given, str | os.PathLike):
         return [os.fspath(given)]
     return [os.fspath(one) for one in given]
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1
 
 
 def _refused(dataset: "Dataset") -> int:
@@ -453,12 +456,8 @@ def _shard(parsed: argparse.Namespace) -> int:
     echo(describe(dataset))
     refused = _refused(dataset)
     echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
-    if strict and refused:
-        tell(
-            f"omnilead shard: --strict: {refused} records were refused: see "
-            f"{options['out']}/rejects.csv"
-        )
-        return 2
+    if strict:
+        _check_refused(dataset)
     return 0
 
 
@@ -558,11 +557,8 @@ def _record_figure(path: str) -> Any:
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
     try:
-        source = (
-            WfdbFolder(folder(place.parent))
-            if path.endswith(".hea")
-            else HospitalFiles(folder(place.parent))
-        )
+        kind: type[Source] = WfdbFolder if path.endswith(".hea") else HospitalFiles
+        source = kind(folder(place.parent))
         if isinstance(record := read_safely(source.read, place.name), ReadError):
             raise record
         seconds = f"{record.signal.shape[1] / record.fs_hz:g} s"

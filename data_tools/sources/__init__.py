@@ -94,8 +94,14 @@ def open_sources(
 
 def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
     if ":" in kind:
+        try:  # so that worker processes can import it, too
+            found = plugin(kind, importable=True)
+        except Exception as error:  # a user's module may raise anything on import
+            raise DataError(f"--source {kind}: {blame(error)}") from None
+        if not (isinstance(found, type) and issubclass(found, Source)):
+            raise DataError(f"--source {kind}: not a subclass of data_tools.sources.Source")
         try:
-            return _import(kind)(root)
+            return found(root)
         except TypeError as error:  # the class lacks an abstract method
             raise DataError(f"--source {kind}: {error}") from None
     if kind in ARCHIVES:
@@ -108,18 +114,6 @@ def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
             return hospital(root, kind)
         known += [hospital.name, *hospital.formats]
     raise DataError(f"--source {kind}: not auto, {', '.join(known)} or your own file.py:Class")
-
-
-def _import(spec: str) -> type[Source]:
-    """Import `module:Class` or `path/to/file.py:Class` so that worker processes can import it,
-    too."""
-    try:
-        found = plugin(spec, importable=True)
-    except Exception as error:  # a user's module may raise anything on import
-        raise DataError(f"--source {spec}: {blame(error)}") from None
-    if not (isinstance(found, type) and issubclass(found, Source)):
-        raise DataError(f"--source {spec}: not a subclass of data_tools.sources.Source")
-    return found
 
 
 def _detected(
