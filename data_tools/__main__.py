@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnilead.data_tools.cli import Parser, drop_output, echo, interactive, is_memory, say, tell
-from omnilead.data_tools.errors import DataError, printable
+from omnilead.data_tools.errors import DataError, ReadError, printable
+from omnilead.data_tools.pseudonyms import read_key
 
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Dataset
@@ -287,7 +288,6 @@ def shard(
     stderr. A DataError says in one line what is wrong."""
     from omnilead.data_tools import build
     from omnilead.data_tools.plots import notes
-    from omnilead.data_tools.pseudonyms import read_key
 
     roles = _role_sources(
         plan,
@@ -348,13 +348,16 @@ def _role_sources(
 
 
 def _notes_of(sources: "list[Source]") -> list[str]:
-    return [note for source in sources for note in source.notes()]
+    notes = []
+    for source in sources:
+        notes += [*source.notes(), source.left_out]
+    return notes
 
 
 def _tell_notes(notes: list[str], told: Sequence[str] = ()) -> list[str]:
     """Tells the notes but for those `told` before. Returns the notes."""
     for note in notes:
-        if note not in told:
+        if note and note not in told:
             tell(f"note: {note}")
     return notes
 
@@ -384,7 +387,6 @@ def verify(
     one line; an empty list means that everything holds."""
     from omnilead.data_tools import verify as checks
     from omnilead.data_tools.dataset import Dataset
-    from omnilead.data_tools.pseudonyms import read_key
 
     key = read_key(pseudonymize) if pseudonymize else None
     opened = Dataset.open(os.fspath(dataset), anonymous)
@@ -393,9 +395,7 @@ def verify(
             f"--source {source} applies to an archive, and none is given: add --archive SRC"
         )
     sources = _open_sources(_paths(archive), source, patients, anonymous, bool(key))
-    for one in sources:
-        if one.left_out:
-            tell(f"note: {one.left_out}")
+    _tell_notes([one.left_out for one in sources])
     return checks.verify(opened, sources, fast, workers or CORES, key, not interactive())
 
 
@@ -533,7 +533,6 @@ def _show(options: argparse.Namespace) -> int:
 
 def _labels(options: argparse.Namespace) -> int:
     from omnilead.data_tools.labels import write_labels
-    from omnilead.data_tools.pseudonyms import read_key
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for line in write_labels(
@@ -547,7 +546,6 @@ def _record_figure(path: str) -> Any:
     import numpy as np
 
     from omnilead.data_tools.dataset import CROP_SHAPE
-    from omnilead.data_tools.errors import ReadError
     from omnilead.data_tools.hospital.files import HospitalFiles
     from omnilead.data_tools.plots import caption_of, ecg_figure
     from omnilead.data_tools.prepare import prepare_crop

@@ -97,7 +97,10 @@ def ecg_figure(
     missing: Collection[str] = (),
 ) -> "Figure":
     """A page with a crop [12, 5000] on ECG paper."""
-    figure, axes = _paper()
+    (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
+    figure = _figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
+    place = (left / page_w, bottom / page_h, w / page_w, h / page_h)
+    axes = figure.add_axes(place, facecolor=PAPER)
     draw_grid(axes, 1, GRID_1_MM, 0.35)
     draw_grid(axes, 5, GRID_5_MM, 0.6)
     axes.spines[:].set(color=GRID_5_MM, linewidth=0.8)
@@ -169,10 +172,9 @@ def _trace_mm(
 
 def _draw_pulses(axes: "Axes", gain: float) -> None:
     x = (2, 5, 5, 10, 10, 13)
-    style = {"color": INK, "lw": 0.9, "solid_joinstyle": "miter", "label": "calibration"}
     for row_y in ROWS_Y_MM:
         pulse = row_y + gain * np.array([0, 0, 1, 1, 0, 0])
-        axes.plot(x, pulse, **style)  # type: ignore[arg-type]
+        axes.plot(x, pulse, color=INK, lw=0.9, solid_joinstyle="miter", label="calibration")
 
 
 def caption_of(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
@@ -181,7 +183,8 @@ def caption_of(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
 
 
 def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
-    return bool(np.any(trace[:, 1] < floor) or np.any(trace[:, 1] > ceiling))
+    y = trace[:, 1]
+    return bool(np.any((y < floor) | (y > ceiling)))
 
 
 def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
@@ -236,14 +239,6 @@ def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:
     lines += [[(0.0, y), (width, y), gap] for y in np.arange(0, height + 1, step)]
     x, y = np.concatenate(lines).T
     axes.plot(x, y, color=colour, lw=lw, zorder=0.5, snap=True, label=f"grid {step:g} mm")
-
-
-def _paper() -> "tuple[Figure, Axes]":
-    """An empty page, and the axes of its paper."""
-    (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
-    figure = _figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
-    place = (left / page_w, bottom / page_h, w / page_w, h / page_h)
-    return figure, figure.add_axes(place, facecolor=PAPER)
 
 
 def _figure(size: tuple[float, float], **options: Any) -> "Figure":
@@ -460,10 +455,8 @@ def describe(dataset: Dataset) -> str:
         "",
     ]
     reasons = Counter(reason for _, _, reason, _ in rejects_of(dataset))
-    if reasons:
-        lines.append("refused, repaired or flagged (rejects.csv):")
-    else:
-        lines.append("nothing was refused, repaired or flagged")
+    said = "refused, repaired or flagged"
+    lines.append(f"{said} (rejects.csv):" if reasons else f"nothing was {said}")
     lines += [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()]
     return "\n".join(lines)
 

@@ -77,28 +77,15 @@ class EcgRecord:
             raise ReadError(
                 "signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads"
             )
-        if any(
-            hasattr(value, "__len__") and len(value) != rows for value in (self.gain, self.baseline)
-        ):
+        if not {np.size(self.gain), np.size(self.baseline)} <= {1, rows}:
             raise ReadError(
                 "gain",
                 f"{np.size(self.gain)} gains and {np.size(self.baseline)} baselines for {rows} "
                 "leads",
             )
-        texts = {
-            type(text)
-            for text in (
-                self.name,
-                self.source,
-                self.patient or "",
-                self.sex or "",
-                *self.leads,
-                *self.dx,
-            )
-        }
-        if not all(issubclass(kind, str) for kind in texts) or not isinstance(
-            self.age, (int, float, type(None))
-        ):
+        texts = (self.name, self.source, self.patient or "", self.sex or "", *self.leads, *self.dx)
+        are_texts = all(isinstance(text, str) for text in texts)
+        if not are_texts or not isinstance(self.age, int | float | None):
             raise ReadError(
                 "record field",
                 "name, source, patient, sex, leads and dx are text, age is Python's int or float",

@@ -172,7 +172,7 @@ class LeftOut:
         """`endings`: of the names of hospital files."""
         self.root = root
         self.anonymous = anonymous
-        self.endings = endings
+        self.endings = (".hea", *endings)
         # The first file by uppermost folder; "" holds the files beside the folders
         self.first: dict[str, str] = {}
         self.count: Counter[str] = Counter()
@@ -185,7 +185,7 @@ class LeftOut:
         if any(isinstance(source, FileSource) for source in sources):
             return  # it looks at every file, and counts those that it leaves out
         if "" in self.read:  # all WFDB records are read
-            hospital = [name for name in root.names() if name.lower().endswith(self.endings)]
+            hospital = [name for name in root.names() if name.lower().endswith(endings)]
             self._add("", hospital)
         else:
             self._search("")
@@ -200,7 +200,7 @@ class LeftOut:
                 continue
             if any(one.startswith(f"{path}/") for one in self.read):
                 self._search(path)
-            elif self._looks_like_ecg(name):
+            elif name.lower().endswith(self.endings):
                 self._add(place, [path])
             elif not (self.root.remote and looks_like_file(name)):
                 self._add_folder(path)
@@ -212,12 +212,10 @@ class LeftOut:
                 self.links.append(path)
             return
         try:
-            self._add(path, [name for name in self.root.names(path) if self._looks_like_ecg(name)])
+            names = self.root.names(path)
+            self._add(path, [name for name in names if name.lower().endswith(self.endings)])
         except (StorageError, OSError):
             self.unlisted.append(path)
-
-    def _looks_like_ecg(self, name: str) -> bool:
-        return name.endswith(".hea") or name.lower().endswith(self.endings)
 
     def _add(self, place: str, names: Sequence[str]) -> None:
         if names:

@@ -85,7 +85,7 @@ class Source(ABC):
 
     def notes(self) -> list[str]:
         """Notes on the archive as a whole, for the user."""
-        return [self.left_out] if self.left_out else []
+        return []
 
     def __iter__(self) -> Iterator[EcgRecord]:
         return (self.read(key) for key in self.keys())

@@ -97,11 +97,8 @@ class Code15(Source):
 
     def notes(self) -> list[str]:
         unit = next(name for name, gain in UNITS.items() if gain == _steps_per_mv(self.root))
-        return [
-            f"{self.root.url}: the unit of the tracings is {unit}, estimated from {UNIT_SAMPLE} "
-            "ECGs",
-            *super().notes(),
-        ]
+        why = f"estimated from {UNIT_SAMPLE} ECGs"
+        return [f"{self.root.url}: the unit of the tracings is {unit}, {why}"]
 
 
 def _parts(root: Folder) -> list[str]:

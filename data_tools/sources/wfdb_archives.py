@@ -136,12 +136,12 @@ class PtbXl(WfdbSource):
 
     def notes(self) -> list[str]:
         if self._folder() == FOLDERS[0]:
-            return super().notes()
+            return []
         what = (
             "no records500, so records100 is read: 100 Hz, resampled to 500 Hz, with nothing "
             "above 50 Hz"
         )
-        return [f"{self.root.url}: {what}", *super().notes()]
+        return [f"{self.root.url}: {what}"]
 
     def tables(self) -> bytes:
         return self.root.read(TABLE, MAX_TABLE)
@@ -259,12 +259,12 @@ class PhysioNet2021(WfdbSource):
         if _patients(self.root, self.table) or not any(
             map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))
         ):
-            return super().notes()
+            return []
         why = (
             "so this archive's PTB-XL records have no patient, and no gallery or probe role: pass "
             "it with --patients"
         )
-        return [f"{self.root.url}: no {TABLE}, {why}", *super().notes()]
+        return [f"{self.root.url}: no {TABLE}, {why}"]
 
 
 @lru_cache(maxsize=256)  # a folder has a thousand records
@@ -343,11 +343,8 @@ class WfdbFolder(WfdbSource):
             "a plain WFDB folder without tables: patients are unknown, so gallery and probe stay "
             "empty"
         )
-        note = (
-            f"{self.root.url}: {why}. If it belongs to a known archive, pass that as SRC, or set "
-            "--source"
-        )
-        return [note, *super().notes()]
+        mend = "If it belongs to a known archive, pass that as SRC, or set --source"
+        return [f"{self.root.url}: {why}. {mend}"]
 
     def check(self, header: WfdbHeader) -> None:
         """Accept any leads and files."""

@@ -154,11 +154,8 @@ class Block:
 def allocate(patients: int) -> dict[str, int]:
     """Distribute `patients` with one recording each over the seven databases other than PTB-XL, in
     the real proportions."""
-    small = {
-        name: max(1, round(SMALL_SHARE * patients)) if patients >= 50 else 0
-        for name in ("st_petersburg_incart", "ptb")
-    }
-    small = {name: min(DATABASES[name].ids, count) for name, count in small.items()}
+    share = max(1, round(SMALL_SHARE * patients)) if patients >= 50 else 0
+    small = {name: min(DATABASES[name].ids, share) for name in ("st_petersburg_incart", "ptb")}
     large = {
         name: one.records
         for name, one in DATABASES.items()
@@ -270,14 +267,10 @@ def _comments(name: str, age: int, female: bool, codes: list[str], u: np.ndarray
 
 def _codes(database: str, names: list[str]) -> list[str]:
     """The Dx codes that this database uses for these classes."""
+    code_of = {name: codes[0] for name, codes in CLASSES} | dict(DATABASES[database].codes)
     if database == "ptb-xl":
-        codes = [
-            SCP_CODES[_SCP[name]] if name in _SCP else HEART_AXIS_CODES[name] for name in names
-        ]
-    else:
-        first = {name: codes[0] for name, codes in CLASSES} | dict(DATABASES[database].codes)
-        codes = [first[name] for name in names]
-    return codes or [_UNSCORED[0]]  # every header has a diagnosis
+        code_of |= {name: SCP_CODES[scp] for name, scp in _SCP.items()} | HEART_AXIS_CODES
+    return [code_of[name] for name in names] or [_UNSCORED[0]]  # every header has a diagnosis
 
 
 def _write(
