@@ -304,7 +304,7 @@ def dataset_figure(dataset: Dataset) -> "Figure":
         if identity in ("gallery", "probe"):
             role = "gallery or probe"
         counts.setdefault(source, Counter())[role] += 1
-    classes = dict(zip(ABBREVIATIONS, labels, strict=True)) if any(labels) else {}
+    classes = dict(zip(ABBREVIATIONS, labels, strict=True))
     return summary_figure(
         counts, classes, f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}"
     )
@@ -317,7 +317,7 @@ def summary_figure(
     each diagnosis class."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    slots = max(len(counts), len(ABBREVIATIONS) if class_counts else 0, 8)
+    slots = max(len(counts), len(ABBREVIATIONS))
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
     figure = _figure((12.5, 1.8 + 0.22 * slots), layout=layout)
     figure.suptitle(
@@ -341,22 +341,8 @@ def summary_figure(
         left.legend(
             loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0
         )
-    if class_counts:
-        classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
-        _draw_bars(right, classes, len(classes), wide_range=True)
-    else:
-        right.set_axis_off()
-        _write(
-            right,
-            0.5,
-            0.5,
-            "no diagnosis labels",
-            10,
-            color=GREY,
-            style="italic",
-            ha="center",
-            va="center",
-        )
+    classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
+    _draw_bars(right, classes, len(classes), wide_range=True)
     return figure
 
 

@@ -180,11 +180,8 @@ def _doubts(leads: np.ndarray, fs_hz: float) -> Iterator[tuple[str, str]]:
     second = int(fs_hz)
     seconds = leads[:, : leads.shape[1] // second * second].reshape(-1, second)
     ranges = np.fmax.reduce(seconds, axis=1) - np.fmin.reduce(seconds, axis=1)
-    typical_uv = (
-        float(np.median(ranges[np.isfinite(ranges)]))
-        if np.isfinite(ranges).any()
-        else PLAUSIBLE_UV[0]
-    )
+    ranges = ranges[np.isfinite(ranges)]
+    typical_uv = float(np.median(ranges)) if len(ranges) else PLAUSIBLE_UV[0]
     if not PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
         yield (
             "implausible amplitude",

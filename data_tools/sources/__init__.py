@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DataError, ReadError, StorageError
@@ -80,7 +81,7 @@ def open_sources(
     if found:
         if ":" not in kind:  # only a reader of the user's own knows what it reads
             endings = hospital.endings if hospital else ()
-            found[0].left_out = LeftOut(root, found, besides, anonymous, endings).sentence()
+            found[0].left_out = LeftOut(root, found, besides, endings).sentence()
         return found
     if META in names:
         raise StorageError(
@@ -166,12 +167,10 @@ class LeftOut:
         root: Folder,
         sources: Sequence[Source],
         besides: Sequence[str],
-        anonymous: bool,
         endings: tuple[str, ...],
     ) -> None:
         """`endings`: of the names of hospital files."""
         self.root = root
-        self.anonymous = anonymous
         self.endings = (".hea", *endings)
         # The first file by uppermost folder; "" holds the files beside the folders
         self.first: dict[str, str] = {}
@@ -191,9 +190,7 @@ class LeftOut:
             self._search("")
 
     def _search(self, place: str) -> None:
-        below = self.root
-        if place:
-            below = folder(self.root.path(place), self.anonymous, self.root.private)
+        below = replace(self.root, url=self.root.path(place)) if place else self.root
         for name in below.children():
             path = f"{place}/{name}" if place else name
             if path in self.read:

@@ -80,10 +80,6 @@ class Database:
     unit: str = "mV"
     codes: tuple[tuple[str, str], ...] = ()  # (class, code) if it does not use a class's first code
 
-    @property
-    def ids(self) -> int:
-        return self.last - self.first + 1
-
 
 _CPSC_S = ((6, 0.04), (10, 0.47), (12, 0.10), (15, 0.14), (20, 0.10), (30, 0.10), (60, 0.05))
 _GEORGIA_S = ((10, 0.96), (5, 0.04))
@@ -155,7 +151,7 @@ def allocate(patients: int) -> dict[str, int]:
     """Distribute `patients` with one recording each over the seven databases other than PTB-XL, in
     the real proportions."""
     share = max(1, round(SMALL_SHARE * patients)) if patients >= 50 else 0
-    small = {name: min(DATABASES[name].ids, share) for name in ("st_petersburg_incart", "ptb")}
+    small = {name: min(DATABASES[name].last, share) for name in ("st_petersburg_incart", "ptb")}
     large = {
         name: one.records
         for name, one in DATABASES.items()
