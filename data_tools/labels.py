@@ -239,7 +239,7 @@ class _PtbXlTables(NamedTuple):
 
 
 def _ptbxl_tables(root: Folder) -> _PtbXlTables:
-    place = next((place for place in TABLE_PLACES if root.exists(place)), TABLE_PLACES[0])
+    place = next(filter(root.exists, TABLE_PLACES), TABLE_PLACES[0])
     read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
     if not root.exists(read[1]):
         raise StorageError(f"{root.url}: no {read[1]}: copy it from PTB-XL's release")

@@ -77,7 +77,8 @@ class EcgRecord:
             raise ReadError(
                 "signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads"
             )
-        if not {np.size(self.gain), np.size(self.baseline)} <= {1, rows}:
+        scales = (self.gain, self.baseline)
+        if any(hasattr(value, "__len__") and len(value) != rows for value in scales):
             raise ReadError(
                 "gain",
                 f"{np.size(self.gain)} gains and {np.size(self.baseline)} baselines for {rows} "

@@ -47,8 +47,6 @@ def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
     """The root element, without elements named in `skipped`. A file named in a DOCTYPE is not
     read; entities and default attributes, which could take a thousand times the memory of the
     file, are refused."""
-    if len(data) > MAX_BYTES:
-        raise ReadError("file too large", f"{len(data)} bytes of XML, {MAX_BYTES} at most")
     builder = TreeBuilder()
     depth = count = 0
     skipping = 0  # depth of the skipped element

@@ -80,10 +80,9 @@ def _fields(element: Element) -> Fields:
 
 
 def _check(fields: Fields, expected: Fields) -> None:
-    if wrong := next(
-        (name for name, value in expected.items() if fields.get(name, value).upper() != value), None
-    ):
-        raise ReadError(wrong, f"{fields[wrong][:20]!r}, only {expected[wrong]} is read")
+    for name, value in expected.items():
+        if fields.get(name, value).upper() != value:
+            raise ReadError(name, f"{fields[name][:20]!r}, only {value} is read")
 
 
 def _is_on(fields: Fields) -> bool:

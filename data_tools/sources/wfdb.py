@@ -184,21 +184,17 @@ def _parse_columns(
     formats: tuple[str, ...], gains: tuple[str, ...], zeros: tuple[str, ...], leads: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
     """Parse to formats, offsets, gains and baselines."""
-    lead_gains = {
-        gain for gain, lead in zip(gains, leads, strict=True) if lead.upper() in LEAD_INDEX
-    }
-    # Channels that are not ECG leads may be in litres or mmHg; they are ignored later
-    gain_of: dict[str, tuple[float, int | None]] = dict.fromkeys(gains, (1.0, 0))
-    for text in gain_of:
+    rows = []
+    for form, gain, zero, lead in zip(formats, gains, zeros, leads, strict=True):
         try:
-            gain_of[text] = _gain(text)
+            per_mv, baseline = _gain(gain)
         except ReadError:
-            if text in lead_gains:
+            if lead.upper() in LEAD_INDEX:
                 raise
-    codes, offsets = zip(*map(_format, formats), strict=True)
-    stated = ((gain_of[gain][1], int(zero)) for gain, zero in zip(gains, zeros, strict=True))
-    baselines = tuple(zero if baseline is None else baseline for baseline, zero in stated)
-    return codes, offsets, tuple(gain_of[text][0] for text in gains), baselines
+            per_mv, baseline = 1.0, 0  # may be in litres or mmHg; the channel is ignored later
+        rows.append((*_format(form), per_mv, int(zero) if baseline is None else baseline))
+    codes, offsets, per_mvs, baselines = zip(*rows, strict=True)
+    return codes, offsets, per_mvs, baselines
 
 
 def _format(text: str) -> tuple[int, int]:

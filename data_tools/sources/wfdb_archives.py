@@ -132,7 +132,7 @@ class PtbXl(WfdbSource):
         return list(FOLDERS)  # also that of the same ECGs at the other rate
 
     def _folder(self) -> str:
-        return next((name for name in FOLDERS if self.root.exists(name)), FOLDERS[0])
+        return next(filter(self.root.exists, FOLDERS), FOLDERS[0])
 
     def notes(self) -> list[str]:
         if self._folder() == FOLDERS[0]:
