@@ -518,12 +518,9 @@ def _show(options: argparse.Namespace) -> int:
                 raise DataError(
                     f"--crop {options.crop}: the dataset has crops 0 to {len(dataset) - 1}"
                 ) from None
-            facts = {
-                name: "" if value is None else value
-                for name, value in vars(ecg).items()
-                if name != "signal_uv"
-            }
-            echo("\n".join(f"{name:15}{value}" for name, value in facts.items()))
+            for name, value in vars(ecg).items():
+                if name != "signal_uv":
+                    echo(f"{name:15}{'' if value is None else value}")
             figure = plots.plot_ecg(ecg) if options.png else None
     if options.png:
         plots.save(figure, options.png)

@@ -248,17 +248,11 @@ def _comments(name: str, age: int, female: bool, codes: list[str], u: np.ndarray
         sex = ("NaN" if u[8] < 0.005 else "Unknown") if u[8] < 0.01 else sex
         codes = [*codes, codes[-1]] if u[9] < 0.005 else codes
         dx = (",," if u[10] < 0.003 else ",").join(codes) + ("," if u[10] > 0.997 else "")
-    rows = [
-        ("Age", years),
-        ("Sex", sex),
-        ("Dx", dx),
-        ("Rx", "Unknown"),
-        ("Hx", "Unknown"),
-        ("Sx", "Unknown"),
-    ]
-    rows = rows[:5] if name == "georgia" and u[11] < 0.5 else rows
+    rows = [f"Age: {years}", f"Sex: {sex}", f"Dx: {dx}", "Rx: Unknown", "Hx: Unknown"]
+    if name != "georgia" or u[11] >= 0.5:
+        rows.append("Sx: Unknown")
     mark = "# " if DATABASES[name].spaced else "#"
-    return [f"{mark}{key}: {value}" for key, value in rows]
+    return [mark + row for row in rows]
 
 
 def _codes(database: str, names: list[str]) -> list[str]:
@@ -282,11 +276,8 @@ def _write(
         leads, sums = [lead.upper() for lead in LEADS], sums.view(np.uint16)
     else:
         suffix, date, leads = ".mat", database.date, list(LEADS)
-        form = (
-            f"16x1+24 1000.0(0)/{database.unit}"
-            if database.spaced
-            else f"16+24 1000/{database.unit}"
-        )
+        scale = "x1+24 1000.0(0)" if database.spaced else "+24 1000"
+        form = f"16{scale}/{database.unit}"
         first_bytes = np.array([30, 12, len(digital), 0, 4], "<i4").tobytes() + b"val\0"
     lines = [f"{path.name} 12 {database.fs_hz} {len(digital)}{date}"]
     rows = zip(leads, digital[0].tolist(), sums.tolist(), strict=True)
