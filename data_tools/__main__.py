@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omnilead.data_tools.cli import Parser, drop_output, echo, interactive, is_memory, say, tell
-from omnilead.data_tools.errors import DataError, printable
+from omnilead.data_tools.errors import DataError, ReadError, printable
+from omnilead.data_tools.pseudonyms import read_key
 
 if TYPE_CHECKING:
     from omnilead.data_tools.dataset import Dataset
@@ -40,6 +41,7 @@ KINDS = (
 )
 KINDS += "philips-xml, hl7-aecg, scp-ecg, edf, or your own file.py:Class (auto)"
 Option = dict[str, Any]
+CORES = os.cpu_count() or 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,7 +81,7 @@ def _number(
 
 WORKERS: Option = {
     "type": _number(int, 1),
-    "default": os.cpu_count() or 1,
+    "default": CORES,
     "help": "worker processes (all cores)",
 }
 SHARE: Option = {"type": _number(float, 0, 1), "metavar": "SHARE"}
@@ -286,7 +288,6 @@ def shard(
     stderr. A DataError says in one line what is wrong."""
     from omnilead.data_tools import build
     from omnilead.data_tools.plots import notes
-    from omnilead.data_tools.pseudonyms import read_key
 
     roles = _role_sources(
         plan,
@@ -302,7 +303,7 @@ def shard(
         plan=plan,
         seed=seed,
         format=format,
-        workers=workers or _cores(),
+        workers=workers or CORES,
         cluster=cluster,
         role_sources=roles,
         pseudonym_key=key,
@@ -310,10 +311,16 @@ def shard(
     )
     dataset = build.shard(opened, options)
     _tell_notes([*notes(dataset), *_notes_of(opened)], told)  # some are known only afterwards
-    if strict and _refused(dataset):
-        refused = f"{_refused(dataset)} records were refused"
-        raise DataError(f"--strict: {refused}: see {out}/rejects.csv")
+    if strict:
+        _check_refused(dataset)
     return dataset
+
+
+def _check_refused(dataset: "Dataset") -> None:
+    """With --strict, a refused record is an error."""
+    if refused := _refused(dataset):
+        url = dataset.root.url
+        raise DataError(f"--strict: {refused} records were refused: see {url}/rejects.csv")
 
 
 def _role_sources(
@@ -341,13 +348,16 @@ def _role_sources(
 
 
 def _notes_of(sources: "list[Source]") -> list[str]:
-    return [note for source in sources for note in source.notes()]
+    notes = []
+    for source in sources:
+        notes += [*source.notes(), source.left_out]
+    return notes
 
 
 def _tell_notes(notes: list[str], told: Sequence[str] = ()) -> list[str]:
     """Tells the notes but for those `told` before. Returns the notes."""
     for note in notes:
-        if note not in told:
+        if note and note not in told:
             tell(f"note: {note}")
     return notes
 
@@ -377,7 +387,6 @@ def verify(
     one line; an empty list means that everything holds."""
     from omnilead.data_tools import verify as checks
     from omnilead.data_tools.dataset import Dataset
-    from omnilead.data_tools.pseudonyms import read_key
 
     key = read_key(pseudonymize) if pseudonymize else None
     opened = Dataset.open(os.fspath(dataset), anonymous)
@@ -386,20 +395,14 @@ def verify(
             f"--source {source} applies to an archive, and none is given: add --archive SRC"
         )
     sources = _open_sources(_paths(archive), source, patients, anonymous, bool(key))
-    for one in sources:
-        if one.left_out:
-            tell(f"note: {one.left_out}")
-    return checks.verify(opened, sources, fast, workers or _cores(), key, not interactive())
+    _tell_notes([one.left_out for one in sources])
+    return checks.verify(opened, sources, fast, workers or CORES, key, not interactive())
 
 
 def _paths(given: "Paths") -> list[str]:
     if isinstance(given, str | os.PathLike):
         return [os.fspath(given)]
     return [os.fspath(one) for one in given]
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1
 
 
 def _refused(dataset: "Dataset") -> int:
@@ -453,12 +456,8 @@ def _shard(parsed: argparse.Namespace) -> int:
     echo(describe(dataset))
     refused = _refused(dataset)
     echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
-    if strict and refused:
-        tell(
-            f"omnilead shard: --strict: {refused} records were refused: see "
-            f"{options['out']}/rejects.csv"
-        )
-        return 2
+    if strict:
+        _check_refused(dataset)
     return 0
 
 
@@ -519,12 +518,9 @@ def _show(options: argparse.Namespace) -> int:
                 raise DataError(
                     f"--crop {options.crop}: the dataset has crops 0 to {len(dataset) - 1}"
                 ) from None
-            facts = {
-                name: "" if value is None else value
-                for name, value in vars(ecg).items()
-                if name != "signal_uv"
-            }
-            echo("\n".join(f"{name:15}{value}" for name, value in facts.items()))
+            for name, value in vars(ecg).items():
+                if name != "signal_uv":
+                    echo(f"{name:15}{'' if value is None else value}")
             figure = plots.plot_ecg(ecg) if options.png else None
     if options.png:
         plots.save(figure, options.png)
@@ -534,7 +530,6 @@ def _show(options: argparse.Namespace) -> int:
 
 def _labels(options: argparse.Namespace) -> int:
     from omnilead.data_tools.labels import write_labels
-    from omnilead.data_tools.pseudonyms import read_key
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for line in write_labels(
@@ -548,7 +543,6 @@ def _record_figure(path: str) -> Any:
     import numpy as np
 
     from omnilead.data_tools.dataset import CROP_SHAPE
-    from omnilead.data_tools.errors import ReadError
     from omnilead.data_tools.hospital.files import HospitalFiles
     from omnilead.data_tools.plots import caption_of, ecg_figure
     from omnilead.data_tools.prepare import prepare_crop
@@ -558,11 +552,8 @@ def _record_figure(path: str) -> Any:
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
     try:
-        source = (
-            WfdbFolder(folder(place.parent))
-            if path.endswith(".hea")
-            else HospitalFiles(folder(place.parent))
-        )
+        kind: type[Source] = WfdbFolder if path.endswith(".hea") else HospitalFiles
+        source = kind(folder(place.parent))
         if isinstance(record := read_safely(source.read, place.name), ReadError):
             raise record
         seconds = f"{record.signal.shape[1] / record.fs_hz:g} s"

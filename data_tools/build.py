@@ -158,23 +158,12 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     """Return the finished dataset; an error if it was made with another recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
         formats = finished.meta["formats"]
-        old = finished.meta | {"format": "both" if len(formats) > 1 else formats[0]}
-        stated = (
-            "seed",
-            "plan",
-            "format",
-            "id_share",
-            "role_sources",
-            "pretrain_implausible",
-            "pseudonyms",
-        )
-        old.setdefault("pretrain_implausible", False)
-        new = {"pretrain_implausible": False} | recipe
-        changed = [
-            f"{name} was {old.get(name)}, not {new[name]}"
-            for name in stated
-            if name in new and old.get(name) != new[name]
-        ]
+        usual = {"pretrain_implausible": False}
+        old = usual | finished.meta | {"format": "both" if len(formats) > 1 else formats[0]}
+        changed = []
+        for name, value in (usual | recipe).items():
+            if name not in ("contents", "base") and old.get(name) != value:
+                changed.append(f"{name} was {old.get(name)}, not {value}")
         what = ", ".join(changed) or "from other input or options"
         raise DatasetError(
             f"{finished.root.url} is already finished ({what}): choose another --out"
@@ -259,9 +248,6 @@ def build_shard(
         out.publish(temporary, f"shards/{name}")
     finally:
         temporary.unlink(missing_ok=True)
-    rejects = writer.rejects
-    if key:  # details may have names of files
-        rejects = [(source, record, reason, "") for source, record, reason, _ in rejects]
     facts = {
         "content": content,
         "name": name,
@@ -269,7 +255,7 @@ def build_shard(
         "bytes": writer.tar.size,
         "sha256": writer.tar.sha256.hexdigest(),
         "index": hashlib.sha256(index).hexdigest(),
-        "rejects": rejects,
+        "rejects": writer.rejects,
     }
     out.write(index_name(name), index)
     out.write(part_name(name), _part(number, writer.rows, facts))
@@ -309,8 +295,9 @@ class _ShardWriter:
         self.rows.append(row)
 
     def _note(self, source: str, name: str, notes: Iterable[tuple[str, str]]) -> None:
+        """With a key without details, which may have names of files."""
         for reason, detail in notes:
-            self.rejects.append((source, name, reason, detail))
+            self.rejects.append((source, name, reason, "" if self.key else detail))
 
 
 def _part(number: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
@@ -506,21 +493,20 @@ def _all_refused(out: Folder, rejects: list[Reject]) -> StorageError:
 
 
 def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
-    planned = plan.records.group_by("source", use_threads=False).aggregate(
-        [("dropped_s", "sum"), ("archive", "first")]
-    )
-    by_name = {row["source"]: row for row in planned.to_pylist()}
     facts = []
     for name, seen in plan.seen.items():
+        planned = plan.records.filter(pc.equal(plan.records["source"], name))
+        archive = planned["archive"][0].as_py() if len(planned) else 0
         rows = table.filter(pc.equal(table["source"], name))
-        used = pc.count_distinct(rows["record"]).as_py() if len(rows) else 0
-        about = by_name.get(name, {"dropped_s_sum": 0.0, "archive_first": 0})
-        one: dict[str, Any] = {
+        used = pc.count_distinct(rows["record"]).as_py()
+        one = {
             "name": name,
-            "licence": plan.sources[about["archive_first"]].licence,
+            "licence": plan.sources[archive].licence,
+            "records": {"seen": seen, "used": used, "refused": seen - used},
+            "crops": len(rows),
+            "dropped_s": round(pc.sum(planned["dropped_s"], min_count=0).as_py(), 3),
         }
-        one["records"] = {"seen": seen, "used": used, "refused": seen - used}
-        facts.append(one | {"crops": len(rows), "dropped_s": round(about["dropped_s_sum"], 3)})
+        facts.append(one)
     return facts
 
 
@@ -581,7 +567,7 @@ def role_counts(table: pa.Table) -> dict[str, Any]:
         return dict(sorted((value["values"], value["counts"]) for value in values))
 
     return {
-        "pretrain": int(pc.sum(table["pretrain"]).as_py() or 0),
+        "pretrain": pc.sum(table["pretrain"], min_count=0).as_py(),
         "dx": count("dx_role"),
         "id": count("id_role"),
     }

@@ -29,14 +29,16 @@ from omnilead.data_tools.errors import UserError as UserError
 from omnilead.data_tools.errors import printable, printable_lines
 
 # "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader
-MEMORY: tuple[str, ...] = (
+MEMORY = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
     "bad_alloc",
     "can't start new thread",
+    "Cannot allocate memory",
+    "Resource temporarily unavailable",
+    "failed to map segment",
 )
-MEMORY += ("Cannot allocate memory", "Resource temporarily unavailable", "failed to map segment")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -55,15 +57,11 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             option, _, value = unknown[0].partition("=")
-            mend = (
-                self.suggest(option, value or " ".join(unknown[1:2]))
-                if option.startswith("-")
-                else ""
-            )
-            self.error(
-                f"unrecognized arguments: {' '.join(unknown)}"
-                + (f": did you mean {mend}?" if mend else "")
-            )
+            said = f"unrecognized arguments: {' '.join(unknown)}"
+            value = value or " ".join(unknown[1:2])
+            if option.startswith("-") and (mend := self.suggest(option, value)):
+                said += f": did you mean {mend}?"
+            self.error(said)
         return known, unknown
 
     def suggest(self, option: str, value: str) -> str:
@@ -140,7 +138,7 @@ def _report(error: OSError) -> int:
     drop_output()
     if error.errno == errno.EPIPE:
         return 0
-    print(f"standard output: {error.strerror}: redirect it elsewhere", file=sys.stderr, flush=True)
+    tell(f"standard output: {error.strerror}: redirect it elsewhere")
     return 1
 
 
@@ -156,11 +154,7 @@ def say(text: str) -> None:
         print(printable_lines(text), flush=True)
     except OSError as error:
         drop_output()
-        print(
-            f"warning: standard output: {error.strerror}: no more output there",
-            file=sys.stderr,
-            flush=True,
-        )
+        tell(f"warning: standard output: {error.strerror}: no more output there")
 
 
 def echo(text: object) -> None:

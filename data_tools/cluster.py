@@ -33,9 +33,9 @@ def run(
     workers: int = 1,
     cluster: str | None = None,
 ) -> Iterator[Result]:
-    if cluster:
-        return _on_dask(function, tasks, cluster)
     queue = iter(tasks)
+    if cluster:
+        return _on_dask(function, queue, cluster)
     first = list(islice(queue, 2))
     if (
         workers <= 1 or len(first) < 2
@@ -45,9 +45,8 @@ def run(
 
 
 def _on_processes(
-    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int
+    function: Callable[[Task], Result], queue: Iterator[Task], workers: int
 ) -> Iterator[Result]:
-    queue = iter(tasks)
     spawn = multiprocessing.get_context("spawn")
     try:
         executor = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
@@ -103,12 +102,11 @@ def _end_with_parent() -> None:
 
 
 def _on_dask(
-    function: Callable[[Task], Result], tasks: Iterable[Task], address: str
+    function: Callable[[Task], Result], queue: Iterator[Task], address: str
 ) -> Iterator[Result]:
     with connected(address) as client:
         from distributed import as_completed
 
-        queue = iter(tasks)
         window = max(16, 4 * sum(client.nthreads().values()))
 
         def submit(count: int) -> list[Any]:

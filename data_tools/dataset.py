@@ -225,9 +225,10 @@ class Dataset:
         )
 
     def __getitem__(self, row: int) -> Ecg:
-        if not -len(self) <= operator.index(row) < len(self):
+        row = operator.index(row)
+        if not -len(self) <= row < len(self):
             raise IndexError(f"row {row}: {self.root.url} has crops 0 to {len(self) - 1}")
-        row = operator.index(row) % len(self)
+        row %= len(self)
         group = int(np.searchsorted(self._group_begins, row, side="right")) - 1
         facts = self._group(group).slice(row - self._group_begins[group], 1).to_pylist()[0]
         facts["labels"] = [name for name, has in zip(CLASSES, facts["labels"], strict=True) if has]

@@ -22,7 +22,7 @@ import os
 import posixpath
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,6 @@ from omnilead.data_tools.pseudonyms import pseudonym
 from omnilead.data_tools.record import (
     CLASSES,
     as_number,
-    class_row,
     clean_age,
     only_codes,
     parse_dx,
@@ -142,8 +141,12 @@ def write_labels(
 ) -> Iterator[str]:
     """Write all tables of an archive and yield a line about each. With a key, records get their
     pseudonyms."""
-    readers = {"ptbxl": ptbxl, "code15": code15, "physionet2021": physionet2021}
-    readers |= {"mimic-iv-ecg": mimic_iv_ecg}
+    readers = {
+        "ptbxl": ptbxl,
+        "code15": code15,
+        "physionet2021": physionet2021,
+        "mimic-iv-ecg": mimic_iv_ecg,
+    }
     root, place = folder(url, anonymous), dataset_folder(out)
     root.children()  # raises if there is no such folder
     if not place.remote:
@@ -236,7 +239,7 @@ class _PtbXlTables(NamedTuple):
 
 
 def _ptbxl_tables(root: Folder) -> _PtbXlTables:
-    place = next((place for place in TABLE_PLACES if root.exists(place)), TABLE_PLACES[0])
+    place = next(filter(root.exists, TABLE_PLACES), TABLE_PLACES[0])
     read = (place, posixpath.join(posixpath.dirname(place), "scp_statements.csv"))
     if not root.exists(read[1]):
         raise StorageError(f"{root.url}: no {read[1]}: copy it from PTB-XL's release")
@@ -319,28 +322,21 @@ def physionet2021(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     unread = len(keys) - len(rows)
     note = f" ({unread} of {len(keys)} headers are unreadable or duplicates)" if unread else ""
     about = "PhysioNet/CinC Challenge 2021, {} of the headers" + note
-    diagnoses = list(rows.values())
+    diagnoses = list(map(frozenset, rows.values()))
     what = about.format("the 26 scored diagnoses")
-    labels = _scored(diagnoses)
+    labels = _coded(diagnoses, CLASSES)
     yield PublishedLabels("physionet2021-scored", what, (), sources, records, labels)
     what = about.format("all SNOMED CT codes")
-    labels = _every_code(diagnoses)
+    labels = _coded(diagnoses, [(code, (code,)) for code in sorted(frozenset().union(*diagnoses))])
     yield PublishedLabels("physionet2021-all", what, (), sources, records, labels)
 
 
-def _scored(diagnoses: list[tuple[str, ...]]) -> Labels:
-    is_scored = np.array([class_row(dx) for dx in diagnoses], np.int8).T
+def _coded(diagnoses: list[frozenset[str]], kinds: Iterable[tuple[str, tuple[str, ...]]]) -> Labels:
+    """A label for each of `kinds`: its name, and the codes of which a record must have one."""
     labels: Labels = {}
-    for (name, codes), values in zip(CLASSES, is_scored, strict=True):
-        labels[name] = (f"SNOMED CT {' or '.join(codes)}", values)
-    return labels
-
-
-def _every_code(diagnoses: list[tuple[str, ...]]) -> Labels:
-    labels: Labels = {}
-    for code in sorted({code for dx in diagnoses for code in dx}):
-        has = [code in dx for dx in diagnoses]
-        labels[code] = (f"SNOMED CT {code}", np.array(has, np.int8))
+    for name, codes in kinds:
+        has = [not dx.isdisjoint(codes) for dx in diagnoses]
+        labels[name] = (f"SNOMED CT {' or '.join(codes)}", np.array(has, np.int8))
     return labels
 
 

@@ -97,7 +97,10 @@ def ecg_figure(
     missing: Collection[str] = (),
 ) -> "Figure":
     """A page with a crop [12, 5000] on ECG paper."""
-    figure, axes = _paper()
+    (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
+    figure = _figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
+    place = (left / page_w, bottom / page_h, w / page_w, h / page_h)
+    axes = figure.add_axes(place, facecolor=PAPER)
     draw_grid(axes, 1, GRID_1_MM, 0.35)
     draw_grid(axes, 5, GRID_5_MM, 0.6)
     axes.spines[:].set(color=GRID_5_MM, linewidth=0.8)
@@ -169,10 +172,9 @@ def _trace_mm(
 
 def _draw_pulses(axes: "Axes", gain: float) -> None:
     x = (2, 5, 5, 10, 10, 13)
-    style = {"color": INK, "lw": 0.9, "solid_joinstyle": "miter", "label": "calibration"}
     for row_y in ROWS_Y_MM:
         pulse = row_y + gain * np.array([0, 0, 1, 1, 0, 0])
-        axes.plot(x, pulse, **style)  # type: ignore[arg-type]
+        axes.plot(x, pulse, color=INK, lw=0.9, solid_joinstyle="miter", label="calibration")
 
 
 def caption_of(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
@@ -181,7 +183,8 @@ def caption_of(age: float | None, sex: str | None, dx: Sequence[str]) -> str:
 
 
 def _leaves(trace: np.ndarray, floor: float, ceiling: float) -> bool:
-    return bool(np.any(trace[:, 1] < floor) or np.any(trace[:, 1] > ceiling))
+    y = trace[:, 1]
+    return bool(np.any((y < floor) | (y > ceiling)))
 
 
 def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
@@ -238,14 +241,6 @@ def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:
     axes.plot(x, y, color=colour, lw=lw, zorder=0.5, snap=True, label=f"grid {step:g} mm")
 
 
-def _paper() -> "tuple[Figure, Axes]":
-    """An empty page, and the axes of its paper."""
-    (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
-    figure = _figure((page_w / MM_PER_INCH, page_h / MM_PER_INCH))
-    place = (left / page_w, bottom / page_h, w / page_w, h / page_h)
-    return figure, figure.add_axes(place, facecolor=PAPER)
-
-
 def _figure(size: tuple[float, float], **options: Any) -> "Figure":
     """An empty figure that notebooks display; pyplot's figures need `%matplotlib inline` for
     that."""
@@ -268,8 +263,7 @@ def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str)
     """Write the text around the paper."""
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
-    lines = textwrap.wrap(caption, 125)
-    caption = "\n".join(lines[:2]) + (" …" if lines[2:] else "")
+    caption = "\n".join(textwrap.wrap(caption, 125, max_lines=2, placeholder=" …"))
     _write(
         figure,
         x,
@@ -309,7 +303,7 @@ def dataset_figure(dataset: Dataset) -> "Figure":
         if identity in ("gallery", "probe"):
             role = "gallery or probe"
         counts.setdefault(source, Counter())[role] += 1
-    classes = dict(zip(ABBREVIATIONS, labels, strict=True)) if any(labels) else {}
+    classes = dict(zip(ABBREVIATIONS, labels, strict=True))
     return summary_figure(
         counts, classes, f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}"
     )
@@ -322,7 +316,7 @@ def summary_figure(
     each diagnosis class."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    slots = max(len(counts), len(ABBREVIATIONS) if class_counts else 0, 8)
+    slots = max(len(counts), len(ABBREVIATIONS))
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
     figure = _figure((12.5, 1.8 + 0.22 * slots), layout=layout)
     figure.suptitle(
@@ -346,22 +340,8 @@ def summary_figure(
         left.legend(
             loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0
         )
-    if class_counts:
-        classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
-        _draw_bars(right, classes, len(classes), wide_range=True)
-    else:
-        right.set_axis_off()
-        _write(
-            right,
-            0.5,
-            0.5,
-            "no diagnosis labels",
-            10,
-            color=GREY,
-            style="italic",
-            ha="center",
-            va="center",
-        )
+    classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
+    _draw_bars(right, classes, len(classes), wide_range=True)
     return figure
 
 
@@ -460,10 +440,8 @@ def describe(dataset: Dataset) -> str:
         "",
     ]
     reasons = Counter(reason for _, _, reason, _ in rejects_of(dataset))
-    if reasons:
-        lines.append("refused, repaired or flagged (rejects.csv):")
-    else:
-        lines.append("nothing was refused, repaired or flagged")
+    said = "refused, repaired or flagged"
+    lines.append(f"{said} (rejects.csv):" if reasons else f"nothing was {said}")
     lines += [f"  {reason:30}{count:8,}" for reason, count in reasons.most_common()]
     return "\n".join(lines)
 

@@ -213,9 +213,9 @@ def _millivolts(
     """The samples first to last of these rows, 0 where they were not measured, and a mask of
     those."""
     shape = len(record.leads)
-    gain = np.broadcast_to(np.asarray(record.gain, np.float64), shape)
-    baseline = np.broadcast_to(np.asarray(record.baseline, np.float64), shape)
-    if not (np.isfinite(gain).all() and (gain > 0).all() and np.isfinite(baseline).all()):
+    gain = np.full(shape, record.gain, np.float64)
+    baseline = np.full(shape, record.baseline, np.float64)
+    if not ((gain > 0).all() and np.isfinite([gain, baseline]).all()):
         raise ReadError("gain", f"{record.gain}"[:60])
     is_float = record.signal.dtype.kind == "f"
     with np.errstate(invalid="ignore"):  # damaged files can have signalling NaNs
@@ -225,7 +225,7 @@ def _millivolts(
         invalid |= values == record.invalid
     values[invalid] = 0.0
     with np.errstate(over="ignore"):  # absurd values are clipped below
-        if not (_is_all(record.baseline, 0.0) and _is_all(record.gain, 1.0)):
+        if baseline.any() or (gain != 1.0).any():
             values -= baseline[taken, None]
             values /= gain[taken, None]
         values *= MV_PER_UNIT[unit_name(record.unit)]

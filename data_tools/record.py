@@ -5,7 +5,7 @@ an archive.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -77,28 +77,16 @@ class EcgRecord:
             raise ReadError(
                 "signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads"
             )
-        if any(
-            hasattr(value, "__len__") and len(value) != rows for value in (self.gain, self.baseline)
-        ):
+        scales = (self.gain, self.baseline)
+        if any(hasattr(value, "__len__") and len(value) != rows for value in scales):
             raise ReadError(
                 "gain",
                 f"{np.size(self.gain)} gains and {np.size(self.baseline)} baselines for {rows} "
                 "leads",
             )
-        texts = {
-            type(text)
-            for text in (
-                self.name,
-                self.source,
-                self.patient or "",
-                self.sex or "",
-                *self.leads,
-                *self.dx,
-            )
-        }
-        if not all(issubclass(kind, str) for kind in texts) or not isinstance(
-            self.age, (int, float, type(None))
-        ):
+        texts = (self.name, self.source, self.patient or "", self.sex or "", *self.leads, *self.dx)
+        are_texts = all(isinstance(text, str) for text in texts)
+        if not are_texts or not isinstance(self.age, int | float | None):
             raise ReadError(
                 "record field",
                 "name, source, patient, sex, leads and dx are text, age is Python's int or float",
@@ -170,23 +158,27 @@ def clean_sex(value: object) -> str | None:
 # SNOMED code -> index in CLASSES
 CLASS_OF = {code: i for i, (_, codes) in enumerate(CLASSES) for code in codes}
 
+
+def pairs(text: str) -> dict[str, str]:
+    """`word value, word value, ...` as a dictionary."""
+    return dict(pair.strip().split(maxsplit=1) for pair in text.split(","))
+
+
 # Words in `Dx:` of CPSC 2018's first release, and the codes that these records have today
-_CPSC_WORDS = """
+CPSC_WORDS = pairs("""
 Normal 426783006, AF 164889003, I-AVB 270492004, LBBB 164909002, RBBB 59118001, PAC 284470004,
 PVC 164884008, STD 429622005, STE 164931005
-"""
-CPSC_WORDS = dict(pair.split() for pair in _CPSC_WORDS.split(","))
+""")
 
 # PTB-XL's SCP statements that name a scored class (NORM is a verdict, not a rhythm, so it has
 # none). PVC has an unscored code, because the Challenge files PTB-XL's PVCs under ventricular
 # ectopics
-_SCP_CODES = """
+SCP_CODES = pairs("""
 AFIB 164889003, AFLT 164890007, CLBBB 164909002, CRBBB 713427006, 1AVB 270492004, IRBBB 713426002,
 LAFB 445118002, LPR 164947007, LVOLT 251146004, LNGQT 111975006, IVCD 698252002, SR 426783006,
 PAC 284470004, SVARR 63593006, PACE 10370003, PVC 164884008, QWAVE 164917005, SARRH 427393009,
 SBRAD 426177001, STACH 427084000, NT_ 164934002, NDT 164934002, INVT 59931005
-"""
-SCP_CODES = dict(pair.split() for pair in _SCP_CODES.split(","))
+""")
 HEART_AXIS_CODES = {"LAD": "39732003", "ALAD": "39732003", "RAD": "47665007", "ARAD": "47665007"}
 
 
@@ -196,13 +188,11 @@ def parse_dx(text: str) -> tuple[str, ...]:
     return tuple(CPSC_WORDS.get(field, field) for field in fields)
 
 
-def only_codes(dx: Iterable[str]) -> tuple[tuple[str, ...], int]:
+def only_codes(dx: Sequence[str]) -> tuple[tuple[str, ...], int]:
     """Distinct SNOMED codes in order, and the number of other words: free text is counted, never
     copied."""
-    codes = [(word, word.isascii() and word.isdigit() and len(word) <= 18) for word in dx]
-    return tuple(dict.fromkeys(word for word, is_code in codes if is_code)), sum(
-        not is_code for _, is_code in codes
-    )
+    codes = [word for word in dx if word.isascii() and word.isdigit() and len(word) <= 18]
+    return tuple(dict.fromkeys(codes)), len(dx) - len(codes)
 
 
 def class_row(dx: tuple[str, ...]) -> list[bool]:

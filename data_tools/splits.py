@@ -71,7 +71,8 @@ PAPER_SOURCES = RoleSources()
 
 @dataclass(frozen=True)
 class Records:
-    """Columns with one entry per record, or per crop where marked [crops]."""
+    """Columns with one entry per record, or per crop where marked [crops]. Each record has
+    crops."""
 
     source: np.ndarray  # int, index of source_names
     source_names: tuple[str, ...]
@@ -183,7 +184,7 @@ def _groups(records: Records) -> np.ndarray:
     and of its waveforms."""
     count = len(records.names)
     codes = pc.dictionary_encode(records.patients)
-    known = np.flatnonzero(pc.is_valid(records.patients).to_numpy(zero_copy_only=False))
+    known = np.flatnonzero(pc.is_valid(records.patients))
     owner = (
         np.asarray(codes.indices.drop_null()).astype(np.int64) * len(records.source_names)
         + records.patient_source()[known]
@@ -222,16 +223,11 @@ def _gallery_probe(
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
     order = np.lexsort((records.crop_start, records.crop_record))
-    read, first = np.unique(records.crop_record[order], return_index=True)
-    first_crop = np.full(len(records.names), -1)
-    first_crop[read] = order[first]
-    candidates = read[
-        records.is_from(*sources.id)[read]
-        & pc.is_valid(records.patients).to_numpy(zero_copy_only=False)[read]
-    ]
-    ranks = keyed_uniform(_strings(records.names.take(pa.array(candidates))), f"session {seed}")[
-        :, 0
-    ]
+    first_crop = order[np.unique(records.crop_record[order], return_index=True)[1]]  # of records
+    has_patient = np.asarray(pc.is_valid(records.patients))
+    candidates = np.flatnonzero(records.is_from(*sources.id) & has_patient)
+    names = _strings(records.names.take(pa.array(candidates)))
+    ranks = keyed_uniform(names, f"session {seed}")[:, 0]
     sessions: dict[tuple[int, str], list[int]] = {}
     owner = records.patient_source()
     for position in np.argsort(ranks, kind="stable"):

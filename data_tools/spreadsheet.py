@@ -51,11 +51,8 @@ def without_formulas(table: pa.Table) -> pa.Table:
 def _quoted(column: pa.ChunkedArray) -> pa.Array:
     cells = column.combine_chunks()
     suspect = pc.fill_null(pc.match_substring_regex(cells, f"^{STARTS}"), False)
-    if not pc.any(suspect).as_py():
-        return cells
-    return pc.replace_with_mask(
-        cells, suspect, pa.array([quoted(cell) for cell in cells.filter(suspect).to_pylist()])
-    )
+    safe = pa.array(map(quoted, cells.filter(suspect).to_pylist()), cells.type)
+    return pc.replace_with_mask(cells, suspect, safe)
 
 
 def quoted(cell: str) -> str:

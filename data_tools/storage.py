@@ -200,11 +200,11 @@ def _connect(url: str, anonymous: bool) -> Any:
     try:
         import fsspec
 
-        if not url.startswith("s3:"):
-            return fsspec.core.url_to_fs(url, **options)[0]
-        once = {"retries": {"total_max_attempts": 1}}
-        fs = fsspec.core.url_to_fs(url, use_listings_cache=False, config_kwargs=once, **options)[0]
-        fs.retries = 1
+        if url.startswith("s3:"):
+            once = {"retries": {"total_max_attempts": 1}}
+            options |= {"use_listings_cache": False, "config_kwargs": once}
+        fs = fsspec.core.url_to_fs(url, **options)[0]
+        fs.retries = 1  # only s3fs looks at it
         return fs
     except ImportError as error:
         raise StorageError(missing_package(url, error)) from None

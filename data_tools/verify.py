@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
+from operator import ne
 from typing import Any
 
 import numpy as np
@@ -173,10 +174,7 @@ def _check_table(dataset: Dataset, table: pa.Table) -> Iterator[str]:
         yield f"{SAMPLES}: {error}"
         again = table
     for column in ROLES:
-        if wrong := sum(
-            a != b
-            for a, b in zip(again[column].to_pylist(), table[column].to_pylist(), strict=True)
-        ):
+        if wrong := sum(map(ne, again[column].to_pylist(), table[column].to_pylist())):
             yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {seed} gives"
     if [class_row(tuple(dx)) for dx in table["dx"].to_pylist()] != table["labels"].to_pylist():
         yield f"{SAMPLES}: labels do not match the dx codes"

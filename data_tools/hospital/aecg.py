@@ -59,14 +59,12 @@ def decode(data: bytes) -> Decoded:
             signals[lead] = _microvolts(sequence, lead)
     if len(rates) != 1:
         raise ReadError("sampling rate", f"{len(rates)} in one sequence set")
-    notes = (
-        (("further waveforms", f"the first of {len(sets)} sequence sets was read"),)
-        if len(sets) > 1
-        else ()
-    )
+    notes = []
+    if len(sets) > 1:
+        notes.append(("further waveforms", f"the first of {len(sets)} sequence sets was read"))
     patient = _attribute(root, f"{_SUBJECT}/id", "extension")
     sex = _attribute(root, f"{_SUBJECT}/*/{_SEX}", "code")
-    return Decoded(signals, rates.pop(), patient or None, _age(root), sex, notes)
+    return Decoded(signals, rates.pop(), patient or None, _age(root), sex, tuple(notes))
 
 
 FORMAT = Format(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_BYTES)

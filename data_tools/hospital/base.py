@@ -6,6 +6,7 @@ limited depth. Namespaces are removed from tags and attributes, because they dif
 versions: `hl7:code` becomes `code`.
 """
 
+import binascii
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 from xml.etree.ElementTree import Element, TreeBuilder
@@ -24,7 +25,7 @@ class Decoded(NamedTuple):
     patient: str | None = None
     age: float | None = None  # years
     sex: str | None = None
-    warnings: tuple[tuple[str, str], ...] = ()
+    warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail)
 
 
 class Format(NamedTuple):
@@ -46,8 +47,6 @@ def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
     """The root element, without elements named in `skipped`. A file named in a DOCTYPE is not
     read; entities and default attributes, which could take a thousand times the memory of the
     file, are refused."""
-    if len(data) > MAX_BYTES:
-        raise ReadError("file too large", f"{len(data)} bytes of XML, {MAX_BYTES} at most")
     builder = TreeBuilder()
     depth = count = 0
     skipping = 0  # depth of the skipped element
@@ -111,6 +110,14 @@ def root_tag(head: bytes) -> str:
         if (place := text.find(end, place)) < 0:
             return ""
     return ""
+
+
+def from_base64(text: str, where: str = "") -> bytes:
+    """`where`: what a refusal begins with."""
+    try:
+        return binascii.a2b_base64("".join(text.split()), strict_mode=True)
+    except ValueError as error:
+        raise ReadError("base64", f"{where}{error}") from None
 
 
 def _local(name: str) -> str:

@@ -83,21 +83,7 @@ _OTHER = {
     _FRAMES: "a multi-frame image",
 }
 _ITEM, _ITEM_END, _SEQUENCE_END, _UNKNOWN = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD, 0xFFFFFFFF
-_LONG = {
-    b"OB",
-    b"OD",
-    b"OF",
-    b"OL",
-    b"OV",
-    b"OW",
-    b"SQ",
-    b"SV",
-    b"UC",
-    b"UN",
-    b"UR",
-    b"UT",
-    b"UV",
-}  # length of 32 bits
+_LONG = frozenset(b"OB OD OF OL OV OW SQ SV UC UN UR UT UV".split())  # length of 32 bits
 _TYPED, _PLAIN, _LENGTH = (struct.Struct(form).unpack_from for form in ("<HH2sH", "<HHI", "<I"))
 Elements = dict[int, Any]  # by tag: bytes, or the items of a sequence
 
@@ -124,7 +110,7 @@ def decode(data: bytes) -> Decoded:
     signals: dict[str, np.ndarray] = {}
     for group in chosen:
         signals |= group.signals()
-    notes: list[tuple[str, str]] = []
+    notes = []
     if kind not in ECG_CLASSES:
         notes.append(
             ("SOP class", f"{kind or 'an unknown one'} is not an ECG class: read for its ECG leads")

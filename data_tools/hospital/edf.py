@@ -20,14 +20,17 @@ from omnilead.data_tools.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
 MAX_BYTES = 12 * 2**20
 # Names and widths of the signal fields; each field is stored for all signals in turn. Fields
 # without a name are not read
-FIELDS: tuple[tuple[str, int], ...] = (
+FIELDS = (
     ("label", 16),
     ("", 80),
     ("unit", 8),
     ("low", 8),
     ("high", 8),
+    ("digital_low", 8),
+    ("digital_high", 8),
+    ("", 80),
+    ("samples", 8),
 )
-FIELDS += (("digital_low", 8), ("digital_high", 8), ("", 80), ("samples", 8))
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(E[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 # A hyphen separates if it follows the word or has a space on both sides (`ECG-I`, `ECG - I`);
 # otherwise it is a sign (`ECG -I`)
@@ -40,61 +43,54 @@ _PATIENT = re.compile(
 def decode(data: bytes) -> Decoded:
     if data[:1] == b"\xff":
         raise ReadError("BDF", "samples of 24 bits are not read: convert the file to EDF")
-    signals, count = _header(data)
+    signals = _header(data)
     sizes = [_whole(size, "samples of a record", 1) for size in signals["samples"]]
     records = _whole(_text(data[236:244]), "records", 1)
     duration_s = _number(_text(data[244:252]), "duration of a record")
-    header = 256 * (count + 1)
+    header = 256 * (len(sizes) + 1)
     expected = header + 2 * records * sum(sizes)
     if len(data) != expected:
         reason = "truncated file" if len(data) < expected else "file length"
         raise ReadError(reason, f"{len(data)} of {expected} bytes")
     steps = np.frombuffer(data, "<i2", offset=header).reshape(records, sum(sizes))
-    leads = _Leads()
-    stop = 0
-    for row, size in enumerate(sizes):
-        start, stop = stop, stop + size
-        fields = {name: texts[row] for name, texts in signals.items()}
-        leads.add(steps[:, start:stop], fields)
-    if not leads.found:
+    leads, inverted = _leads(np.split(steps, np.cumsum(sizes)[:-1], axis=1), signals)
+    if not leads:
         raise ReadError(
-            "no known lead", f"none of {count} signals is labelled as one of the 12 leads"
+            "no known lead", f"none of {len(sizes)} signals is labelled as one of the 12 leads"
         )
-    fs_hz = leads.fs_hz(duration_s)
+    samples = {len(uv) // records for uv in leads.values()}  # of a record
+    if len(samples) > 1 or duration_s <= 0:
+        stated = ", ".join(map(str, sorted(samples)))
+        raise ReadError("sampling rate", f"leads with {stated} samples in {duration_s:g} s")
+    fs_hz = samples.pop() / duration_s
     rate_ratio(fs_hz)  # refuses unsupported rates
-    warnings: tuple[tuple[str, str], ...] = ()
-    if leads.inverted:
-        detail = f"{' '.join(leads.inverted)}: labelled with a minus, inverted again"
-        warnings = (("inverted lead", detail),)
-    return Decoded(leads.found, fs_hz, *_person(data), warnings)
+    warnings = []
+    if inverted:
+        detail = f"{' '.join(inverted)}: labelled with a minus, inverted again"
+        warnings.append(("inverted lead", detail))
+    return Decoded(leads, fs_hz, *_person(data), tuple(warnings))
 
 
-class _Leads:
-    """The signals that are labelled as one of the twelve leads."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, np.ndarray] = {}
-        self.inverted: list[str] = []
-        self.rates: set[int] = set()  # samples of a record
-
-    def add(self, steps: np.ndarray, fields: dict[str, str]) -> None:
+def _leads(
+    steps: list[np.ndarray], signals: dict[str, list[str]]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """The microvolts of the signals that are labelled as one of the twelve leads, and which of
+    them were inverted."""
+    leads: dict[str, np.ndarray] = {}
+    inverted = []
+    for row, step in enumerate(steps):
+        fields = {name: texts[row] for name, texts in signals.items()}
         sign, name = _sign_and_name(fields["label"])
         if name not in LEAD_INDEX:
-            return
+            continue
         lead = LEADS[LEAD_INDEX[name]]
-        if lead in self.found:
+        if lead in leads:
             raise ReadError("duplicated lead", lead)
-        self.found[lead] = _microvolts(steps.ravel(), fields, lead)
+        leads[lead] = _microvolts(step.ravel(), fields, lead)
         if sign:
-            self.found[lead] = -self.found[lead]
-            self.inverted.append(lead)
-        self.rates.add(steps.shape[1])
-
-    def fs_hz(self, duration_s: float) -> float:
-        if len(self.rates) > 1 or duration_s <= 0:
-            stated = ", ".join(map(str, sorted(self.rates)))
-            raise ReadError("sampling rate", f"leads with {stated} samples in {duration_s:g} s")
-        return self.rates.pop() / duration_s
+            leads[lead] = -leads[lead]
+            inverted.append(lead)
+    return leads, inverted
 
 
 MAGIC = (b"0       ", b"\xffBIOSEMI")
@@ -105,8 +101,8 @@ FORMAT = Format(
 )
 
 
-def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
-    """The named signal fields, and the number of signals."""
+def _header(data: bytes) -> dict[str, list[str]]:
+    """The named fields, one text per signal."""
     if data[:8] != b"0       ":
         raise ReadError("unknown format", "not EDF: it does not begin with version 0")
     if data[192:197] == b"EDF+D":
@@ -121,7 +117,7 @@ def _header(data: bytes) -> tuple[dict[str, list[str]], int]:
                 _text(data[place + row * width : place + (row + 1) * width]) for row in range(count)
             ]
         place += width * count
-    return fields, count
+    return fields
 
 
 def _sign_and_name(label: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ listed as `implausible amplitude` in rejects.csv, and are not for pre-training.
 import posixpath
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import suppress
 from hashlib import sha256
 
 import numpy as np
@@ -39,22 +39,11 @@ PLAUSIBLE_UV = (
     4000,
 )  # median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 # What anonymised files have instead of a patient's id
-NOBODY = {
-    "anonymous",
-    "anonymized",
-    "anonymised",
-    "anon",
-    "unknown",
-    "none",
-    "null",
-    "n/a",
-    "na",
-    "0",
-    "-",
-    ".",
-    "?",
-}
-NOBODY |= {"unk", "noid", "no id", "unidentified", "test", "not available"}
+_NOBODY = (
+    "anonymous, anonymized, anonymised, anon, unknown, none, null, n/a, na, 0, -, ., ?, unk, noid, "
+    "no id, unidentified, test, not available"
+)
+NOBODY = set(_NOBODY.split(", "))
 
 
 class HospitalFiles(FileSource):
@@ -104,31 +93,23 @@ class HospitalFiles(FileSource):
         folders named by UIDs. A name that would lose letters, brackets or its end gets a hash,
         or different files could have the same name."""
         stem = record_stem(key if key.lower().endswith(ENDINGS) else f"{key}.", longest=None)
-        try:
-            return (
-                path_name(key, stem)
-                if key.isascii() and not set("[]{}") & set(key)
-                else _hashed(stem, key)
-            )
-        except ReadError:  # too long
-            return _hashed(stem, key)
+        if key.isascii() and not set("[]{}") & set(key):
+            with suppress(ReadError):  # too long
+                return path_name(key, stem)
+        return _hashed(stem, key)
 
     def source_of(self, key: str) -> str:
         return self._format_of_file(key) or self.name
 
     def notes(self) -> list[str]:
-        notes = []
-        if self.skipped:
-            most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
-            endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
-            # An ending may be a part of a name
-            shown = "" if self.root.private else f" ({endings})"
-            what = self.only or "known"
-            notes.append(
-                f"{self.root.url}: {self.skipped.total():,} files of no {what} format were left "
-                f"out{shown}"
-            )
-        return notes
+        if not self.skipped:
+            return []
+        most = sorted(self.skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:5]
+        endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
+        # An ending may be a part of a name
+        shown = "" if self.root.private else f" ({endings})"
+        files = f"{self.skipped.total():,} files of no {self.only or 'known'} format"
+        return [f"{self.root.url}: {files} were left out{shown}"]
 
     def header(self, key: str) -> Header:
         data = self.root.read(key, MAX_BYTES)
@@ -160,15 +141,17 @@ class HospitalFiles(FileSource):
             )
         leads, fs_hz = np.array(list(signals.values())), found.fs_hz
         rate_ratio(fs_hz)  # refuses unsupported rates
-        warnings = (*found.warnings, *_doubts(leads, fs_hz))
-        record = EcgRecord(
-            self.name_for(key), leads, fs_hz, tuple(signals), "uV", source=kind, warnings=warnings
-        )
-        return replace(
-            record,
+        return EcgRecord(
+            self.name_for(key),
+            leads,
+            fs_hz,
+            tuple(signals),
+            "uV",
+            source=kind,
             patient=_patient(found.patient),
             age=clean_age(found.age),
             sex=clean_sex(found.sex),
+            warnings=(*found.warnings, *_doubts(leads, fs_hz)),
         )
 
 
@@ -192,24 +175,18 @@ def changes(uv: np.ndarray) -> bool:
     return bool(np.fmax.reduce(uv, initial=-np.inf) != np.fmin.reduce(uv, initial=np.inf))
 
 
-def _doubts(leads: np.ndarray, fs_hz: float) -> tuple[tuple[str, str], ...]:
+def _doubts(leads: np.ndarray, fs_hz: float) -> Iterator[tuple[str, str]]:
     """A warning if the amplitude is not plausible for an ECG."""
     second = int(fs_hz)
     seconds = leads[:, : leads.shape[1] // second * second].reshape(-1, second)
     ranges = np.fmax.reduce(seconds, axis=1) - np.fmin.reduce(seconds, axis=1)
-    typical_uv = (
-        float(np.median(ranges[np.isfinite(ranges)]))
-        if np.isfinite(ranges).any()
-        else PLAUSIBLE_UV[0]
-    )
-    if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
-        return ()
-    return (
-        (
+    ranges = ranges[np.isfinite(ranges)]
+    typical_uv = float(np.median(ranges)) if len(ranges) else PLAUSIBLE_UV[0]
+    if not PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
+        yield (
             "implausible amplitude",
             f"{typical_uv / 1000:.3g} mV within a second: is the scale in the file right?",
-        ),
-    )
+        )
 
 
 def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

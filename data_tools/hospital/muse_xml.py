@@ -5,15 +5,20 @@ MUSE stores I, II and V1 to V6. Apart from the signal, only the patient's id, ag
 no names, dates, statements or comments. A DOCTYPE is allowed, entities are not.
 """
 
-import binascii
 import zlib
-from collections import Counter
 from xml.etree.ElementTree import Element
 
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.hospital.base import MAX_BYTES, Decoded, Format, root_tag, tree
+from omnilead.data_tools.hospital.base import (
+    MAX_BYTES,
+    Decoded,
+    Format,
+    from_base64,
+    root_tag,
+    tree,
+)
 from omnilead.data_tools.record import AGE_UNITS, as_number, lead_name
 
 MAX_LEADS = 64
@@ -24,8 +29,8 @@ _LEAD = {
     "LeadTimeOffset": "0",
     "LeadOffsetFirstSample": "0",
     "FirstSampleBaseline": "0",
+    "LeadSampleSize": "2",
 }
-_LEAD |= {"LeadSampleSize": "2"}
 _COUNTS = ("LeadByteCountTotal", "LeadSampleCountTotal", "LeadDataCRC32")
 Fields = dict[str, str]
 
@@ -46,21 +51,20 @@ def decode(data: bytes) -> Decoded:
     if len(leads) > MAX_LEADS:
         raise ReadError("signal count", f"over {MAX_LEADS} leads")
     _check(fields, _WAVEFORM)
-    if twice := [
-        name
-        for name, count in Counter(lead_name(lead.get("LeadID", "")) for lead in leads).items()
-        if count > 1
-    ]:
-        raise ReadError("duplicated lead", twice[0][:10])
     if leads and not any(map(_is_on, leads)):
         raise ReadError("no valid lead", f"the file states LeadOff for all {len(leads)} leads")
-    signals = {name: uv for name, uv in map(_samples, leads) if uv is not None}
+    signals: dict[str, np.ndarray | None] = {}
+    for lead in leads:
+        name = lead_name(lead.get("LeadID", ""))
+        if name in signals:
+            raise ReadError("duplicated lead", name[:10])
+        signals[name] = _samples(lead, name)
     person = next((_fields(one) for one in root.iterfind("PatientDemographics")), {})
     years = as_number(person.get("PatientAge")) * AGE_UNITS.get(
         person.get("AgeUnits", "years").lower(), np.nan
     )
     return Decoded(
-        signals,
+        {name: uv for name, uv in signals.items() if uv is not None},
         as_number(fields.get("SampleBase")),
         person.get("PatientID"),
         years,
@@ -76,20 +80,18 @@ def _fields(element: Element) -> Fields:
 
 
 def _check(fields: Fields, expected: Fields) -> None:
-    if wrong := next(
-        (name for name, value in expected.items() if fields.get(name, value).upper() != value), None
-    ):
-        raise ReadError(wrong, f"{fields[wrong][:20]!r}, only {expected[wrong]} is read")
+    for name, value in expected.items():
+        if fields.get(name, value).upper() != value:
+            raise ReadError(name, f"{fields[name][:20]!r}, only {value} is read")
 
 
 def _is_on(fields: Fields) -> bool:
     return fields.get("LeadOff", "FALSE").upper() == "FALSE"
 
 
-def _samples(fields: Fields) -> tuple[str, np.ndarray | None]:
-    """A lead's name and its microvolts, None if it was off. Counts and checksum must match if the
-    file states them."""
-    name = lead_name(fields.get("LeadID", ""))
+def _samples(fields: Fields, name: str) -> np.ndarray | None:
+    """A lead's microvolts, None if it was off. Counts and checksum must match if the file states
+    them."""
     _check(fields, _LEAD)
     if "LeadAmplitudeUnits" not in fields:
         raise ReadError("unknown unit", f"lead {name[:10]} states none")
@@ -98,12 +100,7 @@ def _samples(fields: Fields) -> tuple[str, np.ndarray | None]:
             "gain",
             f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step",
         )
-    try:
-        data = binascii.a2b_base64(
-            "".join(fields.get("WaveFormData", "").split()), strict_mode=True
-        )
-    except ValueError as error:
-        raise ReadError("base64", f"lead {name[:10]}: {error}") from None
+    data = from_base64(fields.get("WaveFormData", ""), f"lead {name[:10]}: ")
     for field, value in zip(_COUNTS, (len(data), len(data) // 2, zlib.crc32(data)), strict=True):
         if field in fields and as_number(fields[field]) != value:
             raise ReadError(field, f"lead {name[:10]}: {value} found, {fields[field][:20]} stated")
@@ -111,4 +108,4 @@ def _samples(fields: Fields) -> tuple[str, np.ndarray | None]:
         raise ReadError("sample count", f"lead {name[:10]}: an odd number of bytes")
     steps = np.frombuffer(data, "<i2")
     measured = _is_on(fields) and not (steps == -32768).any()
-    return name, steps * uv_per_step if measured else None
+    return steps * uv_per_step if measured else None

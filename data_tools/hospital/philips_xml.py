@@ -7,7 +7,6 @@ and aVF are stored as residuals. Apart from the signal, only the patient's id, a
 not the representative beats, which have their own rate and resolution.
 """
 
-import binascii
 import math
 from contextlib import suppress
 from xml.etree.ElementTree import Element
@@ -15,7 +14,14 @@ from xml.etree.ElementTree import Element
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.hospital.base import MAX_BYTES, Decoded, Format, root_tag, tree
+from omnilead.data_tools.hospital.base import (
+    MAX_BYTES,
+    Decoded,
+    Format,
+    from_base64,
+    root_tag,
+    tree,
+)
 from omnilead.data_tools.record import AGE_UNITS, LEADS, as_number, lead_name
 
 MAX_LEADS, MAX_SAMPLES = 32, 30_000
@@ -33,12 +39,12 @@ _EXPECTED = {
     "signaloffset": "0",
     "signalsigned": "true",
 }
-_IN_1_03 = {
+_ALIASES = {  # of fields, most of them in version 1.03
     "compressmethod": "compression",
     "nbitspersample": "bitspersample",
     "signalresolution": "resolution",
+    "samplespersecond": "samplingrate",
 }
-_ALIASES = _IN_1_03 | {"samplespersecond": "samplingrate"}
 _SKIPPED = frozenset(
     (
         "internalmeasurements",
@@ -66,7 +72,7 @@ def decode(data: bytes) -> Decoded:
         raise ReadError("rhythm waveform", f"{len(waveforms)} of them, 1 is read")
     stated = _stated(waveforms[0], root)
     names, fs_hz = _lead_names(stated), _number(stated, "samplingrate")
-    packed = _from_base64(waveforms[0].text or "")
+    packed = from_base64(waveforms[0].text or "")
     samples = _number(stated, "durationperchannel") * fs_hz / 1000
     if not 3 <= samples <= MAX_SAMPLES or samples % 1:
         raise ReadError("sample count", f"{samples:g} a lead")
@@ -78,18 +84,11 @@ def decode(data: bytes) -> Decoded:
         if name in LEADS:
             signals[name] = counts[: int(ECG_S * fs_hz) if height else None] * uv_per_step
     patient = _person(root, "patientid") or _person(root, "MRN") or None
-    warnings: tuple[tuple[str, str], ...] = ()
+    warnings = []
     if not height:
         detail = f"{samples / fs_hz:g} s without it: damage and a wrong scale are not noticed"
-        warnings = (("no calibration pulse", detail),)
-    return Decoded(signals, fs_hz, patient, _age(root), _person(root, "sex"), warnings)
-
-
-def _from_base64(text: str) -> bytes:
-    try:
-        return binascii.a2b_base64("".join(text.split()), strict_mode=True)
-    except ValueError as error:
-        raise ReadError("base64", str(error)) from None
+        warnings.append(("no calibration pulse", detail))
+    return Decoded(signals, fs_hz, patient, _age(root), _person(root, "sex"), tuple(warnings))
 
 
 def _person(root: Element, tag: str) -> str:
@@ -238,15 +237,13 @@ def _pulse(leads: dict[str, np.ndarray], fs_hz: float) -> int:
     off and are ignored."""
     before, start, stop, end = (round(second * fs_hz) for second in PULSE_S)
     shape = np.repeat([0, 1, 0], [start - before, stop - start, end - stop])
-    measured = {
-        name: counts for name, counts in leads.items() if counts.any() and len(counts) == end
-    }
-    heights = {
-        name: int(x[start]) * bool((x[before:] == x[start] * shape).all())
-        for name, x in measured.items()
-    }
+    heights = {}
+    for name, counts in leads.items():
+        if counts.any() and len(counts) == end:
+            has_pulse = bool((counts[before:] == counts[start] * shape).all())
+            heights[name] = int(counts[start]) * has_pulse
     if len(set(heights.values())) > 1:
-        wrong = min(heights, key=lambda name: heights[name])
+        wrong = min(heights, key=heights.__getitem__)
         raise ReadError("calibration pulse", f"lead {wrong[:10]} has another or none: damaged")
     return max(heights.values(), default=0)
 

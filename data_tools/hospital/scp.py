@@ -80,78 +80,75 @@ def _decode(sections: dict[int, bytes]) -> Decoded:
             "no rhythm",
             "only section 12, which is not read" if 12 in sections else "no section 3 or 6",
         )
-    rhythm = _CodedRhythm(sections)
-    leads, warnings = rhythm.leads()
+    nanovolts, interval_us, order = _coding(sections)
+    leads, warnings = _leads(sections, order)
     signals = _on_one_axis(
-        {lead: (first, steps * rhythm.nanovolts / 1000) for lead, (first, steps) in leads.items()}
+        {lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in leads.items()}
     )
-    nominal_hz = float(round(1e6 / rhythm.interval_us))
+    nominal_hz = float(round(1e6 / interval_us))
     # 1,667 us mean 600 Hz
-    is_nominal = round(1e6 / nominal_hz) == rhythm.interval_us
-    fs_hz = nominal_hz if is_nominal else 1e6 / rhythm.interval_us
-    return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), warnings)
+    is_nominal = round(1e6 / nominal_hz) == interval_us
+    fs_hz = nominal_hz if is_nominal else 1e6 / interval_us
+    return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), tuple(warnings.items()))
 
 
-class _CodedRhythm:
-    """Sections 3 (which leads there are) and 6 (their samples)."""
+def _coding(sections: dict[int, bytes]) -> tuple[int, int, int]:
+    """Nanovolts per step, microseconds between samples, and the order of differences."""
+    table = struct.unpack_from("<H", sections[2])[0] if 2 in sections else DEFAULT_TABLE
+    nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", sections[6])
+    if sections[3][1] & 1:
+        raise ReadError("reference beats", "subtracted from the rhythm")
+    if bimodal:
+        raise ReadError("bimodal compression", "fewer samples between the beats")
+    if table != DEFAULT_TABLE:
+        raise ReadError("Huffman table", f"{table} of its own, the standard's default is read")
+    if order > 2:
+        raise ReadError("differences", f"of order {order}, 0 to 2 are read")
+    if not nanovolts:
+        raise ReadError("gain", "0 nV per step")
+    if not interval_us:
+        raise ReadError("sampling rate", "0 us between samples")
+    return nanovolts, interval_us, order
 
-    def __init__(self, sections: dict[int, bytes]) -> None:
-        self.leads_section = sections[3]
-        self.samples_section = sections[6]
-        self.is_coded = 2 in sections
-        table = struct.unpack_from("<H", sections[2])[0] if self.is_coded else DEFAULT_TABLE
-        fields = struct.unpack_from("<HHBB", self.samples_section)
-        self.nanovolts, self.interval_us, self.order, bimodal = fields
-        if self.leads_section[1] & 1:
-            raise ReadError("reference beats", "subtracted from the rhythm")
-        if bimodal:
-            raise ReadError("bimodal compression", "fewer samples between the beats")
-        if table != DEFAULT_TABLE:
-            raise ReadError("Huffman table", f"{table} of its own, the standard's default is read")
-        if self.order > 2:
-            raise ReadError("differences", f"of order {self.order}, 0 to 2 are read")
-        if not self.nanovolts:
-            raise ReadError("gain", "0 nV per step")
-        if not self.interval_us:
-            raise ReadError("sampling rate", "0 us between samples")
 
-    def leads(self) -> tuple[dict[str, tuple[int, np.ndarray]], tuple[tuple[str, str], ...]]:
-        """(first sample, steps) of each of the twelve leads, and a warning."""
-        count = self.leads_section[0]
-        start = 6 + 2 * count
-        found: dict[str, tuple[int, np.ndarray]] = {}
-        warnings: tuple[tuple[str, str], ...] = ()
-        for row, size in enumerate(struct.unpack_from(f"<{count}H", self.samples_section, 6)):
-            first, last, code = struct.unpack_from("<IIB", self.leads_section, 2 + 9 * row)
-            first = max(first, 1)  # some writers count the first sample from 0, the last from 1
-            coded = self.samples_section[start : start + size]
-            start += size
-            lead = SCP_LEADS.get(str(code))
-            if not lead:
-                continue
-            if lead in found:
-                raise ReadError("duplicated lead", lead)
-            if len(coded) < size:
-                raise ReadError("truncated file", lead)
-            samples = last - first + 1
-            is_cut = size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES
-            if is_cut and not self.is_coded:
-                detail = (
-                    f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"
-                )
-                warnings = (("shorter than stated", detail),)
-                samples = size // 2
-            found[lead] = first, self._steps(lead, coded, samples)
-        return found, warnings
+def _leads(
+    sections: dict[int, bytes], order: int
+) -> tuple[dict[str, tuple[int, np.ndarray]], dict[str, str]]:
+    """(first sample, steps) of each of the twelve leads, and warnings. Section 3 has the leads,
+    section 6 their samples."""
+    count = sections[3][0]
+    start = 6 + 2 * count
+    found: dict[str, tuple[int, np.ndarray]] = {}
+    warnings = {}
+    for row, size in enumerate(struct.unpack_from(f"<{count}H", sections[6], 6)):
+        first, last, code = struct.unpack_from("<IIB", sections[3], 2 + 9 * row)
+        first = max(first, 1)  # some writers count the first sample from 0, the last from 1
+        coded = sections[6][start : start + size]
+        start += size
+        lead = SCP_LEADS.get(str(code))
+        if not lead:
+            continue
+        if lead in found:
+            raise ReadError("duplicated lead", lead)
+        if len(coded) < size:
+            raise ReadError("truncated file", lead)
+        samples = last - first + 1
+        is_cut = size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES
+        if is_cut and 2 not in sections:
+            warnings["shorter than stated"] = (
+                f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"
+            )
+            samples = size // 2
+        found[lead] = first, _sums(_steps(lead, coded, samples, 2 in sections), order)
+    return found, warnings
 
-    def _steps(self, lead: str, coded: bytes, samples: int) -> np.ndarray:
-        is_wrong = not self.is_coded and len(coded) != 2 * samples
-        if is_wrong or not 0 < samples <= MAX_SAMPLES:
-            detail = f"lead {lead}: {samples} stated, {len(coded)} bytes found"
-            raise ReadError("sample count", detail)
-        if self.is_coded:
-            return _sums(huffman(coded, samples), self.order)
-        return _sums(np.frombuffer(coded, "<i2").astype(np.int64), self.order)
+
+def _steps(lead: str, coded: bytes, samples: int, is_coded: bool) -> np.ndarray:
+    is_wrong = not is_coded and len(coded) != 2 * samples
+    if is_wrong or not 0 < samples <= MAX_SAMPLES:
+        detail = f"lead {lead}: {samples} stated, {len(coded)} bytes found"
+        raise ReadError("sample count", detail)
+    return huffman(coded, samples) if is_coded else np.frombuffer(coded, "<i2").astype(np.int64)
 
 
 def _person(section: bytes) -> tuple[str | None, float | None, str | None]:

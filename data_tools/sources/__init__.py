@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DataError, ReadError, StorageError
@@ -80,7 +81,7 @@ def open_sources(
     if found:
         if ":" not in kind:  # only a reader of the user's own knows what it reads
             endings = hospital.endings if hospital else ()
-            found[0].left_out = LeftOut(root, found, besides, anonymous, endings).sentence()
+            found[0].left_out = LeftOut(root, found, besides, endings).sentence()
         return found
     if META in names:
         raise StorageError(
@@ -94,8 +95,14 @@ def open_sources(
 
 def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
     if ":" in kind:
+        try:  # so that worker processes can import it, too
+            found = plugin(kind, importable=True)
+        except Exception as error:  # a user's module may raise anything on import
+            raise DataError(f"--source {kind}: {blame(error)}") from None
+        if not (isinstance(found, type) and issubclass(found, Source)):
+            raise DataError(f"--source {kind}: not a subclass of data_tools.sources.Source")
         try:
-            return _import(kind)(root)
+            return found(root)
         except TypeError as error:  # the class lacks an abstract method
             raise DataError(f"--source {kind}: {error}") from None
     if kind in ARCHIVES:
@@ -108,18 +115,6 @@ def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
             return hospital(root, kind)
         known += [hospital.name, *hospital.formats]
     raise DataError(f"--source {kind}: not auto, {', '.join(known)} or your own file.py:Class")
-
-
-def _import(spec: str) -> type[Source]:
-    """Import `module:Class` or `path/to/file.py:Class` so that worker processes can import it,
-    too."""
-    try:
-        found = plugin(spec, importable=True)
-    except Exception as error:  # a user's module may raise anything on import
-        raise DataError(f"--source {spec}: {blame(error)}") from None
-    if not (isinstance(found, type) and issubclass(found, Source)):
-        raise DataError(f"--source {spec}: not a subclass of data_tools.sources.Source")
-    return found
 
 
 def _detected(
@@ -172,13 +167,11 @@ class LeftOut:
         root: Folder,
         sources: Sequence[Source],
         besides: Sequence[str],
-        anonymous: bool,
         endings: tuple[str, ...],
     ) -> None:
         """`endings`: of the names of hospital files."""
         self.root = root
-        self.anonymous = anonymous
-        self.endings = endings
+        self.endings = (".hea", *endings)
         # The first file by uppermost folder; "" holds the files beside the folders
         self.first: dict[str, str] = {}
         self.count: Counter[str] = Counter()
@@ -191,22 +184,20 @@ class LeftOut:
         if any(isinstance(source, FileSource) for source in sources):
             return  # it looks at every file, and counts those that it leaves out
         if "" in self.read:  # all WFDB records are read
-            hospital = [name for name in root.names() if name.lower().endswith(self.endings)]
+            hospital = [name for name in root.names() if name.lower().endswith(endings)]
             self._add("", hospital)
         else:
             self._search("")
 
     def _search(self, place: str) -> None:
-        below = self.root
-        if place:
-            below = folder(self.root.path(place), self.anonymous, self.root.private)
+        below = replace(self.root, url=self.root.path(place)) if place else self.root
         for name in below.children():
             path = f"{place}/{name}" if place else name
             if path in self.read:
                 continue
             if any(one.startswith(f"{path}/") for one in self.read):
                 self._search(path)
-            elif self._looks_like_ecg(name):
+            elif name.lower().endswith(self.endings):
                 self._add(place, [path])
             elif not (self.root.remote and looks_like_file(name)):
                 self._add_folder(path)
@@ -218,12 +209,10 @@ class LeftOut:
                 self.links.append(path)
             return
         try:
-            self._add(path, [name for name in self.root.names(path) if self._looks_like_ecg(name)])
+            names = self.root.names(path)
+            self._add(path, [name for name in names if name.lower().endswith(self.endings)])
         except (StorageError, OSError):
             self.unlisted.append(path)
-
-    def _looks_like_ecg(self, name: str) -> bool:
-        return name.endswith(".hea") or name.lower().endswith(self.endings)
 
     def _add(self, place: str, names: Sequence[str]) -> None:
         if names:

@@ -19,7 +19,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from omnilead.data_tools.errors import DataError, ReadError, StorageError, printable
+from omnilead.data_tools.errors import ReadError, StorageError, printable
 from omnilead.data_tools.prepare import CROP, Crop, crop_count, prepare_crop
 from omnilead.data_tools.pseudonyms import pseudonym
 from omnilead.data_tools.record import LEADS, EcgRecord, Header, patient_source
@@ -52,14 +52,7 @@ class Source(ABC):
     def header(self, key: str) -> Header:
         """What planning needs. Override this if the format can provide it without reading the
         signal."""
-        try:
-            record = self.read(key)
-        except (DataError, MemoryError):
-            raise
-        except (
-            Exception
-        ) as error:  # a user's parser failed on a broken file: refuse only this record
-            raise ReadError("unreadable record", type(error).__name__) from None
+        record = self.read(key)
         content = hashlib.blake2b(np.ascontiguousarray(record.signal).data, digest_size=8).digest()
         return Header(
             record.name,
@@ -92,7 +85,7 @@ class Source(ABC):
 
     def notes(self) -> list[str]:
         """Notes on the archive as a whole, for the user."""
-        return [self.left_out] if self.left_out else []
+        return []
 
     def __iter__(self) -> Iterator[EcgRecord]:
         return (self.read(key) for key in self.keys())
@@ -123,10 +116,8 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
         return error
     except (StorageError, MemoryError):
         raise
-    except Exception as error:
-        return ReadError(
-            "unreadable record", f"{type(error).__name__} in {key.rsplit('/', 1)[-1][:40]}"
-        )
+    except Exception as error:  # a user's parser failed on a broken file
+        return ReadError("unreadable record", type(error).__name__)
 
 
 class Prepared(NamedTuple):
@@ -165,8 +156,6 @@ def _prepare(source: Source, key: str) -> Prepared:
 
 def pseudonymised(key: bytes | None, ecg: Prepared) -> Prepared:
     """With the names that a dataset made with this key has."""
-    if key is None:
-        return ecg
     record = pseudonym(key, "r", ecg.source, ecg.record)
     return ecg._replace(record=record, patient=shown_patient(key, ecg.source, ecg.patient))
 

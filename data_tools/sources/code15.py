@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from omnilead.data_tools.errors import DataError, ReadError, StorageError, one_line
-from omnilead.data_tools.record import EcgRecord, Header, clean_age
+from omnilead.data_tools.record import EcgRecord, Header, clean_age, pairs
 from omnilead.data_tools.sources.base import Source, cached, read_table
 from omnilead.data_tools.storage import Folder
 
 TABLE, MAX_TABLE, FS_HZ = "exams.csv", 512 * 2**20, 400.0
 LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")
-LABELS = {"1dAVb": "270492004", "RBBB": "59118001", "LBBB": "164909002"}
-LABELS |= {"SB": "426177001", "ST": "427084000", "AF": "164889003"}
+LABELS = pairs("""
+1dAVb 270492004, RBBB 59118001, LBBB 164909002, SB 426177001, ST 427084000, AF 164889003
+""")
 MAX_EXAMS = 1_000_000  # per part; the release has 20,001
 MAX_CHUNK = 64 * 2**20  # a chunk is always decompressed as a whole
 UNIT_SAMPLE = 200
@@ -96,11 +97,8 @@ class Code15(Source):
 
     def notes(self) -> list[str]:
         unit = next(name for name, gain in UNITS.items() if gain == _steps_per_mv(self.root))
-        return [
-            f"{self.root.url}: the unit of the tracings is {unit}, estimated from {UNIT_SAMPLE} "
-            "ECGs",
-            *super().notes(),
-        ]
+        why = f"estimated from {UNIT_SAMPLE} ECGs"
+        return [f"{self.root.url}: the unit of the tracings is {unit}, {why}"]
 
 
 def _parts(root: Folder) -> list[str]:

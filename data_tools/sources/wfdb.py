@@ -34,8 +34,6 @@ from omnilead.data_tools.storage import Folder
 
 MAX_BYTES, MAX_LINE, MAX_SIGNALS, MAX_SAMPLES = 65_536, 512, 64, 2_000_000
 GAIN_RANGE = (1e-3, 1e9)  # steps per mV
-# header of a MATLAB level-4 file with the one variable `val`: five int32 words, then "val\\0"
-MAT_OFFSET = 24
 # format -> n; the value -2**n means not measured
 INVALID_BITS = {
     16: 15,
@@ -61,8 +59,9 @@ UNITS = {
     80: (1, 1),
     160: (2, 1),
     212: (3, 2),
+    310: (4, 3),
+    311: (4, 3),
 }
-UNITS |= {310: (4, 3), 311: (4, 3)}
 FLAC = (508, 516, 524)
 MAX_FALLBACK_VALUES = 8_000_000  # because wfdb converts to int64
 
@@ -185,14 +184,17 @@ def _parse_columns(
     formats: tuple[str, ...], gains: tuple[str, ...], zeros: tuple[str, ...], leads: tuple[str, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
     """Parse to formats, offsets, gains and baselines."""
-    lead_gains = {
-        gain for gain, lead in zip(gains, leads, strict=True) if lead.upper() in LEAD_INDEX
-    }
-    gain_of = {text: _gain(text) if text in lead_gains else _any_gain(text) for text in set(gains)}
-    codes, offsets = zip(*map(_format, formats), strict=True)
-    stated = ((gain_of[gain][1], int(zero)) for gain, zero in zip(gains, zeros, strict=True))
-    baselines = tuple(zero if baseline is None else baseline for baseline, zero in stated)
-    return codes, offsets, tuple(gain_of[text][0] for text in gains), baselines
+    rows = []
+    for form, gain, zero, lead in zip(formats, gains, zeros, leads, strict=True):
+        try:
+            per_mv, baseline = _gain(gain)
+        except ReadError:
+            if lead.upper() in LEAD_INDEX:
+                raise
+            per_mv, baseline = 1.0, 0  # may be in litres or mmHg; the channel is ignored later
+        rows.append((*_format(form), per_mv, int(zero) if baseline is None else baseline))
+    codes, offsets, per_mvs, baselines = zip(*rows, strict=True)
+    return codes, offsets, per_mvs, baselines
 
 
 def _format(text: str) -> tuple[int, int]:
@@ -207,15 +209,6 @@ def _format(text: str) -> tuple[int, int]:
     if skew:
         raise ReadError("skewed signal", text[:20])
     return code, offset
-
-
-def _any_gain(text: str) -> tuple[float, int | None]:
-    """Channels that are not ECG leads may be in litres or mmHg; they are ignored later, so any gain
-    is accepted."""
-    try:
-        return _gain(text)
-    except ReadError:
-        return 1.0, 0
 
 
 def _gain(text: str) -> tuple[float, int | None]:
@@ -286,14 +279,12 @@ def _read_format_16(root: Folder, name: str, header: WfdbHeader) -> np.ndarray:
     data = root.read(name, size)
     if len(data) != size:
         raise ReadError("signal file size", f"{len(data)} bytes, {size} announced")
+    # A MATLAB level-4 file with the one variable `val`: five int32 words, then its name
     if name.lower().endswith(".mat"):
-        words = np.frombuffer(data[:20], "<i4").tolist() if len(data) >= MAT_OFFSET else []
-        if (
-            offset != MAT_OFFSET
-            or words != [30, signals, header.samples, 0, 4]
-            or data[20:24] != b"val\0"
-        ):
-            raise ReadError("not the expected MATLAB file", f"offset {offset}, words {words}")
+        begin = np.array([30, signals, header.samples, 0, 4], "<i4").tobytes() + b"val\0"
+        if offset != len(begin) or not data.startswith(begin):
+            found = data[: len(begin)].hex()
+            raise ReadError("not the expected MATLAB file", f"offset {offset}, begins with {found}")
     interleaved = np.frombuffer(data, "<i2", offset=offset).reshape(header.samples, signals)
     return np.ascontiguousarray(interleaved.T)  # later steps work lead by lead
 

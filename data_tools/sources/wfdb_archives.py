@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
-from omnilead.data_tools.errors import ReadError, printable
+from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.record import (
     HEART_AXIS_CODES,
     LEAD_INDEX,
@@ -97,8 +97,6 @@ class WfdbSource(Source):
         return self.enrich(read_record(self.root, key, header, name, self.source_of(key)), key)
 
     def _text(self, key: str) -> bytes:
-        if not key.isprintable():  # other encodings and line breaks do not fit into a table
-            raise ReadError("file name", printable(key.rsplit("/", 1)[-1])[:80])
         if not key.endswith(".hea"):
             raise ReadError("no header", key.rsplit("/", 1)[-1])
         return self.root.read(key, MAX_BYTES)
@@ -134,16 +132,16 @@ class PtbXl(WfdbSource):
         return list(FOLDERS)  # also that of the same ECGs at the other rate
 
     def _folder(self) -> str:
-        return next((name for name in FOLDERS if self.root.exists(name)), FOLDERS[0])
+        return next(filter(self.root.exists, FOLDERS), FOLDERS[0])
 
     def notes(self) -> list[str]:
         if self._folder() == FOLDERS[0]:
-            return super().notes()
+            return []
         what = (
             "no records500, so records100 is read: 100 Hz, resampled to 500 Hz, with nothing "
             "above 50 Hz"
         )
-        return [f"{self.root.url}: {what}", *super().notes()]
+        return [f"{self.root.url}: {what}"]
 
     def tables(self) -> bytes:
         return self.root.read(TABLE, MAX_TABLE)
@@ -167,11 +165,6 @@ def patient_id(text: str) -> str | None:
     """The id as a whole number; the table writes it as a float: 15709.0."""
     text = text.removesuffix(".0")
     return text if text.isascii() and text.isdigit() else None
-
-
-def patients(root: Folder, place: str) -> dict[str, str | None]:
-    """Map ecg_id to patient, None if the row has none."""
-    return {number: patient_id(row["patient_id"]) for number, row in _rows(root, place).items()}
 
 
 def statements(scp_codes: str) -> dict[str, float]:
@@ -266,12 +259,12 @@ class PhysioNet2021(WfdbSource):
         if _patients(self.root, self.table) or not any(
             map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))
         ):
-            return super().notes()
+            return []
         why = (
             "so this archive's PTB-XL records have no patient, and no gallery or probe role: pass "
             "it with --patients"
         )
-        return [f"{self.root.url}: no {TABLE}, {why}", *super().notes()]
+        return [f"{self.root.url}: no {TABLE}, {why}"]
 
 
 @lru_cache(maxsize=256)  # a folder has a thousand records
@@ -283,10 +276,13 @@ def _database(url: str, place: str) -> str | None:
 
 @cached
 def _patients(root: Folder, table: str | None) -> dict[str, str | None]:
+    """Map ecg_id to patient, None if the row has none."""
     if table:
-        return patients(folder(posixpath.dirname(table) or "."), posixpath.basename(table))
-    place = next((place for place in TABLE_PLACES if root.exists(place)), None)
-    return patients(root, place) if place else {}
+        root, place = folder(posixpath.dirname(table) or "."), posixpath.basename(table)
+    else:
+        place = next(filter(root.exists, TABLE_PLACES), "")
+    rows = _rows(root, place) if place else {}
+    return {number: patient_id(row["patient_id"]) for number, row in rows.items()}
 
 
 class MimicIvEcg(WfdbSource):
@@ -347,11 +343,8 @@ class WfdbFolder(WfdbSource):
             "a plain WFDB folder without tables: patients are unknown, so gallery and probe stay "
             "empty"
         )
-        note = (
-            f"{self.root.url}: {why}. If it belongs to a known archive, pass that as SRC, or set "
-            "--source"
-        )
-        return [note, *super().notes()]
+        mend = "If it belongs to a known archive, pass that as SRC, or set --source"
+        return [f"{self.root.url}: {why}. {mend}"]
 
     def check(self, header: WfdbHeader) -> None:
         """Accept any leads and files."""
