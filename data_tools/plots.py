@@ -303,7 +303,7 @@ def dataset_figure(dataset: Dataset) -> "Figure":
         if identity in ("gallery", "probe"):
             role = "gallery or probe"
         counts.setdefault(source, Counter())[role] += 1
-    classes = dict(zip(ABBREVIATIONS, labels, strict=True))
+    classes = dict(zip(ABBREVIATIONS, labels, strict=True)) if any(labels) else {}
     return summary_figure(
         counts, classes, f"{len(dataset):,} crops of 10 s, plan {dataset.meta['plan']}"
     )
@@ -316,7 +316,7 @@ def summary_figure(
     each diagnosis class."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    slots = max(len(counts), len(ABBREVIATIONS))
+    slots = max(len(counts), len(ABBREVIATIONS) if class_counts else 8)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.03)
     figure = _figure((12.5, 1.8 + 0.22 * slots), layout=layout)
     figure.suptitle(
@@ -340,8 +340,12 @@ def summary_figure(
         left.legend(
             loc="upper left", bbox_to_anchor=at, ncols=4, frameon=False, prop=font, borderaxespad=0
         )
-    classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
-    _draw_bars(right, classes, len(classes), wide_range=True)
+    if class_counts:
+        classes = {name: {"": class_counts.get(name, 0)} for name in ABBREVIATIONS}
+        _draw_bars(right, classes, len(classes), wide_range=True)
+    else:  # bars of zeros would say that nobody is ill
+        right.set_axis_off()
+        right.text(0.5, 0.5, "no diagnosis labels", color=GREY, ha="center", va="center")
     return figure
 
 

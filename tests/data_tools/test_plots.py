@@ -108,6 +108,11 @@ def test_the_summary_shows_all_names_and_counts():
     assert words(right) == [f"{classes.get(name, 0):,}" for name in tick_names(right)]
 
 
+def test_a_summary_without_labels_says_so():
+    left, right = summary_figure({"A": {"train": 3}}, {}, "").axes
+    assert [text.get_text() for text in right.texts] == ["no diagnosis labels"] and left.patches
+
+
 @pytest.mark.parametrize(
     ("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
 )
