@@ -108,21 +108,21 @@ def remarks(runs: Sequence[Path]) -> Iterator[str]:
     """Why these runs may be worse than they could be: their training was too short, or the best
     learning rate was not tried."""
     ended = [json.loads((run / "result.json").read_text()) for run in runs]
-    if short := [one for one in ended if one.get("converged") is False]:
+    short = [one for one in ended if one.get("converged") is False]
+    if short:
         last = sum(one.get("validations_since") == 0 for one in short)
         yield (
             f"{len(short)} of {len(ended)} not converged"
             + f", {last} of them best at the last step" * bool(last)
         )
-    for facts in (read_json(run / "run.json") for run in runs):
-        if rates := sorted((row[0] for row in facts.get("rates", ())), key=float):
-            chosen = f"{facts['config']['train']['lr']:g}"
-            ends = [
-                end
-                for end, rate in (("lowest", rates[0]), ("highest", rates[-1]))
-                if rate == chosen
-            ]
-            yield from (f"the chosen learning rate, {chosen}, is the {end} tried" for end in ends)
+    for run in runs:
+        facts = read_json(run / "run.json")
+        rates = [float(row[0]) for row in facts.get("rates", ())]
+        if rates:
+            chosen = facts["config"]["train"]["lr"]
+            for end, rate in (("lowest", min(rates)), ("highest", max(rates))):
+                if rate == chosen:
+                    yield f"the chosen learning rate, {chosen:g}, is the {end} tried"
 
 
 def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Scored:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from scipy.stats import binom
+from scipy.stats import quantile_test
 
 from omnilead.engine.common import ConfigError
 
@@ -67,51 +67,40 @@ def run_cases(cases: Cases, repeats: int, at_once: bool = False) -> Iterator[Out
             if name not in samples:  # it failed, or measured itself
                 continue
             say(name if at_once else f"{name} ({turn + 1} of {repeats})")
-            count = repeats if at_once else 1
-            reason = ""
             try:
-                answer = call_fresh(timed, function, arguments, count, rows=samples[name])
+                answer = call_fresh(timed, function, arguments, repeats if at_once else 1)
             except CaseError as error:
-                answer, reason = None, str(error)
-            if answer:  # it measured itself
+                rows, reason = samples.pop(name), str(error)
+                if len(rows) < LEAST_REPEATS or reason not in (OUT_OF_TIME, OVER_TIME):
+                    say(f"{name}: left out: {reason}")
+                    yield name, {}, reason
+                continue
+            if isinstance(answer, dict):  # it measured itself
                 del samples[name]
                 yield name, answer, ""
                 continue
-            rows = samples.pop(name) if reason else samples[name]
-            if len(rows) >= LEAST_REPEATS and reason in ("", OUT_OF_TIME, OVER_TIME):
-                yield name, summary(rows), ""
-            elif reason:
-                say(f"{name}: left out: {reason}")
-                yield name, {}, reason
+            samples[name] += answer
+            if len(samples[name]) >= LEAST_REPEATS:
+                yield name, summary(samples[name]), ""
 
 
-def call_fresh(
-    function: Callable[..., Any],
-    *arguments: Any,
-    seconds: float = inf,
-    rows: list[dict[str, float]] | None = None,
-) -> Any:
+def call_fresh(function: Callable[..., Any], *arguments: Any, seconds: float = inf) -> Any:
     """Call function(*arguments) in a fresh process; CaseError gives the reason of a failure in
     one line. The process and its children are killed after `seconds`, after `limit_s` and at the
-    deadline. What the function gives to `send`, if there are `rows`, is added to them at once."""
+    deadline."""
     left = deadline - time.monotonic()
     wait_s, late = min((left, OUT_OF_TIME), (min(seconds, limit_s), OVER_TIME))
     if wait_s <= 0:
         raise CaseError(late)
-    end = time.monotonic() + wait_s
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_child, args=(theirs, function, arguments, rows is not None))
+    process = context.Process(target=_child, args=(theirs, function, arguments))
     process.start()
     theirs.close()
     try:
-        row = {}
-        while row is not None:
-            if not ours.poll(None if end == inf else max(0.0, end - time.monotonic())):
-                raise CaseError(late)
-            row, value, error = ours.recv()
-            if rows is not None and row:
-                rows.append(row)
+        if not ours.poll(None if wait_s == inf else wait_s):
+            raise CaseError(late)
+        value, error = ours.recv()
         process.join(EXIT_S)
     except EOFError:
         raise CaseError("its process died") from None
@@ -132,13 +121,10 @@ def kill(pid: int | None) -> None:
                 process.kill()
 
 
-def _child(
-    pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], sends: bool
-) -> None:
+def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills this process
     try:
-        send = [lambda row: pipe.send((row, None, ""))] if sends else []
-        pipe.send((None, function(*arguments, *send), ""))
+        pipe.send((function(*arguments), ""))
     except BaseException as error:  # the parent reports it
         reason = " ".join(str(error).split())[:300]
         if not isinstance(error, CaseError | SystemExit):
@@ -147,26 +133,21 @@ def _child(
         if not isinstance(error, EXPECTED) and type(error).__name__ != "OutOfMemoryError":
             reason = BUG + reason
             traceback.print_exc()
-        pipe.send((None, None, reason))
+        pipe.send((None, reason))
 
 
-def timed(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    repeats: int,
-    send: Callable[[dict[str, float]], None],
-) -> Any:
-    """Measure a case in this process: send a row for each repeat, or return what the case measured
-    itself."""
+def timed(function: Callable[..., Any], arguments: tuple[Any, ...], repeats: int) -> Any:
+    """Measure a case in this process: a row for each repeat, or what the case measured itself."""
     stream = function(*arguments)
     if isinstance(stream, dict):
         return stream
     next(stream)  # the warm-up: page cache, imports, caches of parsers
+    rows = []
     for _ in range(repeats):
-        sample = clocked(lambda: {"units": next(stream)})
-        send(sample | peaks_mb())
+        row = clocked(lambda: {"units": next(stream)})
+        rows.append(row | peaks_mb())
     stream.close()  # ends its threads and workers before the interpreter exits
-    return None
+    return rows
 
 
 def clocked(work: Callable[[], dict[str, float] | None]) -> dict[str, float]:
@@ -201,10 +182,8 @@ def peaks_mb() -> dict[str, float]:
 def cpu_s() -> float:
     """CPU-seconds of this process (to microseconds) and its workers (of running ones, to hundredths
     of a second)."""
-    used = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        times = resource.getrusage(who)
-        used += times.ru_utime + times.ru_stime
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = time.process_time() + ended.ru_utime + ended.ru_stime
     for child in multiprocessing.active_children():
         running = psutil.Process(child.pid).cpu_times()
         used += running.user + running.system
@@ -217,12 +196,13 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def interval(values: Iterable[float]) -> dict[str, float]:
-    """The median and its distribution-free 95 % interval, between two of the values (the number
-    of values below the true median is binomial). For fewer than INTERVAL_FROM values, the lowest
-    and highest."""
-    values = sorted(values)
-    cut = max(0, int(binom.ppf(0.025, len(values), 0.5)) - 1)
-    return {"median": statistics.median(values), "low": values[cut], "high": values[-1 - cut]}
+    """The median and its distribution-free 95 % interval, between two of the values; for fewer
+    than INTERVAL_FROM values, the lowest and highest."""
+    values = list(values)
+    found = spread(values)
+    if len(values) >= INTERVAL_FROM:
+        found["low"], found["high"] = quantile_test(values).confidence_interval(0.95)
+    return found
 
 
 def rates(rows: Rows, prefix: str = "") -> Result:

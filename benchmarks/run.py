@@ -79,36 +79,30 @@ NUMBERS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    began = time.monotonic()
     os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # waiting threads use no CPU-seconds
-    try:
-        options = parse(arguments)
-        check(options)
-        chosen = [options]
-        if options.benchmark == "suite":
-            measure.limit_s, chosen = LIMIT_S[options.device], suite(options)
-            options.minutes = options.minutes or 15
-        if options.minutes:
-            measure.deadline = began + 60 * options.minutes
-        path, record = resumed(options)
-    except (ConfigError, OSError, ValueError) as error:
-        print(f"benchmarks.run: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    before = record["took_s"]
+    from omnilead.engine.inference.commands import exit_code  # imports torch
+
+    options = parse(arguments)
+    return exit_code("benchmarks.run", lambda: run(options), RESULTS)
+
+
+def run(options: argparse.Namespace) -> int:
+    began = time.monotonic()
+    check(options)
+    chosen = [options]
+    if options.benchmark == "suite":
+        measure.limit_s, chosen = LIMIT_S[options.device], suite(options)
+        options.minutes = options.minutes or 15
+    if options.minutes:
+        measure.deadline = began + 60 * options.minutes
+    path, record = resumed(options)
     # what failed before, or took too long, waits until all others had their turn
     failed = {name for name, reason in record["left_out"].items() if reason != OUT_OF_TIME}
-    try:
-        for late in (False, True):
-            for one in chosen:
-                run_part(one, record, path, failed, late)
-            for name, reason in record["left_out"].items():
-                if reason == measure.OVER_TIME:
-                    failed.add(name)
-    except KeyboardInterrupt:
-        print("benchmarks.run: interrupted: run it again", file=sys.stderr)
-        return 130
-    record["took_s"] = before + round(time.monotonic() - began)
+    chosen.sort(key=lambda one: any(name.startswith(one.benchmark) for name in failed))
+    for one in chosen:
+        run_part(one, record, path, failed)
+    record["took_s"] += round(time.monotonic() - began)
     return publish(record, path)
 
 
@@ -126,15 +120,13 @@ def suite(options: argparse.Namespace) -> list[argparse.Namespace]:
     return found
 
 
-def run_part(
-    options: argparse.Namespace, record: Part, path: Path, failed: set[str], late: bool
-) -> None:
-    """Run the missing cases of a benchmark, and add them to the record, which is saved after each
-    process. `late`: only those that failed before; else only the others."""
+def run_part(options: argparse.Namespace, record: Part, path: Path, failed: set[str]) -> None:
+    """Run the missing cases of a benchmark, those that failed before last, and add them to the
+    record, which is saved after each process."""
     name, left_out = options.benchmark, record["left_out"]
     config = {key: value for key, value in vars(options).items() if value is not None}
     config.pop("out", None)
-    if config in record["complete"] or (late and not any(f"{name}: " in one for one in failed)):
+    if config in record["complete"]:
         return
     parts = [part for part in record["parts"] if part["benchmark"] == name]
     part = parts[0] if parts else {"benchmark": name, "results": {}}
@@ -144,16 +136,15 @@ def run_part(
         left_out.pop(name, None)
         with tempfile.TemporaryDirectory(prefix="omnilead-bench-") as work:
             program = importlib.import_module(f"benchmarks.{name}")
-            part["input"], every = program.prepare(Path(work), options)
+            part["input"], cases = program.prepare(Path(work), options)
             part["config"] = config
-            named = [case for case in every if re.search(options.only or "", case)]
+            named = [case for case in cases if re.search(options.only or "", case)]
             if not named:
-                raise CaseError(f"--only {options.only!r}: matches none of {', '.join(every)}")
-            cases = {}
-            for case in named:
-                if case not in part["results"] and (f"{name}: {case}" in failed) == late:
-                    cases[case] = every[case]
-            outcomes = measure.run_cases(cases, options.repeats, options.device == "cuda")
+                raise CaseError(f"--only {options.only!r}: matches none of {', '.join(cases)}")
+            missing = [case for case in named if case not in part["results"]]
+            missing.sort(key=lambda case: f"{name}: {case}" in failed)
+            wanted = {case: cases[case] for case in missing}
+            outcomes = measure.run_cases(wanted, options.repeats, options.device == "cuda")
             for case, result, reason in outcomes:
                 if result:
                     part["results"][case] = result
@@ -163,8 +154,7 @@ def run_part(
                     left_out[f"{name}: {case}"] = reason
                 if part["results"] and part not in record["parts"]:
                     record["parts"].append(part)
-                with suppress(OSError):  # publish() reports it at the end
-                    save(record, path)
+                save(record, path)
             if part["results"].keys() >= set(named):
                 record["complete"].append(config)
     except measure.EXPECTED as error:
@@ -177,23 +167,15 @@ def publish(record: Part, path: Path) -> int:
 
     for part in record["parts"]:
         print("\n\n".join(TABLES[part["benchmark"]][1](part)))
-    wrong = 0
     for name, reason in record["left_out"].items():
         print(f"benchmarks.run: left out: {name}: {reason}", file=sys.stderr)
-        wrong |= reason.startswith(BUG)  # of the program, not of this machine
     if not record["parts"]:
         print("benchmarks.run: nothing was measured", file=sys.stderr)
         return 1
-    try:
-        save(record, path)
-    except OSError as error:  # no measurement is lost to a full disk
-        print(json.dumps(record, indent=1))
-        text = f"{path}: {error.strerror or error}: the record is printed above"
-        print(f"benchmarks.run: {text}", file=sys.stderr)
-        return 1
-    results = sum(len(part["results"]) for part in record["parts"])
-    print(f"{path}: {results} results in {record['took_s']} s")
-    return int(wrong)
+    save(record, path)
+    print(f"{path}: {record['took_s']} s")
+    # a bug is of the program, not of this machine
+    return int(any(reason.startswith(BUG) for reason in record["left_out"].values()))
 
 
 def save(record: Part, path: Path) -> None:
@@ -213,11 +195,10 @@ def resumed(options: argparse.Namespace) -> tuple[Path, Part]:
     for path in [options.out] if options.out else chain([name], more):
         if not path.exists():
             return path, new | {"parts": [], "left_out": {}, "complete": []}
-        same = ("benchmark", "config", "versions", "git")
         with suppress(ValueError, LookupError, TypeError):  # a damaged record is not continued
             old = json.loads(path.read_text())
-            old["parts"], old["left_out"], old["complete"], old["took_s"]  # a whole record has them
-            if all(old[key] == new[key] for key in same) and (options.out or old["left_out"]):
+            same = all(old[key] == new[key] for key in ("benchmark", "config", "versions", "git"))
+            if same and (options.out or old["left_out"]):
                 return path, old
     raise ConfigError(
         f"--out {options.out}: is not a record of this command, with these versions and revision: "
@@ -227,6 +208,8 @@ def resumed(options: argparse.Namespace) -> tuple[Path, Part]:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse wrong options before the work starts."""
+    import torch
+
     from benchmarks.step import config_name, config_of
 
     RESULTS.mkdir(parents=True, exist_ok=True)
@@ -241,7 +224,7 @@ def check(options: argparse.Namespace) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif options.benchmark in CPU_ONLY:
         raise ConfigError(f"--device cuda: {options.benchmark} does not use one: leave it out")
-    elif said(sys.executable, "-c", "import torch; print(torch.cuda.is_available())") != "True":
+    elif not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device: use --device cpu")
 
 

@@ -67,29 +67,16 @@ def test_measurements_before_the_deadline_are_kept(enough, kept, monkeypatch):
     """There is time for some repeats; three are enough for a spread."""
     left = iter(range(enough))
 
-    def instead(*arguments, rows):
+    def instead(*arguments):
         if next(left, None) is None:
             raise CaseError(measure.OUT_OF_TIME)
-        rows.append({"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0})
+        return [{"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0}]
 
     monkeypatch.setattr(measure, "call_fresh", instead)
     found = list(run_cases({"a": (works, (1.0,)), "b": (works, (2.0,))}, 9))
     assert {name: result["repeats"] for name, result, _ in found if result} == kept
     left_out = {name: why for name, _, why in found if why}
     assert left_out == {name: measure.OUT_OF_TIME for name in "ab" if name not in kept}
-
-
-def sends_three_and_dies(send):
-    for number in range(3):
-        send({"units": number})
-    os._exit(3)
-
-
-def test_repeats_are_kept_when_their_process_dies():
-    rows = []
-    with pytest.raises(CaseError, match="its process died"):
-        call_fresh(sends_three_and_dies, rows=rows)
-    assert rows == [{"units": 0}, {"units": 1}, {"units": 2}]
 
 
 def starts_another(place):
