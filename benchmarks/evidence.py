@@ -9,7 +9,7 @@ A step of a plan is a command. NAME is its folder below DIR, and MAKES the file 
 exists once it is done. `each` repeats it for all combinations of values. In a command {out} is DIR,
 {GROUP} stands for NAME=FOLDER of each earlier step GROUP/NAME, other names in braces are the plan's
 `values`. A step runs after those whose folders its command names. The steps real-* are skipped if
-the folders with real ECGs that real-data names are absent. DIR/evidence.json, .md and .png are
+the folders with real ECGs that real-data names are absent. DIR/evidence.json and .md are
 written from all scores that are there; the record is published by copying it:
 
     cp DIR/evidence.json benchmarks/results/evidence_MACHINE_DATE.json && python -m
@@ -185,7 +185,7 @@ def without_absent(jobs: list[Job], folder: WorkDir) -> list[Job]:
 
 
 def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
-    """DIR/evidence.json, .md and .png, of all scores that are there. Names the steps that are done
+    """DIR/evidence.json and .md, of all scores that are there. Names the steps that are done
     but never ran here."""
     steps, place = read_plan(tree, folder.path), folder.path
     results = {}
@@ -207,9 +207,7 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     (part,) = report.load(place / "evidence.json")
     blocks = [tables.headline(part), *report.published(part)]
     write_whole(place / "evidence.md", "\n\n".join(blocks) + "\n")
-    if {"synthetic", "real"} & results.keys():
-        report.share_curves(part).savefig(place / "evidence.png", dpi=150)
-    print(f"{place}: evidence.json, evidence.md, evidence.png: {', '.join(results)}", flush=True)
+    print(f"{place}: evidence.json, evidence.md: {', '.join(results)}", flush=True)
 
 
 def together(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:

@@ -19,6 +19,7 @@ import numpy as np
 
 import omnilead
 from benchmarks.measure import say
+from benchmarks.trials import named
 from omnilead.data_tools.cli import Parser
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.common import ConfigError
@@ -70,16 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def score(options: argparse.Namespace) -> int:
     dataset, starts, found = Dataset.open(options.data), dict[str, dict[str, Path]](), Found()
-    for name, _, run in (text.partition("=") for text in options.runs):
-        if name.startswith(prefix := f"{options.task}-{options.leads}-"):
-            start, _, seed = name.removeprefix(prefix).rpartition("-")
-            starts.setdefault(start, {})[seed] = Path(run)
+    prefix = f"{options.task}-{options.leads}-"
+    for name, run in named(options.runs, prefix).items():
+        start, _, seed = name.rpartition("-")
+        starts.setdefault(start, {})[seed] = run
     if not starts:
-        raise ConfigError(f"no run is named {options.task}-{options.leads}-START-SEED")
+        raise ConfigError(f"no run is named {prefix}START-SEED")
     seeds = {start: sorted(of) for start, of in starts.items()}
     if len(set(map(tuple, seeds.values()))) > 1:
-        named = "; ".join(f"{start} {' '.join(of)}" for start, of in seeds.items())
-        raise ConfigError(f"seeds {named}: name the same for each")
+        each_has = "; ".join(f"{start} {' '.join(of)}" for start, of in seeds.items())
+        raise ConfigError(f"seeds {each_has}: name the same for each")
     names = sorted(starts, key=RANDOM.__eq__)
     notes = ["Means over seeds."]
     for start in names:

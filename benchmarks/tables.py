@@ -53,8 +53,7 @@ def rates(part: Part) -> Iterator[str]:
 
 
 def is_peer_of(peer: str, name: str) -> bool:
-    same = kind(peer) == kind(name) and not name.endswith("(crops)")
-    return same and is_peer(peer) and not is_peer(name)
+    return kind(peer) == kind(name) and is_peer(peer) and not is_peer(name)
 
 
 def is_peer(name: str) -> bool:

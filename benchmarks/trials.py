@@ -32,12 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--of", required=True, metavar="PREFIX", help="of the names")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    runs = {}
-    for text in options.runs:
-        name, _, run = text.partition("=")
-        if name.startswith(f"{options.of}-"):
-            runs[name.removeprefix(f"{options.of}-")] = Path(run)
+    runs = named(options.runs, f"{options.of}-")
     return exit_code("benchmarks.trials", lambda: copy_best(runs, options.out))
+
+
+def named(texts: Sequence[str], prefix: str) -> dict[str, Path]:
+    """The runs of NAME=RUN whose names begin with `prefix`, by the rest of the name."""
+    runs = (text.partition("=") for text in texts)
+    return {
+        name.removeprefix(prefix): Path(run) for name, _, run in runs if name.startswith(prefix)
+    }
 
 
 def copy_best(runs: dict[str, Path], out: Path) -> int:

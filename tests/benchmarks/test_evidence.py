@@ -202,4 +202,3 @@ def test_the_record_of_all_scores(plan, tmp_path):
     ):
         assert words in text
     assert "older plan" not in text and text.count("+0.125 (+0.100 to +0.150) |") >= 4
-    assert (tmp_path / "evidence.png").stat().st_size > 10_000
