@@ -115,7 +115,7 @@ def ranks(run: e2e.LoopRun, world: int) -> Result:
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common["DS_ACCELERATOR"] = "cpu"
-    run = replace(run, run=f"{run.run}-{world}", sides=("loaded",), threads=1, device="cpu")
+    run = replace(run, run=f"{run.run}-{world}", sides=("loaded",), threads=1)
 
     def measured(rank: int) -> Any:
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
