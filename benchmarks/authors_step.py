@@ -192,8 +192,7 @@ def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndar
     chosen = []
     for _ in range(rows):
         starts = np.random.choice(tokens - config.mask_span, spans, replace=False)
-        steps = np.asarray([start + ahead for start in starts for ahead in range(config.mask_span)])
-        chosen.append(np.unique(steps[steps < tokens]))
+        chosen.append(np.unique(starts[:, None] + np.arange(config.mask_span)))
     fewest, mask = min(len(steps) for steps in chosen), np.full((rows, tokens), False)
     for row, steps in enumerate(chosen):
         if len(steps) > fewest:

@@ -293,18 +293,18 @@ def crop_curves(document: Result) -> Figure:
     """AUROC on real ECGs against the crops that a model was trained on: its models are called
     "NAME, 40,000 crops". The baselines, without crops, are horizontal lines."""
     figure = Figure((8.2, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes, leads in ((left, "12"), (right, "1")):
+    titles = {"12": "12 leads", "1": "lead I"}
+    for axes, leads in zip(figure.subplots(1, 2), titles, strict=True):
         for share, colour in ((1.0, "#0072b2"), (0.1, "#d55e00")):
             place = leads, share
             rows = [row for row in document["rows"] if (row["leads"], row["share"]) == place]
             _crop_curves(axes, rows, colour, f"{100 * share:g} % of labels")
-        axes.set_title("12 leads" if leads == "12" else "lead I", fontsize=10, loc="left")
+        axes.set_title(titles[leads], fontsize=10, loc="left")
         axes.set(xscale="log", xlabel="crops seen in pre-training", ylabel="AUROC")
         axes.set_xticks(CROPS, [f"{crops:,}" for crops in CROPS])
         axes.set_xticks([], minor=True)
         axes.spines[["top", "right"]].set_visible(False)
-    handles, names = left.get_legend_handles_labels()
+    handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper left", ncols=2, frameon=False, fontsize=8)
     return figure
 
@@ -312,12 +312,11 @@ def crop_curves(document: Result) -> Figure:
 def _crop_curves(axes: Axes, rows: list[Result], colour: str, labels: str) -> None:
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        auroc = row["metrics"]["auroc"]
-        name, _, crops = row["model"].removesuffix(" crops").rpartition(", ")
-        if row["model"] in LINES:
-            line = LINES[row["model"]]
-            axes.axhline(auroc, color=colour, ls=line, lw=1, label=f"{row['model']}, {labels}")
-        elif row["model"].endswith(" crops") and not row["model"].startswith(tuple(LINES)):
+        model, auroc = row["model"], row["metrics"]["auroc"]
+        if model in LINES:
+            axes.axhline(auroc, color=colour, ls=LINES[model], lw=1, label=f"{model}, {labels}")
+        elif model.endswith(" crops") and not model.startswith(tuple(LINES)):
+            name, _, crops = model.removesuffix(" crops").rpartition(", ")
             curves.setdefault(name, []).append((float(crops.replace(",", "")), auroc))
     for (name, points), mark in zip(curves.items(), "osD^v", strict=False):
         crops_seen, aurocs = zip(*sorted(points), strict=True)
