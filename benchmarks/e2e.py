@@ -133,8 +133,6 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
 
 
 def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Result:
-    import torch
-
     from benchmarks import step
 
     batches, load = iter(loop.loader), loop._next_batch
@@ -150,21 +148,17 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
         waits.append(time.perf_counter() - asked)
         return batch
 
-    def synchronize() -> None:
-        if run.device == "cuda":
-            torch.cuda.synchronize()
-
     def steps(next_batch: Callable[[Any], Any]) -> dict[str, float]:
         waits.clear()
         loop._next_batch, loop.total = next_batch, loop.progress.step + run.steps
         train(loop)
-        synchronize()
+        step.synchronize(run.device)
         return {"waited_s": sum(waits)}
 
     def bare() -> None:
         for _ in range(run.steps):
             advance()
-        synchronize()
+        step.synchronize(run.device)
 
     if "bare" in run.sides:
         own = step.StepRun(step.OURS, precision(), run.batch, run.model, device=run.device)

@@ -211,14 +211,14 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
 
 
 def together(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
-    """The scores of all steps of a kind, as one."""
+    """The scores of all steps of a kind as one, or those in a folder of this name made by hand."""
     whole: Tree = {"rows": [], "differences": [], "notes": []}
-    for step in steps:
-        if step.kind == kind:
-            one = read_json(folder.path / step.result)
-            for key in one.keys() & {"rows", "differences", "notes"}:
-                one[key] = whole[key] + one[key]
-            whole |= one
+    paths = [folder.path / step.result for step in steps if step.kind == kind]
+    for path in paths or [folder.path / kind / "bench.json"]:
+        one = read_json(path)
+        for key in one.keys() & {"rows", "differences", "notes"}:
+            one[key] = whole[key] + one[key]
+        whole |= one
     return whole
 
 

@@ -166,7 +166,7 @@ def step(run: StepRun) -> Iterator[float]:
     while True:
         for _ in range(steps):
             advance()
-        synchronize(run)
+        synchronize(run.device)
         yield steps * run.batch
         steps = run.steps
 
@@ -179,7 +179,7 @@ def product(run: StepRun) -> Iterator[float]:
     while True:
         for _ in range(PRODUCTS[run.device]):
             a @ b
-        synchronize(run)
+        synchronize(run.device)
         yield PRODUCTS[run.device] * 2 * size**3 / 1e9
 
 
@@ -195,8 +195,8 @@ def set_up(run: StepRun) -> None:
         keep_freed_memory()  # for both sides; the loader does this where it augments
 
 
-def synchronize(run: StepRun) -> None:
-    if run.device == "cuda":
+def synchronize(device: str) -> None:
+    if device == "cuda":
         torch.cuda.synchronize()
 
 

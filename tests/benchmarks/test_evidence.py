@@ -175,13 +175,12 @@ def test_the_record_of_all_scores(plan, tmp_path):
     for folder in ("one/a", "one/b", "jobs"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "f").touch()
-    for name in ("one_b", "evaluate_diagnosis-12", "bench", "real-scores"):
+    for name in ("one_b", "evaluate_diagnosis-12"):
         (tmp_path / f"jobs/{name}.json").write_text('{"seconds": 1}')
     plan.tree["values"]["leads"] = ["1", "12"]
     step = {"name": "evaluate/diagnosis-{n}", "each": {"n": "leads"}, "makes": "bench.json"}
     plan.tree["steps"][1] |= step
     plan.tree["steps"][2] |= {"name": "real-tuned/few", "makes": "bench.json"}
-    plan.tree["steps"] += [plan.tree["steps"][2] | {"name": n} for n in ("bench", "real-scores")]
     evidence.write_record(evidence.WorkDir(tmp_path), plan.tree, "mine")
     (part,) = report.load(tmp_path / "evidence.json")
     assert list(part["results"]) == [
