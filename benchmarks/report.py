@@ -229,13 +229,10 @@ def bars_table(parts: Sequence[Part]) -> str:
 
 def whole(parts: Sequence[Part]) -> str:
     """RESULTS.md."""
-    head = (
-        "Made by `python -m benchmarks.report` from the newest records in `results/`. Rules: "
-        "[README.md](README.md)."
-    )
     blocks = [
         "# Results",
-        head,
+        "Made by `python -m benchmarks.report` from the newest records in `results/`. Rules: "
+        "[README.md](README.md).",
         "### Targets and measurements",
         bars_table(parts),
     ]
