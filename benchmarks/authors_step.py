@@ -4,18 +4,18 @@ computes it.
     source [2B, L, T], adjacent rows the halves of a crop -> Conv1d stack -> layer norm ->
     projection -> x[mask] = mask_emb -> [T, B, C] transformer with F.multi_head_attention_forward ->
     x[mask], one-hot quantiser, negatives gathered to [100, 2B, M, 256] -> sums of four losses ->
-    gradients divided by the masked tokens -> Adam, one tensor after another
+    gradients divided by the masked tokens -> AdamW, one tensor after another
 
 This is not their code, but uses their definitions, layouts and operators, without their data path,
-logging and checkpoints. Only the weights are those of our Pretrainer, so that the same weights and
-draws can be shown to give the same loss and gradients (tests/benchmarks/test_step.py).
+logging and checkpoints. Only the optimiser is torch's, which takes as long as theirs, and the
+weights are those of our Pretrainer, so that the same weights and draws can be shown to give the
+same loss and gradients (tests/benchmarks/test_step.py).
 
 Source: fairseq-signals modules/ (conv_feature_extraction, conv_positional_encoding,
 transformer_encoder, multi_head_attention, gumbel_vector_quantizer), models/wav2vec2/, criterions/
-(wav2vec2, cmsc), data/data_utils.py, optim/adam.py, trainer.py.
+(wav2vec2, cmsc), data/data_utils.py, trainer.py.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -179,8 +179,7 @@ def draw(
     own = torch.arange(masked).unsqueeze(-1).expand(-1, negatives).flatten()
     neg_idxs = torch.randint(0, masked - 1, (rows, negatives * masked))
     neg_idxs[neg_idxs >= own] += 1
-    for row in range(1, rows):
-        neg_idxs[row] += row * masked
+    neg_idxs += masked * torch.arange(rows).unsqueeze(1)
     shape = rows * masked * config.codebooks, config.codes
     noise = -torch.empty(shape, device=device).exponential_().log()
     return AuthorsDraws(mask, neg_idxs, noise)
@@ -193,37 +192,10 @@ def compute_mask_indices(config: ModelConfig, rows: int, tokens: int) -> np.ndar
     chosen = []
     for _ in range(rows):
         starts = np.random.choice(tokens - config.mask_span, spans, replace=False)
-        steps = np.asarray([start + ahead for start in starts for ahead in range(config.mask_span)])
-        chosen.append(np.unique(steps[steps < tokens]))
+        chosen.append(np.unique(starts[:, None] + np.arange(config.mask_span)))
     fewest, mask = min(len(steps) for steps in chosen), np.full((rows, tokens), False)
     for row, steps in enumerate(chosen):
         if len(steps) > fewest:
             steps = np.random.choice(steps, fewest, replace=False)
         mask[row, steps] = True
     return mask
-
-
-class Adam(NamedTuple):
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    decay: float
-
-
-@torch.no_grad()
-def authors_adam(
-    model: nn.Module, adam: Adam, moments: dict[str, tuple[Tensor, Tensor]], step: int
-) -> None:
-    for name, p in model.named_parameters():
-        if p.grad is None:
-            continue
-        mean, square = moments.setdefault(name, (torch.zeros_like(p), torch.zeros_like(p)))
-        mean.mul_(adam.betas[0]).add_(p.grad, alpha=1 - adam.betas[0])
-        square.mul_(adam.betas[1]).addcmul_(p.grad, p.grad, value=1 - adam.betas[1])
-        corrections = 1 - adam.betas[0] ** step, 1 - adam.betas[1] ** step
-        p.mul_(1 - adam.lr * adam.decay)
-        p.addcdiv_(
-            mean,
-            square.sqrt().add_(adam.eps),
-            value=-adam.lr * math.sqrt(corrections[1]) / corrections[0],
-        )

@@ -11,7 +11,7 @@ Overhead is the time of `loaded` above `bare`, in CPU-seconds on a CPU, in secon
 loader's part is the time of `loaded` above `held`. Both are medians over adjacent turns with 95 %
 intervals. Each turn ends with a log line, on a CPU five times as many as train.log_every asks for;
 a checkpoint is timed once, after the turns. Stall is the share of the time in which the loop waits
-for a batch. Sources: tar (with the device's default backend), torch (on a GPU), zarr.
+for a batch. Sources: tar (with the device's default backend) and zarr.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,6 @@ BATCH = {"cpu": 64, "cuda": 256}  # on a CPU, the batch of the model's config
 STEPS = {"cpu": 2, "cuda": 20}
 SOURCES = {
     "tar": (),
-    "torch": ("pipeline.backend=torch",),
     "zarr": ("pipeline.backend=torch", "pipeline.source=zarr"),
 }
 
@@ -76,9 +75,8 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     base = loop_run(options, work)
     cases: Cases = {}
     for name, settings in SOURCES.items():
-        if name != "torch" or base.device == "cuda":
-            run = replace(base, run=f"{base.run}-{name}", settings=settings)
-            cases[f"{name}: {base.model}, {base.batch} crops"] = (compare, (run,))
+        run = replace(base, run=f"{base.run}-{name}", settings=settings)
+        cases[f"{name}: {base.model}, {base.batch} crops"] = (compare, (run,))
     facts = {"device": base.device, "model": base.model, "batch": base.batch, "steps": base.steps}
     return describe(dataset, **facts, precision=precision()), cases
 
@@ -88,10 +86,9 @@ def compare(run: LoopRun) -> Result:
 
 
 def loop_turns(run: LoopRun) -> Result:
-    """Replace Loop.train by turns of each side and return their seconds and CPU-seconds."""
+    """Replace Loop.train, for the rest of this process, by turns of each side and return their
+    seconds and CPU-seconds."""
     os.environ.update(run.environment)
-    if run.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
     from omnilead.engine.training.loop import Loop
@@ -104,12 +101,7 @@ def loop_turns(run: LoopRun) -> Result:
         return False  # training has not ended: no export
 
     original, Loop.train = Loop.train, train  # type: ignore[method-assign]
-    try:
-        pretrain(run, "train.steps=1000000", "train.log_every=1000000")
-    finally:
-        Loop.train = original  # type: ignore[method-assign]
-    if not measured:
-        raise CaseError("pretrain did not reach its training loop")
+    pretrain(run, "train.steps=1000000", "train.log_every=1000000")
     return measured
 
 
@@ -120,8 +112,7 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
     from omnilead.engine import pretrain
 
     log = Path(f"{run.run}.{os.environ.get('RANK', 0)}.txt")
-    words = ["--config", config_name(run.model), *options]
-    for setting in (
+    settings = (
         f"run={run.run}",
         f"data.datasets={json.dumps([run.dataset])}",
         f"train.batch_crops={run.batch * int(os.environ.get('WORLD_SIZE', 1))}",
@@ -133,8 +124,8 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
         "augment.rlm=0.5",
         *settings,
         *run.settings,
-    ):
-        words += ["--set", setting]
+    )
+    words = ["--config", config_name(run.model), *options, "--set", *settings]
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         code = pretrain.main(words)
     if code:
@@ -142,63 +133,45 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
 
 
 def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Result:
-    import torch
-
     from benchmarks import step
 
-    loader = EndlessLoader(loop.loader)
-    batch, state = next(loader.stream)
-    # the loader will overwrite its buffer
-    held_pair = (replace(batch, x_BSLT=batch.x_BSLT.clone()), state)
+    batches, load = iter(loop.loader), loop._next_batch
+    first = load(batches)
+    held = replace(first, x_BSLT=first.x_BSLT.clone())  # the loader will overwrite its buffer
+    waits: list[float] = []
     save = loop._save
     loop._save, loop._diagnose = (lambda: None), (lambda batch: None)  # train() ends with these
 
-    def synchronize() -> None:
-        if run.device == "cuda":
-            torch.cuda.synchronize()
+    def load_timed(_: Any) -> Any:
+        asked = time.perf_counter()
+        batch = load(batches)
+        waits.append(time.perf_counter() - asked)
+        return batch
 
-    def steps(held: Any = None) -> dict[str, float]:
-        loader.held, loader.waited_s = held, 0.0
-        loop.loader, loop.total = loader, loop.progress.step + run.steps
+    def steps(next_batch: Callable[[Any], Any]) -> dict[str, float]:
+        waits.clear()
+        loop._next_batch, loop.total = next_batch, loop.progress.step + run.steps
         train(loop)
-        synchronize()
-        return {"waited_s": loader.waited_s}
+        step.synchronize(run.device)
+        return {"waited_s": sum(waits)}
 
     def bare() -> None:
         for _ in range(run.steps):
             advance()
-        synchronize()
+        step.synchronize(run.device)
 
     if "bare" in run.sides:
         own = step.StepRun(step.OURS, precision(), run.batch, run.model, device=run.device)
         advance = step.ours(replace(own, compiled=step.COMPILED[run.device]))
-    sides: Any = {"bare": bare, "held": lambda: steps(held_pair), "loaded": steps}
+    sides: Any = {
+        "bare": bare,
+        "held": lambda: steps(lambda _: held),
+        "loaded": lambda: steps(load_timed),
+    }
     chosen = {name: sides[name] for name in run.sides}
     rows = take_turns(chosen, run.turns, run.steps * run.batch)
     saved = clocked(save)
-    return {"rows": rows, "checkpoint_s": saved["wall_s"], "backend": loader.loader.backend}
-
-
-class EndlessLoader:
-    """A loader whose stream continues over several calls of Loop.train, or which repeats one held
-    batch."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader, self.stream = loader, iter(loader)
-        self.order, self.meter = loader.order, loader.meter
-        self.held: Any = None
-        self.waited_s = 0.0
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            asked = time.perf_counter()
-            pair = self.held or next(self.stream)
-            self.waited_s += time.perf_counter() - asked
-            yield pair
-
-    def close(self) -> None:
-        self.stream.close()
-        self.loader.close()
+    return {"rows": rows, "checkpoint_s": saved["wall_s"], "backend": loop.loader.backend}
 
 
 def precision() -> str:

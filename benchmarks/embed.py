@@ -8,7 +8,6 @@ percentage of the encoder's, per CPU-second on a CPU, per second on a GPU.
 """
 
 import argparse
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,8 +74,6 @@ def compare(work: Path, how: Any, crops: int, turns: int) -> Result:
     from omnilead.engine.inference import commands
 
     device, batch, out = how["device"], how["batch"], work / "out.parquet"
-    if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(2)
     prepared = commands.prepare_model(work / "model", device)
     commands.prepare_model = lambda *_: prepared  # the command's own

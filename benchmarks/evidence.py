@@ -22,12 +22,11 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from benchmarks import report, tables
 from benchmarks.run import environment
-from omnilead.data_tools.cli import Parser, tell
+from omnilead.data_tools.cli import Parser
 from omnilead.engine.commandline import positive, read_yaml
 from omnilead.engine.common import ConfigError, find_config, write_whole
 from omnilead.engine.inference.commands import exit_code
@@ -44,6 +43,13 @@ from omnilead.engine.reproduce.plan import Job
 
 Tree = dict[str, Any]
 COMMANDS = "commands.json"
+SCORES = {  # results of the record, and the steps that they come from
+    "synthetic": "bench",
+    "real": "real-scores",
+    tables.BY_CROPS: "real-crops",
+    "real, fine-tuned": "real-tuned",
+    "fine-tuned": "evaluate",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +72,9 @@ def run(options: argparse.Namespace) -> int:
     folder = WorkDir(options.out.absolute())
     tree = read_yaml(find_config(options.plan, "evidence", "PLAN"))
     jobs = without_absent(read_plan(tree, folder.path, options.only), folder)
-    left = forecast(jobs, folder, options.jobs)
+    missing, at_once = folder.missing(jobs), options.jobs
+    takes = duration(sum(60 * job.work for job in missing) / at_once)
+    left = f"{len(missing)} of {len(jobs)} steps left: about {takes}, {at_once} at a time"
     if options.dry_run:
         for job in jobs:
             print(f"# {job.name}: {'done' if folder.done(job) else 'to do'}\n{said(job)}")
@@ -75,14 +83,10 @@ def run(options: argparse.Namespace) -> int:
     (folder.path / "jobs").mkdir(parents=True, exist_ok=True)
     same_commands(jobs, folder)
     print(left, flush=True)
-    with on_this_machine(options.jobs) as executor:
-        failed, interrupted = run_jobs(
-            jobs, folder, executor, lambda: options.jobs, lambda job: None
-        )
-    for name, why in failed.items():
-        tell(f"benchmarks.evidence: {name} failed: {why}; its output: {folder.path}/jobs")
+    with on_this_machine(at_once) as executor:
+        failed, interrupted = run_jobs(jobs, folder, executor, lambda: at_once, lambda job: None)
     write_record(folder, tree, options.plan)
-    return 130 if interrupted else 1 if failed else 0
+    return 130 if interrupted else int(bool(failed))
 
 
 def read_plan(tree: Tree, out: Path, only: str = "") -> list[Job]:
@@ -119,7 +123,8 @@ def filled(tree: Tree, out: Path) -> Iterator[Job]:
             known = groups | values | words | dict(zip(each, combination, strict=True))
             name = entry["name"].format_map(known)
             command = shlex.split(entry["run"].format_map(known))
-            needs = [other for other in names if uses(command, f"{out}/{other}/")]
+            inputs = [f"{word}/" for word in command]
+            needs = [other for other in names if any(f"{out}/{other}/" in word for word in inputs)]
             program = command[1:] if command[0] == "python" else ["-m", "omnilead", *command[1:]]
             names.append(name)
             minutes = float(tree.get("pace", 1) * entry["minutes"])
@@ -134,10 +139,6 @@ def grouped(names: Sequence[str], out: str) -> dict[str, str]:
         group, _, member = name.partition("/")
         groups.setdefault(group, []).append(f"{member or group}={out}/{name}")
     return {group: " ".join(members) for group, members in groups.items()}
-
-
-def uses(command: Sequence[str], folder: str) -> bool:
-    return any(folder in f"{word}/" for word in command)
 
 
 def said(job: Job) -> str:
@@ -167,33 +168,19 @@ def same_commands(jobs: Sequence[Job], folder: WorkDir) -> None:
     write_json(path, before | now)
 
 
-def forecast(jobs: Sequence[Job], folder: WorkDir, at_once: int) -> str:
-    """From the plan's minutes, and for each group from what its steps that are done have taken."""
-    pace: dict[str, list[float]] = {}
-    for job in jobs:
-        if folder.done(job) and folder.seconds(job):
-            pace.setdefault(job.kind, []).append(folder.seconds(job) / (60 * job.work))
-    missing = folder.missing(jobs)
-    seconds = sum(60 * job.work * fmean(pace.get(job.kind, [1])) for job in missing) / at_once
-    return (
-        f"{len(missing)} of {len(jobs)} steps left: about {duration(seconds)}, {at_once} at a time"
-    )
-
-
 def without_absent(jobs: list[Job], folder: WorkDir) -> list[Job]:
     """Leaves out the steps real-* if the folders with real ECGs are absent."""
-    words: list[str] = []
     for job in jobs:
         if job.name == "real-data" and not folder.done(job):
-            words += [word for word in job.command if "/" in word]
-    for path in words:
-        if not path.startswith(str(folder.path)) and not Path(report.ROOT, path).exists():
-            print(
-                f"{path}: no such folder: the steps real-* are skipped: name ECGs of yours in "
-                "the plan's `real`",
-                flush=True,
-            )
-            return [job for job in jobs if not job.name.startswith("real-")]
+            for word in job.command:
+                made = "/" not in word or word.startswith(str(folder.path))
+                if not made and not Path(report.ROOT, word).exists():
+                    print(
+                        f"{word}: no such folder: the steps real-* are skipped: name ECGs of "
+                        "yours in the plan's `real`",
+                        flush=True,
+                    )
+                    return [job for job in jobs if not job.name.startswith("real-")]
     return jobs
 
 
@@ -201,18 +188,12 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     """DIR/evidence.json, .md and .png, of all scores that are there. Names the steps that are done
     but never ran here."""
     steps, place = read_plan(tree, folder.path), folder.path
-    found = {
-        "synthetic": read_json(place / "bench/bench.json"),
-        "real": read_json(place / "real-scores/bench.json"),
-        tables.BY_CROPS: read_json(place / "real-crops/bench.json"),
-        "real, fine-tuned": together(steps, folder, "real-tuned"),
-        "fine-tuned": together(steps, folder, "evaluate"),
-    }
     results = {}
-    for name, document in found.items():
-        if document:
-            notes = [note.replace(f"{place}/", "") for note in document["notes"]]
-            results[name] = document | {"data": Path(document["data"]).name, "notes": notes}
+    for name, kind in SCORES.items():
+        document = together(steps, folder, kind)
+        if document["rows"]:
+            notes = dict.fromkeys(note.replace(f"{place}/", "") for note in document["notes"])
+            results[name] = document | {"data": Path(document["data"]).name, "notes": list(notes)}
     if not results:
         return print("no scores yet", flush=True)
     record = environment() | {"benchmark": "evidence", "results": results}
@@ -232,13 +213,13 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
 
 
 def together(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
-    """The scores of all steps of a kind, fine-tuned models of several tasks, as one."""
-    whole: Tree = {}
-    for step in steps:
-        one = read_json(folder.path / step.result) if step.kind == kind else {}
-        for key in ("rows", "differences", "notes") if one else ():
-            earlier = whole.get(key, [])
-            one[key] = earlier + [each for each in one[key] if each not in earlier]
+    """The scores of all steps of a kind as one, or those in a folder of this name made by hand."""
+    whole: Tree = {"rows": [], "differences": [], "notes": []}
+    paths = [folder.path / step.result for step in steps if step.kind == kind]
+    for path in paths or [folder.path / kind / "bench.json"]:
+        one = read_json(path)
+        for key in one.keys() & {"rows", "differences", "notes"}:
+            one[key] = whole[key] + one[key]
         whole |= one
     return whole
 

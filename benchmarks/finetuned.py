@@ -19,6 +19,7 @@ import numpy as np
 
 import omnilead
 from benchmarks.measure import say
+from benchmarks.trials import named
 from omnilead.data_tools.cli import Parser
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.common import ConfigError
@@ -70,16 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def score(options: argparse.Namespace) -> int:
     dataset, starts, found = Dataset.open(options.data), dict[str, dict[str, Path]](), Found()
-    for name, _, run in (text.partition("=") for text in options.runs):
-        if name.startswith(prefix := f"{options.task}-{options.leads}-"):
-            start, _, seed = name.removeprefix(prefix).rpartition("-")
-            starts.setdefault(start, {})[seed] = Path(run)
+    prefix = f"{options.task}-{options.leads}-"
+    for name, run in named(options.runs, prefix).items():
+        start, _, seed = name.rpartition("-")
+        starts.setdefault(start, {})[seed] = run
     if not starts:
-        raise ConfigError(f"no run is named {options.task}-{options.leads}-START-SEED")
+        raise ConfigError(f"no run is named {prefix}START-SEED")
     seeds = {start: sorted(of) for start, of in starts.items()}
     if len(set(map(tuple, seeds.values()))) > 1:
-        named = "; ".join(f"{start} {' '.join(of)}" for start, of in seeds.items())
-        raise ConfigError(f"seeds {named}: name the same for each")
+        each_has = "; ".join(f"{start} {' '.join(of)}" for start, of in seeds.items())
+        raise ConfigError(f"seeds {each_has}: name the same for each")
     names = sorted(starts, key=RANDOM.__eq__)
     notes = ["Means over seeds."]
     for start in names:
@@ -108,21 +109,21 @@ def remarks(runs: Sequence[Path]) -> Iterator[str]:
     """Why these runs may be worse than they could be: their training was too short, or the best
     learning rate was not tried."""
     ended = [json.loads((run / "result.json").read_text()) for run in runs]
-    if short := [one for one in ended if one.get("converged") is False]:
+    short = [one for one in ended if one.get("converged") is False]
+    if short:
         last = sum(one.get("validations_since") == 0 for one in short)
         yield (
             f"{len(short)} of {len(ended)} not converged"
             + f", {last} of them best at the last step" * bool(last)
         )
-    for facts in (read_json(run / "run.json") for run in runs):
-        if rates := sorted((row[0] for row in facts.get("rates", ())), key=float):
-            chosen = f"{facts['config']['train']['lr']:g}"
-            ends = [
-                end
-                for end, rate in (("lowest", rates[0]), ("highest", rates[-1]))
-                if rate == chosen
-            ]
-            yield from (f"the chosen learning rate, {chosen}, is the {end} tried" for end in ends)
+    for run in runs:
+        facts = read_json(run / "run.json")
+        rates = [float(row[0]) for row in facts.get("rates", ())]
+        if rates:
+            chosen = facts["config"]["train"]["lr"]
+            for end, rate in (("lowest", min(rates)), ("highest", max(rates))):
+                if rate == chosen:
+                    yield f"the chosen learning rate, {chosen:g}, is the {end} tried"
 
 
 def scores_of(run: Path, dataset: Dataset, options: argparse.Namespace) -> Scored:

@@ -10,7 +10,6 @@ failed. DIR keeps the dataset, logs, traces and the trained model.
 """
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -26,12 +25,12 @@ from typing import Any
 
 from benchmarks.e2e import LoopRun, precision, pretrain
 from benchmarks.measure import CaseError, call_fresh, make_dataset, say
+from benchmarks.run import environment
 from omnilead.data_tools.cli import Parser
+from omnilead.data_tools.splits import RoleSources
 from omnilead.engine.commandline import positive
 from omnilead.engine.reproduce.jobs import read_json, write_json
 
-NEEDED = ("torch", "deepspeed", "zarr", "wfdb")
-OPTIONAL = ("nvidia.dali", "webdataset", "soundfile", "s3fs", "distributed", "pytest")
 TOP = 25  # lines of a profile
 Found = dict[str, Any]
 Check = tuple[str, float, Callable[[], Found]]  # name, time limit in seconds, function
@@ -71,11 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def checks(options: argparse.Namespace) -> Iterator[Check]:
     place = options.dir.absolute()
-    how = (options.device, options.model, options.batch)
-    run = LoopRun(str(place / "dataset"), "", *how)
-    yield "install", 120, install
+    yield "install", 120, environment
     if not (place / "dataset" / "dataset.json").exists():
-        make_dataset(place, options.crops, plan="paper", role_sources=every_source())
+        # all are pre-trained on, except patients with two sessions, whom the probe needs
+        everyone = RoleSources(pretrain=("all",), id_share=1.0)
+        make_dataset(place, options.crops, plan="paper", role_sources=everyone)
+    run = LoopRun(str(place / "dataset"), "", options.device, options.model, options.batch)
     both = options.device == "cuda" and find_spec("nvidia.dali")
     for backend in ("torch", "dali") if both else ("torch",):
         for model in dict.fromkeys(("small", options.model)):
@@ -89,35 +89,15 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
     yield "train", options.seconds + 240, training
 
 
-def every_source() -> Any:
-    """All records are used for pre-training except patients with two sessions, whom the probe
-    needs."""
-    from omnilead.data_tools.splits import RoleSources
-
-    return RoleSources(pretrain=("all",), id_share=1.0)
-
-
-def install() -> Found:
-    found = {}
-    for name in (*NEEDED, *OPTIONAL):
-        try:
-            found[name] = str(getattr(importlib.import_module(name), "__version__", "installed"))
-        except Exception as error:  # a broken package can raise anything
-            found[name] = f"{type(error).__name__}: {error}"[:200]
-            if name in NEEDED:
-                raise CaseError(f"{name}: {found[name]}") from None
-    return found
-
-
-def lines(run: LoopRun, file: str = "metrics.jsonl") -> list[str]:
-    return (Path(run.run) / file).read_text().splitlines()
+def metrics(run: LoopRun) -> list[Found]:
+    lines = Path(run.run, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def smoke(run: LoopRun) -> Found:
     """Run two steps, a checkpoint, an export and a report."""
     pretrain(run, "train.steps=2", "train.log_every=1")
-    found: Found = json.loads(lines(run)[-1])
-    return found
+    return metrics(run)[-1]
 
 
 def profile(run: LoopRun) -> Found:
@@ -126,8 +106,8 @@ def profile(run: LoopRun) -> Found:
 
     steps = WARM_UP + run.steps + 1
     pretrain(run, f"train.steps={steps}", options=("--profile", str(run.steps)))
-    operators = lines(run, "profile/operators.txt")
-    return json.loads(lines(run)[-1]) | {"operators": operators[:TOP]}
+    operators = Path(run.run, "profile/operators.txt").read_text().splitlines()
+    return metrics(run)[-1] | {"operators": operators[:TOP]}
 
 
 def train(run: LoopRun, seconds: float) -> Found:
@@ -140,9 +120,7 @@ def train(run: LoopRun, seconds: float) -> Found:
     from omnilead.engine.training.loop import Loop
 
     def until_stopped(loop: Loop, *_: Any) -> bool:
-        timer = threading.Timer(seconds, setattr, (loop, "terminated", True))  # as SIGTERM does
-        timer.daemon = True
-        timer.start()
+        threading.Timer(seconds, setattr, (loop, "terminated", True)).start()  # as SIGTERM does
         return original(loop)
 
     original, Loop.train = Loop.train, until_stopped  # type: ignore[method-assign]
@@ -151,12 +129,10 @@ def train(run: LoopRun, seconds: float) -> Found:
         raise CaseError("the export failed")
     random = f"{run.run}-random"
     untrained(Path(random), run.model)
-    found: Found = {"first": json.loads(lines(run)[0]), "last": json.loads(lines(run)[-1])}
+    found: Found = {"first": metrics(run)[0], "last": metrics(run)[-1]}
+    how: Found = {"data": run.dataset, "device": run.device, "precision": precision()}
     for name, model in (("trained", run.run), ("random", random)):
-        scores = probe_model(
-            model=model, data=[run.dataset], device=run.device, precision=precision()
-        )
-        found[name] = nullable(scores)
+        found[name] = nullable(probe_model(model, **how))
     return found
 
 

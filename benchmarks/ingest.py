@@ -25,25 +25,24 @@ from omnilead.data_tools.verify import verify
 
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
-    """Make an archive of records at 500 Hz, and another one of the two databases with other
-    rates."""
-    archive, others = work / "archive", work / "other-rates"
+    """Make an archive of records at 500 Hz."""
+    archive = work / "archive"
     patients = (options.records or 2000) // 2
     synth.synthesise(archive, patients=patients, two_sessions=0, seed=11, progress=False)
-    (others / "training").mkdir(parents=True)
-    for name in ("st_petersburg_incart", "ptb"):
-        (archive / "training" / name).rename(others / "training" / name)
+    for name in ("st_petersburg_incart", "ptb"):  # have other rates
+        shutil.rmtree(archive / "training" / name)
     dataset = sharded(archive, work / "dataset")
-    cases = {
-        "read: omnilead": (read_omnilead, archive),
-        "read: wfdb.rdrecord": (read_wfdb, archive),
-        "ingest: omnilead, tar": (ingest_records, archive),
-        "ingest: omnilead, 257 and 1000 Hz (crops)": (ingest_crops, others),
-        "ingest: re-creation of fairseq-signals' preprocessing": (ingest_like_fairseq, archive),
-        "verify: tar": (check, work / "dataset"),
+    cases: Cases = {
+        "read: omnilead": (repeated, (read_omnilead, archive)),
+        "read: wfdb.rdrecord": (repeated, (read_wfdb, archive)),
+        "ingest: omnilead, tar": (repeated, (ingest, archive)),
+        "ingest: re-creation of fairseq-signals' preprocessing": (
+            repeated,
+            (ingest_like_fairseq, archive),
+        ),
+        "verify: tar": (repeated, (check, work / "dataset")),
     }
-    facts = describe(dataset, records=len(headers(archive)))
-    return facts, {name: (repeated, case) for name, case in cases.items()}
+    return describe(dataset, records=len(headers(archive))), cases
 
 
 def repeated(work: Callable[[Path], float], place: Path) -> Iterator[float]:
@@ -71,19 +70,11 @@ def read_wfdb(archive: Path) -> float:
     return sum(wfdb.rdrecord(str(path)).p_signal.shape[1] == 12 for path in records)
 
 
-def ingested(archive: Path) -> Dataset:
+def ingest(archive: Path) -> float:
     out = archive.parent / f"out-{os.getpid()}"
     dataset = sharded(archive, out)
     shutil.rmtree(out)
-    return dataset
-
-
-def ingest_records(archive: Path) -> float:
-    return sum(source["records"]["used"] for source in ingested(archive).meta["sources"])
-
-
-def ingest_crops(archive: Path) -> float:
-    return len(ingested(archive))
+    return sum(source["records"]["used"] for source in dataset.meta["sources"])
 
 
 def ingest_like_fairseq(archive: Path) -> float:

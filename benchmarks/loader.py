@@ -12,7 +12,6 @@ it is not their code.
 """
 
 import argparse
-import os
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -33,6 +32,7 @@ from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
 STAGES = {"RLM": ("", ()), "physio3+RLM": ("physio3", ("powerline", "emg", "wander"))}
 BACKENDS = {"torch": "torch", "dali": "dali on the CPU"}
 BATCHES = {"cpu": (256,), "cuda": (256, 1024, 64)}  # of lead masking; noise has the first
+THREADS = {"cpu": 1, "cuda": 4}
 CROP_MB = 0.12 + 0.48  # in a tar shard, and as two float64 .mat files
 FILLED = 4  # batches that the stages prefetch
 # limit for reaching the second epoch: in a slower case, checksums take little of the time
@@ -49,9 +49,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
             "use fewer"
         )
     dataset, folder, segments = make_dataset(work, records), work / "dataset", work / "segments"
-    threads = 1
-    if device == "cuda":
-        threads = min(4, max(2, len(os.sched_getaffinity(0)) // 4))  # 4, as in the target
+    threads = THREADS[device]
     cases: Cases = {}
     for stage in STAGES:
         for batch in BATCHES[device] if stage == "RLM" else BATCHES[device][:1]:

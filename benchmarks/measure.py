@@ -248,8 +248,10 @@ def summary(samples: Rows) -> Result:
     return found | {"units": samples[0]["units"], "repeats": len(samples)}
 
 
-def make_dataset(work: Path, records: int, keep_archive: bool = False, **options: Any) -> Any:
-    """Make work/dataset with about `records` synthetic crops of 10 s. `options`: of
+def make_dataset(
+    work: Path, records: int, keep_archive: bool = False, plan: str = "all", **options: Any
+) -> Any:
+    """Make work/dataset with about `records` synthetic crops of 10 s. `plan`, `options`: of
     data_tools.build.ShardOptions."""
     from omnilead.data_tools.build import ShardOptions, shard
     from omnilead.data_tools.sources import open_sources
@@ -257,10 +259,10 @@ def make_dataset(work: Path, records: int, keep_archive: bool = False, **options
 
     say(f"a dataset of about {records} crops")
     archive, workers = work / "archive", max(1, min(8, (os.cpu_count() or 1) // 2))
-    how: dict[str, Any] = {"two_sessions": 0, "seed": 11, "workers": workers, "progress": False}
-    synth.synthesise(archive, patients=max(2, records // 2), **how)
-    chosen: dict[str, Any] = {"plan": "all", "workers": workers, "quiet": True} | options
-    dataset = shard(open_sources(str(archive)), ShardOptions(str(work / "dataset"), **chosen))
+    patients = max(2, records // 2)
+    synth.synthesise(archive, patients, two_sessions=0, seed=11, workers=workers, progress=False)
+    how = ShardOptions(str(work / "dataset"), plan=plan, workers=workers, quiet=True, **options)
+    dataset = shard(open_sources(str(archive)), how)
     if not keep_archive:
         shutil.rmtree(archive)
     return dataset

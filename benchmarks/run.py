@@ -34,11 +34,13 @@ from benchmarks import measure
 from benchmarks.measure import BUG, OUT_OF_TIME, CaseError, say
 from omnilead.data_tools.cli import Parser
 from omnilead.engine.commandline import positive, writable
-from omnilead.engine.common import ConfigError, find_config, write_whole
+from omnilead.engine.common import ConfigError, write_whole
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = "numpy scipy pyarrow zarr wfdb google-crc32c torch deepspeed webdataset"
-DALI = "nvidia-dali-cuda130 nvidia-dali-cuda120"
+PACKAGES = (
+    "numpy scipy pyarrow zarr wfdb google-crc32c torch deepspeed webdataset "
+    "nvidia-dali-cuda130 nvidia-dali-cuda120"
+)
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 Part = dict[str, Any]
 NAMES = ("ingest", "loader", "step", "e2e", "embed", "start", "scaling", "suite")
@@ -227,11 +229,10 @@ def resumed(options: argparse.Namespace) -> tuple[Path, Part]:
 
 def check(options: argparse.Namespace) -> None:
     """Refuse wrong options before the work starts."""
-    from benchmarks.step import config_name, config_of
+    from benchmarks.step import config_of
 
     RESULTS.mkdir(parents=True, exist_ok=True)
     writable(options.out or RESULTS / "record.json", "--out")
-    find_config(config_name(options.model or "paper"), "pretrain", "--model")
     config_of(options.model or "paper")
     try:
         re.compile(options.only or "")
@@ -277,7 +278,7 @@ def environment() -> Part:
     # cloud machines do not name the generation
     generation = ", ".join(f"{key} {cpu[key]}" for key in ("cpu family", "model") if key in cpu)
     gpus, installed = gpu_facts(), {"python": platform.python_version()}
-    for package in f"{PACKAGES} {DALI}".split():
+    for package in PACKAGES.split():
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     short = gpus[0]["name"] if gpus else " ".join(name.split()[:2])

@@ -73,7 +73,8 @@ def table(rows: np.ndarray) -> pa.Table:
     lengths."""
     count = len(rows)
     names = [f"JS{i:08d}" for i in rows]
-    given: dict[str, Any] = {
+    columns: dict[str, Any] = dict.fromkeys(COLUMNS.names, [None] * count)
+    columns |= {
         "shard": rows // SHARD_CROPS,
         "offset": rows % SHARD_CROPS * MEMBERS + 512,
         "crc32c": np.full(count, google_crc32c.value(bytes(CROP_BYTES))),
@@ -87,11 +88,7 @@ def table(rows: np.ndarray) -> pa.Table:
         "age": np.full(count, 60.0),
         "fs_source_hz": np.full(count, 500.0),
     }
-    columns = []
-    for column in COLUMNS:
-        values = given.get(column.name, [None] * count)
-        columns.append(pa.array(values).cast(column.type))
-    return pa.table(columns, schema=COLUMNS)
+    return pa.Table.from_pydict(columns, schema=COLUMNS)
 
 
 def first_batch(dataset: str) -> Iterator[float]:
@@ -117,8 +114,8 @@ def ranks(run: e2e.LoopRun, world: int) -> Result:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"DS_ACCELERATOR": "cpu"}
-    run = replace(run, run=f"{run.run}-{world}", sides=("loaded",), threads=1, device="cpu")
+    common["DS_ACCELERATOR"] = "cpu"
+    run = replace(run, run=f"{run.run}-{world}", sides=("loaded",), threads=1)
 
     def measured(rank: int) -> Any:
         environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

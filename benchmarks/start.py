@@ -45,8 +45,7 @@ def start(command: Sequence[str], work: Path) -> tuple[float, float]:
     """Seconds and CPU-seconds to the first line of metrics.jsonl."""
     run, first, began = work / "run", None, time.perf_counter()
     metrics = run / "metrics.jsonl"
-    words = [*command, "--set", f"run={run}", "--set", f"data.datasets=[{work}/dataset]"]
-    words += ["--set", "train.steps=1"]
+    words = [*command, "--set", f"run={run}", f"data.datasets=[{work}/dataset]", "train.steps=1"]
     with open(work / "run.txt", "w+") as log:  # not a pipe, which would block when full
         process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
         while process.poll() is None:

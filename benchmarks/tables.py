@@ -41,8 +41,10 @@ def rates(part: Part) -> Iterator[str]:
     """The peer of a case is the fastest re-creation of its kind (the name before the colon).
     Memory is that of the case's main process."""
     rows, results = [], part["results"]
+    others = [name for name in results if "re-creation" in name or "wfdb.rdrecord" in name]
     for name, result in results.items():
-        peers = [per_cpu(each) for peer, each in results.items() if is_peer_of(peer, name)]
+        same_kind = [peer for peer in others if kind(peer) == kind(name) and name not in others]
+        peers = [per_cpu(results[peer]) for peer in same_kind]
         times = f"{per_cpu(result) / max(peers):.1f}x" if peers else ""
         memory = f"{result['peak_mb']:.0f} MB"
         unit = " GB" if name.startswith("verify") else ""
@@ -50,15 +52,6 @@ def rates(part: Part) -> Iterator[str]:
         rows.append([*cells, middle("per_s")(result) + unit, times, memory])
     head = "per CPU-second | lowest to highest | per second | against the peer | peak memory"
     yield markdown(f"| | {head} |", rows)
-
-
-def is_peer_of(peer: str, name: str) -> bool:
-    same = kind(peer) == kind(name) and not name.endswith("(crops)")
-    return same and is_peer(peer) and not is_peer(name)
-
-
-def is_peer(name: str) -> bool:
-    return "re-creation" in name or "wfdb.rdrecord" in name
 
 
 def kind(name: str) -> str:

@@ -3,7 +3,7 @@
     python -m benchmarks.trials NAME=RUN ... --of PREFIX --out OUT
 
 NAME is PREFIX-RATE; other runs are left out. OUT is a copy of the best run, without its checkpoints;
-its run.json says what was tried. OUT/model is written last, so that what has a model is whole.
+its run.json says what was tried.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from omnilead.engine.common import ConfigError
 from omnilead.engine.inference.commands import exit_code
 from omnilead.engine.reproduce.jobs import read_json, write_json
 
-NOT_COPIED = shutil.ignore_patterns("model", "checkpoints", "tensorboard", ".*")
+NOT_COPIED = shutil.ignore_patterns("checkpoints", "tensorboard", ".*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,12 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--of", required=True, metavar="PREFIX", help="of the names")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    runs = {}
-    for text in options.runs:
-        name, _, run = text.partition("=")
-        if name.startswith(f"{options.of}-"):
-            runs[name.removeprefix(f"{options.of}-")] = Path(run)
+    runs = named(options.runs, f"{options.of}-")
     return exit_code("benchmarks.trials", lambda: copy_best(runs, options.out))
+
+
+def named(texts: Sequence[str], prefix: str) -> dict[str, Path]:
+    """The runs of NAME=RUN whose names begin with `prefix`, by the rest of the name."""
+    runs = (text.partition("=") for text in texts)
+    return {
+        name.removeprefix(prefix): Path(run) for name, _, run in runs if name.startswith(prefix)
+    }
 
 
 def copy_best(runs: dict[str, Path], out: Path) -> int:
@@ -57,10 +61,11 @@ def copy_best(runs: dict[str, Path], out: Path) -> int:
     for rate, result in results.items():
         converged = "yes" if result["converged"] else "no"
         tried.append([f"{float(rate):g}", result["step"], f"{result['best']:.4f}", converged])
-    shutil.copytree(chosen, out, ignore=NOT_COPIED, dirs_exist_ok=True)
-    write_json(out / "run.json", read_json(out / "run.json") | {"rates": tried})
-    shutil.rmtree(out / ".model", ignore_errors=True)
-    shutil.copytree(chosen / "model", out / ".model").replace(out / "model")
+    partial = out.with_name(f".{out.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(chosen, partial, ignore=NOT_COPIED)
+    write_json(partial / "run.json", read_json(partial / "run.json") | {"rates": tried})
+    partial.replace(out)
     return 0
 
 
