@@ -236,7 +236,7 @@ def _per_cent(value: float, _: Any = None) -> str:
 
 
 def _legend(axes: Axes) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=5)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=5, columnspacing=0.8)
 
 
 def thinned(x: Array, y: Array, limit: int = MAX_POINTS) -> tuple[Array, Array]:
