@@ -91,11 +91,18 @@ def test_windows_are_those_of_scipy(config, dataset):
     assert of.plain == (not config)
 
 
-@pytest.mark.parametrize("config", [TEN, SHORT, UNEVEN, HALVES], ids=repr)
-def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(config, dataset):
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [*(("torch", config) for config in (TEN, SHORT, UNEVEN, HALVES)), ("dali", TEN)],
+    ids=repr,
+)
+def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(backend, config, dataset):
+    if backend == "dali":
+        pytest.importorskip("nvidia.dali", reason="DALI is not installed")
     data = {"datasets": [dataset.root.url]}
     settings = build(
         {"input": config, "data": data, "train": {"batch_crops": 4}, "model": TINY}
+        | {"pipeline": {"backend": backend}}
         | {"objective": {"contrast": 0}, "augment": {"rlm": 0.5, "rlm_keep_one": True}}
     )
     loader = Loader(settings.loader, [dataset], torch.device("cpu"), pretrain=True, halves=2)
