@@ -134,6 +134,7 @@ def pretrain(run: LoopRun, *settings: str, options: Sequence[str] = ()) -> None:
 
 def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Result:
     from benchmarks import step
+    from omnilead.engine.training.train import COMPILED
 
     batches, load = iter(loop.loader), loop._next_batch
     first = load(batches)
@@ -162,7 +163,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
 
     if "bare" in run.sides:
         own = step.StepRun(step.OURS, precision(), run.batch, run.model, device=run.device)
-        advance = step.ours(replace(own, compiled=step.COMPILED[run.device]))
+        advance = step.ours(replace(own, compiled=COMPILED[run.device]))
     sides: Any = {
         "bare": bare,
         "held": lambda: steps(lambda _: held),

@@ -105,7 +105,7 @@ def call_fresh(
     process.start()
     theirs.close()
     try:
-        row = {}
+        row: Result | None = {}
         while row is not None:
             if not ours.poll(None if end == inf else max(0.0, end - time.monotonic())):
                 raise CaseError(late)
