@@ -200,11 +200,11 @@ def _connect(url: str, anonymous: bool) -> Any:
     try:
         import fsspec
 
-        if url.startswith("s3:"):
-            once = {"retries": {"total_max_attempts": 1}}
-            options |= {"use_listings_cache": False, "config_kwargs": once}
-        fs = fsspec.core.url_to_fs(url, **options)[0]
-        fs.retries = 1  # only s3fs looks at it
+        if not url.startswith("s3:"):
+            return fsspec.core.url_to_fs(url, **options)[0]
+        once = {"retries": {"total_max_attempts": 1}}
+        fs = fsspec.core.url_to_fs(url, use_listings_cache=False, config_kwargs=once, **options)[0]
+        fs.retries = 1  # of s3fs; others have settings of this name too, such as gcsfs
         return fs
     except ImportError as error:
         raise StorageError(missing_package(url, error)) from None

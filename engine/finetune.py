@@ -63,7 +63,8 @@ OWN: dict[str, Shortcut] = {
 
 def classes() -> tuple[Any, Any, Any]:
     from omnilead.engine.tasks.config import FinetuneConfig
-    from omnilead.engine.tasks.finetuning import FinetuneTask, finetuning
+    from omnilead.engine.tasks.finetuning import FinetuneTask
+    from omnilead.engine.tasks.start import finetuning
 
     return FinetuneConfig, FinetuneTask, finetuning
 

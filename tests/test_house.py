@@ -157,7 +157,7 @@ def test_folders_do_not_import_each_other():
     # Fine-tuning stands above inference and evaluation, the labels and kinds of tasks below them;
     # so do the metrics, by which fine-tuning chooses its best step.
     folder["engine.evaluation.metrics"] = "metrics"
-    folder["engine.tasks.finetuning"] = "fine-tuning"
+    folder |= dict.fromkeys(("engine.tasks.finetuning", "engine.tasks.start"), "fine-tuning")
     # What a head is given, in fine-tuning and afterwards
     folder |= dict.fromkeys(("engine.inference.readout", "engine.inference.mean_beat"), "readouts")
     edges = {place: set() for place in folder.values()}

@@ -20,6 +20,7 @@ Axes: N rows, K classes, P gallery entries, Q probes, D width of an embedding.
 """
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
@@ -223,7 +224,7 @@ def weighted_areas(y_N: Array, score_N: Array, weight_NB: Array) -> Array:
     return areas
 
 
-class Statistic:
+class Statistic(ABC):
     """Computes MEASURES for any row weights."""
 
     names: Names
@@ -234,8 +235,8 @@ class Statistic:
         means = self.means(self.once_N if weight_N is None else weight_N)
         return np.array([means[name] for name in self.names])
 
-    def by_class(self, weight_N: Array) -> dict[str, Array]:
-        raise NotImplementedError
+    @abstractmethod
+    def by_class(self, weight_N: Array) -> dict[str, Array]: ...
 
     def means(self, weight_N: Array) -> dict[str, float]:
         return {name: _mean(values_K) for name, values_K in self.by_class(weight_N).items()}

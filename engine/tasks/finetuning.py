@@ -8,13 +8,6 @@ identification (ArcFace).
 | exported | encoder, linear layer, thresholds chosen in validation | encoder, without the class vectors |
 
 Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_identification.py.
-`start` is a run or model folder; a pre-training YAML gives its architecture with random weights.
-
-Without a config file, the kind of the labels and a schedule that suits their number are chosen:
-
-    finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
-    finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})
-    finetuning("diagnosis", ["start=RUN", "data.datasets=[DATASET]", "run=DX"])
 
 What the model learns to output, from the labels of its task:
 
@@ -25,8 +18,7 @@ What the model learns to output, from the labels of its task:
 
 import io
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,33 +30,26 @@ import torch.nn.functional as F
 from pyarrow import parquet
 from torch import Tensor, nn
 
-from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.engine.commandline import load, overridden, read_mapping, read_yaml
 from omnilead.engine.common import (
     LABELS,
     VALID,
     ConfigError,
     describe_leads,
-    environment,
-    find_config,
-    merge,
 )
-from omnilead.engine.config import Config, build, check
 from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
-from omnilead.engine.inference import trained_model as inference
 from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.model import encoders
 from omnilead.engine.model.config import ModelConfig, validated
 from omnilead.engine.model.encoder import Encoder, pool
-from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig
-from omnilead.engine.tasks.labels import SPLITS, TaskLabels, guess, read_task
+from omnilead.engine.tasks.labels import SPLITS, TaskLabels, read_task
+from omnilead.engine.tasks.start import read_start, readout_for, select_leads, with_windows
 from omnilead.engine.training.checkpoint import newest
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import (
@@ -78,7 +63,6 @@ from omnilead.engine.training.task import (
     Groups,
     best_metric,
 )
-from omnilead.engine.training.train import open_datasets
 from omnilead.engine.training.validation import (
     dtype_of,
     eval_mode,
@@ -88,10 +72,6 @@ from omnilead.engine.training.validation import (
 )
 
 DIAGNOSED = 64  # crops
-BATCH, EPOCHS, STEPS, VALIDATE = 64, 40, 20_000, 500  # at most
-PATIENCE = 10  # validations
-LR_AT_PROBE = 1e-4  # of a model that begins at a probe
-LR, LR_WIDTH = 1e-3, 0.064  # of the authors' architecture: LR_WIDTH / width, at most LR
 
 
 @dataclass
@@ -520,22 +500,6 @@ def training_roles(
     return {labels.role: "train"} | whole_crops
 
 
-def with_windows(labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input) -> TaskLabels:
-    """Without crops that are shorter than the model's window."""
-    split, without = [], 0
-    for dataset, split_N in zip(datasets, labels.split, strict=True):
-        short_N = model_input.count(dataset.column("halves")) == 0
-        without += int((split_N[short_N] > 0).sum())
-        split.append(np.where(short_N, np.int8(0), split_N))
-    if not without:
-        return labels
-    remark = (
-        f"{without:,} labelled crops are left out: shorter than the {model_input.window_s:g} s that "
-        "the model takes at once"
-    )
-    return replace(labels, split=split, remarks=[*labels.remarks, remark])
-
-
 def split_remark(labels: TaskLabels) -> str:
     """For example: rhythm: multiclass of AF, SR; crops: 800 train, 100 valid, 100 test"""
     what = f"{labels.task.name}: {labels.task.kind}"
@@ -552,184 +516,3 @@ def parquet_bytes(table: pa.Table) -> bytes:
     content = io.BytesIO()
     parquet.write_table(table, content)
     return content.getvalue()
-
-
-class Start(NamedTuple):
-    """The model that fine-tuning starts from."""
-
-    model: ModelConfig
-    input: Input  # its windows, rate, band and scale, which fine-tuning keeps
-    name: str
-    code: dict[str, bytes]  # its plugged-in files
-    splits: Sequence[Any] = ()  # of the datasets it was trained on
-    weights: dict[str, Tensor] | None = None  # of its encoder; None: random
-    kind: type[nn.Module] | None = None  # of its encoder; None: as `model` names it
-    head: inference.HeadInfo | None = None
-    head_weights: dict[str, Tensor] = {}  # noqa: RUF012 - never changed
-    readout: tuple[str, ...] = (PAPER,)
-
-
-def read_start(start: str, code: bool = False) -> Start:
-    """`code`: allow running encoder code that the folder holds."""
-    if Path(start).suffix in (".yaml", ".yml"):
-        config = load(start, kind=Config)
-        brought = encoders.code_of({"model.encoder": config.model.encoder}, start)
-        return Start(config.model, config.signals, f"random {config.model}", code=brought)
-    model = inference.load(start, code)
-    weights = dict(model.encoder.state_dict())
-    if isinstance(model.encoder, Encoder):
-        weights.pop("mask_embedding", None)
-    history = model.history
-    name = " ".join(str(history.get(key)) for key in ("step", "crops_seen", "datasets"))
-    splits = history.get("splits")
-    return Start(
-        config_of(model.config),
-        model.input,
-        name,
-        model.code,
-        splits if isinstance(splits, list) else [],
-        weights,
-        type(model.encoder),
-        model.head_info,
-        dict(model.head.state_dict()) if isinstance(model.head, nn.Linear) else {},
-        model.readout,
-    )
-
-
-def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> tuple[str, ...]:
-    """What the head takes; with task.head=start, that of the start, whose linear layer must be for
-    these labels."""
-    if config.task.head != "start":
-        return (PAPER,)
-    made = "omnilead probe --model MODEL --out PROBED, then --start PROBED"
-    if not start.head or not start.head_weights:
-        raise ConfigError(f"task.head=start: start={config.start} has no linear layer: {made}")
-    head, task = start.head, labels.task
-    if task.kind == "regression":
-        raise ConfigError("task.head=start: regression cannot begin at a probe: leave it out")
-    if (head.kind, head.classes) != (task.kind, labels.classes):
-        raise ConfigError(
-            f"task.head=start: start={config.start} has a head for {head.kind}: "
-            f"{', '.join(head.classes)}; the labels are {task.kind}: {', '.join(labels.classes)}"
-            f": {made}, with these labels"
-        )
-    if config.train.compile == "step" and len(start.readout) > 1:
-        raise ConfigError(
-            "train.compile=step: with task.head=start the read-out cannot be compiled: use layers "
-            "or eager"
-        )
-    if "rhythm" in start.readout and config.train.precision != "fp32":
-        raise ConfigError(
-            f"train.precision={config.train.precision}: with task.head=start and the read-out "
-            "rhythm, the head would be rounded: use fp32"
-        )
-    return start.readout
-
-
-def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
-    """The encoder's weights for these leads only: the output is the same as with the other leads
-    set to zero."""
-    assert start.weights is not None
-    had, leads = list(start.input.leads), list(config.augment.output_leads)
-    setting = f"augment.leads={config.augment.leads!r}"
-    if not set(leads) <= set(had):
-        raise ConfigError(
-            f"{setting}: start={config.start} was trained on {describe_leads(had)} only: choose "
-            "among them, with augment.padded=false"
-        )
-    if leads == had:
-        return start.weights
-    select: Any = getattr(start.kind, "select_leads", None)
-    if select is None:
-        raise ConfigError(
-            f"{setting}: {start.model.encoder} cannot take fewer leads: use augment.padded=true, "
-            "which sets the others to zero"
-        )
-    chosen: dict[str, Tensor] = select(start.weights, [had.index(lead) for lead in leads], len(had))
-    return chosen
-
-
-def finetuning(
-    config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
-) -> FinetuneConfig:
-    """The settings of `config`, or without it, those of the task that task.name or task.labels
-    names. What is not set is chosen from the data: the kind of the labels, the batch size, the
-    length of the training."""
-    if config is not None:
-        return load(config, overrides, FinetuneConfig)
-    tree = overridden({}, overrides)
-    given = build(tree, FinetuneConfig).train.model_fields_set
-    tree = with_task(tree)
-    length_given = bool({"steps", "epochs"} & given)
-    length = {} if length_given else {"epochs": EPOCHS}
-    wanted = build(merge({"train": length}, tree), FinetuneConfig)
-    _, world, _ = environment()
-    check(wanted, world)
-    task = wanted.task
-    guessed = bool(task.labels) and "kind" not in tree["task"]
-    if guessed:
-        task = guess(task)
-    start, datasets = read_start(wanted.start, wanted.code), open_datasets(wanted)
-    crops = len(with_windows(read_task(task, datasets), datasets, start.input).of("train"))
-    batch = max(1, min(BATCH, crops // 10) // world) * world
-    if "batch_crops" in given:
-        batch = wanted.train.batch_crops
-    chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
-    if length_given:
-        del chosen["steps"]
-    chosen |= saved_training(wanted, chosen)
-    settled = build(merge({"train": chosen, "task": {"kind": task.kind}}, tree), FinetuneConfig)
-    if os.environ.get("RANK", "0") == "0":
-        say(what_was_chosen(settled, crops, guessed))
-    return settled
-
-
-def choose_training(
-    wanted: FinetuneConfig, model: ModelConfig, batch: int, epoch: int
-) -> dict[str, Any]:
-    """Settings for a data set that is `epoch` batches long."""
-    begun = wanted.task.head == "start"
-    return {
-        "batch_crops": batch,
-        "validate_every": min(epoch, VALIDATE),
-        "valid_batches": 1000,
-        "patience": PATIENCE,
-        "lr": LR_AT_PROBE if begun else LR if model.encoder else min(LR, LR_WIDTH / model.width),
-        "schedule": "warmup_cosine",
-        "precision": "fp32" if begun else "auto",
-        "steps": min(EPOCHS * epoch, STEPS),
-    }
-
-
-def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """What the run to be resumed, perhaps on another number of ranks, had chosen."""
-    before = Path(wanted.run, "config.yaml")
-    saved = read_mapping(before) if before.is_file() else {}
-    if (saved.get("task") or {}).get("name") != wanted.task.name:
-        return {}
-    train = saved.get("train") or {}
-    return {name: train[name] for name in chosen if name in train}
-
-
-def with_task(tree: dict[str, Any]) -> dict[str, Any]:
-    """The settings with those of the task that task.name or task.labels names."""
-    task = tree.get("task", {})
-    if name := task.pop("name", None):
-        return merge(read_yaml(find_config(name, "tasks", "--task"), "tasks"), tree)
-    if labels := task.get("labels"):
-        task["name"] = Path(labels).stem
-        return tree
-    raise ConfigError(
-        "no task is given: use --labels my.csv, --task NAME (age, sex, ...) or --config diagnosis"
-    )
-
-
-def what_was_chosen(config: FinetuneConfig, crops: int, guessed: bool) -> str:
-    t, task = config.train, config.task
-    kind = f"{task.kind} (--kind if it is not)" if guessed else task.kind
-    length = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} epochs"
-    return (
-        f"{task.name}: {kind}. {crops:,} training crops: at most {length} of {t.batch_crops} "
-        f"crops, lr {t.lr:.2g}; stops early after {t.patience} validations (one every "
-        f"{t.validate_every} steps) without improvement"
-    )

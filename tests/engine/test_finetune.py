@@ -29,23 +29,17 @@ from omnilead.engine.evaluation.metrics import measure
 from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.finetune import main
 from omnilead.engine.inference.mean_beat import RHYTHM, measurements
-from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder, pool
-from omnilead.engine.model.encoders import build_encoder, initialise
+from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.folder import LoadError
 from omnilead.engine.report import run_report
 from omnilead.engine.report.run_report import read_diagnostics
-from omnilead.engine.tasks.classifier import Classifier, layer_groups
+from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
-from omnilead.engine.tasks.finetuning import (
-    FinetuneTask,
-    finetuning,
-    make_targets,
-    read_start,
-    select_leads,
-)
+from omnilead.engine.tasks.finetuning import FinetuneTask, make_targets
 from omnilead.engine.tasks.labels import read_table, read_task
 from omnilead.engine.tasks.leakage import find_leak
+from omnilead.engine.tasks.start import finetuning, read_start, select_leads
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
@@ -172,80 +166,6 @@ def test_two_ranks_recognise_patients_as_one_does(tuned, tune, base, tmp_path):
     np.testing.assert_allclose(two, whole, rtol=2e-4)
     elsewhere = tune("identification", "whole", start=str(CONFIGS / "pretrain" / "quickstart.yaml"))
     assert f"cannot resume: start changed from {base} to " in elsewhere.one_line()
-
-
-LISTED = """
-import torch
-from torch import nn
-
-class Parts(nn.Module):
-    width = 4
-    def __init__(self, leads):
-        super().__init__()
-        self.token = nn.Parameter(torch.ones(4))
-        self.first, self.gelu, self.second = nn.Conv1d(leads, 4, 25, 25), nn.GELU(), nn.Linear(4, 4)
-    def forward(self, x):
-        return self.second(self.gelu(self.first(x)).transpose(1, 2)) + self.token
-
-class Counted(Parts):
-    layers = 2  # not a list
-    def __init__(self, leads):
-        super().__init__(leads)
-        self.blocks = nn.Sequential(self.second, nn.GELU(), nn.Linear(4, 4))
-
-class Single(Parts):
-    def __init__(self, leads):
-        super().__init__(leads)
-        self.second = nn.Identity()
-"""
-SHARES = {
-    "": {  # three layers
-        "conv.blocks.0.weight": 0.125,
-        "project.weight": 0.125,
-        "position.gain": 0.125,
-        "layers.0.attention.qkv.weight": 0.25,
-        "layers.1.norm1.bias": 0.5,
-        "layers.2.fc2.weight": 1,
-    },
-    "resnet": {  # two stages
-        "stem.weight": 0.25,
-        "norm.bias": 0.25,
-        "blocks.0.conv1.weight": 0.5,
-        "blocks.1.norm2.weight": 1,
-    },
-    "listed.py:Parts": {
-        "token": 0.25,
-        "first.weight": 0.5,
-        "second.bias": 1,
-    },
-    "listed.py:Counted": {
-        "first.bias": 0.25,
-        "second.bias": 0.5,
-        "blocks.2.bias": 1,
-    },
-}
-
-
-@pytest.mark.parametrize("encoder", SHARES)
-def test_each_layer_has_its_share_of_the_learning_rate(encoder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("listed.py").write_text(LISTED)
-    options = {"widths": [8, 16, 24]} if encoder == "resnet" else {}
-    config = ModelConfig(encoder=encoder, options=options, width=48, heads=2, ffn=32, layers=3)
-    model = Classifier(build_encoder(config), TaskConfig(), 5)
-    frozen = next(model.encoder.parameters()).requires_grad_(False)
-    names = {p: name for name, p in model.named_parameters()}
-    groups = layer_groups(model, 0.5)
-    found = {names[p]: share for share, group in groups for p in group}
-    assert names.keys() - {frozen} == {p for _, group in groups for p in group}
-    assert sum(len(group) for _, group in groups) == len(found)
-    for name, share in SHARES[encoder].items():
-        expected = None if name == names[frozen].removeprefix("encoder.") else share
-        assert found.get(f"encoder.{name}") == expected, name
-    assert found["head.weight"] == groups[-1][0] == 1
-    single = Classifier(build_encoder(ModelConfig(encoder="listed.py:Single")), TaskConfig(), 5)
-    with pytest.raises(ConfigError, match=r"layer_decay=0\.5: Single has one layer"):
-        layer_groups(single, 0.5)
 
 
 def test_training_with_layer_decay(tuned, tune, dataset, base, tmp_path):

@@ -22,7 +22,7 @@ from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.folder import LoadError, config_of, seal
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.tasks.finetuning import read_start
+from omnilead.engine.tasks.start import read_start
 
 UNSCORED = {"task": "diagnosis", "kind": "multilabel"}
 DIAGNOSIS = UNSCORED | {"classes": ["AF", "NSR", "SB"], "thresholds": [0.5] * 3}
