@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from omnilead.engine.common import OWN, ConfigError
-from omnilead.engine.config import RunConfig, Section
+from omnilead.engine.config import RunConfig, Section, micro_batch
 from omnilead.engine.data.augment import STRICT, AsText, AugmentConfig
 from omnilead.engine.model.config import ModelConfig
 
@@ -37,7 +37,7 @@ class TaskConfig:
     split: Literal["auto", "roles", "column", "8:1:1"] = "auto"
     # {train: [1, 2], valid: [3], test: [4]}; {}: the last fold is test, the one before it valid
     folds: dict[Literal["train", "valid", "test"], tuple[Value, ...]] = field(default_factory=dict)
-    # balanced: weights inverse to how frequent each class is
+    # balanced: weights inverse to how frequent each class is; of binary, multilabel, multiclass
     class_weights: Literal["none", "balanced"] = "none"
     # of ArcFace, the loss of identity
     scale: Annotated[float, Field(ge=1, le=1e4)] | Literal["learned"] = 192.0
@@ -57,6 +57,11 @@ class TaskConfig:
             raise ConfigError(
                 f"task.head={self.head!r}: use start or attention, or name your own as file.py:Class; kind "
                 "identity has no other head"
+            )
+        if self.class_weights != "none" and self.kind in ("regression", "survival", "identity"):
+            raise ConfigError(
+                f"task.class_weights={self.class_weights!r}: kind {self.kind} is not weighed by class: "
+                "use none"
             )
         assigned = [fold for folds in self.folds.values() for fold in folds]
         if twice := [fold for fold in assigned if assigned.count(fold) > 1]:
@@ -113,7 +118,7 @@ class FinetuneConfig(RunConfig):
         return super().length_matters or self.task.margin_warmup > 0
 
     def problems(self, world: int) -> list[tuple[Any, str]]:
-        views = self.pipeline.views
+        views, t = self.pipeline.views, self.train
         return [
             (
                 not self.start,
@@ -132,6 +137,11 @@ class FinetuneConfig(RunConfig):
                 self.encoder.frozen and self.encoder.layer_decay < 1,
                 f"encoder.layer_decay={self.encoder.layer_decay}: encoder.frozen=true trains only "
                 "the head: set one of them",
+            ),
+            (
+                self.task.kind == "survival" and micro_batch(self, world)[0] * world < 2,
+                f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: survival "
+                "compares the patients of a micro-batch: use 2 or more",
             ),
             (self.augment.threekg, "augment.threekg: is for pre-training only: remove it"),
         ]

@@ -213,7 +213,10 @@ class FinetuneTask(ExportedTask):
         seed, kind = self.config.train.seed, self.start.kind
         encoder, _ = encoders.prepared(of, False, dtype_of(self.config), seed, kind, samples)
         windows = int(self.input.count())
-        return encoder, encoders.encoder_flops(encoder, of, False, samples, windows)
+        flops = encoders.encoder_flops(encoder, of, False, samples, windows)
+        if self.config.encoder.frozen:
+            flops /= 3  # no backward pass
+        return encoder, flops
 
     def _held_out(self) -> HeldOut:
         train = self.config.train

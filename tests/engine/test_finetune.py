@@ -29,6 +29,7 @@ from omnilead.engine.evaluation.metrics import measure
 from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.finetune import main
 from omnilead.engine.inference.mean_beat import RHYTHM, measurements
+from omnilead.engine.model.config import ModelConfig, flops_per_crop, validated
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.folder import LoadError
@@ -128,6 +129,9 @@ def test_only_a_head_that_sees_all_tokens_is_trained(tuned, dataset, base, tmp_p
     swapped = tokens[:, torch.randperm(tokens.shape[1])]  # weighs tokens by what they are
     torch.testing.assert_close(model.head(tokens), model.head(swapped))
     torch.testing.assert_close(model.logits(x_RLT), model.head(tokens))
+    row, shape = rows(run)[0], validated(ModelConfig, model.config["model"], "model")
+    flops = row["mfu"] * 1e12 / row["crops_per_s"]  # of a device with 1 TFLOP/s
+    assert flops == pytest.approx(flops_per_crop(shape, local=False) / 3)
     found = omnilead.evaluate(run, data=dataset.root.url, role="valid")
     best = max(rows(run, "validation.jsonl")[1:], key=lambda row: row["auroc"])
     assert found["score"] == pytest.approx(best["challenge"], abs=1e-6)
@@ -433,7 +437,11 @@ def test_invalid_settings_are_one_line(tune, tuned, archive, tmp_path):
         ("was trained on I,II only", {"start": two, "augment__leads": "3"}),
         ("task.kind", {"task__kind": "sex"}),
         ("use halves", {"pipeline__views": "window"}),
+        ("compares the patients of a", {"task__kind": "survival", "train__micro_batch": 1}),
     ]
+    for kind in ("regression", "survival", "identity"):
+        weighed = {"task__kind": kind, "task__class_weights": "balanced"}
+        cases.append((f"kind {kind} is not weighed by class", weighed))
     for says, changes in cases:
         assert says in tune("diagnosis", "bad", **changes).one_line()
 
