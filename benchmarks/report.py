@@ -95,11 +95,13 @@ def missing(part: Part, older: Part) -> dict[str, Result]:
     results = {}
     for name, document in older["results"].items():
         if name not in part["results"]:
-            note = f"From {older['file']}, {older['date'][:10]}, {machine(older)}."
-            if outside := older["input"].get("made_outside"):
-                note += f" Made outside the plan: {', '.join(outside)}."
-            notes = [one for one in document["notes"] if not one.startswith("From evidence_")]
-            results[name] = document | {"notes": [*notes, note]}
+            notes = list(document["notes"])
+            if not any(note.startswith("From evidence_") for note in notes):
+                note = f"From {older['file']}, {older['date'][:10]}, {machine(older)}."
+                if outside := older["input"].get("made_outside"):
+                    note += f" Made outside the plan: {', '.join(outside)}."
+                notes.append(note)
+            results[name] = document | {"notes": notes}
     return results
 
 

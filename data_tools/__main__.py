@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
             "show",
             _show,
             SHOW,
-            "print or draw a dataset, one of its crops, or a record; --why CLASS: where a model looks",
+            "print or draw a dataset, one of its crops, or a record; where a model looks: show --why AF --help",
             "dataset --crop 7 --png ecg.png",
         ),
         (
@@ -238,7 +238,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     for name, run, options, text, example in table:
         epilog = f"example: omnilead {name} {example}"
-        command = commands.add_parser(name, help=text, description=text.capitalize(), epilog=epilog)
+        command = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:], epilog=epilog
+        )
         command.set_defaults(run=run)
         for option, settings in options.items():
             command.add_argument(option, **settings)

@@ -92,7 +92,7 @@ class AugmentConfig:
     leads: Annotated[str | tuple[str, ...], AsText] = "12"  # leads that the model uses
     padded: bool = True  # keep the other leads as zeros; false: leave them out
     # your own function(x_BSLT, generator) as file.py:function, applied after the others:
-    # engine.data.augmenter
+    # omnilead.engine.data.augmenter
     extra: str = ""
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ ENCODERS = {
     "": "omnilead.engine.model.encoder:Encoder",
     "resnet": "omnilead.engine.model.resnet:ResNet",
 }
-# Global objectives: functions of pooled encodings, and classes (engine.model.encoders)
+# Global objectives: functions of pooled encodings, and classes (omnilead.engine.model.encoders)
 CONTRASTS = ("cmsc", "simclr", "3kg")
 OBJECTIVES = {"cpc": "omnilead.engine.model.cpc:PredictiveCoding"}
 SHOWN = 80  # characters of a wrong value in a message
@@ -64,7 +64,7 @@ class ModelConfig:
     objective. Other encoders are configured by `options`; they ignore the settings from `conv`
     to `input_dropout`, except `kernels`."""
 
-    # "": the authors'; resnet; or your own, file.py:Class (engine.model.encoders)
+    # "": the authors'; resnet; or your own, file.py:Class (omnilead.engine.model.encoders)
     encoder: str = ""
     # arguments of the encoder's class
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -85,7 +85,7 @@ class ModelConfig:
     position_groups: Count = 16  # groups of the positional convolution
     # a token sees only itself and those before it, as objective.method=cpc needs
     causal: bool = False
-    # faster implementations of operations: engine.model.kernels
+    # faster implementations of operations: omnilead.engine.model.kernels
     kernels: Annotated[Literal["plain", "auto"], BeforeValidator(without_removed_kernels)] = "auto"
     # dropout on the residual branches, and on the tokens before the first layer
     dropout: Probability = 0.1

@@ -31,8 +31,8 @@ MAIN = {
 }
 KEYS = ("model", "task", "leads", "share", "noise")
 OVER = (
-    "over test patients, the seeds or draws of a row and, at small shares, the drawn labelled "
-    "patients, not over the gallery, or the labelled patients of a share drawn once"
+    "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "
+    "labelled patients; the gallery, and labelled patients drawn only once, are held fixed"
 )
 INTERVALS = f"In brackets: 95 % intervals {OVER}. Differences use the same resamples."
 OF_TUNED = (

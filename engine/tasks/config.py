@@ -27,10 +27,10 @@ class TaskConfig:
     # CSV or parquet file. "": 26 diagnoses (multilabel), patients (identity), or `columns` of the
     # dataset
     labels: str = ""
-    # label columns; (): all but record, source, patient, fold, split. No table: age, sex. Of
-    # survival: the time, then the event (0: censored, 1); (): time, event
+    # label columns; []: all but record, source, patient, fold, split. No table: age, sex. Of
+    # survival: the time, then the event (0: censored, 1); []: time, event
     columns: tuple[Value, ...] = ()
-    classes: tuple[Value, ...] = ()  # of multiclass, in order; (): the values that occur, sorted
+    classes: tuple[Value, ...] = ()  # of multiclass, in order; []: the values that occur, sorted
     unit: Annotated[str, Field(max_length=32)] = ""  # of regression's values, of survival's times
     # column: by the table's `fold` or `split`; 8:1:1: drawn by patient; roles: the dataset's; auto:
     # column if there is one, else 8:1:1 with a table, roles without

@@ -181,18 +181,18 @@ def test_the_worst_case_is_compared_with_the_target():
 
 
 def test_of_the_evidence_the_newest_of_each_result_is_shown():
-    older, newer = (
+    older, newer, newest = (
         suite("cpu", date)["parts"][-1] | {"benchmark": "evidence", "file": f"evidence_{date}.json"}
-        for date in ("2999-01-01", "2999-01-02")
+        for date in ("2999-01-01", "2999-01-02", "2999-01-03")
     )
     shared = {name: report.every()[-1][name] for name in report.OF_RECORD}
     parts = []
-    for part, names in ((older, ("synthetic", "real")), (newer, ("real",))):
+    for part, names in ((older, ("synthetic", "real")), (newer, ("real",)), (newest, ("real",))):
         documents = {name: {"notes": [], "made": part["file"]} for name in names}
         parts.append(shared | part | {"results": documents, "date": part["file"][9:19]})
     parts[0]["input"] = {"made_outside": ["archive"]}
     (found,) = report.newest(parts).values()
-    assert found["results"]["real"]["made"] == "evidence_2999-01-02.json"
+    assert found["results"]["real"]["made"] == "evidence_2999-01-03.json"
     (note,) = found["results"]["synthetic"]["notes"]
     where = tables.machine(parts[0])
     assert note == (
