@@ -58,8 +58,13 @@ BestMetric = Literal[
     "accuracy",
     "f1",
     "f_measure",
+    "sensitivity",
+    "specificity",
+    "balanced_accuracy",
     "mae",
+    "rmse",
     "r2",
+    "pearson",
     "c_index",
     "identification_accuracy",
 ]
@@ -97,7 +102,8 @@ class TrainConfig(Section):
     batch_crops: int = Field(default=512, ge=1)  # global batch size, over all ranks
     # Crops per rank and forward pass; None: all of them. Fewer means gradient accumulation, where
     # crops are contrasted only within a micro-batch (of all ranks): CMSC, SimCLR, 3KG see
-    # micro_batch x ranks candidates. Code diversity likewise.
+    # micro_batch x ranks candidates. Code diversity and survival likewise. Of labels, those known in
+    # each micro-batch are averaged, then the micro-batches.
     micro_batch: int | None = Field(default=None, ge=1)
     # auto: bf16 if the hardware supports it, else fp32
     precision: Literal["auto", "bf16", "fp32"] = "bf16"

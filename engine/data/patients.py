@@ -74,16 +74,18 @@ def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
 
 def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
     """For each dataset, an integer id of every crop's patient (its record if the patient is
-    unknown), int64 [crops]. No id is used in two datasets."""
-    ids: list[np.ndarray] = []
-    for number, dataset in enumerate(datasets):
-        parts = map(owners, dataset.parts(OWNER))
-        names, known = zip(*parts, strict=True)
-        chunks = pa.chunked_array(names).unify_dictionaries().chunks
-        codes = [chunk.indices.to_numpy() for chunk in chunks]
-        code_C = np.concatenate(codes).astype(np.int64)
-        ids.append(number << 40 | code_C << 1 | np.concatenate(known))
-    return ids
+    unknown), int64 [crops]. The same patient has the same id in all of them."""
+    names, known, ends = [], [], []
+    for dataset in datasets:
+        for part in dataset.parts(OWNER):
+            name, is_known = owners(part)
+            names.append(name)
+            known.append(is_known)
+        ends.append(sum(map(len, known)))
+    chunks = pa.chunked_array(names).unify_dictionaries().chunks
+    codes = [chunk.indices.to_numpy() for chunk in chunks]
+    code_C = np.concatenate(codes).astype(np.int64)
+    return np.split(code_C << 1 | np.concatenate(known), ends[:-1])
 
 
 def uniforms(names: pa.Array) -> np.ndarray:

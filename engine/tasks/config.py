@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from omnilead.engine.common import OWN, ConfigError
 from omnilead.engine.config import RunConfig, Section, micro_batch
 from omnilead.engine.data.augment import STRICT, AsText, AugmentConfig
-from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.config import ModelConfig, Probability, Share
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -80,14 +80,14 @@ class Tuning(Section):
     configs."""
 
     frozen: bool = False  # only the head is trained
-    feature_grad: float = 0.0  # 0: convolutions frozen; 1: trained like the rest
+    feature_grad: Share = 0.0  # 0: convolutions frozen; 1: trained like the rest
     # The learning rate of layer i of L is train.lr * layer_decay ** (L - i), that of the head train.lr;
     # i = 0: convolutions and whatever else is in no layer
     layer_decay: float = Field(default=1.0, gt=0, le=1)
-    dropout: float = 0.0  # as model.dropout
-    attention_dropout: float = 0.0  # as model.attention_dropout
-    activation_dropout: float = 0.1  # as model.activation_dropout
-    input_dropout: float = 0.0  # as model.input_dropout
+    dropout: Probability = 0.0  # as model.dropout
+    attention_dropout: Probability = 0.0  # as model.attention_dropout
+    activation_dropout: Probability = 0.1  # as model.activation_dropout
+    input_dropout: Probability = 0.0  # as model.input_dropout
 
 
 class FinetuneConfig(RunConfig):

@@ -37,6 +37,7 @@ from omnilead.engine.common import (
     ConfigError,
     describe_leads,
 )
+from omnilead.engine.config import micro_batch
 from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
@@ -145,6 +146,17 @@ def _class_targets(labels: TaskLabels, y_NK: np.ndarray, name: str) -> Targets:
     return targets
 
 
+def labels_of(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels:
+    labels = read_task(config.task, datasets)
+    columns = labels.table.column_names if labels.table else []
+    if config.task.folds and ("fold" not in columns or not labels.task.folds):
+        raise ConfigError(
+            "task.folds: would be ignored, since the label table has no column `fold` or "
+            f"task.split={config.task.split}: leave it out"
+        )
+    return labels
+
+
 def named(labels: TaskLabels, these_K: Any) -> str:
     return ", ".join(name for name, this in zip(labels.classes, these_K, strict=True) if this)
 
@@ -177,7 +189,7 @@ class FinetuneTask(ExportedTask):
     def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         super().__init__(config, datasets, ranks)
         self.kind = config.task.kind
-        labels = read_task(config.task, datasets)
+        labels = labels_of(config, datasets)
         self.label_facts = labels.facts
         self.best = best_metric(config.train.best, validation_metrics(labels))
         self.start = read_start(config.start, config.code)
@@ -195,12 +207,7 @@ class FinetuneTask(ExportedTask):
         self.readout = readout_for(self.start, config, self.labels)
         self.held_out = self._held_out()
         self.thresholds: list[float] = []  # from the last validation
-        self.remarks: list[str] = [
-            *self.labels.remarks,
-            split_remark(self.labels),
-            *self.targets.remarks,
-            *self._validation_remarks(),
-        ]
+        self.remarks = self._remarks()
         if self.labels.table:
             self.kept = {LABELS: parquet_bytes(self.labels.table)}
         plugged = {"augment.extra": config.augment.extra, "task.head": config.task.head}
@@ -234,6 +241,26 @@ class FinetuneTask(ExportedTask):
             self.input.count(np.array([self.halves[n][row] for n, row in places], np.int64)),
         )
 
+    def _remarks(self) -> list[str]:
+        return [
+            *self.labels.remarks,
+            split_remark(self.labels),
+            *self.targets.remarks,
+            *self._leakage_remarks(),
+            *self._validation_remarks(),
+        ]
+
+    def _leakage_remarks(self) -> list[str]:
+        head, data = self.start.head, [dataset.fingerprint for dataset in self.datasets]
+        before = [split for split in self.start.splits if isinstance(split, dict)]
+        same_data = any(split.get("fingerprint") in data for split in before)
+        if not (head and same_data) or head.sha256 == self.label_facts["sha256"]:
+            return []
+        return [
+            "possible leakage: the model that this starts from was fitted on these data with other "
+            "labels or another split, so it may have learned ECGs that are now in validation or test"
+        ]
+
     def _validation_remarks(self) -> list[str]:
         if not self.held_out.crops:
             return ["no validation crops: the newest checkpoint counts as the best"]
@@ -264,6 +291,9 @@ class FinetuneTask(ExportedTask):
         facts = json.loads(json.dumps(facts))  # as a checkpoint returns it
         if not self.input.plain:
             facts["input"] = self.input.signals
+        if self.kind == "survival":  # who is compared with whom
+            candidates = micro_batch(self.config, self.ranks.world)[0] * self.ranks.world
+            facts["train.micro_batch x ranks"] = candidates
         if self.start.splits:
             facts["splits_before"] = self.start.splits
         return facts

@@ -505,6 +505,7 @@ def _splits(
     if how == "column":
         task, split = _by_column(task, table, columns[0], known, names, owner_N)
     else:
+        task = replace(task, folds={})
         # first come those whom data.hold_out holds out: test
         split = 3 - np.digitize(uniforms(names), (0.1, 0.2))[owner_N]
     kept = _without_copies(split, datasets, known)

@@ -22,7 +22,7 @@ from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping, read_yaml
 from omnilead.engine.common import ConfigError, describe_leads, environment, find_config, merge
-from omnilead.engine.config import Config, build, check
+from omnilead.engine.config import Config, TrainConfig, build, check
 from omnilead.engine.inference import trained_model as inference
 from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.model import encoders
@@ -144,12 +144,13 @@ def finetuning(
     if config is not None:
         return load(config, overrides, FinetuneConfig)
     tree = overridden({}, overrides)
-    given = build(tree, FinetuneConfig).train.model_fields_set
+    first = build(tree, FinetuneConfig).train
     tree = with_task(tree)
-    length_given = bool({"steps", "epochs"} & given)
-    length = {} if length_given else {"epochs": EPOCHS}
-    wanted = build(merge({"train": length}, tree), FinetuneConfig)
+    length_given = bool({"steps", "epochs"} & first.model_fields_set)
+    length: dict[str, int] = {} if length_given else {"epochs": EPOCHS}
     _, world, _ = environment()
+    length["batch_crops"] = choose_batch(first, 10 * BATCH, world)
+    wanted = build(merge({"train": length}, tree), FinetuneConfig)
     check(wanted, world)
     task = wanted.task
     guessed = bool(task.labels) and "kind" not in tree["task"]
@@ -157,17 +158,22 @@ def finetuning(
         task = guess(task)
     start, datasets = read_start(wanted.start, wanted.code), open_datasets(wanted)
     crops = len(with_windows(read_task(task, datasets), datasets, start.input).of("train"))
-    batch = max(1, min(BATCH, crops // 10) // world) * world
-    if "batch_crops" in given:
-        batch = wanted.train.batch_crops
+    batch = choose_batch(first, crops, world)
     chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
     if length_given:
-        del chosen["steps"]
+        del chosen["steps"], chosen["epochs"]
     chosen |= saved_training(wanted, chosen)
     settled = build(merge({"train": chosen, "task": {"kind": task.kind}}, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
         say(what_was_chosen(settled, crops, guessed))
     return settled
+
+
+def choose_batch(train: TrainConfig, crops: int, world: int) -> int:
+    if "batch_crops" in train.model_fields_set:
+        return train.batch_crops
+    unit = world * (train.micro_batch or 1)
+    return max(1, min(BATCH, max(2, crops // 10)) // unit) * unit
 
 
 def choose_training(
@@ -184,13 +190,15 @@ def choose_training(
         "schedule": "warmup_cosine",
         "precision": "fp32" if begun else "auto",
         "steps": min(EPOCHS * epoch, STEPS),
+        "epochs": None,
     }
 
 
 def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """What the run to be resumed, perhaps on another number of ranks, had chosen."""
     before = Path(wanted.run, "config.yaml")
-    saved = read_mapping(before) if before.is_file() else {}
+    begun = before.is_file() and any(Path(wanted.run, "checkpoints").glob("step-*"))
+    saved = read_mapping(before) if begun else {}
     if (saved.get("task") or {}).get("name") != wanted.task.name:
         return {}
     train = saved.get("train") or {}

@@ -7,6 +7,7 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from typing import get_args
 from unittest import mock
 
 import numpy as np
@@ -23,9 +24,9 @@ from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.engine import convert, evaluate
 from omnilead.engine.common import DIAGNOSTICS, LABELS, ConfigError
-from omnilead.engine.config import CONFIGS, build
+from omnilead.engine.config import CONFIGS, BestMetric, build
 from omnilead.engine.data.patients import patient_ids, split_of
-from omnilead.engine.evaluation.metrics import measure
+from omnilead.engine.evaluation.metrics import MEASURES, measure
 from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.finetune import main
 from omnilead.engine.inference.mean_beat import RHYTHM, measurements
@@ -149,6 +150,12 @@ def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, 
     for model, auroc in ((probed, first), (run, max(valid))):
         found = omnilead.evaluate(model, data=data, role="valid")
         assert found["metrics"]["auroc"] == pytest.approx(auroc, abs=1e-6)
+    leak = "possible leakage: the model that this starts from was fitted on these data with other"
+    assert leak not in tuned("diagnosis", "again", train__steps=1, **at_probe)
+    table, names = tmp_path / "mine.csv", list(dict.fromkeys(dataset.column("record")))
+    table.write_text("\n".join(["record,v", *(f"{name},{i % 2}" for i, name in enumerate(names))]))
+    mine = {"task__labels": str(table), "task__kind": "binary", "start": str(probed)}
+    assert leak in tuned("diagnosis", "mine", train__steps=1, **mine)
     age = {"task": "age", "kind": "regression", "classes": ["age"], "center": [6], "scale": [1]}
     for says, changes in (
         ("has no linear layer: omnilead probe", {"start": str(base)}),
@@ -251,6 +258,8 @@ def test_which_metric_chooses_the_best_step():
         assert best_metric(given, names) == found
     with pytest.raises(ConfigError, match=r"train\.best=auroc: .* use identification_accuracy"):
         best_metric("auroc", ("identification_accuracy",))
+    for names in MEASURES.values():  # what this error recommends can be set
+        assert set(names) <= set(get_args(BestMetric))
 
 
 def test_random_weights_of_a_pretraining_file(tune, tuned, tmp_path):
@@ -437,6 +446,8 @@ def test_invalid_settings_are_one_line(tune, tuned, archive, tmp_path):
         ("was trained on I,II only", {"start": two, "augment__leads": "3"}),
         ("task.kind", {"task__kind": "sex"}),
         ("use halves", {"pipeline__views": "window"}),
+        ("encoder.dropout=1.5: input should be", {"encoder__dropout": 1.5}),
+        ("task.folds: would be ignored", {"task__folds": {"train": [1], "test": [2]}}),
         ("compares the patients of a", {"task__kind": "survival", "train__micro_batch": 1}),
     ]
     for kind in ("regression", "survival", "identity"):
@@ -535,6 +546,8 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
         scored = omnilead.evaluate(model, data=data, labels=path, role="valid", report=page)
         assert scored["metrics"].keys() == {"c_index"} and "Kaplan" in page.read_text()
         assert scored["score"] == pytest.approx(c_index, abs=1e-6)
+    other = tune("diagnosis", train__steps=5, train__micro_batch=2, **how)
+    assert "train.micro_batch x ranks changed from " in other.one_line()
     tuned("diagnosis", "both", world=2, train__steps=2, train__validate_every=0, **how)
     for one, two in zip(rows(run)[:2], rows(tmp_path / "both"), strict=True):
         assert (one["loss"], one["grad_norm"]) == pytest.approx(
@@ -614,7 +627,7 @@ def test_labels_that_cannot_be_learnt_are_refused(kind, cell, says, tune, datase
     assert 0 <= line.find(f"{strangers} are not in the data, which has ") < line.find(says)
 
 
-def test_settings_that_suit_the_labels(table, dataset, base):
+def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypatch):
     start = {"start": str(base), "data.datasets": [dataset.root.url]}
     given = {**start, "task.labels": str(table), "task.columns": ["odd"]}
     config = finetuning(None, given)
@@ -626,6 +639,19 @@ def test_settings_that_suit_the_labels(table, dataset, base):
     mine = finetuning(None, {**given, "task.columns": ["letter"], **own})
     t = mine.train
     assert (mine.task.kind, t.steps, t.lr, t.batch_crops) == ("multiclass", None, 1e-4, 4)
+    run = tmp_path / "run"  # resumed without the length that it was given
+    run.mkdir()
+    (run / "config.yaml").write_text(json.dumps(mine.tree()))
+    again = {**given, "task.columns": ["letter"], "run": str(run)}
+    assert finetuning(None, again).train.epochs is None  # nothing to resume yet
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    resumed = finetuning(None, again).train
+    assert (resumed.epochs, resumed.steps, resumed.batch_crops) == (2, None, 4)
+    assert finetuning(None, {**again, "train.steps": 3}).train.epochs is None
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    t = finetuning(None, {**given, "train.micro_batch": 2}).train
+    assert 0 == t.batch_crops % 6 < t.batch_crops
+    monkeypatch.delenv("WORLD_SIZE")
     sex = finetuning(None, {**start, "task.name": "sex"}).task
     assert (sex.name, sex.classes) == ("sex", ("F", "M"))
     for wrong, says in (

@@ -324,6 +324,10 @@ def test_folds_that_differ_from_training_are_a_warning(tables, saved_model, eval
     task = {"task": FOLDS | {"folds": folds, "labels": str(table)}}
     (tables / "task.yaml").write_text(json.dumps(task))
     assert noted(evaluated(folder, "--task", tables / "task.yaml"), "other folds")
+    bare = tables / "bare.csv"
+    bare.write_text(table.read_text().replace("fold", "not_read", 1))
+
+    assert noted(evaluated(saved_model(head=RHYTHM), "--labels", bare), "other folds")
 
 
 def test_another_split_of_the_training_data_is_a_warning(data, tables, saved_model, evaluated):

@@ -66,7 +66,9 @@ def test_a_patient_and_a_record_with_the_same_name_are_different():
         record=["1", "7", "7", "2", "3"],
     )
     assert len(set(ids := patient_ids([data])[0].tolist())) == 3 and ids[0] == ids[4]
-    assert patient_ids([data, data])[1].min() > patient_ids([data])[0].max()
+    other = Named(source=["t", "s"], patient=["8", "7"], record=["1", "9"])
+    both = patient_ids([data, other])  # the same patient in two datasets
+    assert (both[0] == ids).all() and both[1][1] == ids[0] and both[1][0] not in ids
 
 
 def test_copies_of_held_out_ecgs_are_not_trained_on():
