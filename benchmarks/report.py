@@ -31,7 +31,7 @@ TABLES, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 OF_RECORD = ("format", "date", "git", "hardware", "versions")
 TEN_MILLION = 10_000_000
-CROPS = (40_000, 80_000, 160_000, 320_000, 640_000)  # its ticks
+CROPS = (40, 80, 160, 320, 640, 1280, 2560)  # thousands: its ticks
 LINES = {"mean beat": ":", "random weights": "--"}  # its baselines
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
 
@@ -299,8 +299,8 @@ def crop_curves(document: Result) -> Figure:
             rows = [row for row in document["rows"] if (row["leads"], row["share"]) == place]
             _crop_curves(axes, rows, colour, f"{100 * share:g} % of labels")
         axes.set_title(titles[leads], fontsize=10, loc="left")
-        axes.set(xscale="log", xlabel="crops seen in pre-training", ylabel="AUROC")
-        axes.set_xticks(CROPS, [f"{crops:,}" for crops in CROPS])
+        axes.set(xscale="log", xlabel="thousands of crops seen in pre-training", ylabel="AUROC")
+        axes.set_xticks([1000 * crops for crops in CROPS], [f"{crops:,}" for crops in CROPS])
         axes.set_xticks([], minor=True)
         axes.spines[["top", "right"]].set_visible(False)
     handles, names = axes.get_legend_handles_labels()
