@@ -263,7 +263,7 @@ def _margins(figure: "Figure", title: str, caption: str, scale: str, notes: str)
     """Write the text around the paper."""
     (page_w, page_h), (w, h), (left, bottom) = PAGE_MM, PAPER_MM, PAPER_AT_MM
     x, right, footer_y = left / page_w, (left + w) / page_w, (bottom - 5.5) / page_h
-    caption = "\n".join(textwrap.wrap(caption, 125, max_lines=2, placeholder=" …"))
+    caption = "\n".join(textwrap.wrap(caption, 125, max_lines=2))
     _write(
         figure,
         x,

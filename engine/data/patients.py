@@ -72,20 +72,28 @@ def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
     return pc.dictionary_encode(joined), is_known
 
 
-def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
-    """For each dataset, an integer id of every crop's patient (its record if the patient is
-    unknown), int64 [crops]. The same patient has the same id in all of them."""
-    names, known, ends = [], [], []
+def owners_of(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """The names of all owners; of each crop of all datasets, the index of its owner, and whether it
+    is known."""
+    names, known = [], []
     for dataset in datasets:
         for part in dataset.parts(OWNER):
             name, is_known = owners(part)
             names.append(name)
             known.append(is_known)
-        ends.append(sum(map(len, known)))
-    chunks = pa.chunked_array(names).unify_dictionaries().chunks
-    codes = [chunk.indices.to_numpy() for chunk in chunks]
-    code_C = np.concatenate(codes).astype(np.int64)
-    return np.split(code_C << 1 | np.concatenate(known), ends[:-1])
+    owner = pa.chunked_array(names).unify_dictionaries().combine_chunks()
+    owner_N = owner.indices.to_numpy()
+    known_N = np.concatenate(known)
+    return owner.dictionary, owner_N, known_N
+
+
+def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
+    """For each dataset, an integer id of every crop's patient (its record if the patient is
+    unknown), int64 [crops]. The same patient has the same id in all of them."""
+    _, owner_N, known_N = owners_of(datasets)
+    ids_N = owner_N.astype(np.int64) << 1 | known_N
+    ends = np.cumsum([len(dataset) for dataset in datasets])
+    return np.split(ids_N, ends[:-1])
 
 
 def uniforms(names: pa.Array) -> np.ndarray:

@@ -29,7 +29,7 @@ from pyarrow import parquet
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.spreadsheet import QUOTED, unquoted
 from omnilead.engine.common import ConfigError, missing_package
-from omnilead.engine.data.patients import OWNER, owners, patient_ids, uniforms
+from omnilead.engine.data.patients import owners_of, patient_ids, uniforms
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
 from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.leakage import find_leak
@@ -501,7 +501,7 @@ def _splits(
             f"{table.name}: task.split=column, but it has neither `fold` nor `split`: use "
             "task.split=8:1:1"
         )
-    names, owner_N = _owners(datasets)
+    names, owner_N, _ = owners_of(datasets)  # those who must be in one split
     if how == "column":
         task, split = _by_column(task, table, columns[0], known, names, owner_N)
     else:
@@ -523,14 +523,6 @@ def _splits(
             "count as one each"
         )
     return task, kept, remarks
-
-
-def _owners(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray]:
-    """Those who must be in one split: names of patients, or of records without a patient; and the
-    index of each crop's."""
-    chunks = [owners(part)[0] for dataset in datasets for part in dataset.parts(OWNER)]
-    owner = pa.chunked_array(chunks).unify_dictionaries().combine_chunks()
-    return owner.dictionary, owner.indices.to_numpy()
 
 
 def _without_copies(

@@ -326,7 +326,6 @@ def test_folds_that_differ_from_training_are_a_warning(tables, saved_model, eval
     assert noted(evaluated(folder, "--task", tables / "task.yaml"), "other folds")
     bare = tables / "bare.csv"
     bare.write_text(table.read_text().replace("fold", "not_read", 1))
-
     assert noted(evaluated(saved_model(head=RHYTHM), "--labels", bare), "other folds")
 
 

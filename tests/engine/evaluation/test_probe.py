@@ -160,6 +160,9 @@ class TwoSources:
     )
     labels = np.zeros((5, 26), bool)
 
+    def __len__(self):
+        return len(self.rows)
+
     def select(self, identity):
         return {"gallery": [0, 2], "probe": [1, 3, 4]}[identity]
 

@@ -26,6 +26,9 @@ class Named:
     def __init__(self, **columns):
         self.rows = pa.table(columns)
 
+    def __len__(self):
+        return len(self.rows)
+
     def table(self, names):
         return self.rows.select(names)
 
