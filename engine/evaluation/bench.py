@@ -33,6 +33,7 @@ from omnilead.data_tools.cli import interactive, tell
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError, parse_leads
 from omnilead.engine.data import counter
+from omnilead.engine.data.leakage import overlap
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.embedders import (
     Compared,
@@ -67,7 +68,6 @@ from omnilead.engine.evaluation.results import (
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.labels import TaskLabels, data_records, read_task
-from omnilead.engine.tasks.leakage import overlap
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")

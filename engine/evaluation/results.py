@@ -35,6 +35,7 @@ from omnilead.engine.common import (
     shipped,
 )
 from omnilead.engine.data.augmenter import FS_HZ
+from omnilead.engine.data.leakage import conflicting_splits
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.metrics import (
     TOO_FEW,
@@ -65,7 +66,6 @@ from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.labels import TaskLabels, read_task
-from omnilead.engine.tasks.leakage import conflicting_splits
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
 AGES = (18, 40, 60, 80)  # years

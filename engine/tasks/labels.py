@@ -29,10 +29,10 @@ from pyarrow import parquet
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.spreadsheet import QUOTED, unquoted
 from omnilead.engine.common import ConfigError, missing_package
+from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.patients import owners_of, patient_ids, uniforms
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
 from omnilead.engine.tasks.kinds import OF_VALUES
-from omnilead.engine.tasks.leakage import find_leak
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
 SPLIT_OF = {
@@ -540,11 +540,10 @@ def _without_copies(
 
 
 def _by_role(datasets: Sequence[Dataset], role: str) -> list[np.ndarray]:
-    if leak := find_leak(datasets, role):
-        raise ConfigError(
-            f"data.datasets: {leak}: build them with one --plan and --seed, or leave one out"
-        )
-    return [_coded(dataset.table([role])[role]) for dataset in datasets]
+    codes = [_coded(dataset.table([role])[role]) for dataset in datasets]
+    trained = [np.flatnonzero(code_N == SPLIT_OF["train"]) for code_N in codes]
+    refuse_leak(datasets, trained, [np.flatnonzero(code_N > 1) for code_N in codes])
+    return codes
 
 
 def _by_column(

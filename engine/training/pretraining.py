@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import VALID, ConfigError
 from omnilead.engine.config import Config, candidates, micro_batch
+from omnilead.engine.data.leakage import held_out, refuse_leak
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.model.config import masked_share
@@ -39,6 +40,7 @@ from omnilead.engine.training.validation import (
     dtype_of,
     eval_mode,
     model_inputs,
+    rows_of,
     training_roles,
     windows_of,
 )
@@ -92,6 +94,15 @@ class PretrainTask(TrainingTask):
         self.patients = patient_ids(datasets) if config.objective.needs_ids else None
         self.held_out = ValidationLoss(config, datasets, ranks)
         self.probe = PatientProbe(config, datasets, ranks)
+        if len(datasets) > 1:
+            refuse_leak(
+                datasets,
+                trained=[rows_of(dataset, self.roles) for dataset in datasets],
+                held=[
+                    np.union1d(held_out(dataset), rows_of(dataset, self.held_out.roles))
+                    for dataset in datasets
+                ],
+            )
         self.remarks = self._validation_remarks()
         self.flops_per_crop = encoder_flops(
             self.encoder, config.model, local, signals.samples, config.windows

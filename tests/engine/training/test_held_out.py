@@ -110,10 +110,10 @@ def test_held_out_patients_are_never_trained_on_at_any_world_size_or_restart(dat
         assert first(0, world, parts[0][1])[0] == seen[16 : 16 + 16 // world].tolist()
 
 
-def pretraining(dataset, **data):
+def pretraining(*datasets, **data):
     """The task alone, with its remarks before the first step."""
-    config = build({"data": {"datasets": [dataset.root.url], **data}})
-    return PretrainTask(config, [dataset], Ranks(0, 1, torch.device("cpu"), None))
+    config = build({"data": {"datasets": [dataset.root.url for dataset in datasets], **data}})
+    return PretrainTask(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +132,26 @@ def test_without_roles_only_held_out_patients_give_a_validation_loss(bare):
     for share in (1e-9, 1.0):
         with pytest.raises(ConfigError, match=f"hold_out={share}"):
             pretraining(bare, hold_out=share)
+
+
+@pytest.fixture(scope="module")
+def renamed(archive, tmp_path_factory):
+    """The ECGs of `dataset` and `bare` under other names of patients and records."""
+    out = str(tmp_path_factory.mktemp("renamed") / "renamed")
+    options = ShardOptions(
+        out, plan="all", quiet=True, pseudonym_key=b"a key of 32 bytes for the names "
+    )
+    return shard(open_sources(str(archive)), options)
+
+
+def test_what_one_dataset_holds_out_another_may_not_train_on(dataset, bare, renamed):
+    pretraining(dataset, bare)  # without roles, bare holds out nothing; dataset none of its ECGs
+    leak = "waveform .* is trained on in .*renamed.* and held out in "
+    with pytest.raises(ConfigError, match=leak + dataset.root.url):
+        pretraining(dataset, renamed)
+    pretraining(bare, renamed)
+    with pytest.raises(ConfigError, match=leak.replace("renamed", "bare")):
+        pretraining(bare, renamed, hold_out=0.3)
 
 
 def test_a_run_validates_on_held_out_patients_and_cannot_change_their_share(bare, tmp_path):

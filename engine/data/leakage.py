@@ -1,6 +1,6 @@
 """Data leakage: patients in the training set of one dataset and the test set of another.
 
-find_leak(datasets, "dx_role")                       # None, or a patient trained on in one dataset and held out in another
+refuse_leak(datasets, trained, held)                 # rows of each: a patient trained on in one is held out in another
 conflicting_splits(history, dataset)                 # a model's training datasets that split the same sources differently
 """
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
 from omnilead.engine.data.patients import OWNER, SPLIT, patient_source, split_of
 
 
@@ -35,18 +36,26 @@ def conflicting_splits(history: Any, dataset: Dataset) -> list[list[tuple[str, A
     return conflicts
 
 
-def find_leak(datasets: Sequence[Dataset], role: str) -> str | None:
-    """Describe a record, patient or waveform that one dataset trains on and another holds out.
-    `role`: dx_role, id_role or pretrain. For pretrain, valid and test of dx_role and gallery and
-    probe of id_role are held out."""
-    if len(datasets) < 2:
-        return None
-    sides = [(dataset.root.url, *_sides(dataset, role)) for dataset in datasets]
-    for (url, trained, _), (other_url, _, held) in permutations(sides, 2):
-        both = _in_both(trained, held)
+def refuse_leak(
+    datasets: Sequence[Dataset], trained: Sequence[np.ndarray], held: Sequence[np.ndarray]
+) -> None:
+    """ConfigError if one dataset trains on a record, patient or waveform that another holds
+    out. `trained`, `held`: rows of each dataset."""
+    for (a, rows, _), (b, _, others) in permutations(zip(datasets, trained, held, strict=True), 2):
+        both = overlap(a, rows, b, others) if len(others) else ""
         if both:
-            return f"{both} is trained on in {url} and held out in {other_url}"
-    return None
+            raise ConfigError(
+                f"data.datasets: {both} is trained on in {a.root.url} and held out in "
+                f"{b.root.url}: shard both archives into one dataset, or leave one out"
+            )
+
+
+def held_out(dataset: Dataset) -> np.ndarray:
+    """The rows that pre-training must not see: of valid, test, gallery and probe."""
+    table = dataset.table(["dx_role", "id_role"])
+    diagnosed = pc.is_in(table["dx_role"], pa.array(["valid", "test"]))
+    identified = pc.is_in(table["id_role"], pa.array(["gallery", "probe"]))
+    return np.flatnonzero(pc.or_(diagnosed, identified))
 
 
 def overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
@@ -64,22 +73,6 @@ def _in_both(a: dict[str, pa.Array], b: dict[str, pa.Array]) -> str:
         if len(both):
             return f"{kind} {both[0]}"
     return ""
-
-
-def _sides(dataset: Dataset, role: str) -> tuple[dict[str, pa.Array], dict[str, pa.Array]]:
-    """Patients, records and waveforms of the training set, and of the held-out sets."""
-    columns = ("dx_role", "id_role", "pretrain") if role == "pretrain" else (role,)
-    table = dataset.table([*OWNER, "waveform", *columns])
-    if role == "pretrain":
-        trained = table[role]
-        diagnosed = pc.is_in(table["dx_role"], pa.array(["valid", "test"]))
-        identified = pc.is_in(table["id_role"], pa.array(["gallery", "probe"]))
-        held = pc.or_(diagnosed, identified)
-    else:
-        trained = pc.equal(table[role], "train")
-        held = pc.not_equal(table[role], "train")
-    training_set = table.filter(trained)
-    return _names(training_set), _names(table.filter(held))
 
 
 def _names(table: pa.Table) -> dict[str, pa.Array]:
