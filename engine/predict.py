@@ -8,7 +8,7 @@ values in their unit.
     torchrun --nproc-per-node 8 -m omnilead.engine.predict --model TUNED --data DATASET --out F.parquet  a GPU per rank
 
 Columns: source, record, patient, row (of the dataset), start_s, missing_leads (the model uses them, but they
-were not recorded, or are flat), then, by the kind of task: for each class AF (probability) and
+were not recorded, or are all zero), then, by the kind of task: for each class AF (probability) and
 AF_predicted (true above the threshold chosen in validation); or `predicted` (the most probable
 class) and the probability of each class; or values such as age_years, or risk. The prediction of a record is
 the mean over its segments (5 s, or the model's window). Inputs and resuming work as in `omnilead embed`. Exit code 2: an

@@ -43,8 +43,10 @@ from omnilead.engine.evaluation.embedders import (
     rows_to_compare,
 )
 from omnilead.engine.evaluation.metrics import (
+    TOO_FEW,
     Array,
     exact_interval,
+    few_patients,
     identification,
     statistic_of,
     weighted_areas,
@@ -58,6 +60,7 @@ from omnilead.engine.evaluation.probe import (
     unlike,
 )
 from omnilead.engine.evaluation.results import (
+    FITTED_OTHERWISE,
     EvalOptions,
     identity_rows,
     load_task,
@@ -116,6 +119,7 @@ class ProbedTask(NamedTuple):
         float, Array
     ]  # by share, bool [K]: outputs whose labels vary in test and in each draw
     weight_NB: Array  # of the test records
+    sha256: dict[str, str]  # of the tested dataset's labels and splits
 
 
 class Identities(NamedTuple):
@@ -172,6 +176,10 @@ def bench(
     work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), how)
     notes = [f"{name}: {note}" for name, task in work.tasks.items() for note in task.labels.remarks]
     notes += remarks(compared_rows, how, tuple(work.clean_rows))  # refuses bad input early
+    for row, (name, task) in product(compared_rows, work.tasks.items()):
+        heads = [model.head_info for model in row.trained if model.head_info]
+        if any(head.fitted_otherwise(task.sha256) for head in heads):
+            notes.append(f"{row.name}, {name}: {FITTED_OTHERWISE}")
     if how.fit_leads:
         notes.append(f"Probes were fitted on leads {how.fit_leads}.")
     found: Found = {}
@@ -324,7 +332,7 @@ def task_to_probe(
     split."""
     table = word.endswith(TABLES)
     try:
-        labels, parts = _labels_and_parts(word, fitted, tested, how)
+        labels, parts, sha256 = _labels_and_parts(word, fitted, tested, how)
     except ConfigError as error:
         absent = ""
         if how.labels and not table and not table_of(how.labels, word):
@@ -345,13 +353,16 @@ def task_to_probe(
                 f"--tasks {word}: --share {share:g} of {len(np.unique(train.patient_N)):,} "
                 f"patients of train, {len(test.y_NK):,} records of test: {lack}: use a larger share"
             )
-    return ProbedTask(labels, parts, draws, used, resampled(test.patient_N))
+    if any(few_patients(kind, test.y_NK[:, used_K], test.patient_N) for used_K in used.values()):
+        labels.remarks.append(f"{TOO_FEW} have no interval.")
+    return ProbedTask(labels, parts, draws, used, resampled(test.patient_N), sha256)
 
 
 def _labels_and_parts(
     word: str, fitted: Dataset, tested: Dataset, how: Namespace
-) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords, ProbedRecords]]:
-    """The labels of the fitted dataset; the records of train, valid and test."""
+) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords, ProbedRecords], dict[str, str]]:
+    """The labels of the fitted dataset; the records of train, valid and test; of the tested
+    dataset's labels, the sha256."""
     table = word.endswith(TABLES)
     named = ("", word) if table else (word, table_of(how.labels, word))
     labels = labels_to_probe(fitted, *named, ("train", "valid"))
@@ -374,7 +385,7 @@ def _labels_and_parts(
                 f"Possible leakage: {both} is in train or valid of --data and in test of "
                 "--test-data."
             )
-    return labels, (train, valid, test)
+    return labels, (train, valid, test), other.facts["sha256"]
 
 
 def table_of(folder: str, word: str) -> str:
@@ -460,8 +471,12 @@ def probe_scores(
             for mean, part_NK in zip(means, np.split(scores_NK, len(tests)), strict=True):
                 samples = by_class(data.kind, test.y_NK[:, used_K], part_NK, task.weight_NB)
                 add_weighted(mean, samples, weight_B)
+        few = few_patients(task.labels.task.kind, test.y_NK[:, used_K], test.patient_N)
         for level, mean in zip(tests, means, strict=True):
-            yield (share, level), (probe_facts(task, share, mean), over_classes(mean))
+            samples = over_classes(mean)
+            for value_B in samples.values() if few else ():
+                value_B[1:] = np.nan
+            yield (share, level), (probe_facts(task, share, mean), samples)
 
 
 def probed_scores(data: ProbeData, used_K: Array, method: Probe) -> Array:
@@ -585,7 +600,10 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
                 if name not in against:  # with one window in a crop nothing is whitened
                     continue
                 gap_B = value_B - against[name]
-                gap = {"difference": float(gap_B[0]), "interval": interval(gap_B)}
+                ends = interval(gap_B)
+                if name.startswith("accuracy") and gap_B[0] and ends[0] == ends[1]:
+                    ends = [np.nan, np.nan]  # none found against all, which resamples never change
+                gap = {"difference": float(gap_B[0]), "interval": ends}
                 differences.append({**about, "against": other, "metric": name, **gap})
     return {"rows": rows, "differences": differences}
 
@@ -593,8 +611,8 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
 def interval(of_B: Array, people: int = 0) -> list[float]:
     """Percentiles of the resamples; for a share of `people` that is 0 or 1, which resamples never
     change, Clopper-Pearson's."""
-    if people > 1 and of_B[0] in (0, 1):
-        return exact_interval(int(of_B[0]) * people, people)
+    if people > 1 and np.isclose(of_B[0], (0, 1)).any():
+        return exact_interval(round(of_B[0]) * people, people)
     with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
         ends: list[float] = np.nanpercentile(of_B[1:], (2.5, 97.5)).tolist()
     return ends

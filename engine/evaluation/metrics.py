@@ -610,12 +610,12 @@ def bootstrap(
         return np.asarray(np.nanpercentile(drawn, (2.5, 97.5), axis=0))
 
 
-def _numbers(groups: Sequence[Any]) -> Array:
+def _numbers(groups: Sequence[Any] | Array) -> Array:
     """The groups as numbers from 0."""
     return np.unique(np.asarray(groups), return_inverse=True)[1]
 
 
-def few_patients(kind: str, labels_NK: Array, patients: Sequence[Any]) -> bool:
+def few_patients(kind: str, labels_NK: Array, patients: Sequence[Any] | Array) -> bool:
     """Whether no class has FEW patients with it and FEW without it; of survival, whether fewer had
     the event."""
     if kind == "regression":

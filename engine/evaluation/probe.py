@@ -36,7 +36,13 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.patients import patient_ids, split_of
 from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
-from omnilead.engine.evaluation.results import by_record, load_task, record_names
+from omnilead.engine.evaluation.results import (
+    EvalOptions,
+    by_record,
+    load_task,
+    record_names,
+    shown_input,
+)
 from omnilead.engine.inference.commands import prepare, refuse_ranks
 from omnilead.engine.inference.inputs import dataset_of, dataset_source
 from omnilead.engine.inference.outputs import embeddings, matrix, whole
@@ -141,6 +147,9 @@ def probe_model(
     halves = whole(source, embeddings(setup.model, readout), setup.input, "half")
     mean = place_of_mean(parts, setup.model.encoder.width)
     scores = probe(dataset, halves, table, mean) | {"precision": setup.precision}
+    shown = EvalOptions(leads=setup.options.leads or "")
+    scores["remarks"] = shown_input(setup.model, dataset, shown)[1]
+    scores["remarks"] += table.remarks if table else []
     if out and table:
         if "linear" not in scores:
             raise ConfigError(f"--out {out}: no labelled record has a lead that the model is shown")
@@ -271,6 +280,12 @@ def probe_data(dataset: Dataset, halves: pa.Table, labels: TaskLabels) -> tuple[
         there = np.isin(row_H, labels.rows(0, split))
         parts.append(records(dataset, row_H[there], c_HD[there], labels.y[0]))
     train, valid, (test_ND, y_NK) = parts
+    unknown = np.array(labels.classes)[np.isnan(train[1]).all(0)]
+    if len(unknown):
+        raise ConfigError(
+            f"{labels.name}: no record of the split train has a known label in "
+            f"{', '.join(unknown)}: leave the column out, or fill in its cells"
+        )
     return ProbeData(*train, *valid, test_ND, labels.task.kind), y_NK
 
 
@@ -335,7 +350,7 @@ def report(scores: dict[str, Any]) -> str:
         if found["one_sided"]:
             line += f"; {found['one_sided']:,} of patients not in the gallery: misses"
         lines.append(line)
-    return "\n".join(lines)
+    return "\n".join([*lines, *scores.get("remarks", ())])
 
 
 def linear(data: ProbeData) -> ProbeFit:
@@ -541,9 +556,10 @@ def _layers(
 ) -> tuple[nn.Sequential, nn.Linear]:
     """The network, and its last layer."""
     hidden, last = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, outputs)
-    for layer in (hidden, last):
-        nn.init.xavier_uniform_(layer.weight, generator=generator)
-        nn.init.zeros_(layer.bias)
+    nn.init.xavier_uniform_(hidden.weight, generator=generator)
+    nn.init.zeros_(hidden.bias)
+    nn.init.zeros_(last.weight)  # a random one is never quite unlearned from a few hundred records
+    nn.init.zeros_(last.bias)
     return nn.Sequential(hidden, nn.GELU(), last), last
 
 

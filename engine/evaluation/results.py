@@ -71,6 +71,9 @@ RESAMPLES, GROUP_RESAMPLES = 1000, 200
 AGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
 CHOSEN = "challenge_chosen"
+FITTED_OTHERWISE = (
+    "Possible leakage: the model was fine-tuned on this dataset with other labels or another split."
+)
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
     "with chosen thresholds uses the threshold of each class that had the highest F1 in validation."
@@ -141,11 +144,16 @@ class TaskResult:
         )
         return by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
 
-    def worst(self, count: int) -> list[int]:
-        """Rows of the records with the largest errors: the worst half of each."""
+    @cached_property
+    def errors_NK(self) -> Array:
+        """Values' errors in standard deviations of the column; 0 where the label is unknown."""
         spread_K = np.nanstd(self.labels_NK, 0) if self.head.kind == "regression" else np.ones(1)
         error_NK = np.abs(self.scores_NK - self.labels_NK) / np.where(spread_K > 0, spread_K, 1)
-        order = np.argsort(-np.where(np.isnan(error_NK), 0, error_NK).max(1), kind="stable")
+        return np.nan_to_num(error_NK)
+
+    def worst(self, count: int) -> list[int]:
+        """Rows of the records with the largest errors: the worst half of each."""
+        order = np.argsort(-self.errors_NK.max(1), kind="stable")
         _, first = np.unique(np.asarray(self.records_N)[order], return_index=True)
         rows: list[int] = order[np.sort(first)][:count].tolist()
         return rows
@@ -333,7 +341,7 @@ def score_task(
     scored_head = with_thresholds(head, labels, columns)
     if scored_head.chosen:
         notes.append(CHALLENGE_NOTE)
-    notes += leakage_notes(model, dataset, labels)
+    notes += leakage_notes(model, labels)
     notes += unscored_note(model, dataset, labels, options.role)
     notes += left_out
     facts = _facts(dataset, options, model_input)
@@ -413,12 +421,14 @@ def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) 
         if set(head.thresholds) != {THRESHOLD}:
             chosen = thresholds
         thresholds = (THRESHOLD,) * len(columns)
-    return replace(
-        head, task=labels.task.name, classes=labels.classes, thresholds=thresholds, chosen=chosen
+    named = replace(head, task=labels.task.name, classes=labels.classes, chosen=chosen)
+    center, scale = (
+        tuple(of[k] for k in columns) if of else () for of in (head.center, head.scale)
     )
+    return replace(named, thresholds=thresholds, center=center, scale=scale)
 
 
-def leakage_notes(model: TrainedModel, dataset: Dataset, labels: TaskLabels) -> list[str]:
+def leakage_notes(model: TrainedModel, labels: TaskLabels) -> list[str]:
     """Whether the model may have been fine-tuned on what is scored."""
     head = model.head_info
     if head is None or not head.definition:
@@ -429,13 +439,7 @@ def leakage_notes(model: TrainedModel, dataset: Dataset, labels: TaskLabels) -> 
             "Possible leakage: the model was fine-tuned with other folds or another split than "
             "the ones scored here."
         ]
-    same_data = model.history.get("datasets") == [dataset.fingerprint]
-    if same_data and labels.facts["sha256"] != head.sha256:
-        return [
-            "Possible leakage: the model was fine-tuned on this dataset with other labels or "
-            "another split."
-        ]
-    return []
+    return [FITTED_OTHERWISE] if head.fitted_otherwise(labels.facts["sha256"]) else []
 
 
 def unscored_note(
@@ -443,7 +447,7 @@ def unscored_note(
 ) -> list[str]:
     """Of a table with data that the model has not seen, all could be scored."""
     known, scored = int((~np.isnan(labels.y[0]).all(1)).sum()), len(labels.rows(0, role))
-    seen = dataset.fingerprint in (model.history.get("datasets") or [])
+    seen = model.head_info and dataset.fingerprint in model.head_info.sha256
     if seen or not labels.task.labels or known <= scored:
         return []
     return [

@@ -85,7 +85,8 @@ def markdown(document: Row) -> str:
     tuned = all("each" in row for row in document["rows"])
     several = any("each" in row for row in document["rows"])
     kind, intervals = ("Fine-tuned models", OF_TUNED) if tuned else ("Frozen embeddings", INTERVALS)
-    text = [f"# {kind}: {document['data']}", "", intervals]
+    tested = f", tested on {document['test_data']}" if document.get("test_data") else ""
+    text = [f"# {kind}: {document['data']}{tested}", "", intervals]
     for (task, metric), rows in panels(document).items():
         table = score_table(document, rows, metric, several)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -240,20 +240,20 @@ def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
     crop = dataset[int(result.crops_N[row])]
     groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
     title = f"{result.records_N[row]}: {', '.join(groups)}"
-    y_K = np.asarray(result.labels_NK, float)[row]
-    return charts.clinical_chart(title, reading(result.head, y_K, result.scores_NK[row]), crop)
+    return charts.clinical_chart(title, reading(result, row), crop)
 
 
-def reading(head: HeadInfo, y_K: Array, score_K: Array) -> str:
+def reading(result: TaskResult, row: int) -> str:
     """The largest error, in words."""
-    names = head.classes
+    head, names = result.head, result.head.classes
+    y_K, score_K = np.asarray(result.labels_NK, float)[row], result.scores_NK[row]
     if head.kind == "multiclass":
         true, best = int(np.nanargmax(y_K)), int(score_K.argmax())
         return (
             f"labelled {names[true]} ({score_K[true]:.3f}), predicted {names[best]} "
             f"({score_K[best]:.3f})"
         )
-    k = int(np.nanargmax(np.abs(score_K - y_K)))
+    k = int(result.errors_NK[row].argmax())
     if head.kind == "regression":
         return f"{names[k]} {y_K[k]:.4g}, predicted {score_K[k]:.4g} {head.unit}"
     return f"{names[k]}: labelled {'yes' if y_K[k] else 'no'}, probability {score_K[k]:.3f}"

@@ -203,7 +203,8 @@ class ReadEcg(NamedTuple):
 def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
     dataset = dataset_of(setup.options)
     if (dataset is None) != (crop is None):
-        raise ConfigError(f"--crop {crop}: {what}: choose a crop of a dataset, and of nothing else")
+        why = "a dataset's ECGs are chosen by" if dataset else "only a dataset has"
+        raise ConfigError(f"{what}: {why} --crop ROW")
     source: Any
     if dataset is None:
         source = open_data(setup.options, setup.input).source()

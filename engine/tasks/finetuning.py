@@ -251,10 +251,8 @@ class FinetuneTask(ExportedTask):
         ]
 
     def _leakage_remarks(self) -> list[str]:
-        head, data = self.start.head, [dataset.fingerprint for dataset in self.datasets]
-        before = [split for split in self.start.splits if isinstance(split, dict)]
-        same_data = any(split.get("fingerprint") in data for split in before)
-        if not (head and same_data) or head.sha256 == self.label_facts["sha256"]:
+        head = self.start.head
+        if not (head and head.fitted_otherwise(self.label_facts["sha256"])):
             return []
         return [
             "possible leakage: the model that this starts from was fitted on these data with other "
@@ -283,6 +281,9 @@ class FinetuneTask(ExportedTask):
         if self.readout != (PAPER,):
             facts["finetuning"]["readout"] = "+".join(self.readout)
         facts["labels"] = dict(self.label_facts)
+        if self.start.head:
+            own = self.label_facts["sha256"]
+            facts["labels"]["sha256"] = self.start.head.sha256 | own
         if self.kind == "regression":
             facts["labels"] |= {
                 "center": self.targets.center_K.tolist(),

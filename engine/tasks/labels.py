@@ -73,6 +73,7 @@ class TaskLabels:
     remarks: list[str] = field(default_factory=list)
     name: str = ""  # of the table in messages; "": the labels are roles of the datasets
     table: pa.Table | None = None  # the columns of the label table that are used, as text
+    data: tuple[str, ...] = ()  # fingerprints of the datasets
 
     def rows(self, dataset: int, split: str) -> np.ndarray:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
@@ -96,15 +97,11 @@ class TaskLabels:
         definition = json.loads(
             json.dumps(asdict(replace(self.task, labels=self.task.labels.rpartition("/")[2])))
         )
-        arrays = [] if self.role else [*self.y, *self.split]
-        digest = sha256(
-            b"".join(sha256(np.ascontiguousarray(array).data).digest() for array in arrays)
-        ).hexdigest()
-        return {
-            "definition": definition,
-            "classes": list(self.classes),
-            "sha256": digest if arrays else "",
-        }
+        digests = {}
+        for fingerprint, y, split in zip(self.data, self.y, self.split, strict=True):
+            bytes_of = [np.ascontiguousarray(array).data for array in (y, split)]
+            digests[fingerprint] = "" if self.role else sha256(b"".join(bytes_of)).hexdigest()
+        return {"definition": definition, "classes": list(self.classes), "sha256": digests}
 
 
 class LabelTable(NamedTuple):
@@ -138,7 +135,9 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     )
     used = [name for name in table.cells.column_names if name in (*USED, *task.columns)]
     kept = table.cells.select(used) if task.labels else None
-    return TaskLabels(task, classes, y, split, [*table.remarks, *remarks], table.name, kept)
+    data = tuple(dataset.fingerprint for dataset in datasets)
+    remarks = [*table.remarks, *remarks]
+    return TaskLabels(task, classes, y, split, remarks, table.name, kept, data)
 
 
 def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
@@ -165,7 +164,8 @@ def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
         if identity
         else [dataset.labels.astype(np.float32) for dataset in datasets]
     )
-    return TaskLabels(task, () if identity else CLASSES, y, split)
+    data = tuple(dataset.fingerprint for dataset in datasets)
+    return TaskLabels(task, () if identity else CLASSES, y, split, data=data)
 
 
 def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:

@@ -365,7 +365,7 @@ def test_all_probes_in_one_command(archive, dataset, folder, tmp_path, capsys):
     place = tmp_path / "scores.json"
     assert embed.main([*probing(folder, dataset.root.url), "--json", str(place)]) == 0
     scores, shown = json.loads(place.read_text()), capsys.readouterr().out
-    assert {"linear", "nearest", "identification", "records", "precision"} == set(scores)
+    assert {"linear", "nearest", "identification", "records", "precision", "remarks"} == set(scores)
     found = scores["identification"]
     assert found["n_probes"] == len(dataset.select(identity="probe"))
     numbers = [scores[probe][name] for probe in ("linear", "nearest") for name in METRICS]
@@ -392,6 +392,13 @@ def test_probes_of_a_task(dataset, folder, tmp_path, capsys):
         found, shown = json.loads(place.read_text()), capsys.readouterr().out
         assert found["task"] == name and f"{found['nearest'][metric]:.4f}" in shown
         assert f"{name}, {found['records']['test']} records of test" in shown
+    write(record=["no such ECG", *records[1:]], kind=["a", "b", "c"])
+    assert embed.main([*arguments, "--labels", table]) == 0
+    assert "no such ECG" in capsys.readouterr().out
+    splits = np.resize(["train", "valid", "test"], len(records))
+    write(a=[0, 1, 1, 0], b=np.where(splits == "train", "", splits == "test"), split=splits)
+    err = refused([*arguments, "--labels", table], capsys)
+    assert "no record of the split train has a known label in b: leave the column out" in err
     write(y=0)
     err = refused([*arguments, "--labels", table], capsys)
     assert f"{table}: all labels of the split train are the same: nothing to learn" in err

@@ -155,6 +155,11 @@ def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, 
     table.write_text("\n".join(["record,v", *(f"{name},{i % 2}" for i, name in enumerate(names))]))
     mine = {"task__labels": str(table), "task__kind": "binary", "start": str(probed)}
     assert leak in tuned("diagnosis", "mine", train__steps=1, **mine)
+    tasks = [str(table), "diagnosis"]
+    out = tmp_path / "bench"
+    notes = omnilead.bench([f"probed={probed}"], data=data, out=out, tasks=tasks)["notes"]
+    leaks = [note for note in notes if "fine-tuned on this dataset with other labels" in note]
+    assert [note.partition(":")[0] for note in leaks] == ["probed, mine"]
     age = {"task": "age", "kind": "regression", "classes": ["age"], "center": [6], "scale": [1]}
     for says, changes in (
         ("has no linear layer: omnilead probe", {"start": str(base)}),
@@ -498,7 +503,10 @@ def test_a_users_own_label_table(
     assert evaluate.main(["--model", str(run), "--data", dataset.root.url]) == 0  # it keeps labels
     text = moved.read_text().replace("0.5,a", "0.5,b").replace("1.5", "2.5", 1)
     table.write_text(text.replace(",1\n", ",0\n", 1))
-    assert "labels.sha256 changed from" in tune("diagnosis", train__steps=3, **how).one_line()
+    assert (
+        f"labels.sha256.{dataset.fingerprint} changed from"
+        in tune("diagnosis", train__steps=3, **how).one_line()
+    )
 
 
 @pytest.fixture

@@ -19,7 +19,12 @@ from omnilead.__main__ import main
 from omnilead.engine.common import ALL, ConfigError
 from omnilead.engine.evaluation import bench, embedders, probe
 from omnilead.engine.evaluation.bench import ProbedRecords, drawn, resampled, unlike, whitening
-from omnilead.engine.evaluation.metrics import Classification, measure, weighted_areas
+from omnilead.engine.evaluation.metrics import (
+    Classification,
+    exact_interval,
+    measure,
+    weighted_areas,
+)
 from omnilead.engine.evaluation.probe import ProbeData, linear
 from omnilead.engine.model.input import Input
 from omnilead.engine.report import bench_report
@@ -114,7 +119,8 @@ def test_every_row_and_its_differences_in_every_file(out, found):
         name, *setting = (gap[key] for key in KEYS)
         values = [scores[model, *setting][gap["metric"]] for model in (name, gap["against"])]
         assert gap["difference"] == pytest.approx(values[0] - values[1])
-        assert gap["interval"][0] <= gap["interval"][1]
+        low, high = gap["interval"]
+        assert low is None or low <= high  # None: of few patients
     lines = list(csv.DictReader((out / "bench.csv").open()))
     numbers = [value for row in rows for value in row["metrics"].values()]
     numbers += [gap["difference"] for gap in gaps]
@@ -165,7 +171,7 @@ def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
     )
     metrics = {"auroc", "auprc", "mae", "accuracy", "accuracy_whitened"}
     assert {gap["metric"] for gap in own} >= metrics
-    assert all(gap["difference"] == 0 and gap["interval"] == [0, 0] for gap in own)
+    assert all(gap["difference"] == 0 and set(gap["interval"]) <= {0, None} for gap in own)
     assert [gap | {"model": "twin"} for gap in first] == twin
     assert any(gap["difference"] for gap in first)
 
@@ -220,8 +226,31 @@ def test_trained_on_one_dataset_and_tested_on_another(transferred, dataset, tmp_
     assert "leakage" not in str(found["notes"])
     found = transferred(old=old, tall=tall, split="test")  # also the records of train
     assert "body: Possible leakage: record " in str(found["notes"])
+    assert "tested on" in (tmp_path / "OUT" / "bench.md").read_text().partition("\n")[0]
     with pytest.raises(ConfigError, match="no column 'tall'"):
         transferred(old=old)
+
+
+def test_few_patients_have_no_interval(models, dataset, tmp_path):
+    table, how = tmp_path / "rare.csv", {"data": dataset.root.url, "out": tmp_path / "OUT"}
+    write_table(table, dataset, rare=[1, 0, 0, 0, 0, 0, 0])
+    found = omnilead.bench(models[:1], tasks=[str(table)], **how)
+    assert "rare: Fewer than 10 patients with or without the class" in str(found["notes"])
+    intervals = [ends for row in found["rows"] for ends in row["intervals"].values()]
+    intervals += [gap["interval"] for gap in found["differences"]]
+    assert intervals and all(ends == [None, None] for ends in intervals)
+
+
+def test_shares_that_no_resample_changes():
+    same = np.full(1001, 1 - 1e-16)  # a mean of ones over several members
+    assert bench.interval(same, 2) == exact_interval(2, 2)
+    facts = {"patients": 2}
+    scored = {
+        (name, "identification", "12", None, 0.0): (facts, {"accuracy": np.full(1001, share)})
+        for name, share in (("A", 1), ("B", 0))
+    }
+    (gap,) = bench.compared(scored, {"A": "", "B": "A"})["differences"]
+    assert gap["difference"] == -1 and np.isnan(gap["interval"]).all()
 
 
 def test_two_columns_of_numbers_and_a_test_split_in_the_other_dataset_only(
@@ -253,7 +282,7 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     draws = {0.2: list(drawn(train.patient_N, 0.2)), 1.0: [np.arange(100)]}
     used = {0.2: np.array([True, False, True]), 1.0: np.ones(3, bool)}
     weight = resampled(test.patient_N)
-    task = bench.ProbedTask(labels, (train, valid, test), draws, used, weight)
+    task = bench.ProbedTask(labels, (train, valid, test), draws, used, weight, {})
     vectors = embedders.Vectors(every, np.full(200, 2), c_BSD)
     for (share, _), (facts, samples) in bench.probe_scores(task, vectors, {0.0: vectors}, linear):
         direct, known = [], y[:, used[share]]

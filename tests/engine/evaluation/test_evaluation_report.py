@@ -164,6 +164,11 @@ def test_predicted_and_true_values_are_drawn():
     error = result.scores_NK - result.labels_NK
     assert f"mean {error.mean():+.3g}" in "".join(difference.itertext())
     assert result.worst(1) == [int(np.abs(error).argmax())]
+    two = of_kind("regression", ["age", "QRS"], 0.0)
+    two.labels_NK[:, 1] *= 1e-3
+    two.scores_NK[:] = two.labels_NK
+    two.scores_NK[7] += [2, 0.1]  # QRS is off by more of its standard deviations
+    assert two.worst(1) == [7] and evaluation_report.reading(two, 7).startswith("QRS ")
 
 
 def test_survival_is_drawn_by_thirds_of_the_risk():

@@ -13,6 +13,7 @@ from omnilead.engine.evaluation.probe import (
     linear,
     logistic,
     nearest,
+    network,
     probe,
     proportional_hazards,
     report,
@@ -142,6 +143,13 @@ def test_classes_without_positives_and_constant_features():
         assert np.isfinite(scores).all() and (scores[:, 2] < 0.1).all()
 
 
+def test_a_network_that_can_learn_nothing_is_close_to_a_constant():
+    rng = np.random.default_rng(5)
+    x, y = rng.normal(size=(200, 50)), rng.normal(size=(200, 1))
+    fit = network(ProbeData(x[:20], y[:20], x[20:100], y[20:100], x[100:], "regression"))
+    assert np.square(fit.scores_NK - y[100:]).mean() < 1.2 * np.square(y[100:]).mean()
+
+
 def test_regression_at_any_scale():
     rng = np.random.default_rng(1)
     x = rng.normal(size=(700, 5))
@@ -159,6 +167,7 @@ class TwoSources:
         {"source": [*"aabbb"], "patient": [*"11112"], "record": [*"vwxyz"], "dx_role": [""] * 5}
     )
     labels = np.zeros((5, 26), bool)
+    fingerprint = "two sources"
 
     def __len__(self):
         return len(self.rows)
