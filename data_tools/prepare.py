@@ -174,7 +174,9 @@ def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
         return False
     if len(record.leads) != len(LEADS) or rows != IN_ORDER:
         return False
-    if record.invalid != -MAX_UV - 1 and int(record.signal.min()) < -MAX_UV:
+    if record.invalid not in (None, -MAX_UV - 1):
+        return False
+    if record.invalid is None and int(record.signal.min()) < -MAX_UV:
         return False
     return _is_all(record.gain, 1000.0) and _is_all(record.baseline, 0.0)
 

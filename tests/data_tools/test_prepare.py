@@ -83,7 +83,12 @@ def test_records_are_cut_from_their_start_and_remainders_follow_the_rule():
 
 @pytest.mark.parametrize(
     ("dtype", "value", "invalid"),
-    [("i2", -32768, -32768), ("f8", np.nan, None), ("i4", -(2**31), -(2**31))],
+    [
+        ("i2", -32768, -32768),
+        ("i2", 32767, 32767),
+        ("f8", np.nan, None),
+        ("i4", -(2**31), -(2**31)),
+    ],
 )
 def test_a_lead_with_an_invalid_sample_is_zero_and_missing_in_that_crop_only(dtype, value, invalid):
     x = ecg(2 * CROP)
