@@ -178,15 +178,7 @@ def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
         return False
     if record.invalid is None and int(record.signal.min()) < -MAX_UV:
         return False
-    return _is_all(record.gain, 1000.0) and _is_all(record.baseline, 0.0)
-
-
-def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
-    return (
-        value == expected
-        if isinstance(value, (int, float))
-        else all(one == expected for one in value)
-    )
+    return bool(np.equal(record.gain, 1000.0).all() and np.equal(record.baseline, 0.0).all())
 
 
 def _convert(

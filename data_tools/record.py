@@ -78,7 +78,7 @@ class EcgRecord:
                 "signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads"
             )
         scales = (self.gain, self.baseline)
-        if any(hasattr(value, "__len__") and len(value) != rows for value in scales):
+        if any(np.shape(value) not in ((), (rows,)) for value in scales):
             raise ReadError(
                 "gain",
                 f"{np.size(self.gain)} gains and {np.size(self.baseline)} baselines for {rows} "

@@ -51,6 +51,13 @@ def test_any_gain_and_unit_give_the_same_microvolts(scale, changes):
     np.testing.assert_array_equal(prepared(x * scale, **changes)[1], x)
 
 
+@pytest.mark.parametrize("kind", [int, np.float32, np.int64, np.array])
+def test_scales_are_numbers_of_any_kind(kind):
+    x = ecg()
+    _, out = prepared(x, gain=kind(1000), baseline=kind(0), invalid=-32768)
+    np.testing.assert_array_equal(out, x)
+
+
 def test_baseline_is_subtracted_before_the_gain_divides():
     steps, baselines = ecg() // 5, np.arange(12)
     signal = (steps + baselines[:, None]).astype(np.int32)
