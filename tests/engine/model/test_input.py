@@ -30,6 +30,7 @@ SHORT = {"window_s": 2.5, "band_hz": [0.5, 40.0]}
 UNEVEN = {"window_s": 3.0, "fs_hz": 360.0, "band_hz": [0.05, 150.0], "scale": "layernorm"}
 HALVES = {"fs_hz": 250.0, "scale": "zscore"}  # as imported models have
 ODD = {"fs_hz": 62.5}  # a half has 312.5 samples
+ALMOST = {"fs_hz": 499.999}  # counts as 500 Hz
 TINY = {
     "conv": [[8, 4], [8, 4]],
     "width": 16,
@@ -56,7 +57,7 @@ def by_hand(uv_LT, halves, window_s=5.0, fs_hz=500.0, band_hz=None, scale="milli
     pieces = np.split(x, halves, 1) if window_s == 5 and not band_hz else [x]
     if fs_hz != 500:
         how = {"window": ("kaiser", 5.0), "padtype": "edge"}
-        ratio = {62: (1, 8), 100: (1, 5), 250: (1, 2), 360: (18, 25)}[int(fs_hz)]
+        ratio = {62: (1, 8), 100: (1, 5), 250: (1, 2), 360: (18, 25), 499: (1, 1)}[int(fs_hz)]
         pieces = [resample_poly(piece, *ratio, axis=1, **how) for piece in pieces]
     x = np.concatenate(pieces, 1)
     there_L1 = uv_LT.any(1, keepdims=True)
@@ -71,7 +72,7 @@ def by_hand(uv_LT, halves, window_s=5.0, fs_hz=500.0, band_hz=None, scale="milli
     return windows
 
 
-@pytest.mark.parametrize("config", [TEN, SHORT, UNEVEN, HALVES, ODD, {}], ids=repr)
+@pytest.mark.parametrize("config", [TEN, SHORT, UNEVEN, HALVES, ODD, ALMOST, {}], ids=repr)
 def test_windows_are_those_of_scipy(config, dataset):
     """Also of a lead that was not recorded, and of crops with one half, whose rest is not looked
     at."""
