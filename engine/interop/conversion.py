@@ -39,6 +39,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 import omnilead
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.common import (
+    ALL,
     LEADS,
     ConfigError,
     blaming,
@@ -303,7 +304,8 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         )
     if config.causal:
         raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
-    if not origin and not Input.of(preprocessing, config.leads).plain:
+    given = None if origin else Input.of(preprocessing, config.leads)
+    if given and not given.plain:
         raise ConfigError(
             f"{run}: its input is {described(preprocessing)}: fairseq-signals would not make it so"
         )
@@ -312,7 +314,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}
         if theirs:
             raise LookupError(f"order lacks {next(iter(theirs))}")
-        cfg = origin.get("cfg") or their_settings(config)
+        cfg = origin.get("cfg") or their_settings(config, given.seen if given else ALL)
         history = origin.get("optimizer_history") or []
     except (AttributeError, LookupError, TypeError) as error:
         raise ConfigError(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from omnilead.engine.common import ConfigError
+from omnilead.engine.common import ALL, ConfigError, describe_leads
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, validated
 from omnilead.engine.model.folder import misfits
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -271,17 +271,21 @@ def _blocks(value: Any) -> list[tuple[int, int]]:
     return [(width, kernel) for width, kernel, _ in layers]
 
 
-def their_settings(config: ModelConfig) -> Settings:
+def their_settings(config: ModelConfig, seen: tuple[int, ...] = ALL) -> Settings:
     """The part of the authors' configuration that is needed to build one of our models: cfg.model,
-    cfg.task, cfg.criterion."""
+    cfg.task, cfg.criterion. `seen`: the leads that it was trained on."""
     model = {"_name": "wav2vec2_cmsc", "apply_mask": True, "encoder_layerdrop": 0.0}
     model |= {theirs: getattr(config, ours) for ours, (theirs, _) in RENAMED.items()} | FIXED
     model["conv_feature_layers"] = str([(width, kernel, kernel) for width, kernel in config.conv])
     model["extractor_mode"] = "layer_norm" if config.conv_norm == "layer" else "default"
     model["latent_temp"] = [config.tau_start, config.tau_end, config.tau_decay]
+    task: Settings = dict(TASK)
+    if seen != ALL:
+        task["leads_to_load"] = str(describe_leads(seen).split(","))
+        task["enable_padding_leads"] = len(seen) < config.leads
     return {
         "_name": None,
         "model": model,
-        "task": TASK,
+        "task": task,
         "criterion": {"_name": "wav2vec2_with_cmsc"},
     }

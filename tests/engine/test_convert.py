@@ -18,12 +18,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import omnilead
 from omnilead.engine import convert
 from omnilead.engine.interop import conversion
 from omnilead.engine.interop.fairseq import their_settings, to_theirs
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.folder import seal
 from omnilead.engine.model.pretrainer import Pretrainer
+from tests.conftest import save_model
 from tests.forks import started
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,15 @@ def test_our_run_becomes_their_checkpoint(tmp_path):
     assert convert.main(["to-fairseq", "memory://converted/run", str(tmp_path / "c.pt")]) == 0
     one, other = (torch.load(path, weights_only=True) for path in (tmp_path / "c.pt", theirs))
     assert same(one["model"], other["model"])
+
+
+@pytest.mark.parametrize("channels", [2, 12])
+def test_the_leads_of_our_model_come_back(channels, tmp_path):
+    run, theirs, again = tmp_path / "run", tmp_path / "a.pt", tmp_path / "again"
+    save_model(run, channels, preprocessing={"seen": ["I", "II"]})
+    assert convert.main(["to-fairseq", str(run), str(theirs)]) == 0
+    assert convert.main(["from-fairseq", str(theirs), str(again)]) == 0
+    assert omnilead.load(again).input == omnilead.load(run).input
 
 
 class Content:
