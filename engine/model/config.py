@@ -227,6 +227,8 @@ def validated(kind: type[Kind], settings: Mapping[str, Any], section: str) -> Ki
         key, value = ".".join(map(str, (section, *first["loc"][:1]))), repr(first["input"])
         value = value if len(value) <= SHOWN else f"{value[:SHOWN]}..."
         raise ConfigError(f"{key}={value}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+    except TypeError as error:  # a date, for example
+        raise ConfigError(f"{section}: {error}: write text or a number") from None
 
 
 def flops_per_crop(

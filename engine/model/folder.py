@@ -72,6 +72,8 @@ def write(
 ) -> None:
     """Write a model folder atomically: to a temporary folder, then renamed. An existing one is
     replaced. `code`: plug-ins."""
+    if not folder.name:  # renaming a shell's own folder would leave it in one that is gone
+        raise ConfigError(f"{folder}: name a new folder")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     old = folder.with_name(f".{folder.name}.old.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)

@@ -3,6 +3,7 @@ checkpoint. Weights of any network: proven to be loaded and used, or refused."""
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import pickle
@@ -271,6 +272,8 @@ def test_a_damaged_config_is_one_line(section, tmp_path, capsys):
 def test_nothing_is_overwritten_and_what_cannot_be_converted_is_one_line(tmp_path, capsys):
     path, out, other = saved(tmp_path / "a.pt"), tmp_path / "out", tmp_path / "b.pt"
     out.mkdir()
+    with contextlib.chdir(out):
+        assert ".: name a new folder" in refused(capsys, "from-fairseq", path, ".")
     conversion.from_fairseq(path, out)
     assert "out: exists" in refused(capsys, "from-fairseq", path, out)
     assert "a.pt: exists" in refused(capsys, "to-fairseq", out, path)
@@ -379,6 +382,7 @@ REFUSED = {
     "vector": (net(), NET.replace(".transpose(1, 2)", ".mean(2)"), [], "forward returns [4, 16] for [4, 12, 2500]"),
     "length": (net(), SHORT, [], "AttributeError: 'NoneType'"),
     "options": (net(), NET, ["--options", "{depth: 3}"], "unexpected keyword argument 'depth'"),
+    "date": (net(), NET, ["--options", "{width: 2020-01-01}"], "date is not JSON serializable: write text"),
     "no mapping": (net(), NET, ["--options", "3"], "model.options=3"),
     "rate": (net(), NET, ["--fs", "20"], "fs_hz=20.0: must be 50 to 2000"),
     "no rate": (net(), NET, ["--fs", "0"], "fs_hz=0.0: must be 50 to 2000"),
