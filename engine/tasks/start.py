@@ -126,6 +126,11 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
     if leads == had:
         return start.weights
     select: Any = getattr(start.kind, "select_leads", None)
+    if select is None and set(leads) == set(had):
+        raise ConfigError(
+            f"{setting}: {start.model.encoder} takes them as {describe_leads(had)}: reorder them in "
+            f"its forward, and convert it again with --leads {describe_leads(leads)}"
+        )
     if select is None:
         raise ConfigError(
             f"{setting}: {start.model.encoder} cannot take fewer leads: use augment.padded=true, "

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -292,6 +293,9 @@ def test_fewer_channels_are_the_same_as_zeros(base):
         encoder.load_state_dict(select_leads(begin, config))
         outputs.append(encoder(x))
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+    other = replace(begin.input, leads=(7, 0, 1))
+    with pytest.raises(ConfigError, match=r"takes them as V2,I,II: reorder .* --leads I,II,V2$"):
+        select_leads(begin._replace(input=other, kind=None), config)
 
 
 @pytest.mark.parametrize("width", [32, 64])  # with a projection, and without
