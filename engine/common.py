@@ -48,6 +48,7 @@ SUBSETS = {
 _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
+FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # in a model folder
 
 
 class ConfigError(UserError):

@@ -14,13 +14,12 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
 from omnilead.engine.commandline import parse_yaml
-from omnilead.engine.common import VALIDATION, describe_leads
+from omnilead.engine.common import FILE_NAME, VALIDATION, describe_leads
 from omnilead.engine.config import RunConfig
 from omnilead.engine.model.encoders import file_of, portable
 from omnilead.engine.model.folder import (
     CARD,
     CONFIG,
-    FILE_NAME,
     HUB,
     NO_TOKEN,
     PREPROCESSING,

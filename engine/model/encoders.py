@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
-from omnilead.engine.common import ConfigError, blaming, plugin
+from omnilead.engine.common import FILE_NAME, ConfigError, blaming, plugin
 from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.model.config import (
     ENCODERS,
@@ -78,6 +78,10 @@ def code_of(
     files = dict(others or {})
     for setting, spec in settings.items():
         if file := file_of(spec):
+            if not FILE_NAME.fullmatch(file.name):  # publishing would leave it out
+                raise ConfigError(
+                    f"{setting}={spec}: name the file with letters, digits, _, - and . only"
+                )
             kept = Path(run, CODE, file.name)
             if not file.is_file():
                 hint = f": the run's copy is {kept}" if kept.is_file() else ""

@@ -12,7 +12,6 @@ them, so that a damaged or changed model is never loaded. The model card may be 
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from omnilead.data_tools.cli import tell
-from omnilead.engine.common import CONFIGS, ConfigError, missing_package
+from omnilead.engine.common import CONFIGS, FILE_NAME, ConfigError, missing_package
 from omnilead.engine.model.config import ModelConfig, validated
 
 WEIGHTS, CONFIG, PREPROCESSING, CARD = (
@@ -50,7 +49,6 @@ ANSWERS = {  # our messages for the errors of huggingface_hub
     "ConnectError": "the Hub cannot be reached: is there a network?",
     "EntryNotFoundError": f"is not an omnilead model: {CONFIG}, or a file that it names, is missing",
 }
-FILE_NAME = re.compile(r"\w[\w.-]{0,99}")
 
 
 class LoadError(ConfigError):

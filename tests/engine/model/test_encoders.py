@@ -14,6 +14,7 @@ from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import (
     build_encoder,
+    code_of,
     drops_out,
     encoder_flops,
     examine,
@@ -304,6 +305,11 @@ def test_files_with_the_same_name_are_separate_modules_and_changes_are_reloaded(
         (tmp_path / folder / "net.py").write_text(f"{code}        self.width = {width}\n")
         widths.append(build_encoder(ModelConfig(encoder=f"{tmp_path / folder}/net.py:Net")).width)
     assert widths == [8, 16, 24] and not list(tmp_path.rglob("__pycache__"))
+
+
+def test_a_file_of_code_has_a_name_that_can_be_published():
+    with pytest.raises(ConfigError, match=r"--encoder=my net\.py:Net: name the file with"):
+        code_of({"--encoder": "my net.py:Net"}, "")
 
 
 def test_the_resnet():
