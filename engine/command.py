@@ -71,6 +71,10 @@ def command(
     parser = _parser(name, about, default, shortcuts)
     parser.kind = lambda: classes()[0]
     args = parser.parse_args(arguments)
+    given = [key for key, value in vars(args).items() if value not in (None, False, [])]
+    ignored = [f"--{key}" for key in given if key not in ("export", "schema", "local_rank")]
+    if ignored and (args.export or args.schema):
+        parser.error(f"{' '.join(ignored)}: --export and --schema take no other option")
 
     from omnilead.engine.config import schema
     from omnilead.engine.run import begin, explain, export, finish

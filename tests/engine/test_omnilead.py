@@ -172,6 +172,15 @@ def test_an_unknown_argument_gets_a_suggestion(command, mend, capsys):
         assert "unrecognized arguments: " in line and "did you mean" not in line
 
 
+@pytest.mark.parametrize("command", ["finetune --code --export RUN", "pretrain --set x=1 --schema"])
+def test_export_and_schema_take_no_other_option(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(command.split())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert f"{command.split()[1]}: --export and --schema take no other option" in line
+
+
 OUT_OF_PYTHON = {"help", "local_rank", "command", "run"}  # what only a command has
 FUNCTIONS = ("synth", "shard", "verify", "evaluate", "embed", "predict", "bench")
 
