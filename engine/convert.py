@@ -7,10 +7,10 @@ weights of any other network, with its class; and export to ONNX.
     omnilead convert to-onnx      RUN OUT.onnx                      for use without PyTorch
 
 OUT/ gets model.safetensors, config.json, preprocessing.json and README.md, a model card. Weights
-keep their values and dtypes; the optimiser's state is dropped. An error lists all weights that are
-missing, unexpected or of another shape. Checkpoints are read without running code that may be
-pickled in them. They may hold a pre-trained model or a classifier (ecg_transformer_classifier),
-such as those of ECG-FM and DeepECG-SSL.
+from and to fairseq-signals keep their values and dtypes; the optimiser's state is dropped. An error
+lists all weights that are missing, unexpected or of another shape. Checkpoints are read without
+running code that may be pickled in them. They may hold a pre-trained model or a classifier
+(ecg_transformer_classifier), such as those of ECG-FM and DeepECG-SSL.
 
 --input: the scale of the training signals. The paper's are in millivolts; ECG-FM's were scaled to
 mean 0 and standard deviation 1 in each lead of each record (fairseq-signals
@@ -22,7 +22,8 @@ a fine-tuned checkpoint, --fs is used and the difference is printed.
 
 from-torch: WEIGHTS is a state_dict, a checkpoint with one in it, or .safetensors. The class follows
 docs/extending.md; adapters for other layouts: docs/foreign_models.md. All of its weights must be in
-the file, and its embedding must change by loading them.
+the file, and its embedding must change by loading them. They get the dtypes of the class: float64
+usually becomes float32.
 """
 
 import argparse
