@@ -149,7 +149,7 @@ class TaskResult:
         """Values' errors in standard deviations of the column; 0 where the label is unknown."""
         spread_K = np.nanstd(self.labels_NK, 0) if self.head.kind == "regression" else np.ones(1)
         error_NK = np.abs(self.scores_NK - self.labels_NK) / np.where(spread_K > 0, spread_K, 1)
-        return np.nan_to_num(error_NK)
+        return np.asarray(np.nan_to_num(error_NK))
 
     def worst(self, count: int) -> list[int]:
         """Rows of the records with the largest errors: the worst half of each."""
