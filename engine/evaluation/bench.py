@@ -178,7 +178,7 @@ def bench(
     notes += remarks(compared_rows, how, tuple(work.clean_rows))  # refuses bad input early
     for row, (name, task) in product(compared_rows, work.tasks.items()):
         heads = [model.head_info for model in row.trained if model.head_info]
-        if any(head.fitted_otherwise(task.sha256) for head in heads):
+        if row.random and any(head.fitted_otherwise(task.sha256) for head in heads):
             notes.append(f"{row.name}, {name}: {FITTED_OTHERWISE}")
     if how.fit_leads:
         notes.append(f"Probes were fitted on leads {how.fit_leads}.")
