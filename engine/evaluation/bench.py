@@ -175,11 +175,7 @@ def bench(
     how.widest = widest_input(compared_rows)
     work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), how)
     notes = [f"{name}: {note}" for name, task in work.tasks.items() for note in task.labels.remarks]
-    notes += remarks(compared_rows, how, tuple(work.clean_rows))  # refuses bad input early
-    for row, (name, task) in product(compared_rows, work.tasks.items()):
-        heads = [model.head_info for model in row.trained if model.head_info]
-        if row.random and any(head.fitted_otherwise(task.sha256) for head in heads):
-            notes.append(f"{row.name}, {name}: {FITTED_OTHERWISE}")
+    notes += remarks(compared_rows, how, work)  # refuses bad input early
     if how.fit_leads:
         notes.append(f"Probes were fitted on leads {how.fit_leads}.")
     found: Found = {}
@@ -301,10 +297,11 @@ def scores_of(
     return found
 
 
-def remarks(rows: Sequence[Compared], how: Namespace, datasets: Sequence[Dataset]) -> list[str]:
+def remarks(rows: Sequence[Compared], how: Namespace, work: Work) -> list[str]:
     """Warnings of data leakage, different preprocessing and missing leads; ConfigError if data do
     not suit a model."""
     notes: dict[str, None] = {}
+    datasets = tuple(work.clean_rows)
     for row, lead, dataset in product(rows, how.shown, datasets):
         for model in row.trained if row.random else []:
             warned = shown_input(model, dataset, EvalOptions(leads=lead))[1]
@@ -315,7 +312,17 @@ def remarks(rows: Sequence[Compared], how: Namespace, datasets: Sequence[Dataset
                 f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was "
                 f"recorded in them{how.widest.too_short}."
             ] = None
-    return list(notes)
+    return [*notes, *leakage(rows, work.tasks)]
+
+
+def leakage(rows: Sequence[Compared], tasks: Mapping[str, ProbedTask]) -> list[str]:
+    """Which models were fitted on what they are tested on, with other labels or another split."""
+    notes = []
+    for row, (name, task) in product(rows, tasks.items()):
+        heads = [model.head_info for model in row.trained if model.head_info]
+        if row.random and any(head.fitted_otherwise(task.sha256) for head in heads):
+            notes.append(f"{row.name}, {name}: {FITTED_OTHERWISE}")
+    return notes
 
 
 def measured(dataset: Dataset, how: Namespace) -> Array:
@@ -471,12 +478,18 @@ def probe_scores(
             for mean, part_NK in zip(means, np.split(scores_NK, len(tests)), strict=True):
                 samples = by_class(data.kind, test.y_NK[:, used_K], part_NK, task.weight_NB)
                 add_weighted(mean, samples, weight_B)
-        few = few_patients(task.labels.task.kind, test.y_NK[:, used_K], test.patient_N)
         for level, mean in zip(tests, means, strict=True):
-            samples = over_classes(mean)
-            for value_B in samples.values() if few else ():
-                value_B[1:] = np.nan
-            yield (share, level), (probe_facts(task, share, mean), samples)
+            yield (share, level), (probe_facts(task, share, mean), samples_of(task, share, mean))
+
+
+def samples_of(task: ProbedTask, share: float, of: Samples) -> Samples:
+    """Means over the classes; NaN for all resamples of few patients."""
+    test, samples = task.parts[2], over_classes(of)
+    y_NK = test.y_NK[:, task.used[share]]
+    if few_patients(task.labels.task.kind, y_NK, test.patient_N):
+        for value_B in samples.values():
+            value_B[1:] = np.nan
+    return samples
 
 
 def probed_scores(data: ProbeData, used_K: Array, method: Probe) -> Array:

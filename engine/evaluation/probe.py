@@ -43,7 +43,7 @@ from omnilead.engine.evaluation.results import (
     record_names,
     shown_input,
 )
-from omnilead.engine.inference.commands import prepare, refuse_ranks
+from omnilead.engine.inference.commands import Setup, prepare, refuse_ranks
 from omnilead.engine.inference.inputs import dataset_of, dataset_source
 from omnilead.engine.inference.outputs import embeddings, matrix, whole
 from omnilead.engine.inference.readout import place_of_mean
@@ -126,11 +126,7 @@ def probe_model(
     probe as its head. `options`: as of engine.inference.commands.embed."""
     refuse_ranks("probes are")
     if out:
-        if os.path.lexists(out):
-            raise ConfigError(f"--out {out}: exists: choose another folder")
-        folder = parent_of(Path(out))
-        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"--out {out}: no folder can be made in {folder}: choose another")
+        require_free(Path(out))
     setup = prepare(model, data, per="half", **options)
     dataset = dataset_of(setup.options)
     if dataset is None:
@@ -147,9 +143,7 @@ def probe_model(
     halves = whole(source, embeddings(setup.model, readout), setup.input, "half")
     mean = place_of_mean(parts, setup.model.encoder.width)
     scores = probe(dataset, halves, table, mean) | {"precision": setup.precision}
-    shown = EvalOptions(leads=setup.options.leads or "")
-    scores["remarks"] = shown_input(setup.model, dataset, shown)[1]
-    scores["remarks"] += table.remarks if table else []
+    scores["remarks"] = remarks(setup, dataset, table)
     if out and table:
         if "linear" not in scores:
             raise ConfigError(f"--out {out}: no labelled record has a lead that the model is shown")
@@ -161,9 +155,20 @@ def probe_model(
     return scores
 
 
-def parent_of(place: Path) -> Path:
-    """The nearest parent that exists."""
-    return next(parent for parent in place.absolute().parents if parent.exists())
+def remarks(setup: Setup, dataset: Dataset, labels: TaskLabels | None) -> list[str]:
+    """What a reader of the scores must know."""
+    options = EvalOptions(leads=setup.options.leads or "")
+    notes = shown_input(setup.model, dataset, options)[1]
+    return notes + labels.remarks if labels else notes
+
+
+def require_free(out: Path) -> None:
+    """ConfigError unless the folder can be made."""
+    if os.path.lexists(out):
+        raise ConfigError(f"--out {out}: exists: choose another folder")
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out}: no folder can be made in {folder}: choose another")
 
 
 def save_with_head(
