@@ -119,7 +119,7 @@ class ProbedTask(NamedTuple):
         float, Array
     ]  # by share, bool [K]: outputs whose labels vary in test and in each draw
     weight_NB: Array  # of the test records
-    sha256: dict[str, str]  # of the tested dataset's labels and splits
+    splits: dict[str, str]  # of the tested dataset, as in TaskLabels
 
 
 class Identities(NamedTuple):
@@ -316,11 +316,11 @@ def remarks(rows: Sequence[Compared], how: Namespace, work: Work) -> list[str]:
 
 
 def leakage(rows: Sequence[Compared], tasks: Mapping[str, ProbedTask]) -> list[str]:
-    """Which models were fitted on what they are tested on, with other labels or another split."""
+    """Which models were fitted on what they are tested on, with another split."""
     notes = []
     for row, (name, task) in product(rows, tasks.items()):
         heads = [model.head_info for model in row.trained if model.head_info]
-        if row.random and any(head.fitted_otherwise(task.sha256) for head in heads):
+        if row.random and any(head.fitted_otherwise(task.splits) for head in heads):
             notes.append(f"{row.name}, {name}: {FITTED_OTHERWISE}")
     return notes
 
@@ -339,7 +339,7 @@ def task_to_probe(
     split."""
     table = word.endswith(TABLES)
     try:
-        labels, parts, sha256 = _labels_and_parts(word, fitted, tested, how)
+        labels, parts, splits = _labels_and_parts(word, fitted, tested, how)
     except ConfigError as error:
         absent = ""
         if how.labels and not table and not table_of(how.labels, word):
@@ -362,14 +362,14 @@ def task_to_probe(
             )
     if any(few_patients(kind, test.y_NK[:, used_K], test.patient_N) for used_K in used.values()):
         labels.remarks.append(f"{TOO_FEW} have no interval.")
-    return ProbedTask(labels, parts, draws, used, resampled(test.patient_N), sha256)
+    return ProbedTask(labels, parts, draws, used, resampled(test.patient_N), splits)
 
 
 def _labels_and_parts(
     word: str, fitted: Dataset, tested: Dataset, how: Namespace
 ) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords, ProbedRecords], dict[str, str]]:
-    """The labels of the fitted dataset; the records of train, valid and test; of the tested
-    dataset's labels, the sha256."""
+    """The labels of the fitted dataset; the records of train, valid and test; the tested dataset's
+    TaskLabels.splits."""
     table = word.endswith(TABLES)
     named = ("", word) if table else (word, table_of(how.labels, word))
     labels = labels_to_probe(fitted, *named, ("train", "valid"))
@@ -392,7 +392,7 @@ def _labels_and_parts(
                 f"Possible leakage: {both} is in train or valid of --data and in test of "
                 "--test-data."
             )
-    return labels, (train, valid, test), other.facts["sha256"]
+    return labels, (train, valid, test), other.splits
 
 
 def table_of(folder: str, word: str) -> str:

@@ -37,6 +37,7 @@ from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.patients import patient_ids, split_of
 from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
 from omnilead.engine.evaluation.results import (
+    FITTED_OTHERWISE,
     EvalOptions,
     by_record,
     load_task,
@@ -158,8 +159,11 @@ def probe_model(
 def remarks(setup: Setup, dataset: Dataset, labels: TaskLabels | None) -> list[str]:
     """What a reader of the scores must know."""
     options = EvalOptions(leads=setup.options.leads or "")
-    notes = shown_input(setup.model, dataset, options)[1]
-    return notes + labels.remarks if labels else notes
+    notes, head = shown_input(setup.model, dataset, options)[1], setup.model.head_info
+    if labels is None:
+        return notes
+    leaks = head is not None and head.fitted_otherwise(labels.splits)
+    return [*notes, *labels.remarks, *[FITTED_OTHERWISE] * leaks]
 
 
 def require_free(out: Path) -> None:
@@ -187,6 +191,8 @@ def save_with_head(
     valid_NK = outputs(task.kind, data.valid_ND, fit.weights_DK)
     head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels.facts}
     head["definition"] = {**head["definition"], "head": ""}
+    if model.head_info:
+        head["splits"] |= model.head_info.splits
     if task.kind == "regression":
         head |= {"center": fit.center_K.tolist(), "scale": fit.scale_K.tolist()}
     elif task.kind in WITH_THRESHOLDS:

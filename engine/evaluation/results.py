@@ -71,9 +71,7 @@ RESAMPLES, GROUP_RESAMPLES = 1000, 200
 AGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
 CHOSEN = "challenge_chosen"
-FITTED_OTHERWISE = (
-    "Possible leakage: the model was fine-tuned on this dataset with other labels or another split."
-)
+FITTED_OTHERWISE = "Possible leakage: the model was fine-tuned on this dataset with another split."
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
     "with chosen thresholds uses the threshold of each class that had the highest F1 in validation."
@@ -421,11 +419,10 @@ def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) 
         if set(head.thresholds) != {THRESHOLD}:
             chosen = thresholds
         thresholds = (THRESHOLD,) * len(columns)
-    named = replace(head, task=labels.task.name, classes=labels.classes, chosen=chosen)
-    center, scale = (
-        tuple(of[k] for k in columns) if of else () for of in (head.center, head.scale)
-    )
-    return replace(named, thresholds=thresholds, center=center, scale=scale)
+    changes: dict[str, Any] = {"task": labels.task.name, "classes": labels.classes}
+    for name in ("center", "scale"):
+        changes[name] = tuple(getattr(head, name)[k] for k in columns if head.kind == "regression")
+    return replace(head, **changes, thresholds=thresholds, chosen=chosen)
 
 
 def leakage_notes(model: TrainedModel, labels: TaskLabels) -> list[str]:
@@ -439,7 +436,7 @@ def leakage_notes(model: TrainedModel, labels: TaskLabels) -> list[str]:
             "Possible leakage: the model was fine-tuned with other folds or another split than "
             "the ones scored here."
         ]
-    return [FITTED_OTHERWISE] if head.fitted_otherwise(labels.facts["sha256"]) else []
+    return [FITTED_OTHERWISE] if head.fitted_otherwise(labels.splits) else []
 
 
 def unscored_note(
@@ -447,7 +444,7 @@ def unscored_note(
 ) -> list[str]:
     """Of a table with data that the model has not seen, all could be scored."""
     known, scored = int((~np.isnan(labels.y[0]).all(1)).sum()), len(labels.rows(0, role))
-    seen = model.head_info and dataset.fingerprint in model.head_info.sha256
+    seen = model.head_info and dataset.fingerprint in model.head_info.splits
     if seen or not labels.task.labels or known <= scored:
         return []
     return [

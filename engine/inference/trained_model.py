@@ -87,8 +87,8 @@ class HeadInfo:
     scale: tuple[float, ...] = ()
     # Settings of the task: labels, split, ...
     definition: dict[str, Any] = field(default_factory=dict)
-    # By fingerprint of a training dataset: of its labels and splits; "" if they are its own roles
-    sha256: dict[str, str] = field(default_factory=dict)
+    sha256: str = ""  # of the training labels and splits, if they are not the dataset's own
+    splits: dict[str, str] = field(default_factory=dict)  # by dataset, as in TaskLabels
 
     def __post_init__(self) -> None:
         lengths = {"classes": len(self.classes)}
@@ -106,9 +106,9 @@ class HeadInfo:
             return logits_RK * logits_RK.new_tensor(self.scale) + logits_RK.new_tensor(self.center)
         return kinds.scores(self.kind, logits_RK)
 
-    def fitted_otherwise(self, sha256: dict[str, str]) -> bool:
-        """Whether it was fitted on one of these datasets with other labels or another split."""
-        return any(self.sha256.get(data, digest) != digest for data, digest in sha256.items())
+    def fitted_otherwise(self, splits: dict[str, str]) -> bool:
+        """Whether it was fitted on one of these datasets with another split."""
+        return any(self.splits.get(data, digest) != digest for data, digest in splits.items())
 
 
 class TrainedModel(nn.Module):

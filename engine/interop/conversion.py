@@ -305,10 +305,8 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     if config.causal:
         raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
     given = None if origin else Input.of(preprocessing, config.leads)
-    if given and not given.plain:
-        raise ConfigError(
-            f"{run}: its input is {described(preprocessing)}: fairseq-signals would not make it so"
-        )
+    if given:
+        require_their_input(run, given, preprocessing)
     try:
         theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))
         weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}
@@ -334,6 +332,19 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     torch.save(checkpoint, content)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, content.getvalue())
+
+
+def require_their_input(run: str | Path, given: Input, preprocessing: Settings) -> None:
+    """ConfigError for signals that fairseq-signals would not make."""
+    if not given.plain:
+        raise ConfigError(
+            f"{run}: its input is {described(preprocessing)}: fairseq-signals would not make it so"
+        )
+    its = f"{run}: its leads are {describe_leads(given.leads)}"
+    if given.leads != tuple(sorted(given.leads)):
+        raise ConfigError(f"{its}: fairseq-signals keeps the usual order")
+    if given.leads != ALL and given.seen != given.leads:
+        raise ConfigError(f"{its}, but it was trained on some: fairseq-signals cannot say so")
 
 
 def _card(

@@ -68,8 +68,8 @@ def write(
     card: str = "",
     code: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a model folder atomically: to a temporary folder, then renamed. An existing one is
-    replaced. `code`: plug-ins."""
+    """Write a model folder: to a temporary folder, then renamed, so that none is ever half
+    written. An existing one is replaced; between two renames there is none. `code`: plug-ins."""
     if not folder.name:  # renaming a shell's own folder would leave it in one that is gone
         raise ConfigError(f"{folder}: name a new folder")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")

@@ -252,11 +252,11 @@ class FinetuneTask(ExportedTask):
 
     def _leakage_remarks(self) -> list[str]:
         head = self.start.head
-        if not (head and head.fitted_otherwise(self.label_facts["sha256"])):
+        if not (head and head.fitted_otherwise(self.labels.splits)):
             return []
         return [
-            "possible leakage: the model that this starts from was fitted on these data with other "
-            "labels or another split, so it may have learned ECGs that are now in validation or test"
+            "possible leakage: the model that this starts from was fitted on these data with another "
+            "split, so it may have learned ECGs that are now in validation or test"
         ]
 
     def _validation_remarks(self) -> list[str]:
@@ -282,8 +282,8 @@ class FinetuneTask(ExportedTask):
             facts["finetuning"]["readout"] = "+".join(self.readout)
         facts["labels"] = dict(self.label_facts)
         if self.start.head:
-            own = self.label_facts["sha256"]
-            facts["labels"]["sha256"] = self.start.head.sha256 | own
+            # The first split of a dataset counts: its test has not been seen
+            facts["labels"]["splits"] = self.label_facts["splits"] | self.start.head.splits
         if self.kind == "regression":
             facts["labels"] |= {
                 "center": self.targets.center_K.tolist(),

@@ -73,7 +73,8 @@ class TaskLabels:
     remarks: list[str] = field(default_factory=list)
     name: str = ""  # of the table in messages; "": the labels are roles of the datasets
     table: pa.Table | None = None  # the columns of the label table that are used, as text
-    data: tuple[str, ...] = ()  # fingerprints of the datasets
+    # By fingerprint of a dataset: of the split of its crops, also of those without a known label
+    splits: dict[str, str] = field(default_factory=dict)
 
     def rows(self, dataset: int, split: str) -> np.ndarray:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
@@ -97,11 +98,16 @@ class TaskLabels:
         definition = json.loads(
             json.dumps(asdict(replace(self.task, labels=self.task.labels.rpartition("/")[2])))
         )
-        digests = {}
-        for fingerprint, y, split in zip(self.data, self.y, self.split, strict=True):
-            bytes_of = [np.ascontiguousarray(array).data for array in (y, split)]
-            digests[fingerprint] = "" if self.role else sha256(b"".join(bytes_of)).hexdigest()
-        return {"definition": definition, "classes": list(self.classes), "sha256": digests}
+        arrays = [] if self.role else [*self.y, *self.split]
+        digest = sha256(
+            b"".join(sha256(np.ascontiguousarray(array).data).digest() for array in arrays)
+        ).hexdigest()
+        return {
+            "definition": definition,
+            "classes": list(self.classes),
+            "sha256": digest if arrays else "",
+            "splits": self.splits,
+        }
 
 
 class LabelTable(NamedTuple):
@@ -135,9 +141,9 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     )
     used = [name for name in table.cells.column_names if name in (*USED, *task.columns)]
     kept = table.cells.select(used) if task.labels else None
-    data = tuple(dataset.fingerprint for dataset in datasets)
     remarks = [*table.remarks, *remarks]
-    return TaskLabels(task, classes, y, split, remarks, table.name, kept, data)
+    splits = _digests(datasets, split_N)
+    return TaskLabels(task, classes, y, split, remarks, table.name, kept, splits)
 
 
 def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
@@ -164,8 +170,14 @@ def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
         if identity
         else [dataset.labels.astype(np.float32) for dataset in datasets]
     )
-    data = tuple(dataset.fingerprint for dataset in datasets)
-    return TaskLabels(task, () if identity else CLASSES, y, split, data=data)
+    splits = _digests(datasets, np.concatenate(split))
+    return TaskLabels(task, () if identity else CLASSES, y, split, splits=splits)
+
+
+def _digests(datasets: Sequence[Dataset], split_N: np.ndarray) -> dict[str, str]:
+    ends = np.cumsum([len(dataset) for dataset in datasets])
+    parts = zip(datasets, np.split(split_N.astype(np.int8), ends[:-1]), strict=True)
+    return {dataset.fingerprint: sha256(split.tobytes()).hexdigest() for dataset, split in parts}
 
 
 def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:

@@ -100,7 +100,7 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 
 
 def write_export(run: Path, export: Export, task: type[ExportedTask], card: str) -> Path:
-    """Writes RUN/model atomically: weights in safetensors, the input specification, the card."""
+    """Writes RUN/model: weights in safetensors, the input specification, the card."""
     config, state, weights = export
     document = task.described(config, state) | {"trained": _history(config, state)}
     code = {name: read_code(run / CODE / name) for name in state.get("code", ())}

@@ -135,6 +135,17 @@ def test_the_leads_of_our_model_come_back(channels, tmp_path):
     assert omnilead.load(again).input == omnilead.load(run).input
 
 
+@pytest.mark.parametrize(
+    ("leads", "seen", "says"),
+    [("II,I", "II,I", "keeps the usual order"), ("I,II", "I", "it was trained on some")],
+)
+def test_leads_that_their_settings_cannot_name(leads, seen, says, tmp_path, capsys):
+    preprocessing = {"leads": leads.split(","), "seen": seen.split(",")}
+    save_model(tmp_path / "run", 2, preprocessing=preprocessing)
+    assert convert.main(["to-fairseq", str(tmp_path / "run"), str(tmp_path / "a.pt")]) == 2
+    assert says in capsys.readouterr().err
+
+
 class Content:
     """Settings as OmegaConf stores them: a class of another package, with nodes that hold
     values."""

@@ -316,6 +316,18 @@ def test_labels_must_fit_the_model(tables, saved_model, refused, tmp_path):
         refused(message, model, "--labels", other)
 
 
+@pytest.mark.parametrize("kind", ["multilabel", "regression"])
+def test_one_of_a_models_two_columns(kind, tables, saved_model, evaluated):
+    ends = {"center": [0, 1], "scale": [1, 2]} if kind == "regression" else {}
+    definition = BEATS["definition"] | {"kind": kind}
+    thresholds = [] if ends else BEATS["thresholds"]
+    head = BEATS | {"kind": kind, "thresholds": thresholds, "definition": definition} | ends
+    task = {"name": "beats", "kind": kind, "columns": ["SB"], "labels": str(tables / "beats.csv")}
+    (tables / "one.yaml").write_text(json.dumps({"task": task}))
+    document = evaluated(saved_model(head=head), "--task", tables / "one.yaml")
+    assert list(document["classes"]) == ["SB"] and document["n"] > 0
+
+
 def test_folds_that_differ_from_training_are_a_warning(tables, saved_model, evaluated):
     table = tables / "rhythm.csv"
     folder = saved_model(head=RHYTHM | {"definition": FOLDS | {"folds": {}, "split": "8:1:1"}})
@@ -333,12 +345,12 @@ def test_another_split_of_the_training_data_is_a_warning(data, tables, saved_mod
     """For example, because another label table has no column for the split."""
     table = tables / "rhythm.csv"
     trained = read_task(TaskConfig("rhythm", "multiclass", labels=str(table)), [data])
-    known = trained.facts["sha256"]
-    for number, (sha256, leaks) in enumerate(((known, False), ({data.fingerprint: "other"}, True))):
+    other = {data.fingerprint: "other"}
+    for number, (splits, leaks) in enumerate(((trained.splits, False), (other, True))):
         # Also of a model that was fine-tuned on two datasets
-        head = RHYTHM | {"definition": FOLDS, "sha256": sha256 | {"another": "dataset"}}
+        head = RHYTHM | {"definition": FOLDS, "splits": splits | {"another": "dataset"}}
         document = evaluated(saved_model(f"{number}/model", head=head), "--labels", table)
-        assert noted(document, "other labels or another split") == leaks
+        assert noted(document, "on this dataset with another split") == leaks
         # A part of the training data is kept for the test
         assert not noted(document, "To score all")
 
