@@ -178,7 +178,13 @@ def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
         return False
     if record.invalid is None and int(record.signal.min()) < -MAX_UV:
         return False
-    return bool(np.equal(record.gain, 1000.0).all() and np.equal(record.baseline, 0.0).all())
+    return _is_all(record.gain, 1000.0) and _is_all(record.baseline, 0.0)
+
+
+def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
+    if isinstance(value, tuple):  # numpy takes 1.5 us of each crop for it
+        return value == (expected,) * len(value)
+    return bool(np.equal(value, expected).all())
 
 
 def _convert(

@@ -78,7 +78,8 @@ class EcgRecord:
                 "signal shape", f"{self.signal.dtype} {self.signal.shape} for {rows} leads"
             )
         scales = (self.gain, self.baseline)
-        if any(np.shape(value) not in ((), (rows,)) for value in scales):
+        shapes = [(len(one),) if isinstance(one, tuple) else np.shape(one) for one in scales]
+        if any(shape not in ((), (rows,)) for shape in shapes):
             raise ReadError(
                 "gain",
                 f"{np.size(self.gain)} gains and {np.size(self.baseline)} baselines for {rows} "

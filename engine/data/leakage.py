@@ -41,12 +41,17 @@ def refuse_leak(
 ) -> None:
     """ConfigError if one dataset trains on a record, patient or waveform that another holds
     out. `trained`, `held`: rows of each dataset."""
-    for (a, rows, _), (b, _, others) in permutations(zip(datasets, trained, held, strict=True), 2):
-        both = overlap(a, rows, b, others) if len(others) else ""
-        if both:
+    if len(datasets) < 2 or not any(map(len, held)):
+        return
+    sides = [
+        (dataset.root.url, _names(dataset, rows), _names(dataset, others))
+        for dataset, rows, others in zip(datasets, trained, held, strict=True)
+    ]
+    for (url, names, _), (other_url, _, others) in permutations(sides, 2):
+        if both := _in_both(names, others):
             raise ConfigError(
-                f"data.datasets: {both} is trained on in {a.root.url} and held out in "
-                f"{b.root.url}: shard both archives into one dataset, or leave one out"
+                f"data.datasets: {both} is trained on in {url} and held out in {other_url}: "
+                "shard both archives into one dataset, or leave one out"
             )
 
 
@@ -61,10 +66,7 @@ def held_out(dataset: Dataset) -> np.ndarray:
 def overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
     """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there
     is none."""
-    columns = [*OWNER, "waveform"]
-    these = _names(a.table(columns).take(rows))
-    those = _names(b.table(columns).take(others))
-    return _in_both(these, those)
+    return _in_both(_names(a, rows), _names(b, others))
 
 
 def _in_both(a: dict[str, pa.Array], b: dict[str, pa.Array]) -> str:
@@ -75,7 +77,8 @@ def _in_both(a: dict[str, pa.Array], b: dict[str, pa.Array]) -> str:
     return ""
 
 
-def _names(table: pa.Table) -> dict[str, pa.Array]:
+def _names(dataset: Dataset, rows: np.ndarray) -> dict[str, pa.Array]:
+    table = dataset.table([*OWNER, "waveform"]).take(rows)
     source, patient = table["source"], table["patient"]
     patient = pc.if_else(pc.not_equal(patient, ""), patient, None)
     names = {

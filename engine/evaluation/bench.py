@@ -119,6 +119,7 @@ class ProbedTask(NamedTuple):
         float, Array
     ]  # by share, bool [K]: outputs whose labels vary in test and in each draw
     weight_NB: Array  # of the test records
+    few: set[float]  # shares of which the test has too few patients for intervals
     splits: dict[str, str]  # of the tested dataset, as in TaskLabels
 
 
@@ -360,9 +361,14 @@ def task_to_probe(
                 f"--tasks {word}: --share {share:g} of {len(np.unique(train.patient_N)):,} "
                 f"patients of train, {len(test.y_NK):,} records of test: {lack}: use a larger share"
             )
-    if any(few_patients(kind, test.y_NK[:, used_K], test.patient_N) for used_K in used.values()):
+    few = {
+        share
+        for share, used_K in used.items()
+        if few_patients(kind, test.y_NK[:, used_K], test.patient_N)
+    }
+    if few:
         labels.remarks.append(f"{TOO_FEW} have no interval.")
-    return ProbedTask(labels, parts, draws, used, resampled(test.patient_N), splits)
+    return ProbedTask(labels, parts, draws, used, resampled(test.patient_N), few, splits)
 
 
 def _labels_and_parts(
@@ -479,17 +485,8 @@ def probe_scores(
                 samples = by_class(data.kind, test.y_NK[:, used_K], part_NK, task.weight_NB)
                 add_weighted(mean, samples, weight_B)
         for level, mean in zip(tests, means, strict=True):
-            yield (share, level), (probe_facts(task, share, mean), samples_of(task, share, mean))
-
-
-def samples_of(task: ProbedTask, share: float, of: Samples) -> Samples:
-    """Means over the classes; NaN for all resamples of few patients."""
-    test, samples = task.parts[2], over_classes(of)
-    y_NK = test.y_NK[:, task.used[share]]
-    if few_patients(task.labels.task.kind, y_NK, test.patient_N):
-        for value_B in samples.values():
-            value_B[1:] = np.nan
-    return samples
+            samples = over_classes(mean, few=share in task.few)
+            yield (share, level), (probe_facts(task, share, mean), samples)
 
 
 def probed_scores(data: ProbeData, used_K: Array, method: Probe) -> Array:
@@ -538,10 +535,14 @@ def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samp
     return dict(zip(("auroc", "auprc"), np.stack(areas, 1), strict=True))
 
 
-def over_classes(of: Samples) -> Samples:
-    """Means of metrics [K, B] over the classes for which they are defined."""
+def over_classes(of: Samples, few: bool = False) -> Samples:
+    """Means of metrics [K, B] over the classes for which they are defined. `few`: there are too few
+    patients for resamples, which become NaN."""
     with warnings.catch_warnings(action="ignore"):  # the mean of nothing but NaN is NaN
-        return {name: np.nanmean(of_KB, 0) for name, of_KB in of.items()}
+        means = {name: np.nanmean(of_KB, 0) for name, of_KB in of.items()}
+    for value_B in means.values() if few else ():
+        value_B[1:] = np.nan
+    return means
 
 
 def identified(

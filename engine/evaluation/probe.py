@@ -191,8 +191,8 @@ def save_with_head(
     valid_NK = outputs(task.kind, data.valid_ND, fit.weights_DK)
     head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels.facts}
     head["definition"] = {**head["definition"], "head": ""}
-    if model.head_info:
-        head["splits"] |= model.head_info.splits
+    if model.head_info:  # the first split of a dataset counts: its test has not been seen
+        head["splits"] = labels.splits | model.head_info.splits
     if task.kind == "regression":
         head |= {"center": fit.center_K.tolist(), "scale": fit.scale_K.tolist()}
     elif task.kind in WITH_THRESHOLDS:

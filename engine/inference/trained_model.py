@@ -87,7 +87,6 @@ class HeadInfo:
     scale: tuple[float, ...] = ()
     # Settings of the task: labels, split, ...
     definition: dict[str, Any] = field(default_factory=dict)
-    sha256: str = ""  # of the training labels and splits, if they are not the dataset's own
     splits: dict[str, str] = field(default_factory=dict)  # by dataset, as in TaskLabels
 
     def __post_init__(self) -> None:

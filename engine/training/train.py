@@ -72,7 +72,8 @@ CHANGEABLE = {
     "train.track",
     "train.deterministic",
 }
-DEFINITION = "labels.definition."  # of a task; its settings are compared by themselves
+# Of a task: its settings are compared by themselves, and its splits by the sha256 of the labels
+DEFINITION = ("labels.definition.", "labels.splits.")
 
 
 @dataclass

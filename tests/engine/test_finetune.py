@@ -26,6 +26,7 @@ from omnilead.data_tools.splits import RoleSources
 from omnilead.engine import convert, evaluate
 from omnilead.engine.common import DIAGNOSTICS, LABELS, ConfigError
 from omnilead.engine.config import CONFIGS, BestMetric, build
+from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids, split_of
 from omnilead.engine.evaluation.metrics import MEASURES, measure
 from omnilead.engine.evaluation.probe import probe_model
@@ -156,16 +157,6 @@ def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, 
     table.write_text("\n".join(["record,v", *(f"{name},{i % 2}" for i, name in enumerate(names))]))
     mine = {"task__labels": str(table), "task__kind": "binary", "start": str(probed)}
     assert leak in tuned("diagnosis", "mine", train__steps=1, **mine)
-    tasks = [str(table), "diagnosis"]
-    out = tmp_path / "bench"
-    notes = omnilead.bench([f"probed={probed}"], data=data, out=out, tasks=tasks)["notes"]
-    leaks = [note for note in notes if "fine-tuned on this dataset with another split" in note]
-    assert [note.partition(":")[0] for note in leaks] == ["probed, mine"]
-    again = probe_model(probed, data, labels=str(table), out=tmp_path / "twice")
-    assert leaks[0].endswith(again["remarks"][-1])
-    assert "another split" in str(
-        omnilead.evaluate(tmp_path / "twice", data=data, labels=str(table))["remarks"]
-    )
     age = {"task": "age", "kind": "regression", "classes": ["age"], "center": [6], "scale": [1]}
     for says, changes in (
         ("has no linear layer: omnilead probe", {"start": str(base)}),
@@ -414,6 +405,9 @@ def other(dataset, archive, tmp_path_factory):
 
 
 def test_datasets_with_contradictory_roles_are_refused(tune, dataset, other):
+    sides = [[one.select(pretrain=True), leakage.held_out(one)] for one in (dataset, other)]
+    with pytest.raises(ConfigError, match="is trained on"):
+        leakage.refuse_leak([dataset, other], *zip(*sides, strict=True))
     tables = {one.root.url: one.table().to_pydict() for one in (dataset, other)}
     pattern = r"(record|patient) (\S+)/(\S+) is trained on in (\S+) and held out in (\S+):"
     for task, role in (("diagnosis", "dx_role"), ("identification", "id_role")):

@@ -26,6 +26,7 @@ from omnilead.engine.evaluation.metrics import (
     weighted_areas,
 )
 from omnilead.engine.evaluation.probe import ProbeData, linear
+from omnilead.engine.evaluation.results import FITTED_OTHERWISE
 from omnilead.engine.model.input import Input
 from omnilead.engine.report import bench_report
 from omnilead.engine.report.bench_report import KEYS
@@ -41,6 +42,7 @@ LEADS, TASKS = ["V2,I"], ["sex", "age", "identification"]
 def few_resamples():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench, "RESAMPLES", 20)
+        patch.setattr("omnilead.engine.evaluation.metrics.FEW", 3)
         patch.setattr(embedders, "DRAWS", 2)
         patch.setattr(probe, "EPOCHS", 2)
         yield
@@ -119,8 +121,7 @@ def test_every_row_and_its_differences_in_every_file(out, found):
         name, *setting = (gap[key] for key in KEYS)
         values = [scores[model, *setting][gap["metric"]] for model in (name, gap["against"])]
         assert gap["difference"] == pytest.approx(values[0] - values[1])
-        low, high = gap["interval"]
-        assert low is None or low <= high  # None: of few patients
+        assert gap["interval"][0] <= gap["interval"][1]
     lines = list(csv.DictReader((out / "bench.csv").open()))
     numbers = [value for row in rows for value in row["metrics"].values()]
     numbers += [gap["difference"] for gap in gaps]
@@ -171,7 +172,7 @@ def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
     )
     metrics = {"auroc", "auprc", "mae", "accuracy", "accuracy_whitened"}
     assert {gap["metric"] for gap in own} >= metrics
-    assert all(gap["difference"] == 0 and set(gap["interval"]) <= {0, None} for gap in own)
+    assert all(gap["difference"] == 0 and gap["interval"] == [0, 0] for gap in own)
     assert [gap | {"model": "twin"} for gap in first] == twin
     assert any(gap["difference"] for gap in first)
 
@@ -231,7 +232,8 @@ def test_trained_on_one_dataset_and_tested_on_another(transferred, dataset, tmp_
         transferred(old=old)
 
 
-def test_few_patients_have_no_interval(models, dataset, tmp_path):
+def test_few_patients_have_no_interval(models, dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("omnilead.engine.evaluation.metrics.FEW", 10)
     table, how = tmp_path / "rare.csv", {"data": dataset.root.url, "out": tmp_path / "OUT"}
     write_table(table, dataset, rare=[1, 0, 0, 0, 0, 0, 0])
     found = omnilead.bench(models[:1], tasks=[str(table)], **how)
@@ -239,6 +241,20 @@ def test_few_patients_have_no_interval(models, dataset, tmp_path):
     intervals = [ends for row in found["rows"] for ends in row["intervals"].values()]
     intervals += [gap["interval"] for gap in found["differences"]]
     assert intervals and all(ends == [None, None] for ends in intervals)
+
+
+def test_a_model_that_was_fitted_with_another_split_is_noted(again, models, dataset, tmp_path):
+    """By bench and probe, and by evaluate after one more probe; not for its own split."""
+    probed, twice, table = (str(tmp_path / name) for name in ("probed", "twice", "mine.csv"))
+    data, model = dataset.root.url, models[0].removeprefix("first=")
+    probe.probe_model(model, data, "diagnosis", out=probed)
+    write_table(Path(table), dataset, v=[0, 1])
+    found = omnilead.bench([f"probed={probed}"], tasks=[table, "diagnosis"], **again)
+    notes = [note for note in found["notes"] if "on this dataset with another split" in note]
+    assert [note.partition(":")[0] for note in notes] == ["probed, mine"]
+    scores = probe.probe_model(probed, data, labels=table, out=twice)
+    assert FITTED_OTHERWISE in scores["remarks"] and notes[0].endswith(FITTED_OTHERWISE)
+    assert FITTED_OTHERWISE in omnilead.evaluate(twice, data=data, labels=table)["remarks"]
 
 
 def test_shares_that_no_resample_changes():
@@ -282,7 +298,7 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     draws = {0.2: list(drawn(train.patient_N, 0.2)), 1.0: [np.arange(100)]}
     used = {0.2: np.array([True, False, True]), 1.0: np.ones(3, bool)}
     weight = resampled(test.patient_N)
-    task = bench.ProbedTask(labels, (train, valid, test), draws, used, weight, {})
+    task = bench.ProbedTask(labels, (train, valid, test), draws, used, weight, set(), {})
     vectors = embedders.Vectors(every, np.full(200, 2), c_BSD)
     for (share, _), (facts, samples) in bench.probe_scores(task, vectors, {0.0: vectors}, linear):
         direct, known = [], y[:, used[share]]

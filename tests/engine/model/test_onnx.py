@@ -28,6 +28,7 @@ def test_onnx_gives_the_same_numbers(saved_model, tmp_path, capsys):
         pytest.importorskip(name, reason="the extra `onnx` is not installed")
     import onnx
 
+    torch.manual_seed(0)  # by chance a score can be near 0, where 50 and 90 leave rounding errors
     folder, out = saved_model(head=EF, leads=3, layers=1), tmp_path / "model.onnx"
     model, session = omnilead.load(folder), exported(folder.parent, out)
     assert str(out) in capsys.readouterr().out
@@ -43,7 +44,7 @@ def test_onnx_gives_the_same_numbers(saved_model, tmp_path, capsys):
         embedding, logits, scores = session.run(names, {"x": x_RLT.numpy()})
         np.testing.assert_allclose(embedding, model(x_RLT).detach(), atol=1e-5)
         np.testing.assert_allclose(logits, model.logits(x_RLT).detach(), atol=1e-5)
-        np.testing.assert_allclose(scores, logits * [10, 20] + [50, 90], rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(scores, logits * [10, 20] + [50, 90], rtol=1e-5)
     assert convert.main(["to-onnx", str(folder), str(out)]) == 2  # nothing is overwritten
     x_RLT = torch.randn(5, 12, 2500)
     folder = saved_model("rhythm", head=RHYTHM, layers=1)

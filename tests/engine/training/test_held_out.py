@@ -12,6 +12,7 @@ from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.sources import open_sources
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import build
+from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.patients import patient_ids, validation_split
@@ -145,6 +146,10 @@ def renamed(archive, tmp_path_factory):
 
 
 def test_what_one_dataset_holds_out_another_may_not_train_on(dataset, bare, renamed):
+    for role, held in (("dx", "test"), ("identity", "gallery")):
+        sides = [[dataset.select(**{role: side})] * 2 for side in ("train", held)]
+        refuse_leak([dataset] * 2, *sides)
+    pretraining(dataset, dataset)
     pretraining(dataset, bare)  # without roles, bare holds out nothing; dataset none of its ECGs
     leak = "waveform .* is trained on in .*renamed.* and held out in "
     with pytest.raises(ConfigError, match=leak + dataset.root.url):
