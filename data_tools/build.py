@@ -45,7 +45,7 @@ from omnilead.data_tools.errors import DataError, DatasetError, ReadError, Stora
 from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
 from omnilead.data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
 from omnilead.data_tools.pseudonyms import key_mark, pseudonym
-from omnilead.data_tools.record import EcgRecord, class_row
+from omnilead.data_tools.record import SYNTHETIC, EcgRecord, class_row
 from omnilead.data_tools.shard_writers import (
     MAX_INDEX,
     TarWriter,
@@ -67,6 +67,7 @@ from omnilead.data_tools.storage import (
 DIGEST_BYTES = 32  # at the end of a part
 # Flag of the crops of a record whose source warns of an implausible amplitude
 IMPLAUSIBLE = "implausible"
+SYNTHETIC_LICENCE = "CC0-1.0"
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 ROW_GROUP = 65_536
 FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
@@ -499,9 +500,10 @@ def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
         archive = planned["archive"][0].as_py() if len(planned) else 0
         rows = table.filter(pc.equal(table["source"], name))
         used = pc.count_distinct(rows["record"]).as_py()
+        synthetic = name.startswith(SYNTHETIC)
         one = {
             "name": name,
-            "licence": plan.sources[archive].licence,
+            "licence": SYNTHETIC_LICENCE if synthetic else plan.sources[archive].licence,
             "records": {"seen": seen, "used": used, "refused": seen - used},
             "crops": len(rows),
             "dropped_s": round(pc.sum(planned["dropped_s"], min_count=0).as_py(), 3),

@@ -8,6 +8,9 @@ CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES  # int16
 # hospitals' file formats, also their `source`
 VENDORS = ("muse-xml", "dicom", "philips-xml", "hl7-aecg", "scp-ecg", "edf")
 
+# Before the name of a synthetic database: nothing made from it can pass for the real one
+SYNTHETIC = "synthetic-"
+
 # The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv:
 # abbreviation and SNOMED CT codes that are scored as this diagnosis
 _CLASSES = """

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from omnilead.data_tools.constants import ABBREVIATIONS, LEADS
+from omnilead.data_tools.constants import ABBREVIATIONS, LEADS, SYNTHETIC
 from omnilead.data_tools.constants import CROP_BYTES as CROP_BYTES
 from omnilead.data_tools.constants import CROP_SHAPE as CROP_SHAPE
 from omnilead.data_tools.constants import VENDORS as VENDORS
@@ -244,6 +244,11 @@ class Dataset:
     @property
     def shards(self) -> list[dict[str, Any]]:
         return list(self.meta["shards"])
+
+    @property
+    def synthetic_crops(self) -> int:
+        sources = self.meta.get("sources", ())
+        return sum(one["crops"] for one in sources if one["name"].startswith(SYNTHETIC))
 
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given

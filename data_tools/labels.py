@@ -38,10 +38,12 @@ from omnilead.data_tools.errors import DataError, ReadError, StorageError, one_l
 from omnilead.data_tools.pseudonyms import pseudonym
 from omnilead.data_tools.record import (
     CLASSES,
+    SYNTHETIC,
     as_number,
     clean_age,
     only_codes,
     parse_dx,
+    synthetic_prefix,
 )
 from omnilead.data_tools.sources import PhysioNet2021
 from omnilead.data_tools.sources.base import links_in, read_safely, read_table
@@ -207,7 +209,7 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     """The label sets of PTB-XL's benchmark (Strodthoff et al. 2020,
     doi:10.1109/JBHI.2020.3022989). As there, statements count at any likelihood, a set omits
     records without one of its labels, and labels are in alphabetical order."""
-    read, known, records, fold, likelihood = _ptbxl_tables(root)
+    read, known, source, records, fold, likelihood = _ptbxl_tables(root)
     for kind, label_of in _label_sets(known).items():
         labels = _labels_of_set(known, label_of, ~np.isnan(likelihood))
         kept = np.zeros(len(records), bool)
@@ -219,7 +221,7 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
             "without one are left out"
         )
         name = f"ptbxl-{kind}"
-        yield PublishedLabels(name, about, read, "ptb-xl", records[kept], chosen, fold[kept])
+        yield PublishedLabels(name, about, read, source, records[kept], chosen, fold[kept])
     about = (
         "PTB-XL, likelihood of each statement in per cent: 0 if it is stated without one, empty "
         "if it is not stated"
@@ -227,12 +229,13 @@ def ptbxl(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     percents = {}
     for column, (name, row) in zip(likelihood.T, known.items(), strict=True):
         percents[name] = (row["description"], column)
-    yield PublishedLabels("ptbxl-likelihood", about, read, "ptb-xl", records, percents, fold)
+    yield PublishedLabels("ptbxl-likelihood", about, read, source, records, percents, fold)
 
 
 class _PtbXlTables(NamedTuple):
     read: tuple[str, str]  # the files
     known: dict[str, dict[str, str]]  # scp_statements.csv by statement
+    source: str
     records: np.ndarray
     fold: np.ndarray
     likelihood: np.ndarray  # float32 [records, statements], NaN if not stated
@@ -245,8 +248,10 @@ def _ptbxl_tables(root: Folder) -> _PtbXlTables:
         raise StorageError(f"{root.url}: no {read[1]}: copy it from PTB-XL's release")
     columns = ("", "description", *_SETS, *_CLASSES.values())
     known = {row[""]: row for row in read_table(root, read[1], MAX_TABLE, columns)}
-    rows = list(read_table(root, place, MAX_TABLE, ("ecg_id", "scp_codes", "strat_fold")))
-    records = np.array([f"HR{row['ecg_id'].removesuffix('.0'):0>5}" for row in rows])
+    columns = ("ecg_id", "patient_id", "scp_codes", "strat_fold")
+    rows = list(read_table(root, place, MAX_TABLE, columns))
+    prefix = synthetic_prefix(rows[0]["patient_id"]) if rows else ""
+    records = np.array([f"{prefix}HR{row['ecg_id'].removesuffix('.0'):0>5}" for row in rows])
     fold = np.array([as_number(row["strat_fold"]) for row in rows])
     if not np.isin(fold, np.arange(1, 11)).all():
         raise StorageError(
@@ -256,7 +261,8 @@ def _ptbxl_tables(root: Folder) -> _PtbXlTables:
     for i, row in enumerate(rows):
         given = statements(row["scp_codes"])
         likelihood[i] = [given.get(name, np.nan) for name in known]
-    return _PtbXlTables(read, known, records, fold, likelihood)
+    source = SYNTHETIC * bool(prefix) + "ptb-xl"
+    return _PtbXlTables(read, known, source, records, fold, likelihood)
 
 
 def _labels_of_set(

@@ -497,7 +497,14 @@ def notes(dataset: Dataset) -> Iterator[str]:
     """Warnings about problems that would appear in later commands."""
     if dataset.meta["plan"] != "all":
         yield from _role_notes(dataset)
-    table = dataset.table(["source", "flags"])
+    table = dataset.table(["source", "record", "patient", "flags"])
+    records = len(table.group_by(["source", "record"]).aggregate([]))
+    without = table.filter(pc.is_null(table["patient"]))
+    if unknown := len(without.group_by(["source", "record"]).aggregate([])):
+        yield (
+            f"patients unknown for {unknown:,} of {records:,} records: split by record, scores may "
+            "be too high; --patients FILE names them"
+        )
     implausible = int(flagged(table, IMPLAUSIBLE).sum())
     if implausible and not RoleSources.from_meta(dataset.meta).implausible:
         left_out = f"{implausible:,} crop{'s' * (implausible > 1)} left out of pre-training"

@@ -5,6 +5,7 @@ an archive.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ import numpy as np
 from omnilead.data_tools.constants import ABBREVIATIONS as ABBREVIATIONS
 from omnilead.data_tools.constants import CLASSES as CLASSES
 from omnilead.data_tools.constants import LEADS as LEADS
+from omnilead.data_tools.constants import SYNTHETIC as SYNTHETIC
 from omnilead.data_tools.constants import VENDORS as VENDORS
 from omnilead.data_tools.errors import ReadError
 
@@ -32,6 +34,8 @@ AGE_UNITS = {
     "days": 1 / 365.25,
     "hours": 1 / 8766,
 }  # in years
+# Before the names of synthetic records and patients, with the seed of `synth`: seeds share nobody
+SYNTHETIC_NAME = re.compile(r"syn\d+_", re.ASCII)
 MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}
 _UNITS = {"v": "V", "mv": "mV", "uv": "uV", "µv": "uV", "μv": "uV", "nv": "nV"}
 
@@ -105,6 +109,17 @@ class EcgRecord:
 def patient_source(source: str) -> str:
     """The namespace of a source's patient ids. All formats of hospitals' files share one."""
     return VENDORS[0] if source in VENDORS else source
+
+
+def real_source(source: str) -> str:
+    """The database that a synthetic one imitates; of a real one, itself."""
+    return source.removeprefix(SYNTHETIC)
+
+
+def synthetic_prefix(name: str) -> str:
+    """What the name of a synthetic record or patient begins with; "" of a real one."""
+    found = SYNTHETIC_NAME.match(name)
+    return found[0] if found else ""
 
 
 def lead_name(text: str) -> str:

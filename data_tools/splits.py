@@ -11,7 +11,7 @@ seconds.
 `all`          everything is for pre-training
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from omnilead.data_tools.record import patient_source
+from omnilead.data_tools.record import patient_source, real_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
@@ -47,8 +47,8 @@ class RoleSources:
         """Whether a source is for pre-training; depends on this source only, so adding an archive
         changes no other."""
         if self.pretrain is None:
-            return source not in NOT_THE_PAPERS
-        return source in self.pretrain or "all" in self.pretrain
+            return real_source(source) not in NOT_THE_PAPERS
+        return is_named(source, self.pretrain) or "all" in self.pretrain
 
     def to_meta(self) -> dict[str, Any]:
         """Entries for dataset.json: `id_share`, and role sources that differ from the default."""
@@ -69,6 +69,11 @@ class RoleSources:
 PAPER_SOURCES = RoleSources()
 
 
+def is_named(source: str, names: Container[str]) -> bool:
+    """Whether `names` has the source; a synthetic one has the roles of the one it imitates."""
+    return source in names or real_source(source) in names
+
+
 @dataclass(frozen=True)
 class Records:
     """Columns with one entry per record, or per crop where marked [crops]. Each record has
@@ -83,9 +88,8 @@ class Records:
     waveform: np.ndarray  # [crops] uint64
 
     def is_from(self, *sources: str) -> np.ndarray:
-        return np.isin(
-            self.source, [i for i, name in enumerate(self.source_names) if name in sources]
-        )
+        named = [i for i, name in enumerate(self.source_names) if is_named(name, sources)]
+        return np.isin(self.source, named)
 
     def patient_source(self) -> np.ndarray:
         """Like `source`, but with the same number for all formats of hospitals' files."""

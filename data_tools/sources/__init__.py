@@ -25,7 +25,7 @@ from omnilead.data_tools.sources.base import (
 )
 from omnilead.data_tools.sources.code15 import Code15
 from omnilead.data_tools.sources.wfdb_archives import (
-    DATABASES,
+    PLACES,
     MimicIvEcg,
     PhysioNet2021,
     PtbXl,
@@ -133,7 +133,7 @@ def _detected(
     if found:
         return found
     challenge = PhysioNet2021(root)
-    if root.url.rsplit("/", 1)[-1] in DATABASES and challenge.has_records():
+    if root.url.rsplit("/", 1)[-1] in PLACES and challenge.has_records():
         return [challenge]
     general: list[Source] = [WfdbFolder(root)]
     if hospital:

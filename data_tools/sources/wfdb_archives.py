@@ -17,9 +17,12 @@ from omnilead.data_tools.record import (
     HEART_AXIS_CODES,
     LEAD_INDEX,
     SCP_CODES,
+    SYNTHETIC,
     EcgRecord,
     Header,
     clean_age,
+    real_source,
+    synthetic_prefix,
 )
 from omnilead.data_tools.sources.base import (
     Source,
@@ -53,6 +56,7 @@ DATABASES = (
     "ptb-xl",
     "st_petersburg_incart",
 )
+PLACES = {SYNTHETIC + name for name in DATABASES} | set(DATABASES)  # folders of databases
 TABLE_PLACES = (TABLE, f"ptb-xl/{TABLE}", f"training/{TABLE}", f"training/ptb-xl/{TABLE}")
 LIST, MAX_LIST = "record_list.csv", 512 * 2**20
 _PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
@@ -146,14 +150,18 @@ class PtbXl(WfdbSource):
     def tables(self) -> bytes:
         return self.root.read(TABLE, MAX_TABLE)
 
+    def source_of(self, key: str) -> str:
+        return SYNTHETIC * bool(synthetic_prefix(record_stem(key))) + self.name
+
     def record_name(self, key: str, stem: str) -> str:
-        number = stem.removesuffix("_hr").removesuffix("_lr")
+        prefix = synthetic_prefix(stem)
+        number = stem.removeprefix(prefix).removesuffix("_hr").removesuffix("_lr")
         if not number.isdigit():
             raise ReadError("record name", stem)
-        return f"HR{int(number):05d}"
+        return f"{prefix}HR{int(number):05d}"
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
-        row = _rows(self.root, TABLE).get(record.name.removeprefix("HR").lstrip("0"))
+        row = _rows(self.root, TABLE).get(ecg_id(record.name))
         if row is None:
             return dataclasses.replace(record, warnings=(*record.warnings, (f"not in {TABLE}", "")))
         sex = {"0": "M", "1": "F"}.get(row["sex"].split(".")[0])
@@ -161,10 +169,17 @@ class PtbXl(WfdbSource):
         return dataclasses.replace(record, patient=patient, age=age, sex=sex, dx=_diagnoses(row))
 
 
+def ecg_id(record: str) -> str:
+    """As in ptbxl_database.csv: 11 of HR00011; "" if the name is of another form."""
+    name = record.removeprefix(synthetic_prefix(record))
+    return name.removeprefix("HR").lstrip("0") if name.startswith("HR") else ""
+
+
 def patient_id(text: str) -> str | None:
     """The id as a whole number; the table writes it as a float: 15709.0."""
     text = text.removesuffix(".0")
-    return text if text.isascii() and text.isdigit() else None
+    number = text.removeprefix(synthetic_prefix(text))
+    return text if number.isascii() and number.isdigit() else None
 
 
 def statements(scp_codes: str) -> dict[str, float]:
@@ -210,7 +225,7 @@ class PhysioNet2021(WfdbSource):
 
     @staticmethod
     def detect(names: set[str]) -> bool:
-        return "training" in names or bool(names & set(DATABASES) - {"ptb-xl"})
+        return "training" in names or bool(names & PLACES - {"ptb-xl"})
 
     def keys(self) -> Iterator[str]:
         """Only headers in database folders, if there are any: other archives (PTB-XL's release) may
@@ -223,7 +238,7 @@ class PhysioNet2021(WfdbSource):
         places = (
             ["training"]
             if "training" in names
-            else [name for name in names if name in DATABASES] or [""]
+            else [name for name in names if name in PLACES] or [""]
         )
         return [
             name
@@ -245,9 +260,10 @@ class PhysioNet2021(WfdbSource):
         return _database(self.root.url, key.rpartition("/")[0]) or self.name
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
-        if record.source != "ptb-xl" or not record.name.startswith("HR"):
+        number = ecg_id(record.name)
+        if real_source(record.source) != "ptb-xl" or not number:
             return record
-        number, known = record.name.removeprefix("HR").lstrip("0"), _patients(self.root, self.table)
+        known = _patients(self.root, self.table)
         if known and number not in known:
             return dataclasses.replace(record, warnings=(*record.warnings, (f"not in {TABLE}", "")))
         return dataclasses.replace(record, patient=known.get(number))
@@ -271,7 +287,7 @@ class PhysioNet2021(WfdbSource):
 def _database(url: str, place: str) -> str | None:
     """The database of a folder. The root may itself be a database or one of its folders."""
     parts = [*url.split("/")[-2:], *place.split("/")]
-    return next((part for part in reversed(parts) if part in DATABASES), None)
+    return next((part for part in reversed(parts) if part in PLACES), None)
 
 
 @cached
@@ -339,12 +355,9 @@ class WfdbFolder(WfdbSource):
         return path_name(key, stem)
 
     def notes(self) -> list[str]:
-        why = (
-            "a plain WFDB folder without tables: patients are unknown, so gallery and probe stay "
-            "empty"
-        )
-        mend = "If it belongs to a known archive, pass that as SRC, or set --source"
-        return [f"{self.root.url}: {why}. {mend}"]
+        why = "is read as a plain WFDB folder, without tables of patients"
+        mend = "if it belongs to a known archive, pass that as SRC, or set --source"
+        return [f"{self.root.url}: {why}: {mend}"]
 
     def check(self, header: WfdbHeader) -> None:
         """Accept any leads and files."""

@@ -6,10 +6,12 @@ their sessions (synthetic.ecg), damage a few records as in real archives, write 
 ptbxl_database.csv, scp_statements.csv, SYNTHETIC.txt
 
 `physionet2021` is the Challenge's training set: training/<database>/g<k>/<record>.hea + .mat, with
-the ids, lengths, sampling rates, comment styles and quirks of its eight databases. `ptbxl` is
-PTB-XL's own release: records500/<k>/ <id>_hr.hea + .dat. For the same seed, PTB-XL recordings have
-the same samples in both layouts. The bytes depend only on the arguments, not on `workers` (on
-another CPU, float32 may change a sample by 1 uV).
+the lengths, sampling rates, comment styles and quirks of its eight databases. `ptbxl` is PTB-XL's
+own release: records500/<k>/ <id>_hr.hea + .dat. Databases are called synthetic-..., and the names
+of records and patients begin with syn<seed>_, so that nothing made from them can pass for real, and
+two seeds share nobody. For the same seed, PTB-XL recordings have the same samples in both layouts.
+The bytes depend only on the arguments, not on `workers` (on another CPU, float32 may change a
+sample by 1 uV).
 
     omnilead synth OUT --patients 100
 """
@@ -32,6 +34,7 @@ from omnilead.data_tools.record import (
     HEART_AXIS_CODES,
     LEADS,
     SCP_CODES,
+    SYNTHETIC,
     pairs,
 )
 from omnilead.data_tools.spreadsheet import as_csv
@@ -44,7 +47,9 @@ from omnilead.data_tools.synthetic.patients import (
 )
 
 LAYOUTS = ("physionet2021", "ptbxl")
-VERSION = 2  # in version 1, two sessions were less alike than real ones, and all patients had two
+# In version 1, two sessions were less alike than real ones, and all patients had two; in version 2,
+# databases, records and patients had the names of real ones
+VERSION = 3
 FOLDER_RECORDS = 1000
 TWO_SESSIONS = 0.11  # share of PTB-XL's patients, as in the real PTB-XL
 # Share of the other patients, for each of the two databases that do not have 500 Hz
@@ -311,18 +316,18 @@ def _report(names: list[str], is_normal: bool) -> str:
 
 
 def _csv_row(
-    ecg_id: int, patient: int, age: int, female: bool, names: list[str], u: np.ndarray
+    prefix: str, ecg_id: int, patient: int, age: int, female: bool, names: list[str], u: np.ndarray
 ) -> dict[str, object]:
     """One row of ptbxl_database.csv. It includes free text, people and dates, to test that they are
     filtered out."""
     scp = _statements(names, (100.0, 80.0, 50.0)[int(u[6] * 3)])
     # Ids are in order of time
     minutes = timedelta(minutes=100 * ecg_id + int(u[8] * 90))
-    stem = f"{ecg_id // 1000 * 1000:05d}/{ecg_id:05d}"
+    stem = f"{ecg_id // 1000 * 1000:05d}/{prefix}{ecg_id:05d}"
     axes = [name for name in names if name in HEART_AXIS_CODES]
     return dict.fromkeys(CSV_COLUMNS, "") | {
         "ecg_id": ecg_id,
-        "patient_id": f"{10_001 + patient}.0",
+        "patient_id": f"{prefix}{10_001 + patient}",
         "age": 300.0 if age > 89 else float(age),
         "sex": int(female),
         "height": "" if u[9] < 0.6 else 150.0 + int(u[9] * 45),
@@ -391,26 +396,27 @@ def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[st
     """Make and write a block's records. Returns their number, and rows of ptbxl_database.csv for
     PTB-XL records."""
     database, rows = DATABASES[block.database], []
+    prefix = f"syn{block.key[0]}_"
     for ids, (patients, digital, diagnoses, u) in zip(block.ids, sessions_of(block), strict=True):
         for i, (patient, record_id) in enumerate(ids.items()):
             names = diagnoses[i]
             age = int(patients.age[patient])
             female = bool(patients.female[patient])
             if layout == "ptbxl":
-                path = out / f"records500/{record_id // 1000 * 1000:05d}/{record_id:05d}_hr"
+                folder = f"records500/{record_id // 1000 * 1000:05d}"
+                path = out / folder / f"{prefix}{record_id:05d}_hr"
                 comments = list[str]()
             else:
                 number = (record_id - database.first) // FOLDER_RECORDS + 1
-                folder = f"training/{block.database}/g{number}"
-                path = out / folder / f"{database.prefix}{record_id:0{database.digits}d}"
+                folder = f"training/{SYNTHETIC}{block.database}/g{number}"
+                path = out / folder / f"{prefix}{database.prefix}{record_id:0{database.digits}d}"
                 comments = _comments(
                     block.database, age, female, _codes(block.database, names), u[i]
                 )
             _write(path, database, digital[i], comments, layout)
             if block.database == "ptb-xl":
-                rows.append(
-                    _csv_row(record_id, block.first_patient + patient, age, female, names, u[i])
-                )
+                number = block.first_patient + patient
+                rows.append(_csv_row(prefix, record_id, number, age, female, names, u[i]))
     return sum(map(len, block.ids)), rows
 
 

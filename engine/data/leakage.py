@@ -1,12 +1,10 @@
 """Data leakage: patients in the training set of one dataset and the test set of another.
 
 refuse_leak(datasets, trained, held)                 # rows of each: a patient trained on in one is held out in another
-conflicting_splits(history, dataset)                 # a model's training datasets that split the same sources differently
 """
 
 from collections.abc import Sequence
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,26 +12,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
-from omnilead.engine.data.patients import OWNER, SPLIT, patient_source, split_of
-
-
-def conflicting_splits(history: Any, dataset: Dataset) -> list[list[tuple[str, Any, Any]]]:
-    """Per conflicting dataset: (setting, the model's value, this dataset's). `history`: a list of
-    split_of(...), untrusted."""
-    this, conflicts = split_of(dataset), []
-    for other in history if isinstance(history, list) else ():
-        if not isinstance(other, dict) or other.get("fingerprint") == this["fingerprint"]:
-            continue
-        sources = other.get("sources")
-        if not isinstance(sources, list):
-            continue
-        if not any(name in this["sources"] for name in sources):
-            continue
-        settings = [(name, other.get(name), this[name]) for name in SPLIT]
-        differing = [setting for setting in settings if setting[1] != setting[2]]
-        if differing:
-            conflicts.append(differing)
-    return conflicts
+from omnilead.engine.data.patients import OWNER, patient_source
 
 
 def refuse_leak(

@@ -167,6 +167,19 @@ class StageTimer:
         return facts
 
 
+def order_of(
+    config: LoaderConfig, datasets: Sequence[Dataset], rows: Sequence[np.ndarray] = (), **roles: Any
+) -> Order:
+    """The order of these rows of each dataset, or of the crops with these roles."""
+    selected = [
+        DatasetRows.of(dataset, rows=rows[d] if rows else None, **roles)
+        for d, dataset in enumerate(datasets)
+    ]
+    return Order(
+        tuple(selected), config.batch_crops, config.seed, config.weights, config.block_shards
+    )
+
+
 class Loader:
     """Loads one rank's share of every global batch."""
 
@@ -193,13 +206,7 @@ class Loader:
         self.extra = None
         if config.augment.extra:
             self.extra = ExtraAugmentation(config.augment.extra, config.seed, rank, device)
-        selected = [
-            DatasetRows.of(dataset, rows=rows[d] if rows else None, **roles)
-            for d, dataset in enumerate(datasets)
-        ]
-        self.order = Order(
-            tuple(selected), config.batch_crops, config.seed, config.weights, config.block_shards
-        )
+        self.order = order_of(config, datasets, rows, **roles)
         # fail early if the batch cannot be divided
         self.order.slice(0, rank, world, micro=config.micro_batch)
         self.crops = config.batch_crops // world
@@ -218,7 +225,7 @@ class Loader:
             pin=device.type == "cuda",
             source=config.source,
             staging=self.staging,
-            rows=selected,
+            rows=self.order.rows,
         )
         self.meter = StageTimer()
 

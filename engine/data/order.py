@@ -35,6 +35,7 @@ from omnilead.engine.data.patients import validation_split
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096
+COUNTED = 2**20  # positions at a time in Order.drawn
 
 
 class OrderError(ConfigError):
@@ -241,6 +242,17 @@ class Order:
     def places(self, crops_seen: int, count: int) -> Places:
         """The `count` crops that follow the first `crops_seen` of the run."""
         return self._at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
+
+    def drawn(self, crops_seen: int) -> list[np.ndarray]:
+        """The rows of each dataset that are among the first `crops_seen` crops of the run."""
+        masks = [np.zeros(rows.shard_first[-1], bool) for rows in self.rows]
+        for start in range(0, crops_seen, COUNTED):
+            places = self.places(start, min(COUNTED, crops_seen - start))
+            for d, mask in enumerate(masks):
+                mask[places.row[places.dataset == d]] = True
+            if sum(int(mask.sum()) for mask in masks) == sum(map(len, self.rows)):
+                break  # later epochs draw the same rows again
+        return [np.flatnonzero(mask) for mask in masks]
 
     def batch(self, step: int) -> Places:
         return self.slice(step, 0, 1)

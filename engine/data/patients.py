@@ -12,7 +12,6 @@ held-out crop are in neither set.
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,19 +19,12 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import VENDORS, Dataset
 
-# with a patient's name, these settings determine its role: data_tools.splits
-SPLIT = ("plan", "seed", "id_share", "role_sources", "pseudonyms")
 KEY = b"omnilead data.hold_out"
 OWNER = ("source", "patient", "record")
 
 
-def split_of(dataset: Dataset) -> dict[str, Any]:
-    """How a dataset was split, to be saved with a trained model."""
-    split: dict[str, Any] = {"fingerprint": dataset.fingerprint}
-    split["sources"] = [source["name"] for source in dataset.meta.get("sources", ())]
-    for name in SPLIT:
-        split[name] = dataset.meta.get(name)
-    return split
+def source_names(dataset: Dataset) -> list[str]:
+    return [source["name"] for source in dataset.meta.get("sources", ())]
 
 
 def patient_source(source: pa.Array) -> pa.Array:

@@ -60,9 +60,9 @@ from omnilead.engine.evaluation.probe import (
     unlike,
 )
 from omnilead.engine.evaluation.results import (
-    FITTED_OTHERWISE,
     EvalOptions,
     identity_rows,
+    leakage,
     load_task,
     nullable,
     require,
@@ -120,7 +120,7 @@ class ProbedTask(NamedTuple):
     ]  # by share, bool [K]: outputs whose labels vary in test and in each draw
     weight_NB: Array  # of the test records
     few: set[float]  # shares of which the test has too few patients for intervals
-    splits: dict[str, str]  # of the tested dataset, as in TaskLabels
+    patient_B: Array  # of all crops of the tested dataset
 
 
 class Identities(NamedTuple):
@@ -313,17 +313,21 @@ def remarks(rows: Sequence[Compared], how: Namespace, work: Work) -> list[str]:
                 f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was "
                 f"recorded in them{how.widest.too_short}."
             ] = None
-    return [*notes, *leakage(rows, work.tasks)]
+    return [*notes, *seen_before(rows, work)]
 
 
-def leakage(rows: Sequence[Compared], tasks: Mapping[str, ProbedTask]) -> list[str]:
-    """Which models were fitted on what they are tested on, with another split."""
-    notes = []
-    for row, (name, task) in product(rows, tasks.items()):
-        heads = [model.head_info for model in row.trained if model.head_info]
-        if row.random and any(head.fitted_otherwise(task.splits) for head in heads):
-            notes.append(f"{row.name}, {name}: {FITTED_OTHERWISE}")
-    return notes
+def seen_before(rows: Sequence[Compared], work: Work) -> list[str]:
+    """Which models have seen the patients that they are tested on."""
+    tested = {name: (task.parts[2].rows, task.patient_B) for name, task in work.tasks.items()}
+    if persons := work.persons:
+        crops = np.concatenate([persons.gallery, persons.probe])
+        tested[IDENTIFICATION] = crops, persons.patient_B
+    notes: dict[str, None] = {}
+    for row, (name, (crops, patient_B)) in product(rows, tested.items()):
+        for model in row.trained if row.random else []:
+            found = leakage(model, work.tested, crops, patient_B)
+            notes |= dict.fromkeys(f"{row.name}, {name}: {note}" for note in found)
+    return list(notes)
 
 
 def measured(dataset: Dataset, how: Namespace) -> Array:
@@ -340,7 +344,7 @@ def task_to_probe(
     split."""
     table = word.endswith(TABLES)
     try:
-        labels, parts, splits = _labels_and_parts(word, fitted, tested, how)
+        labels, parts, patient_B = _labels_and_parts(word, fitted, tested, how)
     except ConfigError as error:
         absent = ""
         if how.labels and not table and not table_of(how.labels, word):
@@ -368,14 +372,14 @@ def task_to_probe(
     }
     if few:
         labels.remarks.append(f"{TOO_FEW} have no interval.")
-    return ProbedTask(labels, parts, draws, used, resampled(test.patient_N), few, splits)
+    return ProbedTask(labels, parts, draws, used, resampled(test.patient_N), few, patient_B)
 
 
 def _labels_and_parts(
     word: str, fitted: Dataset, tested: Dataset, how: Namespace
-) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords, ProbedRecords], dict[str, str]]:
-    """The labels of the fitted dataset; the records of train, valid and test; the tested dataset's
-    TaskLabels.splits."""
+) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords, ProbedRecords], Array]:
+    """The labels of the fitted dataset; the records of train, valid and test; the patients of the
+    tested dataset's crops."""
     table = word.endswith(TABLES)
     named = ("", word) if table else (word, table_of(how.labels, word))
     labels = labels_to_probe(fitted, *named, ("train", "valid"))
@@ -398,7 +402,7 @@ def _labels_and_parts(
                 f"Possible leakage: {both} is in train or valid of --data and in test of "
                 "--test-data."
             )
-    return labels, (train, valid, test), other.splits
+    return labels, (train, valid, test), other.patients[0]
 
 
 def table_of(folder: str, word: str) -> str:
@@ -421,9 +425,8 @@ def records_of(dataset: Dataset, labels: TaskLabels, split: str, how: Namespace)
     record_B = data_records([dataset]).key_of_crop
     rows = rows[np.argsort(record_B[rows], kind="stable")]
     begins = np.flatnonzero(np.diff(record_B[rows], prepend=-1))
-    return ProbedRecords(
-        rows, begins, labels.y[0][rows[begins]], patient_ids([dataset])[0][rows[begins]]
-    )
+    first = rows[begins]
+    return ProbedRecords(rows, begins, labels.y[0][first], labels.patients[0][first])
 
 
 def drawn(patient_N: Array, share: float) -> Iterator[Array]:

@@ -34,12 +34,13 @@ from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError, describe_leads
-from omnilead.engine.data.patients import patient_ids, split_of
+from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.data.seen import joined, seen_in
 from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
 from omnilead.engine.evaluation.results import (
-    FITTED_OTHERWISE,
     EvalOptions,
     by_record,
+    leakage,
     load_task,
     record_names,
     shown_input,
@@ -53,7 +54,7 @@ from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES, WITH_THRESHOLDS, cox, thresholds
-from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
+from omnilead.engine.tasks.labels import TaskLabels, guess, read_task, unknown_patients
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
 STRENGTHS = tuple(float(f"{digit}e{power}") for power in range(2, -5, -1) for digit in (3, 1))
@@ -158,12 +159,11 @@ def probe_model(
 
 def remarks(setup: Setup, dataset: Dataset, labels: TaskLabels | None) -> list[str]:
     """What a reader of the scores must know."""
-    options = EvalOptions(leads=setup.options.leads or "")
-    notes, head = shown_input(setup.model, dataset, options)[1], setup.model.head_info
+    notes = shown_input(setup.model, dataset, EvalOptions(leads=setup.options.leads or ""))[1]
     if labels is None:
         return notes
-    leaks = head is not None and head.fitted_otherwise(labels.splits)
-    return [*notes, *labels.remarks, *[FITTED_OTHERWISE] * leaks]
+    rows = labels.rows(0, "test")
+    return [*notes, *labels.remarks, *leakage(setup.model, dataset, rows, labels.patients[0])]
 
 
 def require_free(out: Path) -> None:
@@ -191,8 +191,6 @@ def save_with_head(
     valid_NK = outputs(task.kind, data.valid_ND, fit.weights_DK)
     head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels.facts}
     head["definition"] = {**head["definition"], "head": ""}
-    if model.head_info:  # the first split of a dataset counts: its test has not been seen
-        head["splits"] = labels.splits | model.head_info.splits
     if task.kind == "regression":
         head |= {"center": fit.center_K.tolist(), "scale": fit.scale_K.tolist()}
     elif task.kind in WITH_THRESHOLDS:
@@ -202,22 +200,26 @@ def save_with_head(
     weights_DK = fit.weights_DK.astype(np.float32)
     weights["head.weight"] = torch.from_numpy(weights_DK[1:].T.copy())
     weights["head.bias"] = torch.from_numpy(weights_DK[0].copy())
-    splits = [*model.history.get("splits", ()), split_of(dataset)]
+    fitted = [
+        seen_in(dataset, labels.rows(0, split), use)
+        for split, use in (("train", "labelled"), ("valid", "selected"))
+    ]
     document = model.config | {
         "head": head,
         "readout": "+".join(readout),
         # The head was fitted without missing leads
-        "trained": model.history | {"splits": splits, "rlm": 0},
+        "trained": model.history | {"rlm": 0},
     }
+    unknown = "".join(f"Labels: {remark}. " for remark in unknown_patients(labels.unknown))
     card = (
         f"# ECG {task.name}: a linear probe\n\nA frozen encoder, read out as {'+'.join(readout)}, and "
         f"a linear layer fitted on {len(data.train_ND):,} records, its penalty chosen on "
         f"{len(data.valid_ND):,} others. config.json says what data trained the encoder and the "
-        "layer. This is not a medical device: whatever is built on it must be validated for its "
+        f"layer. {unknown}This is not a medical device: whatever is built on it must be validated for its "
         "use and its population.\n"
     )
-    seen = describe_leads(shown.seen).split(",")
-    write(out, weights, document, model.preprocessing | {"seen": seen}, card, model.code)
+    signals = model.preprocessing | {"seen": describe_leads(shown.seen).split(",")}
+    write(out, weights, document, signals, card, model.code, joined([model.seen, *fitted]))
 
 
 def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:

@@ -34,8 +34,8 @@ from omnilead.engine.common import (
     find_config,
     shipped,
 )
+from omnilead.engine.data import seen
 from omnilead.engine.data.augmenter import FS_HZ
-from omnilead.engine.data.leakage import conflicting_splits
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.metrics import (
     TOO_FEW,
@@ -71,7 +71,6 @@ RESAMPLES, GROUP_RESAMPLES = 1000, 200
 AGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
 CHOSEN = "challenge_chosen"
-FITTED_OTHERWISE = "Possible leakage: the model was fine-tuned on this dataset with another split."
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
     "with chosen thresholds uses the threshold of each class that had the highest F1 in validation."
@@ -105,6 +104,7 @@ class TaskResult:
     crops_N: Array | None = None  # rows of the dataset
     groups_N: Mapping[str, Array] = field(default_factory=dict)  # age, sex, source of each row
     resamples: int = RESAMPLES
+    units: str = "patients"  # that intervals resample: TaskLabels.units
 
     @cached_property
     def half(self) -> dict[str, Any]:
@@ -339,24 +339,24 @@ def score_task(
     scored_head = with_thresholds(head, labels, columns)
     if scored_head.chosen:
         notes.append(CHALLENGE_NOTE)
-    notes += leakage_notes(model, labels)
+    notes += leakage(model, dataset, rows, labels.patients[0], options.role)
     notes += unscored_note(model, dataset, labels, options.role)
-    notes += left_out
+    notes += left_out + labels.remarks
     facts = _facts(dataset, options, model_input)
     if task.labels:
         facts["labels"] = task.labels
-        notes += labels.remarks
     crops = rows[crop_R]
     return TaskResult(
         labels_NK=labels.y[0][crops],
         scores_NK=scores_RK[:, columns],
         records_N=record_names(dataset, crops),
-        patients_N=patient_ids([dataset])[0][crops].tolist(),
+        patients_N=labels.patients[0][crops].tolist(),
         facts=facts,
         notes=notes,
         head=scored_head,
         crops_N=crops,
         groups_N=groups_of(dataset, crops),
+        units=labels.units,
     )
 
 
@@ -425,18 +425,12 @@ def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) 
     return replace(head, **changes, thresholds=thresholds, chosen=chosen)
 
 
-def leakage_notes(model: TrainedModel, labels: TaskLabels) -> list[str]:
-    """Whether the model may have been fine-tuned on what is scored."""
-    head = model.head_info
-    if head is None or not head.definition:
-        return []
-    trained = validated(TaskConfig, head.definition, "task")
-    if (trained.split, trained.folds) != (labels.task.split, labels.task.folds):
-        return [
-            "Possible leakage: the model was fine-tuned with other folds or another split than "
-            "the ones scored here."
-        ]
-    return [FITTED_OTHERWISE] if head.fitted_otherwise(labels.splits) else []
+def leakage(
+    model: TrainedModel, dataset: Dataset, rows: Array, patient_N: Array, role: str = "test"
+) -> list[str]:
+    """How many of the patients of these crops the model has seen, and how."""
+    validation = role == "valid"
+    return seen.notes(model.seen, [dataset], [rows], [patient_N], "scored here", validation)
 
 
 def unscored_note(
@@ -444,8 +438,9 @@ def unscored_note(
 ) -> list[str]:
     """Of a table with data that the model has not seen, all could be scored."""
     known, scored = int((~np.isnan(labels.y[0]).all(1)).sum()), len(labels.rows(0, role))
-    seen = model.head_info and dataset.fingerprint in model.head_info.splits
-    if seen or not labels.task.labels or known <= scored:
+    if not labels.task.labels or known <= scored:
+        return []
+    if seen.LABELLED in seen.uses(model.seen, dataset, np.flatnonzero(labels.split[0])):
         return []
     return [
         f"{scored:,} of {known:,} labelled crops are in the split {role}. To score all, give the "
@@ -492,6 +487,7 @@ def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> Ide
         c_BD, _ = _outputs(output, dataset, rows, model_input, options, "first")
         gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
     patients = patient_ids([dataset])[0]
+    notes += leakage(model, dataset, rows, patients, options.role)
     gallery_ids, probe_ids = patients[gallery].tolist(), patients[probe].tolist()
     baseline = IdentificationResult(
         gallery_PD[:, width:], gallery_ids, probe_QD[:, width:], probe_ids
@@ -594,15 +590,12 @@ def shown_input(
             "The data were preprocessed differently from the model's training data: compare "
             "dataset.json."
         )
+    if crops := dataset.synthetic_crops:
+        share = "All" if crops == len(dataset) else f"{crops:,} of {len(dataset):,}"
+        notes.append(f"{share} crops of this dataset are synthetic.")
     if dataset.meta.get("plan") == "paper-split":
         notes.append(
             "The split is the authors', which leaks (--plan paper-split): for comparison only."
-        )
-    if others := conflicting_splits(model.history.get("splits"), dataset):
-        differ = ", ".join(f"{name} {before}, here {now}" for name, before, now in others[0])
-        notes.append(
-            f"Possible leakage: the model was trained on these sources with another split "
-            f"({differ})."
         )
     return model_input, notes
 

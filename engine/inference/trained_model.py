@@ -42,6 +42,7 @@ from omnilead.engine.common import (
     plugin,
 )
 from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF
+from omnilead.engine.data.seen import UNKNOWN
 from omnilead.engine.inference.readout import PAPER, measures_signal, parsed, read_out, width_of
 from omnilead.engine.model.config import validated
 from omnilead.engine.model.encoder import Encoder
@@ -56,6 +57,7 @@ from omnilead.engine.model.folder import (
     document_of,
     misfits,
     model_folder,
+    seen_by,
 )
 from omnilead.engine.model.input import HALF_S, Input, SignalError
 from omnilead.engine.tasks import kinds
@@ -87,7 +89,6 @@ class HeadInfo:
     scale: tuple[float, ...] = ()
     # Settings of the task: labels, split, ...
     definition: dict[str, Any] = field(default_factory=dict)
-    splits: dict[str, str] = field(default_factory=dict)  # by dataset, as in TaskLabels
 
     def __post_init__(self) -> None:
         lengths = {"classes": len(self.classes)}
@@ -104,10 +105,6 @@ class HeadInfo:
         if self.kind == "regression":
             return logits_RK * logits_RK.new_tensor(self.scale) + logits_RK.new_tensor(self.center)
         return kinds.scores(self.kind, logits_RK)
-
-    def fitted_otherwise(self, splits: dict[str, str]) -> bool:
-        """Whether it was fitted on one of these datasets with another split."""
-        return any(self.splits.get(data, digest) != digest for data, digest in splits.items())
 
 
 class TrainedModel(nn.Module):
@@ -132,6 +129,7 @@ class TrainedModel(nn.Module):
         known = self.head_info or HeadInfo("", "identity")
         self.classes, self.thresholds, self.unit = known.classes, known.thresholds, known.unit
         self.code: dict[str, bytes] = {}  # plugged-in files in its folder: {name: content}
+        self.seen = UNKNOWN  # what it was trained on (engine.data.seen)
         self.readout = self.readout_of(config.get("readout", PAPER))
         self.eval()
 
@@ -323,7 +321,7 @@ def load(
             model = TrainedModel(own, top, document, preprocessing, digest)
         except ConfigError as error:
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
-        model.code = code_in(folder)
+        model.code, model.seen = code_in(folder), seen_by(folder)
         return model
 
 

@@ -13,9 +13,11 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
+from omnilead.data_tools.cli import tell
 from omnilead.engine.commandline import parse_yaml
 from omnilead.engine.common import FILE_NAME, VALIDATION, describe_leads
 from omnilead.engine.config import RunConfig
+from omnilead.engine.data.seen import as_bytes, publishable
 from omnilead.engine.model.encoders import file_of, portable
 from omnilead.engine.model.folder import (
     CARD,
@@ -23,6 +25,7 @@ from omnilead.engine.model.folder import (
     HUB,
     NO_TOKEN,
     PREPROCESSING,
+    SEEN,
     SHA256,
     WEIGHTS,
     LoadError,
@@ -31,6 +34,7 @@ from omnilead.engine.model.folder import (
     huggingface,
     model_folder,
     sealed,
+    seen_by,
 )
 from omnilead.engine.model.input import DEFAULT_INPUT, described
 from omnilead.engine.report.run_report import StepLog
@@ -89,7 +93,7 @@ def model_card(
     plugged = file_of(document["model"].get("encoder", ""))
     if head and not plugged:
         plugged = file_of(head["definition"].get("head", ""))
-    sources = sorted({name for split in state.get("splits", ()) for name in split["sources"]})
+    sources = state.get("sources", ())
     measured = _measured(run, state["step"])
     card = TEMPLATE.format(
         title=title,
@@ -180,6 +184,12 @@ def published(folder: Path, licence: str | None = None) -> dict[str, Path | byte
     files[CARD] = front_matter(
         {"license": licence} if licence else {}, without_places(card)
     ).encode()
+    if SEEN in files:
+        record = seen_by(folder)
+        public = publishable(record)
+        files[SEEN] = as_bytes(public)
+        if guessable := len(record) - len(public):
+            tell(f"note: {SEEN}: left out {guessable:,} hashes of a hospital's own ids of patients")
     digests = {
         name: hashlib.sha256(c if isinstance(c, bytes) else c.read_bytes()).hexdigest()
         for name, c in files.items()

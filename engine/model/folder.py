@@ -21,18 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 from safetensors.torch import save_file
 from torch import Tensor
 
 from omnilead.data_tools.cli import tell
 from omnilead.engine.common import CONFIGS, FILE_NAME, ConfigError, missing_package
+from omnilead.engine.data import seen
 from omnilead.engine.model.config import ModelConfig, validated
 
-WEIGHTS, CONFIG, PREPROCESSING, CARD = (
+# SEEN: what it was trained on (engine.data.seen); models of other programs have none
+WEIGHTS, CONFIG, PREPROCESSING, CARD, SEEN = (
     "model.safetensors",
     "config.json",
     "preprocessing.json",
     "README.md",
+    "seen.parquet",
 )
 SHA256 = "sha256"  # key in config.json
 FORMAT = 1
@@ -67,9 +71,11 @@ def write(
     preprocessing: Mapping[str, Any],
     card: str = "",
     code: Mapping[str, bytes] | None = None,
+    record: pa.Table | None = None,
 ) -> None:
     """Write a model folder: to a temporary folder, then renamed, so that none is ever half
-    written. An existing one is replaced; between two renames there is none. `code`: plug-ins."""
+    written. An existing one is replaced; between two renames there is none. `code`: plug-ins;
+    `record`: what it has seen."""
     if not folder.name:  # renaming a shell's own folder would leave it in one that is gone
         raise ConfigError(f"{folder}: name a new folder")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -82,6 +88,8 @@ def write(
         (temporary / CARD).write_text(card)
         for name, content in (code or {}).items():
             (temporary / name).write_bytes(content)
+        if record is not None:
+            (temporary / SEEN).write_bytes(seen.as_bytes(record))
         seal(temporary, {"format_version": FORMAT, **config})
         if folder.exists():
             os.replace(folder, old)
@@ -124,7 +132,10 @@ def check(folder: Path) -> str:
     sums = sums if isinstance(sums, dict) else {}
     others = {name: value for name, value in sums.items() if name != CONFIG}
     actual = {CONFIG: _content_sha256(document | {SHA256: others})}
-    for name in (PREPROCESSING, WEIGHTS, *code_in(folder)):
+    names = [PREPROCESSING, WEIGHTS, *code_in(folder)]
+    if (folder / SEEN).exists() or SEEN in sums:
+        names.append(SEEN)
+    for name in names:
         try:
             actual[name] = file_sha256(folder / name)
         except OSError as error:
@@ -149,6 +160,11 @@ def code_in(folder: Path) -> dict[str, bytes]:
         for file in sorted(folder.glob("*.py"))
         if isinstance(sums, dict) and file.name in sums
     }
+
+
+def seen_by(folder: Path) -> pa.Table:
+    """What the model in a folder, or the start of a run, was trained on."""
+    return seen.read(folder / SEEN) if (folder / SEEN).exists() else seen.UNKNOWN
 
 
 def file_sha256(path: Path) -> str:
@@ -206,7 +222,8 @@ def _download(url: str, local: Path) -> Path:
         files, root = fsspec.core.url_to_fs(url)
         root = f"{root}/model" if files.exists(f"{root}/model/{WEIGHTS}") else root
         code = [place.rpartition("/")[2] for place in files.glob(f"{root}/*.py")]
-        for name in (CONFIG, PREPROCESSING, WEIGHTS, *code):
+        record = [SEEN] if files.exists(f"{root}/{SEEN}") else []
+        for name in (CONFIG, PREPROCESSING, WEIGHTS, *record, *code):
             files.get_file(f"{root}/{name}", str(local / name))
     except FileNotFoundError as error:
         raise LoadError(f"{url}: no model there: {error}".splitlines()[0]) from None

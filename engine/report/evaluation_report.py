@@ -92,7 +92,7 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
         ReportSection(
             "Records",
             tiles=list(tiles(record)),
-            note=scoring_note(head, of),
+            note=scoring_note(head, of, result.units),
             remarks=result.remarks,
         ),
         ReportSection(
@@ -114,9 +114,9 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
     return f"{head.task}, {head.kind}", counts, sections
 
 
-def scoring_note(head: HeadInfo, of: str) -> str:
+def scoring_note(head: HeadInfo, of: str, units: str) -> str:
     note = (
-        f"Of whole records: the mean over the {of}. Small: 95 % bootstrap intervals over patients. "
+        f"Of whole records: the mean over the {of}. Small: 95 % bootstrap intervals over {units}. "
     )
     if head.kind == "regression":
         return f"{note}In {head.unit or 'its own unit'}."

@@ -39,17 +39,19 @@ from omnilead.engine.common import (
 )
 from omnilead.engine.config import micro_batch
 from omnilead.engine.data.augmenter import to_device
-from omnilead.engine.data.loader import Batch
+from omnilead.engine.data.loader import Batch, order_of
+from omnilead.engine.data.seen import as_bytes, notes
 from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
 from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.model import encoders
 from omnilead.engine.model.config import ModelConfig, validated
 from omnilead.engine.model.encoder import Encoder, pool
+from omnilead.engine.model.folder import SEEN
 from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig
-from omnilead.engine.tasks.labels import SPLITS, TaskLabels, read_task
+from omnilead.engine.tasks.labels import SPLITS, TRAIN, TaskLabels, read_task, unknown_patients
 from omnilead.engine.tasks.start import read_start, readout_for, select_leads, with_windows
 from omnilead.engine.training.checkpoint import newest
 from omnilead.engine.training.distributed import Ranks
@@ -57,6 +59,8 @@ from omnilead.engine.training.export import (
     ExportedTask,
     best_step_text,
     describe_encoder,
+    is_model,
+    signals_of,
     start_text,
 )
 from omnilead.engine.training.task import (
@@ -210,6 +214,8 @@ class FinetuneTask(ExportedTask):
         self.remarks = self._remarks()
         if self.labels.table:
             self.kept = {LABELS: parquet_bytes(self.labels.table)}
+        if is_model(config.start):
+            self.kept = {**self.kept, SEEN: as_bytes(self.start.seen)}
         plugged = {"augment.extra": config.augment.extra, "task.head": config.task.head}
         self.code = encoders.code_of(plugged, config.run, self.start.code)
         self.encoder, self.flops_per_crop = self._examined()
@@ -246,18 +252,14 @@ class FinetuneTask(ExportedTask):
             *self.labels.remarks,
             split_remark(self.labels),
             *self.targets.remarks,
-            *self._leakage_remarks(),
+            *self._leakage(),
             *self._validation_remarks(),
         ]
 
-    def _leakage_remarks(self) -> list[str]:
-        head = self.start.head
-        if not (head and head.fitted_otherwise(self.labels.splits)):
-            return []
-        return [
-            "possible leakage: the model that this starts from was fitted on these data with another "
-            "split, so it may have learned ECGs that are now in validation or test"
-        ]
+    def _leakage(self) -> list[str]:
+        held_out = [np.flatnonzero(split > TRAIN) for split in self.labels.split]
+        patients = self.labels.patients
+        return notes(self.start.seen, self.datasets, held_out, patients, "in validation or test")
 
     def _validation_remarks(self) -> list[str]:
         if not self.held_out.crops:
@@ -281,9 +283,6 @@ class FinetuneTask(ExportedTask):
         if self.readout != (PAPER,):
             facts["finetuning"]["readout"] = "+".join(self.readout)
         facts["labels"] = dict(self.label_facts)
-        if self.start.head:
-            # The first split of a dataset counts: its test has not been seen
-            facts["labels"]["splits"] = self.label_facts["splits"] | self.start.head.splits
         if self.kind == "regression":
             facts["labels"] |= {
                 "center": self.targets.center_K.tolist(),
@@ -295,8 +294,6 @@ class FinetuneTask(ExportedTask):
         if self.kind == "survival":  # who is compared with whom
             candidates = micro_batch(self.config, self.ranks.world)[0] * self.ranks.world
             facts["train.micro_batch x ranks"] = candidates
-        if self.start.splits:
-            facts["splits_before"] = self.start.splits
         return facts
 
     def explained(self) -> dict[str, Any]:
@@ -493,13 +490,34 @@ class FinetuneTask(ExportedTask):
             outputs = f"Tokens weighed by learnt queries, then a linear layer: {task.kind}."
         if task.kind == "identity":
             outputs = "Mean over time as a unit vector, compared by cosine."
+        unknown = unknown_patients(state["labels"].get("unknown_patients", (0, 0)))
         return f"ECG {task.name}, fine-tuned with omnilead", [
             describe_encoder(model),
             f"Fine-tuned from {start_text(config.start)}, on leads "
             f"{describe_leads(config.augment.seen)}.",
             outputs,
             f"{best_step_text(best)} These are the weights of step {state['step']:,}, {which}.",
+            *[f"Labels: {remark}." for remark in unknown],
         ]
+
+    @staticmethod
+    def uses(
+        config: FinetuneConfig, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
+    ) -> list[tuple[Dataset, np.ndarray, str]]:
+        if (run / LABELS).exists():  # the table itself may have changed
+            config = config.model_copy(
+                update={"task": replace(config.task, labels=str(run / LABELS))}
+            )
+        architecture = validated(ModelConfig, state["finetuning"]["architecture"], "model")
+        model_input = Input.of(signals_of(config, state), architecture.leads)
+        labels = with_windows(labels_of(config, datasets), datasets, model_input)
+        order = order_of(config.loader, datasets, **training_roles(labels, datasets, model_input))
+        used = []
+        for n, rows in enumerate(order.drawn(state["crops_seen"])):
+            used.append((datasets[n], rows, "labelled"))
+            if state.get("best"):
+                used.append((datasets[n], labels.rows(n, "valid"), "selected"))
+        return used
 
     @staticmethod
     def exports(config: FinetuneConfig, name: str) -> bool:

@@ -30,11 +30,12 @@ from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.spreadsheet import QUOTED, unquoted
 from omnilead.engine.common import ConfigError, missing_package
 from omnilead.engine.data.leakage import refuse_leak
-from omnilead.engine.data.patients import owners_of, patient_ids, uniforms
+from omnilead.engine.data.patients import owners_of, patient_ids, patient_source, uniforms
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
 from omnilead.engine.tasks.kinds import OF_VALUES
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
+TRAIN = 1
 SPLIT_OF = {
     "": 0,
     "train": 1,
@@ -47,7 +48,7 @@ SPLIT_OF = {
     "probe": 3,
 }
 RESERVED = ("record", "source", "patient", "fold", "split")
-USED = ("record", "source", "fold", "split")
+USED = ("record", "source", "patient", "fold", "split")
 TIMED = ("time", "event")  # columns of survival
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
@@ -56,7 +57,10 @@ FEW = 10  # a column of numbers with at most this many values holds classes
 SHOWN = 3  # names in a message
 MAX_VALUES = 100  # classes of multiclass, and folds
 ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
-PTBXL = (r"^(\d{5})_[hl]r$", r"HR\1")  # file names of PTB-XL to record names of the Challenge
+PTBXL = (
+    r"^(syn\d+_)?(\d{5})_[hl]r$",
+    r"\1HR\2",
+)  # file names of PTB-XL to record names of the Challenge
 # Ways a table may name a record: as in the dataset, or by its path in the archive, perhaps with
 # folders joined by _
 FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDERS, PTBXL))
@@ -73,8 +77,9 @@ class TaskLabels:
     remarks: list[str] = field(default_factory=list)
     name: str = ""  # of the table in messages; "": the labels are roles of the datasets
     table: pa.Table | None = None  # the columns of the label table that are used, as text
-    # By fingerprint of a dataset: of the split of its crops, also of those without a known label
-    splits: dict[str, str] = field(default_factory=dict)
+    # By dataset [crops] int64: ids of those who must be in one split, patients or else records
+    patients: list[np.ndarray] = field(default_factory=list)
+    unknown: tuple[int, int] = (0, 0)  # labelled records without a patient, all labelled records
 
     def rows(self, dataset: int, split: str) -> np.ndarray:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
@@ -93,6 +98,14 @@ class TaskLabels:
         return ("identity" if self.task.kind == "identity" else "dx") if own else ""
 
     @property
+    def units(self) -> str:
+        """What is resampled for an interval."""
+        without, records = self.unknown
+        if not without:
+            return "patients"
+        return "records" if without == records else "patients (records where they are unknown)"
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Facts that must not change when a training is resumed, as JSON."""
         definition = json.loads(
@@ -106,7 +119,7 @@ class TaskLabels:
             "definition": definition,
             "classes": list(self.classes),
             "sha256": digest if arrays else "",
-            "splits": self.splits,
+            "unknown_patients": list(self.unknown),
         }
 
 
@@ -135,15 +148,17 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
             f"{table.name}: no record has a known label in {', '.join(task.columns)}: fill in the "
             "cells"
         )
-    task, split_N, remarks = _splits(task, table, datasets, known)
+    people = _people(table, datasets)
+    task, split_N, remarks = _splits(task, table, datasets, known, people)
     split = np.split(
         np.where(known, split_N, 0).astype(np.int8), np.cumsum([len(one) for one in y])[:-1]
     )
     used = [name for name in table.cells.column_names if name in (*USED, *task.columns)]
     kept = table.cells.select(used) if task.labels else None
-    remarks = [*table.remarks, *remarks]
-    splits = _digests(datasets, split_N)
-    return TaskLabels(task, classes, y, split, remarks, table.name, kept, splits)
+    unknown = _unknown(datasets, known, people)
+    remarks = [*table.remarks, *remarks, *unknown_patients(unknown)]
+    ids = np.split(people.owner_N, np.cumsum([len(one) for one in y])[:-1])
+    return TaskLabels(task, classes, y, split, remarks, table.name, kept, ids, unknown)
 
 
 def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
@@ -165,19 +180,60 @@ def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
             "roles"
         )
     split = _by_role(datasets, "id_role" if identity else "dx_role")
-    y = (
-        patient_ids(datasets)
-        if identity
-        else [dataset.labels.astype(np.float32) for dataset in datasets]
-    )
-    splits = _digests(datasets, np.concatenate(split))
-    return TaskLabels(task, () if identity else CLASSES, y, split, splits=splits)
+    patients = patient_ids(datasets)
+    if identity:
+        return TaskLabels(task, (), patients, split, patients=patients)
+    y = [dataset.labels.astype(np.float32) for dataset in datasets]
+    people = People(*owners_of(datasets))
+    unknown = _unknown(datasets, np.concatenate(split) > 0, people)
+    remarks = unknown_patients(unknown)
+    return TaskLabels(task, CLASSES, y, split, remarks, patients=patients, unknown=unknown)
 
 
-def _digests(datasets: Sequence[Dataset], split_N: np.ndarray) -> dict[str, str]:
-    ends = np.cumsum([len(dataset) for dataset in datasets])
-    parts = zip(datasets, np.split(split_N.astype(np.int8), ends[:-1]), strict=True)
-    return {dataset.fingerprint: sha256(split.tobytes()).hexdigest() for dataset, split in parts}
+class People(NamedTuple):
+    """Who must be in one split: the patients, or where they are unknown the records."""
+
+    names: pa.Array
+    owner_N: np.ndarray  # of each crop of all datasets, the index of its owner in `names`
+    known_N: np.ndarray  # whether that is a patient
+
+
+def _people(table: LabelTable, datasets: Sequence[Dataset]) -> People:
+    """A column `patient` of the label table counts where a dataset knows no patient."""
+    people = People(*owners_of(datasets))
+    if people.known_N.all() or "patient" not in table.cells.column_names:
+        return people
+    cells = table.cells["patient"].combine_chunks()
+    row_N = np.concatenate(table.row)
+    given_N = (row_N >= 0) & ~people.known_N
+    given_N[given_N] = cells.is_valid().to_numpy(zero_copy_only=False)[row_N[given_N]]
+    source = pa.concat_tables([one.table(["source"]) for one in datasets])["source"]
+    named = pc.binary_join_element_wise(
+        patient_source(source.filter(pa.array(given_N)).combine_chunks()),
+        cells.take(pa.array(row_N[given_N])),
+        "/",
+    ).dictionary_encode()
+    every = pa.concat_arrays([people.names, named.dictionary]).dictionary_encode()
+    owner_N = every.indices.to_numpy()[people.owner_N]
+    owner_N[given_N] = every.indices.to_numpy()[len(people.names) + named.indices.to_numpy()]
+    return People(every.dictionary, owner_N, people.known_N | given_N)
+
+
+def _unknown(datasets: Sequence[Dataset], known: np.ndarray, people: People) -> tuple[int, int]:
+    """How many labelled records have no patient, and how many there are."""
+    record_N = data_records(datasets).key_of_crop
+    without = len(np.unique(record_N[known & ~people.known_N]))
+    return without, len(np.unique(record_N[known]))
+
+
+def unknown_patients(unknown: Sequence[int]) -> list[str]:
+    without, records = unknown
+    if not without:
+        return []
+    return [
+        f"patients unknown for {without:,} of {records:,} records: split by record, scores may be "
+        "too high"
+    ]
 
 
 def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
@@ -499,7 +555,11 @@ def _coded(split: pa.ChunkedArray) -> np.ndarray:
 
 
 def _splits(
-    task: TaskConfig, table: LabelTable, datasets: Sequence[Dataset], known: np.ndarray
+    task: TaskConfig,
+    table: LabelTable,
+    datasets: Sequence[Dataset],
+    known: np.ndarray,
+    people: People,
 ) -> tuple[TaskConfig, np.ndarray, list[str]]:
     """The task with its folds, the split of each crop of all datasets, and remarks."""
     columns = [name for name in ("fold", "split") if name in table.cells.column_names]
@@ -513,13 +573,12 @@ def _splits(
             f"{table.name}: task.split=column, but it has neither `fold` nor `split`: use "
             "task.split=8:1:1"
         )
-    names, owner_N, _ = owners_of(datasets)  # those who must be in one split
     if how == "column":
-        task, split = _by_column(task, table, columns[0], known, names, owner_N)
+        task, split = _by_column(task, table, columns[0], known, people)
     else:
         task = replace(task, folds={})
         # first come those whom data.hold_out holds out: test
-        split = 3 - np.digitize(uniforms(names), (0.1, 0.2))[owner_N]
+        split = 3 - np.digitize(uniforms(people.names), (0.1, 0.2))[people.owner_N]
     kept = _without_copies(split, datasets, known)
     remarks = []
     if left_out := int((kept != split).sum()):
@@ -527,12 +586,6 @@ def _splits(
     if nowhere := int((known & (split == 0)).sum()):
         remarks.append(
             f"{nowhere:,} crops are left out: their {columns[0]} is not for train, valid or test"
-        )
-    unnamed = sum(dataset.table(["patient"])["patient"].null_count for dataset in datasets)
-    if unnamed and "patient" in table.cells.column_names:
-        remarks.append(
-            f"{task.labels}: column `patient` is not read: ECGs without a patient in the dataset "
-            "count as one each"
         )
     return task, kept, remarks
 
@@ -563,8 +616,7 @@ def _by_column(
     table: LabelTable,
     column: str,
     known: np.ndarray,
-    names: pa.Array,
-    owner_N: np.ndarray,
+    people: People,
 ) -> tuple[TaskConfig, np.ndarray]:
     """The task with its folds, and the split of each crop. A patient in two folds is an error."""
     cells = table.cells[column].combine_chunks().dictionary_encode()
@@ -585,14 +637,14 @@ def _by_column(
     none = len(values)  # the code of an empty cell, and of a crop without a row
     code_of_row = pc.fill_null(cells.indices, none).to_numpy(zero_copy_only=False)
     code_N = np.append(code_of_row, none)[np.concatenate(table.row)]
-    seen = np.zeros((len(names), none + 1), bool)  # which patient is in which fold
-    seen[owner_N[known], code_N[known]] = True
+    seen = np.zeros((len(people.names), none + 1), bool)  # which patient is in which fold
+    seen[people.owner_N[known], code_N[known]] = True
     seen[:, none] = False
     twice = np.flatnonzero(seen.sum(1) > 1)
     if len(twice):
         folds = " and ".join(values[fold] for fold in np.flatnonzero(seen[twice[0]])[:2])
         raise ConfigError(
-            f"{table.name}: patient {names[int(twice[0])]} is in {column}s {folds}: put each "
+            f"{table.name}: patient {people.names[int(twice[0])]} is in {column}s {folds}: put each "
             "patient in one"
         )
     return task, np.append(number, 0)[code_N]

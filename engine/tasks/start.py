@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from torch import Tensor, nn
 
 from omnilead.data_tools.cli import say
@@ -23,6 +24,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping, read_yaml
 from omnilead.engine.common import ConfigError, describe_leads, environment, find_config, merge
 from omnilead.engine.config import Config, TrainConfig, build, check
+from omnilead.engine.data.seen import NOTHING
 from omnilead.engine.inference import trained_model as inference
 from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.model import encoders
@@ -32,6 +34,7 @@ from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
+from omnilead.engine.training.export import is_model
 from omnilead.engine.training.train import open_datasets
 
 BATCH, EPOCHS, STEPS, VALIDATE = 64, 40, 20_000, 500  # at most
@@ -47,7 +50,7 @@ class Start(NamedTuple):
     input: Input  # its windows, rate, band and scale, which fine-tuning keeps
     name: str
     code: dict[str, bytes]  # its plugged-in files
-    splits: Sequence[Any] = ()  # of the datasets it was trained on
+    seen: pa.Table = NOTHING  # what it was trained on
     weights: dict[str, Tensor] | None = None  # of its encoder; None: random
     kind: type[nn.Module] | None = None  # of its encoder; None: as `model` names it
     head: inference.HeadInfo | None = None
@@ -57,7 +60,7 @@ class Start(NamedTuple):
 
 def read_start(start: str, code: bool = False) -> Start:
     """`code`: allow running encoder code that the folder holds."""
-    if Path(start).suffix in (".yaml", ".yml"):
+    if not is_model(start):
         config = load(start, kind=Config)
         brought = encoders.code_of({"model.encoder": config.model.encoder}, start)
         return Start(config.model, config.signals, f"random {config.model}", code=brought)
@@ -67,13 +70,12 @@ def read_start(start: str, code: bool = False) -> Start:
         weights.pop("mask_embedding", None)
     history = model.history
     name = " ".join(str(history.get(key)) for key in ("step", "crops_seen", "datasets"))
-    splits = history.get("splits")
     return Start(
         config_of(model.config),
         model.input,
         name,
         model.code,
-        splits if isinstance(splits, list) else [],
+        model.seen,
         weights,
         type(model.encoder),
         model.head_info,

@@ -255,7 +255,7 @@ class _State(BaseModel):
     zero_stage: Literal[0, 1, 2, 3]
     preprocessing_sha256: str
     datasets: list[str]
-    splits: list[dict[str, Any]] = []
+    sources: list[str] = []
     code: dict[
         Annotated[str, Field(pattern=r"^[^/\x00]+\.py$")], str
     ] = {}  # names of plugged-in files

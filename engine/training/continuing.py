@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -25,16 +27,20 @@ from omnilead.engine.commandline import load, overridden, read_mapping
 from omnilead.engine.common import ConfigError, blaming, describe_leads, flatten
 from omnilead.engine.config import Config, build
 from omnilead.engine.data.augmenter import HALF
+from omnilead.engine.data.loader import order_of
+from omnilead.engine.data.seen import as_bytes
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import cast_statistics, portable
 from omnilead.engine.model.folder import (
     CONFIG,
     PREPROCESSING,
+    SEEN,
     WEIGHTS,
     config_of,
     document_of,
     misfits,
     model_folder,
+    seen_by,
 )
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.objectives import single_process
@@ -47,7 +53,7 @@ from omnilead.engine.training.export import (
     start_text,
 )
 from omnilead.engine.training.pretraining import PretrainTask
-from omnilead.engine.training.validation import dtype_of
+from omnilead.engine.training.validation import dtype_of, training_roles
 
 QUICKSTART = "quickstart"  # the config if none is given
 # What embeddings of the model keep of an ECG (engine.inference.readout). Of those tried, it diagnosed
@@ -70,6 +76,7 @@ MASK = "encoder.mask_embedding"  # only the local objective has it
 class StartingWeights:
     start: str
     weights: dict[str, Tensor]
+    seen: pa.Table
     facts: dict[str, Any]  # for checkpoints and config.json
 
     @torch.no_grad()
@@ -111,6 +118,8 @@ class ContinuedTask(PretrainTask, ExportedTask):
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         super().__init__(config, datasets, ranks)
         self.start = read_weights(config) if config.start else None
+        if self.start:
+            self.kept = {SEEN: as_bytes(self.start.seen)}
 
     def model(self, generator: torch.Generator) -> nn.Module:
         model = super().model(generator)
@@ -143,6 +152,14 @@ class ContinuedTask(PretrainTask, ExportedTask):
         if "continued" in state:
             document["continued"] = state["continued"]
         return document
+
+    @staticmethod
+    def uses(
+        config: Config, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
+    ) -> list[tuple[Dataset, np.ndarray, str]]:
+        order = order_of(config.loader, datasets, **training_roles(config))
+        drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
+        return [(dataset, rows, "unlabelled") for dataset, rows in drawn]
 
     @staticmethod
     def exports(config: Config, name: str) -> bool:
@@ -254,16 +271,13 @@ def read_weights(config: Config) -> StartingWeights:
         document = document_of(folder / CONFIG)
         preprocessing = document_of(folder / PREPROCESSING)
         theirs = config_of(document, folder / CONFIG)
-        weights = load_file(folder / WEIGHTS)
+        weights, seen = load_file(folder / WEIGHTS), seen_by(folder)
     check_fits(config, theirs, Input.of(preprocessing, theirs.leads))
     trained = document.get("trained") or {}
     continued: dict[str, Any] = {"start": start, "digest": digest[:16]}
     continued |= {key: trained.get(key) for key in ("step", "datasets")}
-    facts: dict[str, Any] = {"continued": continued}
-    if trained.get("splits"):
-        facts["splits_before"] = trained["splits"]
     floats = {name: w.float() for name, w in weights.items()}
-    return StartingWeights(start, floats, facts)
+    return StartingWeights(start, floats, seen, {"continued": continued})
 
 
 def check_fits(config: Config, theirs: ModelConfig, signals: Input) -> None:

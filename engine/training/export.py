@@ -2,16 +2,20 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import pyarrow as pa
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from omnilead.engine.common import describe_leads, plugin
+from omnilead.data_tools.dataset import DataError, Dataset
+from omnilead.engine.common import ConfigError, describe_leads, plugin
 from omnilead.engine.config import RunConfig
+from omnilead.engine.data import seen
 from omnilead.engine.model import folder
 from omnilead.engine.model.config import ENCODERS, ModelConfig
 from omnilead.engine.model.encoders import CODE, file_of, portable
@@ -47,6 +51,14 @@ class ExportedTask(TrainingTask):
         """Title and lines of the model card."""
 
     @staticmethod
+    @abstractmethod
+    def uses(
+        config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
+    ) -> list[tuple[Dataset, np.ndarray, str]]:
+        """The crops that the checkpoint's weights have seen: rows of a dataset, and their use
+        (engine.data.seen)."""
+
+    @staticmethod
     def exports(config: Any, name: str) -> bool:
         """Whether the weights of this name are exported."""
         return True
@@ -56,6 +68,7 @@ class Export(NamedTuple):
     config: RunConfig
     state: dict[str, Any]  # of the checkpoint
     weights: dict[str, Tensor]
+    seen: pa.Table
 
 
 def read_export(run: Path, kind: type[RunConfig], task: type[ExportedTask]) -> Export:
@@ -68,7 +81,22 @@ def read_export(run: Path, kind: type[RunConfig], task: type[ExportedTask]) -> E
     with distributed.process_restored():  # reading may import DeepSpeed
         every = full_weights(path)
     weights = {name: tensor for name, tensor in every.items() if task.exports(config, name)}
-    return Export(config, state, weights)
+    return Export(config, state, weights, seen_until(run, config, state, task))
+
+
+def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[ExportedTask]) -> pa.Table:
+    """What the weights of a checkpoint have seen, their start included."""
+    records = [folder.seen_by(run)] if is_model(config.start) else []
+    try:
+        datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
+        if [dataset.fingerprint for dataset in datasets] != state["datasets"]:
+            raise ConfigError(f"{', '.join(config.data.datasets)}: not the data of this run")
+        for dataset, rows, use in task.uses(config, state, run, datasets):
+            records.append(seen.seen_in(dataset, rows, use))
+    except (ConfigError, DataError, OSError) as error:
+        warn(f"the exported model cannot say what it was trained on: {error}")
+        records.append(seen.UNKNOWN)
+    return seen.joined(records)
 
 
 def best(run: Path) -> Path | None:
@@ -101,11 +129,13 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 
 def write_export(run: Path, export: Export, task: type[ExportedTask], card: str) -> Path:
     """Writes RUN/model: weights in safetensors, the input specification, the card."""
-    config, state, weights = export
+    config, state, weights, record = export
     document = task.described(config, state) | {"trained": _history(config, state)}
     code = {name: read_code(run / CODE / name) for name in state.get("code", ())}
     try:
-        folder.write(run / "model", weights, document, _signals(config, state), card, code)
+        folder.write(
+            run / "model", weights, document, signals_of(config, state), card, code, record
+        )
     except SafetensorError as error:
         raise WriteError(
             f"{run / 'model'}: {error}: free disk space, then --export {run}"
@@ -113,7 +143,7 @@ def write_export(run: Path, export: Export, task: type[ExportedTask], card: str)
     return run / "model"
 
 
-def _signals(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
+def signals_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
     """preprocessing.json: the signals that the model takes."""
     leads = describe_leads(config.augment.output_leads).split(",")
     seen = describe_leads(config.augment.seen).split(",")
@@ -131,7 +161,6 @@ def _history(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
         **{name: state[name] for name in kept},
         "precision": config.train.precision,
         "rlm": config.augment.rlm,
-        "splits": [*state.get("splits", ()), *state.get("splits_before", ())],
     }
 
 
@@ -142,6 +171,11 @@ def read_code(file: Path) -> bytes:
             f"{checkpoint.RESTORE}"
         )
     return file.read_bytes()
+
+
+def is_model(start: str) -> bool:
+    """Whether `start` is a model; a YAML file gives random weights."""
+    return bool(start) and Path(start).suffix not in (".yaml", ".yml")
 
 
 def start_text(start: str) -> str:

@@ -30,7 +30,7 @@ from omnilead.engine.config import RunConfig, micro_batch, zero_stage
 from omnilead.engine.data.counter import bits
 from omnilead.engine.data.loader import Batch, Loader, State
 from omnilead.engine.data.order import Places
-from omnilead.engine.data.patients import split_of
+from omnilead.engine.data.patients import source_names
 from omnilead.engine.model.objectives import sum_over_ranks
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import AnyRank, Ranks
@@ -284,7 +284,7 @@ def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> d
     return {
         "format": 1,
         "datasets": [dataset.fingerprint for dataset in datasets],
-        "splits": [split_of(dataset) for dataset in datasets],
+        "sources": sorted({name for dataset in datasets for name in source_names(dataset)}),
         "preprocessing_sha256": datasets[0].meta["preprocessing_sha256"],
         "world": ranks.world,
         "zero_stage": zero_stage(config),

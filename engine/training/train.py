@@ -43,6 +43,7 @@ CHANGEABLE = {
     "run",
     "code",
     "task.labels",
+    "labels.unknown_patients",
     "labels.center",
     "labels.scale",
     "data.datasets",
@@ -72,7 +73,7 @@ CHANGEABLE = {
     "train.track",
     "train.deterministic",
 }
-# Of a task: its settings are compared by themselves, and its splits by the sha256 of the labels
+# Of a task: its settings are compared by themselves; before 0.1.0 there were digests of splits
 DEFINITION = ("labels.definition.", "labels.splits.")
 
 

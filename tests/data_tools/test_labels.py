@@ -298,7 +298,12 @@ MEASURED = ",".join(["study_id", *REPORTS, *NUMBERS]) + "\n1" + 27 * ",soon"
     ("archive", "table", "text", "words"),
     [
         ("ptbxl", "other", "", "no scp_statements.csv: copy it from PTB-XL's release"),
-        ("ptbxl", "ptbxl_database", "ecg_id,scp_codes,strat_fold\n1,,x", "strat_fold is not 1 to"),
+        (
+            "ptbxl",
+            "ptbxl_database",
+            "ecg_id,patient_id,scp_codes,strat_fold\n1,,,x",
+            "strat_fold is not 1 to",
+        ),
         ("code15", "other", "", "missing file: exams.csv"),
         ("code15", "exams", "exam_id,age\n1,2\n", "no column 1dAVb, AF, LBBB"),
         ("code15", "exams", EXAM, "exams.csv: 'a b' is not a record's id"),

@@ -23,7 +23,7 @@ def test_all_commands_run_from_synth_to_a_figure(shell, tmp_path):
     text, _ = shell.run("shard", archive, "--out", out, "--workers", 1, "--format", "both")
     assert "189,051" in text  # beside the paper's own count
     shell.run("verify", out, "--archive", archive, "--workers", 1)
-    header = next(archive.glob("training/georgia/g*/*.hea"))
+    header = next(archive.glob("training/synthetic-georgia/g*/*.hea"))
     for words in ((out,), (out, "--crop", 0), (header,)):
         text, _ = shell.run("show", *words, "--png", png)
         assert png.read_bytes().startswith(b"\x89PNG")
@@ -94,7 +94,7 @@ def test_wrong_arguments_give_a_one_line_error(
         Path(name).write_bytes(bytes(size))
         Path(name).chmod(mode)
     Path("LINKS").mkdir()
-    Path("LINKS/mine").symlink_to(archive / "training" / "georgia" / "g1")
+    Path("LINKS/mine").symlink_to(archive / "training" / "synthetic-georgia" / "g1")
     Path("raising.py").write_text('raise RuntimeError("a\\nb")\n')
     os.mkfifo("PIPE")
     write_challenge(Path("OWN"), "one", ecg())
@@ -128,18 +128,24 @@ def test_sources_of_the_paper_and_left_out_sources_are_printed(archive, shell, t
     """All eight databases of the Challenge: the paper pre-trains on six."""
     command = ("shard", archive, "--workers", 1, "--out", tmp_path / "paper")
     out, note = shell.run(*command)
-    assert re.search("not for pre-training: ptb, st_petersburg_incart .*--pretrain-sources", note)
+    assert re.search(
+        "not for pre-training: synthetic-ptb, synthetic-st_petersburg_incart .*--pretrain-sources",
+        note,
+    )
     assert "no crop for" not in note
-    for name, records in (("georgia", "10,344"), ("ptb-xl", "21,837"), ("ptb", "0")):
-        assert re.search(rf"^{name} +\d+ +{records} ", out, re.MULTILINE)
+    for name in ("georgia", "ptb-xl", "ptb"):
+        assert re.search(rf"^synthetic-{name} +\d+ .*  CC0-1.0$", out, re.MULTILINE)
     paper = Dataset.open(str(tmp_path / "paper"))
-    assert pretrained(paper) == set(PAPER_SETS)
+    assert pretrained(paper) == {f"synthetic-{name}" for name in PAPER_SETS}
     assert 0 < paper.meta["roles"]["id"]["probe"] <= 0.15 * 60
     command = (*command[:-1], tmp_path / "named")
     _, note = shell.run(*command, "--pretrain-sources", "ptb", "georgia", "--id-share", 0)
-    assert "no crop for id gallery, id probe: " in note
-    assert "not for pre-training: chapman_shaoxing, " in note
-    assert pretrained(Dataset.open(str(tmp_path / "named"))) == {"ptb", "georgia"}
+    assert re.search("no crop for (id valid, )?id gallery, id probe: ", note)
+    assert "not for pre-training: synthetic-chapman_shaoxing, " in note
+    assert pretrained(Dataset.open(str(tmp_path / "named"))) == {
+        "synthetic-ptb",
+        "synthetic-georgia",
+    }
     _, note = shell.run(*command[:-1], tmp_path / "none", "--pretrain-sources", "nobody")
     assert "no crop for pretrain, id train, id valid: --pretrain-sources" in note
 

@@ -340,7 +340,7 @@ def test_broken_records_are_refused_as_on_a_disk(s3, small, tmp_path):
     records are read."""
     broken = tmp_path / "archive"
     shutil.copytree(small, broken)
-    first, second, third = sorted(broken.rglob("HR*.hea"))[:3]
+    first, second, third = sorted(broken.rglob("*_HR*.hea"))[:3]
     first.write_bytes(b"")
     second.with_suffix(".mat").write_bytes(b"")
     third.with_suffix(".mat").unlink()

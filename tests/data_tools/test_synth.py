@@ -6,12 +6,15 @@ import csv
 from collections import Counter
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import scipy.io
 import wfdb
 from handmade import files
 
+from omnilead.data_tools.__main__ import shard
 from omnilead.data_tools.errors import DataError
+from omnilead.data_tools.labels import write_labels
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, HEART_AXIS_CODES, LEADS, SCP_CODES
 from omnilead.data_tools.synthetic import archive as synth
 from omnilead.data_tools.synthetic.ecg import simulate, twelve_leads
@@ -47,6 +50,10 @@ def samples_of(header):
     return np.frombuffer(data, "<i2").reshape(-1, 12)
 
 
+def database_of(header):
+    return header.parents[1].name.removeprefix("synthetic-")
+
+
 def comments(header):
     lines = [line[1:] for line in header.read_text().splitlines() if line.startswith("#")]
     return {key.strip(): value.strip() for key, value in (line.split(":", 1) for line in lines)}
@@ -57,8 +64,35 @@ def test_the_same_seed_gives_the_same_bytes_for_any_number_of_workers(challenge,
     first = files(challenge)
     assert files(tmp_path / "two") == first
     synth.synthesise(tmp_path / "other", 3, seed=6, progress=False)
-    signals = {name: data for name, data in files(tmp_path / "other").items() if ".mat" in name}
-    assert len(signals.keys() & first) >= 6 and not signals.items() & first.items()
+    other = {
+        name.replace("syn6_", "syn5_"): data
+        for name, data in files(tmp_path / "other").items()
+        if ".mat" in name
+    }
+    assert len(other.keys() & first) >= 6 and not other.items() & first.items()
+
+
+def test_nothing_made_from_a_synthetic_archive_can_pass_for_real(challenge, ptbxl, tmp_path):
+    """Sources, records, patients and licence are its own, in both layouts, and no two seeds share a
+    patient or a record; roles and labels are as those of real archives."""
+    synth.synthesise(tmp_path / "other", 150, seed=6, progress=False)
+    rows = []
+    for name, place in (("5", challenge), ("5 alone", ptbxl), ("6", tmp_path / "other")):
+        made = shard([str(place)], out=tmp_path / name, workers=2)
+        for source in made.meta["sources"]:
+            assert source["name"].startswith("synthetic-") and source["licence"] == "CC0-1.0"
+        assert made.meta["roles"]["id"]["gallery"] > 0
+        rows.append(made.table(["source", "record", "patient"]).to_pylist())
+    assert {row["record"].partition("_")[0] for row in rows[0]} == {"syn5"}
+    people = [{row["patient"] for row in some} - {None} for some in rows]
+    records = [{row["record"] for row in some} for some in rows]
+    assert people[0] == people[1] and all(one.startswith("syn5_1") for one in people[0])
+    assert records[0] > records[1]  # PTB-XL alone
+    assert not (people[0] & people[2] or records[0] & records[2])
+    list(write_labels("ptbxl", str(ptbxl), str(tmp_path / "labels"), None, False, True))
+    labels = pq.read_table(tmp_path / "labels" / "ptbxl-superdiagnostic.parquet").to_pylist()
+    assert {row["record"] for row in labels} <= records[1]
+    assert {row["source"] for row in labels} == {"synthetic-ptb-xl"}
 
 
 def test_a_larger_archive_keeps_the_patients_of_a_smaller_one():
@@ -89,7 +123,7 @@ def test_stored_samples_match_einthovens_equations_and_their_headers(challenge, 
 
 def test_wfdb_and_scipy_read_the_same_samples(challenge, ptbxl):
     groups = sorted((challenge / "training").iterdir())
-    assert [group.name for group in groups] == sorted(synth.DATABASES)
+    assert [group.name for group in groups] == sorted(f"synthetic-{one}" for one in synth.DATABASES)
     chosen = [header for group in groups for header in headers(group)[:3]] + headers(ptbxl)[::40]
     for header in chosen:
         name, ours = str(header.with_suffix("")), samples_of(header)
@@ -99,7 +133,7 @@ def test_wfdb_and_scipy_read_the_same_samples(challenge, ptbxl):
         assert np.allclose(wfdb.rdrecord(name).p_signal, ours / 1000)
         if ptbxl not in header.parents:
             assert np.array_equal(scipy.io.loadmat(f"{name}.mat")["val"], ours.T)
-            assert record.fs == synth.DATABASES[header.parents[1].name].fs_hz
+            assert record.fs == synth.DATABASES[database_of(header)].fs_hz
 
 
 def test_both_layouts_have_the_same_records_and_the_csv_matches_the_headers(challenge, ptbxl):
@@ -114,9 +148,9 @@ def test_both_layouts_have_the_same_records_and_the_csv_matches_the_headers(chal
     assert dates == sorted(dates)
     assert len({row["strat_fold"] for row in rows}) == 10
     for row in rows:
-        header = challenge / f"training/ptb-xl/g1/HR{int(row['ecg_id']):05d}.hea"
+        header = challenge / f"training/synthetic-ptb-xl/g1/syn5_HR{int(row['ecg_id']):05d}.hea"
         stated, scp = comments(header), ast.literal_eval(row["scp_codes"])
-        assert row["filename_hr"] == f"records500/00000/{int(row['ecg_id']):05d}_hr"
+        assert row["filename_hr"] == f"records500/00000/syn5_{int(row['ecg_id']):05d}_hr"
         assert np.array_equal(samples_of(header), samples_of(ptbxl / f"{row['filename_hr']}.hea"))
         assert stated["Sex"] == ("Female" if row["sex"] == "1" else "Male")
         assert float(row["age"]) == (300 if int(stated["Age"]) > 89 else int(stated["Age"]))

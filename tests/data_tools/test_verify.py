@@ -338,17 +338,17 @@ def test_a_changed_archive_is_found(tmp_path):
 
 @pytest.mark.parametrize("key", [None, b"k" * 32], ids=["plain", "pseudonyms"])
 def test_columns_that_differ_from_the_archive_are_named(key, archive, tmp_path):
-    others = shutil.ignore_patterns("ningbo", "cpsc*", "chapman*")
+    others = shutil.ignore_patterns("*ningbo", "*cpsc*", "*chapman*")
     copy = Path(shutil.copytree(archive, tmp_path / "0", ignore=others))
     made = build(copy, tmp_path / "out", pseudonym_key=key)
     assert verify(made, open_sources(str(copy)), key=key) == []
-    header = "training/georgia/g1/E00001.hea"
+    header = str(next(copy.rglob("*_E00001.hea")).relative_to(copy))
     for name, old, new, words in (
         (header, "Dx: ", "Dx: 164890007,", "dx"),
         (header, "Age: ", "Age: 1", "age"),
         (header, "Sex: ", "Sex: not ", "sex"),
         (header, " 12 500 ", " 12 500.001 ", "fs_source_hz"),
-        ("ptbxl_database.csv", ",10001.0,", ",10002.0,", "patient"),
+        ("ptbxl_database.csv", "_10001,", "_10002,", "patient"),
     ):
         copy = copy.rename(tmp_path / words)  # tables are read once per process and place
         edited(name, old, new)(copy)

@@ -27,7 +27,7 @@ from omnilead.engine import convert, evaluate
 from omnilead.engine.common import DIAGNOSTICS, LABELS, ConfigError
 from omnilead.engine.config import CONFIGS, BestMetric, build
 from omnilead.engine.data import leakage
-from omnilead.engine.data.patients import patient_ids, split_of
+from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.metrics import MEASURES, measure
 from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.finetune import main
@@ -51,8 +51,8 @@ from tests.engine.evaluate.conftest import quick  # noqa: F401
 
 KINDS = {"diagnosis": "multilabel", "identification": "identity"}
 GOLDEN = {
-    "diagnosis": [0.705998, 0.695719, 0.687947, 0.676827],
-    "identification": [249.5363, 242.2784, 236.9995, 240.1337],
+    "diagnosis": [0.721692, 0.713469, 0.703964, 0.700679],
+    "identification": [256.05212, 235.53243, 235.18805, 235.06735],
 }
 EXACT = ("step", "crops_seen", "loss", "accuracy", "lr", "grad_norm")
 
@@ -151,12 +151,6 @@ def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, 
     for model, auroc in ((probed, first), (run, max(valid))):
         found = omnilead.evaluate(model, data=data, role="valid")
         assert found["metrics"]["auroc"] == pytest.approx(auroc, abs=1e-6)
-    leak = "possible leakage: the model that this starts from was fitted on these data with another"
-    assert leak not in tuned("diagnosis", "again", train__steps=1, **at_probe)
-    table, names = tmp_path / "mine.csv", list(dict.fromkeys(dataset.column("record")))
-    table.write_text("\n".join(["record,v", *(f"{name},{i % 2}" for i, name in enumerate(names))]))
-    mine = {"task__labels": str(table), "task__kind": "binary", "start": str(probed)}
-    assert leak in tuned("diagnosis", "mine", train__steps=1, **mine)
     age = {"task": "age", "kind": "regression", "classes": ["age"], "center": [6], "scale": [1]}
     for says, changes in (
         ("has no linear layer: omnilead probe", {"start": str(base)}),
@@ -429,16 +423,8 @@ def test_datasets_with_contradictory_roles_are_refused(tune, dataset, other):
     assert ended.codes == [2] and "are the same data" in ended.output
 
 
-def test_a_model_knows_the_splits_of_all_its_stages(tuned, dataset, other, tmp_path):
-    for steps in (1, 2):  # goes on
-        tuned("diagnosis", data__datasets=[other.root.url], train__steps=steps)
-    history = omnilead.load(tmp_path / "run").history
-    assert history["splits"] == [split_of(other), split_of(dataset)]
-    assert history["datasets"] == [other.fingerprint] and history["precision"] == "fp32"
-
-
 def test_invalid_settings_are_one_line(tune, tuned, archive, tmp_path):
-    source = open_sources(str(archive / "training" / "ningbo"))
+    source = open_sources(str(archive / "training" / "synthetic-ningbo"))
     bare = shard(source, ShardOptions(str(tmp_path / "bare"), plan="all", quiet=True))
     two, data = str(tmp_path / "two"), {"data__datasets": [bare.root.url]}
     tuned("diagnosis", "two", augment__leads="2", train__steps=1, augment__padded=False)

@@ -137,8 +137,8 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
         to_onnx(model, tmp_path / "B.onnx")
     found = omnilead.evaluate(tmp_path / "B", data=dataset.root.url)
     metric = "auroc" if task == "sex" else "mae"
-    # Records of two halves: a mean of two scores instead of the score of the mean
-    assert found["metrics"][metric] == pytest.approx(scores[metric], rel=0.05)
+    # Of a record, a mean of its scores instead of the score of its mean
+    assert found["record"]["metrics"][metric] == pytest.approx(scores[metric], rel=0.05)
     table = omnilead.predict(tmp_path / "B", data=dataset.root.url, per="half")
     embedded = omnilead.embed(tmp_path / "B", data=dataset.root.url, per="half")
     c_D = torch.tensor(embedded["embedding"][3].as_py())

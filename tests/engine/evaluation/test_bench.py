@@ -26,7 +26,6 @@ from omnilead.engine.evaluation.metrics import (
     weighted_areas,
 )
 from omnilead.engine.evaluation.probe import ProbeData, linear
-from omnilead.engine.evaluation.results import FITTED_OTHERWISE
 from omnilead.engine.model.input import Input
 from omnilead.engine.report import bench_report
 from omnilead.engine.report.bench_report import KEYS
@@ -241,20 +240,6 @@ def test_few_patients_have_no_interval(models, dataset, tmp_path, monkeypatch):
     intervals = [ends for row in found["rows"] for ends in row["intervals"].values()]
     intervals += [gap["interval"] for gap in found["differences"]]
     assert intervals and all(ends == [None, None] for ends in intervals)
-
-
-def test_a_model_that_was_fitted_with_another_split_is_noted(again, models, dataset, tmp_path):
-    """By bench and probe, and by evaluate after one more probe; not for its own split."""
-    probed, twice, table = (str(tmp_path / name) for name in ("probed", "twice", "mine.csv"))
-    data, model = dataset.root.url, models[0].removeprefix("first=")
-    probe.probe_model(model, data, "diagnosis", out=probed)
-    write_table(Path(table), dataset, v=[0, 1])
-    found = omnilead.bench([f"probed={probed}"], tasks=[table, "diagnosis"], **again)
-    notes = [note for note in found["notes"] if "on this dataset with another split" in note]
-    assert [note.partition(":")[0] for note in notes] == ["probed, mine"]
-    scores = probe.probe_model(probed, data, labels=table, out=twice)
-    assert FITTED_OTHERWISE in scores["remarks"] and notes[0].endswith(FITTED_OTHERWISE)
-    assert FITTED_OTHERWISE in omnilead.evaluate(twice, data=data, labels=table)["remarks"]
 
 
 def test_shares_that_no_resample_changes():

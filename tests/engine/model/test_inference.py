@@ -16,6 +16,7 @@ import omnilead
 from omnilead.data_tools.prepare import crop_count, prepare_crop
 from omnilead.data_tools.record import EcgRecord
 from omnilead.engine.common import ALL, LEADS, ConfigError
+from omnilead.engine.data.seen import UNKNOWN
 from omnilead.engine.inference.trained_model import crops
 from omnilead.engine.model.config import ObjectiveConfig
 from omnilead.engine.model.encoder import pool
@@ -181,7 +182,7 @@ def test_incomplete_documents_are_read(saved_model):
     content = document(folder)
     del content["model"]["leads"]
     seal(folder, content | {"trained": None})
-    assert omnilead.load(folder).history == {} and read_start(str(folder)).splits == []
+    assert omnilead.load(folder).history == {} and read_start(str(folder)).seen.equals(UNKNOWN)
 
 
 @pytest.mark.parametrize(

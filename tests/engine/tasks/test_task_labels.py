@@ -85,7 +85,38 @@ def test_accepted_spellings_of_cells(mark, tables):
     value_of = dict(zip(tables.records, cycle(values), strict=False))
     expected = [value_of[name] for name in tables.dataset.column("record")]
     np.testing.assert_array_equal(known.y[0], np.array(expected, np.float32), strict=True)
-    assert not known.remarks
+    (remark,) = known.remarks
+    assert remark.startswith("patients unknown for 60 of 180 records: split by record")
+
+
+def test_the_patients_of_a_table_count_where_the_data_have_none(tables):
+    """For the split and for intervals; a patient whom the dataset knows keeps its name."""
+    plain = tables.read("record|v", zip(tables.records, cycle("01"), strict=False))
+    assert plain.unknown == (60, 180) and plain.units.startswith("patients (records")
+    dataset = tables.dataset
+    columns = ["source", "record", "patient"]
+    rows = {row["record"]: row for row in dataset.table(columns).to_pylist()}
+    nameless = [name for name in tables.records if rows[name]["patient"] is None]
+    nameless.sort(key=lambda name: rows[name]["source"])
+    whose = {name: f"P{i // 3}" for i, name in enumerate(nameless)} | {nameless[0]: ""}
+    given = [(name, i % 2, whose.get(name, "other")) for i, name in enumerate(tables.records)]
+    known = tables.read("record|v|Patient", given)
+    assert known.unknown == (1, 180)
+    (remark,) = known.remarks
+    assert remark == (
+        "patients unknown for 1 of 180 records: split by record, scores may be too high"
+    )
+    record, split, people = dataset.column("record"), known.split[0], known.patients[0]
+    persons = {name: (rows[name]["source"], whose[name] or name) for name in nameless}
+    for person in persons.values():  # one id in two sources is two people
+        of = np.isin(record, [name for name in nameless if persons[name] == person])
+        assert len(np.unique(split[of])) == len(np.unique(people[of])) == 1
+    there = np.isin(record, nameless)
+    assert np.array_equal(split[~there], plain.split[0][~there])
+    assert 20 < len(np.unique(people[there])) == len(set(persons.values())) < 30
+    folds = [(*row[:2], whose.get(row[0], ""), i % 3) for i, row in enumerate(given)]
+    with pytest.raises(ConfigError, match=r"patient [\w-]+/P\d+ is in folds \d and \d"):
+        tables.read("record|v|patient|fold", [row for row in folds if row[2]])
 
 
 def test_a_parquet_table_and_a_source_where_names_clash(dataset, tmp_path):
@@ -193,7 +224,7 @@ def test_copies_of_held_out_ecgs_are_left_out(held_out, tables, monkeypatch):
 
 def test_records_missing_from_table_or_data_are_counted(tables):
     rows = zip([*tables.records[10:], "X1", "X2"], cycle("01"), strict=False)
-    first, second = tables.read("record|v", rows).remarks
+    first, second, _ = tables.read("record|v", rows).remarks
     assert f"2 (X1, X2) of {len(tables.records) - 8} records are not in the data" in first
     assert f"/{tables.records[0]}" in second and "10 (" in second
 

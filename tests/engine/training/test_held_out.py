@@ -121,13 +121,13 @@ def pretraining(*datasets, **data):
 def bare(archive, tmp_path_factory):
     """A dataset without roles."""
     out = str(tmp_path_factory.mktemp("bare") / "bare")
-    sources = open_sources(str(archive / "training" / "ningbo"))
+    sources = open_sources(str(archive / "training" / "synthetic-ningbo"))
     return shard(sources, ShardOptions(out, plan="all", quiet=True))
 
 
 def test_without_roles_only_held_out_patients_give_a_validation_loss(bare):
     task = pretraining(bare)
-    assert task.held_out.crops == 0 and "data.hold_out=0.05" in task.remarks[0]
+    assert task.held_out.crops == 0 and "data.hold_out=0.1" in task.remarks[0]
     task = pretraining(bare, hold_out=0.3)
     assert task.held_out.crops > 0 and not task.remarks
     for share in (1e-9, 1.0):

@@ -115,7 +115,7 @@ def test_the_model_card_names_data_and_metrics(training, tmp_path):
     training(train__steps=2, train__validate_every=2).good()
     _, head, text = (tmp_path / "run" / "model" / "README.md").read_text().split("---\n")
     facts, (_, measured) = yaml.safe_load(head), rows(tmp_path / "run", "validation.jsonl")
-    assert "ptb-xl" in facts["datasets"] and "ecg" in facts["tags"]
+    assert "synthetic-ptb-xl" in facts["datasets"] and "ecg" in facts["tags"]
     assert facts["license"] == "unknown"
     (result,) = facts["model-index"][0]["results"]
     told = {metric["type"]: metric["value"] for metric in result["metrics"]}
