@@ -29,7 +29,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
     archive = work / "archive"
     patients = (options.records or 2000) // 2
     synth.synthesise(archive, patients=patients, two_sessions=0, seed=11, progress=False)
-    for name in ("st_petersburg_incart", "ptb"):  # have other rates
+    for name in ("synthetic-st_petersburg_incart", "synthetic-ptb"):  # have other rates
         shutil.rmtree(archive / "training" / name)
     dataset = sharded(archive, work / "dataset")
     cases: Cases = {

@@ -88,8 +88,11 @@ class Records:
     waveform: np.ndarray  # [crops] uint64
 
     def is_from(self, *sources: str) -> np.ndarray:
-        named = [i for i, name in enumerate(self.source_names) if is_named(name, sources)]
-        return np.isin(self.source, named)
+        codes = []
+        for code, name in enumerate(self.source_names):
+            if is_named(name, sources):
+                codes.append(code)
+        return np.isin(self.source, codes)
 
     def patient_source(self) -> np.ndarray:
         """Like `source`, but with the same number for all formats of hospitals' files."""

@@ -327,7 +327,7 @@ def _csv_row(
     axes = [name for name in names if name in HEART_AXIS_CODES]
     return dict.fromkeys(CSV_COLUMNS, "") | {
         "ecg_id": ecg_id,
-        "patient_id": f"{prefix}{10_001 + patient}",
+        "patient_id": f"{prefix}{patient}",
         "age": 300.0 if age > 89 else float(age),
         "sex": int(female),
         "height": "" if u[9] < 0.6 else 150.0 + int(u[9] * 45),
@@ -415,7 +415,7 @@ def write_block(out: Path, layout: str, block: Block) -> tuple[int, list[dict[st
                 )
             _write(path, database, digital[i], comments, layout)
             if block.database == "ptb-xl":
-                number = block.first_patient + patient
+                number = 10_001 + block.first_patient + patient
                 rows.append(_csv_row(prefix, record_id, number, age, female, names, u[i]))
     return sum(map(len, block.ids)), rows
 

@@ -48,10 +48,11 @@ UNKNOWN = pa.table({"hash": [-1], "patient": [False], "use": [0], "guessable": [
 def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     """The record of these crops of a dataset."""
     names, owner_N = _owners(dataset, rows)
-    used = np.unique(owner_N)
-    people, guessable = _name_hashes(names.take(pa.array(used))), np.zeros(len(used), bool)
+    names = names.take(pa.array(np.unique(owner_N)))
+    people = _name_hashes(names)
+    guessable = np.zeros(len(people), bool)
     if not dataset.meta.get("pseudonyms"):
-        source = pc.replace_substring_regex(names.take(pa.array(used)), "/.*", "")
+        source = pc.replace_substring_regex(names, "/.*", "")
         guessable = np.asarray(pc.is_in(source, pa.array(VENDORS)))
     waves = np.unique(_waveform_hashes(dataset, rows))
     table = {
@@ -123,10 +124,12 @@ def notes(
             "It is not known what the model was trained on elsewhere: it may have seen patients "
             f"that are {where}."
         )
-    parts = zip(datasets, rows, strict=True)
-    use_N = np.concatenate([uses(seen, dataset, some) for dataset, some in parts])
-    ids_N = np.concatenate([ids[some] for ids, some in zip(patients, rows, strict=True)])
-    people, place_N = np.unique(ids_N, return_inverse=True)
+    use, ids = [], []
+    for dataset, some, of_crops in zip(datasets, rows, patients, strict=True):
+        use.append(uses(seen, dataset, some))
+        ids.append(of_crops[some])
+    use_N = np.concatenate(use)
+    people, place_N = np.unique(np.concatenate(ids), return_inverse=True)
     use_P = np.full(len(people), -1)
     np.maximum.at(use_P, place_N, use_N)
     unlabelled, selected, labelled = (int((use_P == use).sum()) for use in range(len(USES)))
@@ -148,7 +151,8 @@ def _owners(dataset: Dataset, rows: np.ndarray) -> tuple[pa.Array, np.ndarray]:
 def _name_hashes(names: pa.Array) -> np.ndarray:
     words = bytearray()
     for name in names.to_pylist():
-        words += bytes(2) + blake2b(name.encode(), key=KEY, digest_size=BITS // 8).digest()
+        digest = blake2b(name.encode(), key=KEY, digest_size=BITS // 8).digest()
+        words += bytes(2) + digest
     return np.frombuffer(words, ">i8").astype(np.int64)
 
 

@@ -210,16 +210,20 @@ def save_with_head(
         # The head was fitted without missing leads
         "trained": model.history | {"rlm": 0},
     }
-    unknown = "".join(f"Labels: {remark}. " for remark in unknown_patients(labels.unknown))
-    card = (
-        f"# ECG {task.name}: a linear probe\n\nA frozen encoder, read out as {'+'.join(readout)}, and "
-        f"a linear layer fitted on {len(data.train_ND):,} records, its penalty chosen on "
-        f"{len(data.valid_ND):,} others. config.json says what data trained the encoder and the "
-        f"layer. {unknown}This is not a medical device: whatever is built on it must be validated for its "
-        "use and its population.\n"
-    )
     signals = model.preprocessing | {"seen": describe_leads(shown.seen).split(",")}
-    write(out, weights, document, signals, card, model.code, joined([model.seen, *fitted]))
+    card, seen = _card(labels, readout, data), joined([model.seen, *fitted])
+    write(out, weights, document, signals, card, model.code, seen)
+
+
+def _card(labels: TaskLabels, readout: tuple[str, ...], data: ProbeData) -> str:
+    unknown = "".join(f"Labels: {remark}. " for remark in unknown_patients(labels.unknown))
+    return (
+        f"# ECG {labels.task.name}: a linear probe\n\nA frozen encoder, read out as "
+        f"{'+'.join(readout)}, and a linear layer fitted on {len(data.train_ND):,} records, its "
+        f"penalty chosen on {len(data.valid_ND):,} others. config.json says what data trained the "
+        f"encoder and the layer. {unknown}This is not a medical device: whatever is built on it must "
+        "be validated for its use and its population.\n"
+    )
 
 
 def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:

@@ -48,7 +48,6 @@ SPLIT_OF = {
     "probe": 3,
 }
 RESERVED = ("record", "source", "patient", "fold", "split")
-USED = ("record", "source", "patient", "fold", "split")
 TIMED = ("time", "event")  # columns of survival
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
@@ -150,15 +149,18 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
         )
     people = _people(table, datasets)
     task, split_N, remarks = _splits(task, table, datasets, known, people)
-    split = np.split(
-        np.where(known, split_N, 0).astype(np.int8), np.cumsum([len(one) for one in y])[:-1]
-    )
-    used = [name for name in table.cells.column_names if name in (*USED, *task.columns)]
-    kept = table.cells.select(used) if task.labels else None
     unknown = _unknown(datasets, known, people)
     remarks = [*table.remarks, *remarks, *unknown_patients(unknown)]
-    ids = np.split(people.owner_N, np.cumsum([len(one) for one in y])[:-1])
-    return TaskLabels(task, classes, y, split, remarks, table.name, kept, ids, unknown)
+    ends = np.cumsum([len(one) for one in y])[:-1]
+    split = np.split(np.where(known, split_N, 0).astype(np.int8), ends)
+    patients = np.split(people.owner_N, ends)
+    kept = _used_columns(table, task) if task.labels else None
+    return TaskLabels(task, classes, y, split, remarks, table.name, kept, patients, unknown)
+
+
+def _used_columns(table: LabelTable, task: TaskConfig) -> pa.Table:
+    used = [name for name in table.cells.column_names if name in (*RESERVED, *task.columns)]
+    return table.cells.select(used)
 
 
 def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:

@@ -160,7 +160,8 @@ def test_file_names_that_are_not_utf_8_are_refused(shell, tmp_path):
     write_challenge(src, "-cmd", ecg() * 0)
     (src / "E1.hea").rename(src / f"E{bad}.hea")
     (src / f"patients{bad}.csv").write_text("patient_id\n")
-    assert "patients are unknown" in shell.run("shard", src, "--out", out, "--workers", 1)[1]
+    _, notes = shell.run("shard", src, "--out", out, "--workers", 1)
+    assert "patients unknown for 1 of 1 records" in notes
     rejects = (out / "rejects.csv").read_text()
     assert ",'-cmd,no valid lead" in rejects  # no formula of a spreadsheet
     (row,) = [line for line in rejects.splitlines() if "file name" in line]

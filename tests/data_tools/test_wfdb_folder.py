@@ -60,7 +60,7 @@ def test_equal_names_in_subfolders_become_different_records(tmp_path):
         )
     }
     source = WfdbFolder(folder(tmp_path))
-    assert "patients are unknown" in source.notes()[0]
+    assert "without tables of patients" in source.notes()[0]
     records = read(source)
     assert set(records) == set(made)
     for name, x in made.items():
