@@ -91,8 +91,9 @@ PLAN: Option = {"choices": ("paper", "all", "paper-split"), "default": "paper"}
 NAMES: Option = {"metavar": "NAME", "nargs": "+"}
 SOURCE: Option = {"default": "auto", "metavar": "KIND", "help": f"format of SRC: {KINDS}"}
 PATIENTS: Option = {
-    "metavar": "CSV",
-    "help": "path of ptbxl_database.csv, if it is not in the Challenge's archive",
+    "metavar": "FILE",
+    "help": "who is the patient of which record: CSV or parquet with record,patient, or "
+    "ptbxl_database.csv",
 }
 SYNTH: dict[str, Option] = {
     "out": {"metavar": "OUT", "help": "an empty or new folder"},
@@ -187,12 +188,12 @@ SHOW: dict[str, Option] = {
 }
 LABELS: dict[str, Option] = {
     "archive": {
-        "choices": ("ptbxl", "code15", "physionet2021", "mimic-iv-ecg"),
-        "help": "the archive's format",
+        "choices": ("ptbxl", "code15", "physionet2021", "mimic-iv-ecg", "table"),
+        "help": "the archive's format; `table` gives the records of your own table their pseudonyms",
     },
     "src": {
         "metavar": "SRC",
-        "help": "folder or s3:// address of the archive; signals are not read",
+        "help": "folder or s3:// address of the archive, whose signals are not read; or your table",
     },
     "--out": {"metavar": "DIR", "required": True, "help": "where to write the tables"},
     "--pseudonymize": {"metavar": "KEYFILE", "help": "the key file that the dataset was made with"},
@@ -228,7 +229,7 @@ def _parser() -> argparse.ArgumentParser:
             "labels",
             _labels,
             LABELS,
-            "write an archive's published labels as tables",
+            "write an archive's published labels as tables, or your own with pseudonyms",
             "ptbxl archive --out labels",
         ),
     )
@@ -298,7 +299,7 @@ def shard(
         pretrain_implausible,
     )
     key = read_key(pseudonymize) if pseudonymize else None
-    opened = _open_sources(_paths(sources), source, patients, anonymous, bool(key))
+    opened = _open_sources(_paths(sources), source, anonymous, bool(key))
     told = _tell_notes(_notes_of(opened) + ([] if key else _privacy_notes(opened)))
     options = build.ShardOptions(
         os.fspath(out),
@@ -309,6 +310,7 @@ def shard(
         cluster=cluster,
         role_sources=roles,
         pseudonym_key=key,
+        patients=patients,
         quiet=not interactive(),
     )
     dataset = build.shard(opened, options)
@@ -392,13 +394,15 @@ def verify(
 
     key = read_key(pseudonymize) if pseudonymize else None
     opened = Dataset.open(os.fspath(dataset), anonymous)
-    if source != "auto" and not archive:
-        raise DataError(
-            f"--source {source} applies to an archive, and none is given: add --archive SRC"
-        )
-    sources = _open_sources(_paths(archive), source, patients, anonymous, bool(key))
+    for option, given in (("source", source != "auto" and source), ("patients", patients)):
+        if given and not archive:
+            raise DataError(
+                f"--{option} {given} applies to an archive, and none is given: add --archive SRC"
+            )
+    sources = _open_sources(_paths(archive), source, anonymous, bool(key))
     _tell_notes([one.left_out for one in sources])
-    return checks.verify(opened, sources, fast, workers or CORES, key, not interactive())
+    quiet = not interactive()
+    return checks.verify(opened, sources, fast, workers or CORES, key, quiet, patients)
 
 
 def _paths(given: "Paths") -> list[str]:
@@ -411,28 +415,13 @@ def _refused(dataset: "Dataset") -> int:
     return sum(source["records"]["refused"] for source in dataset.meta["sources"])
 
 
-def _open_sources(
-    urls: list[str], kind: str, table: str | None, anonymous: bool, private: bool
-) -> "list[Source]":
+def _open_sources(urls: list[str], kind: str, anonymous: bool, private: bool) -> "list[Source]":
     from omnilead.data_tools.hospital.files import HospitalFiles
-    from omnilead.data_tools.sources import PhysioNet2021, open_sources
+    from omnilead.data_tools.sources import open_sources
 
     sources = []
     for url in urls:
         sources += open_sources(url, kind, anonymous, urls, private, HospitalFiles)
-    if table:
-        challenge = [source for source in sources if isinstance(source, PhysioNet2021)]
-        if not challenge:
-            raise DataError(
-                f"--patients {table}: no SRC is the Challenge's archive, which this table is for: "
-                "leave it out"
-            )
-        if "://" not in table and not Path(table).exists():
-            raise DataError(
-                f"--patients {table}: no such file: give the path of ptbxl_database.csv"
-            )
-        for source in challenge:
-            source.table = table
     return sources
 
 

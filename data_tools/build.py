@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import starmap
 from typing import Any
@@ -102,6 +102,7 @@ class ShardOptions:
     workers: int = 1
     cluster: str | None = None
     pseudonym_key: bytes | None = None
+    patients: str | None = None  # a table that names them
     quiet: bool = False
 
 
@@ -119,7 +120,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
                     "another --out"
                 )
     with nullcontext() if out.exists(META) else _locked(out):
-        plan = make_plan(sources, options.seed, options.workers, options.cluster, options.quiet)
+        how = options.workers, options.cluster, options.quiet, options.patients
+        plan = make_plan(sources, options.seed, *how)
         mark = key_mark(options.pseudonym_key)
         marks = [plan.shard(i)[1:] for i in range(plan.shards)]
         recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
@@ -356,7 +358,9 @@ def _records(
     remote = any(source.root.remote for source in sources)
     pairs = [crop[:2] for crop in crops]
     records = prefetch(lambda pair: read(*pair), pairs) if remote else starmap(read, pairs)
-    for (_, key, label, part), record in zip(crops, records, strict=True):
+    for (_, key, label, patient, part), record in zip(crops, records, strict=True):
+        if patient and isinstance(record, EcgRecord):
+            record = replace(record, patient=patient)
         yield key, label, part, record
 
 

@@ -1,4 +1,5 @@
-"""Label tables of published archives: `omnilead labels ptbxl SRC --out DIR`.
+"""Label tables of published archives: `omnilead labels ptbxl SRC --out DIR`; and anyone's table for a
+dataset with pseudonyms: `omnilead labels table my.csv --out DIR --pseudonymize KEYFILE`.
 
 A table is a parquet file with columns `source` and `record`, as in a dataset of the archive, one
 column per label, and `fold`, if folds are published. An empty cell means unknown. The JSON file
@@ -39,17 +40,27 @@ from omnilead.data_tools.pseudonyms import pseudonym
 from omnilead.data_tools.record import (
     CLASSES,
     SYNTHETIC,
+    VENDORS,
     as_number,
     clean_age,
     only_codes,
     parse_dx,
     synthetic_prefix,
 )
+from omnilead.data_tools.record_tables import PTBXL as PTBXL_NAME
+from omnilead.data_tools.record_tables import read_table as read_record_table
 from omnilead.data_tools.sources import PhysioNet2021
-from omnilead.data_tools.sources.base import links_in, read_safely, read_table
+from omnilead.data_tools.sources.base import (
+    links_in,
+    path_name,
+    read_safely,
+    read_table,
+    record_stem,
+    shown_patient,
+)
 from omnilead.data_tools.sources.code15 import MAX_TABLE, TABLE
 from omnilead.data_tools.sources.wfdb import MAX_BYTES, own_name, parse_header
-from omnilead.data_tools.sources.wfdb_archives import TABLE_PLACES, statements
+from omnilead.data_tools.sources.wfdb_archives import TABLE_PLACES, WfdbFolder, statements
 from omnilead.data_tools.storage import (
     Folder,
     dataset_folder,
@@ -59,6 +70,7 @@ from omnilead.data_tools.storage import (
     write_whole,
 )
 
+RENAMED = ("source", "record", "patient")
 UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
 MAX_FILE = 2**30  # of measurements
 _RECORD = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -149,8 +161,12 @@ def write_labels(
         "physionet2021": physionet2021,
         "mimic-iv-ecg": mimic_iv_ecg,
     }
-    root, place = folder(url, anonymous), dataset_folder(out)
-    root.children()  # raises if there is no such folder
+    place = dataset_folder(out)
+    if archive == "table":
+        table = with_pseudonyms(url, key)
+    else:
+        root = folder(url, anonymous)
+        root.children()  # raises if there is no such folder
     if not place.remote:
         with write_errors(place.url, "tables"):
             os.makedirs(place.url, exist_ok=True)
@@ -160,6 +176,15 @@ def write_labels(
         if place.remote
         else lambda name, data: write_whole(Path(place.path(name)), data)
     )
+    if archive == "table":
+        name = posixpath.basename(url).rpartition(".")[0]
+        write(f"{name}.parquet", as_parquet(table))
+        copied = ", ".join(name for name in table.column_names if name not in RENAMED)
+        yield (
+            f"{place.path(name)}.parquet: {len(table):,} records have their pseudonyms; copied as "
+            f"they are, so make sure that they name nobody: {copied}"
+        )
+        return
     for one in readers[archive](root, quiet):
         table, labels = _in_arrow(one, key)
         if not labels:
@@ -176,6 +201,38 @@ def write_labels(
         write(f"{one.name}.json", (json.dumps(facts, indent=1) + "\n").encode())
         write(f"{one.name}.parquet", as_parquet(table))
         yield f"{place.path(one.name)}.parquet: {len(table):,} records, {len(labels)} labels"
+
+
+def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
+    """A table of anyone's labels with the names that a dataset made with this key has."""
+    cells = read_record_table(url)
+    if key is None:
+        raise DataError(
+            f"labels table {url}: a table without pseudonyms is ready for --labels: add "
+            "--pseudonymize KEYFILE if the dataset was made with one"
+        )
+    if "source" not in cells.column_names:
+        raise DataError(
+            f"{url}: a pseudonym depends on the source: add a column `source`, such as muse-xml; "
+            "`omnilead show DATASET` lists the sources of a dataset"
+        )
+    rows = cells.select([name for name in RENAMED if name in cells.column_names]).to_pylist()
+    for number, row in enumerate(rows, 1):
+        source, record = row["source"], row["record"]
+        if not (source and record):
+            raise DataError(f"{url}: row {number} lacks its source or its record: fill it in")
+        name = record_stem(record)
+        if source in VENDORS or source == WfdbFolder.name:
+            name = path_name(record, name)
+        row["record"] = pseudonym(key, "r", source, re.sub(*PTBXL_NAME, name))
+        row["patient"] = shown_patient(key, source, row.get("patient"))
+    for name in RENAMED:
+        if name in cells.column_names:
+            place = cells.column_names.index(name)
+            cells = cells.set_column(
+                place, name, pa.array([row[name] for row in rows], pa.string())
+            )
+    return cells
 
 
 def _in_arrow(one: PublishedLabels, key: bytes | None) -> tuple[pa.Table, dict[str, Any]]:

@@ -25,12 +25,14 @@ from omnilead.data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from omnilead.data_tools.errors import ReadError, StorageError, printable
 from omnilead.data_tools.prepare import SPEC_HASH, crop_count, dropped_s
 from omnilead.data_tools.record import Header
+from omnilead.data_tools.record_tables import patients_of, read_patients
 from omnilead.data_tools.shard_writers import MAX_NAME
 from omnilead.data_tools.sources.base import Source, links_in, located, read_safely, record_stem
 from omnilead.data_tools.storage import prefetch
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
-PlannedCrops = list[tuple[int, str, str, int]]  # archive, key, label, crop of the record
+# archive, key, label, patient that a table names, crop of the record
+PlannedCrops = list[tuple[int, str, str, str | None, int]]
 SCAN_CHUNK = 2048
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 SCANNED = pa.schema(
@@ -58,7 +60,8 @@ class PlannedShard(NamedTuple):
 @dataclass(frozen=True)
 class ShardPlan:
     sources: tuple[Source, ...]
-    records: pa.Table  # the usable records, with the columns of SCANNED
+    # The usable records, with the columns of SCANNED and the patients that a table names
+    records: pa.Table
     tables: str  # a hash of the sources' tables
     first_crop: np.ndarray  # [records + 1] number of each record's first crop
     order: np.ndarray  # [crops] permutation
@@ -75,14 +78,17 @@ class ShardPlan:
         parts = (crops - self.first_crop[records]).tolist()
         rows = self.records.take(pa.array(records)).to_pydict()
         marks = (
-            f"{a}#{b}:{c:016x}"
-            for a, b, c in zip(rows["label"], parts, rows["fingerprint"], strict=True)
+            f"{a}#{b}:{c:016x}" if d is None else f"{a}#{b}:{c:016x} {d}"
+            for a, b, c, d in zip(
+                rows["label"], parts, rows["fingerprint"], rows["patient"], strict=True
+            )
         )
         identity = sha256(
             "\n".join([f"{FORMAT_VERSION} {SPEC_HASH} {self.tables}", *marks]).encode()
         )
         content = sha256(identity.digest() + np.array(rows["stamp"], np.uint64).tobytes())
-        planned = list(zip(rows["archive"], rows["key"], rows["label"], parts, strict=True))
+        names = ("archive", "key", "label", "patient")
+        planned = list(zip(*(rows[name] for name in names), parts, strict=True))
         return PlannedShard(planned, identity.hexdigest(), content.hexdigest())
 
 
@@ -100,17 +106,18 @@ def make_plan(
     workers: int = 1,
     dask: str | None = None,
     quiet: bool = True,
+    patients: str | None = None,
 ) -> ShardPlan:
-    """Read all headers in parallel and plan the shards."""
+    """Read all headers in parallel and plan the shards. `patients`: a table that names them."""
     sources = tuple(sources)
+    people = read_patients(patients) if patients else None  # before hours of reading
     scans: list[_Scan] = []
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
         for scan in cluster.run(_scan, _chunks(sources), workers, dask):
             scans.append(scan)
             bar.update(len(scan.records) + len(scan.refused))
     if not scans:
-        places = (source.root.url + links_in(source.root) for source in sources)
-        raise StorageError(f"no records in {', '.join(places)}")
+        raise _no_records(sources)
     scans.sort(key=lambda scan: scan.number)  # they finish in any order
     scanned = pa.concat_tables(scan.records for scan in scans).combine_chunks()
     refused = [one for scan in scans for one in scan.refused]
@@ -119,12 +126,25 @@ def make_plan(
     records = scanned.filter(pa.array(is_first))
     refused += _read_already(scanned.filter(pa.array(~is_first)))
     rejects = _with_unique_names(refused, records["label"])
+    named = pa.nulls(len(records), pa.string())
+    if patients and people and len(records):
+        named = patients_of(patients, people, records["label"].combine_chunks().cast(pa.string()))
+    records = records.append_column("patient", named)
     first_crop = np.concatenate([[0], np.cumsum(records["crops"].to_numpy(), dtype=np.int64)])
+    order = permutation(int(first_crop[-1]), seed)
+    return ShardPlan(sources, records, _tables(sources), first_crop, order, seen, rejects)
+
+
+def _tables(sources: Iterable[Source]) -> str:
     tables = sha256()
     for source in sources:
         tables.update(sha256(source.tables()).digest())
-    order = permutation(int(first_crop[-1]), seed)
-    return ShardPlan(sources, records, tables.hexdigest(), first_crop, order, seen, rejects)
+    return tables.hexdigest()
+
+
+def _no_records(sources: Iterable[Source]) -> StorageError:
+    places = (source.root.url + links_in(source.root) for source in sources)
+    return StorageError(f"no records in {', '.join(places)}")
 
 
 def _counts(sources: pa.ChunkedArray, refused: Iterable[tuple[str, Reject]]) -> dict[str, int]:

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from omnilead.data_tools.build import IMPLAUSIBLE, flagged, records_of, rejects_of
 from omnilead.data_tools.dataset import Dataset, Ecg
 from omnilead.data_tools.prepare import FS_HZ, HALF, MAX_UV
-from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS
+from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import replaced
 
@@ -493,6 +493,13 @@ def _duplicate_lines(dataset: Dataset) -> list[str]:
     return ["", f"{duplicates:,} crops have the same waveform as a crop of another record"]
 
 
+def _whose(without: pa.Table) -> str:
+    table = "FILE"
+    if any(real_source(name) == "ptb-xl" for name in without["source"].unique().to_pylist()):
+        table = "ptbxl_database.csv"
+    return f"--patients {table} names them"
+
+
 def notes(dataset: Dataset) -> Iterator[str]:
     """Warnings about problems that would appear in later commands."""
     if dataset.meta["plan"] != "all":
@@ -503,7 +510,7 @@ def notes(dataset: Dataset) -> Iterator[str]:
     if unknown := len(without.group_by(["source", "record"]).aggregate([])):
         yield (
             f"patients unknown for {unknown:,} of {records:,} records: split by record, scores may "
-            "be too high; --patients FILE names them"
+            f"be too high; {_whose(without)}"
         )
     implausible = int(flagged(table, IMPLAUSIBLE).sum())
     if implausible and not RoleSources.from_meta(dataset.meta).implausible:

@@ -10,6 +10,7 @@ names the file, the crop and the failed check; an empty list means that there is
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from operator import ne
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
@@ -41,7 +43,7 @@ from omnilead.data_tools.dataset import (
     waveform,
 )
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
-from omnilead.data_tools.plan import Reject
+from omnilead.data_tools.plan import Reject, make_plan
 from omnilead.data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
 from omnilead.data_tools.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.record import LEADS, EcgRecord, class_row
@@ -85,6 +87,7 @@ def verify(
     workers: int = 1,
     key: bytes | None = None,
     quiet: bool = True,
+    patients: str | None = None,
 ) -> list[str]:
     try:
         table = _read_table(dataset)
@@ -109,7 +112,8 @@ def verify(
     if "zarr" in dataset.meta["formats"]:
         found += _check_zarr(dataset, table, fast, workers, quiet)
     if sources:
-        found += _compare_archive(dataset, table, sources, rejects, key, quiet)
+        named = _named_patients(sources, patients, workers, quiet) if patients else {}
+        found += _compare_archive(dataset, table, sources, rejects, key, quiet, named)
     return found
 
 
@@ -369,6 +373,13 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     return _first(found, name)
 
 
+def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> dict[str, str]:
+    """The patients that a table names, by source/record."""
+    records = make_plan(sources, 0, workers, quiet=quiet, patients=url).records
+    known = records.select(["label", "patient"]).filter(pc.is_valid(records["patient"]))
+    return dict(zip(*known.to_pydict().values(), strict=True))
+
+
 def _compare_archive(
     dataset: Dataset,
     table: pa.Table,
@@ -376,16 +387,12 @@ def _compare_archive(
     rejects: list[Reject],
     key: bytes | None,
     quiet: bool,
+    patients: dict[str, str],
 ) -> list[str]:
     """Prepare every record of the archive again and compare samples and columns with the dataset,
     bit for bit."""
-    if key and not dataset.meta["pseudonyms"]:
-        return ["the dataset's names are not pseudonyms: leave out --pseudonymize"]
-    if dataset.meta["pseudonyms"] != key_mark(key):
-        return [
-            "the dataset's names are pseudonyms: to compare, use --pseudonymize with the same "
-            "KEYFILE"
-        ]
+    if other := _other_key(dataset, key):
+        return [other]
     rows: dict[tuple[str, str], dict[int, int]] = {}
     columns = (table[name].to_pylist() for name in ("source", "record", "start_s"))
     for row, (source, name, start_s) in enumerate(zip(*columns, strict=True)):
@@ -395,10 +402,7 @@ def _compare_archive(
     } | rows.keys()
     found: list[str] = []
     for archive in sources:
-        for item in tqdm(archive.keys(), unit=" records", desc="archive", disable=quiet):
-            record = read_safely(archive.read, item)
-            if isinstance(record, ReadError):
-                continue
+        for record in _readable(archive, patients, quiet):
             name = pseudonym(key, "r", record.source, record.name)
             if parts := rows.pop((record.source, name), None):
                 found += _compare_record(dataset, table, record, name, parts, key)
@@ -414,6 +418,25 @@ def _compare_archive(
             "SRC of the dataset"
         )
     return _first(found, "--archive")
+
+
+def _readable(archive: Source, patients: dict[str, str], quiet: bool) -> Iterator[EcgRecord]:
+    for item in tqdm(archive.keys(), unit=" records", desc="archive", disable=quiet):
+        record = read_safely(archive.read, item)
+        if isinstance(record, EcgRecord):
+            patient = patients.get(f"{record.source}/{record.name}", record.patient)
+            yield replace(record, patient=patient)
+
+
+def _other_key(dataset: Dataset, key: bytes | None) -> str:
+    if key and not dataset.meta["pseudonyms"]:
+        return "the dataset's names are not pseudonyms: leave out --pseudonymize"
+    if dataset.meta["pseudonyms"] != key_mark(key):
+        return (
+            "the dataset's names are pseudonyms: to compare, use --pseudonymize with the same "
+            "KEYFILE"
+        )
+    return ""
 
 
 def _compare_record(

@@ -7,7 +7,6 @@ named here are read, never dates, reports or names.
 import ast
 import dataclasses
 import hashlib
-import posixpath
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -40,7 +39,7 @@ from omnilead.data_tools.sources.wfdb import (
     peek,
     read_record,
 )
-from omnilead.data_tools.storage import Folder, folder
+from omnilead.data_tools.storage import Folder
 
 FOLDERS = ("records500", "records100")
 TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20
@@ -221,7 +220,6 @@ class PhysioNet2021(WfdbSource):
     name = "physionet2021"
     licence = "CC-BY-4.0"
     suffix = ".mat"
-    table: str | None = None  # path of PTB-XL's table, if it is stored elsewhere
 
     @staticmethod
     def detect(names: set[str]) -> bool:
@@ -263,24 +261,13 @@ class PhysioNet2021(WfdbSource):
         number = ecg_id(record.name)
         if real_source(record.source) != "ptb-xl" or not number:
             return record
-        known = _patients(self.root, self.table)
+        known = _patients(self.root)
         if known and number not in known:
             return dataclasses.replace(record, warnings=(*record.warnings, (f"not in {TABLE}", "")))
         return dataclasses.replace(record, patient=known.get(number))
 
     def tables(self) -> bytes:
-        return repr(sorted(_patients(self.root, self.table).items())).encode()
-
-    def notes(self) -> list[str]:
-        if _patients(self.root, self.table) or not any(
-            map(self.root.exists, ("training/ptb-xl", "ptb-xl/g1"))
-        ):
-            return []
-        why = (
-            "so this archive's PTB-XL records have no patient, and no gallery or probe role: pass "
-            "it with --patients"
-        )
-        return [f"{self.root.url}: no {TABLE}, {why}"]
+        return repr(sorted(_patients(self.root).items())).encode()
 
 
 @lru_cache(maxsize=256)  # a folder has a thousand records
@@ -291,12 +278,9 @@ def _database(url: str, place: str) -> str | None:
 
 
 @cached
-def _patients(root: Folder, table: str | None) -> dict[str, str | None]:
+def _patients(root: Folder) -> dict[str, str | None]:
     """Map ecg_id to patient, None if the row has none."""
-    if table:
-        root, place = folder(posixpath.dirname(table) or "."), posixpath.basename(table)
-    else:
-        place = next(filter(root.exists, TABLE_PLACES), "")
+    place = next(filter(root.exists, TABLE_PLACES), "")
     rows = _rows(root, place) if place else {}
     return {number: patient_id(row["patient_id"]) for number, row in rows.items()}
 

@@ -10,25 +10,31 @@ names, the labels, and `fold` or `split`. An empty cell is unknown. A record is 
 dataset, or by its path in the archive.
 """
 
-import csv
-import io
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from difflib import SequenceMatcher
 from hashlib import sha256
+from itertools import combinations
 from typing import Any, NamedTuple
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv as pa_csv
-from pyarrow import parquet
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.spreadsheet import QUOTED, unquoted
-from omnilead.engine.common import ConfigError, missing_package
+from omnilead.data_tools.errors import DataError
+from omnilead.data_tools.record_tables import (
+    RESERVED,
+    SHOWN,
+    as_text,
+    find,
+    index_in,
+    read_table,
+    some,
+)
+from omnilead.engine.common import ConfigError
 from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.patients import owners_of, patient_ids, patient_source, uniforms
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
@@ -47,22 +53,15 @@ SPLIT_OF = {
     "gallery": 3,
     "probe": 3,
 }
-RESERVED = ("record", "source", "patient", "fold", "split")
 TIMED = ("time", "event")  # columns of survival
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 INDEX = re.compile(r"|Unnamed: \d+")  # pandas' row numbers
 FEW = 10  # a column of numbers with at most this many values holds classes
-SHOWN = 3  # names in a message
 MAX_VALUES = 100  # classes of multiclass, and folds
-ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
-PTBXL = (
-    r"^(syn\d+_)?(\d{5})_[hl]r$",
-    r"\1HR\2",
-)  # file names of PTB-XL to record names of the Challenge
-# Ways a table may name a record: as in the dataset, or by its path in the archive, perhaps with
-# folders joined by _
-FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDERS, PTBXL))
+RARE = 5  # fewer examples of a class teach it badly, or are a slip of the pen
+# What looks like a number, read or not: 63, 1,5, 1.234,5, > 89
+NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,21 +140,62 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     task, classes, y_NK = _values(task, table)
     y_NK = np.append(y_NK, np.full((1, y_NK.shape[1]), np.nan, np.float32), axis=0)  # row -1
     y = [y_NK[row] for row in table.row]
+    known = _known(task, table, y)
+    people = _people(table, datasets)
+    task, split_N, remarks = _splits(task, table, datasets, known, people)
+    unknown = _unknown(datasets, known, people)
+    remarks = [*table.remarks, *remarks, *unknown_patients(unknown)]
+    remarks += _doubtful_classes(task, table, y_NK)
+    ends = np.cumsum([len(one) for one in y])[:-1]
+    split = np.split(np.where(known, split_N, 0).astype(np.int8), ends)
+    patients = np.split(people.owner_N, ends)
+    kept = _used_columns(table, task) if task.labels else None
+    return TaskLabels(task, classes, y, split, remarks, table.name, kept, patients, unknown)
+
+
+def _known(task: TaskConfig, table: LabelTable, y: list[np.ndarray]) -> np.ndarray:
+    """Which crops of all datasets have a label."""
     known = np.concatenate([~np.isnan(one).all(1) for one in y])
     if not known.any():
         raise ConfigError(
             f"{table.name}: no record has a known label in {', '.join(task.columns)}: fill in the "
             "cells"
         )
-    people = _people(table, datasets)
-    task, split_N, remarks = _splits(task, table, datasets, known, people)
-    unknown = _unknown(datasets, known, people)
-    remarks = [*table.remarks, *remarks, *unknown_patients(unknown)]
-    ends = np.cumsum([len(one) for one in y])[:-1]
-    split = np.split(np.where(known, split_N, 0).astype(np.int8), ends)
-    patients = np.split(people.owner_N, ends)
-    kept = _used_columns(table, task) if task.labels else None
-    return TaskLabels(task, classes, y, split, remarks, table.name, kept, patients, unknown)
+    return known
+
+
+def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: np.ndarray) -> list[str]:
+    """Classes that may be misspelt, and those with too few records to learn or to score."""
+    if not task.labels or task.kind in OF_VALUES:
+        return []
+    classes = task.classes or task.columns
+    used = np.unique(np.concatenate(table.row))
+    positive = (y_NK[used] > 0).sum(0).tolist()
+    records = dict(zip(classes, positive, strict=True))
+    name = task.labels
+    remarks = []
+    for one, other in combinations(classes, 2):
+        few, many = sorted((one, other), key=records.__getitem__)
+        if _alike(few, many) and records[few] < max(RARE, records[many] / 10):
+            spelt = f"{few!r} ({records[few]:,} records) and {many!r} ({records[many]:,})"
+            remarks.append(f"{name}: are {spelt} the same class? They are trained as two")
+    rare = sorted((of for of in classes if records[of] < RARE), key=records.__getitem__)
+    if rare:
+        named = ", ".join(f"{of} ({records[of]})" for of in rare[:SHOWN])
+        more = ", ..." if len(rare) > SHOWN else ""
+        remarks.append(f"{name}: fewer than {RARE} records are positive in {named}{more}")
+    return remarks
+
+
+def _alike(one: str, other: str) -> bool:
+    """Whether two names differ in case, or in one letter of at least five. Digits count: grade1 is
+    not grade2."""
+    if one.casefold() == other.casefold():
+        return True
+    shorter, digits = min(len(one), len(other)), re.compile(r"\D")
+    if shorter < 5 or digits.sub("", one) != digits.sub("", other):
+        return False
+    return SequenceMatcher(None, one, other).ratio() >= 1 - 1 / shorter
 
 
 def _used_columns(table: LabelTable, task: TaskConfig) -> pa.Table:
@@ -247,12 +287,12 @@ def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     parts = [dataset.table(["record", *task.columns]) for dataset in datasets]
     ends = np.cumsum([0, *map(len, parts)])
     rows = [np.arange(*ends[n : n + 2]) for n in range(len(parts))]
-    return LabelTable(datasets[0].root.url, _as_text(pa.concat_tables(parts)), rows, [])
+    return LabelTable(datasets[0].root.url, as_text(pa.concat_tables(parts)), rows, [])
 
 
 def guess(task: TaskConfig) -> TaskConfig:
     """Sets the kind that the label columns suggest."""
-    cells = read_table(task.labels)
+    cells = _read(task.labels)
     columns = _columns(task, task.labels, cells)
     values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns}
     text = [name for name, of in values.items() if not _numbers(of)]
@@ -263,74 +303,39 @@ def guess(task: TaskConfig) -> TaskConfig:
         kind = "binary" if len(columns) == 1 else "multilabel"
     elif len(columns) == 1 and (text or len(values[columns[0]]) <= FEW):
         kind = "multiclass"
+        _require_classes(f"{task.labels}: column {columns[0]!r}", values[columns[0]])
     elif text:
+        others = " ".join(name for name in columns if name != text[0]) or "NAME"
         raise ConfigError(
-            f"{task.labels}: {text[0]!r} is not 0, 1 or a number: choose columns: --columns "
-            f"{columns[0]}"
+            f"{task.labels}: column {text[0]!r} holds texts such as {values[text[0]][0][:40]!r}, "
+            f"not 0, 1 or numbers: leave it out: --columns {others}"
         )
     return replace(task, kind=kind, columns=columns)
 
 
-def read_table(url: str) -> pa.Table:
-    """Reads all columns as text; names of reserved columns become lower case."""
-    try:
-        with fsspec.open(url, "rb").open() as file:
-            data = file.read()
-        cells = parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data)
-        cells = _as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
-    except pa.ArrowMemoryError:
-        raise
-    except ImportError as error:
-        raise ConfigError(missing_package(url, error)) from None
-    except FileNotFoundError:
-        raise ConfigError(f"{url}: no such file: name a CSV or parquet file of labels") from None
-    except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
+def _require_classes(column: str, values: Sequence[str]) -> None:
+    """Refuses to take a column of numbers for classes because some cells are not read as one."""
+    numeric = [value for value in values if NUMERIC.fullmatch(value)]
+    unread = [value for value in values if not _numbers([value])]
+    if numeric and unread:
+        read = next((value for value in numeric if value not in unread), numeric[0])
         raise ConfigError(
-            f"{url}: cannot be read as CSV or parquet: {' '.join(str(error).split())[:200]}"
-        ) from None
-    names = cells.column_names
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"{url}: two columns are called {twice[0]!r}: rename one")
-    if "record" not in names or not len(cells):
-        raise ConfigError(
-            f"{url}: {len(cells)} rows of {', '.join(names[:10])}: a column `record` must name "
-            "the ECGs"
+            f"{column} is neither numbers nor classes: it holds {read[:40]!r} and "
+            f"{unread[0][:40]!r}: write numbers with a point and leave unknown cells empty, or "
+            "choose the kind: --kind multiclass"
         )
-    return cells
+    if unread and len(values) > FEW and all(value[0].isdigit() for value in values):
+        raise ConfigError(
+            f"{column} holds numbers with something behind them, such as {values[0][:40]!r}: leave "
+            "the unit out, or choose the kind: --kind multiclass"
+        )
 
 
-def _csv(data: bytes) -> pa.Table:
-    """The separator is the one that yields a column `record` in the header."""
-    start = data[: 2**20].decode("utf-8-sig", "replace")
-    for mark in (",", ";", "\t", ","):  # a comma if none yields it
-        reader = csv.reader(io.StringIO(start, newline=""), delimiter=mark)
-        try:
-            names = [unquoted(cell) for cell in next(reader, [])]
-        except csv.Error:
-            raise ConfigError("the first line has a quote that is not closed") from None
-        if len(names) > 1 and "record" in map(_name, names):
-            break
-    read = pa_csv.ReadOptions(column_names=names, skip_rows=reader.line_num)
-    parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
-    convert = pa_csv.ConvertOptions(
-        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True
-    )
-    cells = pa_csv.read_csv(io.BytesIO(data), read, parse, convert)
-    return pa.table(
-        [pc.replace_substring_regex(column, QUOTED, r"\1") for column in cells.columns], names
-    )
-
-
-def _name(column: str) -> str:
-    return column.strip().lower() if column.strip().lower() in RESERVED else column.strip()
-
-
-def _as_text(cells: pa.Table) -> pa.Table:
-    text = [pc.utf8_trim_whitespace(pc.cast(column, pa.string())) for column in cells.columns]
-    empty = pa.array(pa_csv.ConvertOptions().null_values)
-    return pa.table(
-        [pc.if_else(pc.is_in(column, empty), None, column) for column in text], cells.column_names
-    )
+def _read(url: str) -> pa.Table:
+    try:
+        return read_table(url)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
@@ -350,31 +355,35 @@ def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
 
 def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     """Finds the table's row for each crop by the name of its record."""
-    url, cells = task.labels, read_table(task.labels)
+    url, cells = task.labels, _read(task.labels)
     data = data_records(datasets)
-    by_source = "source" in cells.column_names
-    # without a source, records of two databases that share a name have equal targets
-    targets = data.keys if by_source else data.names
-    found = _find(cells, targets, by_source)
-    record = cells["record"].combine_chunks()
-    rows, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
-    found = found[rows]
-    _refuse_ambiguous(url, record, rows, found, data.keys, targets)
-    row_of_key = np.full(len(data.keys), -1)
-    row_of_key[found] = rows
-    bare = np.flatnonzero(row_of_key < 0)
+    try:
+        found = find(url, cells, data.keys, data.names)
+    except DataError as error:
+        raise ConfigError(f"{error}{_pseudonyms(url, datasets)}") from None
     remarks, name = [], url
-    if len(missing):
-        absent = f"{url}: {_some(missing, record)} of {len(record):,} records are not in the data"
-        remarks.append(absent)
-        if len(missing) > len(rows):
-            there = ", ".join(targets[:SHOWN].to_pylist())
-            name = f"{absent}, which has {there}, ...: check that the table belongs to the data"
+    if found.missing:
+        remarks.append(f"{url}: {found.missing}")
+        if found.mostly:
+            there = ", ".join(data.names[:SHOWN].to_pylist())
+            name = f"{remarks[0]}, which has {there}, ...: check that the table belongs to the data"
+            remarks[0] += _pseudonyms(url, datasets)
+    bare = np.flatnonzero(found.row < 0)
     if len(bare):
         all_records = f"{len(data.keys):,} records of the data"
-        remarks.append(f"{url}: has no row for {_some(bare, data.keys)} of {all_records}")
+        remarks.append(f"{url}: has no row for {some(bare, data.keys)} of {all_records}")
     ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
-    return LabelTable(name, cells, np.split(row_of_key[data.key_of_crop], ends), remarks)
+    return LabelTable(name, cells, np.split(found.row[data.key_of_crop], ends), remarks)
+
+
+def _pseudonyms(url: str, datasets: Sequence[Dataset]) -> str:
+    """What to do if the data do not have the names that a table has."""
+    if not any(one.meta.get("pseudonyms") for one in datasets):
+        return ""
+    return (
+        f"; the data have pseudonyms: omnilead labels table {url} --out DIR --pseudonymize KEYFILE "
+        "writes the table with them"
+    )
 
 
 class DataRecords(NamedTuple):
@@ -393,68 +402,6 @@ def data_records(datasets: Sequence[Dataset]) -> DataRecords:
     first = np.unique(key_of_crop, return_index=True)[1]
     names = crops["record"].take(pa.array(first)).combine_chunks()
     return DataRecords(key.dictionary, names, key_of_crop)
-
-
-def _find(cells: pa.Table, targets: pa.Array, by_source: bool) -> np.ndarray:
-    """For each row of a table, its index in `targets`; -1 if it is not among them. The first of
-    FORMS that yields one counts."""
-    record = cells["record"].combine_chunks()
-    found = np.full(len(record), -1)
-    for form in FORMS:
-        left = pa.array(np.flatnonzero(found < 0))
-        names = record.take(left)
-        for pattern, new in form:
-            names = pc.replace_substring_regex(names, pattern, new)
-        if by_source:
-            names = pc.binary_join_element_wise(cells["source"].take(left), names, "/")
-        found[left] = _index(names, targets)
-    return found
-
-
-def _index(values: pa.Array, among: pa.Array) -> np.ndarray:
-    """Index of each value in `among`; -1 if it is not there, or null."""
-    index = pc.fill_null(pc.index_in(values, among), -1)
-    return np.asarray(index.to_numpy(zero_copy_only=False))
-
-
-def _refuse_ambiguous(
-    url: str,
-    record: pa.Array,
-    rows: np.ndarray,
-    found: np.ndarray,
-    keys: pa.Array,
-    targets: pa.Array,
-) -> None:
-    """`rows` of the table name the `targets` that are `found`."""
-    if not len(rows):
-        here = ", ".join(map(str, record[:SHOWN].to_pylist()))
-        there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
-        raise ConfigError(
-            f"{url}: none of its {len(record):,} records is in the data: it names {here}, the "
-            f"data {there}"
-        )
-    target = targets.dictionary_encode().indices.to_numpy()
-    named = np.bincount(target[found], minlength=len(keys))
-    records = np.bincount(target, minlength=len(keys))
-    shared = np.flatnonzero((named > 0) & (records > 1))
-    if len(shared):
-        twice = keys.take(pa.array(np.flatnonzero(target == shared[0]))).to_pylist()
-        raise ConfigError(
-            f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the "
-            "table"
-        )
-    again = np.flatnonzero(named > 1)
-    if len(again):
-        lines = rows[target[found] == again[0]] + 1
-        raise ConfigError(
-            f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one "
-            "of them"
-        )
-
-
-def _some(positions: np.ndarray, names: pa.Array) -> str:
-    shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
-    return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"
 
 
 def _numbers(values: Sequence[str]) -> bool:
@@ -497,7 +444,7 @@ def _one_hot(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str
         raise ConfigError(
             f"{table.name}: {name} has {len(classes):,} values: use at most {MAX_VALUES} classes"
         )
-    code = _index(column, pa.array(classes, pa.string()))
+    code = index_in(column, pa.array(classes, pa.string()))
     unknown = used & (code < 0) & column.is_valid().to_numpy(zero_copy_only=False)
     if unknown.any():
         cell = _cell(table, name, int(unknown.argmax()))
@@ -552,7 +499,7 @@ def _cell(table: LabelTable, column: str, row: int) -> str:
 
 def _coded(split: pa.ChunkedArray) -> np.ndarray:
     """Split names as numbers: 0 where there is none, -1 if the name is unknown."""
-    known = _index(pc.utf8_lower(pc.fill_null(split, "")), pa.array(SPLIT_OF))
+    known = index_in(pc.utf8_lower(pc.fill_null(split, "")), pa.array(SPLIT_OF))
     return np.asarray(np.array([*SPLIT_OF.values(), -1], np.int8)[known])
 
 

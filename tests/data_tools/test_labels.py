@@ -18,7 +18,9 @@ from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.data_tools.labels import CODE15, CODES, NUMBERS, REPORTS, statement_codes
 from omnilead.data_tools.synthetic.archive import synthesise
+from omnilead.engine.common import ConfigError
 from omnilead.engine.evaluation.results import load_task
+from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import read_task
 from tests.forks import started
 
@@ -363,3 +365,33 @@ def test_paths_that_do_not_exist_give_a_one_line_error(shell, tmp_path):
     file.touch()
     assert "cannot list" in shell.error("labels", "code15", nowhere, "--out", tmp_path / "out")
     assert "File exists" in shell.error("labels", "code15", tmp_path, "--out", file)
+
+
+def test_own_labels_get_the_pseudonyms_of_a_dataset(shell, tmp_path):
+    key, src, out = tmp_path / "key", tmp_path / "src", tmp_path / "out"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    for number in range(6):
+        write_challenge(src / "ward 1", f"e{number}", ecg(seed=number))
+    hidden = ("--pseudonymize", key)
+    shell.run("shard", src, "--out", out, "--workers", 1, "--plan", "all", *hidden)
+    mine = tmp_path / "mine.csv"
+    lines = [f"ward 1/e{i}.hea;wfdb;{i % 2};A{i // 2};40,{i}" for i in range(6)]
+    mine.write_text("\n".join(["record;source;sick;patient;age", *lines]))
+    task = TaskConfig("mine", "binary", labels=str(mine), columns=("sick",))
+    with pytest.raises(ConfigError, match=r"have pseudonyms: omnilead labels table .*mine.csv"):
+        read_task(task, [Dataset.open(str(out))])
+    text, _ = shell.run("labels", "table", mine, "--out", tmp_path / "labels", *hidden)
+    assert "6 records have their pseudonyms; copied as they are, so make sure" in text
+    assert text.rstrip().endswith(": sick, age")
+    made = tmp_path / "labels" / "mine.parquet"
+    read = read_task(replace(task, labels=str(made)), [Dataset.open(str(out))])
+    assert read.y[0][:, 0].sum() == 3 and read.unknown == (0, 6)
+    assert pq.read_table(made)["age"].to_pylist() == [f"40.{i}" for i in range(6)]
+    assert "A1" not in str(pq.read_table(made).to_pydict())
+    for words, says in (
+        ((mine,), "a table without pseudonyms is ready for --labels"),
+        ((mine, *hidden), "a pseudonym depends on the source: add a column `source`, such as"),
+    ):
+        assert says in shell.error("labels", "table", *words, "--out", tmp_path / "labels")
+        mine.write_text("record;sick\na;1\n")

@@ -18,11 +18,11 @@ import omnilead
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.pseudonyms import read_key
+from omnilead.data_tools.record_tables import read_table
 from omnilead.data_tools.sources import open_sources
 from omnilead.engine import embed, predict
 from omnilead.engine.common import LEADS
 from omnilead.engine.model import folder
-from omnilead.engine.tasks.labels import read_table
 from tests.conftest import save_model
 
 torch.set_num_threads(1)

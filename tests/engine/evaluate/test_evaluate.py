@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import omnilead
 from omnilead.data_tools.dataset import CLASSES
+from omnilead.data_tools.record_tables import read_table
 from omnilead.engine.common import LEADS
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluate import labels_of_run, main
@@ -20,7 +21,7 @@ from omnilead.engine.evaluation import metrics, results
 from omnilead.engine.evaluation.metrics import challenge_score
 from omnilead.engine.model.folder import seal
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.labels import read_table, read_task
+from omnilead.engine.tasks.labels import read_task
 from tests.engine.evaluate.conftest import (
     DIAGNOSIS,
     IDENTIFICATION,

@@ -1,6 +1,7 @@
 """Label tables: what is read, how records are matched and split, and what is refused."""
 
 import csv
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,10 +15,12 @@ from pyarrow import parquet
 
 import omnilead
 from omnilead.data_tools.dataset import CLASSES, Dataset
+from omnilead.data_tools.errors import UserError
+from omnilead.data_tools.record_tables import read_table
 from omnilead.engine import finetune
 from omnilead.engine.common import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.labels import guess, read_table, read_task
+from omnilead.engine.tasks.labels import guess, read_task
 
 Rows = Iterable[Sequence[Any]]
 
@@ -294,6 +297,76 @@ def test_a_name_shared_by_two_databases_needs_a_source(tables, monkeypatch):
     assert known.y[0][0] == 1 and np.isnan(known.y[0][other])
 
 
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_decimal_commas_are_numbers_where_commas_do_not_separate(mark, tables):
+    rows = zip(tables.records, cycle(["40,1", "-0,5", "1,5e2", "7", ""]), strict=False)
+    path = tables.write("record|v", rows, mark)
+    assert guess(TaskConfig(labels=path)).kind == "multiclass"  # of few values
+    known = tables.read_file(kind="regression")
+    assert set(known.y[0][:, 0].round(2)) >= {np.float32(40.1), -0.5, 150, 7}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (["40,1", "35,0"], "neither numbers nor classes: it holds '40,1' and '40,1'"),
+        ([*map(str, range(30)), "unknown"], "neither numbers nor classes: it holds '0' and 'unkn"),
+        (["0", "1", "?"], "it holds '0' and '?': write numbers with a point and leave unknown"),
+        (["1.234,5", "> 89"], "it holds '1.234,5' and '1.234,5'"),
+        (
+            [f"{value} ms" for value in range(30)],
+            "numbers with something behind them, such as '0 ms",
+        ),
+        (["1st degree", "2nd degree", "normal"], ""),
+        (["1", "2", "3", ""], ""),
+    ],
+)
+def test_a_column_that_is_neither_numbers_nor_classes_is_refused(values, says, tables):
+    rows = list(zip(tables.records, cycle(values), strict=False))
+    path = tables.write("record|v", rows)
+    if says:
+        with pytest.raises(ConfigError, match=rf"my.csv: column 'v' .*{re.escape(says)}"):
+            guess(TaskConfig(labels=path))
+        assert read_task(TaskConfig("a", "multiclass", labels=path), [tables.dataset]).classes
+    else:
+        assert guess(TaskConfig(labels=path)).kind == "multiclass"
+
+
+def test_misspelt_and_rare_classes_are_named(tables):
+    common = cycle(["normal", "NORM", "grade1", "grade2"])
+    values = ["normall", "Norm", "grade3", *(next(common) for _ in tables.records[3:])]
+    *_, one, two, rare = tables.read(
+        "record|v", zip(tables.records, values, strict=True), kind="multiclass"
+    ).remarks
+    assert "are 'Norm' (1 records) and 'NORM' (44) the same class? They are trained" in one
+    assert "are 'normall' (1 records) and 'normal' (45)" in two
+    assert rare.endswith("fewer than 5 records are positive in Norm (1), grade3 (1), normall (1)")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"record,v\n", "has a header, but no rows: add a row for each ECG"),
+        (b"record,v\n\n\n", "has a header, but no rows"),
+        ("record;v\nA;ä\n".encode("cp1252"), "its text is not UTF-8: save it as CSV UTF-8"),
+        (b"PK\x03\x04", "it is a workbook or another archive: save the sheet as CSV UTF-8"),
+        (None, "is a folder: name a CSV or parquet file of labels"),
+    ],
+)
+def test_files_that_are_no_tables_of_records(data, says, tmp_path):
+    path = tmp_path / "my.csv"
+    path.write_bytes(data) if data else path.mkdir()
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: ") + f".*{says}"):
+        guess(TaskConfig(labels=str(path)))
+
+
+def test_utf_16_is_read(tmp_path):
+    """Excel saves it as "Unicode text"."""
+    path = tmp_path / "my.csv"
+    path.write_text("record\tkind\nA\tnötig\nB\t\n", encoding="utf-16")
+    assert read_table(str(path)).to_pydict() == {"record": ["A", "B"], "kind": ["nötig", None]}
+
+
 def test_a_missing_extra_is_named(monkeypatch):
     for package in ("s3fs", "gcsfs"):
         monkeypatch.setitem(sys.modules, package, None)
@@ -302,7 +375,7 @@ def test_a_missing_extra_is_named(monkeypatch):
         (omnilead.load, "s3://b/run", "needs the extra s3"),
         (read_table, "gs://b/l.csv", "Please install gcsfs"),
     ):
-        with pytest.raises(ConfigError, match=f"{url}:? {says}"):
+        with pytest.raises(UserError, match=f"{url}:? {says}"):
             read(url)
 
 

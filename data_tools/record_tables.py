@@ -1,0 +1,236 @@
+"""Tables that name records, such as labels or patients: CSV or parquet with a column `record`, and
+`source` where databases share names.
+
+    cells = read_table("my.csv")                # all columns as text, null where a cell is empty
+    found = find("my.csv", cells, keys, names)  # the row of each of these records
+    patients = patients_of("who.csv", read_patients("who.csv"), keys)   # null where unknown
+
+The separator of a CSV is a comma, a semicolon or a tab; with the latter two, 40,1 is a number. A
+record is named as in a dataset, or by its path in the archive.
+"""
+
+import csv
+import io
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from typing import NamedTuple
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv as pa_csv
+from pyarrow import parquet
+
+from omnilead.data_tools.cli import tell
+from omnilead.data_tools.errors import DataError, one_line
+from omnilead.data_tools.spreadsheet import QUOTED, unquoted
+from omnilead.data_tools.storage import missing_package
+
+RESERVED = ("record", "source", "patient", "fold", "split")
+ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
+# File names of PTB-XL to record names of the Challenge
+PTBXL = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
+# Ways a table may name a record: as in the dataset, or by its path in the archive, perhaps with
+# folders joined by _
+FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDERS, PTBXL))
+PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_database.csv
+SHOWN = 3  # names in a message
+# 40,1 and also -0,5e-3, but neither 1,234,567 nor 1.234,5
+DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
+WHOLE = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
+
+
+class Found(NamedTuple):
+    row: np.ndarray  # of each record, its row in the table; -1: none
+    # "2 (A, B) of 9 records are not in the data"; "" if the table has no others
+    missing: str
+    mostly: bool  # whether most of the table's records are missing
+
+
+def read_table(url: str, of: str = "labels") -> pa.Table:
+    """Reads all columns as text; names of reserved columns become lower case."""
+    try:
+        with fsspec.open(url, "rb").open() as file:
+            data = file.read()
+        cells = parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data)
+        cells = as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
+    except pa.ArrowMemoryError:
+        raise
+    except ImportError as error:
+        raise DataError(missing_package(url, error)) from None
+    except FileNotFoundError:
+        raise DataError(f"{url}: no such file: name a CSV or parquet file of {of}") from None
+    except IsADirectoryError:
+        raise DataError(f"{url}: is a folder: name a CSV or parquet file of {of}") from None
+    except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
+        why = one_line(str(error), 200)
+        raise DataError(f"{url}: cannot be read as CSV or parquet: {why}") from None
+    names = cells.column_names
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{url}: two columns are called {twice[0]!r}: rename one")
+    if PTBXL_TABLE.keys() <= set(names) and "record" not in names:
+        names = [PTBXL_TABLE.get(name, name) for name in names]
+        cells = cells.rename_columns(names)
+    if "record" not in names:
+        raise DataError(
+            f"{url}: its columns are {', '.join(names[:10])}: a column `record` must name the ECGs"
+        )
+    if not len(cells):
+        raise DataError(f"{url}: has a header, but no rows: add a row for each ECG")
+    return cells
+
+
+def _csv(data: bytes) -> pa.Table:
+    """The separator is the one that yields a column `record` in the header."""
+    text = _decoded(data)
+    for mark in (",", ";", "\t", ","):  # a comma if none yields it
+        lines = io.StringIO(text, newline="")
+        reader = csv.reader(lines, delimiter=mark)
+        try:
+            names = [unquoted(cell) for cell in next(reader, [])]
+        except csv.Error:
+            raise DataError("the first line has a quote that is not closed") from None
+        if len(names) > 1 and "record" in map(_name, names):
+            break
+    if not lines.read(2**10).strip():
+        return pa.table({name: pa.array([], pa.string()) for name in names})
+    read = pa_csv.ReadOptions(column_names=names, skip_rows=reader.line_num)
+    parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
+    convert = pa_csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True
+    )
+    cells = pa_csv.read_csv(pa.BufferReader(text.encode()), read, parse, convert)
+    columns = []
+    for name, column in zip(names, cells.columns, strict=True):
+        column = pc.replace_substring_regex(column, QUOTED, r"\1")
+        if mark != "," and _name(name) not in RESERVED:
+            column = pc.replace_substring_regex(column, DECIMAL_COMMA, r"\1.\2")
+        columns.append(column)
+    return pa.table(columns, names)
+
+
+def _decoded(data: bytes) -> str:
+    if data.startswith(b"PK"):
+        raise DataError("it is a workbook or another archive: save the sheet as CSV UTF-8")
+    utf16 = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))  # Excel's "Unicode text"
+    try:
+        return data.decode("utf-16" if utf16 else "utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError("its text is not UTF-8: save it as CSV UTF-8") from None
+
+
+def _name(column: str) -> str:
+    return column.strip().lower() if column.strip().lower() in RESERVED else column.strip()
+
+
+def as_text(cells: pa.Table) -> pa.Table:
+    text = [pc.utf8_trim_whitespace(pc.cast(column, pa.string())) for column in cells.columns]
+    empty = pa.array(pa_csv.ConvertOptions().null_values)
+    columns = []
+    for name, column in zip(cells.column_names, text, strict=True):
+        column = pc.if_else(pc.is_in(column, empty), None, column)
+        if name in ("patient", "patient_id"):
+            column = pc.replace_substring_regex(column, WHOLE, r"\1")
+        columns.append(column)
+    return pa.table(columns, cells.column_names)
+
+
+def find(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Found:
+    """Finds the row of each record. `keys`: their source/record; `names`: their record."""
+    by_source = "source" in cells.column_names
+    # without a source, records of two databases that share a name have equal targets
+    targets = keys if by_source else names
+    found = _targets(cells, targets, by_source)
+    record = cells["record"].combine_chunks()
+    rows, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
+    found = found[rows]
+    _refuse_ambiguous(url, record, rows, found, keys, targets)
+    row_of_key = np.full(len(keys), -1)
+    row_of_key[found] = rows
+    absent = ""
+    if len(missing):
+        absent = f"{some(missing, record)} of {len(record):,} records are not in the data"
+    return Found(row_of_key, absent, len(missing) > len(rows))
+
+
+def _targets(cells: pa.Table, targets: pa.Array, by_source: bool) -> np.ndarray:
+    """For each row of a table, its index in `targets`; -1 if it is not among them. The first of
+    FORMS that yields one counts."""
+    record = cells["record"].combine_chunks()
+    found = np.full(len(record), -1)
+    for form in FORMS:
+        left = pa.array(np.flatnonzero(found < 0))
+        names = record.take(left)
+        for pattern, new in form:
+            names = pc.replace_substring_regex(names, pattern, new)
+        if by_source:
+            names = pc.binary_join_element_wise(cells["source"].take(left), names, "/")
+        found[left] = index_in(names, targets)
+    return found
+
+
+def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
+    """Index of each value in `among`; -1 if it is not there, or null."""
+    index = pc.fill_null(pc.index_in(values, among), -1)
+    return np.asarray(index.to_numpy(zero_copy_only=False))
+
+
+def _refuse_ambiguous(
+    url: str,
+    record: pa.Array,
+    rows: np.ndarray,
+    found: np.ndarray,
+    keys: pa.Array,
+    targets: pa.Array,
+) -> None:
+    """`rows` of the table name the `targets` that are `found`."""
+    if not len(rows):
+        here = ", ".join(map(str, record[:SHOWN].to_pylist()))
+        there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
+        raise DataError(
+            f"{url}: none of its {len(record):,} records is in the data: it names {here}, the "
+            f"data {there}"
+        )
+    target = targets.dictionary_encode().indices.to_numpy()
+    named = np.bincount(target[found], minlength=len(keys))
+    records = np.bincount(target, minlength=len(keys))
+    shared = np.flatnonzero((named > 0) & (records > 1))
+    if len(shared):
+        twice = keys.take(pa.array(np.flatnonzero(target == shared[0]))).to_pylist()
+        raise DataError(
+            f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the "
+            "table"
+        )
+    again = np.flatnonzero(named > 1)
+    if len(again):
+        lines = rows[target[found] == again[0]] + 1
+        raise DataError(
+            f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one "
+            "of them"
+        )
+
+
+def some(positions: np.ndarray, names: pa.Array) -> str:
+    shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
+    return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"
+
+
+def read_patients(url: str) -> pa.Table:
+    """A table with the columns `record` and `patient`, or ptbxl_database.csv."""
+    cells = read_table(url, "patients")
+    if "patient" not in cells.column_names:
+        names = ", ".join(cells.column_names[:10])
+        raise DataError(f"{url}: its columns are {names}: a column `patient` must name the people")
+    # as a dataset writes them
+    patient = pc.replace_substring_regex(cells["patient"], "[^A-Za-z0-9_-]+", "_")
+    return cells.drop_columns("patient").append_column("patient", patient)
+
+
+def patients_of(url: str, cells: pa.Table, keys: pa.Array) -> pa.Array:
+    """The patient of each of these source/record; null where unknown. Tells which records of the
+    table are not among them."""
+    found = find(url, cells, keys, pc.replace_substring_regex(keys, "^[^/]*/", ""))
+    if found.missing:
+        tell(f"note: {url}: {found.missing}")
+    rows = pa.array(found.row, mask=found.row < 0)
+    return cells["patient"].combine_chunks().take(rows)

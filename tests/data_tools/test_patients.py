@@ -1,0 +1,129 @@
+"""`shard --patients FILE`: who is the patient of which record, for an archive that does not say."""
+
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from handmade import ecg, everything_in, write_challenge
+from twins import write_code15, write_ptbxl
+
+from omnilead.data_tools.__main__ import shard, verify
+from omnilead.data_tools.errors import DataError
+
+NUMBERS = range(1, 31)
+PERSON = {number: number // 3 for number in NUMBERS}
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """Records of PTB-XL, several of a person, as a folder without its table."""
+    for number in NUMBERS:
+        write_challenge(tmp_path / "plain" / "00000", f"{number:05d}_hr", ecg(seed=number))
+    return tmp_path / "plain"
+
+
+def patients_in(dataset):
+    return dict(zip(dataset.column("record"), dataset.table()["patient"].to_pylist(), strict=True))
+
+
+def write_who(path, rows):
+    path.write_text("\n".join(["record,patient", *(f"{a},{b}" for a, b in rows)]))
+    return path
+
+
+def as_parquet(path, rows):
+    columns = [pa.array(column) for column in zip(*rows, strict=True)]
+    pq.write_table(pa.table(columns, ["Record", "patient"]), path)
+    return path
+
+
+TABLES = {
+    "names": lambda path: write_who(path, ((f"00000_{n:05d}_hr", p) for n, p in PERSON.items())),
+    "paths": lambda path: write_who(
+        path, ((f"00000/{n:05d}_hr.hea", p) for n, p in PERSON.items())
+    ),
+    "parquet": lambda path: as_parquet(
+        path, [(f"00000/{n:05d}_hr", float(p)) for n, p in PERSON.items()]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_plain_folder_gets_its_patients_from_a_table(kind, plain, tmp_path, capsys):
+    table = TABLES[kind](tmp_path / "who")
+    out = str(tmp_path / "out")
+    made = shard(plain, out=out, plan="all", workers=1, patients=str(table))
+    assert patients_in(made) == {f"00000_{n:05d}_hr": str(p) for n, p in PERSON.items()}
+    assert "patients unknown" not in capsys.readouterr().err
+    assert verify(out, archive=plain, patients=str(table)) == []
+    findings = verify(out, archive=plain)
+    assert len(findings) > 1 and all("differs in patient" in one for one in findings[:20])
+    other = write_who(tmp_path / "other", [("00000_00001_hr", "B")])
+    with pytest.raises(DataError, match="is already finished"):
+        shard(plain, out=out, plan="all", workers=1, patients=str(other))
+
+
+def test_records_that_are_in_one_of_both_only_are_counted(plain, tmp_path, capsys):
+    table = write_who(tmp_path / "who.csv", [("00000_00001_hr", "A B"), ("X", "C"), ("Y", "D")])
+    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+    assert patients_in(made)["00000_00001_hr"] == "A_B"
+    told = capsys.readouterr().err
+    assert "who.csv: 2 (X, Y) of 3 records are not in the data" in told
+    assert "patients unknown for 29 of 30 records: split by record" in told
+
+
+def test_ptbxls_own_table_names_the_patients_of_its_records_in_any_folder(plain, tmp_path):
+    table = tmp_path / "ptbxl_database.csv"
+    rows = [f"{n},{p}.0,records500/00000/{n:05d}_hr" for n, p in PERSON.items()]
+    table.write_text("\n".join(["ecg_id,patient_id,filename_hr", *rows]))
+    (tmp_path / "flat").mkdir()
+    for path in plain.rglob("*_hr*"):
+        os.link(path, tmp_path / "flat" / path.name)
+    made = shard(tmp_path / "flat", out=tmp_path / "out", workers=1, patients=str(table))
+    assert patients_in(made) == {f"{n:05d}_hr": str(p) for n, p in PERSON.items()}
+
+
+def test_a_table_counts_more_than_the_archive_and_may_name_sources(tmp_path):
+    """As for archives that know their patients but count one person twice."""
+    write_code15(tmp_path / "code", {7: {"patient_id": 1}, 8: {"patient_id": 2}})
+    write_ptbxl(tmp_path / "ptbxl", {7: {"patient_id": 5}})
+    table = tmp_path / "who.csv"
+    table.write_text("record;source;patient\n7;code15;one\n8;code15;one\n")
+    sources = [tmp_path / "code", tmp_path / "ptbxl"]
+    made = shard(sources, out=tmp_path / "out", workers=1, patients=str(table))
+    assert patients_in(made) == {"7": "one", "8": "one", "HR00007": "5"}
+
+
+def test_pseudonyms_of_named_patients(plain, tmp_path):
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    table = TABLES["names"](tmp_path / "who.csv")
+    how = {"patients": str(table), "pseudonymize": str(key)}
+    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, **how)
+    people = patients_in(made)
+    assert len(set(people.values())) == len(set(PERSON.values()))
+    assert all(name.startswith("p") and len(name) == 21 for name in people.values())
+    assert b"00000_00001_hr" not in everything_in(made)
+    assert verify(tmp_path / "out", archive=plain, **how) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("record,who\nA,B", "who.csv: its columns are record, who: a column `patient` must name"),
+        ("name,patient\nA,B", "who.csv: its columns are name, patient: a column `record` must"),
+        (
+            "record,patient\nA,B",
+            "none of its 1 records is in the data: it names A, the data 00000_",
+        ),
+        ("record,patient\n00000_00001_hr,A\n00000/00001_hr,B", "is in rows 1 and 2: keep one"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(text, says, plain, tmp_path):
+    table = tmp_path / "who.csv"
+    table.write_text(text)
+    with pytest.raises(DataError, match=says):
+        shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+    assert not (tmp_path / "out" / "dataset.json").exists()
