@@ -18,8 +18,8 @@ finally model/, report.html. Started again with the same RUN, training resumes f
 checkpoint: bit for bit with the same number of ranks; with another number, batches are the same and
 losses are equal to rounding. An error names data or settings that have changed. In Python: run =
 omnilead.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000}) SIGTERM or
-Ctrl-C: a checkpoint at the next step, exit 0 or 130. Exit 2: a setting or a file is wrong. Exit 1:
-the run failed.
+Ctrl-C: stops after the micro-batch with a checkpoint of the last whole step, exit 0 or 130. Exit 2:
+a setting or a file is wrong. Exit 1: the run failed.
 """
 
 import os

@@ -141,7 +141,5 @@ def trained(
             raise
         raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error
     if not finished:
-        raise KeyboardInterrupt(
-            f"{os.fspath(out)}: stopped after a checkpoint: the same call resumes"
-        )
+        raise KeyboardInterrupt(f"{os.fspath(out)}: stopped: the same call resumes")
     return TrainingRun(Path(out))

@@ -65,6 +65,7 @@ from omnilead.engine.training.export import (
 )
 from omnilead.engine.training.task import (
     Arguments,
+    Between,
     Groups,
     best_metric,
 )
@@ -375,7 +376,9 @@ class FinetuneTask(ExportedTask):
         model.head.weight.copy_(F.normalize(sum_CD, dim=-1))
         model.train()
 
-    def _on_ranks(self, crops: list[tuple[Dataset, int]], forward: Any) -> Tensor:
+    def _on_ranks(
+        self, crops: list[tuple[Dataset, int]], forward: Any, between: Between = lambda: None
+    ) -> Tensor:
         """Outputs for all windows that a crop may have."""
         return predict_on_ranks(
             self.config,
@@ -384,6 +387,7 @@ class FinetuneTask(ExportedTask):
             forward,
             lambda uv_BLT, halves_B: self.input.crops(uv_BLT, halves_B).flatten(0, 1),
             windows=int(self.input.count()),
+            between=between,
         )
 
     def _exist(self, halves_B: np.ndarray) -> np.ndarray:
@@ -411,10 +415,10 @@ class FinetuneTask(ExportedTask):
         x_BSLT = self.seen(batch).to(dtype_of(self.config))
         return x_BSLT, to_device(y, device), to_device(exists_BS, device), weights_BK, margin
 
-    def validate(self, engine: Any) -> dict[str, float]:
+    def validate(self, engine: Any, between: Between) -> dict[str, float]:
         if not self.held_out.crops:
             return {}
-        out_BSD = self._outputs(engine, len(self.held_out.crops))
+        out_BSD = self._outputs(engine, len(self.held_out.crops), between)
         if self.kind == "identity":  # the second window of each crop among all first ones
             ids: Any = self.held_out.y
             first_BD, second_BD = out_BSD[:, :2].numpy().swapaxes(0, 1)
@@ -446,7 +450,7 @@ class FinetuneTask(ExportedTask):
         same, other = pairs(c_BSD.flatten(0, 1), ids_R)
         return arrays | {"same_similarity": same, "other_similarity": other}
 
-    def _outputs(self, engine: Any, crops: int) -> Tensor:
+    def _outputs(self, engine: Any, crops: int, between: Between = lambda: None) -> Tensor:
         """Logits (diagnosis) or embeddings of the first held-out crops, on the CPU."""
         count = int(self.input.count())
 
@@ -457,7 +461,7 @@ class FinetuneTask(ExportedTask):
 
         some = self.held_out.crops[:crops]
         with eval_mode(engine):
-            out_RD = self._on_ranks(some, forward)
+            out_RD = self._on_ranks(some, forward, between)
         return out_RD.view(-1, count, out_RD.shape[1])
 
     @staticmethod

@@ -1,6 +1,7 @@
 """Atomic checkpoints: RUN/checkpoints/step-N/, and `latest`, which names the last complete one.
 
     save(engine, run, state, loader_state, ranks, keep=3)
+    amend(run, progress, ranks)               # changes state.json of the checkpoint of this step
     path = newest(run)                        # the one `latest` names; if that is damaged or missing, the newest complete one
     load(engine, path, universal=False)       # universal=True after to_universal(path)
 
@@ -113,6 +114,32 @@ def save(
         ) from error
 
 
+def amend(run: Path, progress: dict[str, Any], ranks: Ranks) -> None:
+    """Changes the progress in the checkpoint of its step. Called by all ranks."""
+    on_first_rank(ranks, lambda: _amend(run / "checkpoints", progress))
+
+
+def _amend(root: Path, progress: dict[str, Any]) -> None:
+    path = root / f"step-{progress['step']}"
+    state = read_state(path) | progress
+    text = json.dumps(state, indent=1).encode()
+    manifest = json.loads((path / MANIFEST).read_text())
+    # A kill before the last of these leaves the earlier state.json, which is whole as well
+    manifest[STATE] = {
+        "bytes": len(text),
+        "crc32c": google_crc32c.value(text),
+        "before": manifest[STATE],
+    }
+    _point_to_best(root, path, state)
+    write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
+    write_whole(path / STATE, text)
+
+
+def _point_to_best(root: Path, path: Path, state: dict[str, Any]) -> None:
+    if state.get("best", {}).get("step") == state["step"]:
+        write_whole(root / BEST, path.name)
+
+
 def _make_room(root: Path, path: Path) -> None:
     """Removes unfinished checkpoints that a kill left behind."""
     lock = root.parent / LOCK
@@ -148,9 +175,8 @@ def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
     }
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
     sync(path)
+    _point_to_best(root, path, state)  # first: a run resumes after `latest`, and would not write it
     write_whole(root / LATEST, path.name)
-    if state.get("best", {}).get("step") == state["step"]:
-        write_whole(root / BEST, path.name)
     _prune(root, path, keep)
 
 
@@ -209,11 +235,18 @@ def fault(path: Path) -> str | None:
             file = path / name
             if not file.is_file():
                 return f"{file}: missing"
-            if file.stat().st_size != expected["bytes"] or crc32c(file) != expected["crc32c"]:
+            if not (
+                _matches(file, expected)
+                or ("before" in expected and _matches(file, expected["before"]))
+            ):
                 return f"{file}: damaged: size or checksum differs from {MANIFEST}"
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return f"{path / MANIFEST}: {' '.join(str(error).split())[:200]}"
     return None
+
+
+def _matches(file: Path, expected: dict[str, Any]) -> bool:
+    return bool(file.stat().st_size == expected["bytes"] and crc32c(file) == expected["crc32c"])
 
 
 def warn(text: str) -> None:
@@ -251,6 +284,7 @@ class _State(BaseModel):
     in_a_row: Count
     best: dict[str, float | list[float]] = {}
     stale: Count = 0
+    validation_due: bool = False
     world: Annotated[int, Field(ge=1, lt=2**31)]
     zero_stage: Literal[0, 1, 2, 3]
     preprocessing_sha256: str

@@ -3,8 +3,8 @@
     ranks = start(timeout_s=600)              # ranks.rank, ranks.world, ranks.device
     on_first_rank(ranks, work)                # work() on rank 0; its result or its error on every rank
     with process_restored(): ...              # restores environment, threads, compiled graphs
-    any_rank = AnyRank(ranks)
-    stop, save = any_rank(stop, save)         # in each step: flags that any rank set one step before
+    largest = MaxOverRanks(ranks)
+    stop = largest(asked)                     # regularly, on all ranks: whether any was asked, one call before
 
 A single process opens no port. DeepSpeed uses this process group.
 """
@@ -173,28 +173,26 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
     return result
 
 
-class AnyRank:
-    """Tells all ranks which flags any rank has set, one step later: the exchange overlaps with that
-    step."""
+class MaxOverRanks:
+    """The largest of a number over all ranks, one call later: the exchange overlaps with what lies
+    between two calls."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.group = ranks.control
         self.pending: tuple[Any, torch.Tensor] | None = None
 
-    def __call__(self, *flags: bool) -> list[bool]:
+    def __call__(self, number: int) -> int:
         if self.group is None:
-            return list(flags)
-        before, flags_F = self.finish(), torch.tensor(flags, dtype=torch.int32)
-        self.pending = (
-            dist.all_reduce(flags_F, dist.ReduceOp.MAX, self.group, async_op=True),
-            flags_F,
-        )
-        return before or [False] * len(flags)
+            return number
+        before, largest = self.finish(), torch.tensor(number)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, self.group, async_op=True)
+        self.pending = work, largest
+        return before
 
-    def finish(self) -> list[bool]:
+    def finish(self) -> int:
         """Waits for the exchange. Also called before the process group is closed."""
         if self.pending is None:
-            return []
-        (work, flags_F), self.pending = self.pending, None
+            return 0
+        (work, largest), self.pending = self.pending, None
         work.wait()
-        return [bool(flag) for flag in flags_F]
+        return int(largest)

@@ -1,6 +1,6 @@
 """Metrics of a run: progress lines, RUN's files, and curves for tracking services.
 
-    logger = RunLogger(run, config, keys, facts, resumed_step, total, open_services)      # on rank 0 only
+    logger = RunLogger(run, config, keys, facts, done, total, open_services)      # on rank 0 only
     logger.log({"step": 10, "loss": 4.2, ...})
     logger.close()
 
@@ -95,18 +95,19 @@ class RunLogger:
         config: RunConfig,
         keys: tuple[str, ...],
         facts: Row,
-        step: int,
+        done: tuple[int, int],  # the last steps that are trained and validated
         total: int,
         open_services: OpenServices,
     ) -> None:
+        step, validated = done
         self.keys, self.total, self.first_step = keys, total, step
         self.started_s = time.perf_counter()
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
         write_whole(run / "run.json", json.dumps(facts | environment(), indent=1) + "\n")
         self.services = open_services(run, config, step)
-        for name in (METRICS, VALIDATION):
-            move_repeated_lines(run / name, step)
+        move_repeated_lines(run / METRICS, step)
+        move_repeated_lines(run / VALIDATION, validated)
         self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115
         self.bar = (
             tqdm(total=total, initial=step, unit=" steps", desc=run.name) if in_notebook() else None
@@ -208,7 +209,7 @@ def move_repeated_lines(path: Path, step: int) -> None:
     cut: list[bytes] = []
     for text in path.read_bytes().splitlines(keepends=True):
         try:
-            done = step > 0 and json.loads(text)["step"] <= step
+            done = json.loads(text)["step"] <= step
         except (ValueError, LookupError, TypeError, RecursionError):
             done = False
         (kept if done else cut).append(text)

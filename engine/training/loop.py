@@ -4,8 +4,9 @@
 
 Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change
 nothing and are counted (engine.training.optimizer); after train.max_nonfinite in a row the run
-ends. SIGTERM: a checkpoint at the next step, exit 0; Ctrl-C: the same, exit 130; a second
-Ctrl-C: at once.
+ends. SIGTERM stops the run before the next micro-batch, of several ranks one micro-batch later:
+an unfinished step is given up, an unfinished validation is due again, a checkpoint of the last
+whole step is written, exit 0; Ctrl-C: the same, exit 130; a second Ctrl-C: at once.
 """
 
 import os
@@ -15,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from omnilead.engine.data.order import Places
 from omnilead.engine.data.patients import source_names
 from omnilead.engine.model.objectives import sum_over_ranks
 from omnilead.engine.training import checkpoint
-from omnilead.engine.training.distributed import AnyRank, Ranks
+from omnilead.engine.training.distributed import MaxOverRanks, Ranks
 from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops, write_diagnostics
 from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
 from omnilead.engine.training.task import TrainingTask, some_crops
@@ -44,6 +45,10 @@ AGAIN_S = 2  # from this long after a Ctrl-C, another one counts: launchers may 
 
 class TrainError(UserError):
     """The run failed (exit code 1). The message is one line."""
+
+
+class Stopped(Exception):
+    """All ranks stop here, as one of them was asked to. The message says what is not finished."""
 
 
 @dataclass
@@ -57,6 +62,12 @@ class Progress:
     # the best step, its validation metric, and values chosen there
     best: dict[str, Any] = field(default_factory=dict)
     stale: int = 0  # validations since the best
+    validation_due: bool = True  # the validation of this step is not finished
+
+    @property
+    def done(self) -> tuple[int, int]:
+        """The last steps that are trained and validated; -1: not even the untrained model is."""
+        return self.step, self.step - self.validation_due
 
 
 @dataclass
@@ -82,39 +93,50 @@ class Loop:
         self.adam.in_a_row.fill_(self.progress.in_a_row)
         self.terminated = False  # by SIGTERM or Ctrl-C
         self.interrupted_at_s: float | None = None  # the time of Ctrl-C
-        self.loader_state = State()
-        self.saved_at_step = self.progress.step
+        self.unfinished = ""  # what the run was stopped in
+        self.asked_to_stop = MaxOverRanks(self.ranks)
+        self.asked_to_save = MaxOverRanks(self.ranks)
+        self.loader_state = State()  # after the last whole step
+        self.saved = replace(self.progress)
         self.saved_at_s = time.monotonic()
 
     def train(self, tracer: Any = None) -> bool:
         """True when all steps are done; False if the run was asked to stop. `tracer`: see
         engine.training.tracking.Profile.traced."""
-        any_rank = AnyRank(self.ranks)
         self.engine.train()
         batches, batch = iter(self.loader), None
         with self._signals_handled():
             try:
-                if self.config.train.validate_every and self.progress.step == 0:
-                    self._validate()  # the untrained model: the first point of the curves
+                if self.progress.validation_due and self.config.train.validate_every:
+                    self._validate()
                 while not self._is_done():
-                    batch = self._next_batch(batches)
+                    batch, state = self._next_batch(batches)
                     losses = self._step(batch)
+                    self.loader_state = state
                     self._after_step(losses, batch)
                     if tracer:
                         tracer.step()
-                    save = self.ranks.first and self._save_is_due()
-                    stop, save = any_rank(self.terminated, save)
-                    if stop or save:
+                    if self._save_is_due():
                         self._save()
-                    if stop:
-                        return False
+                    self._stop_if_asked()
                 self._save()
                 if batch is not None:
                     self._diagnose(batch)
                 return True
+            except Stopped as stopped:
+                self.unfinished = str(stopped)
+                self._save()
+                return False
             finally:
-                any_rank.finish()
+                self.asked_to_stop.finish()
+                self.asked_to_save.finish()
                 batches.close()  # type: ignore[attr-defined]
+
+    def _stop_if_asked(self, unfinished: str = "") -> None:
+        """Called by all ranks between micro-batches. Of several ranks, all stop at the same call:
+        the first after the one that told the others."""
+        if self.asked_to_stop(self.terminated):
+            raise Stopped(unfinished)
 
     def _is_done(self) -> bool:
         stopped_early = 0 < self.config.train.patience <= self.progress.stale
@@ -122,8 +144,8 @@ class Loop:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the run after a step, a second Ctrl-C at once (the data or a rank
-        may never come). Only a main thread may handle signals."""
+        """SIGTERM and Ctrl-C end the run after a micro-batch, a second Ctrl-C at once (the data or
+        a rank may never come). Only a main thread may handle signals."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -142,20 +164,21 @@ class Loop:
         if self.interrupted_at_s is None:
             self.interrupted_at_s = now
             if self.ranks.first:  # not print: the signal may have come in the middle of another
-                os.write(2, b"stopping after this step; Ctrl-C again: at once, no checkpoint\n")
+                os.write(
+                    2, b"stopping after this micro-batch; Ctrl-C again: at once, no checkpoint\n"
+                )
         elif now - self.interrupted_at_s >= AGAIN_S:
             raise KeyboardInterrupt("stopped without a checkpoint: the same command continues")
 
-    def _next_batch(self, batches: Any) -> Batch:
+    def _next_batch(self, batches: Any) -> tuple[Batch, State]:
         try:
-            batch, self.loader_state = next(batches)
+            return next(batches)  # type: ignore[no-any-return]
         except DataError as error:
             if self.ranks.world > 1:
                 # no checkpoint: the other ranks only see that this rank is gone
                 raise TrainError(f"rank {self.ranks.rank}: {error}") from None
             self._save()
             raise TrainError(str(error)) from None
-        return batch  # type: ignore[no-any-return]
 
     def _step(self, batch: Batch) -> list[dict[str, Tensor]]:
         """Trains on one global batch and returns the losses of its micro-batches."""
@@ -165,8 +188,13 @@ class Loop:
         # the same dropout after a resume
         torch.manual_seed(int(bits(t.seed, DROPOUT_STREAM, step, self.ranks.rank)) >> 1)
         arguments = self.task.arguments(batch, step, self.total)
-        calls, reports = self.adam.calls, []
+        calls = self.adam.calls
+        reports: list[dict[str, Tensor]] = []
+        count = -(-len(batch.places) // self.micro)
         for start in range(0, len(batch.places), self.micro):
+            if reports:
+                lost = f"{len(reports)} of {count} micro-batches lost"
+                self._stop_if_asked(f"step {step + 1} begins again: {lost}")
             losses = self.engine(*some_crops(arguments, start, start + self.micro))
             self.engine.backward(losses["loss"])
             self.engine.step()
@@ -174,18 +202,20 @@ class Loop:
         if self.adam.calls == calls:
             self.adam.count_skipped()
         self.progress.step += 1
-        self.progress.crops_seen = self.loader_state["crops_seen"]
         self.recent.append((step, batch.places))
         return reports
 
     def _after_step(self, losses: list[dict[str, Tensor]], batch: Batch) -> None:
         step, t = self.progress.step, self.config.train
+        self.progress.crops_seen = self.loader_state["crops_seen"]
+        every = t.validate_every
+        self.progress.validation_due = every > 0 and (step % every == 0 or step == self.total)
         if step % t.log_every == 0 or step in (1, self.total):
             self._log(losses, batch)
             if float(self.adam.in_a_row) >= t.max_nonfinite:
                 self._save()  # the weights are those of the last good step
                 raise TrainError(self._not_finite())
-        if t.validate_every and (step % t.validate_every == 0 or step == self.total):
+        if self.progress.validation_due:
             self._validate()
 
     def _log(self, reports: list[dict[str, Tensor]], batch: Batch) -> None:
@@ -234,14 +264,16 @@ class Loop:
 
     def _validate(self) -> None:
         started_s = time.perf_counter()
+        again = f"the validation of step {self.progress.step} begins again"
         # another graph for a few batches is not worth compiling
         with torch.compiler.set_stance("force_eager"):
-            row = self.task.validate(self.engine)
-        if self.progress.step > 0:  # the untrained model is never best
-            self._compare_with_best(row)
+            row = self.task.validate(self.engine, lambda: self._stop_if_asked(again))
+        self.progress.validation_due = False
         if self.logger is not None and row:
             counts = {"step": self.progress.step, "crops_seen": self.progress.crops_seen}
             self.logger.log_validation(counts | row)
+        if self.progress.step > 0:  # the untrained model is never best
+            self._compare_with_best(row)
         self.loader.meter.pause(time.perf_counter() - started_s)
 
     def _compare_with_best(self, row: dict[str, float]) -> None:
@@ -263,20 +295,32 @@ class Loop:
             write_diagnostics(self.run / DIAGNOSTICS, **arrays)
 
     def _save_is_due(self) -> bool:
+        """The same on all ranks. The clock is the first rank's, of which others hear a step later:
+        then a checkpoint that was written meanwhile counts."""
         t, step = self.config.train, self.progress.step
-        by_step = 0 < t.save_every_steps <= step - self.saved_at_step
-        return by_step or time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
+        late = time.monotonic() - self.saved_at_s >= 60 * t.save_every_minutes
+        asked_at_step = self.asked_to_save(step if late and self.ranks.first else 0)
+        by_step = 0 < t.save_every_steps <= step - self.saved.step
+        return by_step or asked_at_step > self.saved.step
 
     def _save(self) -> None:
-        if self.saved_at_step == self.progress.step:  # writing it again would delete it first
-            return
+        """A checkpoint of this step; of the untrained model there is none. One that there is
+        already is not written again, which would delete it first."""
         self.progress.skipped_steps = int(self.adam.skipped)
         self.progress.in_a_row = int(self.adam.in_a_row)
+        if self.progress.step == 0 or self.progress == self.saved:
+            return
+        if self.progress.step > self.saved.step:
+            self._write_checkpoint()
+        else:  # it was validated since
+            checkpoint.amend(self.run, vars(self.progress), self.ranks)
+        self.saved, self.saved_at_s = replace(self.progress), time.monotonic()
+
+    def _write_checkpoint(self) -> None:
         facts = run_facts(self.config, self.task.datasets, self.ranks)
         state = {**facts, **self.task.facts(), **vars(self.progress)}
         keep = self.config.train.keep
         checkpoint.save(self.engine, self.run, state, self.loader_state, self.ranks, keep)
-        self.saved_at_step, self.saved_at_s = self.progress.step, time.monotonic()
 
 
 def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.task import (
     Arguments,
+    Between,
     TrainingTask,
     best_metric,
     some_crops,
@@ -141,10 +142,10 @@ class PretrainTask(TrainingTask):
         )
         return model_inputs(batch, self.config, self.patients, tau)
 
-    def validate(self, engine: Any) -> dict[str, float]:
-        row = self.held_out.measure(engine) if self.held_out.crops else {}
+    def validate(self, engine: Any, between: Between) -> dict[str, float]:
+        row = self.held_out.measure(engine, between) if self.held_out.crops else {}
         if self.probe.pairs:
-            row["identification_accuracy"] = self.probe.accuracy(engine)
+            row["identification_accuracy"] = self.probe.accuracy(engine, between)
         return row
 
     def facts(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ train(config, PretrainTask, open_services)            # engine.training.train
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from omnilead.engine.training.distributed import Ranks
 SAMPLES = 4  # crops shown in the report
 # Tensors with one row per crop, scalars, and None for what is not given
 Arguments = tuple[Tensor | None, ...]
+Between = Callable[[], None]  # called by all ranks between batches; raises when the run must stop
 Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
 
 
@@ -62,8 +63,9 @@ class TrainingTask(ABC):
         """The model's arguments in step `step` of `total`."""
 
     @abstractmethod
-    def validate(self, engine: Any) -> dict[str, float]:
-        """Called by all ranks; empty if there is nothing to validate on."""
+    def validate(self, engine: Any, between: Between) -> dict[str, float]:
+        """Called by all ranks, as is `between` before each batch; empty if there is nothing to
+        validate on."""
 
     def chosen(self) -> dict[str, Any]:
         """Values that the last validation chose, such as thresholds, for the best checkpoint."""

@@ -1,8 +1,8 @@
 """Validation during training: loss on held-out crops, patient identification, and similarities for
 RUN/diagnostics.npz.
 
-ValidationLoss(config, datasets, ranks).measure(engine)      # the same crops, masks and negatives every time
-PatientProbe(config, datasets, ranks).accuracy(engine)       # share of patients identified; needs no labels
+ValidationLoss(config, datasets, ranks).measure(engine, between)     # the same crops, masks and negatives every time
+PatientProbe(config, datasets, ranks).accuracy(engine, between)      # share of patients identified; needs no labels
 with Capture(engine.module) as captured:
     engine(*inputs)
 captured.similarities(views=2)            # cosines, by their names in engine.report.run_report
@@ -39,6 +39,7 @@ from omnilead.engine.model.objectives import (
 )
 from omnilead.engine.model.pretrainer import LocalOutput
 from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.task import Between
 
 BATCH = 16  # crops encoded at a time
 MAX_PAIRS = 20_000  # of each kind that are kept
@@ -149,7 +150,7 @@ class ValidationLoss:
             shared += len(np.intersect1d(rows_of(dataset, self.roles), trained))
         return shared
 
-    def measure(self, engine: Any) -> dict[str, float]:
+    def measure(self, engine: Any, between: Between) -> dict[str, float]:
         """Means over at most train.valid_batches batches. Each rank takes whole batches, so the
         result depends neither on the number of ranks nor on the micro-batch; all ranks call the
         engine equally often, as ZeRO stage 3 requires."""
@@ -167,6 +168,7 @@ class ValidationLoss:
         try:
             with eval_mode(engine), torch.no_grad(), single_process():
                 for number, (batch, _) in enumerate(islice(loader, share), first):
+                    between()
                     losses = engine(*model_inputs(batch, self.config, self.patients))
                     for name, value in losses.items():
                         # selected, not multiplied: what does not count may be NaN
@@ -199,7 +201,7 @@ class PatientProbe:
                     self.pairs.append((dataset, row, probe[patient]))
         self.pairs = self.pairs[: config.train.probe_patients]
 
-    def accuracy(self, engine: Any) -> float:
+    def accuracy(self, engine: Any, between: Between) -> float:
         crops = []
         for dataset, gallery_row, probe_row in self.pairs:
             crops += [(dataset, gallery_row), (dataset, probe_row)]
@@ -212,6 +214,7 @@ class PatientProbe:
                 lambda x_RLT: pool(encoder(x_RLT)),
                 lambda uv_BLT, halves_B: signals.crops(uv_BLT, halves_B)[:, 0],
                 windows=1,
+                between=between,
             )
         return identified_share(c_RD[::2], c_RD[1::2])
 
@@ -236,10 +239,11 @@ def predict_on_ranks(
     forward: Callable[[Tensor], Tensor],
     windows_of: Callable[[Tensor, np.ndarray], Tensor],
     windows: int,
+    between: Between = lambda: None,
 ) -> Tensor:
     """forward(x_RLT) of all crops, in order, on the CPU of every rank. `windows_of` makes x_RLT of
     crops in microvolts and the numbers of their halves: `windows` of each. Ranks share the work and call the model
-    equally often, as ZeRO stage 3 requires: the last crop is repeated where there are too few."""
+    and `between` equally often, as ZeRO stage 3 requires: the last crop is repeated where there are too few."""
     share = math.ceil(len(crops) / ranks.world)
     numbers = range(ranks.rank * share, (ranks.rank + 1) * share)
     mine = [crops[min(number, len(crops) - 1)] for number in numbers]
@@ -247,6 +251,7 @@ def predict_on_ranks(
     # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards
     with torch.no_grad():
         for start in range(0, share, BATCH):
+            between()
             batch = mine[start : start + BATCH]
             uv_BLT = to_device(
                 np.stack([dataset.read(row) for dataset, row in batch]), ranks.device

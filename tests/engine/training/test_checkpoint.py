@@ -124,6 +124,30 @@ def die_before(name):
     checkpoint.write_whole = deadly
 
 
+def test_killed_while_the_progress_of_a_checkpoint_changes(step, monkeypatch):
+    """It is whole, with the earlier progress."""
+    before = checkpoint.read_state(step)
+    progress = {"step": 3, "stale": 1, "best": {"step": 3, "loss": 0.5}}
+    written = checkpoint.write_whole
+    for dies_at in (checkpoint.BEST, checkpoint.MANIFEST, checkpoint.STATE):
+
+        def deadly(path, text, dies_at=dies_at):
+            if path.name == dies_at:
+                raise KeyboardInterrupt
+            written(path, text)
+
+        monkeypatch.setattr(checkpoint, "write_whole", deadly)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.amend(step.parents[1], progress, ALONE)
+        assert checkpoint.fault(step) is None and checkpoint.read_state(step) == before
+    monkeypatch.setattr(checkpoint, "write_whole", written)
+    checkpoint.amend(step.parents[1], progress, ALONE)
+    assert checkpoint.fault(step) is None and checkpoint.read_state(step) == before | progress
+    assert checkpoint.named(step.parent, checkpoint.BEST) == step
+    flip(step / checkpoint.STATE, 20)
+    assert "state.json: damaged" in checkpoint.fault(step)
+
+
 def small_files():
     """Imitates a full disk: a file may grow to 60 kB."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

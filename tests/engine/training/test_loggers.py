@@ -78,8 +78,8 @@ def config(*track):
     return build({"train": {"track": list(track), "steps": 3, "lr": 1e-3}})
 
 
-def logger(run, settings, step=0):
-    return RunLogger(run, settings, KEYS, {}, step, 3, tracking.open_services)
+def logger(run, settings, step=0, validated=-1):
+    return RunLogger(run, settings, KEYS, {}, (step, validated), 3, tracking.open_services)
 
 
 OTHERS = {"crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0, "more": 2.0}
@@ -150,6 +150,15 @@ def test_without_services_only_files_are_written_and_nan_is_null(tmp_path):
     names = {"config.yaml", "run.json", "metrics.jsonl", "validation.jsonl", "validation.cut.jsonl"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "run.json").read_text())["versions"]
+
+
+def test_a_validation_that_is_repeated_has_one_line(tmp_path):
+    """It was killed between the line and the checkpoint that knows of it."""
+    lines = "".join(f'{{"step": {step}, "loss": 1}}\n' for step in (0, 1))
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        (tmp_path / name).write_text(lines)
+    logger(tmp_path, config(), step=1, validated=0).close()
+    assert column(tmp_path) == [0, 1] and column(tmp_path, name="validation.jsonl") == [0]
 
 
 def test_lines_of_repeated_steps_are_moved(tmp_path):

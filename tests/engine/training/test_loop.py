@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 from ranks import (
+    EXACT,
     STILL,
     column,
     curve,
     nothing,
     pretrain,
     rows,
+    run,
     settings,
     start,
     tuning,
@@ -37,6 +39,7 @@ from omnilead.engine.data.reader import CropReader
 from omnilead.engine.model.draws import draw, row_keys
 from omnilead.engine.model.objectives import local_loss, nt_xent
 from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.tasks.finetuning import FinetuneTask
 from omnilead.engine.training import checkpoint, loop
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.loop import Loop
@@ -164,10 +167,11 @@ def test_a_step_has_one_checkpoint(training, monkeypatch):
     """SIGTERM during a validation that turns out to be the best."""
     validate, save, written = PretrainTask.validate, checkpoint.save, []
 
-    def asked(self, engine):
+    def asked(self, engine, between):
+        measured = validate(self, engine, between)
         if engine.global_steps:
             os.kill(os.getpid(), signal.SIGTERM)
-        return validate(self, engine)
+        return measured
 
     def counted(engine, run, state, *rest):
         written.append(state["step"])
@@ -177,6 +181,124 @@ def test_a_step_has_one_checkpoint(training, monkeypatch):
     monkeypatch.setattr(checkpoint, "save", counted)
     output = training(train__validate_every=2, train__keep=1).good()
     assert "stopped after step 2" in output and written == [2]
+
+
+def saved_steps(run):
+    return sorted(checkpoint.step_of(path) for path in (run / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize(
+    ("world", "when", "steps"),
+    [
+        (1, {"train__save_every_steps": 4}, [4, 8, 12, 14]),
+        (2, {"train__save_every_steps": 4}, [4, 8, 12, 14]),
+        (2, {"train__save_every_steps": 4, "train__keep": 3}, [8, 12, 14]),
+        # the others hear of the first rank's clock one step later
+        (2, {"train__save_every_minutes": 1e-6}, [2, 4, 6, 8, 10, 12, 14]),
+    ],
+)
+def test_a_checkpoint_that_is_due_is_written_once(world, when, steps, training, tmp_path):
+    training(world=world, **{"train__steps": 14, "train__keep": 99} | when).good()
+    assert saved_steps(tmp_path / "run") == steps
+
+
+def stop_in(method, step, call):
+    """The last rank gets SIGTERM in its `call`-th forward pass of Loop's method after `step`."""
+    forward, entered, calls = Pretrainer.forward, getattr(Loop, method), count(1)
+    inside = False
+
+    def enter(self, *args):
+        nonlocal inside
+        inside = self.progress.step == step
+        return entered(self, *args)
+
+    def stopped(self, *args):
+        last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+        if inside and next(calls) == call and last:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, *args)
+
+    setattr(Loop, method, enter)
+    Pretrainer.forward = stopped
+
+
+EXACT_TUNED = ["step", "crops_seen", "loss", "accuracy", "lr", "grad_norm"]
+
+
+def ended_as(run, keys=EXACT):
+    """What must be equal bit for bit at the end of a run."""
+    state = checkpoint.read_state(checkpoint.newest(run))
+    weights = (run / "model" / "model.safetensors").read_bytes()
+    valid = rows(run, "validation.jsonl")
+    best = (run / "checkpoints" / checkpoint.BEST).read_text()
+    return curve(run, keys), valid, state["best"], state["stale"], best, weights
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 2), (2, 3)])
+def test_a_run_stopped_in_any_step_and_validation_ends_as_if_nothing_had_happened(
+    world, stage, training, tmp_path
+):
+    """Both ranks stop at the same place, with nothing that an unfinished step has changed."""
+    how = {"train__steps": 4, "train__batch_crops": 16, "train__micro_batch": 2}
+    how |= {"train__validate_every": 2, "train__valid_batches": 4, "train__zero_stage": stage}
+    how |= {"train__probe_patients": 60}
+    training = partial(training, world=world, **how)
+    training("whole").good()
+    in_all = 8 // world
+    late = world - 1  # ranks hear of it one micro-batch later
+    for method, step, call, says in (
+        ("_validate", 0, 1, "the validation of step 0 begins again; no checkpoint yet"),
+        (
+            "_step",
+            0,
+            2,
+            f"step 1 begins again: {2 + late} of {in_all} micro-batches lost; no checkpoint",
+        ),
+        ("_validate", 2, 1, "the validation of step 2 begins again"),
+        ("_validate", 2, 1, "the validation of step 2 begins again"),
+        (
+            "_step",
+            2,
+            1,
+            f"step 3 begins again: {1 + late} of {in_all} micro-batches lost; the same",
+        ),
+        ("_validate", 4, 1, "the validation of step 4 begins again"),
+    ):
+        output = training("run", before=partial(stop_in, method, step, call)).good()
+        assert f"stopped after step {step}; {says}" in output
+        assert newest_step(tmp_path / "run") == step and not (tmp_path / "run" / "model").exists()
+        assert checkpoint.newest(tmp_path / "run", pytest.fail) or not step
+    training("run").good()
+    assert ended_as(tmp_path / "run") == ended_as(tmp_path / "whole")
+    assert saved_steps(tmp_path / "run") == saved_steps(tmp_path / "whole")
+
+
+def stop_in_last_validation():
+    validate = FinetuneTask.validate
+
+    def stopped(self, engine, between):
+        if engine.global_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return validate(self, engine, between)
+
+    FinetuneTask.validate = stopped
+
+
+def test_a_step_whose_validation_is_repeated_may_be_the_best(dataset, tmp_path):
+    """Its checkpoint then has the thresholds that are exported, as if it had been written later."""
+    settings(tmp_path, dataset.root.url)  # random weights of these begin both
+    how = {"train__steps": 2, "train__keep": 1}
+    for name in ("whole", "run"):
+        begin = tmp_path / "tiny.yaml"
+        arguments = tuning(tmp_path, dataset.root.url, begin, "diagnosis", name, **how)
+        if name == "run":
+            output = run(tmp_path, arguments, before=stop_in_last_validation).good()
+            assert "stopped after step 2; the validation of step 2 begins again" in output
+            assert not (tmp_path / "run" / "checkpoints" / checkpoint.BEST).exists()
+        run(tmp_path, arguments).good()
+    assert ended_as(tmp_path / "run", EXACT_TUNED) == ended_as(tmp_path / "whole", EXACT_TUNED)
+    state = checkpoint.read_state(checkpoint.newest(tmp_path / "run"))
+    assert state["best"]["step"] == 2 and state["best"]["thresholds"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -235,11 +357,11 @@ def test_a_rank_with_bad_crops_names_them(dataset, tmp_path):
     with open(tmp_path / "damaged" / "shards" / damaged.shards[shard[row]]["name"], "r+b") as file:
         file.seek(offset[row])
         file.write(bytes(200))
-    for run, world, said in (
+    for name, world, said in (
         ("two", 2, f"rank 1: .*crop {row} at byte"),
         ("one", 1, f"omnilead pretrain: /.*crop {row} at byte"),
     ):
-        ended = pretrain(tmp_path, damaged.root.url, run, world)
+        ended = pretrain(tmp_path, damaged.root.url, name, world)
         ended.last_line(*[1] * world)
         assert re.search(said, ended.output)
     assert newest_step(tmp_path / "one") == 3
@@ -276,6 +398,18 @@ def little_memory():
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
+
+
+def test_a_long_run_on_a_cpu_is_estimated_before_its_first_step(training):
+    said = training(train__steps=1, train__peak_tflops=1e-7).good()
+    numbers = (
+        r"estimate: (\d+) minutes on the CPU, .* \((\S+) GFLOP per crop at half the 0.0001 GFLOP/s"
+    )
+    found = re.search(numbers, said.partition("step 1/")[0])
+    assert found and "of train.peak_tflops" in said
+    minutes, gflop = map(float, found.groups())
+    assert minutes == pytest.approx(8 * gflop / 0.5e-4 / 60, rel=0.01)
+    assert "estimate" not in training("short", train__steps=1, train__peak_tflops=1e-6).good()
 
 
 def test_out_of_memory_is_one_line(training):

@@ -83,7 +83,7 @@ def notebook(tmp, url):
 
     with (
         mock.patch.object(Loop, "_step", interrupted),
-        pytest.raises(KeyboardInterrupt, match="after a checkpoint"),
+        pytest.raises(KeyboardInterrupt, match="run it again to resume"),
     ):
         trained("resumed")
     with (
