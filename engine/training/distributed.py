@@ -11,6 +11,7 @@ A single process opens no port. DeepSpeed uses this process group.
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,10 +25,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._C._distributed_c10d import HashStore
 
+from omnilead.data_tools.cli import tell
 from omnilead.engine.common import ConfigError, cores_per_rank, environment
 from omnilead.engine.model.kernels import disable_tf32
 
 T = TypeVar("T")
+LOOPBACK = re.compile(
+    r"\b127\.\d+\.\d+\.\d+|::1\b|\blocalhost\b"
+)  # addresses of the machine itself
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,18 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
         dist.init_process_group(backend, timeout=timeout, device_id=device)
     except (RuntimeError, ValueError) as error:
         rank, world, _ = environment()
-        port = f"MASTER_PORT={os.environ.get('MASTER_PORT', '')!r}"
-        reason = str(error).splitlines()[0][:200]
-        raise ConfigError(
-            f"{port}: rank {rank} cannot join {world} ranks: {reason}: try another --master_port"
-        ) from None
+        master, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        reason, mend = str(error).splitlines()[0][:200], "try another --master_port"
+        if LOOPBACK.search(str(error)) and not LOOPBACK.search(master):
+            mend = (
+                "a machine's name stands for its loopback address, which no other can reach: set "
+                "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on every machine to the interface of "
+                "their network, such as eth0 (`ip addr` lists them)"
+            )
+        line = f"MASTER_PORT={port!r}: rank {rank} cannot join {world} ranks: {reason}: {mend}"
+        if rank:  # commands tell a ConfigError of the first rank only, which still waits here
+            tell(f"omnilead: {line}")
+        raise ConfigError(line) from None
 
 
 def share_work() -> int:

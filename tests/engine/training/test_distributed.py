@@ -10,13 +10,18 @@ import socket
 import subprocess
 import sys
 import traceback
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from ranks import STILL, column, free_port, rows, run, settings
 
+from omnilead.engine.common import ConfigError
+from omnilead.engine.training import distributed
 from tests.forks import started
 from tests.waiting import HANG_S, until
 
@@ -128,6 +133,37 @@ def test_a_port_in_use_or_no_port_is_one_line(dataset, tmp_path):
         for port in (str(taken.getsockname()[1]), "99999", "http"):
             line = run(tmp_path, arguments, WORLD_SIZE="2", MASTER_PORT=port).one_line()
             assert f"MASTER_PORT='{port}'" in line and "--master_port" in line
+
+
+@pytest.mark.parametrize(
+    ("master", "error", "mend"),
+    [
+        (
+            "10.77.0.1",
+            "connect: SO_ERROR: Connection refused, remote=[127.0.1.1]:14244$0",
+            "IFNAME",
+        ),
+        ("node-a", "NCCL error\nLast error:\nConnect to ::1<4> failed", "NCCL_SOCKET_IFNAME"),
+        ("10.77.0.1", "connect: SO_ERROR: Connection refused, remote=[10.77.0.2]:14244$0", "port"),
+        ("10.77.0.1", "no address of (10.127.0.0, 29500)", "--master_port"),
+        # all ranks are on this machine
+        ("127.0.0.1", "connect: SO_ERROR: Connection refused, remote=[127.0.0.1]:5$0", "port"),
+        ("localhost", "no address of (localhost, 29500), 127.0.0.1", "--master_port"),
+    ],
+)
+def test_ranks_that_look_for_others_at_a_loopback_address_need_an_interface(
+    master, error, mend, monkeypatch, capsys
+):
+    """Where a host name stands for 127.0.1.1, as in Debian's /etc/hosts."""
+    monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=RuntimeError(error)))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": master}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as told:
+        distributed._join("gloo", timedelta(seconds=1))
+    line = str(told.value)
+    assert mend in line and capsys.readouterr().err == f"omnilead: {line}\n"
+    assert ("GLOO_SOCKET_IFNAME" in line) == ("IFNAME" in mend)
+    assert ("--master_port" in line) == ("port" in mend)
 
 
 class Forked(subprocess.Popen):
