@@ -68,6 +68,7 @@ from omnilead.engine.evaluation.results import (
     require,
     shown_input,
 )
+from omnilead.engine.inference.commands import refuse_ranks
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.labels import TaskLabels, data_records, read_task
@@ -168,6 +169,7 @@ def bench(
 ) -> dict[str, Any]:  # fmt: skip
     """Returns the content of OUT/bench.json. `models`: folders, or NAME=FOLDER. `tasks`: names
     of configs/tasks, label tables, and identification. `options`: DEFAULTS, as in the command."""
+    refuse_ranks("a comparison is")
     how = Namespace(**{**DEFAULTS, **options, "leads": list(dict.fromkeys(leads))})
     how.shown = [*how.leads, *filter(None, [how.fit_leads])]
     require_within("share", share)

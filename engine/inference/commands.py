@@ -24,7 +24,15 @@ from omnilead.engine.commandline import writable
 from omnilead.engine.common import ARRAYS, ConfigError, OutputError, cores_per_rank, environment
 from omnilead.engine.inference import outputs
 from omnilead.engine.inference.inputs import EcgOptions, OpenedData, Per, open_data
-from omnilead.engine.inference.outputs import MISSING, RESUMABLE, Output, ParquetParts, make, whole
+from omnilead.engine.inference.outputs import (
+    MISSING,
+    RESUMABLE,
+    Output,
+    ParquetParts,
+    job_record,
+    make,
+    whole,
+)
 from omnilead.engine.inference.trained_model import TrainedModel, load
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import disable_tf32
@@ -89,7 +97,7 @@ def predict(
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--out {out}: must end in .csv or .parquet")
-    if place and place.suffix == ".csv" and place.exists():  # it does not record which job wrote it
+    if place and place.suffix == ".csv" and place.exists() and not job_record(place).exists():
         raise ConfigError(f"--out {out}: already exists: remove it, or choose another --out")
     return _table(outputs.predictions, model, data, place, {"per": per, **options})
 
@@ -135,7 +143,8 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
     }
     left = []
     with ParquetParts(out, job, rank, world) as parts:
-        if not parts.finished:
+        begun = not parts.finished
+        if begun:
             left = make(opened.source(), output, setup.input, options.per, parts)
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
@@ -144,7 +153,8 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
         doing = f"others compute parts {numbers} (none runs? start the same command again)"
         return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:
-        return Written(out, None, "")
+        told = "" if begun or rank else f"{out}: is complete already\n"
+        return Written(out, None, told)
     if parts.lacking and (why := setup.model.unprepared()):
         lacking = f"{parts.lacking:,} of {parts.rows:,} rows lack leads (column {MISSING})"
         tell(f"note: {out}: {lacking}: {why}")

@@ -10,7 +10,8 @@ resume after a kill.
 10 s (the mean of its windows) or each record (the mean of all its windows). Parts (engine.inference.inputs) are kept in
 F.parquet.parts/ until the table is complete; a damaged part is computed again, one of another job
 is refused. Under torchrun or deepspeed, rank r of W computes parts r, r + W, ..., and the rank that
-finishes last joins all of them. Ranks share nothing but the folder: none waits for another.
+finishes last joins all of them. Ranks share nothing but the folder: none waits for another. A CSV
+file cannot say which job wrote it; where ranks did, .F.csv.job says so to those that come later.
 """
 
 import io
@@ -242,10 +243,10 @@ class ParquetParts:
         self._lock: Any = None
         if not self.finished:
             self._open()
-        elif out.suffix != CSV:
-            self._require_same(_job_of(out), out)
-            if rank == 0:
-                self.rows = pq.read_metadata(out).num_rows
+            return
+        self._require_same(_job_of(out), out)
+        if rank == 0 and out.suffix != CSV:
+            self.rows = pq.read_metadata(out).num_rows
 
     def _open(self) -> None:
         """Locks the folder for this rank, and refuses parts of another job."""
@@ -295,7 +296,12 @@ class ParquetParts:
         buffer = io.BytesIO()
         table = table.replace_schema_metadata({KEY: json.dumps(self.job)})
         pq.write_table(table, buffer, write_page_checksum=True)
-        write_whole(self._path(number), buffer.getvalue())
+        try:
+            write_whole(self._path(number), buffer.getvalue())
+        except FileNotFoundError:  # ranks of another number have joined all parts and removed them
+            self.finished = self.out.exists()
+            if not self.finished:
+                raise
 
     def join(self, count: int, schema: pa.Schema) -> list[int]:
         """Joins all parts into one file, atomically. Returns the missing parts, which are other
@@ -314,7 +320,8 @@ class ParquetParts:
         missing = [number for number in range(count) if self._path(number).name not in there]
         if missing:
             return missing
-        joined = self.folder / f"whole-{self.rank}"
+        # also unlike that of ranks of another number, who may join at the same time
+        joined = self.folder / f"whole-{self.rank}-of-{self.world}-{os.getpid()}"
         rows = lacking = 0
         with _writer(joined, schema, self.out.suffix == CSV) as write:
             for number in range(count):
@@ -330,6 +337,11 @@ class ParquetParts:
             return missing
         with open(joined, "rb") as file:
             os.fsync(file.fileno())
+        record = job_record(self.out)
+        if self.out.suffix == CSV and self.world > 1:
+            write_whole(record, json.dumps(self.job))
+        else:  # of an earlier file of this name
+            record.unlink(missing_ok=True)
         os.replace(joined, self.out)
         sync(self.out.parent)
         self.rows, self.lacking = rows, lacking
@@ -356,9 +368,17 @@ def _writer(path: Path, schema: pa.Schema, as_csv: bool) -> Iterator[Callable[[p
         yield lambda table: writer.write_table(without_formulas(table))
 
 
+def job_record(out: Path) -> Path:
+    """The file that says which job has written a CSV file."""
+    return out.with_name(f".{out.name}.job")
+
+
 def _job_of(path: Path) -> Any:
-    """The job in a file's metadata; None if it has none or is damaged."""
+    """The job in a file's metadata, or in the record of a CSV file; None if there is none or it is
+    damaged."""
     try:
+        if path.suffix == CSV:
+            return json.loads(job_record(path).read_text())
         return json.loads((pq.read_schema(path).metadata or {}).get(KEY, b"null"))
     except (pa.ArrowException, OSError, ValueError):
         return None
@@ -374,6 +394,8 @@ def make(
     with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
         for number, table in tables(source, output, model_input, missing, per, bar.update):
             parts.write(number, table)
+            if parts.finished:
+                break
     return parts.join(source.parts, output.schema)
 
 

@@ -3,6 +3,7 @@ and resuming: test_embed."""
 
 import json
 import re
+import shutil
 import warnings
 from csv import reader
 
@@ -22,6 +23,8 @@ from omnilead.data_tools.record_tables import read_table
 from omnilead.data_tools.sources import open_sources
 from omnilead.engine import embed, predict
 from omnilead.engine.common import LEADS
+from omnilead.engine.inference import outputs
+from omnilead.engine.inference.outputs import ParquetParts
 from omnilead.engine.model import folder
 from tests.conftest import save_model
 
@@ -123,6 +126,62 @@ def test_csv_equals_parquet_also_from_two_ranks(
         monkeypatch.setenv("RANK", rank)
         shared, _ = predicted("rhythm", "--batch", "2", name="shared.csv")
     assert shared.read_bytes() == out.read_bytes()
+    capsys.readouterr()
+    for rank, said in (("1", ""), ("0", f"{shared}: is complete already\n")):  # they come late
+        monkeypatch.setenv("RANK", rank)
+        predicted("rhythm", "--batch", "2", name="shared.csv")
+        assert capsys.readouterr().out == said
+    other = [*words(out.parent / "rhythm", dataset.root.url, shared), "--batch", "3"]
+    assert f"{shared}: of another job: batch was 2, now 3" in refused(other, capsys)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    shared.unlink()
+    predicted("rhythm", "--batch", "2", name="shared.csv")
+    again = words(out.parent / "rhythm", dataset.root.url, shared)
+    assert f"--out {shared}: already exists" in refused(again, capsys)  # as no rank comes late
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_jobs_of_different_numbers_of_ranks_write_the_same_file(
+    suffix, dataset, predicted, monkeypatch
+):
+    """One joins the parts while the other does so, and both find the file complete."""
+    name = f"both.{suffix}"
+    expected, _ = predicted("rhythm", "--batch", "2", name=f"one.{suffix}")
+    out, model = expected.with_name(f"rhythm-{name}"), expected.parent / "rhythm"
+    arguments = words(model, dataset.root.url, out, "--batch", "2")
+    read, joined = ParquetParts._read, []
+
+    def interrupted(parts, number, schema=None):
+        if schema and number == 2 and not joined:
+            joined.append(number)
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            for rank in ("1", "0"):
+                monkeypatch.setenv("RANK", rank)
+                assert predict.main(arguments) == 0
+        return read(parts, number, schema)
+
+    monkeypatch.setattr(ParquetParts, "_read", interrupted)
+    assert predict.main(arguments) == 0 and joined
+    assert out.read_bytes() == expected.read_bytes()
+    assert not out.with_name(f"{out.name}.parts").exists()
+
+
+def test_a_file_that_is_complete_meanwhile_is_left_to_its_writer(
+    dataset, predicted, tmp_path, monkeypatch
+):
+    """Ranks of another number joined the parts and removed them."""
+    expected, _ = predicted("rhythm", "--batch", "2", name="first.csv")
+    out = tmp_path / "F.csv"
+    written = outputs.write_whole
+
+    def late(path, content):
+        shutil.copy(expected, out)
+        shutil.rmtree(path.parent)
+        written(path, content)
+
+    monkeypatch.setattr(outputs, "write_whole", late)
+    arguments = words(expected.parent / "rhythm", dataset.root.url, out, "--batch", "2")
+    assert predict.main(arguments) == 0 and out.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.parametrize(

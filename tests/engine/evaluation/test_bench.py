@@ -412,6 +412,15 @@ def test_refusals_are_one_line(
     assert not Path("OUT").exists()
 
 
+def test_several_ranks_are_refused(models, dataset, tmp_path, monkeypatch, capsys):
+    """They would all do the whole work, and write the same files."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    given = ["--models", models[1], "--data", dataset.root.url, "--tasks", "sex"]
+    assert main(["bench", *given, "--out", str(tmp_path / "OUT")]) == 2
+    assert "WORLD_SIZE=2: a comparison is computed by one process" in capsys.readouterr().err
+    assert not (tmp_path / "OUT").exists()
+
+
 def test_models_with_other_windows_are_averaged_and_not_whitened_by_one():
     c_BSD = RNG.normal(size=(6, 4, 3))
     c_BSD[2, 2:] = 0  # has two windows
