@@ -140,28 +140,32 @@ def test_csv_equals_parquet_also_from_two_ranks(
     assert f"--out {shared}: already exists" in refused(again, capsys)  # as no rank comes late
 
 
+@pytest.mark.parametrize("order", [["0"], ["0", "1"]])
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_jobs_of_different_numbers_of_ranks_write_the_same_file(
-    suffix, dataset, predicted, monkeypatch
+    suffix, order, dataset, predicted, monkeypatch
 ):
-    """One joins the parts while the other does so, and both find the file complete."""
-    name = f"both.{suffix}"
-    expected, _ = predicted("rhythm", "--batch", "2", name=f"one.{suffix}")
+    """Two ranks begin to join the parts while one does: one of them is killed at the first part, the
+    other completes the file."""
+    name = f"both-{len(order)}.{suffix}"
+    expected, _ = predicted("rhythm", "--batch", "2", name=f"one-{len(order)}.{suffix}")
     out, model = expected.with_name(f"rhythm-{name}"), expected.parent / "rhythm"
     arguments = words(model, dataset.root.url, out, "--batch", "2")
-    read, joined = ParquetParts._read, []
+    read, codes = ParquetParts._read, []
 
     def interrupted(parts, number, schema=None):
-        if schema and number == 2 and not joined:
-            joined.append(number)
+        if schema and (parts.world, parts.rank, number) == (2, 0, 0):
+            raise KeyboardInterrupt
+        if schema and (parts.world, number) == (1, 2):
             monkeypatch.setenv("WORLD_SIZE", "2")
-            for rank in ("1", "0"):
+            for rank in order:
                 monkeypatch.setenv("RANK", rank)
-                assert predict.main(arguments) == 0
+                codes.append(predict.main(arguments))
         return read(parts, number, schema)
 
     monkeypatch.setattr(ParquetParts, "_read", interrupted)
-    assert predict.main(arguments) == 0 and joined
+    assert predict.main(arguments) == 0
+    assert codes == [{"0": 130, "1": 0}[rank] for rank in order]
     assert out.read_bytes() == expected.read_bytes()
     assert not out.with_name(f"{out.name}.parts").exists()
 
