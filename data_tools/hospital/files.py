@@ -9,9 +9,10 @@ listed as `implausible amplitude` in rejects.csv, and are not for pre-training.
 
 import posixpath
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from itertools import groupby
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from omnilead.data_tools.hospital.base import Format, root_tag
 from omnilead.data_tools.prepare import rate_ratio
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
 from omnilead.data_tools.sources.base import FileSource, path_name, record_stem
-from omnilead.data_tools.storage import Folder, prefetch
+from omnilead.data_tools.storage import prefetch
 
 FORMATS: dict[str, Format] = {
     "muse-xml": muse_xml.FORMAT,
@@ -52,20 +53,30 @@ class HospitalFiles(FileSource):
     endings = ENDINGS
     formats = tuple(FORMATS)
 
-    def __init__(self, root: Folder, only: str = "") -> None:
-        super().__init__(root, only)
-        self.skipped: Counter[str] = Counter()  # number of files left out, by ending
+    # Number of files left out, by ending; known once all have been looked at
+    skipped: Mapping[str, int] = {}
 
     def keys(self) -> Iterator[str]:
-        names = self.root.names()
-        self.skipped.clear()
+        names, skipped = self._names(), Counter[str]()
         for key, is_record in (
             prefetch(self._look, names) if self.root.remote else map(self._look, names)
         ):
             if is_record:
                 yield key
             else:
-                self.skipped[posixpath.splitext(key)[1].lower()[:8] or "no ending"] += 1
+                skipped[posixpath.splitext(key)[1].lower()[:8] or "no ending"] += 1
+        self.skipped = skipped
+
+    def _names(self) -> Iterator[str]:
+        if self.within is None:
+            yield from self.root.names()
+            return
+        for place in self.within:
+            if place.lower().endswith(ENDINGS):
+                yield place
+                continue
+            for _, names in groupby(self.root.names(place), posixpath.dirname):
+                yield from _of_no_record(list(names))
 
     def _look(self, key: str) -> tuple[str, bool]:
         """Whether a file counts as a record, which is then read or refused."""
@@ -108,8 +119,9 @@ class HospitalFiles(FileSource):
         endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
         # An ending may be a part of a name
         shown = "" if self.root.private else f" ({endings})"
-        files = f"{self.skipped.total():,} files of no {self.only or 'known'} format"
-        return [f"{self.root.url}: {files} were left out{shown}"]
+        count = sum(self.skipped.values())
+        files = f"{count:,} file{'s' * (count > 1)} of no {self.only or 'known'} format"
+        return [f"{self.root.url}: {files} {'were' if count > 1 else 'was'} left out{shown}"]
 
     def header(self, key: str) -> Header:
         data = self.root.read(key, MAX_BYTES)
@@ -153,6 +165,15 @@ class HospitalFiles(FileSource):
             sex=clean_sex(found.sex),
             warnings=(*found.warnings, *_doubts(leads, fs_hz)),
         )
+
+
+def _of_no_record(names: Sequence[str]) -> Iterator[str]:
+    """The files of a folder without its WFDB headers and what lies beside these under the same
+    name: of 10^5 records none is opened only to see that it is no DICOM file."""
+    headers = {name.removesuffix(".hea") for name in names if name.endswith(".hea")}
+    for name in names:
+        if name.lower().endswith(ENDINGS) or posixpath.splitext(name)[0] not in headers:
+            yield name
 
 
 def _patient(text: str | None) -> str | None:

@@ -98,10 +98,12 @@ class FileSource(Source):
     endings: tuple[str, ...] = ()  # lower case; files with these endings look like ECGs
     formats: Collection[str] = ()
 
-    def __init__(self, root: Folder, only: str = "") -> None:
-        """`only`: one of the formats; files of others are then left out."""
+    def __init__(self, root: Folder, only: str = "", within: tuple[str, ...] | None = None) -> None:
+        """`only`: one of the formats; files of others are then left out. `within`: only what is in
+        these folders (or is one of these files) and belongs to no WFDB record, because another
+        source reads these."""
         super().__init__(root)
-        self.only = only
+        self.only, self.within = only, within
         self.name = only or self.name
 
 
