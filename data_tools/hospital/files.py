@@ -19,7 +19,7 @@ import numpy as np
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital import aecg, dicom, edf, muse_xml, philips_xml, scp
 from omnilead.data_tools.hospital.base import Format, root_tag
-from omnilead.data_tools.prepare import rate_ratio
+from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt, rate_ratio
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
 from omnilead.data_tools.sources.base import FileSource, path_name, record_stem
 from omnilead.data_tools.storage import prefetch
@@ -35,10 +35,6 @@ FORMATS: dict[str, Format] = {
 HEAD_BYTES = 4096  # enough to detect the format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
-PLAUSIBLE_UV = (
-    100,
-    4000,
-)  # median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 # What anonymised files have instead of a patient's id
 _NOBODY = (
     "anonymous, anonymized, anonymised, anon, unknown, none, null, n/a, na, 0, -, ., ?, unk, noid, "
@@ -153,6 +149,10 @@ class HospitalFiles(FileSource):
             )
         leads, fs_hz = np.array(list(signals.values())), found.fs_hz
         rate_ratio(fs_hz)  # refuses unsupported rates
+        warnings = found.warnings
+        if doubt := amplitude_doubt(leads, fs_hz):
+            doubt += ": is the scale in the file right?"
+            warnings = (*warnings, (IMPLAUSIBLE_AMPLITUDE, doubt))
         return EcgRecord(
             self.name_for(key),
             leads,
@@ -163,7 +163,7 @@ class HospitalFiles(FileSource):
             patient=_patient(found.patient),
             age=clean_age(found.age),
             sex=clean_sex(found.sex),
-            warnings=(*found.warnings, *_doubts(leads, fs_hz)),
+            warnings=warnings,
         )
 
 
@@ -194,20 +194,6 @@ def _hashed(stem: str, text: str) -> str:
 def changes(uv: np.ndarray) -> bool:
     """Whether a lead ever changes; if not, it was not connected."""
     return bool(np.fmax.reduce(uv, initial=-np.inf) != np.fmin.reduce(uv, initial=np.inf))
-
-
-def _doubts(leads: np.ndarray, fs_hz: float) -> Iterator[tuple[str, str]]:
-    """A warning if the amplitude is not plausible for an ECG."""
-    second = int(fs_hz)
-    seconds = leads[:, : leads.shape[1] // second * second].reshape(-1, second)
-    ranges = np.fmax.reduce(seconds, axis=1) - np.fmin.reduce(seconds, axis=1)
-    ranges = ranges[np.isfinite(ranges)]
-    typical_uv = float(np.median(ranges)) if len(ranges) else PLAUSIBLE_UV[0]
-    if not PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
-        yield (
-            "implausible amplitude",
-            f"{typical_uv / 1000:.3g} mV within a second: is the scale in the file right?",
-        )
 
 
 def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -9,7 +9,8 @@ Errors are ConfigError, DataError and OutputError, each with one line for the us
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,23 @@ from omnilead.data_tools.dataset import DataError
 from omnilead.engine.commandline import writable
 from omnilead.engine.common import ARRAYS, ConfigError, OutputError, cores_per_rank, environment
 from omnilead.engine.inference import outputs
-from omnilead.engine.inference.inputs import EcgOptions, OpenedData, Per, open_data
-from omnilead.engine.inference.outputs import MISSING, RESUMABLE, Output, ParquetParts, make, whole
+from omnilead.engine.inference.inputs import (
+    FLAGS,
+    CropSource,
+    EcgOptions,
+    OpenedData,
+    Per,
+    open_data,
+)
+from omnilead.engine.inference.outputs import (
+    MISSING,
+    RESUMABLE,
+    Counts,
+    Output,
+    ParquetParts,
+    make,
+    whole,
+)
 from omnilead.engine.inference.trained_model import TrainedModel, load
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import disable_tf32
@@ -112,7 +128,12 @@ def _table(
         opened = open_data(setup.options, setup.input)
         if out:
             return _written(setup, output, opened, out)
-        return whole(opened.source(), output, setup.input, setup.options.per)
+        source = opened.source()
+        table = whole(source, output, setup.input, setup.options.per)
+        counts = Counts().plus(table, sum(source.refused.values()))
+        for doubt in _doubts(setup, source, counts):
+            warnings.warn(doubt, stacklevel=3)  # at the call of embed or predict
+        return table
     except OSError as error:
         raise file_error(error, out) from None
 
@@ -133,10 +154,10 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
         **output.job,
         **opened.identity,
     }
-    left = []
+    left, source = [], opened.source()
     with ParquetParts(out, job, rank, world) as parts:
         if not parts.finished:
-            left = make(opened.source(), output, setup.input, options.per, parts)
+            left = make(source, output, setup.input, options.per, parts)
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
@@ -145,11 +166,25 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
         return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:
         return Written(out, None, "")
-    if parts.lacking and (why := setup.model.unprepared()):
-        lacking = f"{parts.lacking:,} of {parts.rows:,} rows lack leads (column {MISSING})"
-        tell(f"note: {out}: {lacking}: {why}")
+    for doubt in _doubts(setup, source, parts.counts):
+        tell(f"note: {out}: {doubt}")
     message = f"{out}: {parts.rows:,} {output.what}, computed in {setup.precision}\n"
     return Written(out, parts.rows, message)
+
+
+def _doubts(setup: Setup, source: CropSource, counts: Counts) -> Iterator[str]:
+    """What the user of a table must know."""
+    of_rows = f"of {counts.rows:,} rows"
+    if counts.lacking and (why := setup.model.unprepared()):
+        yield f"{counts.lacking:,} {of_rows} lack leads (column {MISSING}): {why}"
+    if counts.implausible:
+        yield (
+            f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS}): is the "
+            "scale of these ECGs right?"
+        )
+    if counts.refused:
+        records = f"{source.count(range(source.parts)):,} records"
+        yield f"without {counts.refused:,} of {records}, which cannot be read"
 
 
 def prepare(
