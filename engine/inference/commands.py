@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import torch
 
-from omnilead.data_tools.cli import UserError, keep_freed_memory, tell
+from omnilead.data_tools.cli import UserError, about_file, keep_freed_memory, tell
 from omnilead.data_tools.dataset import DataError
 from omnilead.engine.commandline import writable
 from omnilead.engine.common import ARRAYS, ConfigError, OutputError, cores_per_rank, environment
@@ -265,9 +265,7 @@ def refuse_ranks(what: str) -> None:
 def file_error(error: OSError, out: Path | None, flag: str = "--out") -> UserError:
     """The line for a file that could not be read or written. `flag`: the option that `out` comes
     from."""
-    ours = out and str(error.filename or out).startswith(str(out))
-    place = f"{flag} {out}" if ours else error.filename or "--data"
-    message = f"{place}: {error.strerror or error}"
+    message = about_file(error, flag, out)
     if error.errno in PERMANENT:
         return DataError(message)
     return OutputError(f"{message}{RESUMABLE}" if out else message)
