@@ -132,7 +132,7 @@ def _table(
         table = whole(source, output, setup.input, setup.options.per)
         counts = Counts().plus(table, sum(source.refused.values()))
         for doubt in _doubts(setup, source, counts):
-            warnings.warn(doubt, stacklevel=3)  # at the call of embed or predict
+            warnings.warn(doubt, stacklevel=4)  # at the call of omnilead.embed or predict
         return table
     except OSError as error:
         raise file_error(error, out) from None
