@@ -20,7 +20,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnilead.data_tools.cli import Parser, drop_output, echo, interactive, is_memory, say, tell
+from omnilead.data_tools.cli import (
+    Parser,
+    about_file,
+    drop_output,
+    echo,
+    interactive,
+    is_memory,
+    say,
+    tell,
+)
 from omnilead.data_tools.errors import DataError, ReadError, printable
 from omnilead.data_tools.pseudonyms import read_key
 
@@ -34,6 +43,13 @@ if TYPE_CHECKING:
 RESUME = {
     "shard": ": run the same command again to continue",
     "synth": ": delete {out} and run it again",
+}
+# The option that says where a command writes, and its name in Python
+WRITES = {
+    "synth": ("OUT", "out"),
+    "shard": ("--out", "out"),
+    "labels": ("--out", "out"),
+    "show": ("--png", "png"),
 }
 KINDS = (
     "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any mix of the following), "
@@ -60,7 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
             error = MemoryError("out of memory: lower --workers, or raise the limit (ulimit -v)")
         elif isinstance(error, RuntimeError):
             raise
-        tell(f"omnilead {options.command}: {error}")
+        message = str(error)
+        if isinstance(error, OSError):
+            option, name = WRITES.get(options.command, ("-", ""))
+            message = about_file(error, option, getattr(options, name, None))
+            if message.startswith(option):
+                message += ": free disk space, or choose another"
+        tell(f"omnilead {options.command}: {message}")
         return 2
 
 

@@ -43,7 +43,15 @@ from omnilead.data_tools.dataset import (
 )
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError, one_line
 from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
-from omnilead.data_tools.prepare import SPEC, SPEC_HASH, Crop, prepare_crop
+from omnilead.data_tools.prepare import (
+    IMPLAUSIBLE,
+    IMPLAUSIBLE_AMPLITUDE,
+    SPEC,
+    SPEC_HASH,
+    Crop,
+    flags_of,
+    prepare_crop,
+)
 from omnilead.data_tools.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.record import SYNTHETIC, EcgRecord, class_row
 from omnilead.data_tools.shard_writers import (
@@ -65,8 +73,6 @@ from omnilead.data_tools.storage import (
 )
 
 DIGEST_BYTES = 32  # at the end of a part
-# Flag of the crops of a record whose source warns of an implausible amplitude
-IMPLAUSIBLE = "implausible"
 SYNTHETIC_LICENCE = "CC0-1.0"
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 ROW_GROUP = 65_536
@@ -80,7 +86,7 @@ FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     "first value differs",
     "diagnosis without a code",
     "not in ptbxl_database.csv",
-    "implausible amplitude",
+    IMPLAUSIBLE_AMPLITUDE,
     "shorter than stated",
     "SOP class",
     "further waveforms",
@@ -321,9 +327,6 @@ def as_parquet(table: pa.Table) -> bytes:
 def row_of(
     source: str, name: str, record: EcgRecord, crop: Crop, key: bytes | None
 ) -> dict[str, Any]:
-    flags = crop.flags
-    if any(reason == "implausible amplitude" for reason, _ in record.warnings):
-        flags = (*flags, IMPLAUSIBLE)
     return {
         "source": source,
         "record": name,
@@ -331,7 +334,7 @@ def row_of(
         "start_s": crop.start_s,
         "halves": crop.halves,
         "missing_leads": crop.missing,
-        "flags": flags,
+        "flags": flags_of(record, crop),
         "dx": record.dx,
         "labels": class_row(record.dx),
         "age": record.age,

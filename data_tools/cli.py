@@ -167,6 +167,20 @@ def tell(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
+def about_file(error: OSError, option: str, place: str | os.PathLike[str] | None) -> str:
+    """The file that cannot be read or written, and why: `option` and `place`, what it sets, if that
+    is what a command was writing. The system names no file if the disk is full."""
+    file = error.filename
+    if place and file:
+        whole, out = os.path.abspath(os.fsdecode(file)), os.path.abspath(place)
+        temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.")
+        if whole == out or whole.startswith((f"{out}{os.sep}", f"{out}.", temporary)):
+            file = None
+    if place and not file:
+        file = f"{option} {os.fspath(place)}"
+    return f"{file or 'a file'}: {error.strerror or error}"
+
+
 def interactive() -> bool:
     """Whether to show progress bars: on a terminal or in a notebook."""
     return sys.stderr.isatty() or in_notebook()

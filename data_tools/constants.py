@@ -1,4 +1,4 @@
-"""What every ECG of a dataset has: twelve leads, crops of 10 s, and classes of diagnoses."""
+"""What every ECG of a dataset has: twelve leads, crops of 10 s, a flag, and classes of diagnoses."""
 
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 CROP_SAMPLES = 5000  # 10 s at 500 Hz
@@ -10,6 +10,9 @@ VENDORS = ("muse-xml", "dicom", "philips-xml", "hl7-aecg", "scp-ecg", "edf")
 
 # Before the name of a synthetic database: nothing made from it can pass for the real one
 SYNTHETIC = "synthetic-"
+
+# The flag of the crops of a record whose source warns of an implausible amplitude
+IMPLAUSIBLE = "implausible"
 
 # The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv:
 # abbreviation and SNOMED CT codes that are scored as this diagnosis

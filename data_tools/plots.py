@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.build import IMPLAUSIBLE, flagged, records_of, rejects_of
+from omnilead.data_tools.build import flagged, records_of, rejects_of
 from omnilead.data_tools.dataset import Dataset, Ecg
-from omnilead.data_tools.prepare import FS_HZ, HALF, MAX_UV
+from omnilead.data_tools.prepare import FS_HZ, HALF, IMPLAUSIBLE, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import replaced

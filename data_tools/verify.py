@@ -9,7 +9,7 @@ names the file, the crop and the failed check; an empty list means that there is
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -397,6 +397,7 @@ def _compare_archive(
     columns = (table[name].to_pylist() for name in ("source", "record", "start_s"))
     for row, (source, name, start_s) in enumerate(zip(*columns, strict=True)):
         rows.setdefault((source, name), {})[round(start_s * FS_HZ) // CROP] = row
+    records = len(rows)
     known = {
         (source, name) for source, name, reason, _ in rejects if reason not in FLAGS
     } | rows.keys()
@@ -411,13 +412,18 @@ def _compare_archive(
                     f"{record.source}/{name} is in the archive, but neither in {SAMPLES} nor in "
                     f"{REJECTS}"
                 )
-    if rows:
-        source, name = next(iter(rows))
-        found.append(
-            f"{len(rows)} records are not in the archive, for example {source}/{name}: pass all "
-            "SRC of the dataset"
-        )
+    if len(rows) == records:  # whatever else it holds
+        return _absent(rows, "all ", "is this the archive?")
+    found += _absent(rows, "", "pass all SRC of the dataset")
     return _first(found, "--archive")
+
+
+def _absent(rows: Iterable[tuple[str, str]], how_many: str, mend: str) -> list[str]:
+    names = [f"{source}/{name}" for source, name in rows]
+    if not names:
+        return []
+    absent = f"{how_many}{len(names):,} records are not in the archive"
+    return [f"{absent}, for example {names[0]}: {mend}"]
 
 
 def _readable(archive: Source, patients: dict[str, str], quiet: bool) -> Iterator[EcgRecord]:

@@ -47,9 +47,11 @@ class TrainingParser(Parser):
     shortcuts: Mapping[str, Shortcut]
 
     def suggest(self, option: str, value: str) -> str:
-        from omnilead.engine.config import nearest_settings, settings_named
+        from omnilead.engine.config import DEVICE, nearest_settings, settings_named
 
         name, kind = option.lstrip("-").replace("-", "_"), self.kind()
+        if DEVICE.search(name):
+            return "CUDA_VISIBLE_DEVICES in the environment"
         near = settings_named(name, kind)
         if not near and (other := super().suggest(option, value)):
             return other

@@ -13,7 +13,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -196,14 +197,20 @@ def writable(place: Path, flag: str) -> None:
         )
 
 
-def write_result(place: Path, text: str, flag: str) -> None:
-    """Writes a command's result to the file that `flag` names; an OutputError if that fails."""
+@contextmanager
+def writing(place: Path, flag: str) -> Iterator[None]:
+    """An OutputError if a command's result cannot be written to the path that `flag` sets."""
     try:
-        write_whole(place, text)
+        yield
     except OSError as error:
         raise OutputError(
             f"{flag} {place}: {error.strerror or error}: free disk space, or choose another path"
         ) from None
+
+
+def write_result(place: Path, text: str, flag: str) -> None:
+    with writing(place, flag):
+        write_whole(place, text)
 
 
 def positive(text: str) -> int:

@@ -28,6 +28,11 @@ from omnilead.engine.model.input import HALF_S, Input, InputConfig
 
 CPUINFO = Path("/proc/cpuinfo")
 SHOWN = 80  # characters of a wrong value
+DEVICE = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
+WHICH_DEVICE = (
+    "training takes a GPU if it sees one: CUDA_VISIBLE_DEVICES=1 in the environment chooses it, "
+    "CUDA_VISIBLE_DEVICES= hides them all"
+)
 ALIASES = {  # names in other libraries
     "train.lr": "learning_rate",
     "train.batch_crops": "batch_size",
@@ -337,6 +342,8 @@ def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
 def _suggest(key: str, kind: type[BaseModel]) -> str:
     if issubclass(kind, RunConfig) and key in kind.elsewhere:
         return f" here: it belongs to {kind.elsewhere[key]}"
+    if DEVICE.search(key):
+        return f": {WHICH_DEVICE}"
     near = settings_named(key, kind) or nearest_settings(key, kind)
     if near:
         return f": did you mean {near[0]}?"

@@ -31,7 +31,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnilead.data_tools.cli import echo, tell
+from omnilead.data_tools.cli import about_file, echo, tell
 from omnilead.engine.commandline import RUN_CODE, command_parser, interruptible, parse_yaml
 from omnilead.engine.common import LEADS, ConfigError, leads_in_order
 
@@ -168,7 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for note in notes:
             tell(f"note: {args.source}: {note}")
     except (ConfigError, OSError, SafetensorError) as error:
-        tell(f"omnilead convert: {error}")
+        message = about_file(error, "OUT", args.out) if isinstance(error, OSError) else error
+        tell(f"omnilead convert: {message}")
         return 2
     echo(args.out)
     return 0

@@ -5,12 +5,13 @@
     omnilead embed --model RUN --data A.npy --fs 250 --leads II,V1 --unit uV --out F.parquet
     torchrun --nproc-per-node 8 -m omnilead.engine.embed --model RUN --data DATASET --out F.parquet  a GPU per rank
 
-Columns: source, record, patient, row (of the dataset), start_s, embedding
-(fixed_size_list<float32>). What an embedding keeps of an ECG: --readout, docs/readouts.md.
-F.parquet is written in parts: run the same command again to resume; the result has the same bytes.
-.npy files hold [leads, samples] or [ECGs, leads, samples]; .npz files hold any number of
-[leads, samples]. --leads: the leads shown to the model, others are zeros; for arrays, also the
-names of the rows. Exit code 2: an argument or a file is wrong. Exit code 1: computing or writing
+Columns: source, record, patient, row (of the dataset), start_s, flags (as in samples.parquet:
+`implausible` if the file probably states a wrong scale), embedding (fixed_size_list<float32>).
+What an embedding keeps of an ECG: --readout, docs/readouts.md. F.parquet is written in parts: run
+the same command again to resume; the result has the same bytes. .npy files hold [leads, samples] or
+[ECGs, leads, samples]; .npz files hold any number of [leads, samples]. --leads: the leads shown to
+the model, others are zeros; for arrays, also the names of the rows. A folder's unreadable files are
+listed and left out. Exit code 2: an argument or a file is wrong. Exit code 1: computing or writing
 failed.
 """
 
@@ -148,8 +149,8 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="reading threads (a quarter of the cores; with a GPU, all)",
     )
-    corrupt = "stop at unreadable data, or report and skip them (stop)"
-    add("--on-corrupt", choices=("stop", "skip"), default="stop", help=corrupt)
+    corrupt = "stop at unreadable data, or report and skip them (auto: skip in folders, else stop)"
+    add("--on-corrupt", choices=("auto", "stop", "skip"), default="auto", help=corrupt)
     add_machine(parser)
     add("--local_rank", type=int, help=argparse.SUPPRESS)
 

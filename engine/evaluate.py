@@ -80,10 +80,10 @@ def evaluate(
 
     The arguments are the options of the command. None on all ranks but the first. Errors have
     one-line messages."""
-    import omnilead
     from omnilead.data_tools.dataset import Dataset
     from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
     from omnilead.engine.inference.commands import chosen_device
+    from omnilead.engine.inference.trained_model import load
     from omnilead.engine.training.distributed import close, lost_a_rank, share_work
 
     files = Files(Path(json) if json else None, Path(report) if report else None)
@@ -94,7 +94,7 @@ def evaluate(
     try:
         dataset = Dataset.open(os.fspath(data), anonymous)
         share_work()
-        trained = omnilead.load(run, code).to(chosen_device(device))
+        trained = load(run, code).to(chosen_device(device))
         if not table and task == "auto":
             table = labels_of_run(run)
         chosen = chosen_task(trained, task, table)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnilead.data_tools.cli import echo, tell
+from omnilead.data_tools.cli import about_file, echo, tell
 from omnilead.engine.commandline import command_parser, interruptible
 from omnilead.engine.common import ConfigError
 
@@ -32,8 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hub.pull(args.repo, args.out)
             echo(f"{args.out}: downloaded; use it with omnilead.load({str(args.out)!r})")
         return 0
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         message, code = str(error), 2
+    except OSError as error:
+        message, code = about_file(error, "OUT", getattr(args, "out", None)), 2
     except KeyboardInterrupt:
         message, code = "interrupted: run the same command again", 130
     tell(f"omnilead hub: {' '.join(message.split())}")

@@ -71,7 +71,7 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
         return f"{error.object[:200]!r}: not UTF-8: choose another name", 2
     if isinstance(error, OSError):
-        name = f"{error.filename or 'RUN'}: {error.strerror}"
+        name = f"{error.filename or '--out RUN'}: {error.strerror}"
         if error.errno in NOT_WRITABLE:
             return f"{name}: choose another with --out RUN", 2
         return f"{name}: the last checkpoint is intact", 1

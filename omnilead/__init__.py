@@ -13,7 +13,10 @@ beside it. So modules have the same names as in an installed package, and a modu
 engine or data_tools is never mistaken for one of them.
 """
 
+import functools
 import importlib
+import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,10 +50,43 @@ MODULES = {
 }
 
 
+# Options whose arguments have other names
+ARGUMENTS = {"fs": "fs_hz", "lr": "train.lr"}
+# A command line stays one; --set train.lr=1e-4 and --out are said as in Python
+WORDS = re.compile(r"`[^`]*`|\bomnilead [a-z]+[^:;,)]*|--set |--([a-z][a-z_-]*)")
+
+
 def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(MODULES[name]), name)
+    found = getattr(importlib.import_module(MODULES[name]), name)
+    if not isinstance(found, type):
+        found = _in_python(found)
+    globals()[name] = found
+    return found
+
+
+def _in_python(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, but its errors name arguments instead of a command's options."""
+    from omnilead.data_tools.errors import UserError
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            error.args = (WORDS.sub(_argument, str(error)),)
+            raise
+
+    call.__module__, call.__qualname__ = __name__, function.__name__  # as pickle finds it
+    return call
+
+
+def _argument(found: re.Match[str]) -> str:
+    option = found[1]
+    if not option:
+        return "" if found[0] == "--set " else found[0]
+    return f"`{ARGUMENTS.get(option, option.replace('-', '_'))}`"
 
 
 def __dir__() -> list[str]:

@@ -9,19 +9,20 @@ listed as `implausible amplitude` in rejects.csv, and are not for pre-training.
 
 import posixpath
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
+from itertools import groupby
 
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital import aecg, dicom, edf, muse_xml, philips_xml, scp
 from omnilead.data_tools.hospital.base import Format, root_tag
-from omnilead.data_tools.prepare import rate_ratio
+from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt, rate_ratio
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
 from omnilead.data_tools.sources.base import FileSource, path_name, record_stem
-from omnilead.data_tools.storage import Folder, prefetch
+from omnilead.data_tools.storage import prefetch
 
 FORMATS: dict[str, Format] = {
     "muse-xml": muse_xml.FORMAT,
@@ -34,10 +35,6 @@ FORMATS: dict[str, Format] = {
 HEAD_BYTES = 4096  # enough to detect the format
 MAX_BYTES = max(one.max_bytes for one in FORMATS.values())
 ENDINGS = (".xml", ".dcm", ".scp", ".ecg", ".edf")  # files with these endings must be readable
-PLAUSIBLE_UV = (
-    100,
-    4000,
-)  # median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 # What anonymised files have instead of a patient's id
 _NOBODY = (
     "anonymous, anonymized, anonymised, anon, unknown, none, null, n/a, na, 0, -, ., ?, unk, noid, "
@@ -52,20 +49,30 @@ class HospitalFiles(FileSource):
     endings = ENDINGS
     formats = tuple(FORMATS)
 
-    def __init__(self, root: Folder, only: str = "") -> None:
-        super().__init__(root, only)
-        self.skipped: Counter[str] = Counter()  # number of files left out, by ending
+    # Number of files left out, by ending; known once all have been looked at
+    skipped: Mapping[str, int] = {}
 
     def keys(self) -> Iterator[str]:
-        names = self.root.names()
-        self.skipped.clear()
+        names, skipped = self._names(), Counter[str]()
         for key, is_record in (
             prefetch(self._look, names) if self.root.remote else map(self._look, names)
         ):
             if is_record:
                 yield key
             else:
-                self.skipped[posixpath.splitext(key)[1].lower()[:8] or "no ending"] += 1
+                skipped[posixpath.splitext(key)[1].lower()[:8] or "no ending"] += 1
+        self.skipped = skipped
+
+    def _names(self) -> Iterator[str]:
+        if self.within is None:
+            yield from self.root.names()
+            return
+        for place in self.within:
+            if place.lower().endswith(ENDINGS):
+                yield place
+                continue
+            for _, names in groupby(self.root.names(place), posixpath.dirname):
+                yield from _of_no_record(list(names))
 
     def _look(self, key: str) -> tuple[str, bool]:
         """Whether a file counts as a record, which is then read or refused."""
@@ -108,8 +115,9 @@ class HospitalFiles(FileSource):
         endings = ", ".join(f"{count:,} {ending}" for ending, count in most)
         # An ending may be a part of a name
         shown = "" if self.root.private else f" ({endings})"
-        files = f"{self.skipped.total():,} files of no {self.only or 'known'} format"
-        return [f"{self.root.url}: {files} were left out{shown}"]
+        count = sum(self.skipped.values())
+        files = f"{count:,} file{'s' * (count > 1)} of no {self.only or 'known'} format"
+        return [f"{self.root.url}: {files} {'were' if count > 1 else 'was'} left out{shown}"]
 
     def header(self, key: str) -> Header:
         data = self.root.read(key, MAX_BYTES)
@@ -141,6 +149,10 @@ class HospitalFiles(FileSource):
             )
         leads, fs_hz = np.array(list(signals.values())), found.fs_hz
         rate_ratio(fs_hz)  # refuses unsupported rates
+        warnings = found.warnings
+        if doubt := amplitude_doubt(leads, fs_hz):
+            doubt += ": is the scale in the file right?"
+            warnings = (*warnings, (IMPLAUSIBLE_AMPLITUDE, doubt))
         return EcgRecord(
             self.name_for(key),
             leads,
@@ -151,8 +163,17 @@ class HospitalFiles(FileSource):
             patient=_patient(found.patient),
             age=clean_age(found.age),
             sex=clean_sex(found.sex),
-            warnings=(*found.warnings, *_doubts(leads, fs_hz)),
+            warnings=warnings,
         )
+
+
+def _of_no_record(names: Sequence[str]) -> Iterator[str]:
+    """The files of a folder without its WFDB headers and what lies beside these under the same
+    name: of 10^5 records none is opened only to see that it is no DICOM file."""
+    headers = {name.removesuffix(".hea") for name in names if name.endswith(".hea")}
+    for name in names:
+        if name.lower().endswith(ENDINGS) or posixpath.splitext(name)[0] not in headers:
+            yield name
 
 
 def _patient(text: str | None) -> str | None:
@@ -173,20 +194,6 @@ def _hashed(stem: str, text: str) -> str:
 def changes(uv: np.ndarray) -> bool:
     """Whether a lead ever changes; if not, it was not connected."""
     return bool(np.fmax.reduce(uv, initial=-np.inf) != np.fmin.reduce(uv, initial=np.inf))
-
-
-def _doubts(leads: np.ndarray, fs_hz: float) -> Iterator[tuple[str, str]]:
-    """A warning if the amplitude is not plausible for an ECG."""
-    second = int(fs_hz)
-    seconds = leads[:, : leads.shape[1] // second * second].reshape(-1, second)
-    ranges = np.fmax.reduce(seconds, axis=1) - np.fmin.reduce(seconds, axis=1)
-    ranges = ranges[np.isfinite(ranges)]
-    typical_uv = float(np.median(ranges)) if len(ranges) else PLAUSIBLE_UV[0]
-    if not PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
-        yield (
-            "implausible amplitude",
-            f"{typical_uv / 1000:.3g} mV within a second: is the scale in the file right?",
-        )
 
 
 def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

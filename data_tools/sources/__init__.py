@@ -1,15 +1,17 @@
 """The supported archives and their detection; what no source reads.
 
 `open_sources("ROOT")` looks at the names in ROOT and in its subfolders; ROOT may contain several
-archives. Files that look like ECGs and that none of them reads are counted in the first source's
+archives, or WFDB records without one, and in any folders that these do not read a hospital's files.
+WFDB records beside an archive are an error: nobody knows whose patients they are. Where a kind is
+given, the files that look like ECGs and that it does not read are counted in the first source's
 `left_out`, so that no record vanishes without a word.
 """
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DataError, ReadError, StorageError
@@ -75,13 +77,22 @@ def open_sources(
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
     if kind == "auto":
-        found = _detected(root, names, anonymous, hospital)
+        found = _detected(root, names, anonymous)
+        left = LeftOut(root, found, besides, hospital)
+        if left.wfdb:
+            raise DataError(left.refusal(found))
+        if hospital:
+            vendors = hospital(root, within=tuple(left.places))
+            if next(vendors.keys(), None):
+                found.append(vendors)
+        if found:
+            found[0].left_out = left.sentence()
     else:
         found = [_of_kind(root, kind, hospital)]
+        # A reader of files looks at all of them; what one of the user's own reads, only he knows
+        if ":" not in kind and not isinstance(found[0], FileSource):
+            found[0].left_out = LeftOut(root, found, besides, hospital).sentence(kind)
     if found:
-        if ":" not in kind:  # only a reader of the user's own knows what it reads
-            endings = hospital.endings if hospital else ()
-            found[0].left_out = LeftOut(root, found, besides, endings).sentence()
         return found
     if META in names:
         raise StorageError(
@@ -117,11 +128,9 @@ def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
     raise DataError(f"--source {kind}: not auto, {', '.join(known)} or your own file.py:Class")
 
 
-def _detected(
-    root: Folder, names: Sequence[str], anonymous: bool, hospital: FileReader | None
-) -> list[Source]:
-    """The archives in a folder and in its subfolders. If there is none, the folder is one of WFDB
-    records or of hospital files."""
+def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Source]:
+    """The archives in a folder and in its subfolders. If there is none, the folder's WFDB
+    records."""
     found = _archives(root, names)
     read = places_read(root, found)
     for name in names:
@@ -135,10 +144,8 @@ def _detected(
     challenge = PhysioNet2021(root)
     if root.url.rsplit("/", 1)[-1] in PLACES and challenge.has_records():
         return [challenge]
-    general: list[Source] = [WfdbFolder(root)]
-    if hospital:
-        general.append(hospital(root))
-    return [source for source in general if next(source.keys(), None)][:1]
+    plain = WfdbFolder(root)
+    return [plain] if next(plain.keys(), None) else []
 
 
 def _archives(place: Folder, names: Sequence[str]) -> list[Source]:
@@ -158,34 +165,31 @@ def places_read(root: Folder, sources: Sequence[Source]) -> set[str]:
 
 
 class LeftOut:
-    """The files below a folder that look like ECGs and that none of its sources reads.
+    """What lies below a folder and is read by none of its archives.
 
-    The folders that a source reads are not searched: MIMIC-IV-ECG's has 800,000 subfolders."""
+    The folders that an archive reads are not searched: MIMIC-IV-ECG's has 800,000 subfolders."""
 
     def __init__(
         self,
         root: Folder,
         sources: Sequence[Source],
         besides: Sequence[str],
-        endings: tuple[str, ...],
+        hospital: FileReader | None,
     ) -> None:
-        """`endings`: of the names of hospital files."""
         self.root = root
-        self.endings = (".hea", *endings)
-        # The first file by uppermost folder; "" holds the files beside the folders
-        self.first: dict[str, str] = {}
-        self.count: Counter[str] = Counter()
+        self.endings = hospital.endings if hospital else ()
+        # Where a hospital's files may be: folders, and files that have one of its endings
+        self.places: list[str] = []
+        self.wfdb: dict[str, list[str]] = {}  # headers by uppermost folder; "": in none
+        self.vendors: list[str] = []  # files with a hospital's endings
         self.links: list[str] = []
         self.unlisted: list[str] = []
         self.opened = {source.root.url for source in sources}
         self.read = places_read(root, sources)
         for url in besides:
             self.read.add(folder(url).url.removeprefix(f"{root.url}/"))
-        if any(isinstance(source, FileSource) for source in sources):
-            return  # it looks at every file, and counts those that it leaves out
-        if "" in self.read:  # all WFDB records are read
-            hospital = [name for name in root.names() if name.lower().endswith(endings)]
-            self._add("", hospital)
+        if "" in self.read or not sources:  # all WFDB records are read
+            self.places = [""]
         else:
             self._search("")
 
@@ -197,8 +201,8 @@ class LeftOut:
                 continue
             if any(one.startswith(f"{path}/") for one in self.read):
                 self._search(path)
-            elif name.lower().endswith(self.endings):
-                self._add(place, [path])
+            elif name.lower().endswith((".hea", *self.endings)):
+                self._add(place, path, [path])
             elif not (self.root.remote and looks_like_file(name)):
                 self._add_folder(path)
 
@@ -209,45 +213,69 @@ class LeftOut:
                 self.links.append(path)
             return
         try:
-            names = self.root.names(path)
-            self._add(path, [name for name in names if name.lower().endswith(self.endings)])
+            self._add(path, path, list(self.root.names(path)))
         except (StorageError, OSError):
             self.unlisted.append(path)
 
-    def _add(self, place: str, names: Sequence[str]) -> None:
+    def _add(self, place: str, path: str, names: Sequence[str]) -> None:
+        """`names`: what is at `path`, for messages in the folder `place`."""
         if names:
-            self.first.setdefault(place, names[0])
-            self.count[place] += len(names)
+            self.places.append(path)
+        for name in names:
+            if name.lower().endswith(".hea"):
+                self.wfdb.setdefault(place, []).append(name)
+            elif name.lower().endswith(self.endings):
+                self.vendors.append(name)
 
-    def sentence(self) -> str:
+    def refusal(self, sources: Sequence[Source]) -> str:
+        """The error for WFDB records beside archives."""
+        archives = " and ".join(dict.fromkeys(source.name for source in sources))
+        count = sum(map(len, self.wfdb.values()))
+        records = f"{count:,} WFDB record{'s' * (count > 1)}"
+        leave = ""
+        for kind, archive in ARCHIVES.items():
+            if [type(source) for source in sources] == [archive]:
+                leave = f"; shard --source {kind} leaves {'them' if count > 1 else 'it'} out"
+        return f"{self.root.url}: {records} outside of {archives}{self._where()}{leave}"
+
+    def _where(self) -> str:
+        """Where the WFDB records are, and what to do."""
+        if self.root.private:
+            return ": give the folders that hold them as well"
+        parts = []
+        for place, names in list(self.wfdb.items())[:3]:
+            more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+            mend = f"give {self.root.url}/{place} as well"
+            if place == "" or any(one.startswith(f"{place}/") for one in self.read):
+                mend = "move them to a folder of their own and give it as well"
+            parts.append(f"{names[0]}{more}: {mend}")
+        return f": {'; '.join(parts)}" + "; ..." * (len(self.wfdb) > 3)
+
+    def sentence(self, kind: str = "") -> str:
+        """A note on what is not read. `kind`: the source's, if the user chose it: then also files
+        that others would read."""
         said = []
         if self.unlisted:
             said.append(f"could not list {self._named(self.unlisted)}")
         if self.links:
             said.append(f"does not follow linked folders: {self._named(self.links)}")
-        if total := self.count.total():
-            files = "1 file that looks like an ECG"
-            if total > 1:
-                files = f"{total:,} files that look like ECGs"
-            said.append(f"leaves out {files}{self._where()}")
+        if kind and (files := self._others()):
+            look = "1 file that looks like an ECG"
+            if len(files) > 1:
+                look = f"{len(files):,} files that look like ECGs"
+            first = "" if self.root.private else f" ({files[0]}{', ...' * (len(files) > 1)})"
+            said.append(f"leaves out {look}{first}: without --source {kind} none is left out")
         return f"{self.root.url}: {'; '.join(said)}" if said else ""
 
-    def _named(self, paths: Sequence[str]) -> str:
-        if self.root.private:
-            return f"{len(paths)} of its folders"
-        return ", ".join(paths[:3]) + ", ..." * (len(paths) > 3)
+    def _others(self) -> list[str]:
+        if self.places == [""]:
+            return [name for name in self.root.names() if name.lower().endswith(self.endings)]
+        return [*chain.from_iterable(self.wfdb.values()), *self.vendors]
 
-    def _where(self) -> str:
+    def _named(self, folders: Sequence[str]) -> str:
         if self.root.private:
-            return ": give the folders that hold them as well"
-        parts = []
-        for place, first in list(self.first.items())[:3]:
-            more = f" and {self.count[place] - 1:,} more" if self.count[place] > 1 else ""
-            mend = f"give {self.root.url}/{place} as well"
-            if place == "" or any(one.startswith(f"{place}/") for one in self.read):
-                mend = "move them to a folder of their own and give it as well"
-            parts.append(f"{first}{more}: {mend}")
-        return f": {'; '.join(parts)}" + "; ..." * (len(self.first) > 3)
+            return f"{len(folders)} of its folders"
+        return ", ".join(folders[:3]) + ", ..." * (len(folders) > 3)
 
 
 def looks_like_file(name: str) -> bool:

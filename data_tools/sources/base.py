@@ -20,7 +20,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError, StorageError, printable
-from omnilead.data_tools.prepare import CROP, Crop, crop_count, prepare_crop
+from omnilead.data_tools.prepare import CROP, Crop, crop_count, flags_of, prepare_crop
 from omnilead.data_tools.pseudonyms import pseudonym
 from omnilead.data_tools.record import LEADS, EcgRecord, Header, patient_source
 from omnilead.data_tools.storage import Folder
@@ -98,10 +98,12 @@ class FileSource(Source):
     endings: tuple[str, ...] = ()  # lower case; files with these endings look like ECGs
     formats: Collection[str] = ()
 
-    def __init__(self, root: Folder, only: str = "") -> None:
-        """`only`: one of the formats; files of others are then left out."""
+    def __init__(self, root: Folder, only: str = "", within: tuple[str, ...] | None = None) -> None:
+        """`only`: one of the formats; files of others are then left out. `within`: only what is in
+        these folders (or is one of these files) and belongs to no WFDB record, because another
+        source reads these."""
         super().__init__(root)
-        self.only = only
+        self.only, self.within = only, within
         self.name = only or self.name
 
 
@@ -129,6 +131,7 @@ class Prepared(NamedTuple):
     crops_uv: np.ndarray  # int16 [n, 12, 5000]
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
+    flags: tuple[tuple[str, ...], ...]
 
 
 def prepared(source: Source, key: str) -> Prepared | ReadError:
@@ -151,7 +154,8 @@ def _prepare(source: Source, key: str) -> Prepared:
                 raise
     starts, halves = tuple(crop.start_s for crop in crops), tuple(crop.halves for crop in crops)
     name = record.source or source.source_of(key)
-    return Prepared(name, record.name, record.patient, samples[: len(crops)], starts, halves)
+    flags = tuple(flags_of(record, crop) for crop in crops)
+    return Prepared(name, record.name, record.patient, samples[: len(crops)], starts, halves, flags)
 
 
 def pseudonymised(key: bytes | None, ecg: Prepared) -> Prepared:

@@ -339,8 +339,8 @@ class WfdbFolder(WfdbSource):
         return path_name(key, stem)
 
     def notes(self) -> list[str]:
-        why = "is read as a plain WFDB folder, without tables of patients"
-        mend = "if it belongs to a known archive, pass that as SRC, or set --source"
+        why = "its WFDB records are read without tables of patients"
+        mend = "if they belong to a known archive, pass that as SRC, or set --source"
         return [f"{self.root.url}: {why}: {mend}"]
 
     def check(self, header: WfdbHeader) -> None:

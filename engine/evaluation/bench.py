@@ -31,7 +31,7 @@ import numpy as np
 
 from omnilead.data_tools.cli import interactive, tell
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ConfigError, parse_leads
+from omnilead.engine.common import ConfigError, parse_leads, shipped
 from omnilead.engine.data import counter
 from omnilead.engine.data.leakage import overlap
 from omnilead.engine.data.patients import patient_ids
@@ -71,7 +71,7 @@ from omnilead.engine.evaluation.results import (
 from omnilead.engine.inference.commands import refuse_ranks
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.kinds import OF_VALUES
-from omnilead.engine.tasks.labels import TaskLabels, data_records, read_task
+from omnilead.engine.tasks.labels import OWN_COLUMNS, TaskLabels, data_records, read_task
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")
@@ -228,6 +228,8 @@ def require_within(name: str, values: Sequence[float]) -> None:
 def planned(
     data: str, words: Sequence[str], shares: list[float], noise: list[float], how: Namespace
 ) -> Work:
+    require_folder("--labels", how.labels)
+    require_folder("--test-labels", how.test_labels)
     fitted = Dataset.open(data, how.anonymous)
     tested = Dataset.open(how.test_data, how.anonymous) if how.test_data else fitted
     tasks: dict[str, ProbedTask] = {}
@@ -344,14 +346,10 @@ def task_to_probe(
 ) -> ProbedTask:
     """`tested`: if it is another dataset, it has outputs of the same names, and its own test
     split."""
-    table = word.endswith(TABLES)
     try:
         labels, parts, patient_B = _labels_and_parts(word, fitted, tested, how)
     except ConfigError as error:
-        absent = ""
-        if how.labels and not table and not table_of(how.labels, word):
-            absent = f"no {word}.parquet in --labels {how.labels}: "
-        raise ConfigError(f"--tasks {word}: {absent}{error}") from None
+        raise ConfigError(f"--tasks {word}: {error}") from None
     train, _, test = parts
     kind = labels.task.kind
     draws = {share: list(drawn(train.patient_N, share)) for share in shares}
@@ -383,7 +381,10 @@ def _labels_and_parts(
     """The labels of the fitted dataset; the records of train, valid and test; the patients of the
     tested dataset's crops."""
     table = word.endswith(TABLES)
-    named = ("", word) if table else (word, table_of(how.labels, word))
+    named = ("", word)
+    if not table:
+        named = word, table_of(how.labels, word)
+        _require_table(word, named[1], how)
     labels = labels_to_probe(fitted, *named, ("train", "valid"))
     if labels is None:
         raise ConfigError("name a task")
@@ -405,6 +406,29 @@ def _labels_and_parts(
                 "--test-data."
             )
     return labels, (train, valid, test), other.patients[0]
+
+
+def _require_table(word: str, url: str, how: Namespace) -> None:
+    """ConfigError if a shipped task needs a label table and there is none. `url`: what was found."""
+    if word not in shipped("tasks"):
+        if url:
+            raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
+        return
+    task = load_task(word)
+    needed = task.split == "column" or not set(task.columns) <= set(OWN_COLUMNS)
+    if needed and not url:
+        absent = (
+            f"no {word}.parquet in --labels {how.labels}" if how.labels else "needs --labels DIR"
+        )
+        made = f"omnilead labels {word.partition('-')[0]} SRC --out {how.labels or 'DIR'}"
+        raise ConfigError(f"{absent}: `{made}` writes it")
+
+
+def require_folder(option: str, folder: str) -> None:
+    place = Path(folder)  # "" is this one
+    if not place.is_dir():
+        why = f"is a table: give it as --tasks {place}" if place.exists() else "no such folder"
+        raise ConfigError(f"{option} {place}: {why}")
 
 
 def table_of(folder: str, word: str) -> str:

@@ -33,6 +33,7 @@ from scipy.special import expit, softmax
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.commandline import writing
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.data.seen import joined, seen_in
@@ -153,7 +154,8 @@ def probe_model(
         if setup.precision == "bf16":  # its weights were rounded
             exact = load(model, bool(setup.model.code))
         fitted, _ = probe_data(dataset, halves, table)
-        save_with_head(exact, setup.input, parts, table, fitted, dataset, Path(out))
+        with writing(Path(out), "--out"):
+            save_with_head(exact, setup.input, parts, table, fitted, dataset, Path(out))
     return scores
 
 

@@ -9,7 +9,8 @@ Errors are ConfigError, DataError and OutputError, each with one line for the us
 
 import errno
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,15 +19,23 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import torch
 
-from omnilead.data_tools.cli import UserError, keep_freed_memory, tell
+from omnilead.data_tools.cli import UserError, about_file, keep_freed_memory, tell
 from omnilead.data_tools.dataset import DataError
 from omnilead.engine.commandline import writable
 from omnilead.engine.common import ARRAYS, ConfigError, OutputError, cores_per_rank, environment
 from omnilead.engine.inference import outputs
-from omnilead.engine.inference.inputs import EcgOptions, OpenedData, Per, open_data
+from omnilead.engine.inference.inputs import (
+    FLAGS,
+    CropSource,
+    EcgOptions,
+    OpenedData,
+    Per,
+    open_data,
+)
 from omnilead.engine.inference.outputs import (
     MISSING,
     RESUMABLE,
+    Counts,
     Output,
     ParquetParts,
     job_record,
@@ -120,7 +129,12 @@ def _table(
         opened = open_data(setup.options, setup.input)
         if out:
             return _written(setup, output, opened, out)
-        return whole(opened.source(), output, setup.input, setup.options.per)
+        source = opened.source()
+        table = whole(source, output, setup.input, setup.options.per)
+        counts = Counts().plus(table, sum(source.refused.values()))
+        for doubt in _doubts(setup, source, counts):
+            warnings.warn(doubt, stacklevel=4)  # at the call of omnilead.embed or predict
+        return table
     except OSError as error:
         raise file_error(error, out) from None
 
@@ -141,11 +155,11 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
         **output.job,
         **opened.identity,
     }
-    left = []
+    left, source = [], opened.source()
     with ParquetParts(out, job, rank, world) as parts:
         begun = not parts.finished
         if begun:
-            left = make(opened.source(), output, setup.input, options.per, parts)
+            left = make(source, output, setup.input, options.per, parts)
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
@@ -155,11 +169,25 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
     if parts.rows is None:
         told = "" if begun or rank else f"{out}: is complete already\n"
         return Written(out, None, told)
-    if parts.lacking and (why := setup.model.unprepared()):
-        lacking = f"{parts.lacking:,} of {parts.rows:,} rows lack leads (column {MISSING})"
-        tell(f"note: {out}: {lacking}: {why}")
+    for doubt in _doubts(setup, source, parts.counts):
+        tell(f"note: {out}: {doubt}")
     message = f"{out}: {parts.rows:,} {output.what}, computed in {setup.precision}\n"
     return Written(out, parts.rows, message)
+
+
+def _doubts(setup: Setup, source: CropSource, counts: Counts) -> Iterator[str]:
+    """What the user of a table must know."""
+    of_rows = f"of {counts.rows:,} rows"
+    if counts.lacking and (why := setup.model.unprepared()):
+        yield f"{counts.lacking:,} {of_rows} lack leads (column {MISSING}): {why}"
+    if counts.implausible:
+        yield (
+            f"implausible amplitude in {counts.implausible:,} {of_rows} (column {FLAGS}): is the "
+            "scale of these ECGs right?"
+        )
+    if counts.refused:
+        records = f"{source.count(range(source.parts)):,} records"
+        yield f"without {counts.refused:,} of {records}, which cannot be read"
 
 
 def prepare(
@@ -240,9 +268,7 @@ def refuse_ranks(what: str) -> None:
 def file_error(error: OSError, out: Path | None, flag: str = "--out") -> UserError:
     """The line for a file that could not be read or written. `flag`: the option that `out` comes
     from."""
-    ours = out and str(error.filename or out).startswith(str(out))
-    place = f"{flag} {out}" if ours else error.filename or "--data"
-    message = f"{place}: {error.strerror or error}"
+    message = about_file(error, flag, out)
     if error.errno in PERMANENT:
         return DataError(message)
     return OutputError(f"{message}{RESUMABLE}" if out else message)

@@ -14,7 +14,7 @@ import json
 import sys
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from omnilead.data_tools.dataset import META, Dataset
 from omnilead.data_tools.hospital.files import ENDINGS, HospitalFiles
 from omnilead.data_tools.sources import (
     DataError,
+    FileSource,
     Prepared,
     ReadError,
     Source,
@@ -56,12 +57,15 @@ from omnilead.engine.model.input import Input, SignalError
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
+# A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
+FLAGS = "flags"
 COLUMNS = {
     "source": pa.string(),
     "record": pa.string(),
     "patient": pa.string(),
     "row": pa.int64(),
     "start_s": pa.float64(),
+    FLAGS: pa.string(),
 }
 
 
@@ -76,10 +80,15 @@ class EcgOptions:
     unit: str = ""  # of arrays; "": mV
     batch: int = 0  # crops encoded at a time; 0: 16, on a GPU 256
     workers: int = 0  # reading threads; 0: a quarter of the cores, with a GPU all
-    on_corrupt: Literal["stop", "skip"] = "stop"
+    # auto: stop, but leave out what cannot be read in a folder
+    on_corrupt: Literal["auto", "stop", "skip"] = "auto"
     anonymous: bool = False  # public s3:// data without credentials
     pseudonymize: str | None = None  # a key file
     pin: bool = False  # batches in pinned memory, from which a GPU copies without waiting
+
+    def skips(self, of_folder: bool = False) -> bool:
+        """Whether what cannot be read is left out; `of_folder`: a file that the user did not name."""
+        return self.on_corrupt == "skip" or (self.on_corrupt == "auto" and of_folder)
 
 
 class EmbeddedCrops(NamedTuple):
@@ -92,10 +101,12 @@ class EmbeddedCrops(NamedTuple):
 
 
 class DatasetSource:
-    """Crops of a dataset. A source has `parts`, `count` (units in some of them) and `batches`,
-    which calls `progress` with the number of units read."""
+    """Crops of a dataset. A source has `parts`, `count` (units in some of them), `batches`, which
+    calls `progress` with the number of units read, and `refused`, how many of a part that was read
+    were left out."""
 
     unit = " crops"
+    refused: Mapping[int, int] = {}  # crops are, one by one, where they are read
 
     def __init__(
         self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, **reading: Any
@@ -103,8 +114,11 @@ class DatasetSource:
         """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`:
         see dataset_batches."""
         self.dataset, self.batch, self.reading = dataset, batch, reading
-        self.table = dataset.table([name for name in COLUMNS if name != "row"])
-        self.table = self.table.append_column("row", pa.array(np.arange(len(dataset))))
+        table = dataset.table([name for name in COLUMNS if name != "row"])
+        flags = pc.binary_join(table[FLAGS], ",")
+        flags = pc.if_else(pc.equal(flags, ""), pa.scalar(None, pa.string()), flags)
+        table = table.set_column(table.column_names.index(FLAGS), FLAGS, flags)
+        self.table = table.append_column("row", pa.array(np.arange(len(dataset))))
         self.record = np.arange(len(rows))
         if per == "record":
             rows, self.record = self._by_record(rows)
@@ -155,6 +169,7 @@ class RecordSource:
     ) -> None:
         self.records, self.read, self.batch, self.workers = records, read, batch, workers
         self.parts = -(-records // (batch * PART_BATCHES))
+        self.refused: dict[int, int] = {}
 
     def _numbers(self, part: int) -> range:
         size = self.batch * PART_BATCHES
@@ -176,11 +191,14 @@ class RecordSource:
     def _crops(
         self, part: int, records: Iterator[Prepared | None], progress: Callable[[int], Any]
     ) -> Iterator["RecordCrop"]:
+        self.refused[part] = 0
         for number, record in zip(self._numbers(part), records, strict=False):
             progress(1)
-            if record:
-                for crop in range(len(record.halves)):
-                    yield RecordCrop(number, record, crop)
+            if not record:
+                self.refused[part] += 1
+                continue
+            for crop in range(len(record.halves)):
+                yield RecordCrop(number, record, crop)
 
 
 class RecordCrop(NamedTuple):
@@ -192,7 +210,8 @@ class RecordCrop(NamedTuple):
 def _batch(part: int, crops: Sequence[RecordCrop]) -> CropBatch:
     rows = []
     for _, ecg, crop in crops:
-        rows.append(ecg._asdict() | {"start_s": ecg.start_s[crop]})
+        flags = ",".join(ecg.flags[crop]) or None
+        rows.append(ecg._asdict() | {"start_s": ecg.start_s[crop], FLAGS: flags})
     # without a column `row`: null
     table = pa.Table.from_pylist(rows, schema=pa.schema(COLUMNS))
     uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
@@ -255,10 +274,10 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
     return None
 
 
-def skip(options: EcgOptions, name: str, reason: object) -> None:
+def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False) -> None:
     if options.pseudonymize and isinstance(reason, ReadError):
         name, reason = "a record", reason.reason  # names and details may tell who it is
-    if options.on_corrupt == "stop":
+    if not options.skips(of_folder):
         raise DataError(
             f"{name}: {reason}: fix it, or leave it out (embed, probe, predict: --on-corrupt skip)"
         )
@@ -290,7 +309,7 @@ def dataset_source(
         rows[~blank],
         options.batch,
         options.per,
-        on_corrupt=options.on_corrupt,
+        on_corrupt="skip" if options.skips() else "stop",
         threads=options.workers,
         pin=options.pin,
     )
@@ -302,6 +321,7 @@ class RecordToRead(NamedTuple):
     read: Callable[[], Prepared | ReadError]
     label: str  # its name without folders and odd characters, for the table; if not unique, `name`
     private: str = ""  # what in its table row tells who the patient is
+    of_folder: bool = False  # the user has named its folder only
 
 
 def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
@@ -337,11 +357,19 @@ def _of_archive(url: str, options: EcgOptions) -> Iterator[RecordToRead]:
         mend = "set its format with `omnilead shard --source`, and give the dataset"
         raise ConfigError(str(error).replace("set its format with --source", mend)) from None
     for source in sources:
-        if source.left_out and environment()[0] == 0:
-            tell(f"note: {source.left_out}")
+        _tell([source.left_out])
         for key in source.keys():  # noqa: SIM118 - no dictionary
             stamp = b"" if source.root.remote else source.root.stamp(key)
-            yield _of_source(source, key, f"{source.root.url}/{key}", stamp)
+            record = _of_source(source, key, f"{source.root.url}/{key}", stamp)
+            yield record._replace(of_folder=True)
+        if isinstance(source, FileSource):
+            _tell(source.notes())
+
+
+def _tell(notes: Iterable[str]) -> None:
+    for note in notes:
+        if note and environment()[0] == 0:
+            tell(f"note: {note}")
 
 
 def _of_source(source: Source, key: str, name: str, stamp: bytes) -> RecordToRead:
@@ -397,12 +425,13 @@ def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepa
     assert options.fs_hz is not None
     try:
         values = ecg.values()
-        if not options.leads and values.ndim == 2 and len(values) != len(leads):
-            return ReadError(
-                f"has {len(values)} rows, not {len(leads)}: name its rows with --leads"
-            )
+        rows, columns = values.shape if values.ndim == 2 else (0, 0)
+        if not options.leads and rows and len(leads) not in (rows, columns):
+            transposed = f" and {columns} columns: transpose it to [leads, samples], and"
+            middle = transposed if rows > columns else f", not {len(leads)}:"
+            return ReadError(f"has {rows:,} rows{middle} name its rows with --leads")
         cut = crops(values, options.fs_hz, leads, options.unit, model_input)
-        return Prepared("array", ecg.label, None, *cut)
+        return Prepared("array", ecg.label, None, *cut[:4])
     except (ArrayError, SignalError, OSError) as error:
         return ReadError(str(error))
 
@@ -419,7 +448,7 @@ def record_source(
         if isinstance(ecg, Prepared):
             ecg = with_leads(ecg, model_input)
         if isinstance(ecg, ReadError):
-            skip(options, record.name, ecg)
+            skip(options, record.name, ecg, record.of_folder)
             return None
         if labels[record.label] > 1:
             ecg = ecg._replace(record=record.name)
@@ -437,5 +466,9 @@ def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:
         return ecg
     if not there:
         return ReadError(model_input.nothing)
-    starts, halves = tuple(ecg.start_s[i] for i in there), tuple(ecg.halves[i] for i in there)
-    return ecg._replace(crops_uv=ecg.crops_uv[there], start_s=starts, halves=halves)
+    return ecg._replace(
+        crops_uv=ecg.crops_uv[there],
+        start_s=tuple(ecg.start_s[i] for i in there),
+        halves=tuple(ecg.halves[i] for i in there),
+        flags=tuple(ecg.flags[i] for i in there),
+    )

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from pyarrow import csv
@@ -34,6 +35,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from omnilead.data_tools.cli import interactive
+from omnilead.data_tools.constants import IMPLAUSIBLE
+from omnilead.data_tools.dataset import DataError
 from omnilead.data_tools.spreadsheet import without_formulas
 from omnilead.engine.common import (
     ALL,
@@ -44,7 +47,7 @@ from omnilead.engine.common import (
     sync,
     write_whole,
 )
-from omnilead.engine.inference.inputs import COLUMNS, CropSource, Per
+from omnilead.engine.inference.inputs import COLUMNS, FLAGS, CropSource, Per
 from omnilead.engine.inference.predict import CropBatch, predict
 from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.inference.trained_model import NOT_FINITE, HeadInfo, TrainedModel
@@ -57,6 +60,26 @@ VECTOR = "embedding"  # a column
 # a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
 MISSING = "missing_leads"
 KEY = b"omnilead"  # in a parquet file's metadata: the job
+REFUSED = b"omnilead.refused"  # in a part's metadata: how many of its records could not be read
+
+
+class Counts(NamedTuple):
+    """How many of a table's rows are doubtful, and of its records could not be read."""
+
+    rows: int = 0
+    lacking: int = 0  # leads that the model uses
+    implausible: int = 0
+    refused: int = 0
+
+    def plus(self, table: pa.Table, refused: int) -> "Counts":
+        lacking = implausible = 0
+        if MISSING in table.column_names:
+            lacking = len(table) - table[MISSING].null_count
+        if FLAGS in table.column_names:
+            of_rows = pc.match_substring(table[FLAGS], IMPLAUSIBLE)
+            implausible = pc.sum(of_rows, min_count=0).as_py()
+        added = len(table), lacking, implausible, refused
+        return Counts(*map(sum, zip(self, added, strict=True)))
 
 
 class Output(NamedTuple):
@@ -203,21 +226,37 @@ def _table(batches: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per
     first_N = np.flatnonzero(np.diff(group_H, prepend=-1))
     count_N = np.diff(first_N, append=len(y_HD)).astype(np.float32)
     y_ND = np.add.reduceat(y_HD, first_N) / count_N[:, None]
-    crops = pa.concat_tables([batch.crops.table for batch, _ in batches])
-    rows = crops.select(list(COLUMNS)).take(crop_H[first_N])
+    crops = pa.concat_tables([batch.crops.table for batch, _ in batches]).select(list(COLUMNS))
+    rows = crops.take(crop_H[first_N])
+    if per == "record":
+        rows = _with_flags(rows, crops[FLAGS], crop_H, first_N)
     if per == "half":
-        place_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
-        rows = _with_starts(rows, place_H * output.model.input.window_s)
+        rows = _with_starts(rows, crop_H, output.model.input.window_s)
     columns = [*rows.columns, *output.columns(y_ND)]
     if MISSING in output.schema.names:
         columns.insert(len(COLUMNS), _missing_leads(batches, crop_H, first_N))
     return pa.Table.from_arrays(columns, schema=output.schema)
 
 
-def _with_starts(rows: pa.Table, later_s_N: np.ndarray) -> pa.Table:
+def _with_starts(rows: pa.Table, crop_H: np.ndarray, window_s: float) -> pa.Table:
     """Windows start later than their crops."""
-    starts = rows["start_s"].to_numpy() + later_s_N
+    place_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
+    starts = rows["start_s"].to_numpy() + place_H * window_s
     return rows.set_column(rows.column_names.index("start_s"), "start_s", pa.array(starts))
+
+
+def _with_flags(
+    rows: pa.Table, flags_B: pa.ChunkedArray, crop_H: np.ndarray, first_N: np.ndarray
+) -> pa.Table:
+    """Rows have the flags of all their crops."""
+    if flags_B.null_count == len(flags_B):
+        return rows
+    joined = []
+    for crops in np.split(crop_H, first_N[1:]):
+        flags = flags_B.take(pa.array(np.unique(crops))).drop_null().to_pylist()
+        joined.append(",".join(dict.fromkeys(",".join(flags).split(","))) or None)
+    column = pa.array(joined, pa.string())
+    return rows.set_column(rows.column_names.index(FLAGS), FLAGS, column)
 
 
 def _missing_leads(
@@ -239,7 +278,7 @@ class ParquetParts:
         self.folder = out.with_name(f"{out.name}.parts")
         self.finished = out.exists()
         self.rows: int | None = None  # of `out`, on the rank that has joined it
-        self.lacking = 0  # rows with missing leads, on that rank
+        self.counts = Counts()  # on that rank
         self._lock: Any = None
         if not self.finished:
             self._open()
@@ -292,9 +331,10 @@ class ParquetParts:
         self.finished = self.out.exists()
         return [] if self.finished else numbers
 
-    def write(self, number: int, table: pa.Table) -> None:
+    def write(self, number: int, table: pa.Table, refused: int = 0) -> None:
         buffer = io.BytesIO()
-        table = table.replace_schema_metadata({KEY: json.dumps(self.job)})
+        facts = {KEY: json.dumps(self.job), REFUSED: str(refused)}
+        table = table.replace_schema_metadata(facts)
         pq.write_table(table, buffer, write_page_checksum=True)
         try:
             write_whole(self._path(number), buffer.getvalue())
@@ -322,19 +362,22 @@ class ParquetParts:
             return missing
         # also unlike that of ranks of another number, who may join at the same time
         joined = self.folder / f"whole-{self.rank}-of-{self.world}-{os.getpid()}"
-        rows = lacking = 0
+        counts = Counts()
         with _writer(joined, schema, self.out.suffix == CSV) as write:
             for number in range(count):
                 table = self._read(number, schema)
                 if table is None:
                     missing.append(number)
-                elif len(table):
+                    continue
+                refused = pq.read_schema(self._path(number)).metadata.get(REFUSED, 0)
+                counts = counts.plus(table, int(refused))
+                if len(table):
                     write(table.replace_schema_metadata(schema.metadata))
-                    rows += len(table)
-                    if MISSING in table.column_names:
-                        lacking += len(table) - table[MISSING].null_count
         if missing:
             return missing
+        if counts.refused and not counts.rows:
+            shutil.rmtree(self.folder)
+            raise nothing_read(counts.refused)
         with open(joined, "rb") as file:
             os.fsync(file.fileno())
         record = job_record(self.out)
@@ -344,7 +387,7 @@ class ParquetParts:
             record.unlink(missing_ok=True)
         os.replace(joined, self.out)
         sync(self.out.parent)
-        self.rows, self.lacking = rows, lacking
+        self.rows, self.counts = counts.rows, counts
         return []
 
     def __enter__(self) -> "ParquetParts":
@@ -393,7 +436,7 @@ def make(
     missing, total = parts.missing(source.parts), source.count(mine)
     with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
         for number, table in tables(source, output, model_input, missing, per, bar.update):
-            parts.write(number, table)
+            parts.write(number, table, source.refused.get(number, 0))
             if parts.finished:
                 break
     return parts.join(source.parts, output.schema)
@@ -404,7 +447,15 @@ def whole(source: CropSource, output: Output, model_input: Input, per: Per) -> p
     numbers = range(source.parts)
     with progress_bar(source.count(numbers), source.unit) as bar:
         parts = tables(source, output, model_input, numbers, per, bar.update)
-        return pa.concat_tables(table for _, table in parts)
+        table = pa.concat_tables(table for _, table in parts)
+    refused = sum(source.refused.values())
+    if refused and not len(table):
+        raise nothing_read(refused)
+    return table
+
+
+def nothing_read(refused: int) -> DataError:
+    return DataError(f"no record can be read: {refused:,} skipped, for the reasons above")
 
 
 def progress_bar(total: int, unit: str, done: int = 0, rank: int = 0) -> "tqdm[None]":

@@ -5,7 +5,7 @@
     model.predict(signal, fs_hz=250, leads=["II", "V1"])            # after fine-tuning: {"AF": 0.93, ...} or {"age": 61.2}
     model.classes, model.thresholds, model.unit                     # the meaning of predictions: model.head_info
     model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # for segments that are already preprocessed (model.input)
-    crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], their start times and their halves
+    crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], their start times, halves and flags
 
 An ECG in memory is cut by `data_tools.prepare`, like a dataset, so a record has the same embedding
 from either source.
@@ -17,9 +17,10 @@ ignored.
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.prepare import crop_count, fill, samples_at_500
+from omnilead.data_tools.prepare import (
+    IMPLAUSIBLE_AMPLITUDE,
+    Crop,
+    amplitude_doubt,
+    crop_count,
+    flags_of,
+    prepare_crop,
+    samples_at_500,
+)
 from omnilead.data_tools.record import MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, unit_name
 from omnilead.engine.common import (
     LEADS,
@@ -41,7 +50,7 @@ from omnilead.engine.common import (
     leads_in_order,
     plugin,
 )
-from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF
+from omnilead.engine.data.augmenter import CROP, FS_HZ
 from omnilead.engine.data.seen import UNKNOWN
 from omnilead.engine.inference.readout import PAPER, measures_signal, parsed, read_out, width_of
 from omnilead.engine.model.config import validated
@@ -218,7 +227,9 @@ class TrainedModel(nn.Module):
         self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
     ) -> Tensor:
         """The model's input x_RLT for one ECG [L, T]."""
-        ecg = crops(signal, fs_hz, leads, unit, self.input)
+        return self._segments(crops(signal, fs_hz, leads, unit, self.input))
+
+    def _segments(self, ecg: "EcgCrops") -> Tensor:
         halves_B = np.array(ecg.halves)
         return self.input.windows(torch.from_numpy(ecg.uv_BLT), halves_B).to(self.device)
 
@@ -236,11 +247,14 @@ class TrainedModel(nn.Module):
 
         leads: the names of the rows, in any order; other leads are zeros, for which random lead
         masking has prepared the model. NaN (in int16 -32768) means not measured. `crops` lists what
-        is refused.
+        is refused. Warns of an amplitude that is not an ECG's.
         """
         parts = self.readout_of(readout)
         forward, width = partial(self.read, readout=parts), self.width_of(parts)
-        c_BD = self._means(forward, width, signal, fs_hz, leads, unit)
+        ecgs = self._cut(signal, fs_hz, leads, unit)
+        for warning in _amplitudes(ecgs, unit):
+            warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
+        c_BD = self._means(forward, width, ecgs)
         return c_BD if _several(signal) else c_BD[0]
 
     @torch.inference_mode()
@@ -249,38 +263,47 @@ class TrainedModel(nn.Module):
     ) -> dict[str, float] | list[dict[str, float]]:
         """{class: probability} or {name: value in `self.unit`} for an ECG [L, T], a list of them
         for several [B, L, T]: means over segments, as `evaluate` scores a record.
-        Arguments: see `embed`. Warns if leads are missing that the model was not trained
-        without."""
-        leads = leads if isinstance(leads, str) else tuple(leads)
-        missing = sorted(set(self.input.seen) - set(leads_in_order(leads)))
-        if missing and (why := self.unprepared()):
-            # The second frame is torch's decorator
-            warnings.warn(f"without leads {describe_leads(missing)}: {why}", stacklevel=3)
-        y_BK = self._means(self.scores, len(self.classes), signal, fs_hz, leads, unit)
+        Arguments: see `embed`. Warns of an amplitude that is not an ECG's, and if leads are
+        missing (not named, NaN or all zero) that the model was not trained without."""
+        ecgs = self._cut(signal, fs_hz, leads, unit)
+        for warning in (*_amplitudes(ecgs, unit), *self._missing(ecgs)):
+            warnings.warn(warning, stacklevel=3)  # the second frame is torch's decorator
+        y_BK = self._means(self.scores, len(self.classes), ecgs)
         answers = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
         return answers if _several(signal) else answers[0]
 
-    def _means(
-        self,
-        forward: Callable[[Tensor], Tensor],
-        width: int,
-        signal: Any,
-        fs_hz: float,
-        leads: str | Iterable[str],
-        unit: str,
-    ) -> Tensor:
-        """[B, width]: the output of `forward` for each ECG (one or several), averaged over its segments."""
+    def _cut(
+        self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str
+    ) -> list["EcgCrops"]:
+        """The crops of each ECG, one or several."""
         leads = leads if isinstance(leads, str) else tuple(leads)
-        parts = []
+        ecgs = []
         for i, record in enumerate(signal if _several(signal) else [signal]):
             try:
-                parts.append(self.segments(record, fs_hz, leads, unit))
+                ecgs.append(crops(record, fs_hz, leads, unit, self.input))
             except SignalError as error:
                 if _several(signal):
                     raise SignalError(f"signal[{i}]: {error}") from None
                 raise
-        if not parts:
+        return ecgs
+
+    def _missing(self, ecgs: Sequence["EcgCrops"]) -> Iterator[str]:
+        """A warning if leads that the model uses were not measured in a crop."""
+        missing = []
+        for ecg in ecgs:
+            measured_L = np.asarray(ecg.uv_BLT.any(axis=2).all(axis=0))
+            missing.append([lead for lead in self.input.seen if not measured_L[lead]])
+        which = sorted(set(chain.from_iterable(missing)))
+        if which and (why := self.unprepared()):
+            yield f"without leads {describe_leads(which)}{_of_all(missing)}: {why}"
+
+    def _means(
+        self, forward: Callable[[Tensor], Tensor], width: int, ecgs: Sequence["EcgCrops"]
+    ) -> Tensor:
+        """[B, width]: the output of `forward` for each ECG, averaged over its segments."""
+        if not ecgs:
             return torch.zeros(0, width, device=self.device)
+        parts = [self._segments(ecg) for ecg in ecgs]
         y_RD = torch.cat([forward(x_RLT) for x_RLT in torch.cat(parts).split(ROWS)])
         y_BD = torch.stack([part.mean(0) for part in y_RD.split([len(part) for part in parts])])
         if not y_BD.isfinite().all():
@@ -290,6 +313,20 @@ class TrainedModel(nn.Module):
 
 def _several(signal: Any) -> bool:
     return getattr(signal, "ndim", None) == 3
+
+
+def _amplitudes(ecgs: Sequence["EcgCrops"], unit: str) -> Iterator[str]:
+    """A warning if the amplitude of one of these is not an ECG's."""
+    if doubts := [ecg.doubt for ecg in ecgs if ecg.doubt]:
+        where = _of_all([ecg.doubt for ecg in ecgs])
+        yield f"{IMPLAUSIBLE_AMPLITUDE}{where}: {doubts[0]}: is unit={unit!r} right?"
+
+
+def _of_all(concerns: Sequence[object]) -> str:
+    """How many of all ECGs a warning concerns, if not all. `concerns`: what is wrong with each."""
+    if all(concerns):
+        return ""
+    return f" in {sum(map(bool, concerns)):,} of {len(concerns):,} ECGs"
 
 
 def load(
@@ -395,6 +432,8 @@ class EcgCrops(NamedTuple):
     uv_BLT: np.ndarray  # int16 [B, 12, 5000]; 0 where nothing was measured
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
+    flags: tuple[tuple[str, ...], ...]  # as of a dataset's crops
+    doubt: str  # data_tools.prepare.amplitude_doubt
 
 
 def crops(
@@ -407,6 +446,10 @@ def crops(
     given = leads_in_order(leads)
     wanted.require(given)
     values, names = _values(signal), tuple(LEADS[lead] for lead in given)
+    if values.ndim == 2 and len(values) != len(names) == values.shape[1]:
+        raise SignalError(
+            f"has {len(values):,} rows and {len(names)} columns: transpose it to [leads, samples]"
+        )
     invalid = NOT_MEASURED if values.dtype == np.int16 else None  # as loadmat returns it
     try:
         record = EcgRecord("", values, float(fs_hz), names, unit_name(str(unit)), invalid=invalid)
@@ -415,23 +458,38 @@ def crops(
         needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
     _plausible(record, unit)
+    if doubt := amplitude_doubt(_microvolts(record), record.fs_hz):
+        record = replace(record, warnings=((IMPLAUSIBLE_AMPLITUDE, doubt),))
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
-    starts: list[float] = []
-    halves: list[int] = []
-    for index in range(count):
-        body, missing, _ = fill(record, index, uv_BLT[len(starts)])
-        # A dataset does not take crops with only flat leads either
-        flat = body.min(axis=1) == body.max(axis=1)
-        if missing[list(wanted.seen)].all() or (flat | missing).all():
-            continue
-        starts.append(index * CROP / FS_HZ)
-        halves.append(body.shape[1] // HALF)
-    if not starts:
+    found = list(_usable(record, uv_BLT, wanted))
+    if not found:
         raise SignalError(
             "no valid lead: in every 10 s crop, all leads are flat or all leads that the model "
             "uses have NaN"
         )
-    return EcgCrops(uv_BLT[: len(starts)], tuple(starts), tuple(halves))
+    return EcgCrops(
+        uv_BLT[: len(found)],
+        tuple(crop.start_s for crop in found),
+        tuple(crop.halves for crop in found),
+        tuple(flags_of(record, crop) for crop in found),
+        doubt,
+    )
+
+
+def _usable(record: EcgRecord, uv_BLT: np.ndarray, wanted: Input) -> Iterator[Crop]:
+    """The crops in which a lead was measured that the model uses; their samples go to the first
+    rows of uv_BLT."""
+    used, row = {LEADS[lead] for lead in wanted.seen}, 0
+    for index in range(len(uv_BLT)):
+        try:
+            crop = prepare_crop(record, index, uv_BLT[row])
+        except ReadError as error:
+            if error.reason != "no valid lead":
+                raise
+            continue
+        if not used <= set(crop.missing):
+            row += 1
+            yield crop
 
 
 def _crops_with_windows(record: EcgRecord, wanted: Input) -> int:
@@ -456,6 +514,13 @@ def _values(signal: Any) -> np.ndarray:
     if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in either byte order
         array, none = array.astype(np.int16, copy=False), NOT_MEASURED
     return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
+
+
+def _microvolts(record: EcgRecord) -> np.ndarray:
+    """The signal, NaN where it was not measured."""
+    values = record.signal.astype(np.float64)
+    there = np.isfinite(values) if record.invalid is None else record.signal != record.invalid
+    return np.where(there, values * (1000 * MV_PER_UNIT[record.unit]), np.nan)
 
 
 def _plausible(record: EcgRecord, unit: str) -> None:

@@ -5,6 +5,7 @@ Hub shows it.
 
 import hashlib
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -217,10 +218,16 @@ def _last(place: Any) -> str:
 
 
 def pull(repo: str, out: Path) -> None:
+    staged = out / ".omnilead-pull"  # OUT may be a shell's own folder, which cannot be replaced
+    shutil.rmtree(staged, ignore_errors=True)  # of a pull that was killed
     check_free(out)
     with model_folder(f"hf://{repo}") as (folder, _):
-        out.mkdir(parents=True, exist_ok=True)
-        for file in sorted(
-            filter(Path.is_file, folder.iterdir()), key=lambda file: file.name == CONFIG
-        ):
-            shutil.copy(file, out)  # config.json last: without it, the folder is no model
+        staged.mkdir(parents=True)
+        try:
+            for file in filter(Path.is_file, folder.iterdir()):
+                shutil.copy(file, staged)
+            # config.json last: without it, the folder is no model
+            for file in sorted(staged.iterdir(), key=lambda file: file.name == CONFIG):
+                os.replace(file, out / file.name)
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)

@@ -12,16 +12,19 @@ them, so that a damaged or changed model is never loaded. The model card may be 
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pyarrow as pa
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -43,6 +46,7 @@ FORMAT = 1
 SHOWN = 4  # names shown in a message
 HUB = "hf://"
 MODELS = "models"  # a folder of configs/
+CHECKPOINTS = "checkpoints"  # a folder of a run
 WRONG_TOKEN = "your token is wrong or may not write there: `hf auth login`, or HF_TOKEN"
 NO_TOKEN = "there is no token: `hf auth login`, or HF_TOKEN"
 ANSWERS = {  # our messages for the errors of huggingface_hub
@@ -104,7 +108,13 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
     read."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(weights, path, metadata={"format": "pt"})
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # it ends with: (os error 28)
+        code = re.search(r"os error (\d+)", str(error))
+        if not code:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
     path.chmod(mode)
 
 
@@ -124,7 +134,7 @@ def sealed(config: Mapping[str, Any], sums: Mapping[str, str]) -> str:
     return _json(content | {SHA256: {**sums, CONFIG: _content_sha256(content | {SHA256: sums})}})
 
 
-def check(folder: Path) -> str:
+def check(folder: Path, mend: str = "") -> str:
     """A digest of all files of the model; LoadError if a file does not match its sha256 in
     config.json."""
     document = document_of(folder / CONFIG)
@@ -143,10 +153,11 @@ def check(folder: Path) -> str:
     for name, digest in actual.items():
         if sums and sums.get(name) != digest:
             differ = f"its sha256 is {digest[:12]}..., {CONFIG} has {str(sums.get(name))[:12]}..."
-            raise LoadError(
-                f"{folder / name}: was changed or damaged ({differ}): copy it again, or run "
-                "--export RUN"
-            )
+            if not mend:
+                run, mend = folder.parent, "copy it again"
+                if (run / CHECKPOINTS).is_dir():
+                    mend += f", or run {export_command(run)}"
+            raise LoadError(f"{folder / name}: was changed or damaged ({differ}): {mend}")
     if not sums:
         tell(f"warning: {folder / CONFIG}: has no sha256 of the files: damage cannot be detected")
     return hashlib.sha256("".join(actual.values()).encode()).hexdigest()
@@ -190,8 +201,7 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
     """A verified folder with weights, and its digest. A remote folder is downloaded first."""
     text = os.fspath(path)
     if text.startswith(HUB):
-        folder = fetched(text.removeprefix(HUB))
-        yield folder, check(folder)
+        yield fetched(text.removeprefix(HUB))
         return
     if "://" in text:
         with tempfile.TemporaryDirectory() as local:
@@ -208,13 +218,17 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
             raise LoadError(
                 f"{run}: no such folder: give RUN or RUN/model, or a shipped model: {names}"
             )
-        if folder == run and (run / "checkpoints").is_dir():
-            raise LoadError(
-                f"{run}: has checkpoints but no model/ yet: run omnilead pretrain or finetune "
-                f"--export {run}"
-            )
+        if folder == run and (run / CHECKPOINTS).is_dir():
+            raise LoadError(f"{run}: has checkpoints but no model/ yet: run {export_command(run)}")
         raise LoadError(f"{folder}: has no {WEIGHTS}: give RUN or RUN/model")
     yield folder, check(folder)
+
+
+def export_command(run: Path) -> str:
+    """What writes RUN/model from the newest or best checkpoint."""
+    settings = run / "config.yaml"
+    tunes = settings.is_file() and re.search("^task:", settings.read_text(), re.MULTILINE)
+    return f"omnilead {'finetune' if tunes else 'pretrain'} --export {run}"
 
 
 def _download(url: str, local: Path) -> Path:
@@ -234,17 +248,31 @@ def _download(url: str, local: Path) -> Path:
     return local
 
 
-def fetched(repo: str) -> Path:
-    """Download org/name@revision into the Hub's local cache; all files are from the same commit."""
+def fetched(repo: str) -> tuple[Path, str]:
+    """Download org/name@revision into the Hub's local cache; all files are from the same commit.
+    The folder and its digest. A damaged file would stay in the cache, so it is fetched again,
+    once."""
     name, _, revision = repo.partition("@")
+    damage: LoadError | None = None
     with huggingface(repo) as (hub, _):
-        config = Path(hub.hf_hub_download(name, CONFIG, revision=revision or None))
-        folder = config.parent  # snapshots/COMMIT
-        sums = document_of(config).get(SHA256)
-        for file in {WEIGHTS, PREPROCESSING, *(sums if isinstance(sums, dict) else ())} - {CONFIG}:
-            if FILE_NAME.fullmatch(file):
-                hub.hf_hub_download(name, file, revision=folder.name)
-    return folder
+        for again in (False, True):
+            get = partial(hub.hf_hub_download, name, force_download=again)
+            try:
+                config = Path(get(CONFIG, revision=revision or None))
+                folder = config.parent  # snapshots/COMMIT
+                sums = document_of(config).get(SHA256)
+                named = sums if isinstance(sums, dict) else ()
+                for file in {WEIGHTS, PREPROCESSING, *named} - {CONFIG}:
+                    if FILE_NAME.fullmatch(file):
+                        get(file, revision=folder.name)
+                return folder, check(folder, "not mended by fetching it again")
+            except LoadError as error:
+                damage = error
+            except Exception:
+                if not damage:
+                    raise
+    cache = config.parents[2]
+    raise LoadError(f"{damage}: the Hub's cache is {cache}: delete it, or ask the model's owner")
 
 
 @contextmanager

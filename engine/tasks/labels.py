@@ -305,10 +305,13 @@ def guess(task: TaskConfig) -> TaskConfig:
         kind = "multiclass"
         _require_classes(f"{task.labels}: column {columns[0]!r}", values[columns[0]])
     elif text:
-        others = " ".join(name for name in columns if name != text[0]) or "NAME"
+        others = " ".join(name for name in columns if name not in text)
+        mend = f"leave it out: --columns {others}"
+        if not others:
+            mend = f"for texts as classes, choose one column: --columns {text[0]}"
         raise ConfigError(
             f"{task.labels}: column {text[0]!r} holds texts such as {values[text[0]][0][:40]!r}, "
-            f"not 0, 1 or numbers: leave it out: --columns {others}"
+            f"not 0, 1 or numbers: {mend}"
         )
     return replace(task, kind=kind, columns=columns)
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from omnilead.data_tools.dataset import DataError, Dataset
@@ -136,9 +135,9 @@ def write_export(run: Path, export: Export, task: type[ExportedTask], card: str)
         folder.write(
             run / "model", weights, document, signals_of(config, state), card, code, record
         )
-    except SafetensorError as error:
+    except OSError as error:
         raise WriteError(
-            f"{run / 'model'}: {error}: free disk space, then --export {run}"
+            f"{run / 'model'}: {error.strerror}: free disk space, then {folder.export_command(run)}"
         ) from error
     return run / "model"
 

@@ -9,6 +9,7 @@ import pytest
 from handmade import build, files
 
 from omnilead.data_tools import plan
+from omnilead.data_tools.__main__ import main, synth
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES
 from omnilead.data_tools.storage import LocalFolder
 
@@ -107,3 +108,19 @@ def test_a_read_only_disk_gives_a_one_line_error(small, mount, shell):
 def test_an_invalid_path_is_a_one_line_error(out, small, shell, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     assert "omnilead shard: " in shell.error(*command(small, tmp_path / out))
+
+
+def test_a_full_disk_names_the_option_that_chose_it(small, mount, shell):
+    place = mount("size=1m")
+    shell.run("shard", small, "--out", place.parent / "made", "--workers", 1)
+    fill(place, 0)
+    for words, option in (
+        (("synth", place / "a"), f"OUT {place / 'a'}"),
+        (("show", place.parent / "made", "--png", place / "a.png"), f"--png {place / 'a.png'}"),
+    ):
+        ended = main([str(word) for word in words])
+        said = shell.capsys.readouterr().err.splitlines()[-1]
+        mend = "No space left on device: free disk space, or choose another"
+        assert (ended, said) == (2, f"omnilead {words[0]}: {option}: {mend}")
+    with pytest.raises(OSError):
+        synth(place / "b")

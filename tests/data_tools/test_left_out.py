@@ -1,12 +1,27 @@
-"""Files that look like ECGs and that no source of a folder reads are counted, whichever command
-opens the folder."""
+"""Every ECG below a folder is read, or the folder is refused, whichever command opens it; only
+where the user chooses a format, the others are left out and counted."""
+
+from pathlib import Path
 
 import fsspec
 import pytest
-from handmade import dat, ecg, header, run_shard, run_verify, write_challenge
+from handmade import (
+    crops_of,
+    dat,
+    ecg,
+    header,
+    run_shard,
+    run_verify,
+    write_challenge,
+    write_files,
+)
+from test_dicom import BASE
+from test_muse_xml import muse
 from twins import write_code15, write_mimic, write_ptbxl
 
 from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.errors import DataError
 from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.storage import LocalFolder
@@ -28,40 +43,92 @@ def plain(place, records=1):
         (place / f"{name}.dat").write_bytes(dat(x))
 
 
-def opened(root, *besides, kind="auto"):
+def opened(root, *besides, kind="auto", **options):
     """Name and records of each source, and what was left out."""
     places = [str(root), *map(str, besides)]
-    sources = open_sources(str(root), kind, besides=places, hospital=HospitalFiles)
+    sources = open_sources(str(root), kind, besides=places, hospital=HospitalFiles, **options)
     noted = [source.left_out for source in sources if source.left_out]
     assert len(noted) <= 1
     return [(source.name, len(list(source.keys()))) for source in sources], "".join(noted)
 
 
-def test_records_beside_an_archive_are_counted_until_their_folder_is_given_too(tmp_path):
+def refused(root, *besides, **options):
+    with pytest.raises(DataError) as error:
+        opened(root, *besides, **options)
+    return str(error.value)
+
+
+def test_records_beside_an_archive_are_refused_until_their_folder_is_given_too(tmp_path):
     challenge(tmp_path / "training", records=3)
     plain(tmp_path / "mywfdb" / "day 1", 21)
     found = [("physionet2021", 3)]
-    what = f"{tmp_path}: leaves out 21 files that look like ECGs: "
-    note = f"{what}mywfdb/day 1/00000_hr.hea and 20 more: give {tmp_path}/mywfdb as well"
-    assert opened(tmp_path) == (found, note)
+    what = f"{tmp_path}: 21 WFDB records outside of physionet2021: "
+    leave = "; shard --source physionet2021 leaves them out"
+    named = f"mywfdb/day 1/00000_hr.hea and 20 more: give {tmp_path}/mywfdb as well"
+    assert refused(tmp_path) == what + named + leave
+    assert (
+        refused(tmp_path, private=True) == f"{what}give the folders that hold them as well{leave}"
+    )
     assert opened(tmp_path, tmp_path / "mywfdb") == (found, "")
     assert opened(tmp_path / "mywfdb") == ([("wfdb", 21)], "")
-    private = open_sources(str(tmp_path), private=True, hospital=HospitalFiles)[0].left_out
-    assert private == f"{what}give the folders that hold them as well"
 
 
-@pytest.mark.parametrize("kind", ["auto", "physionet2021", "wfdb"])
-def test_files_in_an_archives_folder_are_counted_also_if_its_kind_is_given(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["physionet2021", "wfdb"])
+def test_only_if_a_format_is_chosen_other_files_are_left_out_with_a_note(tmp_path, kind):
     if kind == "wfdb":
         plain(tmp_path)
     else:
         challenge(tmp_path / "training")
     (tmp_path / "one.xml").touch()
-    note = f"{tmp_path}: leaves out 1 file that looks like an ECG: one.xml: "
-    assert (
-        opened(tmp_path, kind=kind)[1]
-        == f"{note}move them to a folder of their own and give it as well"
+    what = f"{tmp_path}: leaves out 1 file that looks like an ECG"
+    end = f": without --source {kind} none is left out"
+    assert opened(tmp_path, kind=kind) == ([(kind, 1)], f"{what} (one.xml){end}")
+    assert opened(tmp_path, kind=kind, private=True)[1] == what + end
+    assert opened(tmp_path) == ([(kind, 1), ("hospital", 1)], "")
+
+
+def test_vendor_files_are_read_beside_any_archive(tmp_path):
+    """Also those without an ending; what has the name of a WFDB header belongs to its record."""
+    challenge(tmp_path / "training")
+    plain(tmp_path / "mine" / "day 1", 2)
+    write_files(tmp_path / "mine" / "day 1", {"00000_hr.atr": BASE, "notes.txt": "none"})
+    for place in ("mine", "mine/day 1", "scans/old"):
+        write_files(tmp_path / place, {"one.xml": muse(), "1.2.3": BASE})
+    (tmp_path / "two.xml").write_text(muse())
+    assert opened(tmp_path / "mine") == ([("wfdb", 2), ("hospital", 4)], "")
+    assert opened(tmp_path / "scans") == ([("hospital", 2)], "")
+    found = [("physionet2021", 1), ("hospital", 3)]
+    assert opened(tmp_path, tmp_path / "mine") == (found, "")
+
+
+def test_a_folder_of_records_and_vendor_files_has_all_of_them_under_their_own_names(
+    tmp_path, capsys
+):
+    src, out = tmp_path / "src", tmp_path / "out"
+    plain(src / "day 1", 2)
+    write_files(src, {"day 1/00000_hr.xml": muse(), "scans/two.dcm": BASE, "notes.txt": "none"})
+    assert run_shard(src, out) == 0
+    assert "1 file of no known format was left out (1 .txt)" in capsys.readouterr().err
+    mixed = crops_of(Dataset.open(str(out)))
+    assert set(mixed) == {
+        *{("wfdb", "day_1_00000_hr"), ("wfdb", "day_1_00001_hr")},
+        *{("muse-xml", "day_1_00000_hr"), ("dicom", "scans_two")},
+    }
+    assert run_verify(out, src) == 0
+    for kind in ("wfdb", "hospital"):  # as each of the two alone
+        assert run_shard(src, tmp_path / kind, "--source", kind) == 0
+        for name, (crop,) in crops_of(Dataset.open(str(tmp_path / kind))).items():
+            assert mixed[name][0]["crc32c"] == crop["crc32c"]
+    assert run_shard(src, tmp_path / "no", "--source", "hospital", "--strict") == 0
+    assert "5 files of no known format were left out (2 .dat, 2 .hea, 1 .txt)" in (
+        capsys.readouterr().err
     )
+
+
+def test_files_of_no_format_are_counted_once_all_have_been_looked_at(tmp_path, capsys):
+    src = write_files(tmp_path / "src", {"a.txt": "none", "b.xml": muse(), "c/d.txt": "none"})
+    assert run_shard(src, tmp_path / "out") == 0
+    assert capsys.readouterr().err.count("of no known format") == 1
 
 
 def test_what_an_archive_reads_is_not_searched(tmp_path, monkeypatch):
@@ -75,7 +142,7 @@ def test_what_an_archive_reads_is_not_searched(tmp_path, monkeypatch):
         return names(self, under)
 
     monkeypatch.setattr(LocalFolder, "names", watched)
-    assert "mine/00000_hr.hea" in open_sources(str(tmp_path))[0].left_out
+    assert "mine/00000_hr.hea" in refused(tmp_path)
 
 
 def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path):
@@ -89,16 +156,18 @@ def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path):
     places["code15"] = "code15"
     for place, name in places.items():
         assert opened(tmp_path / place)[0] == [(name, 1)]
-    found, note = opened(tmp_path)
-    assert dict(found) == dict.fromkeys(places.values(), 1)
-    what = f"{tmp_path}: leaves out 1 file that looks like an ECG: georgia/g1/E00000.hea"
-    assert note == f"{what}: give {tmp_path}/georgia as well"
+    error = refused(tmp_path)
+    assert error.removeprefix(f"{tmp_path}: 1 WFDB record outside of ").split(": ", 1)[1] == (
+        f"georgia/g1/E00000.hea: give {tmp_path}/georgia as well"
+    )
+    assert all(name in error for name in places.values())
+    found, note = opened(tmp_path, tmp_path / "georgia")
+    assert (dict(found), note) == (dict.fromkeys(places.values(), 1), "")
     write_ptbxl(tmp_path / "copies" / "old", {1: {}})
     challenge(tmp_path / "ptb-xl" / "more")
-    found, note = opened(tmp_path, tmp_path / "georgia", tmp_path / "copies")
-    assert len(found) == 4
-    assert "ptb-xl/more/georgia/g1/E00000.hea: " in note
-    assert note.endswith(f"give {tmp_path}/ptb-xl/more as well")
+    error = refused(tmp_path, tmp_path / "georgia", tmp_path / "copies")
+    assert "ptb-xl/more/georgia/g1/E00000.hea: " in error
+    assert error.endswith(f"give {tmp_path}/ptb-xl/more as well")
 
 
 @pytest.mark.parametrize(
@@ -172,24 +241,31 @@ def test_a_bucket_is_listed_by_its_uppermost_folders(tmp_path, monkeypatch):
         "find",
         lambda self, path, **options: listed.append(path) or find(self, path, **options),
     )
-    (source,) = open_sources("memory://left")
-    assert source.left_out.endswith("v1.0/mywfdb/00000_hr.hea: give memory://left/v1.0 as well")
+    with pytest.raises(DataError) as error:
+        open_sources("memory://left")
+    assert "v1.0/mywfdb/00000_hr.hea: give memory://left/v1.0 as well" in str(error.value)
     assert sorted(listed) == ["memory://left/training", "memory://left/v1.0"]
 
 
-def test_every_command_says_what_it_leaves_out(tmp_path, capsys):
+def test_no_command_leaves_out_half_of_a_folder(tmp_path, capsys):
     src, out = str(tmp_path / "src"), str(tmp_path / "out")
     mine = f"{src}/mywfdb"
     challenge(tmp_path / "src" / "training", records=2)
-    plain(tmp_path / "src" / "mywfdb")
     head = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF"], "thresholds": [0.5]}
-    model = ["--model", str(save_model(tmp_path / "model", head=head)), "--data", src]
-    note = f"note: {src}: leaves out 1 file that looks like an ECG: mywfdb/00000_hr.hea: "
-    for run, notes in (
-        (lambda: run_shard(src, out), 1),
-        (lambda: run_verify(out, src), 1),
-        (lambda: predict.main([*model, "--out", f"{out}.csv"]), 1),
-        (lambda: main(["shard", src, mine, "--out", f"{out}2", "--workers", "1"]), 0),
+    model = ["--model", str(save_model(tmp_path / "model", head=head)), "--data"]
+    assert run_shard(src, out) == 0
+    plain(tmp_path / "src" / "mywfdb")
+    for number, (run, code) in enumerate(
+        (
+            (lambda: run_shard(src, f"{out}2"), 2),
+            (lambda: run_verify(out, src), 2),
+            (lambda: predict.main([*model, src, "--out", f"{out}.csv"]), 2),
+            (lambda: main(["shard", src, mine, "--out", f"{out}2", "--workers", "1"]), 0),
+            (lambda: main(["verify", f"{out}2", "--archive", src, mine, "--workers", "1"]), 0),
+            (lambda: predict.main([*model, src, mine, "--out", f"{out}.csv"]), 0),
+        )
     ):
-        assert run() == 0
-        assert capsys.readouterr().err.count(note) == notes
+        assert run() == code, number
+        said = capsys.readouterr().err
+        assert said.count(f"{src}: 1 WFDB record outside of physionet2021: ") == (code == 2), said
+    assert Path(f"{out}.csv").read_text().count("\n") == 1 + 3

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -327,6 +328,13 @@ def test_a_changed_archive_is_found(tmp_path):
     (place / "E4.hea").unlink()
     (line,) = found()
     assert line.startswith("1 records are not in the archive, for example georgia/E4")
+    for header in place.glob("*.hea"):
+        header.rename(header.with_name(f"other{header.name}"))
+    (line,) = found()
+    says = r"all \d records are not in the archive, for example georgia/E\d: is this the archive."
+    assert re.fullmatch(says, line)
+    for header in place.glob("*.hea"):
+        header.rename(header.with_name(header.name.removeprefix("other")))
     write_challenge(place, "E4", y)
     write_challenge(place, "E3", ecg(seed=3))
     missed = "georgia/E3 is in the archive, but neither in samples.parquet nor in rejects.csv"

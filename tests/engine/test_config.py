@@ -66,6 +66,11 @@ def test_the_methods_of_the_paper_are_all_there_and_differ():
         ("model.widht=3", "model.widht: no such setting: did you mean model.width?"),
         ("lr=1e-4", "lr: no such setting: did you mean train.lr?"),
         (
+            "train.device=cpu",
+            "train.device: no such setting: training takes a GPU if it sees one: ",
+        ),
+        ("gpus=2", "CUDA_VISIBLE_DEVICES=1 in the environment chooses it"),
+        (
             "train.learning_rate=1e-4",
             "train.learning_rate: no such setting: did you mean train.lr?",
         ),

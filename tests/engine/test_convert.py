@@ -4,6 +4,7 @@ checkpoint. Weights of any network: proven to be loaded and used, or refused."""
 import argparse
 import collections
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -12,10 +13,12 @@ import subprocess
 import zipfile
 from collections import defaultdict
 from pathlib import Path
+from unittest import mock
 
 import fsspec
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -23,6 +26,7 @@ import omnilead
 from omnilead.engine import convert
 from omnilead.engine.interop import conversion
 from omnilead.engine.interop.fairseq import their_settings, to_theirs
+from omnilead.engine.model import folder
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.folder import seal
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -406,6 +410,19 @@ def test_weights_that_are_not_proven_are_one_line_and_leave_nothing(kind, tmp_pa
     content, source, options, text = REFUSED[kind]
     assert text in refused(capsys, *from_torch(tmp_path, content, *options, source=source))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    saved(tmp_path / "theirs.pt")
+    ours, out = save_model(tmp_path / "ours"), tmp_path / "out"
+    full = mock.Mock(side_effect=SafetensorError("I/O error: No space (os error 28)"))
+    monkeypatch.setattr(folder, "save_file", full)
+    says = f"OUT {out}: No space left on device"
+    assert says in refused(capsys, "from-fairseq", tmp_path / "theirs.pt", out)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(conversion, "write_whole", full)
+    assert says in refused(capsys, "to-fairseq", ours, out)
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_files_of_weights_that_are_none(tmp_path, capsys):

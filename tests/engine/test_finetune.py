@@ -514,6 +514,7 @@ def deaths(dataset, tmp_path):
     return path, risks
 
 
+@pytest.mark.filterwarnings("ignore:.* lack leads")  # of few synthetic ECGs
 def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, tmp_path):
     """By a probe as well as by the true hazard; fine-tuning begins there, on two ranks as on one."""
     (path, risks), data, probed = deaths, dataset.root.url, tmp_path / "probed"

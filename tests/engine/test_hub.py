@@ -1,8 +1,11 @@
 """Models on the Hub: what is uploaded and what is not, how it is fetched, and one-line errors."""
 
+import errno
 import hashlib
 import json
+import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -94,6 +97,50 @@ def test_a_pushed_model_can_be_pulled(
         theirs.state_dict()[name].equal(weights) for name, weights in mine.state_dict().items()
     )
     assert main(["push", str(run), "ward/ecg"]) == 0  # again: another commit
+
+
+def test_a_pull_that_was_interrupted_can_be_run_again(
+    server, saved_model, tmp_path, monkeypatch, capsys
+):
+    out = tmp_path / "out"
+    assert main(["push", str(saved_model().parent), "me/ecg"]) == 0
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for stop, code in ((KeyboardInterrupt(), 130), (full, 2)):
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "copy", mock.Mock(side_effect=[None, stop]))
+            assert main(["pull", "me/ecg", str(out)]) == code
+        assert not list(out.iterdir())
+    (out / ".omnilead-pull").mkdir()  # a kill
+    assert capsys.readouterr().err == (
+        "omnilead hub: interrupted: run the same command again\n"
+        f"omnilead hub: OUT {out}: No space left on device\n"
+    )
+    assert main(["pull", "me/ecg", str(out)]) == 0
+    assert {path.name for path in out.iterdir()} == server.repos["me/ecg"].keys()
+
+
+def test_a_damaged_download_is_fetched_again_once(server, saved_model, tmp_path, capsys):
+    assert main(["push", str(saved_model().parent), "me/ecg"]) == 0
+    cache = tmp_path / "cache" / "models--me--ecg"
+    for number, name in enumerate((folder.WEIGHTS, folder.PREPROCESSING, folder.CONFIG)):
+        digest = omnilead.load("hf://me/ecg").digest
+        (file,) = cache.rglob(name)
+        file.write_bytes(file.read_bytes()[:-9])
+        assert main(["pull", "me/ecg", str(tmp_path / f"out{number}")]) == 0
+        assert omnilead.load(tmp_path / f"out{number}").digest == digest
+    server.repos["me/ecg"][folder.WEIGHTS] += b"damaged there"
+    capsys.readouterr()
+    shutil.rmtree(cache)
+    assert main(["pull", "me/ecg", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "was changed or damaged" in said and "not mended by fetching it again" in said
+    assert said.endswith(f"the Hub's cache is {cache}: delete it, or ask the model's owner\n")
+    server.shutdown()
+    server.server_close()
+    assert main(["pull", "me/ecg", str(tmp_path / "out")]) == 2  # nor can it be fetched again
+    assert f"the Hub's cache is {cache}" in capsys.readouterr().err
 
 
 def test_failures_are_one_line(

@@ -6,16 +6,18 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 import omnilead
 from omnilead.__main__ import COMMANDS, main
-from omnilead.data_tools.errors import DataError
+from omnilead.data_tools.errors import DataError, UserError
 from omnilead.engine.common import ConfigError
 from omnilead.engine.evaluation import bench as comparison
 from omnilead.engine.inference import commands
@@ -246,5 +248,47 @@ def test_from_python_alone(dataset, saved_model, tmp_path):
     assert scores == json.loads((tmp_path / "scores.json").read_text())
     with pytest.raises(ConfigError, match="no lead is called 'X'"):
         omnilead.embed(model, data=tmp_path / "made", leads="X")
-    with pytest.raises(DataError, match="so --dx-sources has no effect"):
+    with pytest.raises(DataError, match="so `dx_sources` has no effect"):
         omnilead.shard(tmp_path, out=tmp_path / "x", plan="all", dx_sources=["georgia"])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("shard", {"out": "x", "plan": "all", "id_share": 0.1}, "so `id_share` has no effect: use `plan` paper"),
+        ("shard", {"out": "x", "source": "none"}, "`source` none: not auto"),
+        ("verify", {"patients": "p.csv"}, "`patients` p.csv applies to an archive.*add `archive` SRC"),
+        ("predict", {"data": "e.npy"}, "`data` e.npy: give its sampling rate with `fs_hz`"),
+        ("embed", {"data": "e.npy", "out": "x.csv"}, "^`out` x.csv: must end in .parquet"),
+        ("evaluate", {"data": "e.npy", "json": "no/x"}, "`json` no/x: the folder no does not exist"),
+        ("finetune", {"data": "e.npy", "out": "x"}, "use `labels` my.csv, `task` NAME .* or `config` dia"),
+        ("pretrain", {"data": [], "out": "x"}, "^data.datasets=..: name a dataset: `data` DATASET$"),
+        ("pretrain", {"data": "d", "out": "x", "train.steps": 1, "train.epochs": 1}, "set only one: train.epochs=null"),
+        # A command line stays one
+        ("load", {}, "unfinished: has checkpoints but no model/ yet: run omnilead pretrain --export unf"),
+        ("bench", {"data": "{dataset}", "tasks": ["ptbxl-form"], "out": "x"}, "`omnilead labels ptbxl SRC --out DIR`"),
+    ],
+)  # fmt: skip
+def test_errors_name_arguments_in_python(
+    name, given, says, archive, dataset, saved_model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    np.save("e.npy", np.zeros((12, 5000)))
+    head = {"task": "rhythm", "kind": "binary", "classes": ["AF"], "thresholds": [0.5]}
+    firsts = {
+        "shard": archive,
+        "verify": dataset.root.url,
+        "bench": [str(saved_model("m", head=head))],
+    }
+    first = [] if name == "pretrain" else [firsts.get(name, tmp_path / "m")]
+    if name == "load":
+        Path("unfinished/checkpoints").mkdir(parents=True)
+        first = ["unfinished"]
+    given = {
+        key: dataset.root.url if value == "{dataset}" else value for key, value in given.items()
+    }
+    function = getattr(omnilead, name)
+    assert pickle.loads(pickle.dumps(function)) is function
+    with pytest.raises(UserError, match=says) as error:
+        function(*first, **given)
+    assert name in ("bench", "load") or "--" not in str(error.value)

@@ -6,12 +6,15 @@ import re
 import shutil
 import warnings
 from csv import reader
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from binary_ecgs import edf
+from handmade import ecg, write_files
 from pyarrow import csv
 from test_muse_xml import muse
 
@@ -22,14 +25,14 @@ from omnilead.data_tools.pseudonyms import read_key
 from omnilead.data_tools.record_tables import read_table
 from omnilead.data_tools.sources import open_sources
 from omnilead.engine import embed, predict
-from omnilead.engine.common import LEADS
+from omnilead.engine.common import LEADS, OutputError
 from omnilead.engine.inference import outputs
 from omnilead.engine.inference.outputs import ParquetParts
 from omnilead.engine.model import folder
 from tests.conftest import save_model
 
 torch.set_num_threads(1)
-BASE = ["source", "record", "patient", "row", "start_s", "missing_leads"]
+BASE = ["source", "record", "patient", "row", "start_s", "flags", "missing_leads"]
 TWO = {"kind": "multilabel", "classes": ["AF", "SB"]}
 VALUE = {"kind": "regression", "center": [60.0], "scale": [15.0]}
 HEADS = {
@@ -229,11 +232,90 @@ def test_missing_leads_are_named(rlm, doubt, tmp_path, capsys):
         omnilead.load(model).predict(mv_LT, 500, LEADS)
         assert not caught
         omnilead.load(model).predict(mv_LT[:2], 500, ["I", "V1"])
+        omnilead.load(model).predict(lacks, 500, LEADS)
+        omnilead.load(model).predict(np.stack([mv_LT, lacks, mv_LT]), 500, LEADS)
     assert all(one.filename == __file__ for one in caught)
-    assert [
-        f"without leads II,III,aVR,aVL,aVF,V2,V3,V4,V5,V6: {doubt}" in str(one.message)
-        for one in caught
-    ] == [True] * bool(doubt)
+    said = [str(one.message) for one in caught]
+    which = ("II,III,aVR,aVL,aVF,V2,V3,V4,V5,V6", "II,V1", "II,V1 in 1 of 3 ECGs")
+    assert len(said) == len(which) * bool(doubt)
+    for leads, text in zip(which, said, strict=False):
+        assert text.startswith(f"without leads {leads}: {doubt}")
+
+
+def with_high_scale(place):
+    """Two records of ten seconds in EDF, the second of which states ten times the scale."""
+    for number, high in enumerate((32767, 327670)):
+        x = dict(zip(LEADS, ecg(seed=number) // 2, strict=True))
+        write_files(place, {f"{number}.edf": edf(x, scale=(-high - 1, high, -32768, 32767))})
+    return place
+
+
+def test_an_implausible_amplitude_is_flagged_as_in_a_dataset(tmp_path, capsys):
+    """Of files, of the dataset made from them, and of arrays; with a note, in Python a warning."""
+    model = save_model(tmp_path / "model", head=HEADS["rhythm"])
+    export = with_high_scale(tmp_path / "export")
+    sources = open_sources(str(export), hospital=HospitalFiles)
+    made = shard(sources, ShardOptions(str(tmp_path / "made"), plan="all", quiet=True))
+    flags = [
+        ",".join(names) or None for names in made.table().sort_by("record")["flags"].to_pylist()
+    ]
+    assert flags[0] is None and flags[1].split(",")[-1] == "implausible"
+    doubt = "implausible amplitude in 1 of 2 rows (column flags): is the scale of these ECGs right?"
+    for data in (export, tmp_path / "made"):
+        for program in (predict, embed):
+            out = tmp_path / f"{data.name}-{program.__name__}.parquet"
+            assert program.main(words(model, data, out)) == 0
+            assert pq.read_table(out).sort_by("record")["flags"].to_pylist() == flags
+            assert capsys.readouterr().err.count(f"note: {out}: {doubt}\n") == 1
+        with pytest.warns(UserWarning, match=re.escape(doubt)) as caught:
+            omnilead.embed(model, data=data)
+        assert [(str(one.message), one.filename) for one in caught] == [(doubt, __file__)]
+
+
+def test_the_amplitude_of_an_array_is_doubted_too(tmp_path, recwarn):
+    model = omnilead.load(save_model(tmp_path / "model", head=HEADS["rhythm"]))
+    mv_LT = np.random.default_rng(0).normal(0, 0.3, (12, 5000))
+    model.predict(mv_LT, 500, LEADS)
+    model.embed(np.where(np.arange(12)[:, None] < 8, 0.0, mv_LT), 500, LEADS)  # flat leads: nothing
+    assert not recwarn
+    model.embed(5 * mv_LT, 500, LEADS)
+    model.predict(np.stack([mv_LT, mv_LT / 20, mv_LT]) * 1000, 500, LEADS, "uV")
+    texts = [str(one.message) for one in recwarn]
+    assert re.fullmatch(
+        "implausible amplitude: 9.* mV within a second: is unit='mV' right.", texts[0]
+    )
+    assert re.match("implausible amplitude in 1 of 3 ECGs: 0.09.*is unit='uV'", texts[1])
+    assert [one.filename for one in recwarn] == [__file__] * len(texts) and len(texts) == 2
+
+
+def test_a_folders_unreadable_files_are_listed_and_the_others_predicted(tmp_path, capsys):
+    """Also after an interruption; a file that is named must be readable."""
+    model, export = save_model(tmp_path / "model", head=HEADS["rhythm"]), tmp_path / "export"
+    write_files(
+        export, {"1.xml": muse(), "2.dcm": "none", "a/3.xml": muse()[:400], "b.txt": "none"}
+    )
+    out = tmp_path / "F.csv"
+    assert predict.main(words(model, export, out)) == 0
+    assert csv.read_csv(out)["record"].to_pylist() == [1]
+    said = capsys.readouterr().err
+    assert f"skipped: {export}/2.dcm: unknown format: " in said
+    assert f"skipped: {export}/a/3.xml: " in said
+    assert f"note: {export}: 1 file of no known format was left out (1 .txt)" in said
+    assert f"note: {out}: without 2 of 3 records, which cannot be read\n" in said
+    again = words(model, export, tmp_path / "again.csv")
+    with mock.patch.object(outputs.ParquetParts, "join", side_effect=OutputError("killed")):
+        assert predict.main(again) == 1
+    assert capsys.readouterr().err.count("skipped: ") == 2
+    assert predict.main(again) == 0
+    said = capsys.readouterr().err
+    assert "skipped: " not in said and "without 2 of 3 records" in said
+    assert predict.main(words(model, export, tmp_path / "stop.csv", "--on-corrupt", "stop")) == 2
+    assert f"{export}/2.dcm: " in capsys.readouterr().err
+    assert predict.main(words(model, export / "2.dcm", tmp_path / "one.csv")) == 2
+    (export / "1.xml").unlink()
+    assert predict.main(words(model, export, tmp_path / "none.csv")) == 2
+    assert "omnilead predict: no record can be read: 2 skipped" in capsys.readouterr().err
+    assert not list(tmp_path.glob("none.csv*"))
 
 
 def test_leads_that_are_hidden_are_missing(dataset, tmp_path):
@@ -307,7 +389,8 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
     damaged.write_text(muse()[:400])
     skipping = words(model, export, tmp_path / "skipping.csv", *hidden, "--on-corrupt", "skip")
     assert predict.main(skipping) == 0
-    assert predict.main(words(model, export, tmp_path / "stopped.csv", *hidden)) == 2
+    stopping = words(model, export, tmp_path / "stopped.csv", *hidden, "--on-corrupt", "stop")
+    assert predict.main(stopping) == 2
     (linked := tmp_path / "linked").mkdir()
     (linked / "JOHN_DOE").symlink_to(export)  # no such folder is entered, nor named
     assert predict.main(words(model, linked, tmp_path / "linked.csv", *hidden)) == 2

@@ -1,17 +1,22 @@
 """Read-outs: each part against its definition, and the same numbers from every door."""
 
+from unittest import mock
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import omnilead
 from omnilead.engine.common import LEADS, ConfigError
+from omnilead.engine.embed import probe
 from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.inference.commands import prepare_model
 from omnilead.engine.inference.mean_beat import MEASUREMENTS, RHYTHM, measurements
 from omnilead.engine.inference.readout import BEATS_S, parsed, read_out, width_of
 from omnilead.engine.interop.onnx import to_onnx
+from omnilead.engine.model import folder
 from omnilead.engine.model.folder import LoadError
 from tests.conftest import save_model
 from tests.engine.evaluate.conftest import quick  # noqa: F401
@@ -114,8 +119,9 @@ def test_the_shipped_model_is_complete():
         omnilead.load("smal")
 
 
+@pytest.mark.filterwarnings("ignore:.* lack leads")  # of few synthetic ECGs
 @pytest.mark.parametrize("task", ["sex", "age"])
-def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
+def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path, capsys):
     """Its predictions are those of the probe: the weights and the standardisation are in one layer."""
     save_model(tmp_path / "A")
     given = {"model": tmp_path / "A", "data": dataset.root.url, "readout": "mean+std+rhythm"}
@@ -131,6 +137,15 @@ def test_a_probe_becomes_the_head_of_a_model(task, dataset, tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"--out .*{says}"):
             probe_model(**given, task=task, out=tmp_path / out)
+    full = mock.Mock(side_effect=SafetensorError("I/O error: No space (os error 28)"))
+    words = (
+        f"--model {tmp_path / 'A'} --data {dataset.root.url} --task {task} --out {tmp_path / 'D'}"
+    )
+    with mock.patch.object(folder, "save_file", full):
+        assert probe(words.split()) == 1
+    said = f"omnilead probe: --out {tmp_path / 'D'}: No space left on device: free disk space, or "
+    assert capsys.readouterr().err == f"{said}choose another path\n"
+    assert not list(tmp_path.glob("*D*"))
     with pytest.raises(ConfigError, match="a head needs labels: give --task or --labels"):
         probe_model(**given, out=tmp_path / "C")
     with pytest.raises(ConfigError, match="ONNX cannot measure rhythm"):

@@ -368,8 +368,22 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --share 0", "--share 0: must be from 0.0001 to 1"),
         ("sex --noise -1", "--noise -1: must be from 0 to 20"),
         ("sexx", "'sexx': no such file or shipped config: did you mean sex"),
-        ("ptbxl-form", "--tasks ptbxl-form: task.split=column: the split of a label table"),
-        ("ptbxl-form --labels .", "--tasks ptbxl-form: no ptbxl-form.parquet in --labels .: "),
+        (
+            "ptbxl-form",
+            "--tasks ptbxl-form: needs --labels DIR: `omnilead labels ptbxl SRC --out DIR`",
+        ),
+        (
+            "ptbxl-form --labels .",
+            "--tasks ptbxl-form: no ptbxl-form.parquet in --labels .: `omnilead labels ptbxl SRC "
+            "--out .` writes it",
+        ),
+        ("code15 --labels .", "`omnilead labels code15 SRC --out .` writes it"),
+        (
+            "alive --labels .",
+            "--tasks alive: is no shipped task: to probe the table, give --tasks alive.csv",
+        ),
+        ("sex --labels alive.csv", "--labels alive.csv: is a table: give it as --tasks alive.csv"),
+        ("sex --labels nowhere", "--labels nowhere: no such folder"),
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
         ("sex --fit-leads 13", "leads='13': no lead is called"),

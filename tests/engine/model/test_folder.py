@@ -1,8 +1,12 @@
 """Every command refuses a model folder that was damaged or changed."""
 
+import errno
 import json
+import shutil
 
 import numpy as np
+import pytest
+from safetensors import SafetensorError
 
 import omnilead
 from omnilead.engine import convert, embed, evaluate, finetune
@@ -69,3 +73,32 @@ def test_hashes_are_those_of_sha256sum_and_only_the_card_may_be_edited(saved_mod
     omnilead.load(folder)
     err = capsys.readouterr().err
     assert err.startswith("warning: ") and err.count("\n") == 1 and str(folder) in err
+
+
+def test_a_run_without_a_model_is_exported_by_the_command_that_trains_it(saved_model, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    for settings, program in (
+        ("train:\n  steps: 1\n", "pretrain"),
+        ("task:\n  name: a\n", "finetune"),
+    ):
+        (run / "config.yaml").write_text(settings)
+        saved_model()
+        for damaged, says in ((False, "no model/ yet"), (True, "damaged .*copy it again, or")):
+            if damaged:
+                edited(run / "model", PREPROCESSING, scale="zscore")
+            else:
+                shutil.rmtree(run / "model")
+            with pytest.raises(LoadError, match=f"{says}.*run omnilead {program} --export {run}$"):
+                omnilead.load(run)
+            saved_model()
+
+
+def test_weights_that_do_not_fit_on_the_disk_are_an_error_of_the_system(monkeypatch, tmp_path):
+    def no_room(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space (os error 28)")
+
+    monkeypatch.setattr(folders, "save_file", no_room)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        folders.save_weights({}, tmp_path / WEIGHTS)
+    assert error.value.errno == errno.ENOSPC

@@ -125,7 +125,7 @@ def test_code_in_a_model_folder_runs_only_on_request(base, own, dataset, tmp_pat
     assert "with its code in this folder" in (run / "README.md").read_text()
     config = json.loads((run / "config.json").read_text())
     assert config["model"]["encoder"] == "own.py:Net" and "own.py" in config["sha256"]
-    says = r"code in that folder, own\.py, which runs only if asked: .*--code.*code=True"
+    says = r"code in that folder, own\.py, which runs only if asked: .*`code`.*code=True"
     with pytest.raises(LoadError, match=says):
         omnilead.load(run)
     model = omnilead.load(run, code=True)

@@ -3,6 +3,7 @@ one line."""
 
 import errno
 import json
+import os
 import re
 from functools import partial
 
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from ranks import TINY, column, curve, rows, run, settings
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import omnilead
@@ -204,11 +204,11 @@ def test_errors_of_libraries_and_the_system_are_one_line(error, code, says, monk
 
 def test_a_full_disk_at_the_end_is_one_line(training, tmp_path, monkeypatch):
     def no_room(*_):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
         patched.setattr(folder, "save_weights", no_room)
-        says = "No space left on device: free disk space, then --export"
+        says = "No space left on device: free disk space, then omnilead pretrain --export"
         assert says in training(train__steps=1).last_line(1)
     assert not list((tmp_path / "run").glob(".model*"))
     training(train__steps=1).good()
