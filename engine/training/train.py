@@ -247,6 +247,9 @@ def make_engine(config: RunConfig, task: TrainingTask, universal: bool) -> tuple
         raise ConfigError(
             f"train.deepspeed={t.deepspeed!r}: DeepSpeed refuses it: {error}"[:300]
         ) from None
+    if stage == 3 and not adam.by_engine:
+        # Its own look at the norm waits for the device in each step; the optimizer's does not
+        engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
     compile_model(model, t.compile or ("eager" if stage == 3 else COMPILED[ranks.device.type]))
     return engine, adam
 
