@@ -32,8 +32,6 @@ from omnilead.engine.training.optimizer import GuardedAdamW
 from omnilead.engine.training.task import TrainingTask
 
 COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
-# Up to this many operations, a GPU recomputes float32 values instead of reading them from memory
-INDUCTOR_OPTIONS = {"realize_opcount_threshold": 45}
 MAKE_DEMO = (
     "omnilead synth demo/archive --patients 100 && omnilead shard demo/archive --out demo/dataset"
 )
@@ -258,7 +256,6 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
     """`layers`: compiles the transformer layers (identical, so only once) and other parts with
     many small operations; of a plugged-in encoder, the whole. `step`: compiles forward and loss
     as one graph."""
-    options = options or {"options": INDUCTOR_OPTIONS}
     # torch's own; TF32 is off on purpose; dynamo reads .grad, not this code
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")

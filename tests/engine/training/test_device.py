@@ -2,14 +2,17 @@
 few graphs are compiled, once each."""
 
 import gc
+import os
 import traceback
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from omnilead.engine.training import distributed
 from omnilead.engine.training.loop import Loop
 
 # operations whose results have sizes or values that the host must know
@@ -23,6 +26,23 @@ WAIT = {
     "bincount.default",
     "repeat_interleave.Tensor",
 }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_rank_names_its_gpu(world, monkeypatch):
+    """Also a single one: otherwise NCCL guesses it at the first collective, and warns."""
+    monkeypatch.setattr(os, "environ", os.environ | {"OMP_NUM_THREADS": "1"})
+    os.environ.update({"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0"})
+    joined = mock.Mock()
+    monkeypatch.setattr(distributed.dist, "init_process_group", joined)
+    monkeypatch.setattr(distributed.dist, "new_group", mock.Mock())
+    answers = {"is_available": True, "device_count": 1, "set_device": None}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    with distributed.process_restored():
+        distributed.start(1.0)
+    assert joined.call_args.args == ("nccl",)
+    assert joined.call_args.kwargs["device_id"] == torch.device("cuda", 0)
 
 
 class Waits(TorchDispatchMode):
