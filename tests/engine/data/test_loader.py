@@ -320,6 +320,39 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
     assert pipeline.pipeline.streams == [stream] * 8
 
 
+class HandedOver(Exception):
+    """Raised with what torch asks of DALI's memory."""
+
+
+class OnGpu:
+    """DALI's tensor of a GPU, as far as torch looks at it on a machine without one."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __dlpack_device__(self):
+        return self.kind, 1
+
+    def __dlpack__(self, **asked):
+        raise HandedOver(asked)
+
+
+def test_torch_hands_dali_its_stream_with_the_memory(monkeypatch):
+    """Else its kernels would read a batch before DALI's have written it. torch passes a stream if
+    the device is CUDA by its own enumeration; DALI has another one."""
+    backend = pytest.importorskip("nvidia.dali.backend_impl", reason="DALI is not installed")
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(dali.Pipeline, "__init__", lambda self: None)
+    pipeline = dali.Pipeline()
+    pipeline.device, x = torch.device("cuda", 1), OnGpu(backend.DLDeviceType.kDLCUDA)
+    run = lambda cuda_stream: (None, SimpleNamespace(as_tensor=lambda: x))  # noqa: E731
+    pipeline.pipeline = SimpleNamespace(run=run)
+    with pytest.raises(HandedOver) as passed:
+        pipeline.run()
+    assert passed.value.args[0]["stream"] == 7
+
+
 def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset, monkeypatch):
     """With a clock that only the fake DALI advances: 6 s until the GPU has released a batch, 1 s to
     make the next one."""
