@@ -21,7 +21,7 @@ from omnilead.data_tools.dataset import META, Dataset
 from omnilead.engine.common import ConfigError, environment, flatten, write_whole
 from omnilead.engine.config import RunConfig, build, check, deepspeed_json, zero_stage
 from omnilead.engine.data.loader import Loader
-from omnilead.engine.model.encoder import Encoder
+from omnilead.engine.model.encoder import Encoder, attention_backend
 from omnilead.engine.model.encoders import CODE
 from omnilead.engine.training import checkpoint, distributed
 from omnilead.engine.training.checkpoint import CheckpointError
@@ -188,8 +188,7 @@ def make_loop(
         checkpoint.load(engine, resumed.path, resumed.universal)
     logger = None
     if ranks.first:
-        facts = run_facts(config, datasets, ranks) | task.facts()
-        facts |= {"steps": total, "best": task.best[0]} | task.explained()
+        facts = facts_of_run(task, engine) | {"steps": total}
         logger = RunLogger(run, config, task.keys, facts, progress.step, total, open_services)
         held.enter_context(closing(logger))
         say(heading(config, loader, ranks, progress, engine))
@@ -274,6 +273,13 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
             setattr(owner, name, torch.compile(getattr(owner, name), **options))
 
 
+def facts_of_run(task: TrainingTask, engine: Any) -> dict[str, Any]:
+    """For run.json."""
+    facts = run_facts(task.config, task.datasets, task.ranks) | task.facts()
+    facts |= {"best": task.best[0], "attention": attention_backend(engine.module)}
+    return facts | task.explained()
+
+
 def heading(
     config: RunConfig, loader: Loader, ranks: Ranks, progress: Progress, engine: Any
 ) -> str:
@@ -282,7 +288,8 @@ def heading(
     return (
         f"{config.run} {begins}: {parameters:,} parameters, {loader.steps_per_epoch} steps of "
         f"{config.train.batch_crops} crops per epoch, {ranks.world} x {ranks.device.type}, "
-        f"{config.train.precision}, ZeRO {zero_stage(config)}, loader {loader.backend}"
+        f"{config.train.precision}, ZeRO {zero_stage(config)}, loader {loader.backend}, "
+        f"attention {attention_backend(engine.module)}"
     )
 
 
