@@ -187,13 +187,18 @@ def step(run: StepRun) -> Iterator[Any]:
 
 @contextmanager
 def attention_by(name: str) -> Iterator[None]:
-    """Makes torch use one of ATTENTION."""
+    """Makes torch use one of ATTENTION. CaseError if it cannot on this device."""
     if not name:
         yield
         return
-    # Its keys say nothing of this choice: code that was compiled for another one would run.
-    with functorch.patch(enable_autograd_cache=False), sdpa_kernel(ATTENTION[name]):
-        yield
+    try:
+        # The cache's keys say nothing of this choice: code compiled for another one would run.
+        with functorch.patch(enable_autograd_cache=False), sdpa_kernel(ATTENTION[name]):
+            yield
+    except RuntimeError as error:
+        if re.search("No available kernel|No viable backend", str(error)):
+            raise CaseError(f"torch has no {name} attention for this device and shape") from None
+        raise
 
 
 def attention_of(advance: Callable[[], None]) -> str:

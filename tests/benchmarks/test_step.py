@@ -168,6 +168,15 @@ def test_the_attention_that_is_asked_for_runs(device, name):
     assert found == name and not counters["aot_autograd"]["autograd_cache_hit"]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_attention_that_a_device_does_not_have_is_no_bug(compiled):
+    q, attend = torch.randn(1, 2, 9, 8), F.scaled_dot_product_attention
+    if compiled:
+        attend = torch.compile(attend)
+    with pytest.raises(step.CaseError, match="no cudnn attention"), step.attention_by("cudnn"):
+        attend(q, q, q)
+
+
 def test_a_gpus_suite_begins_with_the_papers_batch_by_layers_and_by_step():
     options = run.parse([*shlex.split(run.SUITES["cuda"][0]), "--device", "cuda"])
     assert options.benchmark == "step"
