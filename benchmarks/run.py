@@ -289,6 +289,8 @@ def environment() -> Part:
     if commit := said("git", "rev-parse", "HEAD"):  # else a copy without git
         changes = said("git", "status", "--porcelain", "--untracked-files=no")
         git = {"commit": commit, "dirty": bool(changes)}
+    if git["commit"] == "unknown":
+        say("neither git nor OMNILEAD_REVISION says which commit this is: records say unknown")
     return {
         "format": 1,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
