@@ -5,8 +5,8 @@ does the model learn?
     python -m benchmarks.first_run DIR --device cuda --only profile|train
 
 Each check runs in its own process with its own time limit, the most useful first.
-DIR/first_run.json is written after each; the same command again runs only what is missing or
-failed. DIR keeps the dataset, logs, traces and the trained model.
+DIR/first_run.json is written after each; the same command again runs only what is missing, failed
+or was of another commit (without git: OMNILEAD_REVISION). DIR keeps the dataset, logs, traces and the trained model.
 """
 
 import argparse
@@ -54,15 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.dir.mkdir(parents=True, exist_ok=True)
     place = options.dir / "first_run.json"
     results: dict[str, Found] = read_json(place)
+    commit = environment()["git"]["commit"]
     for name, limit_s, check in checks(options):
-        if "error" not in results.get(name, {"error": ""}) or not re.search(options.only, name):
+        before = results.get(name, {"error": "missing"})
+        done = "error" not in before and before.get("commit") == commit
+        if done or not re.search(options.only, name):
             continue
         began = time.monotonic()
         try:
             results[name] = call_fresh(check, seconds=limit_s)
         except CaseError as error:
             results[name] = {"error": str(error)}
-        results[name]["took_s"] = round(time.monotonic() - began, 1)
+        results[name] |= {"took_s": round(time.monotonic() - began, 1), "commit": commit}
         write_json(place, results)
         say(f"{name}: {json.dumps(results[name])[:300]}")
     return int(any("error" in result for result in results.values()))

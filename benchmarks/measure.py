@@ -28,8 +28,8 @@ from scipy.stats import binom
 from omnilead.engine.common import ConfigError
 
 # A module-level function and its arguments. The function is a generator that yields once when warm,
-# and then after each repeat the units of work that it did; or it measures itself and returns its
-# result as a dict.
+# perhaps a dict of facts for its result, and then after each repeat the units of work that it did;
+# or it measures itself and returns its result as a dict.
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 Cases = dict[str, Case]
 Result = dict[str, Any]
@@ -161,10 +161,11 @@ def timed(
     stream = function(*arguments)
     if isinstance(stream, dict):
         return stream
-    next(stream)  # the warm-up: page cache, imports, caches of parsers
+    facts = next(stream)  # the warm-up: page cache, imports, caches of parsers
+    facts = facts if isinstance(facts, dict) else {}
     for _ in range(repeats):
         sample = clocked(lambda: {"units": next(stream)})
-        send(sample | peaks_mb())
+        send(sample | peaks_mb() | facts)
     stream.close()  # ends its threads and workers before the interpreter exits
     return None
 
@@ -245,6 +246,8 @@ def summary(samples: Rows) -> Result:
     for key in ("peak_mb", "gpu_peak_mb"):
         if key in samples[0]:
             found[key] = max(sample[key] for sample in samples)
+    if "attention" in samples[0]:
+        found["attention"] = samples[0]["attention"]
     return found | {"units": samples[0]["units"], "repeats": len(samples)}
 
 

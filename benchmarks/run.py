@@ -49,7 +49,10 @@ REPEATS = {"ingest": 5, "loader": 5, "scaling": 5, "e2e": 60}  # on a CPU; other
 GPU_REPEATS = 5
 LIMIT_S = {"cpu": 600.0, "cuda": 200.0}  # time limit of one process in a suite
 LEAST_S = 15  # a suite starts nothing with less time left
-FIRST_STEPS = r"(bf16|autocast), (.*, )?(64|256) crops|product: bf16"
+# what decides the defaults, with the paper's batch
+FIRST_STEPS = (
+    r"product: bf16|: bf16, (plain kernels, )?(layers|step) compiled, .*512|step: autocast, 512"
+)
 SUITES = {  # commands, with fewer cases than when run alone
     "cpu": (
         "step --steps 1",
@@ -286,6 +289,8 @@ def environment() -> Part:
     if commit := said("git", "rev-parse", "HEAD"):  # else a copy without git
         changes = said("git", "status", "--porcelain", "--untracked-files=no")
         git = {"commit": commit, "dirty": bool(changes)}
+    if git["commit"] == "unknown":
+        say("neither git nor OMNILEAD_REVISION says which commit this is: records say unknown")
     return {
         "format": 1,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

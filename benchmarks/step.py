@@ -9,7 +9,8 @@ matrix product, the peak rate of this machine. Reports compute MFU from it with 
 175.9 GFLOP for the paper's model in any implementation. Rates are per CPU-second on a CPU, which is
 shared, and per second on a GPU. Crops are noise: the time of a step does not depend on their
 content. Timing starts only if both sides give the same loss for the same weights and draws. On a
-GPU, other `model.kernels` and compile modes are measured as well.
+GPU, other `model.kernels`, compile modes and implementations of attention are measured as well.
+A result says which of the latter ran, by a trace of the last step of the warm-up.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure
 from benchmarks.authors_step import AuthorsStep, draw
@@ -44,7 +48,7 @@ from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.train import COMPILED, compile_model
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
-BATCHES = {"cpu": (4,), "cuda": (256, 64, 512)}  # crops of 10 s
+BATCHES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's has 512
 STEPS = {"cpu": 2, "cuda": 20}  # per repeat
 WARM_UP = {"cpu": 1, "cuda": 3}
 PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
@@ -52,10 +56,15 @@ PRODUCT_SIZE, PRODUCTS = {"cpu": 2048, "cuda": 8192}, {"cpu": 5, "cuda": 20}
 TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
 # other settings of our step on a GPU, at the first batch size: the default's own is measured once
 VARIANTS: tuple[dict[str, str], ...] = (
+    {"compiled": "step"},
+    {"attention": "cudnn"},  # which of them torch prefers depends on its version and the GPU
+    {"attention": "flash"},
     {"kernels": "plain"},  # the library's grouped convolution for the positions, against blocks
     {"compiled": "eager"},
-    {"compiled": "step"},
 )
+ATTENTION = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+# an operation of torch's by which it can be seen what computed the attention
+OF_ATTENTION = re.compile(r"aten::_scaled_dot_product_(?:attention_)?([a-z]+)(?!.*_backward)")
 SAMPLES = 2500
 FILL_S = 150  # to fill the compile caches
 ADAM: Any = {"lr": 5e-5, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.01}
@@ -71,6 +80,7 @@ class StepRun:
     model: str = "paper"
     kernels: str = "auto"
     compiled: str = "eager"
+    attention: str = ""  # one of ATTENTION; "": as torch chooses
     device: str = "cpu"
     threads: int = 2
     steps: int = 2
@@ -80,6 +90,7 @@ class StepRun:
         how = [self.precision]
         how += [f"{self.kernels} kernels"] if self.kernels != "auto" else []
         how += [f"{self.compiled} compiled"] if self.compiled != "eager" else []
+        how += [f"{self.attention} attention"] if self.attention else []
         how += [f"{self.batch} crops"] if self.batch else []
         return f"{self.side}: {', '.join(how)}"
 
@@ -158,17 +169,46 @@ def runs(base: StepRun, batches: Sequence[int]) -> list[StepRun]:
     return list(dict.fromkeys(chosen))
 
 
-def step(run: StepRun) -> Iterator[float]:
-    """Yields once when warm, then the number of crops trained on, repeatedly."""
+def step(run: StepRun) -> Iterator[Any]:
+    """Yields what computes the attention when warm, then the number of crops trained on,
+    repeatedly."""
     set_up(run)
-    advance = authors(run) if run.side == RECREATION else ours(run)
-    steps = WARM_UP[run.device]
-    while True:
-        for _ in range(steps):
+    with attention_by(run.attention):
+        advance = authors(run) if run.side == RECREATION else ours(run)
+        for _ in range(WARM_UP[run.device] - 1):
             advance()
-        synchronize(run.device)
-        yield steps * run.batch
-        steps = run.steps
+        yield {"attention": attention_of(advance)}
+        while True:
+            for _ in range(run.steps):
+                advance()
+            synchronize(run.device)
+            yield run.steps * run.batch
+
+
+@contextmanager
+def attention_by(name: str) -> Iterator[None]:
+    """Makes torch use one of ATTENTION. CaseError if it cannot on this device."""
+    if not name:
+        yield
+        return
+    try:
+        # The cache's keys say nothing of this choice: code compiled for another one would run.
+        with functorch.patch(enable_autograd_cache=False), sdpa_kernel(ATTENTION[name]):
+            yield
+    except RuntimeError as error:
+        if re.search("No available kernel|No viable backend", str(error)):
+            raise CaseError(f"torch has no {name} attention for this device and shape") from None
+        raise
+
+
+def attention_of(advance: Callable[[], None]) -> str:
+    """What computes the attention in a step: flash, cudnn, efficient or math of torch's; unfused,
+    if none of them does."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # without the profiler's own messages
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        advance()
+    found = (OF_ATTENTION.match(event.key) for event in traced.key_averages())
+    return " and ".join(sorted({match[1] for match in found if match})) or "unfused"
 
 
 def product(run: StepRun) -> Iterator[float]:

@@ -70,8 +70,9 @@ def loader(part: Part) -> Iterator[str]:
 
 def step(part: Part) -> Iterator[str]:
     """MFU is relative to the rate of the matrix product; ratios are to the re-creation with the
-    same number of crops."""
+    same number of crops. Older records do not say what computed the attention."""
     results, figure, rows = part["results"], clock(part), []
+    traced = any("attention" in result for result in results.values())
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
     for name, result in results.items():
         precision, crops = name.split(": ")[1].split(",")[0], name.split(", ")[-1]
@@ -86,9 +87,11 @@ def step(part: Part) -> Iterator[str]:
                     times.append(f"{speed[name] / speed[peer]:.2f}x ({baseline})")
         cells = [name, middle("per_s")(result) + unit, number(per_cpu(result)) + unit]
         memory = result.get("gpu_peak_mb", result["peak_mb"]) / 1024
-        rows.append([*cells, reach(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"])
+        cells += [reach(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
+        rows.append(cells + ([result.get("attention", "")] if traced else []))
     head = "crops per second | per CPU-second | lowest to highest | MFU | against the re-creation"
-    yield markdown(f"| | {head} | peak memory |", rows)
+    head += " | peak memory | attention" if traced else " | peak memory"
+    yield markdown(f"| | {head} |", rows)
     yield (
         "fairseq-signals as released does not run under bf16 autocast: that row is a re-creation "
         "with this fixed."

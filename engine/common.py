@@ -35,7 +35,24 @@ VALIDATION = "validation.jsonl"
 DIAGNOSTICS = "diagnostics.npz"
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
-LOWER_IS_BETTER = ("loss", "mae", "rmse")  # among validation metrics
+# Of every validation metric that can choose a checkpoint; one that is not here cannot
+LOWER_IS_BETTER = {
+    "loss": True,
+    "mae": True,
+    "rmse": True,
+    "auroc": False,
+    "auprc": False,
+    "challenge": False,
+    "accuracy": False,
+    "balanced_accuracy": False,
+    "f_measure": False,
+    "sensitivity": False,
+    "specificity": False,
+    "r2": False,
+    "pearson": False,
+    "c_index": False,
+    "identification_accuracy": False,
+}
 LIMB, ALL = tuple(range(6)), tuple(range(12))
 # Oh et al. 2022, section 4
 SUBSETS = {

@@ -18,8 +18,8 @@ import functools
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import field
-from typing import Annotated, Literal, NamedTuple
+from dataclasses import field, fields
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -153,6 +153,16 @@ class AugmentConfig:
 
 def formula(kind: str) -> str:
     return kind.removeprefix("authors_")
+
+
+def left_out(config: AugmentConfig, p: Mapping[str, Any], applied: str) -> list[str]:
+    """What a second implementation of `augment` would leave out: settings that differ from their
+    defaults, and names in p, that are not in its list of what it applies."""
+    default, needed = type(config)(), set(p)
+    for setting in fields(config):
+        if getattr(config, setting.name) != getattr(default, setting.name):
+            needed.add(setting.name)
+    return sorted(needed - set(applied.split()))
 
 
 class Axis(NamedTuple):

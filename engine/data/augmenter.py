@@ -31,6 +31,7 @@ from omnilead.engine.data.augment import (
     Axis,
     augment,
     formula,
+    left_out,
     shared_wave,
     time_axis,
 )
@@ -165,7 +166,7 @@ class Augmenter:
         config = self.config
         authors = any(kind in AUTHORS_NOISE for kind in config.kinds)
         by_lead = config.refits_limb_leads or config.per_lead or authors
-        plain = config.threekg is None and config.output_leads == ALL
+        plain = not left_out(config, p, CropWriter.applied) and config.output_leads == ALL
         if self.views == "halves" and plain and not (config.kinds and by_lead):
             return CropWriter(self, p, out_BSLT)
         return ChunkWriter(self, p, out_BSLT)
@@ -194,6 +195,15 @@ class CropWriter:
     their arithmetic."""
 
     at_a_time = 1
+    # Settings and drawn parameters. A batch that needs others, of an augmentation that was added
+    # later, is not written here but by ChunkWriter.
+    applied = (
+        "rlm rlm_keep_one noise amplitude_mv per_lead dependency leads padded extra keep "
+        "powerline_components powerline_hz powerline_amplitude powerline_phase "
+        "emg_amplitude white_start "
+        "wander_hz wander_amplitude wander_phase wander_gain "
+        "shift_amplitude shift_start shift_stop"
+    )
 
     def __init__(self, augmenter: Augmenter, p: Tensors, out_BSLT: torch.Tensor) -> None:
         crops = len(out_BSLT)

@@ -24,6 +24,7 @@ from omnilead.engine.data.augment import (
     derived_leads,
     formula,
     inside_shift,
+    left_out,
     outside_window,
     time_axis,
 )
@@ -36,6 +37,15 @@ PREFETCH = 2
 # for.
 IN_USE = PREFETCH + 2
 ON_HOST = "start"  # fn.slice needs this one on the host
+# The settings and drawn parameters that this graph applies
+APPLIED = (
+    "rlm rlm_keep_one noise amplitude_mv per_lead dependency threekg leads padded start keep "
+    "powerline_components powerline_hz powerline_amplitude powerline_phase "
+    "emg_amplitude white_start "
+    "wander_hz wander_amplitude wander_phase wander_gain "
+    "shift_amplitude shift_start shift_stop "
+    "matrix window_start window_stop window_wrap"
+)
 Node = Any  # of a DALI graph
 
 
@@ -149,6 +159,11 @@ class Pipeline:
         threads: int = 2,
     ) -> None:
         check_installed()
+        if missing := left_out(config, example, APPLIED):
+            raise ConfigError(
+                f"pipeline.backend=dali: does not apply {', '.join(missing)} (augment): set "
+                "pipeline.backend=torch"
+            )
         self.feed, self.device = feed, device
         white = ("emg_amplitude", "white_start")
         self.names = sorted(name for name in example if name not in white)

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from omnilead.data_tools.cli import keep_freed_memory
@@ -55,6 +55,8 @@ from omnilead.engine.data.staging import Staging
 PLANNED_CROPS = 1024  # planned at a time, to share the overhead of numpy calls
 # on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops
 READ_CROPS = 256
+# Of LoaderConfig: what determines a batch
+IN_RECIPE = ("batch_crops", "seed", "views", "block_shards", "weights", "augment", "windows")
 State = dict[str, Any]
 log = logging.getLogger(__name__)
 
@@ -400,23 +402,13 @@ class Loader:
         self, datasets: Sequence[Dataset], rows: Sequence[np.ndarray], roles: dict[str, Any]
     ) -> dict[str, Any]:
         """Everything besides `crops_seen` that determines the next batch, as JSON."""
-        config = self.config
         if rows:
             roles = roles | {"rows": [sha256(some.tobytes()).hexdigest() for some in rows]}
-        augment = json.loads(json.dumps(dataclasses.asdict(config.augment)))
-        if not augment["extra"]:  # older recipes lack it
-            del augment["extra"]
-        windows = {"windows": config.windows} if config.windows else {}
-        return windows | {
+        return {
             "datasets": [dataset.fingerprint for dataset in datasets],
             "roles": {name: value for name, value in sorted(roles.items()) if value is not None},
             "backend": self.backend,
-            "batch_crops": config.batch_crops,
-            "seed": config.seed,
-            "views": config.views,
-            "block_shards": config.block_shards,
-            "weights": list(config.weights) if config.weights else None,
-            "augment": augment,
+            **_settings(self.config),
         }
 
 
@@ -474,7 +466,7 @@ def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
     before: Any = state.get("recipe")
     if not isinstance(before, dict):
         raise ConfigError("cannot resume: the loader's state has no recipe: start a new run")
-    before, now = flatten(_without_former_keys(before)), flatten(recipe)
+    before, now = flatten(_as_today(before)), flatten(recipe)
     for key in sorted(before.keys() | now.keys()):
         then = before.get(key)
         if then != now.get(key):
@@ -490,15 +482,27 @@ def resumed_step(state: State, recipe: dict[str, Any], batch_crops: int) -> int:
     return seen // batch_crops
 
 
-def _without_former_keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as today's loader would write it. Earlier loaders saved the state of DALI's random
-    generator, for one DALI version, rank and world size, and had the backend `resident`, which gave
-    the same batches as torch."""
+def _settings(config: LoaderConfig) -> dict[str, Any]:
+    """The settings that determine a batch, as JSON."""
+    tree: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
+    return {name: tree[name] for name in IN_RECIPE}
+
+
+def _as_today(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as today's loader would write it: settings that it lacks, because they are newer,
+    have their defaults. Earlier loaders saved the state of DALI's random generator, for one DALI
+    version, rank and world size, and had the backend `resident`, which gave the same batches as
+    torch."""
     former = {"dali_version", "rank", "world"}
     recipe = {name: value for name, value in recipe.items() if name not in former}
     if recipe.get("backend") == "resident":
         recipe["backend"] = "torch"
-    return recipe
+    saved = {name: recipe[name] for name in IN_RECIPE if name in recipe}
+    try:
+        config = TypeAdapter(LoaderConfig).validate_json(json.dumps(saved))
+    except ValidationError:  # has settings that are gone: comparing finds them
+        return recipe
+    return recipe | _settings(config)
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.kernels import pick
@@ -216,11 +217,9 @@ class Attention(nn.Module):
 
 
 def attention(qkv: Tensor, heads: int, dropout_p: float, causal: bool = False) -> Tensor:
-    """qkv [R, N, 3 D] -> [R, N, D]. qkv holds queries, keys and values, each with its heads side by
-    side."""
-    q_RHNd, k_RHNd, v_RHNd = (
-        part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)
-    )
+    """qkv [R, N, 3 D] -> [R, N, D]. Without a mask: torch's fastest implementations on a GPU take
+    none."""
+    q_RHNd, k_RHNd, v_RHNd = split_heads(qkv, heads)
     y_RHNd = F.scaled_dot_product_attention(
         q_RHNd, k_RHNd, v_RHNd, dropout_p=dropout_p, is_causal=causal
     )
@@ -228,6 +227,28 @@ def attention(qkv: Tensor, heads: int, dropout_p: float, causal: bool = False) -
 
 
 causal_attention = partial(attention, causal=True)
+
+
+def split_heads(qkv: Tensor, heads: int) -> list[Tensor]:
+    """qkv [R, N, 3 D] holds queries, keys and values, each with its heads side by side."""
+    return [part.unflatten(2, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1)]
+
+
+def attention_backend(model: nn.Module, tokens: int = 156) -> str:
+    """What computes the attention in training: flash, cudnn, efficient or math, of which torch
+    chooses one by device, type, shape and version; omnilead (engine.model.kernels); none, if the
+    encoder has no layers of ours."""
+    for part in model.modules():
+        if isinstance(part, Attention):
+            weight, width = part.qkv.weight, part.qkv.in_features
+            qkv = torch.empty(1, tokens, 3 * width, dtype=weight.dtype, device=weight.device)
+            replaced = pick("attention", attention, part.kernels, qkv) is not attention
+            if replaced and not part.causal:
+                return "omnilead"
+            q, k, v = split_heads(qkv.requires_grad_(), part.heads)
+            choice = torch._fused_sdp_choice(q, k, v, None, part.dropout, part.causal)
+            return str(SDPBackend(choice).name.removesuffix("_ATTENTION").lower())
+    return "none"
 
 
 class Layer(nn.Module):

@@ -342,6 +342,8 @@ def warnings(files: RunFiles, best: float | None) -> Iterator[str]:
     if metrics.unreadable:
         yield f"{metrics.unreadable} lines of {METRICS} could not be read."
     name, sign = chosen_by(files)
+    if not sign:
+        yield f"run.json: best={name[:40]!r} is no known metric: no best step is marked."
     before, after = files.held_out.at(name, 0), files.held_out.at(name, best)
     if best is not None and sign * (before - after) >= 0:
         yield (
@@ -409,17 +411,19 @@ def score_tile(files: RunFiles, key: str, name: str, form: str, step: float | No
 
 
 def chosen_by(files: RunFiles) -> tuple[str, int]:
-    """The metric that chooses the best step, and 1 if higher is better, else -1. A damaged run.json
-    does not name it."""
+    """The metric that chooses the best step; 1 if higher is better, -1 if lower is, 0 if that is
+    not known. A damaged run.json does not name it."""
     name = str(files.fact("best") or "loss")
-    return name, -1 if name in LOWER_IS_BETTER else 1
+    if name not in LOWER_IS_BETTER:
+        return name, 0
+    return name, -1 if LOWER_IS_BETTER[name] else 1
 
 
 def best_step(files: RunFiles) -> float | None:
     """The first best step, chosen as in training: never the untrained model."""
     name, sign = chosen_by(files)
     steps, values = files.held_out.curve(name)
-    good = np.isfinite(values) & (steps > 0)
+    good = np.isfinite(values) & (steps > 0) & (sign != 0)
     return float(steps[good][(sign * values[good]).argmax()]) if good.any() else None
 
 

@@ -67,10 +67,13 @@ def start(timeout_s: float, deterministic: bool = False) -> Ranks:
             )
         torch.cuda.set_device(device)
     backend, timeout = "nccl" if cuda else "gloo", timedelta(seconds=timeout_s)
+    own_gpu = device if cuda else None  # else NCCL guesses it, and warns
     if world == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, timeout=timeout, world_size=1, rank=0, store=HashStore(), device_id=own_gpu
+        )
         return Ranks(rank, world, device, None)
-    _join(backend, timeout, device if cuda else None)
+    _join(backend, timeout, own_gpu)
     return Ranks(
         rank,
         world,

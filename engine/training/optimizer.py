@@ -67,7 +67,7 @@ class GuardedAdamW(torch.optim.AdamW):
         self._count(bad)
 
     def count_skipped(self) -> None:
-        """Counts a step that DeepSpeed itself skipped (ZeRO-3 does, on all ranks)."""
+        """Counts a step that DeepSpeed itself skipped (`by_engine`), on all ranks."""
         self._count(torch.ones_like(self.skipped))
 
     def _count(self, bad: Tensor) -> None:

@@ -104,4 +104,9 @@ def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
         raise ConfigError(
             f"train.best={name}: this task does not measure it: use {', '.join(metrics)}"
         )
-    return name, -1 if name in LOWER_IS_BETTER else 1
+    if name not in LOWER_IS_BETTER:
+        raise ConfigError(
+            f"train.best={name}: nothing says whether less of it is better: add it to "
+            "LOWER_IS_BETTER in engine/common.py"
+        )
+    return name, -1 if LOWER_IS_BETTER[name] else 1

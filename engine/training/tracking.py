@@ -10,7 +10,7 @@ keeps its id there (RUN/boards.json). A trace has these files:
 
 RUN/profile/trace.json      every operation of every step, for https://ui.perfetto.dev or chrome://tracing
 RUN/profile/operators.txt   the operations that took the most time
-RUN/profile/memory.pickle   on CUDA: all allocations, for https://pytorch.org/memory_viz
+RUN/profile/memory.pickle   on CUDA: the allocations of these steps, for https://pytorch.org/memory_viz
 """
 
 import importlib
@@ -164,9 +164,18 @@ class Profile:
             say(table.table(sort_by=by, row_limit=TERMINAL_ROWS, max_name_column_width=40))
             say(f"profile of {self.steps} steps: {folder}/")
 
-        if cuda:
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         when = schedule(wait=WARM_UP - 1, warmup=1, active=self.steps, repeat=1)
-        with profile(activities=activities, schedule=when, on_trace_ready=write) as tracer:
+        kind = AllocationProfile if cuda else profile
+        with kind(activities=activities, schedule=when, on_trace_ready=write) as tracer:
             yield tracer
+
+
+class AllocationProfile(profile):
+    """Also records the allocations of the traced steps, with Python's stacks alone: those of C++
+    cost time at each allocation and take long to resolve."""
+
+    def step(self) -> None:
+        super().step()
+        if self.step_num == WARM_UP:
+            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS, stacks="python")

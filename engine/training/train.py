@@ -21,7 +21,7 @@ from omnilead.data_tools.dataset import META, Dataset
 from omnilead.engine.common import ConfigError, environment, flatten, write_whole
 from omnilead.engine.config import RunConfig, build, check, deepspeed_json, zero_stage
 from omnilead.engine.data.loader import Loader
-from omnilead.engine.model.encoder import Encoder
+from omnilead.engine.model.encoder import Encoder, attention_backend
 from omnilead.engine.model.encoders import CODE
 from omnilead.engine.training import checkpoint, distributed
 from omnilead.engine.training.checkpoint import CheckpointError
@@ -36,8 +36,6 @@ LONG_S = 600  # of a run on a CPU, from which on its duration is estimated
 # in bfloat16; 0.24 for configs/pretrain/small.yaml
 SHARE_OF_PEAK = 0.5
 COMPILED = {"cpu": "eager", "cuda": "layers"}  # default of train.compile
-# Up to this many operations, a GPU recomputes float32 values instead of reading them from memory
-INDUCTOR_OPTIONS = {"realize_opcount_threshold": 45}
 MAKE_DEMO = (
     "omnilead synth demo/archive --patients 100 && omnilead shard demo/archive --out demo/dataset"
 )
@@ -195,8 +193,7 @@ def make_loop(
         checkpoint.load(engine, resumed.path, resumed.universal)
     logger = None
     if ranks.first:
-        facts = run_facts(config, datasets, ranks) | task.facts()
-        facts |= {"steps": total, "best": task.best[0]} | task.explained()
+        facts = facts_of_run(task, engine) | {"steps": total}
         logger = RunLogger(run, config, task.keys, facts, progress.done, total, open_services)
         held.enter_context(closing(logger))
         say(heading(config, loader, ranks, progress, engine))
@@ -283,6 +280,9 @@ def make_engine(config: RunConfig, task: TrainingTask, universal: bool) -> tuple
         raise ConfigError(
             f"train.deepspeed={t.deepspeed!r}: DeepSpeed refuses it: {error}"[:300]
         ) from None
+    if stage == 3 and not adam.by_engine:
+        # Its own look at the norm waits for the device in each step; the optimizer's does not
+        engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
     compile_model(model, t.compile or ("eager" if stage == 3 else COMPILED[ranks.device.type]))
     return engine, adam
 
@@ -291,7 +291,6 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
     """`layers`: compiles the transformer layers (identical, so only once) and other parts with
     many small operations; of a plugged-in encoder, the whole. `step`: compiles forward and loss
     as one graph."""
-    options = options or {"options": INDUCTOR_OPTIONS}
     # torch's own; TF32 is off on purpose; dynamo reads .grad, not this code
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch._inductor")
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
@@ -310,6 +309,13 @@ def compile_model(model: Any, how: str, **options: Any) -> None:
             setattr(owner, name, torch.compile(getattr(owner, name), **options))
 
 
+def facts_of_run(task: TrainingTask, engine: Any) -> dict[str, Any]:
+    """For run.json."""
+    facts = run_facts(task.config, task.datasets, task.ranks) | task.facts()
+    facts |= {"best": task.best[0], "attention": attention_backend(engine.module)}
+    return facts | task.explained()
+
+
 def heading(
     config: RunConfig, loader: Loader, ranks: Ranks, progress: Progress, engine: Any
 ) -> str:
@@ -318,7 +324,8 @@ def heading(
     return (
         f"{config.run} {begins}: {parameters:,} parameters, {loader.steps_per_epoch} steps of "
         f"{config.train.batch_crops} crops per epoch, {ranks.world} x {ranks.device.type}, "
-        f"{config.train.precision}, ZeRO {zero_stage(config)}, loader {loader.backend}"
+        f"{config.train.precision}, ZeRO {zero_stage(config)}, loader {loader.backend}, "
+        f"attention {attention_backend(engine.module)}"
     )
 
 

@@ -33,6 +33,19 @@ def test_every_check(tiny, tmp_path, monkeypatch):
     assert len(weights) == 2  # trained, and random
 
 
+def test_checks_of_another_commit_run_again(tmp_path, monkeypatch):
+    """On a machine without git, which a copy of the code has reached."""
+    ran = []
+    monkeypatch.setenv("PATH", "/nowhere")
+    table = [("one", 1, lambda: ran.append(1) or {"ok": 1})]
+    monkeypatch.setattr(first_run, "checks", lambda options: iter(table))
+    for revision, times in (("1" * 40, 1), ("1" * 40, 1), ("2" * 40, 2)):
+        monkeypatch.setenv("OMNILEAD_REVISION", revision)
+        assert first_run.main([str(tmp_path)]) == 0 and len(ran) == times
+        found = json.loads((tmp_path / "first_run.json").read_text())
+        assert found["one"]["commit"] == revision
+
+
 def test_failures_are_recorded_and_retried(tmp_path, monkeypatch):
     ran = []
 

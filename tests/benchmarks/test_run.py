@@ -114,13 +114,18 @@ def test_without_a_result_nothing_is_published(cases, capsys):
         assert why in error and "nothing was measured" in error
 
 
-def test_a_record_has_all_facts(monkeypatch):
+def test_a_record_has_all_facts(monkeypatch, capsys):
     facts = run.environment()
     assert len(facts["git"]["commit"]) == 40 and facts["hardware"]["cores"] == os.cpu_count()
     assert {"python", "torch", "deepspeed", "numpy"} <= set(facts["versions"])
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("OMNILEAD_REVISION", "1" * 40)
     assert run.environment()["git"] == {"commit": "1" * 40, "dirty": None}
+    assert not capsys.readouterr().err
+    monkeypatch.delenv("OMNILEAD_REVISION")
+    assert run.environment()["git"] == {"commit": "unknown", "dirty": None}
+    assert "neither git nor OMNILEAD_REVISION says which commit" in capsys.readouterr().err
+    monkeypatch.setenv("OMNILEAD_REVISION", "1" * 40)
     row = "NVIDIA H200, 570.1, 143771 MiB, 700.00 W, 1980 MHz"
     monkeypatch.setattr(run, "said", lambda *_: row)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -2,15 +2,21 @@
 what is compared."""
 
 import argparse
+import re
+import shlex
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
-from benchmarks import report, step, tables
+from benchmarks import report, run, step, tables
 from benchmarks.authors_step import compute_mask_indices
 from omnilead.engine.model.config import ModelConfig
 
@@ -69,7 +75,7 @@ def test_each_case_trains(side, precision, tiny, monkeypatch):
     real = step.Pretrainer
     monkeypatch.setattr(step, "Pretrainer", lambda *of: made.append(real(*of)) or made[-1])
     stream = step.step(replace(BASE, side=side, precision=precision, batch=2, model=tiny))
-    next(stream)
+    assert next(stream) == {"attention": "unfused" if side == step.OURS else "math"}
     before = [p.detach().clone() for p in made[0].parameters()]
     assert next(stream) == 4  # two steps of two crops
     after = list(made[0].parameters())
@@ -121,6 +127,9 @@ def test_ratios_compare_equal_batches_and_the_best_way_counts():
         ("8 crops", "9 | 9 | 9 to 9 | 90 % | 3.00x"),
     ):
         assert row.format(*words) in table
+    assert "attention" not in table
+    results["omnilead: bf16, 8 crops"]["attention"] = "cudnn"
+    assert f"{row.format(*words)} cudnn |" in next(tables.step(part))
     best = [report.judged(part, bar) for bar in report.BARS]
     assert [each for each in best if each[0]] == [
         ("omnilead: bf16, 4 crops", 3.2),
@@ -137,6 +146,49 @@ def test_nothing_is_timed_while_the_sides_disagree(difference, tiny, monkeypatch
     monkeypatch.setattr(step, "call_fresh", lambda *_: 5e-5)
     facts, cases = step.prepare(Path(), options)
     assert facts["loss_difference"] == 5e-5 and len(cases) == 2 + 2 + 3
+
+
+ASKED = [pytest.param("cpu", "flash")]
+ASKED += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in step.ATTENTION]
+
+
+@pytest.mark.parametrize(("device", "name"), ASKED)
+def test_the_attention_that_is_asked_for_runs(device, name):
+    """Also if torch has compiled the same function before: it would find that code, with what it
+    chose then."""
+    q = torch.randn(4, 2, 156, 64, device=device, dtype=torch.bfloat16)
+    with fresh_cache():
+        for asked in ("", name):
+            torch.compiler.reset()
+            counters.clear()
+            attend = torch.compile(partial(F.scaled_dot_product_attention, q, q, q))
+            with step.attention_by(asked):
+                attend()
+                found = step.attention_of(attend)
+    assert found == name and not counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_attention_that_a_device_does_not_have_is_no_bug(compiled):
+    q, attend = torch.randn(1, 2, 9, 8), F.scaled_dot_product_attention
+    if compiled:
+        attend = torch.compile(attend)
+    with pytest.raises(step.CaseError, match="no cudnn attention"), step.attention_by("cudnn"):
+        attend(q, q, q)
+
+
+def test_a_gpus_suite_begins_with_the_papers_batch_by_layers_and_by_step():
+    options = run.parse([*shlex.split(run.SUITES["cuda"][0]), "--device", "cuda"])
+    assert options.benchmark == "step"
+    base = replace(BASE, precision="bf16", device="cuda", compiled="layers")
+    names = [each.name for each in step.runs(base, step.BATCHES["cuda"])]
+    first = [name for name in names if re.search(options.only, name)]
+    of_512 = [f"omnilead: bf16, {how} compiled, 512 crops" for how in ("layers", "step")]
+    assert first[:3] == ["matrix product: bf16", *of_512]
+    assert first[3:5] == [
+        f"omnilead: bf16, layers compiled, {name} attention, 512 crops" for name in step.ATTENTION
+    ]
+    assert all(name.endswith("512 crops") for name in first[1:])
 
 
 @pytest.mark.gpu

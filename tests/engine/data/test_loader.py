@@ -2,8 +2,10 @@
 
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import json
+import operator
 from itertools import count, islice
 from types import SimpleNamespace
 
@@ -18,7 +20,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data import dali
 from omnilead.engine.data import loader as module
-from omnilead.engine.data.augment import AugmentConfig, ThreeKG
+from omnilead.engine.data.augment import AmplitudeMv, AugmentConfig, ThreeKG
 from omnilead.engine.data.augmenter import single_threaded
 from omnilead.engine.data.loader import Loader, LoaderConfig
 from tests.forks import started
@@ -98,6 +100,9 @@ def test_a_state_of_another_run_is_refused(changes, named, dataset):
         loader(dataset, state=state, **changes)
 
 
+AMPLE = AugmentConfig(noise="physio4", amplitude_mv=AmplitudeMv(emg=1.0))
+TURNED = AugmentConfig(rlm=0, threekg=ThreeKG())
+TURNED_ONLY = AugmentConfig(rlm=0, threekg=ThreeKG(time_mask=0.0))
 FORGED = [{"recipe": recipe} for recipe in (None, [], {"datasets": ["0" * 64]})]
 FORGED += [{"crops_seen": seen} for seen in (None, "16", -16, 8, True, 16.0, 2**64)]
 
@@ -116,6 +121,34 @@ def test_a_state_with_what_earlier_loaders_saved_resumes(backend, then, dataset)
     former = {"backend": then, "dali_version": "1.0.0", "rank": 1, "world": 4}
     state |= {"recipe": state["recipe"] | former, "dali": "aGVsbG8="}
     assert contents(whole[1:]) == contents(some(loader(dataset, backend, state), 2))
+
+
+ADDED = [
+    ("views", {}, {"views": "window"}),
+    ("windows", {}, {"windows": 2}),
+    ("augment.padded", {}, {"augment": AugmentConfig(noise="physio4", padded=False, leads="3")}),
+    ("augment.amplitude_mv.emg", {}, {"augment": AMPLE}),
+    ("augment.threekg.time_mask", {"augment": TURNED}, {"augment": TURNED_ONLY}),
+]
+
+
+@pytest.mark.parametrize(("key", "how", "changed"), ADDED, ids=[key for key, *_ in ADDED])
+def test_a_setting_that_is_newer_than_the_state_had_its_default(key, how, changed, dataset):
+    """At every level: otherwise a new setting would end all older runs."""
+    whole = some(loader(dataset, **how), 3)
+    state = whole[0][1]
+    *sections, name = key.split(".")
+    del functools.reduce(operator.getitem, sections, state["recipe"])[name]
+    assert contents(whole[1:]) == contents(some(loader(dataset, state=state, **how), 2))
+    with pytest.raises(ConfigError, match=f"cannot resume: {sections[0] if sections else key}"):
+        loader(dataset, state=state, **how | changed)
+
+
+def test_a_setting_that_the_loader_no_longer_has_is_named(dataset):
+    state = some(loader(dataset), 1)[0][1]
+    state["recipe"]["augment"]["flip"] = 0.5
+    with pytest.raises(ConfigError, match=r"augment\.flip changed from 0\.5 to None"):
+        loader(dataset, state=state)
 
 
 def digest(batch):
@@ -285,6 +318,39 @@ def test_dali_hands_a_batch_to_torchs_stream_and_keeps_what_the_gpu_may_still_co
         assert set(fed) - copied <= held
     stream = "torch's stream of cuda:1" if kind == "cuda" else None
     assert pipeline.pipeline.streams == [stream] * 8
+
+
+class HandedOver(Exception):
+    """Raised with what torch asks of DALI's memory."""
+
+
+class OnGpu:
+    """DALI's tensor of a GPU, as far as torch looks at it on a machine without one."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __dlpack_device__(self):
+        return self.kind, 1
+
+    def __dlpack__(self, **asked):
+        raise HandedOver(asked)
+
+
+def test_torch_hands_dali_its_stream_with_the_memory(monkeypatch):
+    """Else its kernels would read a batch before DALI's have written it. torch passes a stream if
+    the device is CUDA by its own enumeration; DALI has another one."""
+    backend = pytest.importorskip("nvidia.dali.backend_impl", reason="DALI is not installed")
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(dali.Pipeline, "__init__", lambda self: None)
+    pipeline = dali.Pipeline()
+    pipeline.device, x = torch.device("cuda", 1), OnGpu(backend.DLDeviceType.kDLCUDA)
+    run = lambda cuda_stream: (None, SimpleNamespace(as_tensor=lambda: x))  # noqa: E731
+    pipeline.pipeline = SimpleNamespace(run=run)
+    with pytest.raises(HandedOver) as passed:
+        pipeline.run()
+    assert passed.value.args[0]["stream"] == 7
 
 
 def test_waiting_for_the_gpu_does_not_count_as_data_wait(dataset, monkeypatch):

@@ -195,6 +195,14 @@ def test_damaged_files_are_remarks(tmp_path):
     assert check(html) and html.count(" cannot be read") == 2
 
 
+def test_a_best_step_by_an_unknown_metric_is_not_marked(tmp_path):
+    validation = [{"step": s, "brier": 0.1 * s} for s in (1, 2)]
+    how = {"validation": validation, "facts": {"best": "brier"}}
+    html = run_report.build(make(tmp_path / "run", row(1), row(2), **how))
+    assert "best=&#39;brier&#39; is no known metric: no best step is marked" in html
+    assert "best at step" not in html
+
+
 def test_held_out_numbers_that_are_none_are_not_drawn(tmp_path):
     validation = [{"step": s, "loss": 1.0, "mae": NAN, "r2": "high"} for s in (1, 2)]
     html = run_report.build(make(tmp_path / "run", row(1), row(2), validation=validation))

@@ -9,11 +9,19 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from tiny import SMALL, seeded, waves
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
 from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, validated
-from omnilead.engine.model.encoder import ConvStack, Encoder, PositionalConvolution
+from omnilead.engine.model.encoder import (
+    Attention,
+    ConvStack,
+    Encoder,
+    PositionalConvolution,
+    attention_backend,
+)
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.objectives import perplexity
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -187,3 +195,47 @@ def test_a_causal_encoder_sees_all_before_and_nothing_after(kernels):
         assert (by_token_N[:21] > nothing).all()
         assert bool((by_token_N[21:] > nothing).any()) == sees
     assert_close(causal.eval()(x_RLT[..., :400]), causal(x_RLT)[:, :25], rtol=1e-4, atol=1e-5)
+
+
+def test_which_attention_runs_is_known():
+    dropped = replace(SMALL, attention_dropout=0.1)
+    for config, expected in (
+        (SMALL, "omnilead"),
+        (replace(SMALL, kernels="plain"), "flash"),
+        (replace(dropped, kernels="plain"), "math"),
+        (replace(SMALL, causal=True, conv_norm="layer"), "flash"),
+    ):
+        assert attention_backend(Encoder(config)) == expected
+    assert attention_backend(nn.Linear(2, 2)) == "none"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert attention_backend(Encoder(replace(SMALL, kernels="plain"))) == "math"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_is_said_of_attention_is_what_runs(dropout, causal, device):
+    config = replace(SMALL, width=64, heads=1, kernels="plain", causal=causal, conv_norm="layer")
+    layer = Attention(replace(config, attention_dropout=dropout)).to(device, torch.bfloat16)
+    x = torch.randn(4, 156, 64, device=device, dtype=torch.bfloat16)
+    with profile(activities=[ProfilerActivity.CPU]) as traced:
+        layer(x)
+    ran = {event.key for event in traced.key_averages()}
+    name = attention_backend(layer)
+    name = "attention_math" if name == "math" else f"{name}_attention"
+    assert any(key.startswith(f"aten::_scaled_dot_product_{name}") for key in ran)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_takes_no_mask(causal, monkeypatch):
+    """With one, torch's fastest implementations on a GPU are out."""
+    asked, attend = [], F.scaled_dot_product_attention
+
+    def noted(*tensors, **how):
+        asked.append((len(tensors), set(how)))
+        return attend(*tensors, **how)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    config = replace(SMALL, kernels="plain", causal=causal, conv_norm="layer")
+    Encoder(config).train()(waves(3)[:, 0])
+    assert asked == [(3, {"dropout_p", "is_causal"})] * SMALL.layers

@@ -1,7 +1,6 @@
 """The training loop: every method trains; stopping, non-finite steps, bad crops, precision of what
 is measured."""
 
-import gc
 import os
 import re
 import shutil
@@ -323,27 +322,6 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(
     ended.last_line(1)
     assert "not finite in 5 steps in a row (train.max_nonfinite)" in ended.output
     assert "rows" in ended.output and newest_step(run) == 12  # the good steps are not lost
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed_does_not_wait_for_the_device(stage, training, monkeypatch):
-    from deepspeed.accelerator import get_accelerator
-
-    waited, steps, step = [], [], Loop._step
-
-    def counted(self, batch):
-        if self.progress.step == 1:
-            waited.clear()
-        losses = step(self, batch)
-        steps.append(len(waited))
-        return losses
-
-    gc.collect()  # engines of other tests, which wait when they are destroyed
-    monkeypatch.setattr(get_accelerator(), "synchronize", lambda *_: waited.append(1))
-    monkeypatch.setattr(Loop, "_step", counted)
-    how = {"train__steps": 3, "train__micro_batch": 4, "train__save_every_steps": 100}
-    training(train__zero_stage=stage, **how).good()
-    assert steps == [0, 0, 0]
 
 
 def test_a_rank_with_bad_crops_names_them(dataset, tmp_path):
