@@ -137,7 +137,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
     from omnilead.engine.training.train import COMPILED
 
     batches, load = iter(loop.loader), loop._next_batch
-    first = load(batches)
+    first, state = load(batches)
     held = replace(first, x_BSLT=first.x_BSLT.clone())  # the loader will overwrite its buffer
     waits: list[float] = []
     save = loop._save
@@ -166,7 +166,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
         advance = step.ours(replace(own, compiled=COMPILED[run.device]))
     sides: Any = {
         "bare": bare,
-        "held": lambda: steps(lambda _: held),
+        "held": lambda: steps(lambda _: (held, state)),
         "loaded": lambda: steps(load_timed),
     }
     chosen = {name: sides[name] for name in run.sides}
