@@ -83,6 +83,13 @@ def patient_ids(datasets: Sequence[Dataset]) -> list[np.ndarray]:
     """For each dataset, an integer id of every crop's patient (its record if the patient is
     unknown), int64 [crops]. The same patient has the same id in all of them."""
     _, owner_N, known_N = owners_of(datasets)
+    return ids_of(datasets, owner_N, known_N)
+
+
+def ids_of(
+    datasets: Sequence[Dataset], owner_N: np.ndarray, known_N: np.ndarray
+) -> list[np.ndarray]:
+    """Odd where the patient is known."""
     ids_N = owner_N.astype(np.int64) << 1 | known_N
     ends = np.cumsum([len(dataset) for dataset in datasets])
     return np.split(ids_N, ends[:-1])

@@ -115,9 +115,9 @@ def notes(
     where: str,
     validation: bool = False,
 ) -> list[str]:
-    """How many of the patients of these crops a model has seen, and how. `patients`: an id of each
-    crop of each dataset; `where`: for example "scored here". `validation`: these are meant to be
-    those that chose the model."""
+    """How many of the patients of these crops a model has seen, and how. `patients`: the id of each
+    crop of each dataset (engine.data.patients.ids_of); `where`: for example "scored here".
+    `validation`: these are meant to be those that chose the model."""
     found = []
     if len(seen) and seen["hash"][0].as_py() == -1:
         found.append(
@@ -133,7 +133,12 @@ def notes(
     use_P = np.full(len(people), -1)
     np.maximum.at(use_P, place_N, use_N)
     unlabelled, selected, labelled = (int((use_P == use).sum()) for use in range(len(USES)))
-    of_all = f"of the {len(people):,} patients that are {where}"
+    units = "patients and records of unknown patients"
+    if (people & 1).all():
+        units = "patients"
+    elif not (people & 1).any():
+        units = "records"
+    of_all = f"of the {len(people):,} {units} that are {where}"
     if labelled:
         found.append(f"Leakage: the model was trained with labels on {labelled:,} {of_all}.")
     if selected and not validation:

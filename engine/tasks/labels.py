@@ -36,7 +36,13 @@ from omnilead.data_tools.record_tables import (
 )
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.leakage import refuse_leak
-from omnilead.engine.data.patients import owners_of, patient_ids, patient_source, uniforms
+from omnilead.engine.data.patients import (
+    ids_of,
+    owners_of,
+    patient_ids,
+    patient_source,
+    uniforms,
+)
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
 from omnilead.engine.tasks.kinds import OF_VALUES
 
@@ -75,7 +81,7 @@ class TaskLabels:
     remarks: list[str] = field(default_factory=list)
     name: str = ""  # of the table in messages; "": the labels are roles of the datasets
     table: pa.Table | None = None  # the columns of the label table that are used, as text
-    # By dataset [crops] int64: ids of those who must be in one split, patients or else records
+    # By dataset [crops] int64: ids of those who must be in one split, patients (odd) or else records
     patients: list[np.ndarray] = field(default_factory=list)
     unknown: tuple[int, int] = (0, 0)  # labelled records without a patient, all labelled records
 
@@ -148,7 +154,7 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     remarks += _doubtful_classes(task, table, y_NK)
     ends = np.cumsum([len(one) for one in y])[:-1]
     split = np.split(np.where(known, split_N, 0).astype(np.int8), ends)
-    patients = np.split(people.owner_N, ends)
+    patients = ids_of(datasets, people.owner_N, people.known_N)
     kept = _used_columns(table, task) if task.labels else None
     return TaskLabels(task, classes, y, split, remarks, table.name, kept, patients, unknown)
 

@@ -29,7 +29,7 @@ from tests.engine.evaluate.conftest import quick  # noqa: F401
 
 ALL = {"plan": "all", "quiet": True}
 SEEN = re.compile(
-    r"pre-training has seen (\d+) of the (\d+) patients that are ([\w ]+), without labels"
+    r"pre-training has seen (\d+) of the (\d+) [\w ]+ that are ([\w ]+), without labels"
 )
 
 
@@ -191,7 +191,7 @@ def test_another_split_of_the_same_data_is_leakage(whole, base, quick, tmp_path)
         for remark in omnilead.evaluate(tmp_path / "probed", data=url, labels=other)["remarks"]
         if leak in remark
     ]
-    assert re.search(r"on \d+ of the \d+ patients that are scored here\.$", remark)
+    assert re.search(r"on \d+ of the \d+ [\w ]+ that are scored here\.$", remark)
     found = omnilead.bench(
         [f"probed={tmp_path / 'probed'}"], data=url, tasks=[table, other], out=tmp_path / "bench"
     )
@@ -225,10 +225,27 @@ def test_validation_counts_as_selected(whole, base, quick, tmp_path):  # noqa: F
     model = omnilead.load(tmp_path / "probed")
     moved = labels(whole, tmp_path / "moved.csv", [0, 1], split=["test"])
     remarks = str(omnilead.evaluate(tmp_path / "probed", data=url, labels=moved)["remarks"])
-    assert re.search(rf"Leakage: \d+ of the \d+ patients that are scored here {told}", remarks)
+    assert re.search(rf"Leakage: \d+ of the \d+ [\w ]+ that are scored here {told}", remarks)
     known = read_task(TaskConfig(kind="binary", labels=table), [whole])
     for split, least in (("train", 2), ("valid", 1)):
         assert (seen.uses(model.seen, whole, known.rows(0, split)) == least).all()
+
+
+def test_records_are_not_called_patients(whole, base):
+    """Where patients are unknown, records are counted, and the sentence says so."""
+    rows, known = np.arange(len(whole)), patient_ids([whole])[0] | 1
+    half = np.where(rows % 2, known, known - 1)
+    words = {}
+    for name, ids in (("all", known), ("some", half), ("none", known - 1)):
+        (note,) = seen.notes(
+            seen.read(base / "model" / "seen.parquet"), [whole], [rows], [ids], "scored here"
+        )
+        words[name] = re.sub(r"\d+", "N", note).partition("of the N ")[2]
+    assert words == {
+        "all": "patients that are scored here, without labels.",
+        "some": "patients and records of unknown patients that are scored here, without labels.",
+        "none": "records that are scored here, without labels.",
+    }
 
 
 def test_models_of_unknown_origin_say_so(saved_model, whole, quick, tmp_path):  # noqa: F811
