@@ -23,8 +23,9 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.build import flagged, records_of, rejects_of
 from omnilead.data_tools.dataset import Dataset, Ecg
-from omnilead.data_tools.prepare import FS_HZ, HALF, IMPLAUSIBLE, MAX_UV
+from omnilead.data_tools.prepare import HALF, IMPLAUSIBLE, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
+from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import replaced
 

@@ -15,30 +15,31 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache
 from itertools import compress
 
 import numpy as np
-from scipy.signal import firwin, upfirdn
 
 from omnilead.data_tools.constants import IMPLAUSIBLE as IMPLAUSIBLE
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.record import (
     LEADS,
     MV_PER_UNIT,
-    RATE_RANGE_HZ,
     EcgRecord,
     lead_rows,
     unit_name,
 )
+from omnilead.data_tools.resampling import (
+    FS_HZ,
+    KAISER_BETA,
+    TAPS_PER_PHASE,
+    rate_ratio,
+    resample,
+)
 
-FS_HZ, CROP, HALF = 500, 5000, 2500
+CROP, HALF = 5000, 2500
 IN_ORDER = {lead: lead for lead in range(len(LEADS))}
 MAX_UV = 32_767
 MAX_MV = 1e9  # clipping limit; larger values would overflow in the filter
-MAX_RATIO = 2000  # limit for `up` and `down`: the polyphase filter's length grows with them
-_TAPS_PER_PHASE, _KAISER_BETA = 10, 5.0
 LARGE_UV, EINTHOVEN_UV = 20_000, 20
 # Median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
 PLAUSIBLE_UV = (100, 4000)
@@ -60,7 +61,7 @@ SPEC = {
     "saturation_uv": MAX_UV,
     "filter": "none",
     "normalisation": "none",
-    "resampling": f"polyphase FIR, Kaiser beta {_KAISER_BETA}, {_TAPS_PER_PHASE} zero crossings "
+    "resampling": f"polyphase FIR, Kaiser beta {KAISER_BETA}, {TAPS_PER_PHASE} zero crossings "
     "a side, edges held",
 }
 SPEC_HASH = hashlib.sha256(json.dumps(SPEC, sort_keys=True).encode()).hexdigest()
@@ -91,18 +92,6 @@ def dropped_s(samples: int, fs_hz: float) -> float:
     """Seconds at the end of a record that are in no crop."""
     rest = samples_at_500(samples, fs_hz) % CROP
     return (rest - HALF if rest >= HALF else rest) / FS_HZ
-
-
-@lru_cache(maxsize=256)
-def rate_ratio(fs_hz: float) -> tuple[int, int]:
-    if not RATE_RANGE_HZ[0] <= fs_hz <= RATE_RANGE_HZ[1]:
-        raise ReadError(
-            "sampling rate", "{} Hz: {:g} to {:g} is read".format(fs_hz, *RATE_RANGE_HZ)
-        )
-    ratio = Fraction(FS_HZ) / Fraction(fs_hz).limit_denominator(100)
-    if max(ratio.numerator, ratio.denominator) > MAX_RATIO:
-        raise ReadError("sampling rate", f"{fs_hz} Hz has no ratio to 500 Hz within {MAX_RATIO}")
-    return ratio.numerator, ratio.denominator
 
 
 def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
@@ -271,32 +260,7 @@ def _needed(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
     up, down = rate_ratio(record.fs_hz)
     if up == down:
         return start, start + length, 0
-    margin = -(-_TAPS_PER_PHASE * max(up, down) // up) + 1  # the filter's reach in source samples
+    margin = -(-TAPS_PER_PHASE * max(up, down) // up) + 1  # the filter's reach in source samples
     block = max(0, start * down // up - margin) // down
     last = min(samples, -(-(start + length) * down // up) + margin)
     return block * down, last, start - block * up
-
-
-@lru_cache(maxsize=16)
-def _filter(up: int, down: int) -> np.ndarray:
-    half = _TAPS_PER_PHASE * max(up, down)
-    taps: np.ndarray = (
-        firwin(2 * half + 1, 1.0 / max(up, down), window=("kaiser", _KAISER_BETA)) * up
-    )
-    return taps
-
-
-def resample(x: np.ndarray, up: int, down: int) -> np.ndarray:
-    """Resample; output k is at source time k * down / up. Edge values pad the signal, to avoid a
-    step at its start and end."""
-    taps = _filter(up, down)
-    reach = -(-(len(taps) // 2) // up)
-    reach += -reach % down  # to a whole number of phases
-    padded = np.pad(x, ((0, 0), (reach, reach)), mode="edge")
-    delay = reach * up + len(taps) // 2  # of the first output, in up-sampled samples
-    lead_in = -delay % down  # zero taps that align it with the output grid
-    filtered: np.ndarray = upfirdn(
-        np.concatenate([np.zeros(lead_in), taps]), padded, up, down, axis=1
-    )
-    first = (delay + lead_in) // down
-    return filtered[:, first : first + -(-x.shape[1] * up // down)]

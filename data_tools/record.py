@@ -26,7 +26,6 @@ SCP_LEADS = dict(
     zip(("1", "2", "61", "62", "63", "64", "3", "4", "5", "6", "7", "8"), LEADS, strict=True)
 )
 
-RATE_RANGE_HZ = (50.0, 2000.0)
 AGE_UNITS = {
     "years": 1.0,
     "months": 1 / 12,

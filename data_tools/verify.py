@@ -44,9 +44,10 @@ from omnilead.data_tools.dataset import (
 )
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from omnilead.data_tools.plan import Reject, make_plan
-from omnilead.data_tools.prepare import CROP, FS_HZ, HALF, MAX_UV, SPEC, crop_count, prepare_crop
+from omnilead.data_tools.prepare import CROP, HALF, MAX_UV, SPEC, crop_count, prepare_crop
 from omnilead.data_tools.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.record import LEADS, EcgRecord, class_row
+from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import (
     BLOCK,
     MAX_INDEX,

@@ -16,8 +16,8 @@ import numpy as np
 
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital.base import Decoded, Format
-from omnilead.data_tools.prepare import rate_ratio
 from omnilead.data_tools.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, as_number, unit_name
+from omnilead.data_tools.resampling import rate_ratio
 
 # A 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
 MAX_S = 600

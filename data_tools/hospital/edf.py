@@ -14,8 +14,8 @@ import numpy as np
 
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital.base import Decoded, Format
-from omnilead.data_tools.prepare import rate_ratio
 from omnilead.data_tools.record import LEAD_INDEX, LEADS, MV_PER_UNIT, unit_name
+from omnilead.data_tools.resampling import rate_ratio
 
 MAX_BYTES = 12 * 2**20
 # Names and widths of the signal fields; each field is stored for all signals in turn. Fields

@@ -19,8 +19,9 @@ import numpy as np
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.hospital import aecg, dicom, edf, muse_xml, philips_xml, scp
 from omnilead.data_tools.hospital.base import Format, root_tag
-from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt, rate_ratio
+from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
+from omnilead.data_tools.resampling import rate_ratio
 from omnilead.data_tools.sources.base import FileSource, path_name, record_stem
 from omnilead.data_tools.storage import prefetch
 

@@ -22,7 +22,6 @@ from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.record import (
     LEAD_INDEX,
     MV_PER_UNIT,
-    RATE_RANGE_HZ,
     EcgRecord,
     as_number,
     clean_age,
@@ -30,6 +29,7 @@ from omnilead.data_tools.record import (
     parse_dx,
     unit_name,
 )
+from omnilead.data_tools.resampling import RATE_RANGE_HZ
 from omnilead.data_tools.storage import Folder
 
 MAX_BYTES, MAX_LINE, MAX_SIGNALS, MAX_SAMPLES = 65_536, 512, 64, 2_000_000

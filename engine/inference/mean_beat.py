@@ -19,7 +19,7 @@ import numpy as np
 from scipy import fft
 from scipy.signal import find_peaks
 
-from omnilead.data_tools.prepare import FS_HZ
+from omnilead.data_tools.resampling import FS_HZ
 from omnilead.engine.common import LEADS
 
 STEP = FS_HZ // 100

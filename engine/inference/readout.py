@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omnilead.data_tools.prepare import FS_HZ
+from omnilead.data_tools.resampling import FS_HZ
 from omnilead.engine.common import ALL, LEADS, ConfigError
 from omnilead.engine.inference.mean_beat import MEASUREMENTS, measurements, r_peaks
 from omnilead.engine.model.encoder import pool

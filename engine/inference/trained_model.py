@@ -41,7 +41,8 @@ from omnilead.data_tools.prepare import (
     prepare_crop,
     samples_at_500,
 )
-from omnilead.data_tools.record import MV_PER_UNIT, RATE_RANGE_HZ, EcgRecord, unit_name
+from omnilead.data_tools.record import MV_PER_UNIT, EcgRecord, unit_name
+from omnilead.data_tools.resampling import RATE_RANGE_HZ
 from omnilead.engine.common import (
     LEADS,
     ConfigError,

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.prepare import MAX_RATIO, rate_ratio, resample
-from omnilead.data_tools.record import RATE_RANGE_HZ
+from omnilead.data_tools.resampling import MAX_RATIO, RATE_RANGE_HZ, rate_ratio, resample
 from omnilead.engine.common import ALL, ConfigError, describe_leads, leads_in_order, parse_leads
 from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF, MV_PER_UV, none_measured
 from omnilead.engine.model.config import STRICT
@@ -336,7 +335,7 @@ def _response(
 
 
 def resampled(x: Tensor, fs_hz: float) -> Tensor:
-    """data_tools.prepare.resample from 500 Hz along the last axis, as a convolution that makes a
+    """data_tools.resampling.resample from 500 Hz along the last axis, as a convolution that makes a
     block of samples at each place."""
     down, up = rate_ratio(fs_hz)
     if up == down:  # 499.999 Hz counts as 500 Hz

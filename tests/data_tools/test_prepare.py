@@ -9,16 +9,14 @@ from omnilead.data_tools.dataset import CROP_SHAPE
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.prepare import (
     CROP,
-    FS_HZ,
     HALF,
     crop_count,
     dropped_s,
     prepare_crop,
-    rate_ratio,
-    resample,
     samples_at_500,
 )
 from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.resampling import FS_HZ, rate_ratio, resample
 
 RECORD = {"fs_hz": 500.0, "leads": LEADS, "gain": 1000.0}
 
