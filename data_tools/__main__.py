@@ -29,6 +29,7 @@ from omnilead.data_tools.cli import (
     is_memory,
     say,
     tell,
+    without,
 )
 from omnilead.data_tools.errors import DataError, ReadError, printable
 from omnilead.data_tools.pseudonyms import read_key
@@ -312,7 +313,6 @@ def shard(
     The arguments are the options of the command; `sources` is an archive or several. Notes go to
     stderr. A DataError says in one line what is wrong."""
     from omnilead.data_tools import build
-    from omnilead.data_tools.plots import notes
 
     roles = _role_sources(
         plan,
@@ -336,7 +336,12 @@ def shard(
         quiet=not interactive(),
     )
     dataset = build.shard(opened, options)
-    _tell_notes([*notes(dataset), *_notes_of(opened)], told)  # some are known only afterwards
+    found = _notes_of(opened)  # some are known only afterwards
+    with without("data_tools.plots", "notes on the dataset are"):
+        from omnilead.data_tools.plots import notes
+
+        found = [*notes(dataset), *found]
+    _tell_notes(found, told)
     if strict:
         _check_refused(dataset)
     return dataset
@@ -438,12 +443,16 @@ def _refused(dataset: "Dataset") -> int:
 
 
 def _open_sources(urls: list[str], kind: str, anonymous: bool, private: bool) -> "list[Source]":
-    from omnilead.data_tools.hospital.files import HospitalFiles
-    from omnilead.data_tools.sources import open_sources
+    from omnilead.data_tools.sources import FileReader, open_sources
 
+    hospital: FileReader | None = None
+    with without("data_tools.hospital", "files of ECG carts are"):
+        from omnilead.data_tools.hospital.files import HospitalFiles
+
+        hospital = HospitalFiles
     sources = []
     for url in urls:
-        sources += open_sources(url, kind, anonymous, urls, private, HospitalFiles)
+        sources += open_sources(url, kind, anonymous, urls, private, hospital)
     return sources
 
 
@@ -461,12 +470,13 @@ def _synth(parsed: argparse.Namespace) -> int:
 
 
 def _shard(parsed: argparse.Namespace) -> int:
-    from omnilead.data_tools.plots import describe
-
     started, options = time.monotonic(), _options(parsed)
     strict = options.pop("strict")
     dataset = shard(**options)
-    echo(describe(dataset))
+    with without("data_tools.plots", "the summary is"):
+        from omnilead.data_tools.plots import describe
+
+        echo(describe(dataset))
     refused = _refused(dataset)
     echo(f"\n{refused} record{'s' * (refused != 1)} refused; {time.monotonic() - started:.1f} s")
     if strict:

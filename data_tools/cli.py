@@ -20,7 +20,8 @@ import io
 import logging
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import TracebackType
 from typing import Any, NoReturn
@@ -155,6 +156,17 @@ def say(text: str) -> None:
     except OSError as error:
         drop_output()
         tell(f"warning: standard output: {error.strerror}: no more output there")
+
+
+@contextmanager
+def without(room: str, what: str) -> Iterator[None]:
+    """Goes on without `what` where the folder of omnilead that makes it was deleted."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not f"{error.name}.".startswith(f"omnilead.{room}."):
+            raise
+        tell(f"note: {what} left out: omnilead.{room} is not installed")
 
 
 def echo(text: object) -> None:

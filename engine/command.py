@@ -1,7 +1,7 @@
 """The command line of `pretrain` and `finetune`. PyTorch is imported only once the arguments are
 known.
 
-main = partial(command, "pretrain", __doc__, classes, "quickstart", SHORTCUTS)      # classes() -> Config, ContinuedTask, load
+main = partial(command, "pretrain", __doc__, train_run, pretrain_task, "quickstart", SHORTCUTS)
 main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
 """
 
@@ -43,13 +43,13 @@ SHORTCUTS: dict[str, Shortcut] = {
 class TrainingParser(Parser):
     """Knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
 
-    kind: Callable[[], Any]  # the class of the settings
+    settings: Callable[[], Any]  # their class
     shortcuts: Mapping[str, Shortcut]
 
     def suggest(self, option: str, value: str) -> str:
         from omnilead.engine.config import DEVICE, nearest_settings, settings_named
 
-        name, kind = option.lstrip("-").replace("-", "_"), self.kind()
+        name, kind = option.lstrip("-").replace("-", "_"), self.settings()
         if DEVICE.search(name):
             return "CUDA_VISIBLE_DEVICES in the environment"
         near = settings_named(name, kind)
@@ -63,15 +63,16 @@ class TrainingParser(Parser):
 def command(
     name: str,
     about: str | None,
-    classes: Callable[[], tuple[Any, Any, Any]],
+    train: Callable[..., bool],
+    task: Callable[[], Any],
     default: str | None,
     shortcuts: Mapping[str, Shortcut],
     arguments: Sequence[str] | None = None,
 ) -> int:
-    """Parses the arguments and trains. `default`: the default config, for --help. Errors are one
-    line and an exit code."""
+    """Parses the arguments and trains with engine.pretrain.train_run. `task`: imports the class of
+    the task. `default`: the default config, for --help. Errors are one line and an exit code."""
     parser = _parser(name, about, default, shortcuts)
-    parser.kind = lambda: classes()[0]
+    parser.settings = lambda: task().settings
     args = parser.parse_args(arguments)
     given = [key for key, value in vars(args).items() if value not in (None, False, [])]
     ignored = [f"--{key}" for key in given if key not in ("export", "schema", "local_rank")]
@@ -79,22 +80,20 @@ def command(
         parser.error(f"{' '.join(ignored)}: --export and --schema take no other option")
 
     from omnilead.engine.config import schema
-    from omnilead.engine.run import begin, explain, export, finish
+    from omnilead.engine.run import export, message_and_code
 
-    kind, task, read = classes()
+    trained = task()
     try:
         if args.schema:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
-            return show(schema(kind) + "\n")
+            return show(schema(trained.settings) + "\n")
         if args.export:
-            say(str(export(Path(args.export), kind, task)))
+            say(str(export(Path(args.export), trained)))
         else:
-            overrides = [*_overrides(args, shortcuts), *args.set]
-            config = read(args.config, overrides)
-            if begin(config, task, args.profile or 0):
-                finish(config, task)
+            settings = [*_overrides(args, shortcuts), *args.set]
+            train(trained.read(args.config, settings), trained, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
-        message, code = explain(error)
+        message, code = message_and_code(error)
         # bad input fails on every rank: only rank 0 reports it
         if code == 1 or os.environ.get("RANK", "0") == "0":
             with suppress(OSError):

@@ -35,9 +35,11 @@ if not __package__:
 
 from omnilead.engine.command import SHORTCUTS, Shortcut, command
 from omnilead.engine.commandline import RUN_CODE, interruptible, leave
+from omnilead.engine.pretrain import train_run
 
 if TYPE_CHECKING:
     from omnilead.engine.run import Data, TrainingRun
+    from omnilead.engine.tasks.finetuning import FinetuneTask
 
 KINDS = ("binary", "multilabel", "multiclass", "regression", "survival")
 OWN: dict[str, Shortcut] = {
@@ -62,12 +64,10 @@ OWN: dict[str, Shortcut] = {
 }
 
 
-def classes() -> tuple[Any, Any, Any]:
-    from omnilead.engine.tasks.config import FinetuneConfig
+def finetune_task() -> "type[FinetuneTask]":
     from omnilead.engine.tasks.finetuning import FinetuneTask
-    from omnilead.engine.tasks.start import finetuning
 
-    return FinetuneConfig, FinetuneTask, finetuning
+    return FinetuneTask
 
 
 def finetune(
@@ -90,7 +90,7 @@ def finetune(
     writes a checkpoint and raises KeyboardInterrupt. Other errors have one-line messages, such as
     engine.common.ConfigError.
     """
-    from omnilead.engine.run import trained
+    from omnilead.engine.run import run_from_python
 
     of_task = {
         "labels": labels,
@@ -99,10 +99,11 @@ def finetune(
         "columns": list(columns) if columns else None,
     }
     settings |= {f"task.{name}": value for name, value in of_task.items() if value is not None}
-    return trained(*classes(), config, data, out, settings | {"start": start})
+    settings["start"] = start
+    return run_from_python(train_run, finetune_task(), config, data, out, settings)
 
 
-main = partial(command, "finetune", __doc__, classes, None, SHORTCUTS | OWN)
+main = partial(command, "finetune", __doc__, train_run, finetune_task, None, SHORTCUTS | OWN)
 
 if __name__ == "__main__":
     interruptible("omnilead finetune")

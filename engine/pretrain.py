@@ -16,15 +16,17 @@ engine/pretrain.py` in one process.
 RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and
 finally model/, report.html. Started again with the same RUN, training resumes from the last
 checkpoint: bit for bit with the same number of ranks; with another number, batches are the same and
-losses are equal to rounding. An error names data or settings that have changed. In Python: run =
-omnilead.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000}) SIGTERM or
-Ctrl-C: stops after the micro-batch with a checkpoint of the last whole step, exit 0 or 130. Exit 2:
-a setting or a file is wrong. Exit 1: the run failed.
+losses are equal to rounding. An error names data or settings that have changed. SIGTERM or Ctrl-C:
+stops after the micro-batch with a checkpoint of the last whole step, exit 0 or 130. Exit 2: a
+setting or a file is wrong. Exit 1: the run failed. In Python:
+
+    run = omnilead.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
 """
 
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,14 +38,63 @@ from omnilead.engine.command import SHORTCUTS, command
 from omnilead.engine.commandline import interruptible, leave
 
 if TYPE_CHECKING:
+    from omnilead.engine.config import RunConfig
     from omnilead.engine.run import Data, TrainingRun
+    from omnilead.engine.training.pretraining import PretrainTask
+    from omnilead.engine.training.task import TrainingTask
 
 
-def classes() -> tuple[Any, Any, Any]:
-    from omnilead.engine.config import Config
-    from omnilead.engine.training.continuing import ContinuedTask, read_config
+def pretrain_task() -> "type[PretrainTask]":
+    """Imported late, as PyTorch takes seconds."""
+    from omnilead.engine.training.pretraining import PretrainTask
 
-    return Config, ContinuedTask, read_config
+    return PretrainTask
+
+
+def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: int = 0) -> bool:
+    """Trains or resumes a run, and exports its model at the end. Fine-tuning is this with another
+    task. `profile`: how many steps to trace. False: stopped by SIGTERM, with a checkpoint. Errors
+    are raised; KeyboardInterrupt after Ctrl-C, with a checkpoint too."""
+    from omnilead.engine import run
+    from omnilead.engine.common import environment
+    from omnilead.engine.config import check
+    from omnilead.engine.training import checkpoint, distributed, tracking, train
+    from omnilead.engine.training.loop import Loop
+
+    check(config, environment()[1])
+    tracking.require_installed(config)
+    tracer = tracking.Profile(profile) if profile else None
+    datasets = train.open_datasets(config)
+    folder = train.make_folder(config.run)
+    with (
+        distributed.started(config.train) as ranks,
+        checkpoint.locked(folder, ranks),
+        ExitStack() as opened,
+    ):
+        # What is trained: training/pretraining.py, tasks/finetuning.py
+        task = task_class(config, datasets, ranks)
+        resumed = train.find_checkpoint(task, folder)
+        # Crops to batches on the device: data/order.py, reader.py, augmenter.py
+        loader = opened.enter_context(closing(train.make_loader(task, resumed)))
+        progress, total = train.progress_of(config, loader, resumed)
+        if tracer:
+            tracer.check(total - progress.step)
+        # Model and optimiser: model/pretrainer.py, training/optimizer.py, DeepSpeed
+        engine, adam = train.make_engine(task, folder, resumed)
+        opened.callback(engine.destroy)
+        logger = None
+        if ranks.first:
+            services = tracking.open_services(folder, config, progress.step)
+            logger = train.make_logger(task, folder, engine, progress, total, services)
+            opened.enter_context(closing(logger))
+            train.announce(task, loader, progress, engine)
+        loop = Loop(task, config, folder, engine, adam, loader, progress, total, logger)
+        finished = train.run_loop(loop, tracer, opened)
+    if finished:
+        run.finish(folder, task_class)
+    elif loop.interrupted_at_s is not None:
+        raise KeyboardInterrupt("interrupted: run it again to resume")
+    return finished
 
 
 def pretrain(
@@ -62,13 +113,19 @@ def pretrain(
     **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and raises
     KeyboardInterrupt. Other errors have one-line messages, such as engine.common.ConfigError.
     """
-    from omnilead.engine.run import trained
+    from omnilead.engine.run import run_from_python
 
-    return trained(*classes(), config, data, out, settings)
+    return run_from_python(train_run, pretrain_task(), config, data, out, settings)
 
 
 main = partial(
-    command, "pretrain", __doc__, classes, "quickstart, or what --start was trained with", SHORTCUTS
+    command,
+    "pretrain",
+    __doc__,
+    train_run,
+    pretrain_task,
+    "quickstart, or what --start was trained with",
+    SHORTCUTS,
 )
 
 if __name__ == "__main__":

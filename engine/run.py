@@ -1,9 +1,7 @@
 """What follows a training: RUN/model, its model card and RUN/report.html; training from Python.
 
-if begin(config, ContinuedTask):                          # trains or resumes
-    finish(config, ContinuedTask)
-export(Path("RUN"), Config, ContinuedTask)                # RUN/model from a checkpoint
-run = trained(Config, ContinuedTask, load, "w2v_cmsc_rlm", "DATASET", "RUN", {"train.steps": 1000})
+export(Path("RUN"), PretrainTask)                        # RUN/model from a checkpoint
+run = run_from_python(train_run, PretrainTask, None, "DATASET", "RUN", {"train.steps": 1000})
 run.model().embed(...), run.validation[-1], run.report
 """
 
@@ -13,50 +11,51 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from omnilead.data_tools.cli import is_memory, say
+from omnilead.data_tools.cli import is_memory, say, without
 from omnilead.data_tools.dataset import DataError, Dataset
 from omnilead.engine.common import METRICS, VALIDATION, ConfigError, OutputError, environment
-from omnilead.engine.config import RunConfig
-from omnilead.engine.inference import trained_model as inference
-from omnilead.engine.interop.hub import model_card
-from omnilead.engine.report.run_report import REPORT, StepLog, write_report
 from omnilead.engine.training import distributed
 from omnilead.engine.training.checkpoint import CheckpointError, WriteError
-from omnilead.engine.training.export import ExportedTask, read_export, write_export
 from omnilead.engine.training.loop import TrainError
-from omnilead.engine.training.tracking import Profile, open_services, require_installed
-from omnilead.engine.training.train import train
+from omnilead.engine.training.task import TrainingTask
+
+if TYPE_CHECKING:
+    from omnilead.engine.inference.trained_model import TrainedModel
 
 BAD_INPUT = (ConfigError, DataError, CheckpointError)
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
 NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 Data = str | os.PathLike[str] | Dataset
+Train = Callable[[Any, type[TrainingTask]], bool]  # engine.pretrain.train_run
 
 
-def begin(config: RunConfig, task: type[ExportedTask], profile: int = 0) -> bool:
-    """Trains or resumes, with the services of train.track; `profile`: number of steps to trace.
-    -> False if SIGTERM stopped it."""
-    require_installed(config)
-    return train(config, task, open_services, Profile(profile) if profile else None)
-
-
-def finish(config: RunConfig, task: type[ExportedTask]) -> None:
+def finish(run: Path, task: type[TrainingTask]) -> None:
     """When all steps are done: RUN/model and RUN/report.html, on rank 0."""
-    if environment()[0] == 0:
-        run = Path(config.run)
-        say(f"done: {export(run, type(config), task)}, {write_report(run)}")
+    if environment()[0]:
+        return
+    made = [str(export(run, task))]
+    with without("engine.report", "RUN/report.html is"):
+        from omnilead.engine.report.run_report import write_report
+
+        made.append(str(write_report(run)))
+    say(f"done: {', '.join(made)}")
 
 
-def export(run: Path, kind: type[RunConfig], task: type[ExportedTask]) -> Path:
+def export(run: Path, task: type[TrainingTask]) -> Path:
     """Writes RUN/model with its model card."""
-    read = read_export(run, kind, task)
-    card = model_card(run, read.config, read.state, read.weights, task)
+    from omnilead.engine.training.export import read_export, write_export
+
+    read, card = read_export(run, task), ""
+    with without("engine.interop", "the model card is"):
+        from omnilead.engine.interop.hub import model_card
+
+        card = model_card(run, read.config, read.state, read.weights, task)
     return write_export(run, read, task, card)
 
 
-def explain(error: BaseException) -> tuple[str, int]:
+def message_and_code(error: BaseException) -> tuple[str, int]:
     """A one-line message and an exit code: 2, settings or files are wrong; 1, the run failed;
     130, Ctrl-C. Raises other errors: bugs."""
     if isinstance(error, BAD_INPUT):
@@ -91,52 +90,53 @@ class TrainingRun:
     def __fspath__(self) -> str:
         return str(self.path)
 
-    def model(self, **options: Any) -> inference.TrainedModel:
+    def model(self, **options: Any) -> "TrainedModel":
         """Same as omnilead.load(RUN, **options)."""
-        return inference.load(self.path, **options)
+        from omnilead.engine.inference.trained_model import load
+
+        return load(self.path, **options)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
-        return StepLog(self.path / METRICS).rows
+        return self._rows(METRICS)
 
     @property
     def validation(self) -> list[dict[str, Any]]:
-        return StepLog(self.path / VALIDATION).rows
+        return self._rows(VALIDATION)
+
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        from omnilead.engine.report.run_report import StepLog
+
+        return StepLog(self.path / name).rows
 
     @property
     def report(self) -> Path:
-        return self.path / REPORT
+        return self.path / "report.html"
 
     def _repr_html_(self) -> str:
         page = html.escape(self.report.read_text(), quote=True)
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
-def trained(
-    kind: type[RunConfig],
-    task: type[ExportedTask],
-    read: Callable[[Any, Mapping[str, Any]], RunConfig],
+def run_from_python(
+    train: Train,
+    task: type[TrainingTask],
     config: str | Path | None,
     data: Data | Sequence[Data],
     out: str | os.PathLike[str],
     settings: Mapping[str, Any],
 ) -> TrainingRun:
-    """Implements engine.pretrain and engine.finetune; the first three arguments come from their
-    commands."""
+    """Implements omnilead.pretrain and omnilead.finetune."""
     datasets = [data] if isinstance(data, str | os.PathLike | Dataset) else data
     urls = [one.root.url if isinstance(one, Dataset) else os.fspath(one) for one in datasets]
-    given = {
-        key: os.fspath(value) if isinstance(value, os.PathLike) else value
-        for key, value in settings.items()
-    }
+    overrides: dict[str, Any] = {"data.datasets": urls, "run": os.fspath(out)}
+    for name, value in settings.items():
+        overrides[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
     try:
-        settled = read(config, {"data.datasets": urls, "run": os.fspath(out), **given})
-        finished = begin(settled, task)
-        if finished:
-            finish(settled, task)
+        finished = train(task.read(config, overrides), task)
     except Exception as error:
-        message, code = explain(error)
+        message, code = message_and_code(error)
         if message == str(error):
             raise
         raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error

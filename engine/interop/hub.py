@@ -39,7 +39,7 @@ from omnilead.engine.model.folder import (
 )
 from omnilead.engine.model.input import DEFAULT_INPUT, described
 from omnilead.engine.report.run_report import StepLog
-from omnilead.engine.training.export import METRIC_NAMES, ExportedTask
+from omnilead.engine.training.task import METRIC_NAMES, TrainingTask
 
 # An absolute path or the address of a bucket, but not https:// or hf://
 PLACE = re.compile(
@@ -85,7 +85,7 @@ def model_card(
     config: RunConfig,
     state: Facts,
     weights: dict[str, Tensor],
-    task: type[ExportedTask],
+    task: type[TrainingTask],
 ) -> str:
     title, lines = task.card(config, state)
     leads = config.augment.output_leads

@@ -52,30 +52,27 @@ from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.tasks.labels import SPLITS, TRAIN, TaskLabels, read_task, unknown_patients
-from omnilead.engine.tasks.start import read_start, readout_for, select_leads, with_windows
+from omnilead.engine.tasks.start import (
+    read_settings,
+    read_start,
+    readout_for,
+    select_leads,
+    with_windows,
+)
 from omnilead.engine.training.checkpoint import newest
 from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.export import (
-    ExportedTask,
-    best_step_text,
-    describe_encoder,
-    is_model,
-    signals_of,
-    start_text,
-)
+from omnilead.engine.training.export import is_model, signals_of
+from omnilead.engine.training.inputs import Arguments, dtype_of, whole
 from omnilead.engine.training.task import (
-    Arguments,
     Between,
     Groups,
+    TrainingTask,
     best_metric,
+    best_step_text,
+    describe_encoder,
+    start_text,
 )
-from omnilead.engine.training.validation import (
-    dtype_of,
-    eval_mode,
-    pairs,
-    predict_on_ranks,
-    whole,
-)
+from omnilead.engine.training.validation import eval_mode, pairs, predict_on_ranks
 
 DIAGNOSED = 64  # crops
 
@@ -174,7 +171,10 @@ class HeldOut(NamedTuple):
     windows_N: np.ndarray  # how many windows each crop has
 
 
-class FinetuneTask(ExportedTask):
+class FinetuneTask(TrainingTask):
+    settings = FinetuneConfig
+    exports_best = True
+    read = staticmethod(read_settings)
     keys = (
         "step",
         "crops_seen",
@@ -189,7 +189,6 @@ class FinetuneTask(ExportedTask):
         "skipped_steps",
         "memory_gb",
     )
-    exports_best = True
 
     def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         super().__init__(config, datasets, ranks)

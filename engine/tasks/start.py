@@ -4,9 +4,9 @@
 
 Without a config file, the kind of the labels and a schedule that suits their number are chosen:
 
-    finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
-    finetuning(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})
-    finetuning("diagnosis", ["start=RUN", "data.datasets=[DATASET]", "run=DX"])
+    read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.labels": "my.csv", "run": "OUT"})
+    read_settings(None, {"start": "RUN", "data.datasets": ["DATASET"], "task.name": "sex", "run": "OUT"})
+    read_settings("diagnosis", ["start=RUN", "data.datasets=[DATASET]", "run=DX"])
 """
 
 import os
@@ -142,7 +142,7 @@ def select_leads(start: Start, config: FinetuneConfig) -> dict[str, Tensor]:
     return chosen
 
 
-def finetuning(
+def read_settings(
     config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any]
 ) -> FinetuneConfig:
     """The settings of `config`, or without it, those of the task that task.name or task.labels

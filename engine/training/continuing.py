@@ -1,40 +1,32 @@
 """Continues pre-training from the weights of another model: `start` is a run, a model folder or a
 converted model.
 
-    train(config, ContinuedTask)              # engine.training.train; without `start`, from random weights
+    config = read_settings(None, {"start": "RUN"})      # those of the run, or of the model and its objective
     started = read_weights(config)            # ConfigError if the architectures differ
     print(started.into(model))                # what was loaded, and what starts afresh
-    examine_objective(model, torch.float32)   # ConfigError if an objective of your own breaks its interface
 
 This is a separate run: optimiser, learning rate and data order start afresh. The heads of the local
 objective are loaded if all of them fit. Code in the folder is never run.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping
-from omnilead.engine.common import ConfigError, blaming, describe_leads, flatten
+from omnilead.engine.common import ConfigError, describe_leads, flatten
 from omnilead.engine.config import Config, build
-from omnilead.engine.data.augmenter import HALF
-from omnilead.engine.data.loader import order_of
-from omnilead.engine.data.seen import as_bytes
 from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.model.encoders import cast_statistics, portable
+from omnilead.engine.model.encoders import portable
 from omnilead.engine.model.folder import (
     CONFIG,
     PREPROCESSING,
-    SEEN,
     WEIGHTS,
     config_of,
     document_of,
@@ -43,23 +35,8 @@ from omnilead.engine.model.folder import (
     seen_by,
 )
 from omnilead.engine.model.input import Input
-from omnilead.engine.model.objectives import single_process
-from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.export import (
-    ExportedTask,
-    best_step_text,
-    describe_encoder,
-    start_text,
-)
-from omnilead.engine.training.pretraining import PretrainTask
-from omnilead.engine.training.validation import dtype_of, training_roles
 
 QUICKSTART = "quickstart"  # the config if none is given
-# What embeddings of the model keep of an ECG (engine.inference.readout). Of those tried, it diagnosed
-# 1,662 real ECGs best from 12 leads, docs/readouts.md
-READOUT = "mean+std+rhythm"
-READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured
 INPUT = ("window_s", "fs_hz", "band_hz", "scale")
 PLUGGED = ("model.encoder", "augment.extra", "objective.method")  # may name the user's own code
 # and defaults
@@ -68,7 +45,6 @@ PLACES: dict[str, Any] = {
     "train.track": ["tensorboard"],
     "pipeline.cache_dir": None,
 }
-TAKEN = {"local", "diversity", "features"}  # names of losses
 MASK = "encoder.mask_embedding"  # only the local objective has it
 
 
@@ -110,111 +86,11 @@ class StartingWeights:
         return f"start={self.start}: {taken} loaded; new: {', '.join(new)}"
 
 
-class ContinuedTask(PretrainTask, ExportedTask):
-    """Pre-training from the weights of `start`, if it is set, up to an exported model."""
-
-    exports_best = False
-
-    def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
-        super().__init__(config, datasets, ranks)
-        self.start = read_weights(config) if config.start else None
-        if self.start:
-            self.kept = {SEEN: as_bytes(self.start.seen)}
-
-    def model(self, generator: torch.Generator) -> nn.Module:
-        model = super().model(generator)
-        if isinstance(model, Pretrainer) and model.plugin is not None:
-            dtype = dtype_of(self.config)
-            cast_statistics(model.plugin, dtype)
-            names = examine_objective(
-                model, dtype, self.config.windows, self.config.signals.samples
-            )
-            self.keys = tuple(dict.fromkeys([*self.keys, *names]))
-        if self.start:
-            self.remarks = [*self.remarks, self.start.into(model)]
-        return model
-
-    def facts(self) -> dict[str, Any]:
-        facts = super().facts()
-        if self.start:
-            facts |= self.start.facts
-        return facts
-
-    @staticmethod
-    def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
-        objective = config.objective
-        model = asdict(config.model) | {"encoder": portable(config.model.encoder)}
-        document: dict[str, Any] = {
-            "model": model,
-            "objective": asdict(objective) | {"method": portable(objective.method)},
-            "readout": READOUT if config.signals.plain else READOUT_ELSE,
-        }
-        if "continued" in state:
-            document["continued"] = state["continued"]
-        return document
-
-    @staticmethod
-    def uses(
-        config: Config, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
-    ) -> list[tuple[Dataset, np.ndarray, str]]:
-        order = order_of(config.loader, datasets, **training_roles(config))
-        drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
-        return [(dataset, rows, "unlabelled") for dataset, rows in drawn]
-
-    @staticmethod
-    def exports(config: Config, name: str) -> bool:
-        return not name.startswith("plugin.")
-
-    @staticmethod
-    def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
-        objective = config.objective
-        names = ["contrast"]
-        if objective.local:
-            names = ["local", "diversity", "features", "contrast"]
-        terms = [f"{getattr(objective, n)} x {n}" for n in names if getattr(objective, n)]
-        global_objective = portable(objective.method) if objective.contrast else "none"
-        lines = [describe_encoder(config.model)]
-        if config.start:
-            lines.append(f"Continued from the weights of {start_text(config.start)}.")
-        lines.append(f"Loss: {', '.join(terms)}; global objective {global_objective}.")
-        best = best_step_text(state.get("best") or {})
-        lines.append(f"Weights of step {state['step']:,}, the newest. {best}")
-        return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines
-
-
-def examine_objective(
-    model: Pretrainer, dtype: torch.dtype, windows: int = 2, samples: int = HALF
-) -> list[str]:
-    """Run an objective that is a class on two crops of so many windows; ConfigError if it breaks
-    its interface. Returns the names of its losses."""
-    own = copy.deepcopy(model)
-    for p in own.parameters():
-        p.data = p.data.to(dtype)
-    named = f"objective.method={model.objective.method}"
-    with blaming(named), single_process(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        x_BSLT = torch.randn(2, windows, model.config.leads, samples)
-        x_BSLT[1, -1] = 0  # as RLM may give
-        losses = own.plugged_losses(x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1))
-        if not losses or TAKEN & losses.keys():
-            names = ", ".join(sorted(TAKEN))
-            raise ConfigError(f"returns {list(losses)}: name one loss or more, and none {names}")
-        for name, loss in losses.items():
-            if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-                raise ConfigError(f"loss {name!r} is not a scalar tensor with a gradient")
-        total = torch.stack(list(losses.values())).sum()
-        total.backward()
-        grads = [p.grad for p in own.encoder.parameters() if p.grad is not None]
-        if not grads or not all(x.isfinite().all() for x in (total, *grads)):
-            raise ConfigError("gives the encoder no gradient, or one that is not finite")
-    return [f"loss_{name}" for name in losses]
-
-
 def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in weights.items()}
 
 
-def read_config(
+def read_settings(
     config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
     """Like engine.commandline.load. Without a config, the settings are those of the run `start`. If

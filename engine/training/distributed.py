@@ -1,6 +1,6 @@
 """Ranks: the same under `deepspeed`, `torchrun` and plain `python`, on CPU (gloo) and CUDA (nccl).
 
-    ranks = start(timeout_s=600)              # ranks.rank, ranks.world, ranks.device
+    with started(config.train) as ranks: ...  # ranks.rank, ranks.world, ranks.device
     on_first_rank(ranks, work)                # work() on rank 0; its result or its error on every rank
     with process_restored(): ...              # restores environment, threads, compiled graphs
     largest = MaxOverRanks(ranks)
@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import HashStore
 
 from omnilead.data_tools.cli import tell
 from omnilead.engine.common import ConfigError, cores_per_rank, environment
+from omnilead.engine.config import TrainConfig
 from omnilead.engine.model.kernels import disable_tf32
 
 T = TypeVar("T")
@@ -45,6 +46,20 @@ class Ranks:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+
+@contextmanager
+def started(config: TrainConfig) -> Iterator[Ranks]:
+    """All ranks of a training; its process is left as it was, and can train again."""
+    with process_restored():
+        ranks = start(config.timeout_s, config.deterministic)
+        try:
+            yield ranks
+        except BaseException:
+            if ranks.world == 1:  # else closing would wait for the other ranks
+                close()
+            raise
+        close()
 
 
 def start(timeout_s: float, deterministic: bool = False) -> Ranks:

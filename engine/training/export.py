@@ -1,66 +1,23 @@
 """Exports a run: RUN/model from a checkpoint, and what its model card says."""
 
-import inspect
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
 
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.common import ConfigError, describe_leads, plugin
+from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.config import RunConfig
 from omnilead.engine.data import seen
 from omnilead.engine.model import folder
-from omnilead.engine.model.config import ENCODERS, ModelConfig
-from omnilead.engine.model.encoders import CODE, file_of, portable
+from omnilead.engine.model.encoders import CODE
 from omnilead.engine.model.input import DEFAULT_INPUT, SCALES
 from omnilead.engine.training import checkpoint, distributed
 from omnilead.engine.training.checkpoint import CheckpointError, WriteError, warn
 from omnilead.engine.training.task import TrainingTask
 from omnilead.engine.training.train import saved_config
-
-METRIC_NAMES = {
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-    "challenge": "CinC 2021 score",
-    "f_measure": "F-measure",
-    "mae": "mean absolute error",
-    "r2": "R2",
-    "c_index": "C-index",
-    "identification_accuracy": "share of patients recognised",
-}
-
-
-class ExportedTask(TrainingTask):
-    exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
-
-    @staticmethod
-    @abstractmethod
-    def described(config: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The exported model's config.json; `state`: the checkpoint's, with `facts`."""
-
-    @staticmethod
-    @abstractmethod
-    def card(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
-        """Title and lines of the model card."""
-
-    @staticmethod
-    @abstractmethod
-    def uses(
-        config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
-    ) -> list[tuple[Dataset, np.ndarray, str]]:
-        """The crops that the checkpoint's weights have seen: rows of a dataset, and their use
-        (engine.data.seen)."""
-
-    @staticmethod
-    def exports(config: Any, name: str) -> bool:
-        """Whether the weights of this name are exported."""
-        return True
 
 
 class Export(NamedTuple):
@@ -70,20 +27,20 @@ class Export(NamedTuple):
     seen: pa.Table
 
 
-def read_export(run: Path, kind: type[RunConfig], task: type[ExportedTask]) -> Export:
+def read_export(run: Path, task: type[TrainingTask]) -> Export:
     """What RUN/model will hold, from the best or the newest checkpoint."""
     path = best(run) if task.exports_best else checkpoint.newest(run, warn)
     if path is None:
         raise CheckpointError(f"{run}: has no checkpoint: train it first")
     state = checkpoint.read_state(path)
-    config: Any = saved_config(path, state, kind)
+    config: Any = saved_config(path, state, task.settings)
     with distributed.process_restored():  # reading may import DeepSpeed
         every = full_weights(path)
     weights = {name: tensor for name, tensor in every.items() if task.exports(config, name)}
     return Export(config, state, weights, seen_until(run, config, state, task))
 
 
-def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[ExportedTask]) -> pa.Table:
+def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]) -> pa.Table:
     """What the weights of a checkpoint have seen, their start included."""
     records = [folder.seen_by(run)] if is_model(config.start) else []
     try:
@@ -126,7 +83,7 @@ def full_weights(path: Path) -> dict[str, Tensor]:
         return {name: tensor.contiguous().clone() for name, tensor in (weights | floats).items()}
 
 
-def write_export(run: Path, export: Export, task: type[ExportedTask], card: str) -> Path:
+def write_export(run: Path, export: Export, task: type[TrainingTask], card: str) -> Path:
     """Writes RUN/model: weights in safetensors, the input specification, the card."""
     config, state, weights, record = export
     document = task.described(config, state) | {"trained": _history(config, state)}
@@ -175,36 +132,3 @@ def read_code(file: Path) -> bytes:
 def is_model(start: str) -> bool:
     """Whether `start` is a model; a YAML file gives random weights."""
     return bool(start) and Path(start).suffix not in (".yaml", ".yml")
-
-
-def start_text(start: str) -> str:
-    """For the model card, which may be shared: names no folder of this machine."""
-    return start if "://" in start else Path(start).name
-
-
-def best_step_text(best: Mapping[str, float]) -> str:
-    """For the model card."""
-    name = next((name for name in best if name != "step"), None)
-    if name is None:
-        return "There was no validation."
-    return (
-        f"Best {METRIC_NAMES.get(name, name)} in validation: {best[name]:.4f}, at step "
-        f"{best['step']:,}."
-    )
-
-
-def describe_encoder(config: ModelConfig) -> str:
-    """One line for the model card."""
-    if not config.encoder:
-        size = (
-            f"{len(config.conv)} convolutions, {config.layers} {'causal ' * config.causal}transformer "
-            f"layers of width {config.width}"
-        )
-        return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
-    about = (
-        "with its code in this folder"
-        if file_of(config.encoder)
-        else inspect.getdoc(plugin(ENCODERS[config.encoder]))
-    )
-    options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
-    return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."

@@ -35,9 +35,10 @@ from omnilead.engine.data.patients import source_names
 from omnilead.engine.model.objectives import sum_over_ranks
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import MaxOverRanks, Ranks
+from omnilead.engine.training.inputs import some_crops
 from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops, write_diagnostics
 from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
-from omnilead.engine.training.task import TrainingTask, some_crops
+from omnilead.engine.training.task import TrainingTask
 
 DROPOUT_STREAM = 200
 AGAIN_S = 2  # from this long after a Ctrl-C, another one counts: launchers may send each one twice

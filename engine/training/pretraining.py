@@ -1,10 +1,13 @@
-"""The pre-training task: model, arguments, validation, collapse warning.
+"""The pre-training task: model, inputs, validation, collapse warning, and what is exported.
 
-engine.training.continuing has what comes before and after: starting weights, and the export.
+engine.training.continuing reads the weights of `start`, if it is set.
 """
 
+import copy
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,46 +15,59 @@ import torch
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import VALID, ConfigError
+from omnilead.engine.common import VALID, ConfigError, blaming
 from omnilead.engine.config import Config, candidates, micro_batch
+from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.data.leakage import held_out, refuse_leak
-from omnilead.engine.data.loader import Batch
+from omnilead.engine.data.loader import Batch, order_of
 from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.data.seen import as_bytes
 from omnilead.engine.model.config import masked_share
 from omnilead.engine.model.encoders import (
+    cast_statistics,
     code_of,
     drops_out,
     encoder_flops,
+    portable,
     prepared,
 )
+from omnilead.engine.model.folder import SEEN
+from omnilead.engine.model.objectives import single_process
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
+from omnilead.engine.training.continuing import read_settings, read_weights
 from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.inputs import Arguments, PretrainInputs, dtype_of, some_crops
 from omnilead.engine.training.task import (
-    Arguments,
     Between,
     TrainingTask,
     best_metric,
-    some_crops,
+    best_step_text,
+    describe_encoder,
+    start_text,
 )
 from omnilead.engine.training.validation import (
     Capture,
     PatientProbe,
     ValidationLoss,
-    dtype_of,
     eval_mode,
-    model_inputs,
     rows_of,
     training_roles,
-    windows_of,
 )
 
+# What embeddings of the model keep of an ECG (engine.inference.readout). Of those tried, it diagnosed
+# 1,662 real ECGs best from 12 leads, docs/readouts.md
+READOUT = "mean+std+rhythm"
+READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured
 DIAGNOSED = 16  # crops of a rank
+TAKEN = {"local", "diversity", "features"}  # names of losses
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 
 
 class PretrainTask(TrainingTask):
-    """From random weights; ContinuedTask also loads those of `start`."""
+    settings = Config
+    exports_best = False
+    read = staticmethod(read_settings)
 
     keys: tuple[str, ...] = (
         "step",
@@ -92,7 +108,9 @@ class PretrainTask(TrainingTask):
         )
         self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         self.roles = training_roles(config)
-        self.patients = patient_ids(datasets) if config.objective.needs_ids else None
+        self.inputs = PretrainInputs(
+            config, patient_ids(datasets) if config.objective.needs_ids else None
+        )
         self.held_out = ValidationLoss(config, datasets, ranks)
         self.probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
@@ -105,6 +123,9 @@ class PretrainTask(TrainingTask):
                 ],
             )
         self.remarks = self._validation_remarks()
+        self.start = read_weights(config) if config.start else None
+        if self.start:
+            self.kept = {SEEN: as_bytes(self.start.seen)}
         self.flops_per_crop = encoder_flops(
             self.encoder, config.model, local, signals.samples, config.windows
         )
@@ -131,16 +152,25 @@ class PretrainTask(TrainingTask):
         ]
 
     def model(self, generator: torch.Generator) -> nn.Module:
-        return Pretrainer(self.config.model, self.config.objective, self.encoder, generator)
+        config = self.config
+        model = Pretrainer(config.model, config.objective, self.encoder, generator)
+        if model.plugin is not None:
+            dtype = dtype_of(config)
+            cast_statistics(model.plugin, dtype)
+            names = examine_objective(model, dtype, config.windows, config.signals.samples)
+            self.keys = tuple(dict.fromkeys([*self.keys, *names]))
+        if self.start:
+            self.remarks = [*self.remarks, self.start.into(model)]
+        return model
 
     def seen(self, batch: Batch) -> Tensor:
-        return windows_of(batch, self.config)
+        return self.inputs.windows(batch)
 
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         tau = torch.tensor(temperature(self.config.model, step)).to(
             self.ranks.device, non_blocking=True
         )
-        return model_inputs(batch, self.config, self.patients, tau)
+        return self.inputs(batch, tau)
 
     def validate(self, engine: Any, between: Between) -> dict[str, float]:
         row = self.held_out.measure(engine, between) if self.held_out.crops else {}
@@ -151,6 +181,8 @@ class PretrainTask(TrainingTask):
     def facts(self) -> dict[str, Any]:
         """Adds the number of candidates, which is part of the objective."""
         facts = super().facts()
+        if self.start:
+            facts |= self.start.facts
         if not self.config.signals.plain:
             facts["input"] = self.config.signals.signals
         if self.config.objective.contrast > 0:
@@ -224,8 +256,77 @@ class PretrainTask(TrainingTask):
         model = engine.module
         with eval_mode(engine), Capture(model) as captured, torch.no_grad():
             if model.local is None:  # an objective of your own may not encode the whole
-                x_BSLT = windows_of(batch, self.config)[:few]
+                x_BSLT = self.seen(batch)[:few]
                 model.encoder(x_BSLT.flatten(0, 1).to(dtype_of(self.config)))
             else:
                 engine(*part)
         return super().diagnostics(engine, batch) | captured.similarities(self.config.windows)
+
+    @staticmethod
+    def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:
+        objective = config.objective
+        model = asdict(config.model) | {"encoder": portable(config.model.encoder)}
+        document: dict[str, Any] = {
+            "model": model,
+            "objective": asdict(objective) | {"method": portable(objective.method)},
+            "readout": READOUT if config.signals.plain else READOUT_ELSE,
+        }
+        if "continued" in state:
+            document["continued"] = state["continued"]
+        return document
+
+    @staticmethod
+    def uses(
+        config: Config, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
+    ) -> list[tuple[Dataset, np.ndarray, str]]:
+        order = order_of(config.loader, datasets, **training_roles(config))
+        drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
+        return [(dataset, rows, "unlabelled") for dataset, rows in drawn]
+
+    @staticmethod
+    def exports(config: Config, name: str) -> bool:
+        return not name.startswith("plugin.")
+
+    @staticmethod
+    def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
+        objective = config.objective
+        names = ["contrast"]
+        if objective.local:
+            names = ["local", "diversity", "features", "contrast"]
+        terms = [f"{getattr(objective, n)} x {n}" for n in names if getattr(objective, n)]
+        global_objective = portable(objective.method) if objective.contrast else "none"
+        lines = [describe_encoder(config.model)]
+        if config.start:
+            lines.append(f"Continued from the weights of {start_text(config.start)}.")
+        lines.append(f"Loss: {', '.join(terms)}; global objective {global_objective}.")
+        best = best_step_text(state.get("best") or {})
+        lines.append(f"Weights of step {state['step']:,}, the newest. {best}")
+        return "Lead-agnostic ECG encoder, pre-trained with omnilead", lines
+
+
+def examine_objective(
+    model: Pretrainer, dtype: torch.dtype, windows: int = 2, samples: int = HALF
+) -> list[str]:
+    """Run an objective that is a class on two crops of so many windows; ConfigError if it breaks
+    its interface. Returns the names of its losses."""
+    own = copy.deepcopy(model)
+    for p in own.parameters():
+        p.data = p.data.to(dtype)
+    named = f"objective.method={model.objective.method}"
+    with blaming(named), single_process(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        x_BSLT = torch.randn(2, windows, model.config.leads, samples)
+        x_BSLT[1, -1] = 0  # as RLM may give
+        losses = own.plugged_losses(x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1))
+        if not losses or TAKEN & losses.keys():
+            names = ", ".join(sorted(TAKEN))
+            raise ConfigError(f"returns {list(losses)}: name one loss or more, and none {names}")
+        for name, loss in losses.items():
+            if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+                raise ConfigError(f"loss {name!r} is not a scalar tensor with a gradient")
+        total = torch.stack(list(losses.values())).sum()
+        total.backward()
+        grads = [p.grad for p in own.encoder.parameters() if p.grad is not None]
+        if not grads or not all(x.isfinite().all() for x in (total, *grads)):
+            raise ConfigError("gives the encoder no gradient, or one that is not finite")
+    return [f"loss_{name}" for name in losses]

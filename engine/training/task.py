@@ -1,36 +1,49 @@
-"""A task: what is trained, and how it is validated. The training loop knows nothing else about it.
+"""A task: what is trained, how it is validated, and what is exported. The training loop knows
+nothing else about it.
 
 class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in engine.tasks.finetuning
-train(config, PretrainTask, open_services)            # engine.training.train
+train_run(config, PretrainTask)                   # engine.pretrain
 """
 
 import hashlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import LOWER_IS_BETTER, ConfigError
+from omnilead.engine.common import LOWER_IS_BETTER, ConfigError, plugin
+from omnilead.engine.config import RunConfig
 from omnilead.engine.data.loader import Batch
+from omnilead.engine.model.config import ENCODERS, ModelConfig
+from omnilead.engine.model.encoders import file_of, portable
 from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.inputs import Arguments
 
+METRIC_NAMES = {
+    "auroc": "AUROC",
+    "auprc": "AUPRC",
+    "challenge": "CinC 2021 score",
+    "f_measure": "F-measure",
+    "mae": "mean absolute error",
+    "r2": "R2",
+    "c_index": "C-index",
+    "identification_accuracy": "share of patients recognised",
+}
 SAMPLES = 4  # crops shown in the report
-# Tensors with one row per crop, scalars, and None for what is not given
-Arguments = tuple[Tensor | None, ...]
 Between = Callable[[], None]  # called by all ranks between batches; raises when the run must stop
+Overrides = Sequence[str] | Mapping[str, Any]  # as for engine.commandline.overridden
 Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
 
 
-def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
-    """The arguments for a part of the batch: scalars are the same for all crops."""
-    return tuple(a if a is None or a.ndim == 0 else a[start:stop] for a in arguments)
-
-
 class TrainingTask(ABC):
+    settings: ClassVar[type[RunConfig]]
+    exports_best: ClassVar[bool]  # export the best checkpoint, or the newest
     keys: tuple[str, ...]  # of each line in metrics.jsonl
     # The validation metric that chooses the best step; 1: higher is better, -1: lower
     best: tuple[str, int]
@@ -44,6 +57,11 @@ class TrainingTask(ABC):
 
     def __init__(self, config: Any, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.datasets, self.ranks = config, datasets, ranks
+
+    @staticmethod
+    @abstractmethod
+    def read(config: str | Path | None, overrides: Overrides) -> Any:
+        """The settings of a run, from a config and what --set says."""
 
     @abstractmethod
     def model(self, generator: torch.Generator) -> nn.Module:
@@ -95,6 +113,29 @@ class TrainingTask(ABC):
         """A warning about the logged values, if there is one."""
         return None
 
+    @staticmethod
+    @abstractmethod
+    def described(config: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """The exported model's config.json; `state`: the checkpoint's, with `facts`."""
+
+    @staticmethod
+    @abstractmethod
+    def card(config: Any, state: dict[str, Any]) -> tuple[str, list[str]]:
+        """Title and lines of the model card."""
+
+    @staticmethod
+    @abstractmethod
+    def uses(
+        config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
+    ) -> list[tuple[Dataset, np.ndarray, str]]:
+        """The crops that the checkpoint's weights have seen: rows of a dataset, and their use
+        (engine.data.seen)."""
+
+    @staticmethod
+    def exports(config: Any, name: str) -> bool:
+        """Whether the weights of this name are exported."""
+        return True
+
 
 def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
     """`TrainingTask.best` from train.best; by default the first of the task's validation
@@ -110,3 +151,36 @@ def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
             "LOWER_IS_BETTER in engine/common.py"
         )
     return name, -1 if LOWER_IS_BETTER[name] else 1
+
+
+def start_text(start: str) -> str:
+    """For the model card, which may be shared: names no folder of this machine."""
+    return start if "://" in start else Path(start).name
+
+
+def best_step_text(best: Mapping[str, float]) -> str:
+    """For the model card."""
+    name = next((name for name in best if name != "step"), None)
+    if name is None:
+        return "There was no validation."
+    return (
+        f"Best {METRIC_NAMES.get(name, name)} in validation: {best[name]:.4f}, at step "
+        f"{best['step']:,}."
+    )
+
+
+def describe_encoder(config: ModelConfig) -> str:
+    """One line for the model card."""
+    if not config.encoder:
+        size = (
+            f"{len(config.conv)} convolutions, {config.layers} {'causal ' * config.causal}transformer "
+            f"layers of width {config.width}"
+        )
+        return f"Encoder of wav2vec 2.0 for ECGs (Oh et al., CHIL 2022): {size}."
+    about = (
+        "with its code in this folder"
+        if file_of(config.encoder)
+        else inspect.getdoc(plugin(ENCODERS[config.encoder]))
+    )
+    options = ", ".join(f"{name}={value}" for name, value in config.options.items()) or "defaults"
+    return f"Encoder `{portable(config.encoder)}`, {about}. Options: {options}."

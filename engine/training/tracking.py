@@ -2,7 +2,8 @@
 (`--profile N`), on rank 0.
 
     require_installed(config)                          # before any work
-    train(config, task, open_services, Profile(20))    # engine.training.train
+    services = open_services(run, config, step)        # for engine.training.loggers.RunLogger
+    with Profile(20).traced(folder, device) as tracer: ...
 
 TensorBoard, Weights & Biases and MLflow: project and account are set by the services' own
 environment variables: WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME. A resumed run

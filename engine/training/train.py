@@ -1,15 +1,13 @@
-"""A training run, from its settings to its last checkpoint.
-
-    train(config, PretrainTask, open_services)       # raises; may be called several times in one process
+"""The parts of a training run, in the order in which engine.pretrain.train_run puts them together:
+data, checkpoint to resume from, loader, DeepSpeed's engine, logger, loop.
 
 A RUN with a checkpoint is resumed if data and settings have not changed since it was written.
-engine.run writes model and report afterwards.
 """
 
 import gc
 import math
 import warnings
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,15 @@ import torch
 
 from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import META, Dataset
-from omnilead.engine.common import ConfigError, environment, flatten, write_whole
-from omnilead.engine.config import RunConfig, build, check, deepspeed_json, zero_stage
+from omnilead.engine.common import ConfigError, flatten, write_whole
+from omnilead.engine.config import RunConfig, build, deepspeed_json, zero_stage
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.model.encoder import Encoder, attention_backend
 from omnilead.engine.model.encoders import CODE
 from omnilead.engine.training import checkpoint, distributed
 from omnilead.engine.training.checkpoint import CheckpointError
-from omnilead.engine.training.distributed import Ranks, on_first_rank
-from omnilead.engine.training.loggers import OpenServices, RunLogger
+from omnilead.engine.training.distributed import on_first_rank
+from omnilead.engine.training.loggers import RunLogger, Service
 from omnilead.engine.training.loop import Loop, Progress, run_facts
 from omnilead.engine.training.optimizer import GuardedAdamW
 from omnilead.engine.training.task import TrainingTask
@@ -104,31 +102,6 @@ class Resumed:
         return replace(progress, **{name: self.state[name] for name in names if name in self.state})
 
 
-def train(
-    config: RunConfig, task: type[TrainingTask], open_services: OpenServices, profile: Any = None
-) -> bool:
-    """Starts or resumes the run; `profile`: engine.training.tracking.Profile, the steps to trace.
-    -> False if SIGTERM stopped it. Ctrl-C also writes a checkpoint, and raises
-    KeyboardInterrupt."""
-    check(config, environment()[1])
-    datasets = open_datasets(config)
-    run = make_folder(config.run)
-    with distributed.process_restored():
-        ranks = distributed.start(config.train.timeout_s, config.train.deterministic)
-        failed = True
-        try:
-            with checkpoint.locked(run, ranks), ExitStack() as held:
-                loop = make_loop(task(config, datasets, ranks), run, open_services, profile, held)
-                finished = run_loop(loop, profile, held)
-            failed = False
-        finally:
-            if not failed or ranks.world == 1:  # after an error, do not wait for the other ranks
-                distributed.close()
-    if loop.interrupted_at_s is not None and not finished:
-        raise KeyboardInterrupt("interrupted: run it again to resume")
-    return finished
-
-
 def make_folder(name: str) -> Path:
     run = Path(name)
     mend = "choose another with --out RUN"
@@ -162,58 +135,56 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
     return datasets
 
 
-def make_loop(
-    task: TrainingTask, run: Path, open_services: OpenServices, profile: Any, held: ExitStack
-) -> Loop:
-    """`held` closes whatever is opened here, also after an error."""
-    config: RunConfig = task.config
-    datasets, ranks = task.datasets, task.ranks
-    resumed = find_checkpoint(config, task, run)
-    loader = Loader(
-        replace(config.loader, windows=task.windows),
-        datasets,
+def make_loader(task: TrainingTask, resumed: Resumed | None) -> Loader:
+    ranks = task.ranks
+    return Loader(
+        replace(task.config.loader, windows=task.windows),
+        task.datasets,
         ranks.device,
         ranks.rank,
         ranks.world,
         resumed.loader_state if resumed else None,
         **task.roles,
     )
-    held.callback(loader.close)
-    total = config.train.steps or math.ceil((config.train.epochs or 0) * loader.steps_per_epoch)
-    progress = resumed.progress(loader.step, total) if resumed else Progress()
-    if profile:
-        profile.check(total - progress.step)
-    if resumed and resumed.universal:
-        distributed.on_first_rank(ranks, lambda: checkpoint.to_universal(resumed.path))
-    if ranks.first:
-        write_files(run, task, resumed is None)
-    engine, adam = make_engine(config, task, bool(resumed and resumed.universal))
-    held.callback(engine.destroy)
-    if resumed:
-        checkpoint.load(engine, resumed.path, resumed.universal)
-    logger = None
-    if ranks.first:
-        facts = facts_of_run(task, engine) | {"steps": total}
-        logger = RunLogger(run, config, task.keys, facts, progress.done, total, open_services)
-        held.enter_context(closing(logger))
-        say(heading(config, loader, ranks, progress, engine))
-        for remark in task.remarks:
-            say(remark)
-    return Loop(task, config, run, engine, adam, loader, progress, total, logger)
 
 
-def run_loop(loop: Loop, profile: Any, held: ExitStack) -> bool:
+def progress_of(config: RunConfig, loader: Loader, resumed: Resumed | None) -> tuple[Progress, int]:
+    """Where a run stands, and how many steps it has in all."""
+    t = config.train
+    total = t.steps or math.ceil((t.epochs or 0) * loader.steps_per_epoch)
+    return resumed.progress(loader.step, total) if resumed else Progress(), total
+
+
+def make_logger(
+    task: TrainingTask,
+    run: Path,
+    engine: Any,
+    progress: Progress,
+    total: int,
+    services: dict[str, Service],
+) -> RunLogger:
+    facts = facts_of_run(task, engine) | {"steps": total}
+    return RunLogger(run, task.config, task.keys, facts, progress.done, total, services)
+
+
+def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> None:
+    """The first lines of a run."""
+    say(heading(task, loader, progress, engine))
+    for remark in task.remarks:
+        say(remark)
+
+
+def run_loop(loop: Loop, profile: Any, opened: ExitStack) -> bool:
+    """`profile`: engine.training.tracking.Profile, of some steps."""
     gc.collect()
     gc.freeze()  # otherwise a collection during a step would visit everything that was imported
-    held.callback(gc.unfreeze)
-    ranks = loop.task.ranks
-    traced: Any = nullcontext()
+    opened.callback(gc.unfreeze)
+    ranks, tracer = loop.task.ranks, None
     if profile and ranks.first:
-        traced = profile.traced(loop.run / "profile", ranks.device)
+        tracer = opened.enter_context(profile.traced(loop.run / "profile", ranks.device))
     if ranks.first and ranks.device.type == "cpu" and (slow := estimate(loop)):
         say(slow)
-    with traced as tracer:
-        finished = loop.train(tracer)
+    finished = loop.train(tracer)
     if ranks.first and not finished:
         say(how_it_stopped(loop))
     return finished
@@ -249,6 +220,7 @@ def how_it_stopped(loop: Loop) -> str:
 
 
 def write_files(run: Path, task: TrainingTask, new: bool) -> None:
+    """Code and labels, without which the run's model could not be exported."""
     if new and task.code:
         (run / CODE).mkdir(exist_ok=True)
         for name, content in task.code.items():
@@ -257,8 +229,22 @@ def write_files(run: Path, task: TrainingTask, new: bool) -> None:
         write_whole(run / name, content)
 
 
-def make_engine(config: RunConfig, task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
+def make_engine(task: TrainingTask, run: Path, resumed: Resumed | None) -> tuple[Any, GuardedAdamW]:
+    """The model in DeepSpeed's engine, and its optimiser: with random weights, or a checkpoint's."""
+    universal = bool(resumed and resumed.universal)
+    if resumed and universal:
+        distributed.on_first_rank(task.ranks, lambda: checkpoint.to_universal(resumed.path))
+    if task.ranks.first:
+        write_files(run, task, resumed is None)
+    engine, adam = initialize(task, universal)
+    if resumed:
+        checkpoint.load(engine, resumed.path, universal)
+    return engine, adam
+
+
+def initialize(task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
     deepspeed = distributed.quiet_deepspeed()
+    config: RunConfig = task.config
     ranks, t, stage = task.ranks, config.train, zero_stage(config)
     model: Any = task.model(torch.Generator().manual_seed(t.seed)).to(ranks.device)
     adam = GuardedAdamW(
@@ -316,9 +302,8 @@ def facts_of_run(task: TrainingTask, engine: Any) -> dict[str, Any]:
     return facts | task.explained()
 
 
-def heading(
-    config: RunConfig, loader: Loader, ranks: Ranks, progress: Progress, engine: Any
-) -> str:
+def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> str:
+    config, ranks = task.config, task.ranks
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     begins = f"resumes after step {progress.step}" if progress.step else "begins"
     return (
@@ -329,22 +314,22 @@ def heading(
     )
 
 
-def find_checkpoint(config: RunConfig, task: TrainingTask, run: Path) -> Resumed | None:
-    """The checkpoint to resume from, if data and settings are still those it was written with."""
+def find_checkpoint(task: TrainingTask, run: Path) -> Resumed | None:
+    """The checkpoint to resume from. ConfigError if data or settings are not those it was written
+    with."""
     ranks = task.ranks
     path = on_first_rank(ranks, lambda: checkpoint.newest(run, checkpoint.warn))
     if path is None:
         return None
     state = checkpoint.read_state(path)
-    refuse_changes(path, state, config, task)
+    refuse_changes(path, state, task)
     loader_state = checkpoint.read_loader_state(path)
     universal = bool(state["zero_stage"]) and state["world"] != ranks.world
     return Resumed(path, state, loader_state, universal)
 
 
-def refuse_changes(
-    path: Path, state: dict[str, Any], config: RunConfig, task: TrainingTask
-) -> None:
+def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> None:
+    config: RunConfig = task.config
     saved = saved_config(path, state, type(config))
     if subject(state["config"]) != subject(config.tree()):
         raise other_run(path, state)

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.config import Config, RunConfig, candidates
-from omnilead.engine.data.augmenter import crop_key, to_device
-from omnilead.engine.data.counter import RandomStream, uniform
-from omnilead.engine.data.loader import Batch, Loader
+from omnilead.engine.data.augmenter import to_device
+from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.model.draws import Draws, row_keys
+from omnilead.engine.model.draws import Draws
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.objectives import (
     all_gather_no_grad,
@@ -39,6 +38,7 @@ from omnilead.engine.model.objectives import (
 )
 from omnilead.engine.model.pretrainer import LocalOutput
 from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.inputs import PretrainInputs, dtype_of
 from omnilead.engine.training.task import Between
 
 BATCH = 16  # crops encoded at a time
@@ -52,44 +52,6 @@ NOT_LOGGED = (
     "masked",
     "masked_share",
 )
-
-
-def dtype_of(config: RunConfig) -> torch.dtype:
-    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-
-
-def model_inputs(
-    batch: Batch, config: Config, patients: list[np.ndarray] | None, tau: Tensor | None = None
-) -> tuple[Tensor | None, ...]:
-    """A batch as arguments of engine.model.pretrainer.Pretrainer. `patients`: patient_ids of the
-    datasets."""
-    x, places = windows_of(batch, config), batch.places
-    keys = row_keys(config.train.seed, places.epoch, crop_key(places), x.shape[1])
-    ids = to_device(places.of(patients), x.device) if patients else None
-    return x.to(dtype_of(config)), to_device(keys, x.device), tau, ids
-
-
-def windows_of(batch: Batch, config: Config) -> Tensor:
-    """x_BSLT: two windows side by side at a random place of each crop, or one; of two views of 5 s,
-    the beginning of each. Leads are masked in each window."""
-    x_BSLT, signals = batch.x_BSLT, config.signals
-    if signals.plain:
-        return x_BSLT
-    places, crops, device = batch.places, len(x_BSLT), x_BSLT.device
-    assert batch.keep_BSL1 is not None
-    keep_BSL1 = to_device(batch.keep_BSL1, device)
-    if config.pipeline.views == "window":
-        one = np.ones(2 * crops, np.int64)
-        x_RSLT = signals.cut(x_BSLT.flatten(0, 1), one, keep_BSL1.flatten(0, 1)[:, None])
-        return x_RSLT.view(crops, 2, *x_RSLT.shape[2:])
-    u = uniform(config.train.seed, RandomStream.PAIR, places.epoch, crop_key(places))
-    start_B = to_device(u, device)
-    return signals.cut(whole(x_BSLT), np.full(crops, 2), keep_BSL1, start_B)
-
-
-def whole(x_BSLT: Tensor) -> Tensor:
-    """x_BLT: crops of 10 s from their halves."""
-    return x_BSLT.transpose(1, 2).flatten(2)
 
 
 @contextmanager
@@ -140,7 +102,7 @@ class ValidationLoss:
         self.crops = min(largest, sum(counts)) if sum(counts) > contrasted else 0
         self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
         needs_ids = self.crops and config.objective.needs_ids
-        self.patients = patient_ids(self.datasets) if needs_ids else None
+        self.inputs = PretrainInputs(config, patient_ids(self.datasets) if needs_ids else None)
 
     def trained_on(self) -> int:
         """How many of the validation crops are trained on as well."""
@@ -169,7 +131,7 @@ class ValidationLoss:
             with eval_mode(engine), torch.no_grad(), single_process():
                 for number, (batch, _) in enumerate(islice(loader, share), first):
                     between()
-                    losses = engine(*model_inputs(batch, self.config, self.patients))
+                    losses = engine(*self.inputs(batch))
                     for name, value in losses.items():
                         # selected, not multiplied: what does not count may be NaN
                         counts = value if number < self.batches else torch.zeros_like(value)

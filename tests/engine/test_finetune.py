@@ -42,7 +42,7 @@ from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.engine.tasks.finetuning import FinetuneTask, make_targets
 from omnilead.engine.tasks.labels import read_table, read_task
-from omnilead.engine.tasks.start import finetuning, read_start, select_leads
+from omnilead.engine.tasks.start import read_settings, read_start, select_leads
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
@@ -636,29 +636,29 @@ def test_labels_that_cannot_be_learnt_are_refused(kind, cell, says, tune, datase
 def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypatch):
     start = {"start": str(base), "data.datasets": [dataset.root.url]}
     given = {**start, "task.labels": str(table), "task.columns": ["odd"]}
-    config = finetuning(None, given)
+    config = read_settings(None, given)
     t, crops = config.train, len(read_task(config.task, [dataset]).of("train"))
     assert (config.task.kind, config.task.name, t.batch_crops) == ("binary", "mine", crops // 10)
     assert t.validate_every == crops // t.batch_crops and t.steps == 40 * t.validate_every
     assert t.patience > 0 and t.lr == 1e-3
     own = {"train.epochs": 2, "train.lr": 1e-4, "train.batch_crops": 4}
-    mine = finetuning(None, {**given, "task.columns": ["letter"], **own})
+    mine = read_settings(None, {**given, "task.columns": ["letter"], **own})
     t = mine.train
     assert (mine.task.kind, t.steps, t.lr, t.batch_crops) == ("multiclass", None, 1e-4, 4)
     run = tmp_path / "run"  # resumed without the length that it was given
     run.mkdir()
     (run / "config.yaml").write_text(json.dumps(mine.tree()))
     again = {**given, "task.columns": ["letter"], "run": str(run)}
-    assert finetuning(None, again).train.epochs is None  # nothing to resume yet
+    assert read_settings(None, again).train.epochs is None  # nothing to resume yet
     (run / "checkpoints" / "step-1").mkdir(parents=True)
-    resumed = finetuning(None, again).train
+    resumed = read_settings(None, again).train
     assert (resumed.epochs, resumed.steps, resumed.batch_crops) == (2, None, 4)
-    assert finetuning(None, {**again, "train.steps": 3}).train.epochs is None
+    assert read_settings(None, {**again, "train.steps": 3}).train.epochs is None
     monkeypatch.setenv("WORLD_SIZE", "3")
-    t = finetuning(None, {**given, "train.micro_batch": 2}).train
+    t = read_settings(None, {**given, "train.micro_batch": 2}).train
     assert 0 == t.batch_crops % 6 < t.batch_crops
     monkeypatch.delenv("WORLD_SIZE")
-    sex = finetuning(None, {**start, "task.name": "sex"}).task
+    sex = read_settings(None, {**start, "task.name": "sex"}).task
     assert (sex.name, sex.classes) == ("sex", ("F", "M"))
     for wrong, says in (
         ({}, "--labels my.csv"),
@@ -666,7 +666,7 @@ def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypat
         ({"task.labels": "x.csv"}, "x.csv"),
     ):
         with pytest.raises(ConfigError, match=says):
-            finetuning(None, {**start, **wrong})
+            read_settings(None, {**start, **wrong})
 
 
 class Payload:

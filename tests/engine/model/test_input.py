@@ -20,8 +20,8 @@ from omnilead.engine.data.augmenter import crop_key
 from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.model.input import Input
-from omnilead.engine.training.continuing import read_config, read_weights
-from omnilead.engine.training.validation import windows_of
+from omnilead.engine.training.continuing import read_settings, read_weights
+from omnilead.engine.training.inputs import PretrainInputs
 from tests.conftest import save_model
 from tests.engine.evaluate.conftest import quick  # noqa: F401
 
@@ -108,7 +108,11 @@ def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(backend, co
     )
     loader = Loader(settings.loader, [dataset], torch.device("cpu"), pretrain=True, halves=2)
     batch, _ = next(iter(loader))
-    x_BSLT, of, places = windows_of(batch, settings), settings.signals, batch.places
+    x_BSLT, of, places = (
+        PretrainInputs(settings, None).windows(batch),
+        settings.signals,
+        batch.places,
+    )
     loader.close()
     start_B = uniform(0, RandomStream.PAIR, places.epoch, crop_key(places))
     count, size = settings.windows, of.samples
@@ -138,7 +142,7 @@ def test_two_views_of_five_seconds_become_shorter(dataset):
     loader = Loader(settings.loader, [dataset], torch.device("cpu"), pretrain=True, halves=2)
     batch, _ = next(iter(loader))
     loader.close()
-    x_BSLT = windows_of(batch, settings)
+    x_BSLT = PretrainInputs(settings, None).windows(batch)
     sos = butter(2, SHORT["band_hz"], "bandpass", fs=500, output="sos")
     expected = sosfiltfilt(sos, batch.x_BSLT.double())[..., :1250] * batch.keep_BSL1
     np.testing.assert_allclose(x_BSLT, expected, atol=1e-5)
@@ -247,7 +251,7 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     assert folders[0] == folders[1] and folders[1]["segment_s"] == window_s
     assert omnilead.load(tuned).input == signals(config)
 
-    again = read_config(None, {"start": str(model), "data.datasets": [data]})
+    again = read_settings(None, {"start": str(model), "data.datasets": [data]})
     assert again.signals == signals(config) and read_weights(again)
     other = again.model_copy(update={"input": replace(again.input, scale="layernorm")})
     with pytest.raises(ConfigError, match=r"another input: input\.scale is .* there, 'layernorm'"):

@@ -79,7 +79,7 @@ def config(*track):
 
 
 def logger(run, settings, step=0, validated=-1):
-    return RunLogger(run, settings, KEYS, {}, (step, validated), 3, tracking.open_services)
+    return RunLogger(run, settings, KEYS, {}, (step, validated), 3, services)
 
 
 OTHERS = {"crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0, "more": 2.0}

@@ -24,7 +24,7 @@ from omnilead.engine.interop.onnx import to_onnx
 from omnilead.engine.model.folder import LoadError
 from omnilead.engine.report import run_report
 from omnilead.engine.training.checkpoint import newest
-from omnilead.engine.training.continuing import read_config
+from omnilead.engine.training.continuing import read_settings
 from omnilead.engine.training.export import full_weights
 
 OWN = """
@@ -217,9 +217,9 @@ def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
     assert "unexpected keyword argument 'width'" in training("wrong", **wrong).one_line()
     start = str(one)
     with pytest.raises(ConfigError, match=r"objective\.method=.*Apart is code: to run it, name"):
-        read_config(None, {"start": start})
+        read_settings(None, {"start": start})
     for method, options in ((f"{own}:Apart", {"size": 3}), ("cmsc", {})):
-        continued = read_config(None, {"start": start, "objective.method": method})
+        continued = read_settings(None, {"start": start, "objective.method": method})
         assert continued.objective.options == options
     more = training("more", start=start, **how).good()
     assert "the encoder loaded; new: the objective's own weights, the optimiser" in more
@@ -295,7 +295,7 @@ def test_a_start_without_the_local_objective(training, dataset, tmp_path):
     task = ("identification", "tuned")
     finetune(tmp_path, dataset.root.url, start, *task, train__steps=1).good()
     run, folder = (
-        read_config(None, {"start": f"{tmp_path}/{name}"}) for name in ("tuned", "tuned/model")
+        read_settings(None, {"start": f"{tmp_path}/{name}"}) for name in ("tuned", "tuned/model")
     )
     assert (run.model, run.objective, run.train) == (folder.model, folder.objective, folder.train)
 
@@ -304,18 +304,20 @@ def test_the_settings_of_the_start_are_kept(own, base, tmp_path):
     start = str(base / "whole")
     says = r"augment\.extra=.*:noise is code: .*name the file: --set augment"
     with pytest.raises(ConfigError, match=says):
-        read_config(None, {"start": start})
+        read_settings(None, {"start": start})
     code = {"model.encoder": f"{own}:Net", "augment.extra": f"{own}:noise"}
-    kept = read_config(None, {"start": start, "run": "x"} | code)
+    kept = read_settings(None, {"start": start, "run": "x"} | code)
     assert kept.model.options == {"kernel": 25} and kept.objective.local == 1
     saved = yaml.safe_load(Path(start, "config.yaml").read_text())
     assert kept.run == "x" and not kept.data.datasets
     assert kept.train.batch_crops == saved["train"]["batch_crops"]
-    folder = read_config(None, {"start": f"{start}/model", "model.encoder": code["model.encoder"]})
+    folder = read_settings(
+        None, {"start": f"{start}/model", "model.encoder": code["model.encoder"]}
+    )
     assert (folder.model, folder.objective) == (kept.model, kept.objective)
     assert folder.train == TrainConfig()
-    plain = read_config(None).train
-    assert read_config("quickstart", {"start": start}).train == plain != TrainConfig()
+    plain = read_settings(None).train
+    assert read_settings("quickstart", {"start": start}).train == plain != TrainConfig()
 
     strange = Path(shutil.copytree(start, tmp_path / "strange"))
     begin = {"start": str(strange)} | code
@@ -328,15 +330,15 @@ def test_the_settings_of_the_start_are_kept(own, base, tmp_path):
         (strange / "config.yaml").write_text(yaml.safe_dump(merged))
         says = f"{key}=.* is a file or a service: .*--set {key}="
         with pytest.raises(ConfigError, match=says):
-            read_config(None, begin)
-        assert read_config(None, begin | {key: value}).train.batch_crops == kept.train.batch_crops
+            read_settings(None, begin)
+        assert read_settings(None, begin | {key: value}).train.batch_crops == kept.train.batch_crops
     (strange / "config.yaml").write_text(yaml.safe_dump(saved | {"base": "/x"}))
     with pytest.raises(ConfigError, match="base: no such setting"):
-        read_config(None, begin)
+        read_settings(None, begin)
     (strange / "config.yaml").rename(tmp_path / "elsewhere.yaml")
     (strange / "config.yaml").symlink_to(tmp_path / "elsewhere.yaml")
     with pytest.raises(ConfigError, match="is a link, which is not followed"):
-        read_config(None, begin)
+        read_settings(None, begin)
 
 
 def test_a_users_own_augmentation(training, tmp_path):

@@ -1,0 +1,66 @@
+"""The inputs of a training step.
+
+inputs = PretrainInputs(config, patients)      # once
+arguments = inputs(batch, tau)                 # of engine.model.pretrainer.Pretrainer, each step
+some_crops(arguments, 0, 8)                    # those of a micro-batch
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omnilead.engine.config import Config
+from omnilead.engine.data.augmenter import crop_key, to_device
+from omnilead.engine.data.counter import RandomStream, uniform
+from omnilead.engine.data.loader import Batch
+from omnilead.engine.model.draws import row_keys
+
+# Tensors with one row per crop, scalars, and None for what is not given
+Arguments = tuple[Tensor | None, ...]
+
+
+def dtype_of(config: Any) -> torch.dtype:
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+
+
+def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
+    """The arguments for a part of the batch: scalars are the same for all crops."""
+    return tuple(a if a is None or a.ndim == 0 else a[start:stop] for a in arguments)
+
+
+def whole(x_BSLT: Tensor) -> Tensor:
+    """x_BLT: crops of 10 s from their halves."""
+    return x_BSLT.transpose(1, 2).flatten(2)
+
+
+class PretrainInputs:
+    """Batches as arguments of engine.model.pretrainer.Pretrainer. `patients`: patient_ids of the
+    datasets, for an objective that needs them."""
+
+    def __init__(self, config: Config, patients: list[np.ndarray] | None) -> None:
+        self.seed, self.dtype, self.patients = config.train.seed, dtype_of(config), patients
+        self.signals, self.views = config.signals, config.pipeline.views
+
+    def __call__(self, batch: Batch, tau: Tensor | None = None) -> Arguments:
+        x, places = self.windows(batch), batch.places
+        keys = row_keys(self.seed, places.epoch, crop_key(places), x.shape[1])
+        ids = to_device(places.of(self.patients), x.device) if self.patients else None
+        return x.to(self.dtype), to_device(keys, x.device), tau, ids
+
+    def windows(self, batch: Batch) -> Tensor:
+        """x_BSLT: two windows side by side at a random place of each crop, or one; of two views of
+        5 s, the beginning of each. Leads are masked in each window."""
+        x_BSLT, signals = batch.x_BSLT, self.signals
+        if batch.keep_BSL1 is None:  # halves of 5 s, as the loader gives them
+            return x_BSLT
+        places, crops, device = batch.places, len(x_BSLT), x_BSLT.device
+        keep_BSL1 = to_device(batch.keep_BSL1, device)
+        if self.views == "window":
+            one = np.ones(2 * crops, np.int64)
+            x_RSLT = signals.cut(x_BSLT.flatten(0, 1), one, keep_BSL1.flatten(0, 1)[:, None])
+            return x_RSLT.view(crops, 2, *x_RSLT.shape[2:])
+        u = uniform(self.seed, RandomStream.PAIR, places.epoch, crop_key(places))
+        start_B = to_device(u, device)
+        return signals.cut(whole(x_BSLT), np.full(crops, 2), keep_BSL1, start_B)
