@@ -30,13 +30,13 @@ from omnilead.engine.common import ALL, ConfigError, write_whole
 from omnilead.engine.data.augment import PAPER_NOISE, AmplitudeMv, AugmentConfig
 from omnilead.engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads, parameters
 from omnilead.engine.data.order import Places
+from omnilead.engine.data.predict import CropBatch, dataset_batches, predict
 from omnilead.engine.evaluation.metrics import Array
 from omnilead.engine.evaluation.probe import PROBES, Probe
 from omnilead.engine.inference import mean_beat
 from omnilead.engine.inference import readout as readouts
 from omnilead.engine.inference.commands import prepare_model
 from omnilead.engine.inference.outputs import progress_bar
-from omnilead.engine.inference.predict import CropBatch, dataset_batches, predict
 from omnilead.engine.inference.readout import measures_signal, place_of_mean
 from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
 from omnilead.engine.model.folder import config_of

@@ -50,8 +50,8 @@ from omnilead.engine.common import (
     leads_in_order,
     prefetch,
 )
+from omnilead.engine.data.predict import CropBatch, dataset_batches
 from omnilead.engine.inference.npz import ArrayError, load_npz, npz_names, open_npy
-from omnilead.engine.inference.predict import CropBatch, dataset_batches
 from omnilead.engine.inference.trained_model import crops
 from omnilead.engine.model.input import Input, SignalError
 

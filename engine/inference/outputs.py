@@ -47,8 +47,8 @@ from omnilead.engine.common import (
     sync,
     write_whole,
 )
+from omnilead.engine.data.predict import CropBatch, predict
 from omnilead.engine.inference.inputs import COLUMNS, FLAGS, CropSource, Per
-from omnilead.engine.inference.predict import CropBatch, predict
 from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.inference.trained_model import NOT_FINITE, HeadInfo, TrainedModel
 from omnilead.engine.model.input import Input

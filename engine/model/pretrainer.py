@@ -90,6 +90,7 @@ class Pretrainer(nn.Module):
         all other weights."""
         super().__init__()
         self.config, self.objective = config, objective
+        self.needs_ids = objective.needs_ids
         # attributes, so that they can be replaced by compiled versions
         self.draw, self.pool = draw, pool
         local = objective.local > 0
@@ -195,7 +196,7 @@ class Pretrainer(nn.Module):
 
     def _global(self, g_BSD: Tensor, ids_B: Tensor | None) -> tuple[Tensor, Tensor]:
         o = self.objective
-        if not o.needs_ids:
+        if not self.needs_ids:
             return nt_xent(g_BSD, o.temperature, o.gathered, o.detach_norm)
         if ids_B is None:
             raise ValueError(

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.config import Config, RunConfig, candidates
-from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
 from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.data.predict import CropBatch, predict
 from omnilead.engine.model.draws import Draws
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.objectives import (
@@ -209,19 +209,22 @@ def predict_on_ranks(
     share = math.ceil(len(crops) / ranks.world)
     numbers = range(ranks.rank * share, (ranks.rank + 1) * share)
     mine = [crops[min(number, len(crops) - 1)] for number in numbers]
-    outputs = []
-    # not inference_mode: ZeRO stage 3 may gather weights here that training uses afterwards
-    with torch.no_grad():
+    dtype = dtype_of(config)
+
+    def batches() -> Iterator[CropBatch]:
         for start in range(0, share, BATCH):
             between()
             batch = mine[start : start + BATCH]
-            uv_BLT = to_device(
-                np.stack([dataset.read(row) for dataset, row in batch]), ranks.device
-            )
+            uv_BLT = np.stack([dataset.read(row) for dataset, row in batch])
             halves_B = np.array([dataset.column("halves")[row] for dataset, row in batch])
-            x_RLT = windows_of(uv_BLT, halves_B)
-            outputs.append(forward(x_RLT.to(dtype_of(config))).float())
-    return all_gather_no_grad(torch.cat(outputs))[: windows * len(crops)].cpu()
+            yield CropBatch(uv_BLT, halves_B)
+
+    def prepare(uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+        return windows_of(uv_BLT, halves_B).to(dtype)
+
+    outputs = [y_RD for _, y_RD in predict(batches(), prepare, forward, ranks.device)]
+    y_RD = torch.from_numpy(np.concatenate(outputs)).to(ranks.device)
+    return all_gather_no_grad(y_RD)[: windows * len(crops)].cpu()
 
 
 class Capture:

@@ -1,5 +1,4 @@
-"""Runs a model on stored crops: the only code path for it, used by evaluation, embeddings and
-validation.
+"""Runs a model on crops, in batches: for validation, evaluation, embeddings and predictions.
 
     batches = dataset_batches(dataset, np.array_split(rows, 10))
     for batch, y_RD in predict(batches, model.input.windows, model.logits, model.device):
