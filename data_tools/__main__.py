@@ -27,9 +27,9 @@ from omnilead.data_tools.cli import (
     echo,
     interactive,
     is_memory,
+    optional,
     say,
     tell,
-    without,
 )
 from omnilead.data_tools.errors import DataError, ReadError, printable
 from omnilead.data_tools.pseudonyms import read_key
@@ -337,7 +337,7 @@ def shard(
     )
     dataset = build.shard(opened, options)
     found = _notes_of(opened)  # some are known only afterwards
-    with without("data_tools.plots", "notes on the dataset are"):
+    with optional("notes on the dataset"):
         from omnilead.data_tools.plots import notes
 
         found = [*notes(dataset), *found]
@@ -446,7 +446,7 @@ def _open_sources(urls: list[str], kind: str, anonymous: bool, private: bool) ->
     from omnilead.data_tools.sources import FileReader, open_sources
 
     hospital: FileReader | None = None
-    with without("data_tools.hospital", "files of ECG carts are"):
+    with optional("files of ECG carts"):
         from omnilead.data_tools.hospital.files import HospitalFiles
 
         hospital = HospitalFiles
@@ -473,7 +473,7 @@ def _shard(parsed: argparse.Namespace) -> int:
     started, options = time.monotonic(), _options(parsed)
     strict = options.pop("strict")
     dataset = shard(**options)
-    with without("data_tools.plots", "the summary is"):
+    with optional("a summary"):
         from omnilead.data_tools.plots import describe
 
         echo(describe(dataset))

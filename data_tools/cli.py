@@ -159,14 +159,14 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def without(room: str, what: str) -> Iterator[None]:
-    """Goes on without `what` where the folder of omnilead that makes it was deleted."""
+def optional(what: str) -> Iterator[None]:
+    """Goes on, with a note, where a folder of omnilead that makes this was deleted."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if not f"{error.name}.".startswith(f"omnilead.{room}."):
+        if not (error.name or "").startswith("omnilead."):
             raise
-        tell(f"note: {what} left out: omnilead.{room} is not installed")
+        tell(f"note: without {what}, as there is no {error.name}")
 
 
 def echo(text: object) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnilead.data_tools.cli import is_memory, say, without
+from omnilead.data_tools.cli import is_memory, optional, say
 from omnilead.data_tools.dataset import DataError, Dataset
 from omnilead.engine.common import METRICS, VALIDATION, ConfigError, OutputError, environment
 from omnilead.engine.training import distributed
@@ -36,7 +36,7 @@ def finish(run: Path, task: type[TrainingTask]) -> None:
     if environment()[0]:
         return
     made = [str(export(run, task))]
-    with without("engine.report", "RUN/report.html is"):
+    with optional("RUN/report.html"):
         from omnilead.engine.report.run_report import write_report
 
         made.append(str(write_report(run)))
@@ -48,7 +48,7 @@ def export(run: Path, task: type[TrainingTask]) -> Path:
     from omnilead.engine.training.export import read_export, write_export
 
     read, card = read_export(run, task), ""
-    with without("engine.interop", "the model card is"):
+    with optional("a model card"):
         from omnilead.engine.interop.hub import model_card
 
         card = model_card(run, read.config, read.state, read.weights, task)

@@ -170,7 +170,7 @@ def test_folders_do_not_import_each_other():
     TopologicalSorter(edges).prepare()
 
 
-ROOMS = {  # what the core never imports, so that a room can be read, changed or moved alone
+ROOMS = {  # what the core imports only where it is needed, so that each can be deleted alone
     *("data_tools.hospital", "data_tools.labels", "data_tools.synthetic", "data_tools.plots"),
     *("engine.inference", "engine.tasks", "engine.evaluation"),
     *("engine.report", "engine.interop", "engine.reproduce"),
@@ -184,6 +184,34 @@ def test_the_core_imports_no_room():
     assert len(inside) > len(ROOMS)
     for name in set(NAMES) - commands - inside:
         assert not imports(NAMES[name]) & inside, name
+
+
+# In a program of its own, the rooms cannot be imported, as if their folders were deleted
+WITHOUT_ROOMS = """
+import sys
+sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(",")))
+from omnilead.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_sharding_and_pretraining_do_without_any_room(archive, tmp_path):
+    """What a room would have added is left out, with a note."""
+    rooms = ",".join(f"omnilead.{room}" for room in sorted(ROOMS))
+    program = [sys.executable, "-c", WITHOUT_ROOMS, rooms]
+    dataset, run = str(tmp_path / "dataset"), tmp_path / "run"
+    steps = ["train.steps=2", "train.batch_crops=8", "train.validate_every=0"]
+    said = ""
+    for words in (
+        ["shard", str(archive), "--out", dataset],
+        ["pretrain", "--data", dataset, "--out", str(run), "--set", *steps],
+    ):
+        done = subprocess.run([*program, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        said += done.stderr
+    for what in ("files of ECG carts", "a summary", "a model card", "RUN/report.html"):
+        assert f"note: without {what}, as there is no omnilead." in said
+    assert (run / "model" / "model.safetensors").is_file()
 
 
 def test_a_class_name_means_one_thing():

@@ -28,7 +28,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from omnilead.data_tools import plots
+import omnilead.data_tools.plots as plots
 from omnilead.data_tools.dataset import Ecg
 from omnilead.engine.evaluation.metrics import Array, Ranking, confusion_shares, ranked
 from omnilead.engine.report.page import Line, LineStyle

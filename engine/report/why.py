@@ -27,7 +27,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from omnilead.data_tools import plots
+import omnilead.data_tools.plots as plots
 from omnilead.data_tools.cli import show
 from omnilead.engine.commandline import RUN_CODE, Parser, writable
 from omnilead.engine.common import LEADS, ConfigError
