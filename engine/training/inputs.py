@@ -5,13 +5,11 @@ arguments = inputs(batch, tau)                 # of engine.model.pretrainer.Pret
 some_crops(arguments, 0, 8)                    # those of a micro-batch
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from omnilead.engine.config import Config
+from omnilead.engine.config import Config, RunConfig
 from omnilead.engine.data.augmenter import crop_key, to_device
 from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Batch
@@ -21,13 +19,20 @@ from omnilead.engine.model.draws import row_keys
 Arguments = tuple[Tensor | None, ...]
 
 
-def dtype_of(config: Any) -> torch.dtype:
-    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+def dtype_of(config: RunConfig) -> torch.dtype:
+    if config.train.precision == "bf16":
+        return torch.bfloat16
+    return torch.float32
 
 
 def some_crops(arguments: Arguments, start: int, stop: int) -> Arguments:
     """The arguments for a part of the batch: scalars are the same for all crops."""
-    return tuple(a if a is None or a.ndim == 0 else a[start:stop] for a in arguments)
+    some: list[Tensor | None] = []
+    for argument in arguments:
+        if argument is not None and argument.ndim > 0:
+            argument = argument[start:stop]
+        some.append(argument)
+    return tuple(some)
 
 
 def whole(x_BSLT: Tensor) -> Tensor:
@@ -40,22 +45,29 @@ class PretrainInputs:
     datasets, for an objective that needs them."""
 
     def __init__(self, config: Config, patients: list[np.ndarray] | None) -> None:
-        self.seed, self.dtype, self.patients = config.train.seed, dtype_of(config), patients
-        self.signals, self.views = config.signals, config.pipeline.views
+        self.seed = config.train.seed
+        self.dtype = dtype_of(config)
+        self.signals = config.signals
+        self.views = config.pipeline.views
+        self.patients = patients
 
     def __call__(self, batch: Batch, tau: Tensor | None = None) -> Arguments:
-        x, places = self.windows(batch), batch.places
-        keys = row_keys(self.seed, places.epoch, crop_key(places), x.shape[1])
-        ids = to_device(places.of(self.patients), x.device) if self.patients else None
-        return x.to(self.dtype), to_device(keys, x.device), tau, ids
+        x_BSLT = self.windows(batch)
+        places, device = batch.places, x_BSLT.device
+        windows = x_BSLT.shape[1]
+        keys_BS = row_keys(self.seed, places.epoch, crop_key(places), windows)
+        ids_B = None
+        if self.patients:
+            ids_B = to_device(places.of(self.patients), device)
+        return x_BSLT.to(self.dtype), to_device(keys_BS, device), tau, ids_B
 
     def windows(self, batch: Batch) -> Tensor:
         """x_BSLT: two windows side by side at a random place of each crop, or one; of two views of
         5 s, the beginning of each. Leads are masked in each window."""
-        x_BSLT, signals = batch.x_BSLT, self.signals
+        x_BSLT, places = batch.x_BSLT, batch.places
         if batch.keep_BSL1 is None:  # halves of 5 s, as the loader gives them
             return x_BSLT
-        places, crops, device = batch.places, len(x_BSLT), x_BSLT.device
+        signals, crops, device = self.signals, len(x_BSLT), x_BSLT.device
         keep_BSL1 = to_device(batch.keep_BSL1, device)
         if self.views == "window":
             one = np.ones(2 * crops, np.int64)

@@ -22,8 +22,8 @@ from omnilead.engine.model.encoders import (
 )
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
-from omnilead.engine.training.export import describe_encoder
 from omnilead.engine.training.pretraining import examine_objective
+from omnilead.engine.training.task import describe_encoder
 
 OWN = """
 import torch

@@ -79,7 +79,9 @@ def config(*track):
 
 
 def logger(run, settings, step=0, validated=-1):
-    return RunLogger(run, settings, KEYS, {}, (step, validated), 3, services)
+    run.mkdir(exist_ok=True)
+    opened = tracking.open_services(run, settings, step)
+    return RunLogger(run, settings, KEYS, {}, (step, validated), 3, opened)
 
 
 OTHERS = {"crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0, "more": 2.0}

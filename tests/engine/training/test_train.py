@@ -197,7 +197,7 @@ def test_errors_of_libraries_and_the_system_are_one_line(error, code, says, monk
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("omnilead.engine.run.begin", fail)
+    monkeypatch.setattr("omnilead.engine.training.train.open_datasets", fail)
     assert main([]) == code
     line = capsys.readouterr().err
     assert says in line and line.count("\n") == 1
