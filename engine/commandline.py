@@ -27,7 +27,6 @@ from omnilead.engine.common import (
     ConfigError,
     OutputError,
     find_config,
-    flatten,
     merge,
     write_whole,
 )
@@ -263,9 +262,6 @@ def load(
     from omnilead.engine.config import Config, build
 
     wanted: Any = kind or Config
-    given = flatten(overridden({}, overrides))
-    if given.get("model.kernels") == "all":  # in the file of an older run it reads as auto
-        raise ConfigError("model.kernels=all: was removed: use plain or auto")
     tree = read_yaml(find_config(path, wanted.folder), wanted.folder)
     config: Kind = build(overridden(tree, overrides), wanted)
     return config

@@ -293,8 +293,6 @@ def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ign
     """Validated settings from nested dicts."""
     tree = merge(kind.defaults, tree)
     train = tree.get("train")
-    if tree.get("rates") == []:  # an earlier version wrote it into every config.yaml
-        tree = {name: value for name, value in tree.items() if name != "rates"}
     if isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
         if len(rates) > 1:
             raise ConfigError(

@@ -31,7 +31,7 @@ from dataclasses import field
 from math import prod
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from omnilead.engine.common import OWN, ConfigError
@@ -51,11 +51,6 @@ Probability = Annotated[float, Field(ge=0, le=0.99, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Kind = TypeVar("Kind")
-
-
-def without_removed_kernels(setting: Any) -> Any:
-    """Runs and models of older versions may have `all`; engine.commandline.load refuses it anew."""
-    return "auto" if setting == "all" else setting
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -86,7 +81,7 @@ class ModelConfig:
     # a token sees only itself and those before it, as objective.method=cpc needs
     causal: bool = False
     # faster implementations of operations: omnilead.engine.model.kernels
-    kernels: Annotated[Literal["plain", "auto"], BeforeValidator(without_removed_kernels)] = "auto"
+    kernels: Literal["plain", "auto"] = "auto"
     # dropout on the residual branches, and on the tokens before the first layer
     dropout: Probability = 0.1
     attention_dropout: Probability = 0.1  # dropout on attention weights

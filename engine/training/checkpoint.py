@@ -282,9 +282,9 @@ class _State(BaseModel):
     crops_seen: Count
     skipped_steps: Count
     in_a_row: Count
-    best: dict[str, float | list[float]] = {}
-    stale: Count = 0
-    validation_due: bool = False
+    best: dict[str, float | list[float]]
+    stale: Count
+    validation_due: bool
     world: Annotated[int, Field(ge=1, lt=2**31)]
     zero_stage: Literal[0, 1, 2, 3]
     preprocessing_sha256: str

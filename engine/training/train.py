@@ -73,8 +73,7 @@ CHANGEABLE = {
     "train.track",
     "train.deterministic",
 }
-# Of a task: its settings are compared by themselves; before 0.1.0 there were digests of splits
-DEFINITION = ("labels.definition.", "labels.splits.")
+DEFINITION = "labels.definition."  # of a task: its settings are compared by themselves
 
 
 @dataclass
@@ -97,9 +96,7 @@ class Resumed:
                 f"{self.path.parent.parent}: has done {step} steps, more than {total}: raise "
                 "train.steps, or use --out NEW"
             )
-        progress = Progress(validation_due=False)  # states written before 0.1.0 lack it
-        names = vars(progress)
-        return replace(progress, **{name: self.state[name] for name in names if name in self.state})
+        return Progress(**{name: self.state[name] for name in vars(Progress())})
 
 
 def make_folder(name: str) -> Path:

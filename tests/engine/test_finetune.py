@@ -604,7 +604,7 @@ def test_a_run_has_one_learning_rate(tune, tmp_path):
     several = tune("diagnosis", train__lr=[1e-4, 3e-4])
     assert "train.lr=[0.0001, 0.0003]: a run has one learning rate" in several.one_line()
     assert not (tmp_path / "run").exists()
-    one = build({"start": "x", "train": {"lr": [1e-4]}, "rates": []}, FinetuneConfig)
+    one = build({"start": "x", "train": {"lr": [1e-4]}}, FinetuneConfig)
     assert one.train.lr == 1e-4  # `rates` is in the config.yaml of older runs
 
 

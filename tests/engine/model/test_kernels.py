@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
-from omnilead.engine.commandline import load
-from omnilead.engine.common import ConfigError
 from omnilead.engine.model import encoder as plain
 from omnilead.engine.model import kernels
 
@@ -49,13 +47,6 @@ def test_the_setting_selects_the_kernels():
     elsewhere = x.to("meta")  # stands for a GPU
     assert kernels.pick("dropout", F.dropout, "auto", elsewhere) is F.dropout
     assert kernels.pick("convolve", F.relu, "auto", elsewhere) is kernels.convolve_in_blocks
-
-
-def test_kernels_that_were_removed_are_read_from_old_runs_and_refused_anew(tmp_path):
-    (tmp_path / "config.yaml").write_text("model: {kernels: all}")
-    assert load(tmp_path / "config.yaml").model.kernels == "auto"
-    with pytest.raises(ConfigError, match="use plain or auto"):
-        load("w2v_cmsc_rlm", ["model.kernels=all"])
 
 
 @pytest.mark.parametrize("dtype, far", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
