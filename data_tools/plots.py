@@ -42,6 +42,7 @@ GAINS_MM_PER_MV = (10.0, 5.0)  # standard gain; half gain for traces that would 
 PAGE_MM, PAPER_MM, PAPER_AT_MM = (297.0, 210.0), (270.0, 175.0), (13.5, 13.0)
 TRACE_X_MM = 15.0  # x of second 0; the calibration pulse is to its left
 ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)  # baselines: three rows of four leads, then the rhythm strip
+NAME_MM = 12.0  # from there a trace may rise beside its lead's name
 FLAT_MV = 0.005  # a lead that varies less has no signal; one step of usual converters
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhere
@@ -77,6 +78,8 @@ def plot_ecg(ecg: Ecg) -> "Figure":
     """A figure of a crop's twelve leads on ECG paper, to scale; notebooks display it."""
     title = f"{ecg.source}/{ecg.record}, from {ecg.start_s:g} s"
     caption = caption_of(ecg.age, ecg.sex, ecg.dx)
+    if ecg.flags:  # first, because a long caption is cut
+        caption = f"flagged: {', '.join(ecg.flags)}. {caption}"
     return ecg_figure(ecg.signal_uv, ecg.halves, title, caption, ecg.missing_leads)
 
 
@@ -194,11 +197,10 @@ def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
 
 
 def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
-    from matplotlib.patheffects import withStroke
-
     lead, y = cell.lead, ROWS_Y_MM[cell.row]
     x = TRACE_X_MM + MM_PER_S * cell.start_s
     end_x = TRACE_X_MM + MM_PER_S * cell.end_s
+    name_y = y + 6
     if cell.start_s > 0:
         axes.plot([x, x], [y - 4, y + 4], color=INK, lw=0.7, label="separator")
     if trace is None:
@@ -217,18 +219,10 @@ def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
             label=f"trace {lead}",
             gid="trace",
         )
-    halo = [withStroke(linewidth=3, foreground=PAPER)]  # keeps the name legible on a trace
-    _write(
-        axes,
-        x + 1.2,
-        y + 6,
-        lead,
-        10,
-        weight="bold",
-        label=f"name {lead}",
-        zorder=4,
-        path_effects=halo,
-    )
+        below = trace[trace[:, 0] < x + NAME_MM, 1]  # of the lead's name
+        name_y = min(max(name_y, below.max(initial=y) + 2), PAPER_MM[1] - 5)
+    # under the traces
+    _write(axes, x + 1.2, name_y, lead, 10, weight="bold", label=f"name {lead}", zorder=2)
 
 
 def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:

@@ -499,7 +499,5 @@ def clinical_chart(title: str, note: str, ecg: Ecg) -> str:
         if line.get_gid() == "trace":
             x, y = map(np.asarray, line.get_data())
             line.set_data(*thinned(x, y, len(x) // 8))
-    for text in axes.texts:
-        text.set_path_effects([])  # with them, letters would become outlines
     drawing.text(10, height + 55, "   ".join(said))
     return drawing.svg()
