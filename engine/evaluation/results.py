@@ -175,7 +175,20 @@ class TaskResult:
             remarks.append("All samples are from one patient: there are no intervals.")
         elif few_patients(self.head.kind, labels, self.patients_N):
             remarks.append(f"{TOO_FEW} have no interval, or an exact one.")
+        else:
+            remarks += self._without_interval()
         return remarks
+
+    def _without_interval(self) -> list[str]:
+        for part in (self.half, self.record):
+            same = [
+                name
+                for name, ends in part["intervals"].items()
+                if np.isnan(ends[0]) and np.isfinite(part["metrics"][name])
+            ]
+            if same:
+                return [f"All resamples agree on {', '.join(same)}, which has no interval then."]
+        return []
 
     def document(self) -> dict[str, Any]:
         head = self.head
@@ -215,8 +228,11 @@ def scored(
             again = challenge_statistic(labels, scores > np.asarray(head.chosen))
             metrics[CHOSEN] = again(np.ones(len(labels), np.int64))
             intervals[CHOSEN] = bootstrap(again, patients, resamples).tolist()
-    if few_patients(head.kind, labels, patients):
-        intervals.update(intervals_of_few(metrics, labels, patients))
+    few = few_patients(head.kind, labels, patients)
+    exact = intervals_of_few(metrics, labels, patients)
+    for name, (low, high) in intervals.items():
+        if few or np.isclose(low, high):  # resamples that agree do not make a score certain
+            intervals[name] = exact[name]
     if head.kind not in OF_VALUES:
         metrics["calibration_error"] = calibration(labels, scores)[-1]
     for name, threshold in zip(head.classes, head.thresholds, strict=False):

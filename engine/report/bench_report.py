@@ -134,12 +134,12 @@ def _key(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in KEYS)
 
 
-def _cell(value: float | None, ends: Sequence[float | None] = (None,), sign: str = "") -> str:
+def _cell(value: float | None, ends: Sequence[float | None] = (), sign: str = "") -> str:
     if value is None:
         return "-"
-    return f"{value:{sign}.3f}" + (
-        "" if None in ends else f" ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})"
-    )
+    if None in ends:
+        return f"{value:{sign}.3f} (no interval)"
+    return f"{value:{sign}.3f}" + (f" ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})" if ends else "")
 
 
 def picture(document: Row) -> Figure:
