@@ -390,7 +390,7 @@ def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> s
     drawing = Drawing("Calibration", 384, 520)
     upper = _unit_square(drawing, 46, 312)
     upper.plot([0, 1], [0, 1], **GUIDE)
-    drawing.text(0, 28, f"bins of fewer than {FEW_RECORDS} records have no dot")
+    drawing.text(46, 388, f"bins of fewer than {FEW_RECORDS} records have no dot")
     upper.plot(mean[enough], true[enough], "o-", color=SERIES[0], ms=8, mew=0)
     note = f"calibration error {error:.3f}"
     _name_axes(upper, "predicted probability", "observed frequency", note)

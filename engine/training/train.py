@@ -322,10 +322,11 @@ def heading(
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     begins = f"resumes after step {progress.step}" if progress.step else "begins"
     return (
-        f"{config.run} {begins}: {parameters:,} parameters, {loader.steps_per_epoch} steps of "
-        f"{config.train.batch_crops} crops per epoch, {ranks.world} x {ranks.device.type}, "
-        f"{config.train.precision}, ZeRO {zero_stage(config)}, loader {loader.backend}, "
-        f"attention {attention_backend(engine.module)}"
+        f"{config.run} {begins} on {ranks.world} x {ranks.device.type}: a model of "
+        f"{parameters:,} parameters, {loader.steps_per_epoch} steps of {config.train.batch_crops} "
+        f"crops to go through the data once (for experts: {config.train.precision}, ZeRO "
+        f"{zero_stage(config)}, loader {loader.backend}, attention "
+        f"{attention_backend(engine.module)})"
     )
 
 
