@@ -1,5 +1,5 @@
 """What `omnilead show` draws and prints: an ECG on ECG paper, to scale; an overview of a dataset, as a
-figure and as text (sources, roles compared with the paper, what was refused); and warnings.
+figure and as text (sources, roles, what was refused); and warnings.
 
     plot_ecg(dataset[7])                    # a crop on ECG paper; notebooks display it
     plot_ecg(dataset[7]).savefig("ecg.png")
@@ -25,7 +25,7 @@ from omnilead.data_tools.build import flagged, records_of, rejects_of
 from omnilead.data_tools.dataset import Dataset, Ecg
 from omnilead.data_tools.prepare import FS_HZ, HALF, IMPLAUSIBLE, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
-from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
 from omnilead.data_tools.storage import replaced
 
 if TYPE_CHECKING:
@@ -420,7 +420,7 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
 
 
 def describe(dataset: Dataset) -> str:
-    """Describe sources, roles (with a plan of the paper: compared with it), and what was refused
+    """Describe sources, roles (of the paper's databases: compared with it), and what was refused
     and why."""
     meta = dataset.meta
     count = len(dataset.shards)
@@ -444,21 +444,27 @@ def describe(dataset: Dataset) -> str:
     return "\n".join(lines)
 
 
+def _like_paper(meta: Mapping[str, Any]) -> bool:
+    """Whether the paper's databases are all there: for others its counts mean nothing."""
+    names = {real_source(source["name"]) for source in meta["sources"]}
+    return meta["plan"] != "all" and names >= PAPER_SETS.keys()
+
+
 def _source_lines(meta: Mapping[str, Any]) -> Iterator[str]:
-    like_paper = meta["plan"] != "all"
+    like_paper = _like_paper(meta)
     paper = f"{'the paper':>11}" if like_paper else ""
     counts = f"{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}"
     yield f"{'source':22}{'records':>10}{paper}{counts}  licence"
     for source in meta["sources"]:
         name, records = source["name"], source["records"]
-        paper = f"{PAPER_SETS.get(name, 0):11,}" if like_paper else ""
+        paper = f"{PAPER_SETS.get(real_source(name), 0):11,}" if like_paper else ""
         counts = f"{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
         dropped = f"{source['dropped_s']:10,.0f} s"
         yield f"{name:22}{records['seen']:10,}{paper}{counts}{dropped}  {source['licence']}"
 
 
 def _role_lines(dataset: Dataset) -> Iterator[str]:
-    like_paper = dataset.meta["plan"] != "all"
+    like_paper = _like_paper(dataset.meta)
     paper = f"{'the paper':>11}" if like_paper else ""
     yield f"{'role':22}{'crops':>10}{'5 s parts':>11}{paper}"
     if dataset.meta["plan"] == "paper-split":
@@ -529,6 +535,9 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
     empty = []
     for name in PAPER_ROLES:
         task, _, role = name.partition(" ")
+        asked = getattr(chosen, task) != getattr(PAPER_SOURCES, task) or task == "pretrain"
+        if not asked and not _like_paper(dataset.meta):
+            continue  # which databases have this role by default is no concern of other data
         if not (role in roles[task] if role else roles[task]):
             empty.append(name)
     advice = {

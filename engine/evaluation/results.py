@@ -65,7 +65,7 @@ from omnilead.engine.model.config import validated
 from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES
-from omnilead.engine.tasks.labels import TaskLabels, read_task
+from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
 AGES = (18, 40, 60, 80)  # years
@@ -412,8 +412,7 @@ def labelled_rows(labels: TaskLabels, dataset: Dataset, role: str) -> Array:
     """The crops of a split; ConfigError if there is nothing to score."""
     name, rows = labels.name or dataset.root.url, labels.rows(0, role)
     if labels.role:
-        source = "crops of cpsc_2018 or georgia: shard --dx-sources names others"
-        require(rows, dataset, f"dx={role}", source)
+        require(rows, dataset, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES}")
     if not len(rows):
         raise ConfigError(
             f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role"

@@ -51,7 +51,14 @@ from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig
-from omnilead.engine.tasks.labels import SPLITS, TRAIN, TaskLabels, read_task, unknown_patients
+from omnilead.engine.tasks.labels import (
+    DX_ROLES,
+    SPLITS,
+    TRAIN,
+    TaskLabels,
+    read_task,
+    unknown_patients,
+)
 from omnilead.engine.tasks.start import read_start, readout_for, select_leads, with_windows
 from omnilead.engine.training.checkpoint import newest
 from omnilead.engine.training.distributed import Ranks
@@ -548,7 +555,7 @@ def training_roles(
                 what += f" and the {model_input.window_s:g} s that the model takes at once"
             raise ConfigError(
                 f"{labels.name or 'data.datasets'}: {dataset.root.url} has no crop with {what}: "
-                "nothing to learn from"
+                "nothing to learn from" + f"; {DX_ROLES}" * (labels.role == "dx")
             )
     if not labels.role:
         return {"rows": rows}

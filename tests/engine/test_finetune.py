@@ -444,7 +444,7 @@ def test_invalid_settings_are_one_line(tune, tuned, archive, tmp_path):
     two, data = str(tmp_path / "two"), {"data__datasets": [bare.root.url]}
     tuned("diagnosis", "two", augment__leads="2", train__steps=1, augment__padded=False)
     cases = [
-        ("no crop with dx=train", data),
+        ("nothing to learn from; shard --dx-sources names", data),
         ("no crop with identity=train", {**data, "task__kind": "identity"}),
         ("start='': name a pre-trained", {"start": ""}),
         ("no such folder", {"start": str(tmp_path / "nothing")}),
