@@ -1,5 +1,5 @@
-"""Runs a model on stored crops: the only code path for it, used by evaluation, embeddings and
-validation.
+"""Runs a model on crops, for evaluation, embeddings, predictions, probes and comparisons. Validation
+during training (engine.training.validation) and TrainedModel.predict have loops of their own.
 
     batches = dataset_batches(dataset, np.array_split(rows, 10))
     for batch, y_RD in predict(batches, model.input.windows, model.logits, model.device):

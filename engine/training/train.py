@@ -331,7 +331,8 @@ def heading(
 
 
 def find_checkpoint(config: RunConfig, task: TrainingTask, run: Path) -> Resumed | None:
-    """The checkpoint to resume from, if data and settings are still those it was written with."""
+    """The newest whole checkpoint, if there is one. ConfigError if it is another run's, or if data
+    or settings that shape the training have changed."""
     ranks = task.ranks
     path = on_first_rank(ranks, lambda: checkpoint.newest(run, checkpoint.warn))
     if path is None:
