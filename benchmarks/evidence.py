@@ -208,7 +208,7 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     blocks = [tables.headline(part), *report.published(part)]
     write_whole(place / "evidence.md", "\n\n".join(blocks) + "\n")
     if {"synthetic", "real"} & results.keys():
-        report.share_curves(part).savefig(place / "evidence.png", dpi=150)
+        report.share_chart(part).savefig(place / "evidence.png", dpi=150)
     print(f"{place}: evidence.json, evidence.md, evidence.png: {', '.join(results)}", flush=True)
 
 

@@ -32,6 +32,8 @@ BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results
 OF_RECORD = ("format", "date", "git", "hardware", "versions")
 TEN_MILLION = 10_000_000
 CROPS = (40, 80, 160, 320, 640, 1280, 2560)  # thousands: its ticks
+SHARES = (1.0, 0.1)  # of labels, in it
+CURVES = (("#0072b2", "o"), ("#d55e00", "s"), ("#111111", "D"))  # Okabe and Ito's colours; marks
 LINES = {"mean beat": ":", "random weights": "--"}  # its baselines
 Parts = dict[tuple[str, str], Part]  # by benchmark and device
 
@@ -271,7 +273,7 @@ def picture_of(part: Part) -> str:
     return "evidence_gpu.png" if device_of(part) == "cuda" else "evidence.png"
 
 
-def share_curves(part: Part) -> Figure:
+def share_chart(part: Part) -> Figure:
     """AUROC of diagnosis against the share of labels: synthetic beside real ECGs, 12 leads and lead
     I."""
     rows: list[Result] = []
@@ -290,36 +292,51 @@ def share_curves(part: Part) -> Figure:
 
 def crop_curves(document: Result) -> Figure:
     """AUROC on real ECGs against the crops that a model was trained on: its models are called
-    "NAME, 40,000 crops". The baselines, without crops, are horizontal lines."""
-    figure = Figure((8.2, 4), layout="constrained")
+    "NAME, 40,000 crops". The baselines, without crops, are horizontal lines; a model of one length
+    is no curve, and stands in the tables only."""
+    figure = Figure((8.2, 5.6), layout="constrained")
     titles = {"12": "12 leads", "1": "lead I"}
-    for axes, leads in zip(figure.subplots(1, 2), titles, strict=True):
-        for share, colour in ((1.0, "#0072b2"), (0.1, "#d55e00")):
+    for line, share in zip(figure.subplots(2, 2, sharex=True), SHARES, strict=True):
+        for axes, leads in zip(line, titles, strict=True):
             place = leads, share
-            rows = [row for row in document["rows"] if (row["leads"], row["share"]) == place]
-            _crop_curves(axes, rows, colour, f"{100 * share:g} % of labels")
-        axes.set_title(titles[leads], fontsize=10, loc="left")
-        axes.set(xscale="log", xlabel="thousands of crops seen in pre-training", ylabel="AUROC")
+            _crop_curves(
+                axes, [row for row in document["rows"] if (row["leads"], row["share"]) == place]
+            )
+            title = f"{titles[leads]}, {100 * share:g} % of labels"
+            axes.set_title(title, fontsize=10, loc="left")
+            axes.spines[["top", "right"]].set_visible(False)
+        line[0].set_ylabel("AUROC")
+    for axes in line:
+        axes.set(xscale="log", xlabel="thousands of crops seen in pre-training")
         axes.set_xticks([1000 * crops for crops in CROPS], [f"{crops:,}" for crops in CROPS])
         axes.set_xticks([], minor=True)
-        axes.spines[["top", "right"]].set_visible(False)
     handles, names = axes.get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper left", ncols=2, frameon=False, fontsize=8)
+    figure.legend(
+        handles,
+        names,
+        title="models trained for one length only: in the tables",
+        loc="outside upper left",
+        ncols=3,
+        frameon=False,
+        fontsize=8,
+        title_fontsize=8,
+    )
     return figure
 
 
-def _crop_curves(axes: Axes, rows: list[Result], colour: str, labels: str) -> None:
+def _crop_curves(axes: Axes, rows: list[Result]) -> None:
     curves: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         model, auroc = row["model"], row["metrics"]["auroc"]
         if model in LINES:
-            axes.axhline(auroc, color=colour, ls=LINES[model], lw=1, label=f"{model}, {labels}")
+            axes.axhline(auroc, color="#777777", ls=LINES[model], lw=1, label=model)
         elif model.endswith(" crops") and not model.startswith(tuple(LINES)):
             name, _, crops = model.removesuffix(" crops").rpartition(", ")
             curves.setdefault(name, []).append((float(crops.replace(",", "")), auroc))
-    for (name, points), mark in zip(curves.items(), "osD^v", strict=False):
+    several = [(name, points) for name, points in curves.items() if len(points) > 1]
+    for (name, points), (colour, mark) in zip(several, CURVES, strict=False):
         crops_seen, aurocs = zip(*sorted(points), strict=True)
-        axes.plot(crops_seen, aurocs, color=colour, marker=mark, label=f"{name}, {labels}")
+        axes.plot(crops_seen, aurocs, color=colour, marker=mark, label=name)
 
 
 def main() -> int:
@@ -338,7 +355,7 @@ def main() -> int:
     README.write_text(readme(parts))
     for part in newest(parts).values():
         if part["benchmark"] == "evidence":
-            figures = {picture_of(part): share_curves(part)}
+            figures = {picture_of(part): share_chart(part)}
             if document := part["results"].get(tables.BY_CROPS):
                 figures["crops.png"] = crop_curves(document)
             for name, figure in figures.items():

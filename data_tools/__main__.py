@@ -568,7 +568,7 @@ def _record_figure(path: str) -> Any:
     from omnilead.data_tools.dataset import CROP_SHAPE
     from omnilead.data_tools.hospital.files import HospitalFiles
     from omnilead.data_tools.plots import caption_of, ecg_figure
-    from omnilead.data_tools.prepare import prepare_crop
+    from omnilead.data_tools.prepare import FS_HZ, HALF, prepare_crop
     from omnilead.data_tools.sources.base import read_safely
     from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
     from omnilead.data_tools.storage import folder
@@ -579,23 +579,22 @@ def _record_figure(path: str) -> Any:
         source = kind(folder(place.parent))
         if isinstance(record := read_safely(source.read, place.name), ReadError):
             raise record
-        seconds = f"{record.signal.shape[1] / record.fs_hz:g} s"
+        seconds = record.signal.shape[1] / record.fs_hz
         echo(
-            f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds}, dx "
+            f"{place.name}: {len(record.leads)} leads, {record.fs_hz:g} Hz, {seconds:g} s, dx "
             f"{', '.join(record.dx) or 'none'}"
         )
-        for reason, detail in record.warnings:
-            echo(f"  {reason}: {detail}")
+        warnings = [f"{reason}: {detail}" for reason, detail in record.warnings]
+        for warning in warnings:
+            echo(f"  {warning}")
         crop = prepare_crop(record, 0, samples)
     except ReadError as error:
         raise DataError(f"{path} would be refused: {error}") from None
-    return ecg_figure(
-        samples,
-        crop.halves,
-        record.name,
-        caption_of(record.age, record.sex, record.dx),
-        crop.missing,
-    )
+    drawn_s = crop.halves * HALF / FS_HZ
+    part = f"first {drawn_s:g} of {seconds:.3g} s" if seconds > drawn_s else ""
+    said = [part, *warnings, caption_of(record.age, record.sex, record.dx)]
+    caption = ". ".join(filter(None, said))
+    return ecg_figure(samples, crop.halves, record.name, caption, crop.missing)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """What `omnilead show` draws and prints: an ECG on ECG paper, to scale; an overview of a dataset, as a
-figure and as text (sources, roles compared with the paper, what was refused); and warnings.
+figure and as text (sources, roles, what was refused); and warnings.
 
     plot_ecg(dataset[7])                    # a crop on ECG paper; notebooks display it
     plot_ecg(dataset[7]).savefig("ecg.png")
@@ -26,7 +26,7 @@ from omnilead.data_tools.dataset import Dataset, Ecg
 from omnilead.data_tools.prepare import HALF, IMPLAUSIBLE, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from omnilead.data_tools.resampling import FS_HZ
-from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
 from omnilead.data_tools.storage import replaced
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ GAINS_MM_PER_MV = (10.0, 5.0)  # standard gain; half gain for traces that would 
 PAGE_MM, PAPER_MM, PAPER_AT_MM = (297.0, 210.0), (270.0, 175.0), (13.5, 13.0)
 TRACE_X_MM = 15.0  # x of second 0; the calibration pulse is to its left
 ROWS_Y_MM = (140.0, 100.0, 60.0, 20.0)  # baselines: three rows of four leads, then the rhythm strip
+NAME_MM = 12.0  # from there a trace may rise beside its lead's name
 FLAT_MV = 0.005  # a lead that varies less has no signal; one step of usual converters
 
 FONT = "DejaVu Sans"  # comes with matplotlib, so figures look the same everywhere
@@ -78,6 +79,8 @@ def plot_ecg(ecg: Ecg) -> "Figure":
     """A figure of a crop's twelve leads on ECG paper, to scale; notebooks display it."""
     title = f"{ecg.source}/{ecg.record}, from {ecg.start_s:g} s"
     caption = caption_of(ecg.age, ecg.sex, ecg.dx)
+    if ecg.flags:  # first, because a long caption is cut
+        caption = f"flagged: {', '.join(ecg.flags)}. {caption}"
     return ecg_figure(ecg.signal_uv, ecg.halves, title, caption, ecg.missing_leads)
 
 
@@ -195,11 +198,10 @@ def _crosses_a_row(cell: _Cell, trace: np.ndarray) -> bool:
 
 
 def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
-    from matplotlib.patheffects import withStroke
-
     lead, y = cell.lead, ROWS_Y_MM[cell.row]
     x = TRACE_X_MM + MM_PER_S * cell.start_s
     end_x = TRACE_X_MM + MM_PER_S * cell.end_s
+    name_y = y + 6
     if cell.start_s > 0:
         axes.plot([x, x], [y - 4, y + 4], color=INK, lw=0.7, label="separator")
     if trace is None:
@@ -218,18 +220,10 @@ def _draw_lead(axes: "Axes", cell: _Cell, trace: np.ndarray | None) -> None:
             label=f"trace {lead}",
             gid="trace",
         )
-    halo = [withStroke(linewidth=3, foreground=PAPER)]  # keeps the name legible on a trace
-    _write(
-        axes,
-        x + 1.2,
-        y + 6,
-        lead,
-        10,
-        weight="bold",
-        label=f"name {lead}",
-        zorder=4,
-        path_effects=halo,
-    )
+        below = trace[trace[:, 0] < x + NAME_MM, 1]  # of the lead's name
+        name_y = min(max(name_y, below.max(initial=y) + 2), PAPER_MM[1] - 5)
+    # under the traces
+    _write(axes, x + 1.2, name_y, lead, 10, weight="bold", label=f"name {lead}", zorder=2)
 
 
 def draw_grid(axes: "Axes", step: float, colour: str, lw: float) -> None:
@@ -427,7 +421,7 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> None:
 
 
 def describe(dataset: Dataset) -> str:
-    """Describe sources, roles (with a plan of the paper: compared with it), and what was refused
+    """Describe sources, roles (of the paper's databases: compared with it), and what was refused
     and why."""
     meta = dataset.meta
     count = len(dataset.shards)
@@ -451,21 +445,27 @@ def describe(dataset: Dataset) -> str:
     return "\n".join(lines)
 
 
+def _like_paper(meta: Mapping[str, Any]) -> bool:
+    """Whether the paper's databases are all there: for others its counts mean nothing."""
+    names = {real_source(source["name"]) for source in meta["sources"]}
+    return meta["plan"] != "all" and names >= PAPER_SETS.keys()
+
+
 def _source_lines(meta: Mapping[str, Any]) -> Iterator[str]:
-    like_paper = meta["plan"] != "all"
+    like_paper = _like_paper(meta)
     paper = f"{'the paper':>11}" if like_paper else ""
     counts = f"{'used':>10}{'refused':>9}{'crops':>10}{'dropped':>12}"
     yield f"{'source':22}{'records':>10}{paper}{counts}  licence"
     for source in meta["sources"]:
         name, records = source["name"], source["records"]
-        paper = f"{PAPER_SETS.get(name, 0):11,}" if like_paper else ""
+        paper = f"{PAPER_SETS.get(real_source(name), 0):11,}" if like_paper else ""
         counts = f"{records['used']:10,}{records['refused']:9,}{source['crops']:10,}"
         dropped = f"{source['dropped_s']:10,.0f} s"
         yield f"{name:22}{records['seen']:10,}{paper}{counts}{dropped}  {source['licence']}"
 
 
 def _role_lines(dataset: Dataset) -> Iterator[str]:
-    like_paper = dataset.meta["plan"] != "all"
+    like_paper = _like_paper(dataset.meta)
     paper = f"{'the paper':>11}" if like_paper else ""
     yield f"{'role':22}{'crops':>10}{'5 s parts':>11}{paper}"
     if dataset.meta["plan"] == "paper-split":
@@ -536,6 +536,9 @@ def _role_notes(dataset: Dataset) -> Iterator[str]:
     empty = []
     for name in PAPER_ROLES:
         task, _, role = name.partition(" ")
+        asked = getattr(chosen, task) != getattr(PAPER_SOURCES, task) or task == "pretrain"
+        if not asked and not _like_paper(dataset.meta):
+            continue  # which databases have this role by default is no concern of other data
         if not (role in roles[task] if role else roles[task]):
             empty.append(name)
     advice = {

@@ -90,4 +90,5 @@ def _argument(found: re.Match[str]) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *MODULES})
+    """What is meant to be used; the rest is imported from where it is."""
+    return sorted([*MODULES, "__doc__", "__version__"])

@@ -1,10 +1,11 @@
 """Read crops by offset from the shards into reused buffers, verify them, and prefetch batches in a
 thread.
 
-A batch is two arrays, dataset and row. Its reads are sorted by shard and offset and split among
-threads. Each read is one os.preadv of 120,000 bytes straight to the crop's place in the batch,
-without copies. An open dataset takes 17 bytes of memory per crop. Instead of filling a batch, a
-thread can read into CropBuffers of its own, where crops become tensors while they are in its cache.
+A request names the dataset and the row of each crop (engine.data.order.Places). Reads are sorted by
+shard and offset and split among threads. From tar, a crop is read by os.preadv straight to its place
+in the batch, 120,000 bytes without a copy. The reader keeps 17 bytes for each crop of a dataset.
+Instead of filling a batch, a thread can read into CropBuffers of its own, where crops become tensors
+while they are in its cache.
 
 With check="first", a crop's crc32c is verified when this process first reads it, in 5 us. The zarr
 copy is decoded chunk by chunk (data_tools/zarr_reader.py): half the bytes, five times the CPU time.

@@ -643,19 +643,19 @@ def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
                 if name not in against:  # with one window in a crop nothing is whitened
                     continue
                 gap_B = value_B - against[name]
-                ends = interval(gap_B)
-                if name.startswith("accuracy") and gap_B[0] and ends[0] == ends[1]:
-                    ends = [np.nan, np.nan]  # none found against all, which resamples never change
-                gap = {"difference": float(gap_B[0]), "interval": ends}
+                gap = {"difference": float(gap_B[0]), "interval": interval(gap_B)}
                 differences.append({**about, "against": other, "metric": name, **gap})
     return {"rows": rows, "differences": differences}
 
 
 def interval(of_B: Array, people: int = 0) -> list[float]:
     """Percentiles of the resamples; for a share of `people` that is 0 or 1, which resamples never
-    change, Clopper-Pearson's."""
+    change, Clopper-Pearson's. Otherwise none where all resamples agree on anything but 0, which is
+    how much a model differs from itself."""
     if people > 1 and np.isclose(of_B[0], (0, 1)).any():
         return exact_interval(round(of_B[0]) * people, people)
     with warnings.catch_warnings(action="ignore"):  # undefined in all resamples: NaN
         ends: list[float] = np.nanpercentile(of_B[1:], (2.5, 97.5)).tolist()
+    if of_B[0] and np.isclose(ends[0], ends[1]):
+        return [np.nan, np.nan]
     return ends

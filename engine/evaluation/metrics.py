@@ -548,17 +548,21 @@ def _found_within(better: Array, tied: Array, right: Array, ranks: int) -> Array
 
 
 def calibration(labels: Array, scores: Array) -> tuple[Array, Array, Array, float]:
-    """For each bin of probabilities, over all classes: mean, share of positives, and count; then
-    the expected calibration error."""
+    """For each bin of probabilities, over all classes: mean, share of positives (NaN if it has
+    fewer than FEW rows) and count; then the expected calibration error of all."""
     known = ~np.isnan(labels.astype(float))
     p, y = scores[known].astype(float), labels[known]
     bin_of = np.minimum((p * BINS).astype(int), BINS - 1)
+    row_of = np.nonzero(known)[0]
     count = np.bincount(bin_of, minlength=BINS)
     n = np.maximum(count, 1)
     mean = np.bincount(bin_of, p, BINS) / n
     true = np.bincount(bin_of, y, BINS) / n
     gap = np.abs(mean - true)
     error = (gap * count).sum() / max(len(p), 1)
+    for b in range(BINS):
+        if len(np.unique(row_of[bin_of == b])) < FEW:
+            true[b] = np.nan
     return mean, true, count, float(error)
 
 

@@ -55,7 +55,7 @@ from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES, WITH_THRESHOLDS, cox, thresholds
-from omnilead.engine.tasks.labels import TaskLabels, guess, read_task, unknown_patients
+from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, guess, read_task, unknown_patients
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
 STRENGTHS = tuple(float(f"{digit}e{power}") for power in range(2, -5, -1) for digit in (3, 1))
@@ -109,7 +109,7 @@ def labels_to_probe(
         if not len(labels.rows(0, split)):
             raise ConfigError(
                 f"{labels.name or dataset.root.url}: no record is in the split {split}: a probe "
-                f"needs {', '.join(splits)}"
+                f"needs {', '.join(splits)}" + f"; {DX_ROLES}" * (labels.role == "dx")
             )
         if split != "valid" or task.kind == "survival":
             require_unlike(labels, split, dataset)

@@ -65,7 +65,7 @@ from omnilead.engine.model.config import validated
 from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES
-from omnilead.engine.tasks.labels import TaskLabels, read_task
+from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
 AGES = (18, 40, 60, 80)  # years
@@ -175,7 +175,20 @@ class TaskResult:
             remarks.append("All samples are from one patient: there are no intervals.")
         elif few_patients(self.head.kind, labels, self.patients_N):
             remarks.append(f"{TOO_FEW} have no interval, or an exact one.")
+        else:
+            remarks += self._without_interval()
         return remarks
+
+    def _without_interval(self) -> list[str]:
+        for part in (self.half, self.record):
+            same = [
+                name
+                for name, ends in part["intervals"].items()
+                if np.isnan(ends[0]) and np.isfinite(part["metrics"][name])
+            ]
+            if same:
+                return [f"All resamples agree on {', '.join(same)}, which has no interval then."]
+        return []
 
     def document(self) -> dict[str, Any]:
         head = self.head
@@ -215,8 +228,11 @@ def scored(
             again = challenge_statistic(labels, scores > np.asarray(head.chosen))
             metrics[CHOSEN] = again(np.ones(len(labels), np.int64))
             intervals[CHOSEN] = bootstrap(again, patients, resamples).tolist()
-    if few_patients(head.kind, labels, patients):
-        intervals.update(intervals_of_few(metrics, labels, patients))
+    few = few_patients(head.kind, labels, patients)
+    exact = intervals_of_few(metrics, labels, patients)
+    for name, (low, high) in intervals.items():
+        if few or np.isclose(low, high):  # resamples that agree do not make a score certain
+            intervals[name] = exact[name]
     if head.kind not in OF_VALUES:
         metrics["calibration_error"] = calibration(labels, scores)[-1]
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
@@ -396,8 +412,7 @@ def labelled_rows(labels: TaskLabels, dataset: Dataset, role: str) -> Array:
     """The crops of a split; ConfigError if there is nothing to score."""
     name, rows = labels.name or dataset.root.url, labels.rows(0, role)
     if labels.role:
-        source = "crops of cpsc_2018 or georgia: shard --dx-sources names others"
-        require(rows, dataset, f"dx={role}", source)
+        require(rows, dataset, f"dx={role}", f"crop with a diagnosis role: {DX_ROLES}")
     if not len(rows):
         raise ConfigError(
             f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role"

@@ -69,7 +69,7 @@ from omnilead.engine.model.folder import (
     model_folder,
     seen_by,
 )
-from omnilead.engine.model.input import HALF_S, Input, SignalError
+from omnilead.engine.model.input import HALF_S, SCALES, Input, SignalError
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import build_head, sees_tokens
 from omnilead.engine.tasks.config import TaskKind
@@ -80,6 +80,7 @@ NOT_MEASURED = -32_768  # in int16
 ROWS = 64  # segments encoded at a time
 NOT_FINITE = "the model's outputs are not finite: its weights are broken"
 THRESHOLD = 0.5
+NAMED = 8  # classes in its repr
 Kind = type[nn.Module] | None
 
 
@@ -142,6 +143,21 @@ class TrainedModel(nn.Module):
         self.seen = UNKNOWN  # what it was trained on (engine.data.seen)
         self.readout = self.readout_of(config.get("readout", PAPER))
         self.eval()
+
+    def __repr__(self) -> str:
+        """What goes in and what comes out, in place of PyTorch's list of layers."""
+        of, head = self.input, self.head_info
+        does = f"makes an embedding of {self.width_of(self.readout)} numbers"
+        if head and head.classes:
+            names = ", ".join(head.classes[:NAMED]) + ", ..." * (len(head.classes) > NAMED)
+            unit = f" in {head.unit}" if head.unit else ""
+            does = f"predicts {head.task} ({head.kind} of {len(head.classes)}: {names}{unit})"
+        band = "" if of.band_hz is None else " from {:g} to {:g} Hz".format(*of.band_hz)
+        return (
+            f"TrainedModel: {does} from leads {describe_leads(of.seen)}, {of.window_s:g} s "
+            f"at a time at {of.fs_hz:g} Hz{band} ({SCALES[of.scale]}); it converts other rates and "
+            "units"
+        )
 
     def readout_of(self, text: str) -> tuple[str, ...]:
         """The parts of a read-out that suits this model; "": the model's own."""

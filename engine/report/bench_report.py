@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from omnilead.data_tools.spreadsheet import as_csv
 from omnilead.engine.common import write_whole
@@ -38,16 +39,18 @@ INTERVALS = f"In brackets: 95 % intervals {OVER}. Differences use the same resam
 OF_TUNED = (
     "In brackets: 95 % intervals over test patients and seeds. Differences use the same resamples."
 )
-# Okabe and Ito: for colour blindness
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-MARKS, CROSSES = "os^Dv<>", "x+*dPXp"
+INK = "#111111"
+MARKS = "o^sDv"  # of shares of labels
+DOT: Any = {"ls": "", "color": INK, "markerfacecolor": "white"}
 STYLE: Any = {
     "font.size": 9,
+    "axes.titlesize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.spines.left": False,
+    "legend.frameon": False,
     "text.parse_math": False,
-    "lines.markersize": 4,
-    "lines.linewidth": 1.5,
+    "lines.markersize": 4.5,
 }
 Row = dict[str, Any]
 
@@ -131,82 +134,88 @@ def _key(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in KEYS)
 
 
-def _cell(value: float | None, ends: Sequence[float | None] = (None,), sign: str = "") -> str:
+def _cell(value: float | None, ends: Sequence[float | None] = (), sign: str = "") -> str:
     if value is None:
         return "-"
-    return f"{value:{sign}.3f}" + (
-        "" if None in ends else f" ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})"
-    )
+    if None in ends:
+        return f"{value:{sign}.3f} (no interval)"
+    return f"{value:{sign}.3f}" + (f" ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})" if ends else "")
 
 
 def picture(document: Row) -> Figure:
-    """A row of panels for each task and metric, a column for each set of leads and level of
-    noise."""
-    found, styles = panels(document), model_styles(document["models"])
+    """A line of panels for each task and metric, a panel for each set of leads and level of noise;
+    in it a line for each model, with a dot and its interval for each share of labels."""
+    found = panels(document)
     columns = list(dict.fromkeys((row["leads"], row["noise"]) for row in document["rows"]))
+    shares = sorted({row["share"] for row in document["rows"]} - {None})
+    marks = dict(zip(shares, cycle(MARKS), strict=False))
+    models = [_models(document, rows) for rows in found.values()]
+    heights = [0.9 + len(names) * (0.14 + 0.11 * max(1, len(shares))) for names in models]
+    width = 0.08 * max(map(len, document["models"])) + 3.2 * len(columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(
-            (max(5.5, 3.4 * len(columns)), 2.2 * len(found) + 0.8), layout="constrained"
+        figure = Figure((width, sum(heights) + 0.4), layout="constrained")
+        grid = figure.subplots(
+            len(found),
+            len(columns),
+            squeeze=False,
+            sharex="row",
+            sharey="row",
+            height_ratios=heights,
         )
-        grid = figure.subplots(len(found), len(columns), squeeze=False, sharey="row")
-        for ((task, metric), rows), line in zip(found.items(), grid, strict=True):
-            line[0].set_ylabel(MAIN[metric])
-            for (leads, noise), axes in zip(columns, line, strict=True):
-                of_panel = [row for row in rows if (row["leads"], row["noise"]) == (leads, noise)]
-                for place, (name, style) in enumerate(styles.items()):
-                    _draw(axes, [r for r in of_panel if r["model"] == name], metric, place, style)
-                title = f"{task}, {_leads(leads)}" + (f", noise {noise:g}" if noise else "")
-                axes.set_title(title, fontsize=9, loc="left")
-        shown: Row = {}
-        for axes in grid.flat:
-            handles, names = axes.get_legend_handles_labels()
-            shown.update(zip(names, handles, strict=True))
-        figure.legend(
-            shown.values(), shown.keys(), loc="outside upper left", ncols=4, frameon=False
-        )
+        for ((task, metric), rows), names, line in zip(found.items(), models, grid, strict=True):
+            for column, axes in zip(columns, line, strict=True):
+                of_panel = [row for row in rows if (row["leads"], row["noise"]) == column]
+                _draw(axes, of_panel, metric, names, marks)
+                axes.set_title(_seen(*column), loc="left")
+            line[0].set_title(f"{task}\n{_seen(*columns[0])}", loc="left")
+        if len(shares) > 1:
+            _add_legend(figure, marks)
     return figure
 
 
-def model_styles(models: Mapping[str, str]) -> dict[str, Row]:
-    """Trained models in colours; random weights and other baselines in grey and black, broken
-    lines."""
-    styles: dict[str, Row] = {}
-    trained, baselines = zip(cycle(COLOURS), cycle(MARKS)), cycle(CROSSES)
-    for name, random in models.items():
-        if random and random != name:
-            line = "-"
-            colour, marker = next(trained)
-        else:
-            colour, line = ("#777777", "--") if random else ("#111111", ":")
-            marker = next(baselines)
-        styles[name] = {"label": name, "color": colour, "ls": line, "marker": marker}
-    return styles
+def _add_legend(figure: Figure, marks: Mapping[float, str]) -> None:
+    dots, names = [], []
+    for share, mark in marks.items():
+        dots.append(Line2D([], [], marker=mark, **DOT))
+        names.append(f"{100 * share:g} %")
+    figure.legend(dots, names, title="patients with labels", loc="outside upper left", ncols=4)
 
 
-def _leads(leads: str) -> str:
+def _models(document: Row, rows: Sequence[Row]) -> list[str]:
+    """Those that the rows are of, in the order of the comparison."""
+    there = {row["model"] for row in rows}
+    return [name for name in document["models"] if name in there]
+
+
+def _seen(leads: str, noise: float) -> str:
+    """What the models were shown."""
+    words = f"leads {leads}" if "," in leads else f"{leads} leads"
     if leads == "1":
-        return "lead I"
-    return f"leads {leads}" if "," in leads else f"{leads} leads"
+        words = "lead I"
+    return f"{words}, noise {noise:g}" if noise else words
 
 
-def _draw(axes: Axes, rows: list[Row], metric: str, position: int, style: Row) -> None:
-    """A curve with its band over the shares of labels; for a single share, or none, a dot with its
-    interval."""
-    values = np.array(
-        [[row["metrics"][metric], *row["intervals"][metric]] for row in rows], float
-    )  # None: NaN, not drawn
-    if len(rows) > 1:
-        shares = [row["share"] for row in rows]
-        axes.plot(shares, values[:, 0], **style)
-        axes.fill_between(
-            shares, values[:, 1], values[:, 2], color=style["color"], alpha=0.13, lw=0
-        )
-        axes.set(xscale="log", xlabel="patients with labels")
-        axes.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
-        axes.set_xticks([], minor=True)
-    elif rows:
-        axes.errorbar(
-            [position], values[:, 0], abs(values[:, 1:] - values[:, :1]).T, capsize=3, **style
-        )
-        axes.set_xticks([])
-        axes.margins(x=0.15)
+def _draw(
+    axes: Axes, rows: list[Row], metric: str, names: list[str], marks: Mapping[float, str]
+) -> None:
+    """The dots of a model lie below each other, the smallest share of labels first."""
+    said = "no intervals"
+    for row in rows:
+        value, share = row["metrics"][metric], row["share"]
+        if value is None:
+            continue
+        y = float(names.index(row["model"]))
+        if share is not None:
+            y += 0.7 * ((list(marks).index(share) + 0.5) / len(marks) - 0.5)
+        low, high = row["intervals"][metric]
+        if low is not None:
+            axes.plot([low, high], [y, y], color=INK, lw=1)
+            said = "line: 95 % interval"
+        axes.plot([value], [y], marker=marks.get(share, "o"), **DOT)
+    for edge in range(1, len(names)):
+        axes.axhline(edge - 0.5, color="#e2e2e6", lw=0.8, zorder=0)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.set_xlabel(f"{MAIN[metric]}; {said}")

@@ -30,6 +30,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 import omnilead.data_tools.plots as plots
 from omnilead.data_tools.dataset import Ecg
+from omnilead.engine.evaluation.metrics import FEW as FEW_RECORDS
 from omnilead.engine.evaluation.metrics import Array, Ranking, confusion_shares, ranked
 from omnilead.engine.report.page import Line, LineStyle
 
@@ -214,7 +215,8 @@ def _set_axes(
     levels = [line.chance for line in lines if line.chance is not None]
     values = np.concatenate([levels, *(line.y for line in lines)])
     values = values[np.isfinite(values)]
-    if style.log and len(values) and values.min() > 0:
+    # over fewer than two powers of ten, a logarithmic axis has one labelled tick or none
+    if style.log and len(values) and values.max() > 100 * values.min() > 0:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_number)
         axes.yaxis.set_minor_formatter("")
@@ -382,12 +384,14 @@ def _name_axes(axes: Axes, x_label: str, y_label: str, note: str = "") -> None:
 
 @_styled
 def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> str:
-    """Above: a dot for each bin of probabilities; below: how many there are, as a logarithm."""
-    there = count > 0
+    """Above: a dot for each bin of enough records; below: how many probabilities there are in each,
+    as a logarithm."""
+    there, enough = count > 0, np.isfinite(true)
     drawing = Drawing("Calibration", 384, 520)
     upper = _unit_square(drawing, 46, 312)
     upper.plot([0, 1], [0, 1], **GUIDE)
-    upper.plot(mean[there], true[there], "o-", color=SERIES[0], ms=8, mew=0)
+    drawing.text(46, 388, f"bins of fewer than {FEW_RECORDS} records have no dot")
+    upper.plot(mean[enough], true[enough], "o-", color=SERIES[0], ms=8, mew=0)
     note = f"calibration error {error:.3f}"
     _name_axes(upper, "predicted probability", "observed frequency", note)
     lower = drawing.axes(46, 398, 312, 90)
@@ -499,7 +503,5 @@ def clinical_chart(title: str, note: str, ecg: Ecg) -> str:
         if line.get_gid() == "trace":
             x, y = map(np.asarray, line.get_data())
             line.set_data(*thinned(x, y, len(x) // 8))
-    for text in axes.texts:
-        text.set_path_effects([])  # with them, letters would become outlines
     drawing.text(10, height + 55, "   ".join(said))
     return drawing.svg()

@@ -170,7 +170,7 @@ def group_section(
     if classes > 1 and counted:
         notes.append("Positives: of the rarest and of the most frequent class.")
     if any(NO_INTERVAL in row for row in grid):
-        notes.append(f"{TOO_FEW} have no interval.")
+        notes.append(f"{TOO_FEW} have no interval, nor has a score on which all resamples agree.")
     return ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes))
 
 

@@ -51,7 +51,14 @@ from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig
-from omnilead.engine.tasks.labels import SPLITS, TRAIN, TaskLabels, read_task, unknown_patients
+from omnilead.engine.tasks.labels import (
+    DX_ROLES,
+    SPLITS,
+    TRAIN,
+    TaskLabels,
+    read_task,
+    unknown_patients,
+)
 from omnilead.engine.tasks.start import (
     read_settings,
     read_start,
@@ -117,7 +124,7 @@ def _patient_targets(labels: TaskLabels) -> Targets:
     """Classes are the patients of the training split; those of other crops are arbitrary."""
     trained = np.unique(labels.of("train"))
     y = [np.clip(np.searchsorted(trained, ids), 0, len(trained) - 1) for ids in labels.y]
-    return Targets(y, len(trained), remarks=[f"{len(trained):,} identities"])
+    return Targets(y, len(trained), remarks=[f"{len(trained):,} patients to tell apart"])
 
 
 def _value_targets(labels: TaskLabels, y_NK: np.ndarray, name: str) -> Targets:
@@ -547,7 +554,7 @@ def training_roles(
                 what += f" and the {model_input.window_s:g} s that the model takes at once"
             raise ConfigError(
                 f"{labels.name or 'data.datasets'}: {dataset.root.url} has no crop with {what}: "
-                "nothing to learn from"
+                "nothing to learn from" + f"; {DX_ROLES}" * (labels.role == "dx")
             )
     if not labels.role:
         return {"rows": rows}
@@ -556,15 +563,22 @@ def training_roles(
 
 
 def split_remark(labels: TaskLabels) -> str:
-    """For example: rhythm: multiclass of AF, SR; crops: 800 train, 100 valid, 100 test"""
-    what = f"{labels.task.name}: {labels.task.kind}"
-    if 0 < len(labels.classes) <= 10:
-        what += f" of {', '.join(labels.classes)}"
+    """For example: rhythm is multiclass (each ECG has exactly one of them): AF, SR. Crops of 10 s:
+    800 to learn from, 100 to choose the best step by, 100 for the test, which training never
+    sees"""
     counts = {}
     for split in SPLITS[1:]:
         counts[split] = sum(len(labels.rows(n, split)) for n in range(len(labels.y)))
-    shares = ", ".join(f"{count:,} {split}" for split, count in counts.items())
-    return f"{what}; crops: {shares}" + ("" if counts["test"] else ": nothing to evaluate on")
+    what = f"{labels.task.name} is {labels.task.kind} ({kinds.MEANINGS[labels.task.kind]})"
+    if 0 < len(labels.classes) <= 10:
+        what += f": {', '.join(labels.classes)}"
+    test = f"{counts['test']:,} for the test, which training never sees"
+    if not counts["test"]:
+        test = "none for a test: there is nothing to evaluate on"
+    return (
+        f"{what}. Crops of 10 s: {counts['train']:,} to learn from, {counts['valid']:,} to choose "
+        f"the best step by, {test}"
+    )
 
 
 def parquet_bytes(table: pa.Table) -> bytes:

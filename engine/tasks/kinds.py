@@ -16,6 +16,14 @@ from torch import Tensor
 from omnilead.engine.tasks.config import TaskKind
 
 WITH_THRESHOLDS = ("binary", "multilabel")
+MEANINGS = {
+    "binary": "each ECG has it or not",
+    "multilabel": "an ECG can have none, one or several of them",
+    "multiclass": "each ECG has exactly one of them",
+    "regression": "numbers",
+    "survival": "the time until an event",
+    "identity": "which ECGs are of the same patient",
+}
 OF_VALUES = ("regression", "survival")  # neither classes nor probabilities
 
 

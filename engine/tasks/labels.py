@@ -63,6 +63,7 @@ TIMED = ("time", "event")  # columns of survival
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
 BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
 INDEX = re.compile(r"|Unnamed: \d+")  # pandas' row numbers
+DX_ROLES = "shard --dx-sources names the sources whose records have diagnosis roles"
 FEW = 10  # a column of numbers with at most this many values holds classes
 MAX_VALUES = 100  # classes of multiclass, and folds
 RARE = 5  # fewer examples of a class teach it badly, or are a slip of the pen

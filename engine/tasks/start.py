@@ -33,6 +33,7 @@ from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import FinetuneConfig
+from omnilead.engine.tasks.kinds import MEANINGS
 from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
 from omnilead.engine.training.export import is_model
 from omnilead.engine.training.train import open_datasets
@@ -227,12 +228,14 @@ def with_task(tree: dict[str, Any]) -> dict[str, Any]:
 
 def what_was_chosen(config: FinetuneConfig, crops: int, guessed: bool) -> str:
     t, task = config.train, config.task
-    kind = f"{task.kind} (--kind if it is not)" if guessed else task.kind
-    length = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} epochs"
+    said = f"{task.name}: "
+    if guessed:
+        said += f"the table looks like {task.kind} ({MEANINGS[task.kind]}; --kind if not). "
+    length = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} x through all"
     return (
-        f"{task.name}: {kind}. {crops:,} training crops: at most {length} of {t.batch_crops} "
-        f"crops, lr {t.lr:.2g}; stops early after {t.patience} validations (one every "
-        f"{t.validate_every} steps) without improvement"
+        f"{said}{crops:,} training crops, used {t.batch_crops} at a time (a step), for at most "
+        f"{length}; learning rate {t.lr:.2g}. Every {t.validate_every} steps the model is tried on "
+        f"the validation crops: it stops early after {t.patience} tries without improvement"
     )
 
 

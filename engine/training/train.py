@@ -304,16 +304,17 @@ def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any)
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     begins = f"resumes after step {progress.step}" if progress.step else "begins"
     return (
-        f"{config.run} {begins}: {parameters:,} parameters, {loader.steps_per_epoch} steps of "
-        f"{config.train.batch_crops} crops per epoch, {ranks.world} x {ranks.device.type}, "
-        f"{config.train.precision}, ZeRO {zero_stage(config)}, loader {loader.backend}, "
-        f"attention {attention_backend(engine.module)}"
+        f"{config.run} {begins} on {ranks.world} x {ranks.device.type}: a model of "
+        f"{parameters:,} parameters, {loader.steps_per_epoch} steps of {config.train.batch_crops} "
+        f"crops to go through the data once (for experts: {config.train.precision}, ZeRO "
+        f"{zero_stage(config)}, loader {loader.backend}, attention "
+        f"{attention_backend(engine.module)})"
     )
 
 
 def find_checkpoint(task: TrainingTask, run: Path) -> Resumed | None:
-    """The checkpoint to resume from. ConfigError if data or settings are not those it was written
-    with."""
+    """The newest whole checkpoint, if there is one. ConfigError if it is another run's, or if data
+    or settings that shape the training have changed."""
     ranks = task.ranks
     path = on_first_rank(ranks, lambda: checkpoint.newest(run, checkpoint.warn))
     if path is None:

@@ -1,6 +1,7 @@
 """Every figure in README.md and RESULTS.md comes from a record, and incomplete records are
 refused."""
 
+import itertools
 import json
 import re
 
@@ -90,22 +91,25 @@ def test_a_suites_record_becomes_tables_and_pictures(device, tmp_path):
     ):
         assert expected in text, expected
     assert ("on NVIDIA H200" in text) == ("**missed: 100**" in text) == (device == "cuda")
-    report.share_curves(parts[-1]).savefig(tmp_path / "picture.png")
+    report.share_chart(parts[-1]).savefig(tmp_path / "picture.png")
     assert report.bars_table([]).count("| not measured |  |  |") == len(report.BARS)
 
 
 def test_curves_by_crops_are_those_of_the_models():
+    """A panel for each set of leads and share; a model of a single length is no curve."""
     names = {"A, 20,000 crops": 0.9, "A, 10,000 crops": 0.8, "mean beat": 0.7}
     names |= {"mean beat + A, 10,000 crops": 0.95, "random weights of A, 10,000 crops": 0.6}
-    rows = [
-        {"model": name, "leads": leads, "share": 1.0, "metrics": {"auroc": auroc}}
-        for leads in ("12", "1")
-        for name, auroc in names.items()
-    ]
-    for axes in report.crop_curves({"rows": rows}).axes:
+    names["B, 10,000 crops"] = 0.5
+    rows = []
+    for leads, share in itertools.product(("12", "1"), (0.1, 1.0)):
+        for name, auroc in names.items():
+            metrics = {"auroc": auroc - share}
+            rows.append({"model": name, "leads": leads, "share": share, "metrics": metrics})
+    for axes, share in zip(report.crop_curves({"rows": rows}).axes, (1, 1, 0.1, 0.1), strict=True):
         curve, line = sorted(axes.lines, key=lambda line: str(line.get_label()))
-        assert curve.get_xydata().tolist() == [[10_000, 0.8], [20_000, 0.9]]
-        assert set(line.get_ydata()) == {0.7}
+        assert curve.get_xydata().tolist() == [[10_000, 0.8 - share], [20_000, 0.9 - share]]
+        assert set(line.get_ydata()) == {0.7 - share}
+        assert f"{100 * share:g} % of labels" in axes.get_title(loc="left")
 
 
 def test_the_newest_record_of_each_device_counts(tmp_path):

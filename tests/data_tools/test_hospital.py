@@ -22,7 +22,7 @@ from test_muse_xml import TRUTH as STORED
 from test_muse_xml import X, muse
 
 from omnilead.data_tools import storage
-from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.__main__ import _record_figure, main
 from omnilead.data_tools.build import rejects_of
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError, StorageError
@@ -267,6 +267,15 @@ def test_amplitudes_that_no_heart_has_are_noted(tmp_path, factor, notes):
     content = dicom_file(group(TRUTH, {"x003a0210_DS": str(2.5 * factor)}))
     warnings = read_one(tmp_path, "one.dcm", content).warnings
     assert [reason for reason, _ in warnings] == notes
+
+
+def test_a_picture_says_what_it_leaves_out_and_what_is_doubtful(tmp_path):
+    minutes = {lead: np.tile(uv, 60) for lead, uv in TRUTH.items()}
+    seconds = len(minutes["I"]) / 500
+    content = dicom_file(group(minutes, {"x003a0210_DS": "20"}))
+    figure = _record_figure(str(write_files(tmp_path, {"one.dcm": content}) / "one.dcm"))
+    said = " ".join(text.get_text() for text in figure.texts)
+    assert f"first 10 of {seconds:.3g} s. implausible amplitude: " in said
 
 
 @pytest.mark.parametrize("plan", ["all", "paper", "paper-split"])

@@ -20,8 +20,7 @@ from omnilead.data_tools.verify import verify
 def test_all_commands_run_from_synth_to_a_figure(shell, tmp_path):
     archive, out, png = tmp_path / "archive", tmp_path / "dataset", tmp_path / "page.png"
     shell.run("synth", archive, "--patients", 5, "--seed", 3)
-    text, _ = shell.run("shard", archive, "--out", out, "--workers", 1, "--format", "both")
-    assert "189,051" in text  # beside the paper's own count
+    shell.run("shard", archive, "--out", out, "--workers", 1, "--format", "both")
     shell.run("verify", out, "--archive", archive, "--workers", 1)
     header = next(archive.glob("training/synthetic-georgia/g*/*.hea"))
     for words in ((out,), (out, "--crop", 0), (header,)):
@@ -112,9 +111,10 @@ def test_custom_sources_get_roles_when_named(shell, tmp_path):
         write_challenge(place, f"JS{number}", ecg(seed=number))
     command = ("shard", tmp_path / "src", "--workers", 1, "--out")
     plain, named = tmp_path / "plain", tmp_path / "named"
-    _, note = shell.run(*command, plain)
-    assert "note: no crop for dx train, dx valid, dx test, id gallery, id probe: " in note
-    shell.run(*command, named, "--dx-sources", "ningbo")
+    said, note = shell.run(*command, plain)
+    assert "the paper" not in said and "cpsc_2018" not in note and "no crop for" not in note
+    _, note = shell.run(*command, named, "--dx-sources", "ningbo", "--id-sources", "nobody")
+    assert "note: no crop for id gallery, id probe: gallery and probe are for patients of " in note
     assert set(Dataset.open(str(named)).meta["roles"]["dx"]) == {"train", "valid", "test"}
     shell.run("verify", named, "--workers", 1)
     assert "is already finished" in shell.error(*command, plain, "--dx-sources", "ningbo")
@@ -136,6 +136,7 @@ def test_sources_of_the_paper_and_left_out_sources_are_printed(archive, shell, t
         note,
     )
     assert "no crop for" not in note
+    assert "189,051" in out and " 34,905 " in out  # beside the paper's own counts
     for name in ("georgia", "ptb-xl", "ptb"):
         assert re.search(rf"^synthetic-{name} +\d+ .*  CC0-1.0$", out, re.MULTILINE)
     paper = Dataset.open(str(tmp_path / "paper"))

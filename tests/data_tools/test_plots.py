@@ -1,5 +1,7 @@
 """Figures are to scale, and state what they show and what is missing."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -88,6 +90,26 @@ def test_the_rhythm_strip_uses_another_lead_if_ii_has_no_signal():
     uv[1] = 700  # flat
     strip = lines(ecg_figure(uv, 2, missing=["I"]), "trace III")[1]
     assert strip[0, 1] == ROWS_Y_MM[3] and len(strip) == 5000
+
+
+def test_names_of_leads_hide_no_part_of_a_trace():
+    """They stand above their own trace, and below all traces in the drawing's order."""
+    figure = ecg_figure(square_waves(1.5)[:, ::-1], 2)  # high at the beginning of each lead
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    for name in axes.texts:
+        box = name.get_window_extent()
+        assert axes.bbox.contains(box.x0, box.y0) and axes.bbox.contains(box.x1, box.y1)
+        assert not name.get_path_effects()
+        for line in axes.lines:
+            if line.get_label() == f"trace {name.get_text()}":
+                assert line.get_zorder() > name.get_zorder()
+                assert not box.count_contains(axes.transData.transform(line.get_xydata()))
+
+
+def test_flags_stand_in_the_picture(dataset):
+    page = plots.plot_ecg(replace(dataset[3], flags=["implausible", "flat:V1"]))
+    assert any("flagged: implausible, flat:V1" in text.get_text() for text in page.texts)
 
 
 def tick_names(axes):

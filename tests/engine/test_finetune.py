@@ -444,7 +444,7 @@ def test_invalid_settings_are_one_line(tune, tuned, archive, tmp_path):
     two, data = str(tmp_path / "two"), {"data__datasets": [bare.root.url]}
     tuned("diagnosis", "two", augment__leads="2", train__steps=1, augment__padded=False)
     cases = [
-        ("no crop with dx=train", data),
+        ("nothing to learn from; shard --dx-sources names", data),
         ("no crop with identity=train", {**data, "task__kind": "identity"}),
         ("start='': name a pre-trained", {"start": ""}),
         ("no such folder", {"start": str(tmp_path / "nothing")}),
@@ -544,7 +544,8 @@ def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, t
     how = {"task__kind": "survival", "task__labels": str(path), "start": str(probed)}
     how |= {"task__head": "start", "task__columns": ["time", "event"]}
     said = tuned("diagnosis", train__best="c_index", **how)
-    assert "survival of risk; crops: " in said and "training crops with the event" in said
+    assert "is survival (the time until an event): risk. Crops of 10 s: " in said
+    assert "training crops with the event" in said
     run = tmp_path / "run"
     first, *valid = (row["c_index"] for row in rows(run, "validation.jsonl"))
     page = tmp_path / "page.html"
@@ -633,7 +634,7 @@ def test_labels_that_cannot_be_learnt_are_refused(kind, cell, says, tune, datase
     assert 0 <= line.find(f"{strangers} are not in the data, which has ") < line.find(says)
 
 
-def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypatch):
+def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypatch, capsys):
     start = {"start": str(base), "data.datasets": [dataset.root.url]}
     given = {**start, "task.labels": str(table), "task.columns": ["odd"]}
     config = read_settings(None, given)
@@ -642,7 +643,13 @@ def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypat
     assert t.validate_every == crops // t.batch_crops and t.steps == 40 * t.validate_every
     assert t.patience > 0 and t.lr == 1e-3
     own = {"train.epochs": 2, "train.lr": 1e-4, "train.batch_crops": 4}
+    capsys.readouterr()
     mine = read_settings(None, {**given, "task.columns": ["letter"], **own})
+    assert capsys.readouterr().out.startswith(
+        "mine: the table looks like multiclass (each ECG has exactly one of them; --kind if not). "
+        f"{crops} training crops, used 4 at a time (a step), for at most 2 x through all; "
+        "learning rate 0.0001. Every "
+    )
     t = mine.train
     assert (mine.task.kind, t.steps, t.lr, t.batch_crops) == ("multiclass", None, 1e-4, 4)
     run = tmp_path / "run"  # resumed without the length that it was given

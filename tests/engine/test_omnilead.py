@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import omnilead
+import omnilead.engine
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.errors import DataError, UserError
 from omnilead.engine.common import ConfigError
@@ -198,11 +200,23 @@ def test_a_function_has_the_words_and_defaults_of_its_command(name):
     options = {one.dest: one for one in parser._actions if one.dest not in OUT_OF_PYTHON}
     words = defaults_of(name)
     assert set(words) == set(options)
-    assert set(omnilead.__dir__()) >= set(FUNCTIONS)
     for word, default in words.items():
         if options[word].required or word in ("out", "sources", "dataset"):
             continue  # a file is required on the command line; in Python the result is returned
         assert (default or None) == (as_in_python(options[word].default) or None), word
+
+
+def test_dir_lists_what_is_meant_to_be_used():
+    listed = {name for name in dir(omnilead) if not name.startswith("_")}
+    assert listed == {*FUNCTIONS, "Dataset", "finetune", "load", "pretrain"}
+
+
+def test_the_engine_names_its_modules_that_are_no_commands():
+    commands = {module.split()[0] for module, _ in COMMANDS.values()}
+    modules = [path.stem for path in (ROOT / "engine").glob("[!_]*.py")]
+    shared = [name for name in modules if f"omnilead.engine.{name}" not in commands]
+    named = re.findall(r"(\w+)\.py", omnilead.engine.__doc__)
+    assert sorted(shared) == sorted(named)
 
 
 def defaults_of(name):

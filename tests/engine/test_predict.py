@@ -272,6 +272,22 @@ def test_an_implausible_amplitude_is_flagged_as_in_a_dataset(tmp_path, capsys):
         assert [(str(one.message), one.filename) for one in caught] == [(doubt, __file__)]
 
 
+@pytest.mark.parametrize(
+    ("head", "does"),
+    [
+        ("axis", "predicts axis (multiclass of 3: left, normal, right)"),
+        ("age", "predicts age (regression of 1: age in years)"),
+        ("identity", "makes an embedding of 32 numbers"),
+    ],
+)
+def test_a_model_says_what_it_does_with_what(head, does, tmp_path):
+    model = omnilead.load(save_model(tmp_path / "model", head=HEADS[head]))
+    assert repr(model) == (
+        f"TrainedModel: {does} from leads {','.join(LEADS)}, 5 s at a time at 500 Hz (millivolts, "
+        "not normalised); it converts other rates and units"
+    )
+
+
 def test_the_amplitude_of_an_array_is_doubted_too(tmp_path, recwarn):
     model = omnilead.load(save_model(tmp_path / "model", head=HEADS["rhythm"]))
     mv_LT = np.random.default_rng(0).normal(0, 0.3, (12, 5000))

@@ -145,12 +145,27 @@ def test_few_positives_have_an_exact_interval_or_none(positives, negatives):
     assert ["auroc", "1.0000", "1.0000"] in printed and ["AF", str(positives), "0.5"] in printed
 
 
-def test_ten_positive_patients_have_an_interval():
+def test_ten_positive_patients_have_an_interval_unless_all_resamples_agree():
     two_halves = of_patients(5, 25, 2).half["intervals"]  # 10 positive rows, but of five patients
     assert np.isnan(list(two_halves.values())).all()
-    enough = of_patients(10, 10)
-    assert enough.document()["intervals"]["auroc"] == [1, 1] and not enough.document()["remarks"]
+    perfect = of_patients(16, 16)
+    intervals, html = perfect.document()["intervals"], evaluation_report.build(perfect)
+    assert intervals["auroc"] == [None, None]
+    assert intervals["sensitivity"] == [pytest.approx(0.025 ** (1 / 16)), 1]
+    assert "All resamples agree on auroc" in perfect.remarks[0]
+    assert "1.000 to 1.000" not in html and "100.0% to 100.0%" not in html
+    perfect.scores_NK[:2] = 0
+    enough = replace(perfect)
+    low, high = enough.document()["intervals"]["auroc"]
+    assert low < high and not enough.document()["remarks"]
     assert "no interval" not in evaluation_report.build(enough)
+
+
+def test_a_bin_of_few_records_has_no_dot():
+    few = of_patients(5, 25)  # scores of 0.9 and 0.1
+    _, true, count, _ = calibration(few.labels_NK, few.scores_NK)
+    assert count[[1, 9]].tolist() == [25, 5] and true[1] == 0 and np.isnan(true[9])
+    assert "bins of fewer than 10 records" in evaluation_report.build(few)
 
 
 def test_predicted_and_true_values_are_drawn():
@@ -176,7 +191,8 @@ def test_survival_is_drawn_by_thirds_of_the_risk():
     y = np.arange(1.0, 31)
     result = timed(np.append(y, [-30.0] * 15), np.append(-y, [-50] * 15))
     html, document = evaluation_report.build(result), result.document()
-    assert document["metrics"] == {"c_index": 1.0} and document["intervals"]["c_index"] == [1, 1]
+    assert document["metrics"] == {"c_index": 1.0}
+    assert document["intervals"]["c_index"] == [None, None]  # all resamples agree
     assert document["classes"]["risk"]["positives"] == 60
     assert sum(of["positives"]["risk"] for of in document["groups"]["sex"].values()) == 30
     assert {"lowest risks", "middle", "highest risks"} <= curves(html)
@@ -189,7 +205,7 @@ def test_survival_is_drawn_by_thirds_of_the_risk():
     assert few.document()["intervals"]["c_index"] == [None, None]
     assert "Fewer than 10 patients" in few.remarks[-1]
     everyone = timed(y, -y)  # nobody is censored
-    assert everyone.document()["intervals"]["c_index"] == [1, 1] and not everyone.remarks
+    assert "All resamples agree on c_index" in everyone.remarks[0]
 
 
 @pytest.mark.parametrize(
@@ -244,9 +260,9 @@ def test_a_record_is_the_mean_of_its_halves():
 
 def test_calibration_by_hand():
     labels, scores = np.array([[1, 0, 1, 1]], bool), np.array([[0.95, 0.05, 0.05, 1.0]])
-    mean, true, count, error = calibration(labels, scores)
-    assert count.tolist() == [2, 0, 0, 0, 0, 0, 0, 0, 0, 2]
-    assert (mean[[0, 9]].tolist(), true[[0, 9]].tolist()) == ([0.05, 0.975], [0.5, 1.0])
+    mean, true, count, error = calibration(labels.repeat(10, 0), scores.repeat(10, 0))
+    assert count.tolist() == [20, 0, 0, 0, 0, 0, 0, 0, 0, 20]
+    assert mean[[0, 9]] == pytest.approx([0.05, 0.975]) and true[[0, 9]].tolist() == [0.5, 1.0]
     assert error == pytest.approx((0.45 + 0.025) / 2)
 
 

@@ -13,6 +13,7 @@ from pages import check, curves
 from omnilead.engine.evaluation.metrics import identification
 from omnilead.engine.report import charts, picture, run_report
 from omnilead.engine.report.__main__ import main as report_main
+from omnilead.engine.report.page import Line, LineStyle
 from omnilead.engine.report.run_report import StepLog, read_diagnostics
 from omnilead.engine.tasks.finetuning import FinetuneTask
 from omnilead.engine.training.loggers import write_diagnostics
@@ -256,6 +257,15 @@ def test_thinning_keeps_outliers_and_smoothing_skips_gaps():
     y[100] = NAN
     smooth = charts.smoothed(y)  # a mean of what is there
     assert np.isnan(smooth[100]) and np.allclose(np.delete(smooth, 100), 2.0)
+
+
+@pytest.mark.parametrize("values", [(2.2, 2.9, 3.1), (0.8, 1.4, 5.0), (1e-3, 1.0, 50.0)])
+def test_every_axis_has_at_least_two_numbers(values):
+    line = Line("grad_norm", "", np.arange(3.0), np.array(values))
+    axis = charts.line_chart("Gradient norm", [line], LineStyle(log=True)).partition(
+        "matplotlib.axis_2"
+    )[2]
+    assert len(re.findall(r">[\d.]+</text>", axis)) >= 2
 
 
 def test_the_picture_of_augmentations(dataset, tmp_path, capsys):

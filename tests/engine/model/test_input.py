@@ -239,7 +239,7 @@ def test_from_settings_to_outputs(config, contrast, dataset, tmp_path, capsys):
     short = sum(np.equal(halves, 1) & known) if config == TEN else 0
     assert (short > 0) == (config == TEN)
     assert (f"{short} labelled crops are left out: shorter than the 10 s" in said) == (short > 0)
-    counts = re.search(r"crops: (\d+) train, (\d+) valid, (\d+) test", said).groups()
+    counts = re.search(r": (\d+) to learn from, (\d+) to \D+, (\d+) for the test", said).groups()
     assert sum(map(int, counts)) == known.count(True) - short
     assert f"{counts[0]} training crops" in said
     lines = (tuned / "validation.jsonl").read_text().splitlines()[1:]

@@ -53,7 +53,7 @@ def test_a_run_writes_all_its_files(training, dataset, tmp_path):
     assert all(0 <= row["identification_accuracy"] <= 1 for row in valid)
     facts = json.loads((out / "run.json").read_text())
     assert facts["datasets"] == [dataset.fingerprint] and facts["best"] == "loss"
-    assert facts["attention"] == "omnilead" and "loader torch, attention omnilead\n" in output
+    assert facts["attention"] == "omnilead" and "loader torch, attention omnilead)\n" in output
     assert "dropout is off" in facts["validation"] and facts["hardware"]["cores"] >= 1
     # whatever it was built for
     assert facts["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
