@@ -568,7 +568,8 @@ def _record_figure(path: str) -> Any:
     from omnilead.data_tools.dataset import CROP_SHAPE
     from omnilead.data_tools.hospital.files import HospitalFiles
     from omnilead.data_tools.plots import caption_of, ecg_figure
-    from omnilead.data_tools.prepare import FS_HZ, HALF, prepare_crop
+    from omnilead.data_tools.prepare import HALF, prepare_crop
+    from omnilead.data_tools.resampling import FS_HZ
     from omnilead.data_tools.sources.base import read_safely
     from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
     from omnilead.data_tools.storage import folder
