@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import google_crc32c
 import numpy as np
@@ -417,9 +418,10 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.data.reader import CropReader, read_ahead
 class Request: dataset, row = np.zeros(2, int), np.array([1, 2])
 class Stuck:
-    datasets = {0: None}
+    datasets, entered = {0: None}, threading.Event()
     @contextmanager
     def hold(self, shards):
+        self.entered.set()
         threading.Event().wait()
         yield {}
 class NoImport:
@@ -430,7 +432,11 @@ stuck = sys.argv[2] == "stuck"
 reader = CropReader([Dataset.open(sys.argv[1])], pin=stuck, staging=Stuck() if stuck else None)
 sys.meta_path.insert(0, NoImport)
 ahead = read_ahead([Request] * 50, reader, (2, 12, 5000))
-threading.Thread(target=next, args=(ahead,), daemon=True).start() if stuck else next(ahead)
+if stuck:
+    threading.Thread(target=next, args=(ahead,), daemon=True).start()
+    Stuck.entered.wait()
+else:
+    next(ahead)
 """
 
 
@@ -439,5 +445,16 @@ def test_the_interpreter_exits_while_batches_are_prefetched(small):
     imports a module would)."""
     command = [sys.executable, "-c", PROGRAM, small.root.url]
     where = Path(module.__file__).parents[2]
-    both = [subprocess.Popen([*command, shards], cwd=where) for shards in ("stuck", "there")]
-    assert [one.wait() for one in both] == [0, 0]
+    both = [
+        subprocess.Popen([*command, shards], cwd=where, stderr=subprocess.PIPE, text=True)
+        for shards in ("stuck", "there")
+    ]
+    assert [(one.communicate()[1], one.returncode) for one in both] == [("", 0)] * 2
+
+
+def test_an_interpreter_that_exits_before_the_thread_starts_reads_nothing(monkeypatch):
+    """The generator runs in a thread of its own, and the main thread ends."""
+    exits = SimpleNamespace(register=lambda stop: stop(), unregister=lambda stop: None)
+    monkeypatch.setattr(module, "atexit", exits)
+    assert list(module.prefetch([1], lambda *_: "made", ["a buffer"])) == []
+    assert not threads()
