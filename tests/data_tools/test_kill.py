@@ -31,6 +31,7 @@ from omnilead.data_tools.dataset import META, Dataset
 from omnilead.data_tools.errors import DatasetError
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.data_tools.verify import verify
+from tests.forks import at_functions, death_at
 from tests.waiting import HANG_S, until
 
 KILLS, SEED = 60, 20240229
@@ -134,11 +135,6 @@ def fork(call):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def at_functions(act):
-    """Before each call of a function, in Python or C, of this thread."""
-    sys.setprofile(lambda frame, event, _: act() if event in ("call", "c_call") else None)
-
-
 def at_files(out, act):
     """Before each file-system call (open, rename, remove, mkdir, ...) below `out`."""
 
@@ -147,16 +143,6 @@ def at_files(out, act):
             act(event, *arguments)
 
     sys.addaudithook(hook)
-
-
-def death_at(number):
-    calls = itertools.count(1)
-
-    def act(*_):
-        if next(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return act
 
 
 MARKS = {"after": META, "tables": "samples.parquet", "zarr": "store.zarr", "shards": "shards"}
