@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -123,8 +122,12 @@ def train(run: LoopRun, seconds: float) -> Found:
     from omnilead.engine.training.loop import Loop
 
     def until_stopped(loop: Loop, *_: Any) -> bool:
-        threading.Timer(seconds, setattr, (loop, "terminated", True)).start()  # as SIGTERM does
-        return original(loop)
+        end = time.monotonic() + seconds
+
+        def step() -> None:  # after each, the first included
+            loop.terminated |= time.monotonic() > end  # as SIGTERM does
+
+        return original(loop, argparse.Namespace(step=step))
 
     original, Loop.train = Loop.train, until_stopped  # type: ignore[method-assign]
     pretrain(run, "train.steps=1000000", "train.log_every=10", "train.validate_every=250")

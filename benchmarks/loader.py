@@ -89,7 +89,7 @@ def pumped(stream: Iterator[Any], batch: int, crops: int, seconds: float) -> Ite
     while True:
         yield units
         end, units = time.perf_counter() + seconds, 0.0
-        while time.perf_counter() < end:
+        while not units or time.perf_counter() < end:
             next(stream)
             units += batch
         if torch.cuda.is_initialized():

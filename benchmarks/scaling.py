@@ -110,11 +110,7 @@ def first_batch(dataset: str) -> Iterator[float]:
 
 def ranks(run: e2e.LoopRun, world: int) -> Result:
     """Run the training loop in `world` processes with one thread each and the same batch size."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common["DS_ACCELERATOR"] = "cpu"
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
     run = replace(run, run=f"{run.run}-{world}", sides=("loaded",), threads=1)
 
     def measured(rank: int) -> Any:
@@ -122,7 +118,11 @@ def ranks(run: e2e.LoopRun, world: int) -> Result:
         one = replace(run, environment=environment)
         return call_fresh(e2e.loop_turns, one, seconds=RANKS_S)["rows"]["loaded"]
 
-    with ThreadPoolExecutor(world) as pool:
+    # nobody else is given this port, but rank 0 may listen there
+    with socket.socket() as port, ThreadPoolExecutor(world) as pool:
+        port.bind(("", 0))
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        common["MASTER_PORT"] = str(port.getsockname()[1])
         turns = list(zip(*pool.map(measured, range(world)), strict=True))
     crops = world * run.steps * run.batch
     return {

@@ -403,16 +403,16 @@ def prefetch(
             while True:
                 free.get_nowait()
         free.put(None)
-        thread.join(
-            timeout=2
-        )  # longer than a disk read; a thread that waits for the network is abandoned
+        if thread.is_alive():  # one that starts only now finds the None, and makes nothing
+            # Longer than a disk read; a thread that waits for the network is abandoned
+            thread.join(timeout=2)
 
     # A daemon thread inside numpy's C++ code at interpreter exit aborts the process with SIGABRT
     # (in 3 exits of 10).
     atexit.register(stop)
-    thread.start()
     used: deque[Buffer] = deque()
     try:
+        thread.start()
         while (item := ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item

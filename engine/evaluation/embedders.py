@@ -284,7 +284,8 @@ def _kept(folder: Path) -> Iterator[Vectors]:
     for path in sorted(folder.glob("*.npz")):
         with (
             suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile),
-            np.load(path) as arrays,
+            open(path, "rb") as file,  # numpy would leave that of a damaged archive open
+            np.load(file) as arrays,
         ):
             yield Vectors(*(arrays[name] for name in Vectors._fields))
 

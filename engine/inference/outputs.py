@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -295,13 +295,15 @@ class ParquetParts:
             )
         self.folder.mkdir(exist_ok=True)
         lock = self.folder / f"lock-{self.rank}-of-{self.world}"
-        self._lock = open(lock, "w")  # noqa: SIM115 - held until the end
-        if locked_by_another(self._lock, str(self.out)):
-            raise OutputError(f"{self.out}: another process is writing it")
-        for path in self.folder.glob("*.parquet"):
-            before = _job_of(path)
-            if before is not None:
-                self._require_same(before, self.folder)
+        with ExitStack() as refused:
+            self._lock = refused.enter_context(open(lock, "w"))
+            if locked_by_another(self._lock, str(self.out)):
+                raise OutputError(f"{self.out}: another process is writing it")
+            for path in self.folder.glob("*.parquet"):
+                before = _job_of(path)
+                if before is not None:
+                    self._require_same(before, self.folder)
+            refused.pop_all()  # the lock is held until the end
 
     def _require_same(self, job: Any, place: Path) -> None:
         before = job if isinstance(job, dict) else {}

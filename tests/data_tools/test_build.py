@@ -41,6 +41,7 @@ def shards(dataset):
     return [f"{dataset.root.url}/shards/{entry['name']}" for entry in dataset.shards]
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset's own
 def test_webdataset_reads_the_tars(dataset):
     rows = dataset.table().to_pylist()
     samples = list(webdataset.WebDataset(shards(dataset), shardshuffle=False))

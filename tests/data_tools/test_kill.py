@@ -2,8 +2,8 @@
 gives the same bytes.
 
 Run as a script, this file starts the processes to kill: a process without threads forks them, so
-that they need no imports. Half of them are killed after a random time of work, half at a random
-file-system call; both are seeded.
+that they need no imports. They die at a random call, of any function or of the file system: how
+fast the machine is does not change where.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ from omnilead.data_tools.dataset import META, Dataset
 from omnilead.data_tools.errors import DatasetError
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.data_tools.verify import verify
-from tests.waiting import until
+from tests.forks import at_functions, death_at
+from tests.waiting import HANG_S, until
 
 KILLS, SEED = 60, 20240229
 LAST_CALLS = 12
@@ -121,28 +122,25 @@ def _script(*arguments):
 # The script
 
 
-def fork(call, wait_s=None):
-    """Run it in a child that is killed after `wait_s` of work: SIGPROF ends it as SIGKILL does."""
+def fork(call):
+    """Run it in a child. -> its exit code."""
     child = os.fork()
     if not child:
         try:
-            signal.setitimer(signal.ITIMER_PROF, wait_s or 0)
             call()
             os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(3)
-    _, status, used = os.wait4(child, 0)
-    return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def die_at_call(number, out):
-    """Before the process's n-th file-system call (open, rename, remove, mkdir, ...) below `out`."""
-    calls = itertools.count(1)
+def at_files(out, act):
+    """Before each file-system call (open, rename, remove, mkdir, ...) below `out`."""
 
     def hook(event, arguments):
-        if arguments and str(arguments[0]).startswith(str(out)) and next(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if arguments and str(arguments[0]).startswith(str(out)):
+            act(event, *arguments)
 
     sys.addaudithook(hook)
 
@@ -159,30 +157,31 @@ def is_partial(name):
 
 
 def reference(archive, out):
-    """An uninterrupted build, which opens no file for writing under its final name. -> its CPU
-    seconds, its file-system calls, and which of them are the worst to die at: every rename and
-    the last ones. What it imports lazily is imported here."""
+    """An uninterrupted build, which opens no file for writing under its final name. -> how many
+    functions it calls, how often the file system, and which of these calls are the worst to die
+    at: every rename and the last ones. What it imports lazily is imported here."""
     notes = out.parent / "calls.json"
 
     def recorded():
-        calls, opened = [], []
+        functions, calls, opened = itertools.count(), [], []
 
-        def hook(event, arguments):
-            if arguments and str(arguments[0]).startswith(str(out)):
-                calls.append(event)
-                if event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR):
-                    opened.append(str(arguments[0]).removeprefix(str(out)).lstrip("/"))
+        def note(event, path, *how):
+            calls.append(event)
+            if event == "open" and how[1] & (os.O_WRONLY | os.O_RDWR):
+                opened.append(str(path).removeprefix(str(out)).lstrip("/"))
 
-        sys.addaudithook(hook)
+        at_files(out, note)
+        at_functions(partial(next, functions))
         build(archive, out, format="both")
+        sys.setprofile(None)
         assert [name for name in opened if not is_partial(name)] == []
-        notes.write_text(json.dumps([calls, sorted(set(sys.modules) - {"__main__"})]))
+        modules = sorted(set(sys.modules) - {"__main__"})
+        notes.write_text(json.dumps([next(functions), calls, modules]))
 
     for _ in range(2):
         shutil.rmtree(out, ignore_errors=True)
-        code, seconds = fork(recorded)
-        assert code == 0
-        calls, modules = json.loads(notes.read_text())
+        assert fork(recorded) == 0
+        functions, calls, modules = json.loads(notes.read_text())
         for name in modules:
             # Theirs who import them: _asyncio before asyncio breaks both
             if not name.startswith("_"):
@@ -190,7 +189,7 @@ def reference(archive, out):
                     importlib.import_module(name)
     last = len(calls) - LAST_CALLS
     worst = [1 + i for i, event in enumerate(calls) if event == "os.rename" or i >= last]
-    return seconds, len(calls), worst
+    return functions, len(calls), worst
 
 
 def check_unfinished(out, right):
@@ -199,7 +198,7 @@ def check_unfinished(out, right):
     for name, data in files(out).items() if out.exists() else ():
         assert is_partial(name) or right[name] == data, name
     if (out / META).exists():
-        assert fork(lambda: holds(out))[0] == 0
+        assert fork(lambda: holds(out)) == 0
         return
     with pytest.raises(DatasetError, match="unfinished"):
         Dataset.open(str(out))
@@ -212,23 +211,24 @@ def holds(out):
 def storm(archive, root, kills, seed):
     """-> how many kills fell into each phase."""
     rng = random.Random(seed)
-    seconds, calls, worst = reference(archive, root / "right")
+    functions, calls, worst = reference(archive, root / "right")
     right, out = files(root / "right"), root / "out"
     during = Counter()
     while during.total() < kills or worst:
         code = -1
         while code:
+            place = partial(at_files, out)
             call = worst.pop() if worst and not out.exists() else rng.randint(1, calls)
-            wait_s = rng.uniform(0, seconds) if out.exists() and rng.random() < 0.7 else None
+            if out.exists() and rng.random() < 0.7:
+                place, call = at_functions, rng.randint(1, functions)
 
-            def victim(call=None if wait_s else call):
-                if call:
-                    die_at_call(call, out)
+            def victim(place=place, call=call):
+                place(death_at(call))
                 build(archive, out, format="both")
 
-            code, _ = fork(victim, wait_s)
+            code = fork(victim)
             if code:
-                assert code == -(signal.SIGKILL if wait_s is None else signal.SIGPROF)
+                assert code == -signal.SIGKILL
                 during[phase(out)] += 1
                 check_unfinished(out, right)
         assert files(out) == right
@@ -238,7 +238,7 @@ def storm(archive, root, kills, seed):
 
 def members(group):
     """The processes of a group that are alive, and still alive after a long while."""
-    found, stop = [group], time.monotonic() + 60
+    found, stop = [group], time.monotonic() + HANG_S
     while found and time.monotonic() < stop:
         time.sleep(0.01)
         found = []
@@ -254,8 +254,7 @@ def under_way(group, out, parts):
 
 
 def workers(archive, root, kills, seed):
-    rng = random.Random(seed)
-    assert fork(lambda: build(archive, root / "right", format="both"))[0] == 0
+    assert fork(lambda: build(archive, root / "right", format="both")) == 0
     right, out, orphans = files(root / "right"), root / "out", 0
     for number in range(kills + 1):
         alone = number == 0
@@ -267,7 +266,6 @@ def workers(archive, root, kills, seed):
             os._exit(0)
         try:
             until(partial(under_way, child, out, number))
-            time.sleep(rng.uniform(0, 0.05))
         finally:
             (os.kill if alone else os.killpg)(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -275,7 +273,7 @@ def workers(archive, root, kills, seed):
             orphans += 1
             os.kill(orphan, signal.SIGKILL)
         check_unfinished(out, right)
-    assert fork(lambda: build(archive, out, format="both"))[0] == 0
+    assert fork(lambda: build(archive, out, format="both")) == 0
     assert files(out) == right
     return {"kills": kills + 1, "orphans": orphans}
 

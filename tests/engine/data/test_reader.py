@@ -10,12 +10,15 @@ import struct
 import subprocess
 import sys
 import threading
-import time
+import tracemalloc
+import weakref
+from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import google_crc32c
 import numpy as np
-import psutil
 import pytest
 import zarr
 from handmade import flip
@@ -25,6 +28,7 @@ from omnilead.data_tools import shard_writers
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
 from omnilead.engine.data import reader as module
 from omnilead.engine.data.reader import CropReader, read_ahead
+from tests.forks import started
 from tests.waiting import until
 
 
@@ -301,24 +305,47 @@ def test_too_many_open_files_is_not_a_corrupt_crop(small, monkeypatch):
 def test_descriptors_and_memory_are_bounded(tmp_path):
     many = make_dataset(tmp_path / "many", shards=1000, crops=1, distinct=7)
     expected, rng = crops_of(many, range(7)), np.random.default_rng(0)
-    reader, before, most = CropReader([many], threads=2), len(os.listdir("/proc/self/fd")), 0
-    for _ in range(30):
-        rows = rng.integers(0, 1000, 64)
-        assert np.array_equal(read(reader, rows)[0], expected[rows % 7])
-        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+    before, most = len(os.listdir("/proc/self/fd")), 0
+    with closing(CropReader([many], threads=2)) as reader:
+        for _ in range(30):
+            rows = rng.integers(0, 1000, 64)
+            assert np.array_equal(read(reader, rows)[0], expected[rows % 7])
+            most = max(most, len(os.listdir("/proc/self/fd")) - before)
     assert 100 < most <= module.MAX_DESCRIPTORS
-    size = []
-    for i in range(5_000):
-        read(reader, rng.integers(0, 1000, 2))
-        if i in (1000, 4999):
-            gc.collect()
-            size.append(psutil.Process().memory_info().rss)
-    assert size[1] - size[0] < 4 * 2**20
-    reader.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+    process = started(take_no_more_memory, many.root.url, out=tmp_path / "out")
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "out").read_text()
+
+
+def take_no_more_memory(url):
+    """In a process of its own, where nothing else takes memory."""
+    many, rng, taken = Dataset.open(url), np.random.default_rng(0), []
+    reader = CropReader([many], threads=2)
+    tracemalloc.start()
+    for i in range(3_000):
+        read(reader, rng.integers(0, 1000, 2))
+        if i in (1000, 2999):
+            gc.collect()
+            taken.append(tracemalloc.get_traced_memory()[0])
+    assert taken[1] - taken[0] < 100_000, taken
 
 
 # Reading ahead
+
+
+class Idle(SimpleQueue):
+    """Says whether the prefetching thread waits for a buffer."""
+
+    waits = False
+
+    def get(self):
+        if threading.current_thread().name != "prefetch":
+            return super().get()
+        Idle.waits = self.empty()
+        buffer = super().get()
+        Idle.waits = False
+        return buffer
 
 
 class Noted:
@@ -340,17 +367,17 @@ def threads():
 
 
 @pytest.mark.parametrize("depth, in_use", [(0, 1), (2, 1), (2, 3)])
-def test_read_ahead_order_depth_and_buffers(small, depth, in_use):
+def test_read_ahead_order_depth_and_buffers(small, depth, in_use, monkeypatch):
+    monkeypatch.setattr(module, "SimpleQueue", Idle)
     rows = [[i % 20, (3 * i) % 20, (7 * i) % 20] for i in range(12)] + [[4]]
     noted, buffers, seen = Noted(batches(*rows)), set(), []
     ahead = read_ahead(noted, CropReader([small]), (3, *CROP_SHAPE), depth, in_use)
     for i, (request, crops, report) in enumerate(ahead):
         assert request.row.tolist() == rows[i] == report.row.tolist()
-        # long enough for every other buffer to be filled: this one must not change meanwhile
+        # until every other buffer is filled: this one must not change meanwhile
         if i < 2:
             expected = depth + max(in_use, i + 1)
-            until(lambda expected=expected: noted.asked >= expected)
-            time.sleep(0.1)
+            until(lambda expected=expected: noted.asked >= expected and Idle.waits)
             assert noted.asked == expected
         assert crops.shape == (len(rows[i]), *CROP_SHAPE)
         seen.append((rows[i], crops))
@@ -384,7 +411,7 @@ def test_closing_early_stops_the_thread_and_reads_no_more(small, monkeypatch):
     assert not threads()
 
 
-def test_errors_are_raised_in_turn_and_free_the_buffers(small):
+def test_errors_are_raised_in_turn_and_free_the_buffers(small, monkeypatch):
     for noted, error in (
         (Noted(batches([1], [2], [3]), fail_at=2), RuntimeError),
         (Noted(batches([1], [2], [99], [3])), IndexError),
@@ -395,16 +422,18 @@ def test_errors_are_raised_in_turn_and_free_the_buffers(small):
         with pytest.raises(error):
             next(ahead)
         assert not threads() and list(ahead) == []
-    gc.collect()
+    reader, made = CropReader([small]), []
+    real = reader.buffers
+    monkeypatch.setattr(
+        reader, "buffers", lambda *how: made.extend(map(weakref.ref, out := real(*how))) or out
+    )
     gc.disable()  # nothing but reference counts
     try:
-        size, full = psutil.Process().memory_info().rss, list(range(20)) * 3
-        for _ in range(20):
-            ahead = read_ahead(batches(full, [99]), CropReader([small]), (64, *CROP_SHAPE), depth=0)
-            with pytest.raises(IndexError):
-                list(ahead)
-            del ahead
-        assert psutil.Process().memory_info().rss - size < 60 * 2**20
+        ahead = read_ahead(batches([1], [99]), reader, (2, *CROP_SHAPE))
+        with pytest.raises(IndexError):
+            list(ahead)
+        del ahead
+        assert len(made) == 3 and all(buffer() is None for buffer in made)
     finally:
         gc.enable()
 
@@ -417,9 +446,10 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.data.reader import CropReader, read_ahead
 class Request: dataset, row = np.zeros(2, int), np.array([1, 2])
 class Stuck:
-    datasets = {0: None}
+    datasets, entered = {0: None}, threading.Event()
     @contextmanager
     def hold(self, shards):
+        self.entered.set()
         threading.Event().wait()
         yield {}
 class NoImport:
@@ -430,7 +460,11 @@ stuck = sys.argv[2] == "stuck"
 reader = CropReader([Dataset.open(sys.argv[1])], pin=stuck, staging=Stuck() if stuck else None)
 sys.meta_path.insert(0, NoImport)
 ahead = read_ahead([Request] * 50, reader, (2, 12, 5000))
-threading.Thread(target=next, args=(ahead,), daemon=True).start() if stuck else next(ahead)
+if stuck:
+    threading.Thread(target=next, args=(ahead,), daemon=True).start()
+    Stuck.entered.wait()
+else:
+    next(ahead)
 """
 
 
@@ -439,5 +473,16 @@ def test_the_interpreter_exits_while_batches_are_prefetched(small):
     imports a module would)."""
     command = [sys.executable, "-c", PROGRAM, small.root.url]
     where = Path(module.__file__).parents[2]
-    both = [subprocess.Popen([*command, shards], cwd=where) for shards in ("stuck", "there")]
-    assert [one.wait() for one in both] == [0, 0]
+    both = [
+        subprocess.Popen([*command, shards], cwd=where, stderr=subprocess.PIPE, text=True)
+        for shards in ("stuck", "there")
+    ]
+    assert [(one.communicate()[1], one.returncode) for one in both] == [("", 0)] * 2
+
+
+def test_an_interpreter_that_exits_before_the_thread_starts_reads_nothing(monkeypatch):
+    """The generator runs in a thread of its own, and the main thread ends."""
+    exits = SimpleNamespace(register=lambda stop: stop(), unregister=lambda stop: None)
+    monkeypatch.setattr(module, "atexit", exits)
+    assert list(module.prefetch([1], lambda *_: "made", ["a buffer"])) == []
+    assert not threads()

@@ -72,12 +72,21 @@ def test_the_least_recently_used_shard_is_evicted_first(ten, tmp_path, staged):
     assert {path.stem for path in tmp_path.glob("*.tar")} == left
 
 
-def test_prefetch_does_not_evict_the_current_block(ten, staged):
+def test_prefetch_does_not_evict_the_current_block(ten, staged, monkeypatch):
+    claim, found_no_room = Staging._claim, []
+
+    def noted(staging, key, needed):
+        lock, room = claim(staging, key, needed)
+        found_no_room.extend([key[1]] * (not room))
+        return lock, room
+
+    monkeypatch.setattr(Staging, "_claim", noted)
     dataset, root = through(ten)
     staging = staged(dataset, 3, range(10), ahead=3, together=3)
     for shard in [2, 0, 1] * 3:
         assert right(path_of(staging, shard), ten, shard)
-        time.sleep(0.03)
+    found_no_room.clear()
+    until(lambda: root.shards()[3:] or {3, 4, 5} <= {*found_no_room})
     assert sorted(root.shards()) == [0, 1, 2]
     for shard in (5, 3, 4):
         assert right(path_of(staging, shard), ten, shard)
@@ -100,21 +109,17 @@ def test_holding_a_shard_again_does_not_advance_the_order(ten, staged):
     assert len(list(order)) == 30 - 4 - 3
 
 
-def test_a_lock_on_a_file_that_was_just_evicted_is_none(tmp_path):
-    path, locks = tmp_path / "file", []
+def test_a_lock_on_a_file_that_was_just_evicted_is_none(tmp_path, monkeypatch):
+    """It waited for the lock of the evictor."""
+    path = tmp_path / "file"
     path.touch()
-    evictor = module._open_locked(path, os.O_RDONLY, module.fcntl.LOCK_EX)
-    waiting = threading.Thread(
-        target=lambda: locks.append(module._open_locked(path, os.O_RDONLY, module.fcntl.LOCK_SH))
-    )
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()
-    path.unlink()
-    path.touch()  # already fetched again
-    os.close(evictor)
-    waiting.join()
-    assert locks == [None]
+
+    def evicted(*_):
+        path.unlink()
+        path.touch()  # already fetched again
+
+    monkeypatch.setattr(module.fcntl, "flock", evicted)
+    assert module._open_locked(path, os.O_RDONLY, module.fcntl.LOCK_SH) is None
 
 
 def test_held_shards_are_not_evicted(ten, staged):
@@ -294,13 +299,17 @@ def test_two_processes_share_a_cache(ten, tmp_path):
 
 def test_two_processes_in_a_tight_cache(ten, tmp_path):
     """They evict each other's shards: slow, but the bytes are right and the limit holds."""
-    rng, most = np.random.default_rng(1), 0
+    rng, cache = np.random.default_rng(1), tmp_path / "cache"
     processes = [start(ten, tmp_path, rng.integers(0, 10, 25).tolist(), 3) for _ in range(2)]
-    while any(process.exitcode is None for process in processes):
-        most = max(most, cached(tmp_path / "cache"))
-        time.sleep(0.002)
+
+    def both_ended():
+        assert cached(cache) <= room(ten, 3)
+        return None not in [process.exitcode for process in processes]
+
+    until(both_ended)
     assert [process.exitcode for process in processes] == [0, 0]
-    assert room(ten, 2) < most <= room(ten, 3)
+    # no more was evicted than the limit asks for
+    assert cached(cache) == room(ten, 3)
 
 
 # room for another shard that nobody holds; the same shard

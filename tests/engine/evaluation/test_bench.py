@@ -121,7 +121,7 @@ def test_every_row_and_its_differences_in_every_file(out, found):
         values = [scores[model, *setting][gap["metric"]] for model in (name, gap["against"])]
         assert gap["difference"] == pytest.approx(values[0] - values[1])
         assert gap["interval"][0] <= gap["interval"][1]
-    lines = list(csv.DictReader((out / "bench.csv").open()))
+    lines = list(csv.DictReader((out / "bench.csv").read_text().splitlines()))
     numbers = [value for row in rows for value in row["metrics"].values()]
     numbers += [gap["difference"] for gap in gaps]
     assert [float(line["value"]) for line in lines if not line["class"]] == numbers

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -149,7 +150,10 @@ def test_jobs_of_a_killed_dask_worker_run_on_another(lab, tmp_path, dask):  # no
     assert lab.all_ran_once(8) and lab.states()["done"] == 2
 
 
-def test_two_commands_never_run_the_same_job_at_once(lab):
+def test_two_commands_never_run_the_same_job_at_once(lab, monkeypatch):
+    waits = threading.Event()
+    asleep = SimpleNamespace(sleep=lambda s: waits.set() or time.sleep(s), monotonic=time.monotonic)
+    monkeypatch.setattr(jobs, "time", asleep)
     folder, stop = WorkDir(lab.out), lab.out / "stop"
     (lab.out / "jobs").mkdir(parents=True)
     program = (*plan.PROGRAMS["pretrain"], "--set", f'run="{lab.out}/pretrain/x"')
@@ -157,12 +161,13 @@ def test_two_commands_never_run_the_same_job_at_once(lab):
     with open(folder.file(job, "lock"), "w") as held, jobs.on_this_machine(1) as executor:
         fcntl.flock(held, fcntl.LOCK_EX)
         waiting = executor.submit(jobs.run_job, folder, job, stop)
-        time.sleep(0.2)
+        waits.wait()
         stop.touch()  # asked to stop, it does not wait for the other command
         assert waiting.result() == jobs.STOPPED
         stop.unlink()
+        waits.clear()
         waiting = executor.submit(jobs.run_job, folder, job, stop)
-        time.sleep(0.2)
+        waits.wait()
         (lab.out / job.result).mkdir(parents=True)  # the other command finishes it
         held.close()
         assert waiting.result() == "" and not lab.ran()

@@ -57,10 +57,15 @@ class Ended:
         return self.output.splitlines()[-1]
 
 
+RESERVED = []
+
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Nobody else is given it while this process lives, but rank 0 may listen there."""
+    RESERVED.append(socket.socket())
+    RESERVED[-1].bind(("", 0))
+    RESERVED[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return int(RESERVED[-1].getsockname()[1])
 
 
 def train(arguments, before=None):
