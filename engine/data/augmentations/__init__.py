@@ -8,6 +8,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from omnilead.engine.common import OWN, ConfigError
 from omnilead.engine.data.augmentations.emg import Emg
+from omnilead.engine.data.augmentations.gain import Gain, GainSettings
 from omnilead.engine.data.augmentations.leads import Leads
 from omnilead.engine.data.augmentations.noise import LimbLeads
 from omnilead.engine.data.augmentations.powerline import Powerline, PowerlineSettings
@@ -29,11 +30,12 @@ STAGES: tuple[type[Stage], ...] = (
     LimbLeads,
     TimeMask,
     RandomLeads,
+    Gain,
 )
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class AugmentConfig(ThreeKGSettings, PowerlineSettings, RandomLeadSettings):
+class AugmentConfig(GainSettings, ThreeKGSettings, PowerlineSettings, RandomLeadSettings):
     """The section `augment` of the settings: those of all stages."""
 
     # your own function(x_BSLT, generator) as file.py:function, applied after the others:

@@ -104,6 +104,14 @@ def test_white_noise_is_white_and_independent_between_leads():
     np.testing.assert_array_equal(noise[7, 1, 3], ops.bank[start[7, 1, 3, 0] :][:SAMPLES])
 
 
+def test_a_gain_is_log_uniform_for_each_lead_of_each_half():
+    p = many(AugmentConfig(rlm=0, gain=1.0))
+    assert_uniform(np.log2(p["gain"]), -1, 1)
+    assert correlation(p["gain"].reshape(-1, 24).T) < 0.08
+    x = signal(4000, samples=2)
+    np.testing.assert_array_equal(apply(x, p, AugmentConfig(rlm=0, gain=1.0)), x * p["gain"])
+
+
 # Random lead masking
 
 
