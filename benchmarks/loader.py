@@ -105,7 +105,7 @@ def one_thread() -> None:
 def ours(
     dataset: Path, stage: str, backend: str, batch: int, threads: int, seconds: float, device: str
 ) -> Iterator[float]:
-    from omnilead.engine.data.augment import AugmentConfig
+    from omnilead.engine.data.augmentations import AugmentConfig
     from omnilead.engine.data.loader import Loader, LoaderConfig
 
     one_thread()

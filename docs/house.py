@@ -27,9 +27,10 @@ def room(module: str) -> str:
     """The folder of a module, or its own name if it lies in a folder where it is an exception."""
     if module in FILES:
         return FILES[module]
-    parts = module.split(".")
-    inner = ".".join(parts[:2])
-    return inner if (DOCS.parent / inner.replace(".", "/")).is_dir() else parts[0]
+    folder = module
+    while not (DOCS.parent / folder.replace(".", "/")).is_dir():
+        folder = folder.rpartition(".")[0]
+    return folder
 
 
 def floors(below: dict[str, set[str]]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from omnilead.engine.common import CONFIGS as CONFIGS
 from omnilead.engine.common import ConfigError, find_config, flatten, merge
-from omnilead.engine.data.augment import AugmentConfig
+from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.loader import LoaderConfig, PipelineConfig
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import max_masked
@@ -256,9 +256,7 @@ class Config(RunConfig):
                 f"{views}",
             ),
             (
-                contrast
-                and views == "window"
-                and not (augment.rlm or augment.kinds or augment.threekg or augment.extra),
+                contrast and views == "window" and not (augment.described or augment.extra),
                 "pipeline.views='window' without augmentation: both views would be equal: set "
                 "augment.rlm or augment.noise",
             ),

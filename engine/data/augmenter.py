@@ -3,8 +3,8 @@
     crops_BLT int16 [B, 12, 5000] -> x_BSLT float32 [B, S, L, 2500]
 
 This is the reference for the other backends and the fast path on a CPU. `Augmenter` holds what is
-the same for all batches; everything random is passed in as parameters (augment_draws), so any
-process can reproduce a batch.
+the same for all batches; everything random is passed in as parameters, which are a function of
+(seed, epoch, crop), so any process can reproduce a batch.
 
 Missing leads are zeros in a crop and must stay zeros under every augmentation: `measured_leads`
 finds them.
@@ -13,7 +13,7 @@ finds them.
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -25,17 +25,16 @@ import torch
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ALL, LEADS, ConfigError, blaming, plugin
 from omnilead.engine.data import counter
-from omnilead.engine.data.augment import (
-    AUTHORS_NOISE,
-    AugmentConfig,
-    Axis,
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.stage import (
+    Noise,
+    Params,
+    Random,
+    Stage,
+    TorchOps,
     augment,
-    formula,
-    left_out,
-    shared_wave,
-    time_axis,
+    draws,
 )
-from omnilead.engine.data.augment_draws import Params, draws, white, white_bank
 from omnilead.engine.data.counter import RandomStream
 from omnilead.engine.data.order import Places
 
@@ -84,23 +83,6 @@ def crop_key(places: Places) -> np.ndarray:
     return np.asarray(places.dataset.astype(np.int64) << 40 | places.row)
 
 
-def parameters(
-    config: AugmentConfig,
-    views: Views,
-    seed: int,
-    places: Places,
-    measured: MeasuredLeads | None = None,
-) -> Params:
-    """Draw everything that is random about a batch."""
-    crop = crop_key(places)
-    p = draws(config, seed, places.epoch, crop, measured_BL=measured(places) if measured else None)
-    if views == "window":
-        p["start"] = (
-            counter.uniform(seed, RandomStream.WINDOW, places.epoch, crop) * (HALF + 1)
-        ).astype(np.int64)
-    return p
-
-
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -121,37 +103,46 @@ class Augmenter:
     views: Views  # two adjacent halves (CMSC), or one random window augmented twice (SimCLR, 3KG)
     seed: int
     device: torch.device
+    measured: MeasuredLeads | None = None  # None: all leads of all crops
 
     @cached_property
-    def time(self) -> Axis:
-        return time_axis(HALF, FS_HZ, self.device)
+    def stages(self) -> list[Stage]:
+        return self.config.stages
 
     @cached_property
-    def bank(self) -> torch.Tensor:
-        return torch.from_numpy(white_bank(self.seed)).to(self.device)
+    def ops(self) -> TorchOps:
+        return TorchOps(HALF, FS_HZ, self.device, self.seed)
+
+    def random(self, places: Places, views: int = 2) -> Random:
+        measured_BL = self.measured(places) if self.measured else None
+        return Random(self.seed, places.epoch, crop_key(places), views, measured_BL=measured_BL)
+
+    def parameters(self, places: Places) -> Params:
+        """Draw everything that is random about a batch."""
+        p = draws(self.stages, self.random(places))
+        if self.views == "window":
+            key = (self.seed, RandomStream.WINDOW, places.epoch, crop_key(places))
+            p["start"] = (counter.uniform(*key) * (HALF + 1)).astype(np.int64)
+        return p
 
     def to_device(self, p: Params) -> Tensors:
         """Copy the parameters to the device asynchronously: a few kilobytes for a batch."""
         return {name: to_device(values, self.device) for name, values in p.items()}
 
     def __call__(self, crops_BLT: torch.Tensor, p: Tensors) -> torch.Tensor:
-        x = self._split(crops_BLT, p.get("start")).float()
-        x = augment(x.mul_(MV_PER_UV), self._with_white(p), self.config, self.time)
+        x: torch.Tensor = self._split(crops_BLT, p.get("start")).float()
+        x = augment(x.mul_(MV_PER_UV), p, self.stages, self.ops)
         # without augmentation, the window is repeated as two views
         return x if x.shape[1] == 2 else x.repeat(1, 2, 1, 1)
 
-    def add_white_noise(self, x_BSLT: torch.Tensor, p: Tensors) -> None:
-        """Add what the kind emg makes of these crops. What follows the noise is linear, so the
-        other augmentations may have been applied before."""
-        kinds = tuple(kind for kind in self.config.kinds if formula(kind) == "emg")
-        alone = replace(self.config, noise=kinds, dependency=self.config.refits_limb_leads)
+    def add_white_noise(self, x_BSLT: torch.Tensor, p: Params) -> None:
+        """Add the noises that DALI has left out. What follows them is linear, so the other stages
+        may have been applied before."""
+        if not any(stage.from_bank for stage in self.stages):
+            return
+        stages = [stage for stage in self.stages if stage.from_bank or not isinstance(stage, Noise)]
         silent = x_BSLT.new_zeros((*x_BSLT.shape[:2], len(ALL), HALF))
-        x_BSLT += augment(silent, self._with_white(p), alone, self.time)
-
-    def _with_white(self, p: Tensors) -> Tensors:
-        if "white_start" not in p:
-            return p
-        return {**p, "white": white(self.bank, p["white_start"], HALF)}
+        x_BSLT += augment(silent, self.to_device(p), stages, self.ops)
 
     def _split(self, crops_BLT: torch.Tensor, start_B: torch.Tensor | None) -> torch.Tensor:
         """The two halves (without copying), or one window, which `augment` turns into two views."""
@@ -163,11 +154,7 @@ class Augmenter:
     def writer(self, p: Tensors, out_BSLT: torch.Tensor) -> "ChunkWriter | CropWriter":
         """For a CPU: makes a batch a few crops at a time. Five times faster than a whole batch at
         once, where page faults take most of the time."""
-        config = self.config
-        authors = any(kind in AUTHORS_NOISE for kind in config.kinds)
-        by_lead = config.refits_limb_leads or config.per_lead or authors
-        plain = not left_out(config, p, CropWriter.applied) and config.output_leads == ALL
-        if self.views == "halves" and plain and not (config.kinds and by_lead):
+        if self.views == "halves" and all(stage.by_crop for stage in self.stages):
             return CropWriter(self, p, out_BSLT)
         return ChunkWriter(self, p, out_BSLT)
 
@@ -190,34 +177,31 @@ class ChunkWriter:
 
 class CropWriter:
     """The same, one crop at a time, in three passes over it and without scratch memory: for halves
-    of all 12 leads, with only white noise and noise that all leads share. What does not need the
-    crop is computed here, for the whole batch: numpy and torch calls for one crop cost more than
-    their arithmetic."""
+    of all 12 leads, if all stages are `by_crop`. What does not need the crop is computed here, for
+    the whole batch: numpy and torch calls for one crop cost more than their arithmetic."""
 
     at_a_time = 1
-    # Settings and drawn parameters. A batch that needs others, of an augmentation that was added
-    # later, is not written here but by ChunkWriter.
-    applied = (
-        "rlm rlm_keep_one noise amplitude_mv per_lead dependency leads padded extra keep "
-        "powerline_components powerline_hz powerline_amplitude powerline_phase "
-        "emg_amplitude white_start "
-        "wander_hz wander_amplitude wander_phase wander_gain "
-        "shift_amplitude shift_start shift_stop"
-    )
 
     def __init__(self, augmenter: Augmenter, p: Tensors, out_BSLT: torch.Tensor) -> None:
-        crops = len(out_BSLT)
-        keep = p.get("keep", torch.ones(1)).expand(crops, 2, len(ALL), 1)
+        crops, self.ops = len(out_BSLT), augmenter.ops
+        keep = torch.ones(crops, 2, len(ALL), 1)
+        shared: list[Noise] = []
+        from_bank: list[Stage] = []
+        for stage in augmenter.stages:
+            if stage.from_bank:
+                from_bank.append(stage)
+            elif isinstance(stage, Noise):
+                shared.append(stage)
+            else:
+                keep = stage.apply(keep, p, self.ops)
         self.out = out_BSLT.unbind()
         self.keep = keep.unbind()
         self.scale = (keep * MV_PER_UV).unbind()
-        kinds = [formula(kind) for kind in augmenter.config.kinds]
-        shared = [kind for kind in kinds if kind != "emg"]
-        self.waves = _shared_waves(shared, p, augmenter.time, crops).unbind() if shared else None
-        self.emg = None
-        if "emg" in kinds:
-            self.emg = (p["emg_amplitude"] * keep).unbind()
-            self.bank, self.white_start = augmenter.bank, p["white_start"].unbind()
+        self.waves = _sums(shared, p, self.ops, crops).unbind() if shared else None
+        self.white = []
+        for stage in from_bank:
+            gain, start = (p[name] for name in stage.from_bank)
+            self.white.append(((gain * keep).unbind(), start.unbind()))
 
     def write(self, crops_BLT: torch.Tensor, positions: Sequence[int]) -> None:
         (i,) = positions
@@ -226,20 +210,17 @@ class CropWriter:
         torch.mul(halves_SLT, self.scale[i], out=out_SLT)
         if self.waves:
             out_SLT.addcmul_(self.keep[i], self.waves[i])
-        if self.emg:
-            out_SLT.addcmul_(self.emg[i], white(self.bank, self.white_start[i], HALF))
+        for gain, start in self.white:
+            out_SLT.addcmul_(gain[i], self.ops.white(start[i]))
 
 
-def _shared_waves(kinds: Sequence[str], p: Tensors, time: Axis, crops: int) -> torch.Tensor:
-    """The sum of these kinds of noise for each crop, [B, 2, 1, 2500]."""
+def _sums(stages: Sequence[Noise], p: Tensors, ops: TorchOps, crops: int) -> torch.Tensor:
+    """The sum of these noises, which all leads share, for each crop: [B, 2, 1, 2500]."""
     waves = torch.empty(crops, 2, 1, HALF)
     for at in range(0, crops, WAVES_CHUNK):
         part = slice(at, at + WAVES_CHUNK)
         some = {name: values[part] for name, values in p.items()}
-        total = shared_wave(kinds[0], some, time)
-        for kind in kinds[1:]:
-            total = total + shared_wave(kind, some, time)
-        waves[part] = total
+        waves[part] = ops.sum([stage.wave(some, ops) for stage in stages])
     return waves
 
 

@@ -39,20 +39,13 @@ Counter = int | np.integer | np.ndarray
 
 class RandomStream(IntEnum):
     """The purpose of a random number: two purposes never share a draw. Saved runs depend on the
-    values: add, never renumber."""
+    values: add, never renumber. Each stage of the augmentations has its own number (5 to 11, and new
+    ones from 17)."""
 
     ORDER = 1
     SHARD_ORDER = 2
     BLOCK_ORDER = 3
     WINDOW = 4
-    LEAD_MASK = 5
-    POWERLINE = 6
-    EMG = 7
-    WANDER = 8
-    SHIFT = 9
-    ROTATION = 10
-    TIME_MASK = 11
-    # 12 was never drawn from
     WHITE = 13
     EXTRA = 14
     LABELS = 15

@@ -1,35 +1,31 @@
 """The NVIDIA DALI pipeline. The same definition runs on a GPU and, for tests, on a CPU
 (device_id=None).
 
-    external source (int16 crops and the parameters of their augmentation) -> halves -> mV -> noise
-    -> limb leads -> window and lead mask -> torch -> white noise (augmenter.add_white_noise)
+    external source (int16 crops and the parameters of their augmentation) -> halves -> mV -> stages
+    -> torch -> white noise (augmenter.add_white_noise)
 
-All parameters come from the counter-based generator on the host, so DALI has no random state. White
-noise is slices of the bank that torch has on the device: DALI has no operator that gathers them.
+The stages are those of torch, made of DALI's operations. All parameters come from the counter-based
+generator on the host, so DALI has no random state. White noise is slices of the bank that torch has
+on the device: DALI has no operator that gathers them.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from omnilead.engine.common import ALL, ConfigError
-from omnilead.engine.data.augment import (
+from omnilead.engine.data.augmentations.stage import (
     TAU,
-    WANDER_COMPONENTS,
-    AugmentConfig,
-    Axis,
-    derived_leads,
-    formula,
-    inside_shift,
-    left_out,
-    outside_window,
-    time_axis,
+    Node,
+    Params,
+    Wave,
+    augment,
+    time_axes,
 )
-from omnilead.engine.data.augment_draws import Params
-from omnilead.engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Views
+from omnilead.engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Augmenter, Views
 
 PREFETCH = 2
 # Batches that DALI may still be reading, as it does not copy what it is fed: those that it
@@ -37,16 +33,6 @@ PREFETCH = 2
 # for.
 IN_USE = PREFETCH + 2
 ON_HOST = "start"  # fn.slice needs this one on the host
-# The settings and drawn parameters that this graph applies
-APPLIED = (
-    "rlm rlm_keep_one noise amplitude_mv per_lead dependency threekg leads padded start keep "
-    "powerline_components powerline_hz powerline_amplitude powerline_phase "
-    "emg_amplitude white_start "
-    "wander_hz wander_amplitude wander_phase wander_gain "
-    "shift_amplitude shift_start shift_stop "
-    "matrix window_start window_stop window_wrap"
-)
-Node = Any  # of a DALI graph
 
 
 def check_installed() -> None:
@@ -59,66 +45,44 @@ def check_installed() -> None:
         ) from None
 
 
-def augment_graph(x_SLT: Node, p: Mapping[str, Node], config: AugmentConfig, time: Axis) -> Node:
-    """augment.augment without white noise. A sample of DALI is one crop, without the batch axis."""
-    from nvidia.dali import fn
+class DaliOps:
+    """TorchOps for a graph: a sample of DALI is one crop, without the batch axis. White noise is
+    missing."""
 
-    def leads(x: Node, chosen: tuple[int, ...]) -> Node:
-        if chosen == ALL:
-            return x
-        return fn.cat(*(x[:, lead : lead + 1, :] for lead in chosen), axis=1)
+    def __init__(self) -> None:
+        from nvidia.dali import types
 
-    x = x_SLT
-    if config.threekg:
-        x = _matrix_product(p["matrix"], x)
-    if config.noise_leads == config.output_leads:
-        x = leads(x, config.output_leads)
-    for kind in config.kinds:
-        if formula(kind) != "emg":
-            x = x + _wave(formula(kind), p, config, time)
-    if config.refits_limb_leads:
-        made = derived_leads(x[:, 0:1, :], x[:, 1:2, :])
-        x = fn.cat(x[:, 0:2, :], *made, x[:, 6:12, :], axis=1)
-    if config.noise_leads != config.output_leads:
-        x = leads(x, config.output_leads)
-    if config.threekg and config.threekg.time_mask:
-        x = x * outside_window(p, time)
-    return x * p["keep"] if "keep" in p else x
+        constant: Any = types.Constant  # not typed
+        self.sample, self.time_s, self.mains_s = map(constant, time_axes(HALF, FS_HZ))
 
+    def lead(self, x: Node, lead: int) -> Node:
+        return x[:, lead : lead + 1, :]
 
-def _matrix_product(matrix: Node, x: Node) -> Node:
-    """A sum of column times row: DALI has no matrix product."""
-    total = matrix[:, :, 0:1] * x[:, 0:1, :]
-    for lead in ALL[1:]:
-        total = total + matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :]
-    return total
+    def cat(self, leads: Sequence[Node]) -> Node:
+        from nvidia.dali import fn
 
+        return fn.cat(*leads, axis=1)
 
-def _wave(kind: str, p: Mapping[str, Node], config: AugmentConfig, time: Axis) -> Node:
-    if kind == "powerline":
-        return _cosines(kind, p, time.mains_s, config.powerline_components)
-    if kind == "wander":
-        return p["wander_gain"] * _cosines(kind, p, time.time_s, WANDER_COMPONENTS)
-    return p["shift_amplitude"] * inside_shift(p, time)
+    def matrix(self, matrix: Node, x: Node) -> Node:
+        """A sum of column times row: DALI has no matrix product."""
+        total = matrix[:, :, 0:1] * x[:, 0:1, :]
+        for lead in ALL[1:]:
+            total = total + matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :]
+        return total
 
+    def add(self, x: Node, waves: Sequence[Wave]) -> Node:
+        for gain, wave in waves:
+            x = x + (wave if gain is None else gain * wave)
+        return x
 
-def _cosines(kind: str, p: Mapping[str, Node], time_s: Node, components: int) -> Node:
-    from nvidia.dali import math
+    def cosines(self, a: Node, hz: Node, phase: Node, time_s: Node, count: int) -> Node:
+        from nvidia.dali import math
 
-    total = 0.0
-    for k in range(components):
-        a, hz, phase = (
-            p[f"{kind}_{name}"][:, :, k : k + 1] for name in ("amplitude", "hz", "phase")
-        )
-        total = total + a * math.cos(TAU * hz * time_s + phase)
-    return total
-
-
-def constant_axis() -> Axis:
-    from nvidia.dali import types
-
-    constant: Any = types.Constant  # not typed
-    return Axis(*(constant(values.numpy()) for values in time_axis(HALF, FS_HZ)))
+        total = 0.0
+        for k in range(count):
+            amplitude, f, phi = (values[:, :, k : k + 1] for values in (a, hz, phase))
+            total = total + amplitude * math.cos(TAU * f * time_s + phi)
+        return total
 
 
 class InFlight:
@@ -150,31 +114,23 @@ class Pipeline:
 
     def __init__(
         self,
-        config: AugmentConfig,
-        views: Views,
+        augmenter: Augmenter,
         feed: Iterator[tuple[int, np.ndarray, Params]],
         batch: int,
         example: Params,
-        device: torch.device,
         threads: int = 2,
     ) -> None:
         check_installed()
-        if missing := left_out(config, example, APPLIED):
-            raise ConfigError(
-                f"pipeline.backend=dali: does not apply {', '.join(missing)} (augment): set "
-                "pipeline.backend=torch"
-            )
-        self.feed, self.device = feed, device
-        white = ("emg_amplitude", "white_start")
-        self.names = sorted(name for name in example if name not in white)
+        self.feed, self.device = feed, augmenter.device
+        self.stages = [stage for stage in augmenter.stages if not stage.from_bank]
+        unused = {name for stage in augmenter.stages for name in stage.from_bank}
+        self.names = sorted(example.keys() - unused)
         self.given: deque[list[np.ndarray]] = deque(maxlen=IN_USE)
-        self.taken = InFlight(torch.cuda.Event) if device.type == "cuda" else None
-        self.pipeline = self._definition(config, views, batch, threads)()
+        self.taken = InFlight(torch.cuda.Event) if self.device.type == "cuda" else None
+        self.pipeline = self._definition(augmenter.views, batch, threads)()
         self.pipeline.build()
 
-    def _definition(
-        self, config: AugmentConfig, views: Views, batch: int, threads: int
-    ) -> Callable[[], Any]:
+    def _definition(self, views: Views, batch: int, threads: int) -> Callable[[], Any]:
         from nvidia.dali import fn, types
         from nvidia.dali import pipeline as dali_pipeline
 
@@ -202,7 +158,7 @@ class Pipeline:
                 one = fn.reshape(window, shape=[1, 12, HALF])
                 x = fn.cat(one, one, axis=0)
             x = fn.cast(x, dtype=types.DALIDataType.FLOAT) * np.float32(MV_PER_UV)
-            return stamp, augment_graph(x, p, config, constant_axis())
+            return stamp, augment(x, p, self.stages, DaliOps())
 
         return definition
 

@@ -33,8 +33,9 @@ from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.engine.common import ConfigError, flatten
 from omnilead.engine.data import dali
-from omnilead.engine.data.augment import STRICT, AugmentConfig
-from omnilead.engine.data.augment_draws import Params, lead_masks
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.random_leads import RandomLeads
+from omnilead.engine.data.augmentations.stage import STRICT, Params
 from omnilead.engine.data.augmenter import (
     HALF,
     Augmenter,
@@ -43,9 +44,7 @@ from omnilead.engine.data.augmenter import (
     ExtraAugmentation,
     Upload,
     Views,
-    crop_key,
     measured_leads,
-    parameters,
     single_threaded,
 )
 from omnilead.engine.data.order import DatasetRows, Order, Places, shards_needed
@@ -200,10 +199,6 @@ class Loader:
         """`step`: where to start without a `state`. Select crops by `rows` of each dataset, or by
         `roles` as in DatasetRows.of."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
-        # what the backend does: not the masks of windows
-        self.augment = (
-            dataclasses.replace(config.augment, rlm=0.0) if config.windows else config.augment
-        )
         self.backend = self._chosen_backend()
         self.extra = None
         if config.augment.extra:
@@ -214,8 +209,11 @@ class Loader:
         self.crops = config.batch_crops // world
         self.recipe = self._recipe(datasets, rows, roles)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
-        self.measured = measured_leads(datasets) if config.augment.changes_zeros else None
-        self.augmenter = Augmenter(self.augment, config.views, config.seed, device)
+        measured = measured_leads(datasets) if config.augment.changes_zeros else None
+        augment = config.augment
+        if config.windows:  # their masks are not what the backend does
+            augment = dataclasses.replace(augment, rlm=0.0)
+        self.augmenter = Augmenter(augment, config.views, config.seed, device, measured)
         self.staging = self._staging(datasets)
         # a second thread costs a CPU a third more time per crop; it halves the wait for a cold disk
         self.threads = config.threads or (1 if device.type == "cpu" else 2)
@@ -260,7 +258,9 @@ class Loader:
                 with self.meter.timed("augment"):
                     batch = dataclasses.replace(batch, x_BSLT=self.extra(batch.x_BSLT, self.step))
             if self.config.windows:
-                batch = dataclasses.replace(batch, keep_BSL1=self._masks(batch.places))
+                random = self.augmenter.random(batch.places, self.config.windows)
+                masks = RandomLeads(self.config.augment).keep(random)
+                batch = dataclasses.replace(batch, keep_BSL1=masks)
             self.meter.crops += len(batch.places)
             self.step += 1
             seen = self.step * self.config.batch_crops
@@ -275,23 +275,8 @@ class Loader:
                 places = self.order.slice(
                     first, self.rank, self.world, steps, self.config.micro_batch
                 )
-                plan = Planned(places, self._parameters(places))
+                plan = Planned(places, self.augmenter.parameters(places))
             yield from map(plan.part, _slices(len(places), crops))
-
-    def _parameters(self, places: Places) -> Params:
-        config = self.config
-        return parameters(self.augment, config.views, config.seed, places, self.measured)
-
-    def _masks(self, places: Places) -> np.ndarray:
-        config, measured = self.config, self.measured
-        return lead_masks(
-            config.augment,
-            config.seed,
-            places.epoch,
-            crop_key(places),
-            config.windows,
-            measured(places) if measured else None,
-        )
 
     def _by_cpu(self) -> Iterator[Batch]:
         """The threads that read crops also turn them into tensors, while they are in the core's
@@ -329,7 +314,7 @@ class Loader:
                 report = self.reader.read(plan.places, crops)
             if report.skipped:  # the parameters of a replacement depend on its row
                 places = dataclasses.replace(plan.places, row=report.row)
-                plan = Planned(places, self._parameters(places))
+                plan = Planned(places, self.augmenter.parameters(places))
             return plan, crops, report
 
         buffers = self.reader.buffers(self.config.read_ahead + in_use, self.crops)
@@ -360,17 +345,9 @@ class Loader:
                 given[step] = plan, report
                 yield step, crops, plan.p
 
-        example = self._parameters(self.order.slice(0, self.rank, self.world))
+        example = self.augmenter.parameters(self.order.slice(0, self.rank, self.world))
         with closing(read), closing(feed()) as fed:
-            pipeline = dali.Pipeline(
-                self.augment,
-                self.config.views,
-                fed,
-                self.crops,
-                example,
-                self.device,
-                self.threads,
-            )
+            pipeline = dali.Pipeline(self.augmenter, fed, self.crops, example, self.threads)
             with closing(pipeline):
                 while True:
                     with self.meter.timed("gpu_wait"):
@@ -378,9 +355,7 @@ class Loader:
                     with self.meter.timed("augment", without="read_wait"):
                         step, x_BSLT = pipeline.run()
                         plan, report = given.pop(step)
-                        if "white_start" in plan.p:
-                            p = self.augmenter.to_device(plan.p)
-                            self.augmenter.add_white_noise(x_BSLT, p)
+                        self.augmenter.add_white_noise(x_BSLT, plan.p)
                     yield Batch(x_BSLT, plan.places, report.skipped)
 
     def _staging(self, datasets: Sequence[Dataset]) -> Staging | None:
@@ -457,7 +432,7 @@ class _Desk(CropBuffers):
         this = slice(position, position + 1)
         places = dataclasses.replace(self.places[this], row=np.array([row]))
         augmenter = self.loader.augmenter
-        p = augmenter.to_device(self.loader._parameters(places))
+        p = augmenter.to_device(augmenter.parameters(places))
         augmenter.writer(p, self.x_BSLT[this]).write(self.crops_BLT, [0])
 
 

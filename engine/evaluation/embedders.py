@@ -27,8 +27,9 @@ from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ALL, ConfigError, write_whole
-from omnilead.engine.data.augment import PAPER_NOISE, AmplitudeMv, AugmentConfig
-from omnilead.engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads, parameters
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.noise import PAPER_NOISE, AmplitudeMv
+from omnilead.engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.predict import CropBatch, dataset_batches, predict
 from omnilead.engine.evaluation.metrics import Array
@@ -295,13 +296,13 @@ def noisy(batches: Iterable[CropBatch], dataset: Dataset, strength: float) -> It
     amplitudes = {kind: strength * getattr(paper, kind) for kind in PAPER_NOISE}
     amplitude = AmplitudeMv(**amplitudes)
     config = AugmentConfig(rlm=0.0, noise=PAPER_NOISE, amplitude_mv=amplitude)
-    augmenter = Augmenter(config, "halves", 0, torch.device("cpu"))
-    measured = measured_leads([dataset])
+    cpu, measured = torch.device("cpu"), measured_leads([dataset])
+    augmenter = Augmenter(config, "halves", 0, cpu, measured)
     for batch in batches:
         zeros = np.zeros(len(batch.crops), np.int64)
         places = Places(zeros, batch.crops, zeros)
-        p = parameters(config, "halves", augmenter.seed, places, measured)
-        x_BSLT = augmenter(torch.from_numpy(batch.uv_BLT), augmenter.to_device(p)) / MV_PER_UV
+        p = augmenter.to_device(augmenter.parameters(places))
+        x_BSLT = augmenter(torch.from_numpy(batch.uv_BLT), p) / MV_PER_UV
         x_BSLT = x_BSLT.round_().clamp_(-32767, 32767)
         uv_BLT = x_BSLT.transpose(1, 2).flatten(2).to(torch.int16)
         yield batch._replace(uv_BLT=uv_BLT.numpy())

@@ -54,7 +54,7 @@ TEMPLATE = """# {title}
 {lines}
 - Input: {leads} at {signals} (preprocessing.json).
 - Trained for {state[step]:,} steps of {t.batch_crops} crops of 10 s, {t.precision}, AdamW, lr {t.lr} ({t.schedule}).
-- Augmentation: lead masking {augment.rlm}, noise {noise}.
+- Augmentation: {augmentations}.
 - Data: {sources} (fingerprints of the datasets: {datasets}).
 - Steps skipped because loss or gradient was not finite: {state[skipped_steps]}.
 
@@ -96,6 +96,9 @@ def model_card(
         plugged = file_of(head["definition"].get("head", ""))
     sources = state.get("sources", ())
     measured = _measured(run, state["step"])
+    augmentations = config.augment.described
+    if config.augment.extra:
+        augmentations.append(portable(config.augment.extra))
     card = TEMPLATE.format(
         title=title,
         lines="\n".join(f"- {line}" for line in lines),
@@ -104,12 +107,11 @@ def model_card(
         leads=f"{len(leads)} leads ({describe_leads(leads).replace(',', ', ')})",
         sources=", ".join(sources) or "unknown sources",
         datasets=", ".join(fingerprint[:16] for fingerprint in state["datasets"]),
-        noise=_noise(config) or "none",
+        augmentations=", ".join(augmentations) or "none",
         code=", code=True" if plugged else "",
         table=_table(measured),
         state=state,
         t=config.train,
-        augment=config.augment,
     )
     if head and head.get("classes"):
         card += PREDICT
@@ -118,13 +120,6 @@ def model_card(
         name = head["task"] if head else "pre-training"
         facts["model-index"] = [{"name": title, "results": [_result(name, sources, measured)]}]
     return front_matter(facts, card)
-
-
-def _noise(config: RunConfig) -> str:
-    kinds = [*config.augment.kinds]
-    if config.augment.extra:
-        kinds.append(portable(config.augment.extra))
-    return ", ".join(kinds)
 
 
 def _measured(run: Path, step: int) -> Facts:

@@ -22,16 +22,16 @@ from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import DataError, Dataset
 from omnilead.engine.commandline import Parser, interruptible
 from omnilead.engine.common import LEADS, ConfigError
-from omnilead.engine.data.augment import (
-    AUTHORS_NOISE,
-    PAPER_NOISE,
-    AugmentConfig,
-    ThreeKG,
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.noise import AUTHORS_NOISE, PAPER_NOISE
+from omnilead.engine.data.augmentations.stage import (
+    Params,
+    Random,
+    TorchOps,
     augment,
-    formula,
-    time_axis,
+    draws,
 )
-from omnilead.engine.data.augment_draws import Params, draws, white, white_bank
+from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.augmenter import FS_HZ, HALF
 from omnilead.engine.evaluation.metrics import Array
 
@@ -106,18 +106,17 @@ def _draw_noise(page: Figure, halves: Array) -> None:
         if noise in SETS:
             _title(axes, noise or "Original", SETS[noise])
         else:
-            title = TITLES[formula(noise)] + ", authors' code" * (noise in AUTHORS_NOISE)
-            _title(axes, title, _describe(formula(noise), p))
+            kind = noise.removeprefix("authors_")
+            title = TITLES[kind] + ", authors' code" * (noise in AUTHORS_NOISE)
+            _title(axes, title, _describe(kind, p))
 
 
 def apply(halves: Array, config: AugmentConfig) -> tuple[Array, Params]:
-    p = draws(config, SEED, np.zeros(1, int), np.zeros(1, int))
+    p = draws(config.stages, Random(SEED, np.zeros(1, int), np.zeros(1, int)))
     given = {name: torch.from_numpy(values) for name, values in p.items()}
-    if "white_start" in p:
-        bank = torch.from_numpy(white_bank(SEED))
-        given["white"] = white(bank, given["white_start"], HALF)
     x_BSLT = torch.from_numpy(halves.copy())  # augment works in place
-    return augment(x_BSLT, given, config, time_axis(HALF, FS_HZ)).numpy(), p
+    ops = TorchOps(HALF, FS_HZ, x_BSLT.device, SEED)
+    return augment(x_BSLT, given, config.stages, ops).numpy(), p
 
 
 def _describe(kind: str, p: Params) -> str:

@@ -12,7 +12,9 @@ from pydantic.dataclasses import dataclass
 
 from omnilead.engine.common import OWN, ConfigError
 from omnilead.engine.config import RunConfig, Section, micro_batch
-from omnilead.engine.data.augment import STRICT, AsText, AugmentConfig
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.leads import AsText
+from omnilead.engine.data.augmentations.stage import STRICT
 from omnilead.engine.model.config import ModelConfig, Probability, Share
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]

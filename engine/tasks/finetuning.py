@@ -304,13 +304,12 @@ class FinetuneTask(TrainingTask):
         return facts
 
     def explained(self) -> dict[str, Any]:
-        augment = self.config.augment
         differs = []
         frozen = self.config.encoder.frozen  # in eval mode also in training
         if encoders.drops_out(self.encoder, self.architecture) and not frozen:
             differs.append("dropout is off")
-        if augment.rlm or augment.kinds:
-            differs.append("no lead is masked and no noise added")
+        if augmentations := self.config.augment.described:
+            differs.append(f"signals are not augmented ({', '.join(augmentations)})")
         return {"chance": self._chance() if self.held_out.crops else {}, "validation": differs}
 
     def _chance(self) -> dict[str, float]:

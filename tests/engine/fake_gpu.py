@@ -17,7 +17,7 @@ from torch.utils import backend_registration
 
 from omnilead.engine.commandline import load
 from omnilead.engine.config import CONFIGS
-from omnilead.engine.data.augmenter import Augmenter, parameters
+from omnilead.engine.data.augmenter import Augmenter
 from omnilead.engine.data.order import Places
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder
@@ -49,7 +49,7 @@ def pretrain(path, dtype):
     places = Places(crops * 0, crops, crops * 0)
     with GPU:
         augmenter = Augmenter(config.augment, config.pipeline.views, 0, GPU)
-        drawn = parameters(config.augment, config.pipeline.views, 0, places)
+        drawn = augmenter.parameters(places)
         p = {name: torch.from_numpy(values).to(GPU) for name, values in drawn.items()}
         x_BSLT = augmenter(torch.empty(CROPS, 12, 5000, dtype=torch.int16), p)
         model = Pretrainer(replace(config.model, **SMALL, position_groups=4), config.objective)

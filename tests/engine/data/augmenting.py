@@ -9,14 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from omnilead.engine.data.augment import (
-    AugmentConfig,
-    Axis,
-    ThreeKG,
-    augment,
-    time_axis,
-)
-from omnilead.engine.data.augment_draws import FROM_DIPOLE, draws, white
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.stage import Random, TorchOps, augment, draws
+from omnilead.engine.data.augmentations.threekg import FROM_DIPOLE, ThreeKG
 
 FS_HZ, SAMPLES = 500.0, 2500
 REFERENCE = Path(__file__).parents[3].parent / "shared" / "parity" / "masks_and_augs.npz"
@@ -47,29 +42,34 @@ def signal(crops=3, samples=SAMPLES, views=2):
     return (FROM_DIPOLE @ dipole).astype(np.float32)
 
 
-def parameters(config, bank, crop_B=CROPS, samples=SAMPLES):
-    p = draws(config, 5, np.full(crop_B.shape, 2), crop_B, samples=samples)
-    if "white_start" in p:
-        start = torch.from_numpy(p["white_start"])
-        p["white"] = white(torch.from_numpy(bank), start, samples).numpy()
-    return p
+def drawn(config, seed, epoch_B, crop_B, samples=SAMPLES):
+    return draws(config.stages, Random(seed, epoch_B, crop_B, samples=samples))
 
 
-def apply(x, p, config, exact=False):
-    """`exact`: in float64."""
-    time = time_axis(x.shape[-1], FS_HZ)
+def parameters(config, crop_B=CROPS, samples=SAMPLES):
+    return drawn(config, 5, np.full(crop_B.shape, 2), crop_B, samples)
+
+
+def apply(x, p, config, exact=False, bank=None):
+    """`exact`: in float64. `bank`: of white noise, else that of seed 5."""
+    ops = TorchOps(x.shape[-1], FS_HZ, torch.device("cpu"), 5)
+    if bank is not None:
+        ops.bank = torch.from_numpy(bank)
     tensors = {name: torch.from_numpy(values) for name, values in p.items()}
     signal = torch.from_numpy(x.copy())
     if exact:
-        time, signal = Axis(*(values.double() for values in time)), signal.double()
+        signal = signal.double()
+        ops.sample, ops.time_s, ops.mains_s = (
+            axis.double() for axis in (ops.sample, ops.time_s, ops.mains_s)
+        )
         for name, values in tensors.items():
             if values.is_floating_point():
                 tensors[name] = values.double()
-    return augment(signal, tensors, config, time).numpy()
+    return augment(signal, tensors, config.stages, ops).numpy()
 
 
 def many(config, crops=4000):
-    return draws(config, 3, np.zeros(crops, int), np.arange(crops))
+    return drawn(config, 3, np.zeros(crops, int), np.arange(crops))
 
 
 def assert_uniform(values, low, high):

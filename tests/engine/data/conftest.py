@@ -8,7 +8,6 @@ from staged import CROPS, room
 
 from omnilead.data_tools import shard_writers, storage
 from omnilead.engine.data import staging
-from omnilead.engine.data.augment_draws import white_bank
 from omnilead.engine.data.staging import Staging
 
 
@@ -51,8 +50,3 @@ def small_and_quick(monkeypatch):
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(staging, "POLL_S", 0.01)
     monkeypatch.setattr(staging, "WAIT_S", 0.1)
-
-
-@pytest.fixture(scope="module")
-def bank():
-    return white_bank(5)

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 import torch
 
-from omnilead.engine.data.augment import AugmentConfig
+from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.loader import Loader, LoaderConfig
 
 CPU = torch.device("cpu")
@@ -18,7 +18,9 @@ NOISY = AugmentConfig(noise="physio4")
 def loader(dataset, backend="torch", state=None, **changes):
     if backend == "dali":
         pytest.importorskip("nvidia.dali", reason="the extra cu13 or cu12 is not installed")
-    others = {name: changes.pop(name) for name in {"rank", "world", "pretrain"} & changes.keys()}
+    others = {
+        name: changes.pop(name) for name in {"rank", "world", "pretrain", "rows"} & changes.keys()
+    }
     config = LoaderConfig(**({"backend": backend, "batch_crops": 16, "augment": NOISY} | changes))
     return Loader(config, (dataset,), CPU, state=state, halves=2, **others)
 

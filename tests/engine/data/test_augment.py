@@ -1,5 +1,4 @@
-"""Augmentations: the same in torch and DALI, the authors' values, and anatomical relations between
-leads.
+"""Augmentations: the values that the authors' code gives, and anatomical relations between leads.
 
 Shapes: B crops, S views, L leads, T samples.
 """
@@ -19,6 +18,7 @@ from augmenting import (
     apply,
     assert_uniform,
     correlation,
+    drawn,
     many,
     parameters,
     signal,
@@ -27,60 +27,33 @@ from scipy.spatial.transform import Rotation
 
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import build
-from omnilead.engine.data import dali
-from omnilead.engine.data.augment import (
-    AugmentConfig,
-    refit_limb_leads,
-)
-from omnilead.engine.data.augment_draws import (
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.noise import LimbLeads
+from omnilead.engine.data.augmentations.stage import TorchOps
+from omnilead.engine.data.augmentations.threekg import (
     DOWER,
     FROM_DIPOLE,
     INVERSE_DOWER,
     TO_DIPOLE,
-    draws,
     threekg_matrix,
 )
-from omnilead.engine.data.augmenter import Augmenter
-
-
-def apply_in_dali(x, p, config):
-    """Run a DALI pipeline on the CPU on x and p; each of its samples is one crop, without the batch
-    axis."""
-    from nvidia.dali import fn
-    from nvidia.dali.pipeline import Pipeline
-
-    not_in_dali = ("emg_amplitude", "white_start", "white")
-    given = {name: values for name, values in p.items() if name not in not_in_dali} | {"x": x}
-    pipeline = Pipeline(batch_size=len(x), num_threads=1, device_id=None, prefetch_queue_depth=1)
-    with pipeline:
-        nodes = {name: fn.external_source(name=name, batch=True) for name in given}
-        pipeline.set_outputs(dali.augment_graph(nodes["x"], nodes, config, dali.constant_axis()))
-    pipeline.build()
-    for name, values in given.items():
-        pipeline.feed_input(name, list(values))
-    made = torch.from_numpy(np.stack([np.array(sample) for sample in pipeline.run()[0]]))
-    if "white_start" in p:
-        augmenter = Augmenter(config, "halves", 5, torch.device("cpu"))
-        augmenter.add_white_noise(made, augmenter.to_device(p))
-    return made.numpy()
 
 
 @pytest.mark.parametrize("config", EVERYTHING.values(), ids=EVERYTHING)
-def test_torch_and_dali_agree_with_float64(config, bank):
-    x, p = signal(), parameters(config, bank)
+def test_torch_agrees_with_float64(config):
+    x, p = signal(), parameters(config)
     expected, made = apply(x, p, config, exact=True), apply(x, p, config)
     assert made.dtype == np.float32 and made.shape == (3, 2, len(config.output_leads), SAMPLES)
     np.testing.assert_allclose(made, expected, atol=1e-5, rtol=0)
-    np.testing.assert_allclose(apply_in_dali(x, p, config), expected, atol=1e-5, rtol=0)
     if config.leads == "12":
         assert np.abs(expected - x).max() > 0.05  # it did something
 
 
 @pytest.mark.parametrize("kind", ["powerline", "wander"])
 @pytest.mark.parametrize("samples", [49, 1234, SAMPLES, 5000])
-def test_float32_keeps_the_phase_at_any_length(kind, samples, bank):
+def test_float32_keeps_the_phase_at_any_length(kind, samples):
     config = AugmentConfig(rlm=0, noise=kind, powerline_components=4, powerline_hz=60)
-    p = parameters(config, bank, samples=samples)
+    p = parameters(config, samples=samples)
     x = np.zeros((3, 2, 12, samples), np.float32)
     names = ("amplitude", "hz", "phase")
     a, hz, phase = (p[f"{kind}_{name}"][..., None].astype(np.float64) for name in names)
@@ -101,7 +74,7 @@ def _authors_parameters(kind, r, maximum):
         named = {"powerline_amplitude": u(0, maximum), "powerline_hz": 50 if u() > 0.5 else 60}
         named["powerline_phase"] = u(0, 2 * np.pi)
     elif kind == "emg":  # (92-93)
-        named = {"emg_amplitude": u(0, maximum, (12, 1)), "white": r.normal(0, 1, (12, SAMPLES))}
+        named = {"emg_amplitude": u(0, maximum, (12, 1)), "bank": r.normal(0, 1, (12, SAMPLES))}
     elif kind == "shift":  # (124-131)
         named = {"shift_amplitude": r.choice([1, -1], size=(12, 1)) - u(0, maximum)}
         length = r.normal(0.2 * SAMPLES, 0.04 * SAMPLES)
@@ -139,7 +112,12 @@ def test_parameters_give_the_values_of_the_authors_code(kind, defaults, seed):
     loose = False if (kind, defaults) == ("shift", "class") else None
     config = AugmentConfig(noise="" if kind == "rlm" else f"authors_{kind}", dependency=loose)
     p = _authors_parameters(kind, np.random.RandomState(seed), maximum)
-    np.testing.assert_allclose(apply(x, p, config)[0], expected, atol=5e-6, rtol=0)
+    bank = p.pop("bank", None)
+    if kind == "emg":
+        bank = bank.flatten()
+        p["white_start"] = SAMPLES * np.arange(12)[None, :, None]
+    after = apply(x, p, config, bank=bank)[0]
+    np.testing.assert_allclose(after, expected, atol=5e-6, rtol=0)
 
 
 # Anatomy
@@ -160,9 +138,10 @@ LOOSE = replace(PLAIN, noise="authors_wander", dependency=False)
         (LOOSE, False),
     ],
 )
-def test_limb_leads_are_consistent_where_they_are_recomputed(config, consistent, bank):
-    x = torch.from_numpy(apply(signal(), parameters(config, bank), config))
-    residual = float((refit_limb_leads(x) - x).abs().max())
+def test_limb_leads_are_consistent_where_they_are_recomputed(config, consistent):
+    x = torch.from_numpy(apply(signal(), parameters(config), config))
+    ops = TorchOps(SAMPLES, FS_HZ, torch.device("cpu"), 5)
+    residual = float((LimbLeads(PLAIN).apply(x, {}, ops) - x).abs().max())
     assert residual < 1e-5 if consistent else residual > 0.05
 
 
@@ -218,7 +197,7 @@ def test_a_shift_is_constant_and_lasts_as_long_as_drawn():
 
 @pytest.mark.parametrize("start", [0, 1, 1249, 1250, 1251, 2499])
 def test_the_window_is_cyclic(start):
-    p = draws(EVERYTHING["3kg"], 0, np.zeros(1, int), np.zeros(1, int))
+    p = drawn(EVERYTHING["3kg"], 0, np.zeros(1, int), np.zeros(1, int))
 
     def windowed(start, stop, wrap):
         window = {"window_start": start, "window_stop": stop, "window_wrap": wrap}
@@ -234,10 +213,10 @@ def test_the_window_is_cyclic(start):
 
 
 @pytest.mark.parametrize("name", ["physio4 per lead", "authors_physio4", "3kg"])
-def test_a_lead_subset_equals_rows_of_all_twelve(name, bank):
+def test_a_lead_subset_equals_rows_of_all_twelve(name):
     config = EVERYTHING[name]
     configs = (config, replace(config, leads="3"), replace(config, leads="I,II,V2", padded=False))
-    full, zeros, rows = (apply(signal(), parameters(c, bank), c) for c in configs)
+    full, zeros, rows = (apply(signal(), parameters(c), c) for c in configs)
     seen = [0, 1, 7]
     np.testing.assert_array_equal(zeros[:, :, seen], full[:, :, seen])
     np.testing.assert_array_equal(rows, full[:, :, seen])

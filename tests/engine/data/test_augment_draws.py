@@ -7,34 +7,30 @@ import pytest
 import torch
 from augmenting import (
     EVERYTHING,
+    FS_HZ,
     SAMPLES,
     apply,
     assert_uniform,
     correlation,
+    drawn,
     many,
     parameters,
     signal,
 )
 
 from omnilead.engine.common import LEADS
-from omnilead.engine.data.augment import (
-    AmplitudeMv,
-    AugmentConfig,
-    ThreeKG,
-)
-from omnilead.engine.data.augment_draws import (
-    WHITE_BANK,
-    draws,
-    white,
-)
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.noise import AmplitudeMv
+from omnilead.engine.data.augmentations.stage import WHITE_BANK, TorchOps
+from omnilead.engine.data.augmentations.threekg import ThreeKG
 
 
-def test_draws_do_not_depend_on_the_batch(bank):
+def test_draws_do_not_depend_on_the_batch():
     config = replace(EVERYTHING["physio4 per lead"], threekg=ThreeKG())
     epoch, crop = np.array([0, 0, 1, 3, 3]), np.array([5, 9, 5, 123_456_789, 0])
-    whole = draws(config, 11, epoch, crop)
+    whole = drawn(config, 11, epoch, crop)
     for rows in ([3, 1, 4, 0, 2], [2]):
-        part = draws(config, 11, epoch[rows], crop[rows])
+        part = drawn(config, 11, epoch[rows], crop[rows])
         for name, values in whole.items():
             assert values.dtype in (np.float32, np.bool_) or name == "white_start"
             assert values.shape[:2] == (5, 2) and values.shape[2] in (1, 12)
@@ -43,7 +39,7 @@ def test_draws_do_not_depend_on_the_batch(bank):
 
 def test_draws_differ_by_seed_epoch_crop_and_view():
     config = replace(EVERYTHING["physio4"], threekg=ThreeKG())
-    one, other = (draws(config, seed, np.array([0, 1, 0]), np.array([4, 4, 5])) for seed in (1, 2))
+    one, other = (drawn(config, seed, np.array([0, 1, 0]), np.array([4, 4, 5])) for seed in (1, 2))
     for name in one.keys() - {"powerline_hz"}:
         rows = np.concatenate([one[name], other[name]]).reshape(12, -1)
         assert len(np.unique(rows, axis=0)) == 12, name
@@ -95,24 +91,33 @@ def test_the_authors_distributions():
     assert np.ptp(sign - p["shift_amplitude"], axis=2).max() < 1e-6  # one U(0, max) for all leads
 
 
-def test_white_noise_is_white_and_independent_between_leads(bank):
-    p = draws(AugmentConfig(noise="emg"), 5, np.zeros(20, int), np.arange(20))
+def test_white_noise_is_white_and_independent_between_leads():
+    p = drawn(AugmentConfig(noise="emg"), 5, np.zeros(20, int), np.arange(20))
     start = torch.from_numpy(p["white_start"])
-    noise = white(torch.from_numpy(bank), start, SAMPLES).numpy()
+    ops = TorchOps(SAMPLES, FS_HZ, torch.device("cpu"), 5)
+    noise = ops.white(start).numpy()
     assert noise.shape == (20, 2, 12, SAMPLES)
     assert abs(noise.mean()) < 0.005 and abs(noise.std() - 1) < 0.005
     assert abs((noise**4).mean() - 3) < 0.05
     assert abs((noise[..., 1:] * noise[..., :-1]).mean()) < 0.005
     assert correlation(noise[0].reshape(24, SAMPLES)) < 0.12
-    np.testing.assert_array_equal(noise[7, 1, 3], bank[start[7, 1, 3, 0] :][:SAMPLES])
+    np.testing.assert_array_equal(noise[7, 1, 3], ops.bank[start[7, 1, 3, 0] :][:SAMPLES])
+
+
+def test_a_gain_is_log_uniform_for_each_lead_of_each_half():
+    p = many(AugmentConfig(rlm=0, gain=1.0))
+    assert_uniform(np.log2(p["gain"]), -1, 1)
+    assert correlation(p["gain"].reshape(-1, 24).T) < 0.08
+    x = signal(4000, samples=2)
+    np.testing.assert_array_equal(apply(x, p, AugmentConfig(rlm=0, gain=1.0)), x * p["gain"])
 
 
 # Random lead masking
 
 
-def test_masked_leads_are_exactly_zero_and_the_others_unchanged(bank):
+def test_masked_leads_are_exactly_zero_and_the_others_unchanged():
     config = AugmentConfig(noise="physio4", threekg=ThreeKG(time_mask=0))
-    p = parameters(config, bank)
+    p = parameters(config)
     bare = {name: values for name, values in p.items() if name != "keep"}
     masked, whole = apply(signal(), p, config), apply(signal(), bare, config)
     np.testing.assert_array_equal(masked, np.where(p["keep"], whole, 0))

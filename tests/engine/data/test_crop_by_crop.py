@@ -1,100 +1,15 @@
-"""Crops made one by one on a CPU equal a whole batch made at once, also if bad crops are
-replaced."""
+"""Bad crops, which are replaced or end the run, in batches that are made crop by crop on a CPU."""
 
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from loading import BACKENDS, CPU, NOISY, loader, some
-from pydantic.dataclasses import dataclass as checked_dataclass
+from loading import BACKENDS, NOISY, loader, some
 from shards_made import crops_of, tar_path
 
 from omnilead.data_tools.dataset import Dataset, DatasetError
-from omnilead.engine.common import ConfigError
-from omnilead.engine.data import augmenter
-from omnilead.engine.data.augment import STRICT, AugmentConfig, ThreeKG, augment
-from omnilead.engine.data.augment_draws import draws
-from omnilead.engine.data.augmenter import Augmenter, CropWriter, parameters
-from omnilead.engine.data.order import Places
-
-
-def at_once(dataset, batch, augment, views="halves"):
-    augmenter, p = Augmenter(augment, views, 0, CPU), parameters(augment, views, 0, batch.places)
-    crops = torch.from_numpy(crops_of(dataset, batch.places.row))
-    return augmenter(crops, augmenter.to_device(p))
-
-
-@pytest.mark.parametrize(
-    ("views", "augment"),
-    [
-        *(("halves", AugmentConfig(noise=noise)) for noise in ("", "emg", "shift", "physio4")),
-        ("halves", AugmentConfig(rlm=0)),
-        ("halves", AugmentConfig(rlm=0, noise="physio4")),
-        ("halves", AugmentConfig(noise="physio4", per_lead=True)),
-        ("halves", AugmentConfig(noise="physio4", dependency=True)),
-        ("halves", AugmentConfig(noise="physio4", leads="I,V1")),
-        ("halves", AugmentConfig(noise="authors_physio4")),
-        ("halves", AugmentConfig(noise="authors_physio4", dependency=False)),
-        ("window", AugmentConfig(noise="physio4")),
-        ("window", AugmentConfig(rlm=0, threekg=ThreeKG())),
-    ],
-)
-def test_crop_by_crop_equals_the_whole_batch(views, augment, dataset):
-    for batch, _ in some(loader(dataset, views=views, augment=augment), 2):
-        assert torch.equal(batch.x_BSLT, at_once(dataset, batch, augment, views))
-
-
-@checked_dataclass(frozen=True, config=STRICT)
-class WithMore(AugmentConfig):
-    upside_down: bool = False
-    gain: float = 0.0
-
-
-def drawn_too(*arguments, **how):
-    """Added to what is drawn of a crop."""
-    p = draws(*arguments, **how)
-    gain = np.linspace(1, 2, 12, dtype=np.float32)[:, None]
-    return p | {"gain": np.broadcast_to(gain, (len(arguments[3]), 2, 12, 1)).copy()}
-
-
-def applied_too(x_BSLT, p, config, time):
-    """Added to the reference."""
-    x_BSLT = augment(x_BSLT, p, config, time)
-    if getattr(config, "upside_down", False):
-        x_BSLT = -x_BSLT
-    return x_BSLT * p["gain"] if "gain" in p else x_BSLT
-
-
-@pytest.mark.parametrize(
-    ("config", "drawn"),
-    [
-        pytest.param(WithMore(upside_down=True), draws, id="a setting, nothing random"),
-        pytest.param(WithMore(gain=1.0), drawn_too, id="a setting, and what is drawn for it"),
-        pytest.param(AugmentConfig(), drawn_too, id="drawn without a setting"),
-    ],
-)
-def test_an_augmentation_added_to_the_reference_is_applied_or_refused(
-    config, drawn, dataset, monkeypatch
-):
-    """By the fast path of a CPU as well, and by DALI, neither of which knows it."""
-    monkeypatch.setattr(augmenter, "draws", drawn)
-    monkeypatch.setattr(augmenter, "augment", applied_too)
-    (batch, _) = some(loader(dataset, augment=config), 1)[0]
-    assert torch.equal(batch.x_BSLT, at_once(dataset, batch, config))
-    with pytest.raises(
-        ConfigError, match=r"dali: does not apply (upside_down|gain) \(augment\): set"
-    ):
-        some(loader(dataset, "dali", augment=config), 1)
-
-
-@pytest.mark.parametrize("noise", ["", "physio4"])
-@pytest.mark.parametrize("kind", [AugmentConfig, WithMore])
-def test_what_is_off_does_not_cost_the_fast_path(kind, noise):
-    one = Augmenter(kind(noise=noise), "halves", 0, CPU)
-    places = Places(*np.zeros((3, 2), np.int64))
-    p = one.to_device(parameters(one.config, "halves", 0, places))
-    assert isinstance(one.writer(p, torch.empty(2, 2, 12, 2500)), CropWriter)
+from omnilead.engine.data.augmentations import AugmentConfig
 
 
 @pytest.mark.parametrize(
@@ -109,7 +24,10 @@ def test_a_replacement_crop_has_its_own_parameters(augment, threads, dataset, tm
     assert before.skipped == ()
     assert [bad[:3] for bad in batch.skipped] == [(5, 0, rows[5])]
     assert batch.places.row.tolist() == [*rows[:5], source.order.rows[0].after(rows[5]), *rows[6:]]
-    assert torch.equal(batch.x_BSLT, at_once(dataset, batch, augment))
+    augmenter = skipping.augmenter
+    p = augmenter.to_device(augmenter.parameters(batch.places))
+    crops = torch.from_numpy(crops_of(dataset, batch.places.row))
+    assert torch.equal(batch.x_BSLT, augmenter(crops, p))
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ tables depend on them."""
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
-from omnilead.engine.data.augment import AugmentConfig, ThreeKG
-from omnilead.engine.data.augmenter import parameters
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.threekg import ThreeKG
+from omnilead.engine.data.augmenter import Augmenter
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.patients import uniforms
 
@@ -67,7 +69,7 @@ SUMS = {
 @pytest.mark.parametrize(("config", "expected"), SUMS.values(), ids=SUMS)
 def test_augmentation_parameters_never_change(config, expected):
     """Weighted sums, so that swapping two values is detected."""
-    p = parameters(config, "window", 11, PLACES)
+    p = Augmenter(config, "window", 11, torch.device("cpu")).parameters(PLACES)
     seen = {
         name: float(values.astype(float).ravel() @ np.cos(np.arange(values.size)))
         for name, values in p.items()

@@ -1,5 +1,7 @@
 """Missing leads reach the model as zeros, whatever noise is added to the others."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,8 @@ from loading import BACKENDS, CPU, loader, some
 
 from omnilead.data_tools.dataset import LEADS
 from omnilead.engine.data import augmenter
-from omnilead.engine.data.augment import AugmentConfig, ThreeKG
+from omnilead.engine.data.augmentations import AugmentConfig
+from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.loader import Loader
 
 ADDING = {
@@ -30,7 +33,7 @@ def test_missing_leads_are_read_from_the_table(dataset, small):
     assert not augmenter.none_measured(dataset, range(12))[row]
     assert augmenter.measured_leads([small]) is None
     # without noise no zero can change: the column is not read
-    assert loader(dataset, augment=AugmentConfig()).measured is None
+    assert loader(dataset, augment=AugmentConfig()).augmenter.measured is None
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def test_leads_that_were_not_measured_stay_zero(backend, augment, dataset):
     """Over an epoch; crops without missing leads are not affected by crops that have some."""
     source, blind = (loader(dataset, backend, augment=augment) for _ in range(2))
     bits, steps = augmenter.missing_leads(dataset), source.steps_per_epoch
-    blind.measured = None
+    blind.augmenter = dataclasses.replace(blind.augmenter, measured=None)
     met = 0
     for (batch, _), (other, _) in zip(some(source, steps), some(blind, steps), strict=True):
         for x, y, row in zip(batch.x_BSLT, other.x_BSLT, batch.places.row.tolist(), strict=True):

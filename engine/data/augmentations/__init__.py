@@ -1,0 +1,65 @@
+"""The augmentations of ECG crops. STAGES is the formula, and each stage is a class in a file here;
+stage.py says what it must have.
+
+`python -m omnilead.engine.report.picture augmentations.png --data DATASET` draws them.
+"""
+
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from omnilead.engine.common import OWN, ConfigError
+from omnilead.engine.data.augmentations.emg import Emg
+from omnilead.engine.data.augmentations.gain import Gain, GainSettings
+from omnilead.engine.data.augmentations.leads import Leads
+from omnilead.engine.data.augmentations.noise import LimbLeads
+from omnilead.engine.data.augmentations.powerline import Powerline, PowerlineSettings
+from omnilead.engine.data.augmentations.random_leads import RandomLeads, RandomLeadSettings
+from omnilead.engine.data.augmentations.shift import Shift
+from omnilead.engine.data.augmentations.stage import STRICT, Stage
+from omnilead.engine.data.augmentations.threekg import Rotation, ThreeKGSettings, TimeMask
+from omnilead.engine.data.augmentations.wander import Wander
+
+# In the order in which they are applied. What follows noise must be linear, because torch adds white
+# noise to DALI's output; what follows RandomLeads must leave zeros as they are.
+STAGES: tuple[type[Stage], ...] = (
+    Rotation,
+    Leads,
+    Powerline,
+    Emg,
+    Wander,
+    Shift,
+    LimbLeads,
+    TimeMask,
+    RandomLeads,
+    Gain,
+)
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class AugmentConfig(GainSettings, ThreeKGSettings, PowerlineSettings, RandomLeadSettings):
+    """The section `augment` of the settings: those of all stages."""
+
+    # your own function(x_BSLT, generator) as file.py:function, applied after the others:
+    # omnilead.engine.data.augmenter
+    extra: str = ""
+
+    def __post_init__(self) -> None:
+        for stage in STAGES:
+            stage(self).check()
+        if self.extra and not OWN.fullmatch(self.extra):
+            raise ConfigError(f"augment.extra={self.extra!r}: must be file.py:function")
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The active ones."""
+        stages = [stage(self) for stage in STAGES]
+        return [stage for stage in stages if stage.active]
+
+    @property
+    def described(self) -> list[str]:
+        """The augmentations that are on, `extra` aside."""
+        return [stage.described for stage in self.stages if stage.described]
+
+    @property
+    def changes_zeros(self) -> bool:
+        """Whether leads that were not measured must be masked explicitly."""
+        return any(stage.changes_zeros for stage in self.stages)

@@ -1,0 +1,37 @@
+"""A random gain for each lead: electrodes and amplifiers differ."""
+
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from omnilead.engine.data.augmentations.leads import LeadSettings
+from omnilead.engine.data.augmentations.stage import STRICT, Node, Nodes, Params, Random, Stage
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class GainSettings(LeadSettings):
+    # each lead of each half is multiplied by a random factor from 1 / (1 + gain) to 1 + gain; 0 =
+    # off. The limb leads then no longer follow from I and II
+    gain: Annotated[float, Field(ge=0, le=9)] = 0.0
+
+
+class Gain(Stage):
+    """Log-uniform: a lead is as likely to be halved as doubled."""
+
+    settings: GainSettings
+    stream = 17
+    examples = ({"gain": 0.2},)
+    changes_zeros = False
+
+    @property
+    def described(self) -> str:
+        return f"gain {self.settings.gain}" if self.settings.gain else ""
+
+    def draw(self, random: Random) -> Params:
+        u = random.uniform(self.stream, self.settings.output_leads)
+        return {"gain": np.exp((2 * u - 1) * np.log1p(self.settings.gain))}
+
+    def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
+        return x * p["gain"]

@@ -1,0 +1,240 @@
+"""What an augmentation is: a stage of the formula, with the random numbers and the operations that it
+is given.
+
+    p = Stage(settings).draw(random)            arrays, a function of (seed, epoch, crop, view)
+    x = Stage(settings).apply(x, p, ops)        in torch, or in a DALI graph
+
+Shapes: B crops, S adjacent halves or views, L leads, T samples, K components. x is [B, S, L, T]
+float32 millivolts; p holds [B, S, 1 or L, 1 or K]. A DALI graph sees one crop, without B. One half
+(S = 1) becomes two views if p has parameters for two.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import ConfigDict
+from torch import Tensor
+
+from omnilead.engine.data import counter
+from omnilead.engine.data.counter import RandomStream
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+ONE_FOR_ALL = (0,)  # in place of lead numbers: one draw for all leads
+TAU = 2 * math.pi
+FINE = 50  # samples in a fine step of `cosines`: about the square root of T
+# 16 MiB: fits in a CPU's cache, and the noise of two leads overlaps with probability 0.001
+WHITE_BANK = 2**22
+Params = dict[str, np.ndarray]
+Node = Any  # a tensor, or a node of a DALI graph
+Nodes = Mapping[str, Node]
+Wave = tuple[Node, Node]  # gain [.., S, 1 or L, 1], None for 1; and wave [.., S, 1 or L, T]
+
+
+class Random:
+    """Random numbers [B, S, leads, slots] of some crops. Slot n is the n-th number that a stream
+    draws for a lead. They do not depend on rank, batch size, order of crops, restarts or which
+    other leads are drawn for."""
+
+    def __init__(
+        self,
+        seed: int,
+        epoch_B: np.ndarray,
+        crop_B: np.ndarray,
+        views: int = 2,
+        samples: int = 2500,
+        measured_BL: np.ndarray | None = None,
+    ) -> None:
+        """`crop_B`: the augmenter.crop_key of each crop. `measured_BL`: bool [B, 12], which leads
+        were recorded; None: all."""
+        epoch, crop = np.broadcast_arrays(np.atleast_1d(epoch_B), np.atleast_1d(crop_B))
+        self.seed, self.samples, self.measured_BL = seed, samples, measured_BL
+        self.epoch = epoch[:, None, None, None]
+        self.crop = crop[:, None, None, None]
+        self.view = np.arange(views)[:, None, None]
+
+    def uniform(self, stream: int, leads: Sequence[int], slots: Sequence[int] = (0,)) -> np.ndarray:
+        return counter.uniform(*self._key(stream, leads, slots))
+
+    def normal(self, stream: int, leads: Sequence[int], slots: Sequence[int] = (0,)) -> np.ndarray:
+        return counter.normal(*self._key(stream, leads, slots))
+
+    def _key(self, stream: int, leads: Sequence[int], slots: Sequence[int]) -> tuple[Any, ...]:
+        lead = np.array(leads)[:, None]
+        return self.seed, stream, self.epoch, self.crop, self.view, lead, np.array(slots)
+
+
+class Stage:
+    """Base class. `settings` is the whole AugmentConfig; a subclass annotates which part it reads."""
+
+    # of its random numbers, one that nothing else has. Saved runs depend on it: never changed
+    stream = 0
+    # settings that switch it on: tests run it with each, and with the first beside other stages
+    examples: ClassVar[Sequence[dict[str, Any]]] = ()
+    # of noise that is slices of a bank of white noise: the parameters that say how strong it is and
+    # where in the bank it starts. DALI cannot read the bank: torch adds this noise to DALI's output
+    from_bank: tuple[str, ...] = ()
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    @property
+    def described(self) -> str:
+        """As an augmentation that is on, for the model card."""
+        return ""
+
+    @property
+    def active(self) -> bool:
+        return bool(self.described)
+
+    @property
+    def by_crop(self) -> bool:
+        """Whether CropWriter can do it, the fast path of a CPU: noise that all leads share or that
+        comes from the bank, and keeping or zeroing leads."""
+        return False
+
+    @property
+    def changes_zeros(self) -> bool:
+        """False if zeros stay zeros: else RandomLeads zeroes the leads that were not measured."""
+        return True
+
+    def check(self) -> None:
+        """Raises ConfigError if its settings cannot be."""
+
+    def draw(self, random: Random) -> Params:
+        """Everything random about it. No two stages may give a parameter the same name."""
+        return {}
+
+    def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
+        """`x` may be overwritten. `ops`: TorchOps or dali.DaliOps."""
+        raise NotImplementedError
+
+
+class Noise(Stage):
+    """A stage that adds gain * wave."""
+
+    def wave(self, p: Nodes, ops: Any) -> Wave:
+        gain, start = self.from_bank
+        return p[gain], ops.white(p[start])
+
+
+def augment(x: Node, p: Nodes, stages: Sequence[Stage], ops: Any) -> Node:
+    """The formula: all stages, one after the other. Overwrites x where it can."""
+    waves: list[Wave] = []
+    for stage in stages:
+        if isinstance(stage, Noise):
+            waves.append(stage.wave(p, ops))
+        else:
+            x = stage.apply(ops.add(x, waves), p, ops)
+            waves = []
+    return ops.add(x, waves)
+
+
+def draws(stages: Sequence[Stage], random: Random) -> Params:
+    """The parameters of all stages, contiguous float32, bool or int32."""
+    p: Params = {}
+    for stage in stages:
+        for name, values in stage.draw(random).items():
+            if values.dtype not in (np.bool_, np.int32):
+                values = values.astype(np.float32)
+            p[name] = np.ascontiguousarray(values)
+    return p
+
+
+def time_axes(samples: int, fs_hz: float) -> Iterator[np.ndarray]:
+    """float32 [T]: sample; time in s; and that modulo 0.1 s, the common period of all mains hum,
+    because float32 loses the phase of large angles."""
+    index = np.arange(samples)
+    time_s = index / fs_hz
+    for axis in (index, time_s, (time_s + 0.05) % 0.1 - 0.05):
+        yield axis.astype(np.float32)
+
+
+class TorchOps:
+    """The operations of which stages are made. dali.DaliOps has the same for a DALI graph."""
+
+    def __init__(self, samples: int, fs_hz: float, device: torch.device, seed: int) -> None:
+        axes = [torch.from_numpy(axis).to(device) for axis in time_axes(samples, fs_hz)]
+        self.sample, self.time_s, self.mains_s = axes
+        self.seed = seed
+
+    @cached_property
+    def bank(self) -> Tensor:
+        return torch.from_numpy(white_bank(self.seed)).to(self.sample.device)
+
+    def white(self, start: Tensor) -> Tensor:
+        """Copy white noise [.., L, T] from the bank at these places, [.., L, 1]."""
+        windows = self.bank.unfold(0, len(self.sample), 1)
+        slices = windows.index_select(0, start.reshape(-1))
+        return slices.view(*start.shape[:-1], -1)
+
+    def lead(self, x: Tensor, lead: int) -> Tensor:
+        return x[..., lead : lead + 1, :]
+
+    def cat(self, leads: list[Tensor]) -> Tensor:
+        return torch.cat(leads, dim=-2)
+
+    def matrix(self, matrix: Tensor, x: Tensor) -> Tensor:
+        return matrix @ x
+
+    def add(self, x: Tensor, waves: Sequence[Wave]) -> Tensor:
+        shared: list[Wave] = []
+        by_lead: list[Wave] = []
+        for gain, wave in waves:
+            shares = wave.shape[-2] == 1 and (gain is None or gain.shape[-2] == 1)
+            (shared if shares else by_lead).append((gain, wave))
+        if shared:  # summed first: their sum takes 1/L of the memory of x
+            total = self.sum(shared)
+            x = _owned(x, total).add_(total)
+        for gain, wave in by_lead:
+            x = _owned(x, wave)
+            if gain is None:
+                x.add_(wave)
+            else:
+                x.addcmul_(gain, wave.to(x.dtype))  # the shift's wave is bool
+        return x
+
+    def sum(self, waves: Sequence[Wave]) -> Tensor:
+        scaled: list[Tensor] = [wave if gain is None else gain * wave for gain, wave in waves]
+        return functools.reduce(operator.add, scaled)
+
+    def cosines(self, a: Tensor, hz: Tensor, phase: Tensor, time_s: Tensor, count: int) -> Tensor:
+        """sum_k a_k cos(2 pi f_k t + phi_k), over the last axis of a, f and phi.
+
+        cos(u + v) = cos u cos v - sin u sin v, where u is every 50th sample and v the offset from
+        it, 0 to 49: 50 times fewer cosines. It also holds for time modulo 0.1 s, where t is u + v
+        up to a whole number of periods.
+        """
+        coarse_s, fine_s = time_s[::FINE], time_s[:FINE]
+        total: Tensor | None = None
+        for k in range(count):
+            amplitude = a[..., k : k + 1, None]
+            omega = TAU * hz[..., k : k + 1]
+            u = (omega * coarse_s + phase[..., k : k + 1])[..., None]
+            v = (omega * fine_s)[..., None, :]
+            if total is None:
+                total = (amplitude * u.cos()) * v.cos()
+            else:  # in place: a new tensor would be one more pass over memory
+                total.addcmul_(amplitude * u.cos(), v.cos())
+            total.addcmul_(amplitude * u.sin(), v.sin(), value=-1)
+        assert total is not None
+        return total.flatten(-2)[..., : time_s.shape[0]]
+
+
+def _owned(x: Tensor, other: Tensor) -> Tensor:
+    """x, or a copy of it in the shape of the result, if one half becomes two views."""
+    shape = torch.broadcast_shapes(x.shape, other.shape)
+    return x if x.shape == shape else x.expand(shape).clone()
+
+
+@lru_cache(maxsize=1)  # shared by all loaders of a run
+def white_bank(seed: int) -> np.ndarray:
+    """Standard normal float32 numbers; they take 0.2 s. Fresh ones for each crop would cost ten
+    times as much as all other draws."""
+    numbers = counter.normal(seed, RandomStream.WHITE, np.arange(WHITE_BANK))
+    return numbers.astype(np.float32)
