@@ -26,7 +26,7 @@ from omnilead.engine.model.encoders import (
 )
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
-from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.task import (
     Arguments,
     Between,
@@ -40,6 +40,7 @@ from omnilead.engine.training.validation import (
     ValidationLoss,
     dtype_of,
     eval_mode,
+    hold_out_once,
     model_inputs,
     rows_of,
     training_roles,
@@ -93,21 +94,25 @@ class PretrainTask(TrainingTask):
         self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         self.roles = training_roles(config)
         self.patients = patient_ids(datasets) if config.objective.needs_ids else None
+        if config.data.hold_out:
+            hold_out_once(datasets, config.data.hold_out, ranks)
         self.held_out = ValidationLoss(config, datasets, ranks)
         self.probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
-            refuse_leak(
-                datasets,
-                trained=[rows_of(dataset, self.roles) for dataset in datasets],
-                held=[
-                    np.union1d(held_out(dataset), rows_of(dataset, self.held_out.roles))
-                    for dataset in datasets
-                ],
-            )
+            on_first_rank(ranks, self._refuse_leak)
         self.remarks = self._validation_remarks()
         self.flops_per_crop = encoder_flops(
             self.encoder, config.model, local, signals.samples, config.windows
         )
+
+    def _refuse_leak(self) -> None:
+        """For all ranks: the same names, gigabytes of them, would be compared by each."""
+        trained, held = [], []
+        for dataset in self.datasets:
+            trained.append(rows_of(dataset, self.roles))
+            validated = rows_of(dataset, self.held_out.roles)
+            held.append(np.union1d(held_out(dataset), validated))
+        refuse_leak(self.datasets, trained, held)
 
     def _validation_remarks(self) -> list[str]:
         data = self.config.data

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
@@ -28,7 +29,12 @@ from omnilead.engine.data.augmenter import crop_key, to_device
 from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Batch, Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
-from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.data.patients import (
+    keep_split,
+    owner_names,
+    patient_ids,
+    validation_split,
+)
 from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.objectives import (
@@ -38,7 +44,7 @@ from omnilead.engine.model.objectives import (
     world_size,
 )
 from omnilead.engine.model.pretrainer import LocalOutput
-from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.task import Between
 
 BATCH = 16  # crops encoded at a time
@@ -112,6 +118,14 @@ def training_roles(config: Config) -> dict[str, Any]:
     if config.data.hold_out:
         roles["hold_out"] = config.data.hold_out
     return roles
+
+
+def hold_out_once(datasets: Sequence[Dataset], share: float, ranks: Ranks) -> None:
+    """The first rank chooses the held-out patients for all: ten million names take seconds of a core,
+    and the ranks of a machine share its cores."""
+    for dataset in datasets:
+        split = on_first_rank(ranks, partial(validation_split, dataset, share))
+        keep_split(dataset, share, split)
 
 
 def rows_of(dataset: Dataset, roles: dict[str, Any]) -> np.ndarray:
@@ -188,13 +202,13 @@ class PatientProbe:
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.pairs: list[tuple[Dataset, int, int]] = []  # dataset, gallery row, probe row
-        for dataset, patients in zip(datasets, patient_ids(datasets), strict=True):
+        for dataset in datasets:
             has_window = config.signals.count(dataset.column("halves")) > 0
             sides = []
             for role in ("gallery", "probe"):
                 rows = dataset.select(identity=role)
-                rows = rows[has_window[rows]].tolist()
-                sides.append({patients[row]: row for row in rows})
+                rows = rows[has_window[rows]]
+                sides.append(dict(zip(owner_names(dataset, rows), rows.tolist(), strict=True)))
             gallery, probe = sides
             for patient, row in gallery.items():
                 if patient in probe:
