@@ -503,17 +503,15 @@ def _all_refused(out: Folder, rejects: list[Reject]) -> StorageError:
 def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
     facts = []
     for name, seen in plan.seen.items():
-        planned = plan.records.filter(pc.equal(plan.records["source"], name))
-        archive = planned["archive"][0].as_py() if len(planned) else 0
         rows = table.filter(pc.equal(table["source"], name))
         used = pc.count_distinct(rows["record"]).as_py()
         synthetic = name.startswith(SYNTHETIC)
         one = {
             "name": name,
-            "licence": SYNTHETIC_LICENCE if synthetic else plan.sources[archive].licence,
+            "licence": SYNTHETIC_LICENCE if synthetic else plan.licence(name),
             "records": {"seen": seen, "used": used, "refused": seen - used},
             "crops": len(rows),
-            "dropped_s": round(pc.sum(planned["dropped_s"], min_count=0).as_py(), 3),
+            "dropped_s": plan.dropped_s(name),
         }
         facts.append(one)
     return facts

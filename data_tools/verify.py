@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
@@ -375,9 +374,10 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
 
 def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> dict[str, str]:
     """The patients that a table names, by source/record."""
-    records = make_plan(sources, 0, workers, quiet=quiet, patients=url).records
-    known = records.select(["label", "patient"]).filter(pc.is_valid(records["patient"]))
-    return dict(zip(*known.to_pydict().values(), strict=True))
+    plan = make_plan(sources, 0, workers, quiet=quiet, patients=url)
+    known = plan.patients.is_valid()
+    labels, patients = (one.filter(known).to_pylist() for one in (plan.labels, plan.patients))
+    return dict(zip(labels, patients, strict=True))
 
 
 def _compare_archive(
