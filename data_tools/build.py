@@ -22,7 +22,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -94,6 +94,7 @@ FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     "no calibration pulse",
     "inverted lead",
 )
+OF_RECORDS = ["source", "record", "patient", "start_s", "waveform"]  # what records_of needs
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -139,8 +140,10 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
             return _same(Dataset.open(options.out), recipe)
         if not plan.shards:
             raise _all_refused(out, _hidden(plan.rejects, options.pseudonym_key))
-        parts = _build(plan, [content + (mark or "") for _, content in marks], out, options)
-        return _finish(plan, parts, out, recipe, options)
+        _build(plan, [content + (mark or "") for _, content in marks], out, options)
+        planned = PlanFacts.of(plan)
+        del plan  # a gigabyte of ten million records
+        return _finish(planned, out, recipe, options)
 
 
 @contextmanager
@@ -182,10 +185,8 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     return finished
 
 
-def _build(
-    plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions
-) -> list[pa.Table]:
-    """Build the missing shards and return all parts in shard order."""
+def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions) -> None:
+    """Build the missing shards."""
     written = set(out.names(".build"))  # by an interrupted run
     left = [
         (i, content) for i, content in enumerate(contents) if part_name(shard_name(i)) in written
@@ -202,7 +203,6 @@ def _build(
         made, total=plan.shards, initial=done, unit=" shards", desc="shards", disable=options.quiet
     ):
         pass
-    return [read_part(out, shard_name(i)) for i in range(plan.shards)]
 
 
 def read_part(out: Folder, name: str) -> pa.Table:
@@ -370,46 +370,120 @@ def _records(
 # End of a build: roles of all records, tables, the zarr copy, and dataset.json
 
 
+class PlanFacts(NamedTuple):
+    """What the end of a build needs of its plan."""
+
+    shards: list[str]  # their names
+    sources: list[dict[str, Any]]  # name, licence, seen, dropped_s
+    rejects: list[Reject]
+
+    @classmethod
+    def of(cls, plan: ShardPlan) -> "PlanFacts":
+        sources = []
+        for name, seen in plan.seen.items():
+            licence = SYNTHETIC_LICENCE if name.startswith(SYNTHETIC) else plan.licence(name)
+            facts = {"name": name, "licence": licence, "seen": seen}
+            sources.append(facts | {"dropped_s": plan.dropped_s(name)})
+        return cls([shard_name(i) for i in range(plan.shards)], sources, plan.rejects)
+
+
 def _finish(
-    plan: ShardPlan,
-    parts: list[pa.Table],
-    out: Folder,
-    recipe: dict[str, Any],
-    options: ShardOptions,
+    planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
-    facts = [json.loads(part.schema.metadata[b"omnilead"]) for part in parts]
-    table = pa.concat_tables([part.replace_schema_metadata().cast(COLUMNS) for part in parts])
-    rejects: list[Reject] = [tuple(reject) for fact in facts for reject in fact["rejects"]]
-    rejects += _hidden(plan.rejects, options.pseudonym_key)
-    shards = [{name: fact[name] for name in ("name", "crops", "bytes", "sha256")} for fact in facts]
-    sources = _source_facts(plan, table)
+    """Reads the parts again for each step: all rows at once would take gigabytes."""
+    shards, rejects = _shard_facts(out, planned)
+    rejects += _hidden(planned.rejects, options.pseudonym_key)
+    table = _columns(out, planned, [*OF_RECORDS, "flags"])
     if not len(table):
         raise _all_refused(out, rejects)
-    table = assign_roles(table, options.plan, options.seed, options.role_sources)
+    records = records_of(table)
+    doubtful = flagged(table, IMPLAUSIBLE)
+    del table
+    sources = _source_facts(planned, records)
+    roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources)
+    del records
     if options.format != "tar":
-        shard_writers.write_zarr(
-            table, shards, out, options.workers, options.cluster, options.quiet
-        )
+        crops = _columns(out, planned, ["shard", "offset", "crc32c"])
+        how = options.workers, options.cluster, options.quiet
+        shard_writers.write_zarr(crops, shards, out, *how)
     if options.format == "zarr":
         shards = []
-        table = _without_shards(table)
     _remove_leftovers(out, options.format, shards)
-    samples, refused = as_parquet(table), _rejects_csv(rejects)
+    samples = _write_samples(out, planned, roles, bool(shards))
+    refused = _rejects_csv(rejects)
     meta = _settings(recipe) | {
-        "crops": len(table),
+        "crops": len(roles),
         "sources": sources,
-        "roles": role_counts(table),
+        "roles": role_counts(roles),
         "formats": FORMATS[options.format],
-        "samples": _file_facts(samples),
-        "rejects": _file_facts(refused),
+        "samples": samples,
+        "rejects": {"bytes": len(refused), "sha256": hashlib.sha256(refused).hexdigest()},
         "shards": shards,
     }
-    out.write(dataset.SAMPLES, samples)
     out.write(dataset.REJECTS, refused)
     meta["fingerprint"] = fingerprint(meta)
     out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
     out.remove(".build")
     return Dataset.open(options.out)
+
+
+def _shard_facts(out: Folder, planned: PlanFacts) -> tuple[list[dict[str, Any]], list[Reject]]:
+    shards = []
+    rejects: list[Reject] = []
+    for part in _parts(out, planned):
+        facts = json.loads(part.schema.metadata[b"omnilead"])
+        shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
+        rejects += [tuple(reject) for reject in facts["rejects"]]
+    return shards, rejects
+
+
+def _parts(out: Folder, planned: PlanFacts) -> Iterator[pa.Table]:
+    return (read_part(out, name) for name in planned.shards)
+
+
+def _columns(out: Folder, planned: PlanFacts, names: list[str]) -> pa.Table:
+    return pa.concat_tables(
+        part.select(names).replace_schema_metadata() for part in _parts(out, planned)
+    )
+
+
+def _write_samples(
+    out: Folder, planned: PlanFacts, roles: pa.Table, has_shards: bool
+) -> dict[str, Any]:
+    """Write the parts with their roles as samples.parquet, by row groups."""
+    temporary = out.workdir() / "tmp" / f"{dataset.SAMPLES}.{os.getpid()}"
+    try:
+        with write_errors(out.url, dataset.SAMPLES):
+            with pq.ParquetWriter(temporary, COLUMNS, compression="zstd") as writer:
+                for group in _row_groups(_parts(out, planned), roles):
+                    rows = group if has_shards else _without_shards(group)
+                    writer.write_table(rows, ROW_GROUP)
+            size = temporary.stat().st_size
+            with open(temporary, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        out.publish(temporary, dataset.SAMPLES)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return {"bytes": size, "sha256": digest}
+
+
+def _row_groups(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]:
+    """The rows of samples.parquet, ROW_GROUP at a time."""
+    left = COLUMNS.empty_table()
+    begin = 0
+    for part in parts:
+        part = part.replace_schema_metadata().cast(COLUMNS)
+        of_part = roles.slice(begin, len(part))
+        begin += len(part)
+        for name in of_part.column_names:
+            place = COLUMNS.get_field_index(name)
+            part = part.set_column(place, COLUMNS.field(name), of_part[name])
+        left = pa.concat_tables([left, part])
+        while len(left) >= ROW_GROUP:
+            yield left.slice(0, ROW_GROUP)
+            left = left.slice(ROW_GROUP)
+    if len(left):
+        yield left
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -423,10 +497,6 @@ def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
         if name in recipe:
             meta[name] = recipe[name]
     return meta | {"recipe": recipe_hash(recipe), "pseudonyms": recipe["pseudonyms"]}
-
-
-def _file_facts(data: bytes) -> dict[str, Any]:
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _without_shards(table: pa.Table) -> pa.Table:
@@ -500,39 +570,51 @@ def _all_refused(out: Folder, rejects: list[Reject]) -> StorageError:
     )
 
 
-def _source_facts(plan: ShardPlan, table: pa.Table) -> list[dict[str, Any]]:
+def _source_facts(planned: PlanFacts, records: splits.Records) -> list[dict[str, Any]]:
+    counts = source_counts(records)
     facts = []
-    for name, seen in plan.seen.items():
-        planned = plan.records.filter(pc.equal(plan.records["source"], name))
-        archive = planned["archive"][0].as_py() if len(planned) else 0
-        rows = table.filter(pc.equal(table["source"], name))
-        used = pc.count_distinct(rows["record"]).as_py()
-        synthetic = name.startswith(SYNTHETIC)
+    for of in planned.sources:
+        crops, used = counts.get(of["name"], (0, 0))
+        seen = of["seen"]
         one = {
-            "name": name,
-            "licence": SYNTHETIC_LICENCE if synthetic else plan.sources[archive].licence,
+            "name": of["name"],
+            "licence": of["licence"],
             "records": {"seen": seen, "used": used, "refused": seen - used},
-            "crops": len(rows),
-            "dropped_s": round(pc.sum(planned["dropped_s"], min_count=0).as_py(), 3),
+            "crops": crops,
+            "dropped_s": of["dropped_s"],
         }
         facts.append(one)
     return facts
 
 
+def source_counts(records: splits.Records) -> dict[str, tuple[int, int]]:
+    """The number of crops and of records by source."""
+    kinds = len(records.source_names)
+    crops = np.bincount(records.source[records.crop_record], minlength=kinds).tolist()
+    used = np.bincount(records.source, minlength=kinds).tolist()
+    return dict(zip(records.source_names, zip(crops, used, strict=True), strict=True))
+
+
 def records_of(table: pa.Table) -> splits.Records:
     """The records that rows of samples.parquet belong to."""
-    source = pc.dictionary_encode(table["source"].combine_chunks())
-    codes = source.indices.to_numpy().astype(np.int64)
-    name = pc.dictionary_encode(table["record"].combine_chunks())
-    pair = codes * len(name.dictionary) + name.indices.to_numpy()
-    _, first, crop_record = np.unique(pair, return_index=True, return_inverse=True)
+    sources = table["source"].unique()
+    codes = pc.index_in(table["source"], sources).to_numpy().astype(np.int16)
+    labels = pc.binary_join_element_wise(table["source"], table["record"], "/")
+    crop_record = splits.numbered(labels)
+    del labels
+    first = np.empty(crop_record.max(initial=-1) + 1, np.int64)
+    first[crop_record[::-1]] = np.arange(len(table))[::-1]
+    order = np.argsort(first)
+    first = first[order]
+    place = np.empty(len(first), np.int32)
+    place[order] = np.arange(len(first))
+    crop_record = place[crop_record]  # in the order of their first rows
     names, patients = (
         table[column].combine_chunks().take(pa.array(first)) for column in ("record", "patient")
     )
     starts, waveforms = (table[column].to_numpy() for column in ("start_s", "waveform"))
-    sources, crop_record = tuple(source.dictionary.to_pylist()), crop_record.astype(np.int64)
     return splits.Records(
-        codes[first].astype(np.int16), sources, names, patients, crop_record, starts, waveforms
+        codes[first], tuple(sources.to_pylist()), names, patients, crop_record, starts, waveforms
     )
 
 
@@ -547,12 +629,16 @@ def flagged(table: pa.Table, flag: str) -> np.ndarray:
 
 
 def assign_roles(
-    table: pa.Table, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES
+    records: splits.Records,
+    doubtful: np.ndarray,
+    plan: str,
+    seed: int,
+    sources: RoleSources = PAPER_SOURCES,
 ) -> pa.Table:
-    records = records_of(table)
+    """The columns pretrain, dx_role and id_role. `doubtful`: the crops of an implausible
+    amplitude."""
     roles = splits.assign(records, plan, seed, sources)
     if not sources.implausible:
-        doubtful = flagged(table, IMPLAUSIBLE)
         roles.pretrain[doubtful] = False
         roles.identity[doubtful & np.isin(roles.identity, (splits.TRAIN, splits.VALID))] = (
             splits.NONE
@@ -560,14 +646,13 @@ def assign_roles(
     if plan != "paper-split" and (found := splits.leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {found[0]}")
     names = pa.array([name or None for name in splits.ROLE_NAMES])
-    columns = {
-        "pretrain": pa.array(roles.pretrain),
-        "dx_role": names.take(pa.array(roles.dx)),
-        "id_role": names.take(pa.array(roles.identity)),
-    }
-    for name, column in columns.items():
-        table = table.set_column(table.column_names.index(name), COLUMNS.field(name), column)
-    return table
+    return pa.table(
+        {
+            "pretrain": roles.pretrain,
+            "dx_role": names.take(pa.array(roles.dx)),
+            "id_role": names.take(pa.array(roles.identity)),
+        }
+    )
 
 
 def role_counts(table: pa.Table) -> dict[str, Any]:

@@ -269,6 +269,12 @@ class Dataset:
             )
         return table
 
+    @property
+    def stored_columns(self) -> list[str]:
+        """The columns of samples.parquet, which may be others than those of this version."""
+        with self._arrow_errors():
+            return list(self._samples.fragments[0].physical_schema.names)
+
     def parts(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """The rows of `table`, batch by batch."""
         with self._arrow_errors():

@@ -1,8 +1,8 @@
 """Plan which crop goes into which shard: a seeded permutation of all crops over shards of 1,024,
 made from headers only.
 
-The plan is stored in columns, about a hundred bytes per record, so that eleven million records fit
-into one machine's memory.
+The plan is held in columns, about a hundred bytes per record with its path, so that eleven million
+records fit into one machine's memory.
 """
 
 import re
@@ -23,9 +23,10 @@ from omnilead.data_tools import cluster
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from omnilead.data_tools.errors import ReadError, StorageError, printable
-from omnilead.data_tools.prepare import SPEC_HASH, crop_count, dropped_s
+from omnilead.data_tools.prepare import SPEC_HASH, crop_count, dropped_samples
 from omnilead.data_tools.record import Header
 from omnilead.data_tools.record_tables import patients_of, read_patients
+from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import MAX_NAME
 from omnilead.data_tools.sources.base import Source, links_in, located, read_safely, record_stem
 from omnilead.data_tools.storage import prefetch
@@ -35,16 +36,13 @@ Reject = tuple[str, str, str, str]  # source, record, reason, detail
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
 SCAN_CHUNK = 2048
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
-SCANNED = pa.schema(
+NUMBERS = np.dtype(
     [
-        ("archive", pa.int16()),  # index of the plan's sources
-        ("key", pa.large_string()),
-        ("label", pa.large_string()),  # source/record
-        ("source", pa.large_string()),
-        ("fingerprint", pa.uint64()),
-        ("stamp", pa.uint64()),
-        ("crops", pa.int32()),
-        ("dropped_s", pa.float64()),
+        ("archive", "i2"),  # index of the plan's sources
+        ("crops", "i4"),
+        ("dropped", "i4"),  # samples at 500 Hz that are in no crop
+        ("fingerprint", "u8"),
+        ("stamp", "u8"),
     ]
 )
 
@@ -60,8 +58,12 @@ class PlannedShard(NamedTuple):
 @dataclass(frozen=True)
 class ShardPlan:
     sources: tuple[Source, ...]
-    # The usable records, with the columns of SCANNED and the patients that a table names
-    records: pa.Table
+    # Of each usable record: its key in the archive, source/record, NUMBERS, and the patient that a
+    # table names. A record whose name came before has no crops.
+    keys: pa.Array
+    labels: pa.Array
+    numbers: np.ndarray
+    patients: pa.Array
     tables: str  # a hash of the sources' tables
     first_crop: np.ndarray  # [records + 1] number of each record's first crop
     order: np.ndarray  # [crops] permutation
@@ -76,28 +78,84 @@ class ShardPlan:
         crops = self.order[index * SHARD_CROPS : (index + 1) * SHARD_CROPS]
         records = np.searchsorted(self.first_crop, crops, side="right") - 1
         parts = (crops - self.first_crop[records]).tolist()
-        rows = self.records.take(pa.array(records)).to_pydict()
+        rows = pa.array(records)
+        keys, labels, patients = (
+            column.take(rows).to_pylist() for column in (self.keys, self.labels, self.patients)
+        )
+        numbers = self.numbers[records]
+        fingerprints = numbers["fingerprint"].tolist()
         marks = (
             f"{a}#{b}:{c:016x}" if d is None else f"{a}#{b}:{c:016x} {d}"
-            for a, b, c, d in zip(
-                rows["label"], parts, rows["fingerprint"], rows["patient"], strict=True
-            )
+            for a, b, c, d in zip(labels, parts, fingerprints, patients, strict=True)
         )
         identity = sha256(
             "\n".join([f"{FORMAT_VERSION} {SPEC_HASH} {self.tables}", *marks]).encode()
         )
-        content = sha256(identity.digest() + np.array(rows["stamp"], np.uint64).tobytes())
-        names = ("archive", "key", "label", "patient")
-        planned = list(zip(*(rows[name] for name in names), parts, strict=True))
+        content = sha256(identity.digest() + numbers["stamp"].tobytes())
+        archives = numbers["archive"].tolist()
+        planned = list(zip(archives, keys, labels, patients, parts, strict=True))
         return PlannedShard(planned, identity.hexdigest(), content.hexdigest())
+
+    def licence(self, source: str) -> str:
+        records = self.numbers[self._is_from(source)]
+        return self.sources[records["archive"][0] if len(records) else 0].licence
+
+    def dropped_s(self, source: str) -> float:
+        return round(int(self.numbers["dropped"][self._is_from(source)].sum()) / FS_HZ, 3)
+
+    def _is_from(self, source: str) -> np.ndarray:
+        found = np.asarray(pc.starts_with(self.labels, f"{source}/"))
+        return found & (self.numbers["crops"] > 0)
 
 
 class _Scan(NamedTuple):
     """The headers of a chunk of keys."""
 
     number: int
-    records: pa.Table  # the usable ones, with the columns of SCANNED
+    # Of the usable records, as in ShardPlan
+    keys: list[str]
+    labels: list[str]
+    numbers: np.ndarray
+    members: np.ndarray  # hashes of their names in a tar, where a-b/c and a/b-c are the same
     refused: list[tuple[str, Reject]]  # by key
+    seen: Counter[str]  # number of records by source, usable or not
+
+
+class _Texts:
+    """A column of texts in a buffer that grows: to join finished chunks, all are held twice."""
+
+    def __init__(self) -> None:
+        self.data, self.lengths = bytearray(), bytearray()
+
+    def add(self, texts: list[str]) -> None:
+        encoded = [text.encode() for text in texts]
+        self.data += b"".join(encoded)
+        self.lengths += np.array([len(text) for text in encoded], np.int32).tobytes()
+
+    def column(self) -> pa.Array:
+        lengths = np.frombuffer(self.lengths, np.int32)
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self.data)]
+        return pa.Array.from_buffers(pa.large_string(), len(lengths), buffers)
+
+
+class _Scanned:
+    """The headers of all keys."""
+
+    def __init__(self) -> None:
+        self.keys, self.labels = _Texts(), _Texts()
+        self.numbers, self.members = bytearray(), bytearray()
+        self.refused: list[tuple[str, Reject]] = []
+        self.seen: Counter[str] = Counter()
+
+    def add(self, scan: _Scan) -> None:
+        self.keys.add(scan.keys)
+        self.labels.add(scan.labels)
+        self.numbers += scan.numbers.tobytes()
+        self.members += scan.members.tobytes()
+        self.refused += scan.refused
+        self.seen += scan.seen
 
 
 def make_plan(
@@ -111,28 +169,58 @@ def make_plan(
     """Read all headers in parallel and plan the shards. `patients`: a table that names them."""
     sources = tuple(sources)
     people = read_patients(patients) if patients else None  # before hours of reading
-    scans: list[_Scan] = []
+    scanned = _Scanned()
+    scans = cluster.run(_scan, _chunks(sources), workers, dask)
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
-        for scan in cluster.run(_scan, _chunks(sources), workers, dask):
-            scans.append(scan)
-            bar.update(len(scan.records) + len(scan.refused))
-    if not scans:
+        for scan in _in_order(scans):
+            scanned.add(scan)
+            bar.update(scan.seen.total())
+    if not scanned.seen:
         raise _no_records(sources)
-    scans.sort(key=lambda scan: scan.number)  # they finish in any order
-    scanned = pa.concat_tables(scan.records for scan in scans).combine_chunks()
-    refused = [one for scan in scans for one in scan.refused]
-    seen = _counts(scanned["source"], refused)
-    is_first = _first_of_name(scanned["label"])
-    records = scanned.filter(pa.array(is_first))
-    refused += _read_already(scanned.filter(pa.array(~is_first)))
-    rejects = _with_unique_names(refused, records["label"])
-    named = pa.nulls(len(records), pa.string())
-    if patients and people and len(records):
-        named = patients_of(patients, people, records["label"].combine_chunks().cast(pa.string()))
-    records = records.append_column("patient", named)
-    first_crop = np.concatenate([[0], np.cumsum(records["crops"].to_numpy(), dtype=np.int64)])
-    order = permutation(int(first_crop[-1]), seed)
-    return ShardPlan(sources, records, _tables(sources), first_crop, order, seen, rejects)
+    keys, labels = scanned.keys.column(), scanned.labels.column()
+    numbers = np.frombuffer(scanned.numbers, NUMBERS)
+    again = _again(np.frombuffer(scanned.members, np.uint64), labels)
+    numbers["crops"][again] = 0
+    refused = [*scanned.refused, *_read_already(keys, labels, again)]
+    seen = dict(sorted(scanned.seen.items()))
+    del scanned  # 16 bytes per record that are not needed further
+    named: pa.Array = pa.nulls(len(labels))
+    if patients and people and len(labels):
+        named = _named(patients, people, labels, again)
+    first_crop = np.zeros(len(labels) + 1, np.int64)
+    np.cumsum(numbers["crops"], out=first_crop[1:])
+    return ShardPlan(
+        sources,
+        keys,
+        labels,
+        numbers,
+        named,
+        _tables(sources),
+        first_crop,
+        permutation(int(first_crop[-1]), seed),
+        seen,
+        _with_unique_names(refused, labels, again),
+    )
+
+
+def _in_order(scans: Iterable[_Scan]) -> Iterator[_Scan]:
+    """They finish in any order."""
+    early: dict[int, _Scan] = {}
+    due = 0
+    for scan in scans:
+        early[scan.number] = scan
+        while due in early:
+            yield early.pop(due)
+            due += 1
+
+
+def _named(url: str, people: pa.Table, labels: pa.Array, again: np.ndarray) -> pa.Array:
+    """The patient that a table names, of each record."""
+    first = np.delete(np.arange(len(labels)), again)
+    found = patients_of(url, people, labels.take(pa.array(first)).cast(pa.string()))
+    rows = np.full(len(labels), len(found))
+    rows[first] = np.arange(len(found))
+    return found.take(pa.array(rows, mask=rows == len(found)))
 
 
 def _tables(sources: Iterable[Source]) -> str:
@@ -147,38 +235,38 @@ def _no_records(sources: Iterable[Source]) -> StorageError:
     return StorageError(f"no records in {', '.join(places)}")
 
 
-def _counts(sources: pa.ChunkedArray, refused: Iterable[tuple[str, Reject]]) -> dict[str, int]:
-    """The number of records by source, usable or not."""
-    counts = Counter(source for _, (source, *_) in refused)
-    for row in pc.value_counts(sources).to_pylist():
-        counts[row["values"]] += row["counts"]
-    return dict(sorted(counts.items()))
+def _again(members: np.ndarray, labels: pa.Array) -> np.ndarray:
+    """The records whose name in a tar one before has. Only where hashes are equal are names
+    compared."""
+    ordered = np.sort(members)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    doubtful = np.flatnonzero(pc.is_in(pa.array(members), pa.array(twice)))
+    names = pc.replace_substring(labels.take(pa.array(doubtful)), "/", "-")
+    numbers = pc.dictionary_encode(names).indices.to_numpy()
+    return np.delete(doubtful, np.unique(numbers, return_index=True)[1])
 
 
-def _read_already(records: pa.Table) -> Iterator[tuple[str, Reject]]:
-    for key, label in zip(*records.select(["key", "label"]).to_pydict().values(), strict=True):
-        source, _, name = label.partition("/")
-        yield key, (source, name, "record read already", f"another {name} came first")
-
-
-def _first_of_name(labels: pa.ChunkedArray) -> np.ndarray:
-    """A mask of the records whose name no record before has, as it will be in a tar: a-b/c and
-    a/b-c are the same there."""
-    tar_names = pc.replace_substring(labels.combine_chunks(), "/", "-")
-    numbers = pc.dictionary_encode(tar_names).indices.to_numpy()
-    is_first = np.zeros(len(labels), bool)
-    is_first[np.unique(numbers, return_index=True)[1]] = True
-    return is_first
+def _read_already(
+    keys: pa.Array, labels: pa.Array, again: np.ndarray
+) -> Iterator[tuple[str, Reject]]:
+    for row in again:
+        source, _, name = labels[row].as_py().partition("/")
+        reject = source, name, "record read already", f"another {name} came first"
+        yield keys[row].as_py(), reject
 
 
 def permutation(count: int, seed: int) -> np.ndarray:
     """A permutation by SplitMix64 hashes of a counter, since a library's generator may change
     between versions."""
-    x = np.arange(count, dtype=np.uint64) + np.uint64(seed * 0xD1B54A32D192ED03 % 2**64)
+    x = np.arange(count, dtype=np.uint64)
+    x += np.uint64(seed * 0xD1B54A32D192ED03 % 2**64)
     x *= np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(x ^ (x >> np.uint64(31)), kind="stable")
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return np.argsort(x, kind="stable")
 
 
 def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, list[str]]]:
@@ -193,8 +281,11 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, lis
 def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
     keep_freed_memory()
     number, archive, source, keys = task
-    rows: list[dict[str, Any]] = []
+    usable: list[str] = []
+    labels: list[str] = []
+    numbers: list[tuple[Any, ...]] = []
     refused: list[tuple[str, Reject]] = []
+    seen: Counter[str] = Counter()
     read = partial(read_safely, source.header)
     headers = prefetch(read, keys) if source.root.remote else map(read, keys)
     for key, header in zip(keys, headers, strict=True):
@@ -203,16 +294,23 @@ def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
         else:
             name, filed = header.name, header.source
             try:
-                rows.append({"archive": archive, "key": key} | _scanned(header))
+                numbers.append((archive, *_numbers(header)))
+                usable.append(key)
+                labels.append(f"{filed}/{name}")
+                seen[filed] += 1
                 continue
             except ReadError as refusal:
                 error = refusal
+        seen[filed] += 1
         refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
-    return _Scan(number, pa.Table.from_pylist(rows, SCANNED), refused)
+    members = [_hash(label.replace("/", "-").encode()) for label in labels]
+    arrays = np.array(numbers, NUMBERS), np.array(members, np.uint64)
+    return _Scan(number, usable, labels, *arrays, refused, seen)
 
 
-def _scanned(header: Header) -> dict[str, Any]:
-    """The columns of SCANNED; a ReadError if the record can have no place in a shard."""
+def _numbers(header: Header) -> tuple[int, int, int, int]:
+    """The NUMBERS of a record besides its archive; a ReadError if it can have no place in a
+    shard."""
     name, source = header.name, header.source
     if not (_NAME.fullmatch(name) and _NAME.fullmatch(source)):
         raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
@@ -221,29 +319,28 @@ def _scanned(header: Header) -> dict[str, Any]:
         raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
     if (length := len(f"{source}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
         raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
-    return {
-        "label": f"{source}/{name}",
-        "source": source,
-        "fingerprint": _hash(header.fingerprint + f"{header.samples} {header.fs_hz}".encode()),
-        "stamp": _hash(header.stamp),
-        "crops": crops,
-        "dropped_s": dropped_s(header.samples, header.fs_hz),
-    }
+    fingerprint = _hash(header.fingerprint + f"{header.samples} {header.fs_hz}".encode())
+    dropped = dropped_samples(header.samples, header.fs_hz)
+    return crops, dropped, fingerprint, _hash(header.stamp)
 
 
 def _hash(words: bytes) -> int:
     return int.from_bytes(blake2b(words, digest_size=8).digest())
 
 
-def _with_unique_names(refused: list[tuple[str, Reject]], labels: pa.ChunkedArray) -> list[Reject]:
+def _with_unique_names(
+    refused: list[tuple[str, Reject]], labels: pa.Array, again: np.ndarray
+) -> list[Reject]:
     """Give each refused record a unique name in rejects.csv: its path if another record has its
-    name."""
-    names = pa.array([f"{source}/{name}" for _, (source, name, *_) in refused], labels.type)
-    used = pc.is_in(names, labels).to_pylist()
+    name. `again`: the records that are not used."""
+    names = [f"{source}/{name}" for _, (source, name, *_) in refused]
+    is_refused = np.array(pc.is_in(labels, pa.array(names, labels.type)))
+    is_refused[again] = False
+    used = set(labels.filter(pa.array(is_refused)).to_pylist())
     taken: set[tuple[str, str]] = set()
     rejects = []
-    for (path, (source, name, reason, detail)), elsewhere in zip(refused, used, strict=True):
-        if elsewhere or (source, name) in taken:
+    for (path, (source, name, reason, detail)), label in zip(refused, names, strict=True):
+        if label in used or (source, name) in taken:
             name = printable(path)
         while (source, name) in taken:
             name += " again"  # the same path in another archive

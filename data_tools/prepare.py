@@ -88,10 +88,9 @@ def crop_count(samples: int, fs_hz: float) -> int:
     return full + (rest >= HALF)
 
 
-def dropped_s(samples: int, fs_hz: float) -> float:
-    """Seconds at the end of a record that are in no crop."""
-    rest = samples_at_500(samples, fs_hz) % CROP
-    return (rest - HALF if rest >= HALF else rest) / FS_HZ
+def dropped_samples(samples: int, fs_hz: float) -> int:
+    """Samples at 500 Hz at the end of a record that are in no crop."""
+    return samples_at_500(samples, fs_hz) % CROP % HALF
 
 
 def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:

@@ -2,8 +2,8 @@
 data is added.
 
 Records of one patient and records with the same waveform form a *group*, which gets its roles as a
-whole and is never split. The code works on whole columns (numpy), so ten million records take
-seconds.
+whole and is never split. The code works on whole columns (numpy), and on names a part at a time, so
+that ten million records take a minute and a gigabyte.
 
 `paper`        by group, as the paper describes; no leakage; the default
 `paper-split`  by crop, as the authors' code does: crops of one ECG can be in both train and
@@ -11,8 +11,9 @@ seconds.
 `all`          everything is for pre-training
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -26,6 +27,8 @@ from omnilead.data_tools.record import patient_source, real_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
 ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
+PART = 65_536  # names that are Python objects at a time
+HEAPS = 16  # in which names are compared, one after the other
 NOT_THE_PAPERS = (
     "ptb",
     "st_petersburg_incart",
@@ -83,7 +86,7 @@ class Records:
     source_names: tuple[str, ...]
     names: pa.Array  # of strings
     patients: pa.Array  # of strings, null where unknown
-    crop_record: np.ndarray  # [crops] int64, index of the crop's record
+    crop_record: np.ndarray  # [crops] int, index of the crop's record
     crop_start: np.ndarray  # [crops] seconds
     waveform: np.ndarray  # [crops] uint64
 
@@ -100,8 +103,70 @@ class Records:
         found: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
         return found
 
+    @cached_property
+    def owner(self) -> np.ndarray:
+        """The number of each record's patient, -1 where unknown."""
+        names = pa.array([patient_source(name) for name in self.source_names])
+
+        def owned() -> Iterator[pa.Array]:
+            for part in parts(len(self.names)):
+                source = names.take(pa.array(self.source[part]))
+                yield pc.binary_join_element_wise(source, self.patients[part], "/")
+
+        return numbered(pa.chunked_array(owned(), pa.string()))
+
+    @cached_property
+    def group(self) -> np.ndarray:
+        """The group of each record: connected components, with edges between records of a patient
+        and between records with the same waveform."""
+        known = np.flatnonzero(self.owner >= 0)
+        one, other = _equal(self.owner[known])
+        crop, same = _equal(self.waveform)
+        ends = (
+            np.concatenate([known[one], self.crop_record[crop]]).astype(np.int32),
+            np.concatenate([known[other], self.crop_record[same]]).astype(np.int32),
+        )
+        count = len(self.names)
+        edges = coo_array((np.ones(len(ends[0]), bool), ends), shape=(count, count))
+        found: np.ndarray = connected_components(edges, directed=False)[1]
+        return found
+
     def label(self, record: int) -> str:
         return f"{self.source_names[self.source[record]]}/{self.names[record]}"
+
+
+def parts(count: int) -> Iterator[slice]:
+    for start in range(0, count, PART):
+        yield slice(start, start + PART)
+
+
+def numbered(texts: pa.ChunkedArray) -> np.ndarray:
+    """A number for each text, the same for equal ones, counted from 0; -1 for null. Arrow's hash table
+    of all of them would take 100 bytes a text: it gets those of one heap at a time."""
+    heap = np.empty(len(texts), np.int8)
+    for part in parts(len(texts)):
+        heap[part] = [hash(text) % HEAPS for text in texts[part].to_pylist()]
+    numbers = np.empty(len(texts), np.int32)
+    count = 0
+    for one in range(HEAPS):
+        mine = heap == one
+        codes = texts.filter(pa.array(mine)).combine_chunks().dictionary_encode()
+        numbers[mine] = pc.fill_null(pc.add(codes.indices, count), -1)
+        count += len(codes.dictionary)
+    return numbers
+
+
+def _equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of equal values, as pairs that link all of them."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    same = np.flatnonzero(ordered[1:] == ordered[:-1])
+    return order[same], order[same + 1]
+
+
+def _begins(ordered: np.ndarray) -> np.ndarray:
+    """Where each run of equal values begins."""
+    return np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
 
 
 @dataclass(frozen=True)
@@ -121,9 +186,9 @@ def assign(
         return CropRoles(np.ones(crops, bool), np.zeros(crops, np.int8), np.zeros(crops, np.int8))
     if plan == "paper-split":
         return _assign_by_crop(records, seed, sources)
-    group = _groups(records)
+    group = records.group
     in_dx = records.is_from(*sources.dx)
-    chance_dx, chance_id = _chances(records, group, seed, in_dx)
+    chance_dx, chance_id = _chances(records, seed, in_dx)
     group_dx = _train_valid_test(chance_dx)
     identity, tested = _gallery_probe(records, seed, sources)
     kept_out = np.bincount(group, weights=tested) > 0  # groups that must stay out of all training
@@ -138,7 +203,7 @@ def assign(
 def leaks(records: Records, roles: CropRoles) -> list[str]:
     """Describe every kind of leakage of patients or waveforms between roles; empty for a clean
     split."""
-    group = _groups(records)[records.crop_record]
+    group = records.group[records.crop_record]
     size = int(group.max()) + 1 if len(group) else 0
 
     def has(mask: np.ndarray) -> np.ndarray:
@@ -168,7 +233,10 @@ def leaks(records: Records, roles: CropRoles) -> list[str]:
 
 
 def _train_valid_test(chance: np.ndarray) -> np.ndarray:
-    return np.select([chance < 0.8, chance < 0.9], [TRAIN, VALID], TEST).astype(np.int8)
+    role = np.full(len(chance), TEST, np.int8)
+    role[chance < 0.9] = VALID
+    role[chance < 0.8] = TRAIN
+    return role
 
 
 def _pretrains(records: Records, sources: RoleSources) -> np.ndarray:
@@ -177,47 +245,40 @@ def _pretrains(records: Records, sources: RoleSources) -> np.ndarray:
 
 def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
     """[n, draws] numbers in [0, 1) that depend only on each text and the key."""
-    secret, size = key.encode(), 8 * draws
+    keyed = blake2b(key=key.encode(), digest_size=8 * draws)
     words = bytearray()
     for text in texts:
-        words += blake2b(text.encode(), key=secret, digest_size=size).digest()
-    return (np.frombuffer(words, ">u8").reshape(-1, draws) >> np.uint64(11)).astype(
-        np.float64
-    ) * 2.0**-53
+        one = keyed.copy()  # faster than a new one
+        one.update(text.encode())
+        words += one.digest()
+    numbers = np.frombuffer(words, ">u8").reshape(-1, draws)
+    bits = numbers >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
 
 
-def _groups(records: Records) -> np.ndarray:
-    """The group of each record: connected components, with edges to the first record of its patient
-    and of its waveforms."""
-    count = len(records.names)
-    codes = pc.dictionary_encode(records.patients)
-    known = np.flatnonzero(pc.is_valid(records.patients))
-    owner = (
-        np.asarray(codes.indices.drop_null()).astype(np.int64) * len(records.source_names)
-        + records.patient_source()[known]
-    )
-    _, first, member = np.unique(owner, return_index=True, return_inverse=True)
-    _, first_crop, same = np.unique(records.waveform, return_index=True, return_inverse=True)
-    ends_a = np.concatenate([known, records.crop_record])
-    ends_b = np.concatenate([known[first[member]], records.crop_record[first_crop[same]]])
-    edges = coo_array((np.ones(len(ends_a), np.int8), (ends_a, ends_b)), shape=(count, count))
-    group: np.ndarray = connected_components(edges, directed=False)[1]
-    return group
+def _uniforms(
+    count: int, texts: Callable[[slice], Iterable[str]], key: str, draws: int = 1
+) -> np.ndarray:
+    """keyed_uniform of so many texts, a part at a time."""
+    found = np.empty((count, draws))
+    for part in parts(count):
+        found[part] = keyed_uniform(texts(part), key, draws)
+    return found
 
 
-def _chances(
-    records: Records, group: np.ndarray, seed: int, in_dx: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _chances(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Two draws per group, taken from its leader. The leader is a diagnosis record if there is
     one, so that duplicates from other sources do not change the draws."""
-    owners = pc.coalesce(records.patients, records.names)
     names = [patient_source(name) for name in records.source_names]
-    texts = (
-        f"{names[s]}/{owner}" for s, owner in zip(records.source, _strings(owners), strict=True)
-    )
-    draws = keyed_uniform(texts, f"roles {seed}", draws=3)
-    order = np.lexsort((draws[:, 0], ~in_dx, group))
-    leaders = order[np.unique(group[order], return_index=True)[1]]
+
+    def texts(part: slice) -> Iterator[str]:
+        owners = pc.coalesce(records.patients[part], records.names[part]).to_pylist()
+        for source, owner in zip(records.source[part], owners, strict=True):
+            yield f"{names[source]}/{owner}"
+
+    draws = _uniforms(len(records.names), texts, f"roles {seed}", draws=3)
+    order = np.lexsort((draws[:, 0], ~in_dx, records.group))
+    leaders = order[_begins(records.group[order])]
     return draws[leaders, 1], draws[leaders, 2]
 
 
@@ -229,74 +290,91 @@ def _gallery_probe(
     waveform count as one session."""
     identity = np.zeros(len(records.crop_record), np.int8)
     tested = np.zeros(len(records.names), bool)
-    order = np.lexsort((records.crop_start, records.crop_record))
-    first_crop = order[np.unique(records.crop_record[order], return_index=True)[1]]  # of records
-    has_patient = np.asarray(pc.is_valid(records.patients))
-    candidates = np.flatnonzero(records.is_from(*sources.id) & has_patient)
-    names = _strings(records.names.take(pa.array(candidates)))
-    ranks = keyed_uniform(names, f"session {seed}")[:, 0]
-    sessions: dict[tuple[int, str], list[int]] = {}
-    owner = records.patient_source()
-    for position in np.argsort(ranks, kind="stable"):
-        record = int(candidates[position])
-        chosen = sessions.setdefault((int(owner[record]), records.patients[record].as_py()), [])
-        waveform = records.waveform[first_crop[record]]
-        if len(chosen) < 2 and not (chosen and records.waveform[first_crop[chosen[0]]] == waveform):
-            chosen.append(record)
-    for patient in _tested_patients(sessions, records.source_names, seed, sources.id_share):
-        chosen = sessions[patient]
-        identity[first_crop[chosen]] = GALLERY, PROBE
-        tested[chosen] = True
+    candidates = np.flatnonzero(records.is_from(*sources.id) & (records.owner >= 0))
+    names = records.names.take(pa.array(candidates))
+    ranks = _uniforms(len(names), lambda part: names[part].to_pylist(), f"session {seed}")[:, 0]
+    owner = records.owner[candidates]
+    order = np.lexsort((records.source[candidates], ranks, owner))
+    candidates = candidates[order]
+    first_crop = _first_crops(records, candidates)
+    begins = _begins(owner[order])
+    sessions = np.diff(begins, append=len(candidates))
+    first_session = np.repeat(begins, sessions)
+    waveform = records.waveform[first_crop]
+    later = np.flatnonzero(waveform != waveform[first_session])
+    probes = later[_begins(first_session[later])]
+    galleries = first_session[probes]
+    drawn = _tested_patients(records, candidates[begins], candidates[galleries], seed, sources)
+    identity[first_crop[galleries[drawn]]] = GALLERY
+    identity[first_crop[probes[drawn]]] = PROBE
+    tested[candidates[galleries[drawn]]] = True
+    tested[candidates[probes[drawn]]] = True
     return identity, tested
 
 
-def _tested_patients(
-    sessions: dict[tuple[int, str], list[int]],
-    source_names: tuple[str, ...],
-    seed: int,
-    share: float,
-) -> list[tuple[int, str]]:
-    """All patients with two sessions, if they are at most `share` of their source's patients, as in
-    the real PTB-XL (2,127 of 18,885). Otherwise those whose hash is below 1/2, 1/4, ...: the first
-    limit that is low enough.
+def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
+    """The first crop of each of these records."""
+    place = np.full(len(records.names), -1, np.int32)
+    place[some] = np.arange(len(some))
+    crops = np.flatnonzero(place[records.crop_record] >= 0)
+    theirs = place[records.crop_record[crops]]
+    order = np.lexsort((records.crop_start[crops], theirs))
+    found: np.ndarray = crops[order[_begins(theirs[order])]]
+    return found
 
-    A ranking would come closer to `share`, but each new patient with a small hash would displace
+
+def _tested_patients(
+    records: Records, each: np.ndarray, twice: np.ndarray, seed: int, sources: RoleSources
+) -> np.ndarray:
+    """Of the patients with two sessions, a mask of those to test: all, if they are at most
+    `id_share` of their source's patients, as in the real PTB-XL (2,127 of 18,885). Otherwise those
+    whose hash is below 1/2, 1/4, ...: the first limit that is low enough. `each`, `twice`: a record of
+    each patient, and of each with two sessions.
+
+    A ranking would come closer to `id_share`, but each new patient with a small hash would displace
     another one."""
-    both = [patient for patient, chosen in sessions.items() if len(chosen) == 2]
-    texts = (f"{patient_source(source_names[source])}/{patient}" for source, patient in both)
-    chances = keyed_uniform(texts, f"gallery {seed}")[:, 0]
-    patients = np.bincount(
-        np.array([source for source, _ in sessions], np.int64), minlength=len(source_names)
-    )
-    source_of = np.array([source for source, _ in both], np.int64)
-    drawn = np.ones(len(both), bool)
+    of_record = records.patient_source()
+    patients = records.patients.take(pa.array(twice))
+    source_of = of_record[twice]
+
+    def texts(part: slice) -> Iterator[str]:
+        for source, patient in zip(source_of[part], patients[part].to_pylist(), strict=True):
+            yield f"{patient_source(records.source_names[source])}/{patient}"
+
+    chances = _uniforms(len(twice), texts, f"gallery {seed}")[:, 0]
+    kinds = len(records.source_names)
+    most = sources.id_share * np.bincount(of_record[each], minlength=kinds)
+    drawn: np.ndarray = np.ones(len(twice), bool)
     limit = 1.0
-    while (
-        too_many := np.bincount(source_of[drawn], minlength=len(source_names)) > share * patients
-    ).any():
+    while (too_many := np.bincount(source_of[drawn], minlength=kinds) > most).any():
         limit /= 2
         drawn &= ~too_many[source_of] | (chances < limit)
-    return [both[i] for i in np.flatnonzero(drawn)]
-
-
-def _strings(column: pa.Array) -> Iterator[str]:
-    for start in range(0, len(column), 1 << 16):
-        yield from column.slice(start, 1 << 16).to_pylist()
+    return drawn
 
 
 def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRoles:
     """As the authors' code does, unlike their paper: only diagnosis valid and test crops stay out
     of pre-training."""
-    labels = [records.label(record) for record in range(len(records.names))]
-    crops = zip(records.crop_record, records.crop_start, strict=True)
-    chance = keyed_uniform(
-        (f"{labels[record]}/{start:g}" for record, start in crops), f"roles {seed}"
-    )[:, 0]
+
+    def labels(numbers: np.ndarray) -> Iterator[str]:
+        names = records.names.take(pa.array(numbers)).to_pylist()
+        for source, name in zip(records.source[numbers], names, strict=True):
+            yield f"{records.source_names[source]}/{name}"
+
+    def crops(part: slice) -> Iterator[str]:
+        starts = records.crop_start[part]
+        for label, start in zip(labels(records.crop_record[part]), starts, strict=True):
+            yield f"{label}/{start:g}"
+
+    every = np.arange(len(records.names))
+    chance = _uniforms(len(records.crop_record), crops, f"roles {seed}")[:, 0]
     dx = np.where(
         records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE
     ).astype(np.int8)
     identity, _ = _gallery_probe(records, seed, sources)
-    record_chance = keyed_uniform(labels, f"identity {seed}")[:, 0]
+    record_chance = _uniforms(len(every), lambda part: labels(every[part]), f"identity {seed}")[
+        :, 0
+    ]
     pretrains = _pretrains(records, sources)
     trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(
         np.int8

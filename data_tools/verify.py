@@ -13,23 +13,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from operator import ne
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster
 from omnilead.data_tools.build import (
     FLAGS,
+    OF_RECORDS,
     assign_roles,
+    flagged,
     recipe_hash,
+    records_of,
     rejects_of,
     role_counts,
     row_of,
+    source_counts,
 )
 from omnilead.data_tools.dataset import (
     COLUMNS,
@@ -44,7 +46,15 @@ from omnilead.data_tools.dataset import (
 )
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from omnilead.data_tools.plan import Reject, make_plan
-from omnilead.data_tools.prepare import CROP, HALF, MAX_UV, SPEC, crop_count, prepare_crop
+from omnilead.data_tools.prepare import (
+    CROP,
+    HALF,
+    IMPLAUSIBLE,
+    MAX_UV,
+    SPEC,
+    crop_count,
+    prepare_crop,
+)
 from omnilead.data_tools.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.record import LEADS, EcgRecord, class_row
 from omnilead.data_tools.resampling import FS_HZ
@@ -61,7 +71,7 @@ from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.zarr_reader import decode, index_bytes
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
-ROLES = ("pretrain", "dx_role", "id_role")
+ROLES = ["pretrain", "dx_role", "id_role"]
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = (
     "patient",
@@ -91,7 +101,7 @@ def verify(
     patients: str | None = None,
 ) -> list[str]:
     try:
-        table = _read_table(dataset)
+        _check_columns(dataset)
     except (ReadError, DatasetError) as error:
         return [str(error)]  # further checks would mean nothing
     found: list[str] = []
@@ -100,37 +110,49 @@ def verify(
         rejects = rejects_of(dataset)
     except DatasetError as error:
         found.append(str(error))
-    found += _check_meta(dataset, table)
-    found += _check_table(dataset, table)
-    starts = np.searchsorted(table["shard"].to_numpy(), np.arange(len(dataset.shards) + 1))
-    if dataset.shards and starts[-1] != len(table):
-        return [*found, f"{SAMPLES}: {len(table) - starts[-1]} rows of no shard in {META}"]
-    rows = ((i, table.slice(start, end - start)) for i, (start, end) in enumerate(pairwise(starts)))
+    found += _check_meta(dataset)
+    found += _check_table(dataset)
+    begins = np.searchsorted(dataset.column("shard"), np.arange(len(dataset.shards) + 1))
+    if dataset.shards and begins[-1] != len(dataset):
+        return [*found, f"{SAMPLES}: {len(dataset) - begins[-1]} rows of no shard in {META}"]
+    rows = enumerate(_pieces(dataset, COLUMNS.names, begins))
     checks = cluster.run(partial(check_shard, dataset, fast), rows, workers)
     bar = {"total": len(dataset.shards), "unit": " shards", "desc": "shards", "disable": quiet}
     for findings in tqdm(checks, **bar):
         found += findings
     if "zarr" in dataset.meta["formats"]:
-        found += _check_zarr(dataset, table, fast, workers, quiet)
+        found += _check_zarr(dataset, fast, workers, quiet)
     if sources:
         named = _named_patients(sources, patients, workers, quiet) if patients else {}
-        found += _compare_archive(dataset, table, sources, rejects, key, quiet, named)
+        found += _compare_archive(dataset, sources, rejects, key, quiet, named)
     return found
 
 
-def _read_table(dataset: Dataset) -> pa.Table:
-    data = dataset.root.read(SAMPLES, dataset.meta["samples"]["bytes"])
-    table = dataset.table()
-    unknown = set(pq.read_schema(pa.BufferReader(data)).names) - set(COLUMNS.names)
-    if unknown:
-        names = ", ".join(sorted(unknown))
+def _check_columns(dataset: Dataset) -> None:
+    """A DatasetError if samples.parquet is not a table of version 1."""
+    if unknown := sorted(set(dataset.stored_columns) - set(COLUMNS.names)):
+        names = ", ".join(unknown)
         raise DatasetError(f"{SAMPLES}: columns that version 1 does not have: {names}"[:200])
-    if np.mod(table["start_s"].to_numpy(), CROP / FS_HZ).any():
+    for name in COLUMNS.names:  # one at a time, as all of them would take gigabytes
+        dataset.table([name])
+    if np.mod(dataset.column("start_s"), CROP / FS_HZ).any():
         raise DatasetError(f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s")
-    return table
 
 
-def _check_meta(dataset: Dataset, table: pa.Table) -> Iterator[str]:
+def _pieces(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator[pa.Table]:
+    """The rows from each of `begins` to the next."""
+    batches = dataset.parts(columns)
+    held = pa.schema([COLUMNS.field(name) for name in columns]).empty_table()
+    first = 0
+    for begin, end in pairwise(begins.tolist()):
+        while first + len(held) < end:
+            held = pa.concat_tables([held, pa.table(next(batches))])
+        yield held.slice(begin - first, end - begin)
+        held = held.slice(end - first)
+        first = end
+
+
+def _check_meta(dataset: Dataset) -> Iterator[str]:
     """Check dataset.json against format version 1, the rows and the existing files."""
     meta = dataset.meta
     for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
@@ -138,14 +160,7 @@ def _check_meta(dataset: Dataset, table: pa.Table) -> Iterator[str]:
             yield f"{META}: {name} {meta[name]}, {SPEC[name]} expected"[:200]
     if recipe_hash(meta["preprocessing"]) != meta["preprocessing_sha256"]:
         yield f"{META}: preprocessing fails its sha256"
-    groups = (
-        table.group_by("source")
-        .aggregate([("record", "count"), ("record", "count_distinct")])
-        .to_pylist()
-    )
-    counts = {
-        group["source"]: (group["record_count"], group["record_count_distinct"]) for group in groups
-    }
+    counts = source_counts(records_of(dataset.table(OF_RECORDS)))
     for source in meta["sources"]:
         records, (crops, used) = source["records"], counts.pop(source["name"], (0, 0))
         if (source["crops"], records["used"], records["seen"]) != (
@@ -158,7 +173,7 @@ def _check_meta(dataset: Dataset, table: pa.Table) -> Iterator[str]:
                 f"{used} records"
             )
     yield from (f"{META}: {name} is missing in sources" for name in counts)
-    if role_counts(table) != meta["roles"]:
+    if role_counts(dataset.table(ROLES)) != meta["roles"]:
         yield f"{META}: counts per role differ from the rows"
     ours = {
         name
@@ -171,18 +186,30 @@ def _check_meta(dataset: Dataset, table: pa.Table) -> Iterator[str]:
     yield from _first([f"{name}: not a part of the dataset" for name in strays], "shards/")
 
 
-def _check_table(dataset: Dataset, table: pa.Table) -> Iterator[str]:
+def _check_table(dataset: Dataset) -> Iterator[str]:
     seed = dataset.meta["seed"]
+    sources = RoleSources.from_meta(dataset.meta)
+    doubtful = flagged(dataset.table(["flags"]), IMPLAUSIBLE)
+    records = records_of(dataset.table(OF_RECORDS))
     try:
-        again = assign_roles(table, dataset.meta["plan"], seed, RoleSources.from_meta(dataset.meta))
+        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources)
     except DatasetError as error:
         yield f"{SAMPLES}: {error}"
-        again = table
-    for column in ROLES:
-        if wrong := sum(map(ne, again[column].to_pylist(), table[column].to_pylist())):
-            yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {seed} gives"
-    if [class_row(tuple(dx)) for dx in table["dx"].to_pylist()] != table["labels"].to_pylist():
-        yield f"{SAMPLES}: labels do not match the dx codes"
+    else:
+        for column in ROLES:
+            if wrong := _unequal(again[column], dataset.table([column])[column]):
+                yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {seed} gives"
+    for part in dataset.parts(["dx", "labels"]):
+        labels = [class_row(tuple(dx)) for dx in part["dx"].to_pylist()]
+        if labels != part["labels"].to_pylist():
+            yield f"{SAMPLES}: labels do not match the dx codes"
+            return
+
+
+def _unequal(one: pa.ChunkedArray, other: pa.ChunkedArray) -> int:
+    """How many values differ; null equals null."""
+    differ = pc.fill_null(pc.not_equal(one, other), False)
+    return int(pc.sum(pc.or_(differ, pc.xor(one.is_null(), other.is_null())), min_count=0).as_py())
 
 
 def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
@@ -316,26 +343,24 @@ def _differing(facts: dict[str, Any], row: dict[str, Any]) -> list[str]:
     return sorted(name for name in names if facts.get(name) != expected.get(name))
 
 
-def _check_zarr(
-    dataset: Dataset, table: pa.Table, fast: bool, workers: int, quiet: bool
-) -> list[str]:
+def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list[str]:
     try:
         chunks = dataset.chunks
     except DatasetError as error:
         return [str(error)]
     if chunks.meta != chunks.layout:
         return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
-    blocks = range(-(-len(table) // chunks.block))
+    blocks = range(-(-len(dataset) // chunks.block))
     expected = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
     files = set(dataset.root.names(STORE))
     found = _first(
         [f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE
     )
     found += _first([f"{name}: missing file" for name in sorted(expected - files)], STORE)
-    content = table.select(CONTENT_COLUMNS)
+    begins = np.minimum(np.arange(len(blocks) + 1) * chunks.block, len(dataset))
     rows = (
-        (i, content.slice(i * chunks.block, chunks.block))
-        for i in blocks
+        (i, piece)
+        for i, piece in enumerate(_pieces(dataset, CONTENT_COLUMNS, begins))
         if chunks.name(i) in files
     )
     checks = cluster.run(partial(check_object, dataset, fast), rows, workers)
@@ -376,14 +401,14 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
 
 def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> dict[str, str]:
     """The patients that a table names, by source/record."""
-    records = make_plan(sources, 0, workers, quiet=quiet, patients=url).records
-    known = records.select(["label", "patient"]).filter(pc.is_valid(records["patient"]))
-    return dict(zip(*known.to_pydict().values(), strict=True))
+    plan = make_plan(sources, 0, workers, quiet=quiet, patients=url)
+    known = plan.patients.is_valid()
+    labels, patients = (one.filter(known).to_pylist() for one in (plan.labels, plan.patients))
+    return dict(zip(labels, patients, strict=True))
 
 
 def _compare_archive(
     dataset: Dataset,
-    table: pa.Table,
     sources: list[Source],
     rejects: list[Reject],
     key: bytes | None,
@@ -394,6 +419,7 @@ def _compare_archive(
     bit for bit."""
     if other := _other_key(dataset, key):
         return [other]
+    table = dataset.table()
     rows: dict[tuple[str, str], dict[int, int]] = {}
     columns = (table[name].to_pylist() for name in ("source", "record", "start_s"))
     for row, (source, name, start_s) in enumerate(zip(*columns, strict=True)):

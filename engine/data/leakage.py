@@ -10,9 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.engine.common import ConfigError
-from omnilead.engine.data.patients import OWNER, patient_source
+from omnilead.engine.data.patients import parts_of, patient_source
+
+KINDS = ("record", "patient", "waveform")  # of what a crop may share with another
 
 
 def refuse_leak(
@@ -22,16 +24,20 @@ def refuse_leak(
     out. `trained`, `held`: rows of each dataset."""
     if len(datasets) < 2 or not any(map(len, held)):
         return
-    sides = [
-        (dataset.root.url, _names(dataset, rows), _names(dataset, others))
-        for dataset, rows, others in zip(datasets, trained, held, strict=True)
-    ]
-    for (url, names, _), (other_url, _, others) in permutations(sides, 2):
-        if both := _in_both(names, others):
-            raise ConfigError(
-                f"data.datasets: {both} is trained on in {url} and held out in {other_url}: "
-                "shard both archives into one dataset, or leave one out"
-            )
+    for kind in KINDS:  # one at a time: names take the most memory
+        learnt, tested = [], []
+        for dataset, *sides in zip(datasets, trained, held, strict=True):
+            names, others = _names(dataset, sides, kind)
+            learnt.append(names)
+            tested.append(others)
+        for one, other in permutations(range(len(datasets)), 2):
+            if both := _in_both(learnt[one], tested[other]):
+                url = datasets[one].root.url
+                other_url = datasets[other].root.url
+                raise ConfigError(
+                    f"data.datasets: {kind} {both} is trained on in {url} and held out in "
+                    f"{other_url}: shard both archives into one dataset, or leave one out"
+                )
 
 
 def held_out(dataset: Dataset) -> np.ndarray:
@@ -45,24 +51,37 @@ def held_out(dataset: Dataset) -> np.ndarray:
 def overlap(a: Dataset, rows: np.ndarray, b: Dataset, others: np.ndarray) -> str:
     """Describe a record, patient or waveform in both `rows` of `a` and `others` of `b`; "" if there
     is none."""
-    return _in_both(_names(a, rows), _names(b, others))
-
-
-def _in_both(a: dict[str, pa.Array], b: dict[str, pa.Array]) -> str:
-    for kind, names in a.items():
-        both = names.filter(pc.is_in(names, b[kind]))
-        if len(both):
-            return f"{kind} {both[0]}"
+    for kind in KINDS:
+        (here,) = _names(a, [rows], kind)
+        (there,) = _names(b, [others], kind)
+        if both := _in_both(here, there):
+            return f"{kind} {both}"
     return ""
 
 
-def _names(dataset: Dataset, rows: np.ndarray) -> dict[str, pa.Array]:
-    table = dataset.table([*OWNER, "waveform"]).take(rows)
-    source, patient = table["source"], table["patient"]
-    patient = pc.if_else(pc.not_equal(patient, ""), patient, None)
-    names = {
-        "record": pc.binary_join_element_wise(source, table["record"], "/"),
-        "patient": pc.binary_join_element_wise(patient_source(source), patient, "/"),
-        "waveform": table["waveform"],
-    }
-    return {kind: column.drop_null().combine_chunks() for kind, column in names.items()}
+def _in_both(names: pa.ChunkedArray, others: pa.ChunkedArray) -> str:
+    """The first of the names that is among the others; "" if there is none."""
+    both = names.filter(pc.is_in(names, others))
+    return str(both[0]) if len(both) else ""
+
+
+def _names(dataset: Dataset, sides: Sequence[np.ndarray], kind: str) -> list[pa.ChunkedArray]:
+    """What the crops of each side are called; nothing for those whose patient is unknown."""
+    found: list[list[pa.Array]] = [[] for _ in sides]
+    columns = [kind] if kind == "waveform" else ["source", kind]
+    for part, *masks in parts_of(dataset, columns, sides):
+        every = _called(part, kind)
+        for names, mask in zip(found, masks, strict=True):
+            names.append(every.filter(mask).drop_null())
+    return [pa.chunked_array(names, COLUMNS.field(kind).type) for names in found]
+
+
+def _called(part: pa.RecordBatch, kind: str) -> pa.Array:
+    name = part[kind]
+    if kind == "waveform":
+        return name
+    source = part["source"]
+    if kind == "patient":
+        source = patient_source(source)
+        name = pc.if_else(pc.not_equal(name, ""), name, None)
+    return pc.binary_join_element_wise(source, name, "/")

@@ -9,9 +9,10 @@ patient, every run holds out the same ones, and a larger share includes a smalle
 held-out crop are in neither set.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,10 @@ from omnilead.data_tools.dataset import VENDORS, Dataset
 
 KEY = b"omnilead data.hold_out"
 OWNER = ("source", "patient", "record")
+HASHED = 65_536  # names that are Python objects at a time
+Split = tuple[np.ndarray, np.ndarray]
+# By share; kept as long as the dataset, because every validation asks again
+SPLITS: WeakKeyDictionary[Dataset, dict[float, Split]] = WeakKeyDictionary()
 
 
 def source_names(dataset: Dataset) -> list[str]:
@@ -33,23 +38,47 @@ def patient_source(source: pa.Array) -> pa.Array:
     return pc.if_else(is_hospital, VENDORS[0], source)
 
 
-@lru_cache(maxsize=4)  # every validation calls this
-def validation_split(dataset: Dataset, share: float) -> tuple[np.ndarray, np.ndarray]:
+def validation_split(dataset: Dataset, share: float) -> Split:
     """Masks of the training and the held-out crops, bool [crops] each."""
-    held, held_waveforms, copied = [], [], []
+    known = SPLITS.setdefault(dataset, {})
+    if share not in known:
+        known[share] = _validation_split(dataset, share)
+    return known[share]
+
+
+def keep_split(dataset: Dataset, share: float, split: Split) -> None:
+    """The validation split as another process has found it."""
+    SPLITS.setdefault(dataset, {})[share] = split
+
+
+def _validation_split(dataset: Dataset, share: float) -> Split:
+    held = []
+    waveforms = []
     for part in dataset.parts([*OWNER, "waveform"]):
         names, _ = owners(part)
         is_held = uniforms(names.dictionary) < share
-        held_here = is_held[names.indices.to_numpy()]
-        waveform = part["waveform"].to_numpy()
-        held.append(held_here)
-        held_waveforms.append(waveform[held_here])
-    theirs = np.unique(np.concatenate(held_waveforms))
-    for part in dataset.parts(["waveform"]):
-        waveform = part["waveform"].to_numpy()
-        copied.append(np.isin(waveform, theirs))
-    trained = ~np.concatenate(copied)
-    return trained, np.concatenate(held)
+        held.append(is_held[names.indices.to_numpy()])
+        waveforms.append(part["waveform"])
+    held_N = np.concatenate(held)
+    every = pa.chunked_array(waveforms)
+    # At once: arrow hashes the held ones again in each call
+    copied = pc.is_in(every, every.filter(pa.array(held_N)))
+    return ~np.asarray(copied), held_N
+
+
+def parts_of(
+    dataset: Dataset, columns: Sequence[str], sides: Sequence[np.ndarray]
+) -> Iterator[tuple[Any, ...]]:
+    """The crops of a dataset batch by batch, since names of a large dataset take gigabytes: (rows of the
+    table, a mask for each of `sides`, which are numbers of crops)."""
+    masks = np.zeros((len(sides), len(dataset)), bool)
+    for mask, rows in zip(masks, sides, strict=True):
+        mask[rows] = True
+    begin = 0
+    for part in dataset.parts(columns):
+        end = begin + len(part)
+        yield part, *(pa.array(mask) for mask in masks[:, begin:end])
+        begin = end
 
 
 def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
@@ -62,6 +91,15 @@ def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
     joined = pc.binary_join_element_wise(source, name, "/")
     is_known = known.to_numpy(zero_copy_only=False)
     return pc.dictionary_encode(joined), is_known
+
+
+def owner_names(dataset: Dataset, rows: np.ndarray) -> list[tuple[str, bool]]:
+    """The owner of each of these crops, whose numbers ascend, and whether it is known."""
+    found: list[tuple[str, bool]] = []
+    for part, wanted in parts_of(dataset, OWNER, [rows]):
+        names, is_known = owners(part.filter(wanted))
+        found += zip(names.to_pylist(), is_known.tolist(), strict=True)
+    return found
 
 
 def owners_of(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray, np.ndarray]:
@@ -97,8 +135,17 @@ def ids_of(
 
 def uniforms(names: pa.Array) -> np.ndarray:
     """A hash of each name in [0, 1)."""
-    words = bytearray()
-    for name in names.to_pylist():
-        words += blake2b(name.encode(), key=KEY, digest_size=8).digest()
-    bits = np.frombuffer(words, ">u8") >> np.uint64(11)
+    bits = np.frombuffer(digests(names, KEY, 8), ">u8") >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
+
+
+def digests(names: pa.Array, key: bytes, size: int) -> bytearray:
+    """A keyed hash of each name, of `size` bytes, one after the other."""
+    keyed = blake2b(key=key, digest_size=size)
+    found = bytearray()
+    for start in range(0, len(names), HASHED):
+        for name in names.slice(start, HASHED).cast(pa.binary()).to_pylist():
+            one = keyed.copy()  # 0.35 us; a new one with a key takes 0.5
+            one.update(name)
+            found += one.digest()
+    return found

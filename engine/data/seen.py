@@ -13,7 +13,6 @@ threshold or a penalty; "labelled", trained on with its label.
 """
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ import pyarrow.parquet as pq
 from omnilead.data_tools.dataset import VENDORS, Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.counter import mix
-from omnilead.engine.data.patients import owners_of
+from omnilead.engine.data.patients import OWNER, digests, owners, parts_of
 
 USES = ("unlabelled", "selected", "labelled")  # where a crop had several, the last counts
 LABELLED = USES.index("labelled")
@@ -47,18 +46,11 @@ UNKNOWN = pa.table({"hash": [-1], "patient": [False], "use": [0], "guessable": [
 
 def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     """The record of these crops of a dataset."""
-    names, owner_N = _owners(dataset, rows)
-    names = names.take(pa.array(np.unique(owner_N)))
-    people = _name_hashes(names)
-    guessable = np.zeros(len(people), bool)
-    if not dataset.meta.get("pseudonyms"):
-        source = pc.replace_substring_regex(names, "/.*", "")
-        guessable = np.asarray(pc.is_in(source, pa.array(VENDORS)))
-    waves = np.unique(_waveform_hashes(dataset, rows))
+    people, guessable, waves = _hashes(dataset, rows)
     table = {
         "hash": np.concatenate([people, waves]),
-        "patient": np.repeat([True, False], [len(people), len(waves)]),
-        "use": np.full(len(people) + len(waves), USES.index(use), np.int8),
+        "patient": np.repeat([True, False], len(people)),
+        "use": np.full(2 * len(people), USES.index(use), np.int8),
         "guessable": np.concatenate([guessable, np.zeros(len(waves), bool)]),
     }
     return joined([pa.table(table, SCHEMA)])
@@ -66,10 +58,19 @@ def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
 
 def joined(records: Sequence[pa.Table]) -> pa.Table:
     """One record of several models or datasets."""
-    every = pa.concat_tables([NOTHING, *records]).group_by(["hash", "patient"])
-    most = every.aggregate([("use", "max"), ("guessable", "max")])
-    most = most.rename_columns(["hash", "patient", "use", "guessable"])
-    return most.select(SCHEMA.names).sort_by("hash").cast(SCHEMA)
+    every = pa.concat_tables([NOTHING, *records])
+    hashes, patient, use, guessable = (column.to_numpy() for column in every.columns)
+    key = hashes << 1 | patient
+    order = np.argsort(key)
+    key = key[order]
+    first = np.flatnonzero(np.diff(key, prepend=key[:1] - 1))
+    table = {
+        "hash": key[first] >> 1,
+        "patient": (key[first] & 1).astype(bool),
+        "use": np.maximum.reduceat(use[order], first),
+        "guessable": np.maximum.reduceat(guessable[order], first),
+    }
+    return pa.table(table, SCHEMA)
 
 
 def as_bytes(seen: pa.Table) -> bytes:
@@ -100,11 +101,10 @@ def publishable(seen: pa.Table) -> pa.Table:
 
 def uses(seen: pa.Table, dataset: Dataset, rows: np.ndarray) -> np.ndarray:
     """How each of these crops, or another of its patient, was used: an index of USES, -1 if not."""
-    names, owner_N = _owners(dataset, rows)
-    used, place_N = np.unique(owner_N, return_inverse=True)
-    of_patient = _found(seen, True, _name_hashes(names.take(pa.array(used))))
-    of_waveform = _found(seen, False, _waveform_hashes(dataset, rows))
-    return np.asarray(np.maximum(of_patient[place_N], of_waveform))
+    rows, place = np.unique(rows, return_inverse=True)
+    people, _, waves = _hashes(dataset, rows)
+    used = np.maximum(_found(seen, True, people), _found(seen, False, waves))
+    return np.asarray(used[place])
 
 
 def notes(
@@ -148,30 +148,37 @@ def notes(
     return found
 
 
-def _owners(dataset: Dataset, rows: np.ndarray) -> tuple[pa.Array, np.ndarray]:
-    names, owner_N, _ = owners_of([dataset])
-    return names, owner_N[rows]
+def _hashes(dataset: Dataset, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of these crops in ascending order: a hash of the patient, whether it could be guessed, and a
+    hash of the waveform."""
+    people = []
+    guessable = []
+    waves = []
+    for part, wanted in parts_of(dataset, [*OWNER, "waveform"], [rows]):
+        crops = part.filter(wanted)
+        names, _ = owners(crops)
+        people.append(_name_hashes(names.dictionary)[names.indices.to_numpy()])
+        guessable.append(np.asarray(pc.is_in(crops["source"], pa.array(VENDORS))))
+        waves.append(_waveform_hashes(crops["waveform"].to_numpy()))
+    if dataset.meta.get("pseudonyms"):
+        guessable = [np.zeros(len(rows), bool)]
+    return np.concatenate(people), np.concatenate(guessable), np.concatenate(waves)
 
 
 def _name_hashes(names: pa.Array) -> np.ndarray:
-    words = bytearray()
-    for name in names.to_pylist():
-        digest = blake2b(name.encode(), key=KEY, digest_size=BITS // 8).digest()
-        words += bytes(2) + digest
-    return np.frombuffer(words, ">i8").astype(np.int64)
+    words = np.zeros((len(names), 8), np.uint8)
+    hashed = np.frombuffer(digests(names, KEY, BITS // 8), np.uint8)
+    words[:, -BITS // 8 :] = hashed.reshape(len(names), -1)
+    return words.view(">i8")[:, 0].astype(np.int64)
 
 
-def _waveform_hashes(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
+def _waveform_hashes(words: np.ndarray) -> np.ndarray:
     """Mixed, since the two checksums that a waveform's number is made of are not independent."""
-    words = dataset.column("waveform")[rows]  # a copy, as `rows` are numbers
-    return (mix(words) >> np.uint64(64 - BITS)).astype(np.int64)
+    return (mix(words.copy()) >> np.uint64(64 - BITS)).astype(np.int64)
 
 
 def _found(seen: pa.Table, patient: bool, hashes: np.ndarray) -> np.ndarray:
     """The use of each hash; -1 if it is not there."""
     kind = seen.filter(pc.equal(seen["patient"], patient))
-    known, use = kind["hash"].to_numpy(), kind["use"].to_numpy()
-    place = np.minimum(np.searchsorted(known, hashes), max(0, len(known) - 1))
-    if not len(known):
-        return np.full(len(hashes), -1)
-    return np.where(known[place] == hashes, use[place], -1)
+    use = kind["use"].take(pc.index_in(pa.array(hashes), kind["hash"]))
+    return np.asarray(pc.fill_null(use, -1))

@@ -36,7 +36,7 @@ from omnilead.engine.model.objectives import single_process
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.continuing import read_settings, read_weights
-from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.inputs import Arguments, PretrainInputs, dtype_of, some_crops
 from omnilead.engine.training.task import (
     Between,
@@ -51,6 +51,7 @@ from omnilead.engine.training.validation import (
     PatientProbe,
     ValidationLoss,
     eval_mode,
+    hold_out_once,
     rows_of,
     training_roles,
 )
@@ -111,17 +112,12 @@ class PretrainTask(TrainingTask):
         self.inputs = PretrainInputs(
             config, patient_ids(datasets) if config.objective.needs_ids else None
         )
+        if config.data.hold_out:
+            hold_out_once(datasets, config.data.hold_out, ranks)
         self.held_out = ValidationLoss(config, datasets, ranks)
         self.probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
-            refuse_leak(
-                datasets,
-                trained=[rows_of(dataset, self.roles) for dataset in datasets],
-                held=[
-                    np.union1d(held_out(dataset), rows_of(dataset, self.held_out.roles))
-                    for dataset in datasets
-                ],
-            )
+            on_first_rank(ranks, self._refuse_leak)
         self.remarks = self._validation_remarks()
         self.start = read_weights(config) if config.start else None
         if self.start:
@@ -129,6 +125,15 @@ class PretrainTask(TrainingTask):
         self.flops_per_crop = encoder_flops(
             self.encoder, config.model, local, signals.samples, config.windows
         )
+
+    def _refuse_leak(self) -> None:
+        """For all ranks: the same names, gigabytes of them, would be compared by each."""
+        trained, held = [], []
+        for dataset in self.datasets:
+            trained.append(rows_of(dataset, self.roles))
+            validated = rows_of(dataset, self.held_out.roles)
+            held.append(np.union1d(held_out(dataset), validated))
+        refuse_leak(self.datasets, trained, held)
 
     def _validation_remarks(self) -> list[str]:
         data = self.config.data

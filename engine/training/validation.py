@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
@@ -26,7 +27,12 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.config import Config, RunConfig, candidates
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
-from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.data.patients import (
+    keep_split,
+    owner_names,
+    patient_ids,
+    validation_split,
+)
 from omnilead.engine.data.predict import CropBatch, predict
 from omnilead.engine.model.draws import Draws
 from omnilead.engine.model.encoder import pool
@@ -37,7 +43,7 @@ from omnilead.engine.model.objectives import (
     world_size,
 )
 from omnilead.engine.model.pretrainer import LocalOutput
-from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.inputs import PretrainInputs, dtype_of
 from omnilead.engine.training.task import Between
 
@@ -74,6 +80,14 @@ def training_roles(config: Config) -> dict[str, Any]:
     if config.data.hold_out:
         roles["hold_out"] = config.data.hold_out
     return roles
+
+
+def hold_out_once(datasets: Sequence[Dataset], share: float, ranks: Ranks) -> None:
+    """The first rank chooses the held-out patients for all: ten million names take seconds of a core,
+    and the ranks of a machine share its cores."""
+    for dataset in datasets:
+        split = on_first_rank(ranks, partial(validation_split, dataset, share))
+        keep_split(dataset, share, split)
 
 
 def rows_of(dataset: Dataset, roles: dict[str, Any]) -> np.ndarray:
@@ -150,13 +164,13 @@ class PatientProbe:
     def __init__(self, config: Config, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
         self.pairs: list[tuple[Dataset, int, int]] = []  # dataset, gallery row, probe row
-        for dataset, patients in zip(datasets, patient_ids(datasets), strict=True):
+        for dataset in datasets:
             has_window = config.signals.count(dataset.column("halves")) > 0
             sides = []
             for role in ("gallery", "probe"):
                 rows = dataset.select(identity=role)
-                rows = rows[has_window[rows]].tolist()
-                sides.append({patients[row]: row for row in rows})
+                rows = rows[has_window[rows]]
+                sides.append(dict(zip(owner_names(dataset, rows), rows.tolist(), strict=True)))
             gallery, probe = sides
             for patient, row in gallery.items():
                 if patient in probe:

@@ -15,12 +15,16 @@ import numpy as np
 import pytest
 import webdataset
 from handmade import build, ecg, files, write_challenge
+from pyarrow import parquet
 
+from omnilead.data_tools import build as data_tools_build
+from omnilead.data_tools import plan
 from omnilead.data_tools.build import rejects_of
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.plan import permutation
 from omnilead.data_tools.shard_writers import member_header
+from omnilead.data_tools.verify import verify
 from tests.forks import started
 
 KEY = b"k" * 32
@@ -290,3 +294,17 @@ def test_real_ecgs_are_read_bit_for_bit(real_ecgs, tmp_path):
             np.testing.assert_array_equal(real.read(number), x)
         if codes.get(row["record"]):
             assert set(row["dx"]) == set(codes[row["record"]].split(";")), row["record"]
+
+
+def test_row_groups_of_any_size_hold_the_same_rows(small, tmp_path, monkeypatch):
+    """Neither the end of a shard nor that of a batch is a border for the other."""
+    whole = build(small, tmp_path / "whole", format="both")
+    monkeypatch.setattr(plan, "SHARD_CROPS", 4)
+    monkeypatch.setattr(data_tools_build, "ROW_GROUP", 6)
+    made = build(small, tmp_path / "made", format="both")
+    groups = parquet.ParquetFile(f"{made.root.url}/samples.parquet")
+    rows = [groups.metadata.row_group(i).num_rows for i in range(groups.num_row_groups)]
+    assert len(made.shards) > 1 and set(rows[:-1]) == {6} and sum(rows) == len(made)
+    kept = ["source", "record", "start_s", "waveform", "pretrain", "dx_role", "id_role"]
+    assert made.table(kept).equals(whole.table(kept))
+    assert verify(made) == []

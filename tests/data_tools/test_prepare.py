@@ -11,7 +11,7 @@ from omnilead.data_tools.prepare import (
     CROP,
     HALF,
     crop_count,
-    dropped_s,
+    dropped_samples,
     prepare_crop,
     samples_at_500,
 )
@@ -77,7 +77,7 @@ def test_records_are_cut_from_their_start_and_remainders_follow_the_rule():
     x = ecg(2 * CROP + HALF + 100)
     counts = {HALF - 1: 0, 2 * CROP + HALF - 1: 2, x.shape[1]: 3}
     assert {samples: crop_count(samples, 500.0) for samples in counts} == counts
-    assert dropped_s(x.shape[1], 500.0) == pytest.approx(0.2)
+    assert dropped_samples(x.shape[1], 500.0) == 100
     facts, out = prepared(x, 2, invalid=-32768)
     assert (facts.halves, facts.start_s) == (1, 20.0)
     np.testing.assert_array_equal(out[:, :HALF], x[:, 2 * CROP : 2 * CROP + HALF])

@@ -16,6 +16,7 @@ from omnilead.data_tools.splits import (
     RoleSources,
     assign,
     leaks,
+    numbered,
 )
 
 SOURCES = ("cpsc_2018", "georgia", "ningbo", "ptb-xl")
@@ -233,3 +234,13 @@ def test_all_uses_everything_for_pretraining():
     everything = assign(archive(2000), "all", 0)
     assert everything.pretrain.all()
     assert not everything.dx.any() and not everything.identity.any()
+
+
+def test_equal_texts_have_equal_numbers():
+    """Also in other chunks; a text that is missing has none."""
+    words = [f"w{i % 700}" if i % 5 else None for i in range(3000)]
+    numbers = numbered(pa.chunked_array([words[:100], words[100:2000], words[2000:]]))
+    known = np.array([word is not None for word in words])
+    assert (numbers[~known] == -1).all()
+    pairs = set(zip(np.array(words)[known], numbers[known].tolist(), strict=True))
+    assert len(pairs) == 560 and {number for _, number in pairs} == set(range(560))

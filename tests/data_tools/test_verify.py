@@ -137,7 +137,7 @@ DAMAGES = [  # words of the finding
     (missing(INDEX), "missing file"),
     (flipped(INDEX, 20), "00000.idx: names"),
     (flipped("samples.parquet", 500), "samples.parquet"),
-    (longer("samples.parquet"), "file too large: samples.parquet"),
+    (longer("samples.parquet"), "samples.parquet: fails its sha256"),
     (flipped(ZARR, 40_000), ZARR),
     (meta("formats", ["tar"]), "store.zarr: not a part"),
     (meta("fs_hz", 250), "fs_hz 250, 500 expected"),

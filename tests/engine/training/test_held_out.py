@@ -1,6 +1,9 @@
 """data.hold_out: patients held out of training for validation."""
 
+import json
+import os
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,13 +15,15 @@ from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.sources import open_sources
 from omnilead.engine.common import ConfigError
 from omnilead.engine.config import build
+from omnilead.engine.data import patients
 from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.patients import patient_ids, validation_split
+from omnilead.engine.training import pretraining as pretraining_task
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
-from omnilead.engine.training.validation import training_roles
+from omnilead.engine.training.validation import rows_of, training_roles
 
 
 class Named:
@@ -157,6 +162,56 @@ def test_what_one_dataset_holds_out_another_may_not_train_on(dataset, bare, rena
     pretraining(bare, renamed)
     with pytest.raises(ConfigError, match=leak.replace("renamed", "bare")):
         pretraining(bare, renamed, hold_out=0.3)
+
+
+def answer(task):
+    """Which crops a task trains on and validates on, and what it tells the user."""
+    sides = task.roles, task.held_out.roles
+    rows = [[rows_of(dataset, roles).tolist() for roles in sides] for dataset in task.datasets]
+    return [rows, task.remarks]
+
+
+def noted(call, path):
+    def noting(*arguments):
+        with open(path, "a") as file:
+            file.write(f"{call.__name__}\n")
+        return call(*arguments)
+
+    return noting
+
+
+def note(folder):
+    """Each rank notes its answer, and what it has computed for it."""
+    calls = folder / f"calls-{os.environ['RANK']}"
+    patients._validation_split = noted(patients._validation_split, calls)
+    pretraining_task.refuse_leak = noted(pretraining_task.refuse_leak, calls)
+    begin = PretrainTask.__init__
+
+    def begun(task, *arguments):
+        begin(task, *arguments)
+        (folder / f"answer-{os.environ['RANK']}").write_text(json.dumps(answer(task)))
+
+    PretrainTask.__init__ = begun
+
+
+def test_one_rank_holds_out_and_looks_for_leakage_and_tells_the_others(
+    dataset, bare, renamed, tmp_path
+):
+    def two_ranks(*datasets):
+        urls = [one.root.url for one in datasets]
+        how = {"data__datasets": urls, "data__hold_out": 0.3, "train__steps": 1}
+        return pretrain(tmp_path, "", world=2, before=partial(note, tmp_path), **how)
+
+    two_ranks(bare, dataset).good()
+    calls = ["_validation_split", "_validation_split", "refuse_leak"]
+    # afterwards the export opens the datasets again
+    assert (tmp_path / "calls-0").read_text().split()[:3] == calls
+    assert not (tmp_path / "calls-1").exists()
+    alone = answer(pretraining(bare, dataset, hold_out=0.3))
+    for rank in range(2):
+        assert json.loads((tmp_path / f"answer-{rank}").read_text()) == alone
+    refused = two_ranks(bare, renamed)
+    assert "waveform" in refused.one_line() and not (tmp_path / "calls-1").exists()
 
 
 def test_a_run_validates_on_held_out_patients_and_cannot_change_their_share(bare, tmp_path):
