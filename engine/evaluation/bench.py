@@ -49,7 +49,7 @@ from omnilead.engine.evaluation.metrics import (
     few_patients,
     identification,
     statistic_of,
-    weighted_areas,
+    weighted_measures,
 )
 from omnilead.engine.evaluation.probe import (
     Probe,
@@ -560,8 +560,8 @@ def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samp
         values_MB = np.stack([statistic(weight_N) for weight_N in weight_NB.T], 1)
         return dict(zip(statistic.names, values_MB[:, None], strict=True))
     columns = zip(y_NK.T, scores_NK.T, strict=True)
-    areas = [weighted_areas(y_N, score_N, weight_NB) for y_N, score_N in columns]
-    return dict(zip(("auroc", "auprc"), np.stack(areas, 1), strict=True))
+    classes = [weighted_measures(y_N, score_N, weight_NB) for y_N, score_N in columns]
+    return {name: np.stack([of[name] for of in classes]) for name in classes[0]}
 
 
 def over_classes(of: Samples, few: bool = False) -> Samples:

@@ -31,27 +31,16 @@ import numpy as np
 from scipy import stats
 
 from omnilead.data_tools.dataset import CLASSES
-from omnilead.engine.common import OutputError
+from omnilead.engine.common import METRIC_OF, OutputError
 
 Array = np.ndarray
 Names = Sequence[str]
 Floats = Sequence[float] | None
-METRICS = ("challenge", "auroc", "auprc", "accuracy", "f_measure")  # of diagnosis
-BY_THRESHOLD = ("auroc", "auprc", "accuracy", "f_measure", "sensitivity", "specificity")
-# the first is the score of a task; the Challenge's 26 classes have `challenge` before it
-MEASURES = {
-    "binary": BY_THRESHOLD,
-    "multilabel": BY_THRESHOLD,  # accuracy: the share of rows with every known class right
-    "multiclass": (
-        "auroc",
-        "auprc",
-        "accuracy",
-        "balanced_accuracy",
-        "f_measure",
-    ),  # areas: one class against the rest
-    "regression": ("mae", "rmse", "r2", "pearson"),
-    "survival": ("c_index",),
-}
+# By kind of task; the first is its score; the Challenge's 26 classes have `challenge` before it
+MEASURES: dict[str, list[str]] = {}
+for _metric in METRIC_OF.values():
+    for _kind in _metric.kinds:
+        MEASURES.setdefault(_kind, []).append(_metric.name)
 NORMAL = CLASSES.index("NSR")
 WEIGHTS = "challenge_weights.csv"
 UNIT = 80  # of the weights
@@ -216,12 +205,12 @@ class Ranking:
         return areas
 
 
-def weighted_areas(y_N: Array, score_N: Array, weight_NB: Array) -> Array:
-    """AUROC and AUPRC [2, B] of a class for B weightings of the rows at once. Both are NaN without
-    positives or negatives."""
-    areas = Ranking(y_N, score_N).areas(weight_NB)
-    areas[1, np.isnan(areas[0])] = np.nan
-    return areas
+def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str, Array]:
+    """The metrics [B] of a class that compare models, for B weightings of the rows at once. The
+    areas are NaN without positives or negatives."""
+    auroc_B, auprc_B = Ranking(y_N, score_N).areas(weight_NB)
+    auprc_B[np.isnan(auroc_B)] = np.nan
+    return {"auroc": auroc_B, "auprc": auprc_B}
 
 
 class Statistic(ABC):
@@ -239,7 +228,10 @@ class Statistic(ABC):
     def by_class(self, weight_N: Array) -> dict[str, Array]: ...
 
     def means(self, weight_N: Array) -> dict[str, float]:
-        return {name: _mean(values_K) for name, values_K in self.by_class(weight_N).items()}
+        means = {}
+        for name, values_K in self.by_class(weight_N).items():
+            means[name] = _mean(values_K)
+        return means
 
     def measures(self) -> dict[str, float]:
         return dict(zip(self.names, self().tolist(), strict=True))
@@ -291,7 +283,9 @@ class Classification(Statistic):
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
         """auroc, auprc, f_measure, sensitivity, specificity. NaN where the denominator is zero."""
-        auroc_K, auprc_K = self.areas(weight_N)
+        weight_N1 = weight_N[:, None]
+        areas = [ranking.areas(weight_N1) for ranking in self.rankings]
+        auroc_K, auprc_K = np.concatenate(areas, 1)
         sums_4K = (weight_N @ self.cells_NX).reshape(4, -1)
         true_K, predicted_K, positives_K, known_K = sums_4K
         negatives_K = known_K - positives_K
@@ -303,13 +297,6 @@ class Classification(Statistic):
                 "sensitivity": true_K / positives_K,
                 "specificity": (negatives_K - (predicted_K - true_K)) / negatives_K,
             }
-
-    def areas(self, weight_N: Array) -> Array:
-        """AUROC and AUPRC [2, K]. NaN without positives; without negatives AUROC is NaN and AUPRC
-        1."""
-        weight_N1 = weight_N[:, None]
-        areas = [ranking.areas(weight_N1) for ranking in self.rankings]
-        return np.concatenate(areas, 1)
 
     def summary(self) -> dict[str, Any]:
         """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those

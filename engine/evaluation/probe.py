@@ -37,7 +37,7 @@ from omnilead.engine.commandline import writing
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.data.seen import joined, seen_in
-from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
+from omnilead.engine.evaluation.metrics import Array, identification, measure, unit_vectors
 from omnilead.engine.evaluation.results import (
     EvalOptions,
     by_record,
@@ -280,8 +280,6 @@ def probe(
         for name in SHOWN[:1] if kind == "survival" else SHOWN:
             fit = fit_scaled(PROBES[name], data)
             metrics = measure(kind, y_NK, fit.scores_NK, classes=task.classes)
-            if not labels:
-                metrics = {key: metrics[key] for key in METRICS}
             scores[name] = {**metrics, "chosen": fit.chosen}
         counts = len(data.train_ND), len(data.valid_ND), len(data.test_ND)
         scores["records"] = dict(zip(SPLITS, counts, strict=True))

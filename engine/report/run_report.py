@@ -23,11 +23,12 @@ from omnilead.data_tools.cli import say
 from omnilead.engine.common import (
     DIAGNOSTICS,
     LEADS,
-    LOWER_IS_BETTER,
+    METRIC_OF,
     METRICS,
     VALID,
     VALIDATION,
     ConfigError,
+    Metric,
     write_whole,
 )
 from omnilead.engine.evaluation.metrics import Array
@@ -39,6 +40,8 @@ from omnilead.engine.report.page import (
     Tile,
     readable,
     render,
+    shown,
+    titled,
 )
 
 REPORT, RESULT = "report.html", "result.json"
@@ -233,17 +236,6 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
 }
 KNOWN_LOSSES = [chart.curves[0].key for chart in SECTIONS["Loss"]]
 RECOGNISED = "identification_accuracy"
-CARDS = {
-    "auroc": ("AUROC", ".3f"),
-    "challenge": ("CinC score", ".3f"),
-    "mae": ("Mean absolute error", ".3g"),
-    "r2": ("R2", ".3f"),
-    "c_index": ("C-index", ".3f"),
-    "accuracy_local": ("Local accuracy", ".1%"),
-    "accuracy_global": ("Global accuracy", ".1%"),
-    # random weights recognise patients far above chance: step 0 is shown beside
-    RECOGNISED: ("Patients recognised", ".1%"),
-}
 SIMILARITIES = {
     "Cosine of contexts and targets": {
         "positive_similarity": "own target",
@@ -375,8 +367,8 @@ def summary(files: RunFiles, best: float | None) -> Iterator[Tile]:
         yield "Training loss", f"{loss:.3f}", f"{metrics.finite('loss')[0]:.3f} at first"
     if math.isfinite(loss := held_out.at("loss", step)):
         yield "Held-out loss", f"{loss:.3f}", f"at step {step:,.0f}"
-    for key, (name, form) in CARDS.items():
-        if tile := score_tile(files, key, name, form, step):
+    for metric in METRIC_OF.values():
+        if metric.in_brief and (tile := score_tile(files, metric, step)):
             yield tile
     if ended := result(files):
         since = f"{ended['validations_since']} validations since the best"
@@ -395,28 +387,29 @@ def summary(files: RunFiles, best: float | None) -> Iterator[Tile]:
         yield "MFU", f"{share:.1%}", "of the device's peak"
 
 
-def score_tile(files: RunFiles, key: str, name: str, form: str, step: float | None) -> Tile | None:
+def score_tile(files: RunFiles, metric: Metric, step: float | None) -> Tile | None:
     """A held-out score, else the recent one of training, beside that of guessing."""
+    key, percent = metric.name, metric.percent
     value, prefix, detail = files.held_out.at(key, step), VALID, "held out"
     if not math.isfinite(value):
         value, prefix, detail = files.metrics.recent(key), "", "training"
     if not math.isfinite(value):
         return None
     if math.isfinite(guess := number(files.fact("chance", prefix + key))):
-        detail += f", chance {guess:{form}}"
+        detail += f", chance {shown(guess, percent)}"
     before = files.held_out.at(key, 0)
     if prefix and key == RECOGNISED and math.isfinite(before):
-        detail += f", {before:{form}} before training"
-    return name, f"{value:{form}}", detail
+        detail += f", {shown(before, percent)} before training"
+    return titled(key), shown(value, percent), detail
 
 
 def chosen_by(files: RunFiles) -> tuple[str, int]:
     """The metric that chooses the best step; 1 if higher is better, -1 if lower is, 0 if that is
     not known. A damaged run.json does not name it."""
     name = str(files.fact("best") or "loss")
-    if name not in LOWER_IS_BETTER:
+    if name not in METRIC_OF or METRIC_OF[name].lower_is_better is None:
         return name, 0
-    return name, -1 if LOWER_IS_BETTER[name] else 1
+    return name, -1 if METRIC_OF[name].lower_is_better else 1
 
 
 def best_step(files: RunFiles) -> float | None:

@@ -529,9 +529,8 @@ class FinetuneTask(ExportedTask):
 
 
 def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
-    measures = MEASURES.get(labels.task.kind, ("identification_accuracy",))
     challenge = ("challenge",) if labels.classes == CLASSES else ()
-    return (*measures, *challenge, "loss")
+    return (*MEASURES[labels.task.kind], *challenge, "loss")
 
 
 def training_roles(

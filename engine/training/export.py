@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.common import ConfigError, describe_leads, plugin
+from omnilead.engine.common import ConfigError, describe_leads, label_of, plugin
 from omnilead.engine.config import RunConfig
 from omnilead.engine.data import seen
 from omnilead.engine.model import folder
@@ -23,17 +23,6 @@ from omnilead.engine.training import checkpoint, distributed
 from omnilead.engine.training.checkpoint import CheckpointError, WriteError, warn
 from omnilead.engine.training.task import TrainingTask
 from omnilead.engine.training.train import saved_config
-
-METRIC_NAMES = {
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-    "challenge": "CinC 2021 score",
-    "f_measure": "F-measure",
-    "mae": "mean absolute error",
-    "r2": "R2",
-    "c_index": "C-index",
-    "identification_accuracy": "share of patients recognised",
-}
 
 
 class ExportedTask(TrainingTask):
@@ -187,10 +176,7 @@ def best_step_text(best: Mapping[str, float]) -> str:
     name = next((name for name in best if name != "step"), None)
     if name is None:
         return "There was no validation."
-    return (
-        f"Best {METRIC_NAMES.get(name, name)} in validation: {best[name]:.4f}, at step "
-        f"{best['step']:,}."
-    )
+    return f"Best {label_of(name)} in validation: {best[name]:.4f}, at step {best['step']:,}."
 
 
 def describe_encoder(config: ModelConfig) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import LOWER_IS_BETTER, ConfigError
+from omnilead.engine.common import METRIC_OF, ConfigError
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.training.distributed import Ranks
 
@@ -104,9 +104,4 @@ def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
         raise ConfigError(
             f"train.best={name}: this task does not measure it: use {', '.join(metrics)}"
         )
-    if name not in LOWER_IS_BETTER:
-        raise ConfigError(
-            f"train.best={name}: nothing says whether less of it is better: add it to "
-            "LOWER_IS_BETTER in engine/common.py"
-        )
-    return name, -1 if LOWER_IS_BETTER[name] else 1
+    return name, -1 if METRIC_OF[name].lower_is_better else 1

@@ -24,7 +24,7 @@ from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.engine import convert, evaluate
-from omnilead.engine.common import DIAGNOSTICS, LABELS, LOWER_IS_BETTER, ConfigError
+from omnilead.engine.common import DIAGNOSTICS, LABELS, METRIC_OF, ConfigError, Metric
 from omnilead.engine.config import CONFIGS, BestMetric, build
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
@@ -257,19 +257,11 @@ def test_which_metric_chooses_the_best_step():
         assert set(names) <= set(get_args(BestMetric))
 
 
-def test_a_metric_that_is_added_says_which_way_it_is_better(monkeypatch):
-    """Otherwise one that should fall, as the Brier score, would choose the worst checkpoint."""
-    for name in ("brier", None):  # named, or the task's first
-        with pytest.raises(ConfigError, match=r"train\.best=brier: .* LOWER_IS_BETTER"):
-            best_metric(name, ("brier", "loss"))
-    monkeypatch.setitem(LOWER_IS_BETTER, "brier", True)
-    assert best_metric(None, ("brier", "loss")) == ("brier", -1)
-    monkeypatch.setitem(LOWER_IS_BETTER, "kappa", False)
-    assert best_metric("kappa", ("brier", "kappa")) == ("kappa", 1)
-
-
-def test_all_metrics_that_can_be_chosen_say_which_way_they_are_better():
-    assert set(get_args(BestMetric)) - {"f1"} == set(LOWER_IS_BETTER)
+@pytest.mark.parametrize("lower", [True, False])
+def test_a_record_is_all_that_a_new_metric_needs_to_choose_a_checkpoint(lower, monkeypatch):
+    """One that should fall and did not say so would choose the worst checkpoint."""
+    monkeypatch.setitem(METRIC_OF, "kappa", Metric("kappa", "kappa", lower, ("binary",)))
+    assert best_metric(None, ("kappa", "loss")) == ("kappa", -1 if lower else 1)
 
 
 def test_random_weights_of_a_pretraining_file(tune, tuned, tmp_path):

@@ -23,7 +23,7 @@ from omnilead.engine.evaluation.metrics import (
     Classification,
     exact_interval,
     measure,
-    weighted_areas,
+    weighted_measures,
 )
 from omnilead.engine.evaluation.probe import ProbeData, linear
 from omnilead.engine.model.input import Input
@@ -300,9 +300,12 @@ def test_areas_for_many_weightings_at_once():
     y[RNG.random(90) < 0.2] = np.nan
     weight = RNG.poisson(1, (90, 7)).astype(np.float32)
     one = Classification(y[:, None], np.zeros((90, 1)), score[:, None], ["a"])
-    direct = np.stack([np.concatenate(one.areas(w)) for w in weight.T], 1)
-    np.testing.assert_allclose(weighted_areas(y, score, weight), direct, rtol=1e-6)
-    assert np.isnan(weighted_areas(0 * score, score, weight)).all()
+    found = weighted_measures(y, score, weight)
+    for name, value_B in found.items():
+        direct = [one.by_class(w)[name][0] for w in weight.T]
+        np.testing.assert_allclose(value_B, direct, rtol=1e-6)
+    absent = weighted_measures(0 * score, score, weight)
+    assert np.isnan([absent["auroc"], absent["auprc"]]).all()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
