@@ -81,6 +81,7 @@ METRIC_OF = {
         Metric("f_measure", "F-measure", False, _CLASSES, in_brief=True),
         Metric("sensitivity", "sensitivity", False, _YES_NO),
         Metric("specificity", "specificity", False, _YES_NO),
+        Metric("brier", "Brier score", True, _CLASSES, in_brief=True, in_bench=True),
         Metric("mae", "mean absolute error", True, ("regression",), in_brief=True, in_bench=True),
         Metric("rmse", "RMSE", True, ("regression",)),
         Metric("r2", "R\u00b2", False, ("regression",), in_brief=True),

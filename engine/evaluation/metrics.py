@@ -210,7 +210,18 @@ def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str,
     areas are NaN without positives or negatives."""
     auroc_B, auprc_B = Ranking(y_N, score_N).areas(weight_NB)
     auprc_B[np.isnan(auroc_B)] = np.nan
-    return {"auroc": auroc_B, "auprc": auprc_B}
+    sums_2N = np.stack([squared_errors(y_N, score_N), ~np.isnan(y_N)], dtype=np.float32)
+    error_B, known_B = sums_2N @ weight_NB
+    with np.errstate(invalid="ignore"):
+        brier_B = error_B / known_B
+    return {"auroc": auroc_B, "auprc": auprc_B, "brier": brier_B}
+
+
+def squared_errors(y: Array, scores: Array) -> Array:
+    """0 where the label is unknown. Their mean is a class's Brier score. Exclusive classes are
+    scored like any others, each against the rest: Brier's own score, a sum over K classes, is K
+    times their mean."""
+    return np.where(np.isnan(y), 0, np.square(scores - y))
 
 
 class Statistic(ABC):
@@ -268,7 +279,14 @@ class Classification(Statistic):
         self.rated_N = self.known.any(1)
         wrong_NK = self.labels != self.outputs
         self.right_N = self.rated_N & ~wrong_NK.any(1)
-        cells = (self.labels & self.outputs, self.outputs, self.labels, self.known)
+        error_NK = squared_errors(y_NK, scores)
+        cells = (
+            self.labels & self.outputs,
+            self.outputs,
+            self.labels,
+            self.known,
+            error_NK,
+        )
         self.cells_NX = np.concatenate(cells, 1).astype(np.float64)
         self.rankings = list(map(Ranking, y_NK.T, scores.T))
 
@@ -282,12 +300,13 @@ class Classification(Statistic):
         return means
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        """auroc, auprc, f_measure, sensitivity, specificity. NaN where the denominator is zero."""
+        """auroc, auprc, f_measure, sensitivity, specificity, brier. NaN where the denominator is
+        zero."""
         weight_N1 = weight_N[:, None]
         areas = [ranking.areas(weight_N1) for ranking in self.rankings]
         auroc_K, auprc_K = np.concatenate(areas, 1)
-        sums_4K = (weight_N @ self.cells_NX).reshape(4, -1)
-        true_K, predicted_K, positives_K, known_K = sums_4K
+        sums_5K = (weight_N @ self.cells_NX).reshape(5, -1)
+        true_K, predicted_K, positives_K, known_K, error_K = sums_5K
         negatives_K = known_K - positives_K
         with np.errstate(invalid="ignore"):
             return {
@@ -296,6 +315,7 @@ class Classification(Statistic):
                 "f_measure": 2 * true_K / (predicted_K + positives_K),
                 "sensitivity": true_K / positives_K,
                 "specificity": (negatives_K - (predicted_K - true_K)) / negatives_K,
+                "brier": error_K / known_K,
             }
 
     def summary(self) -> dict[str, Any]:
