@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import omnilead
+from omnilead.data_tools.cli import tell
 from omnilead.engine.commandline import Parser, interruptible, leave
 
 COMMANDS = {  # name: (module with main(arguments), optionally its first arguments; what it does)
@@ -46,8 +47,10 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     ),
     "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
     "reproduce": ("omnilead.engine.reproduce.__main__", "reproduce the tables of the paper"),
-    "parity": ("omnilead.engine.parity", "compare the model with the authors' numbers"),
 }
+GONE = {
+    "parity": "python -m tests.parity DIR, in a clone of the repository"
+}  # what to type instead
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     listed = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
     about = {"description": __doc__, "epilog": f"commands:\n{listed}"}
+    if given and given[0] in GONE:
+        tell(f"omnilead: {given[0]} is no longer a command: type {GONE[given[0]]}")
+        return 2
     parser = Parser("omnilead", **about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"omnilead {omnilead.__version__}")
     parser.add_argument(
