@@ -133,7 +133,7 @@ def test_few_positives_have_an_exact_interval_or_none(positives, negatives):
     women = document["groups"]["sex"]["F"]
     sizes = {"accuracy": 27, "sensitivity": positives, "specificity": negatives}
     exact = {name: [pytest.approx(0.025 ** (1 / n)), 1.0] for name, n in sizes.items()}
-    exact |= {name: [None, None] for name in ("auroc", "auprc", "f_measure")}
+    exact |= {name: [None, None] for name in ("auroc", "auprc", "f_measure", "brier")}
     for part in (document, document["record"], women):
         assert part["metrics"]["auroc"] == 1 and part["intervals"] == exact
     assert (women["n"], women["positives"]) == (27, {"AF": positives})

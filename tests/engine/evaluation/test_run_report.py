@@ -196,10 +196,10 @@ def test_damaged_files_are_remarks(tmp_path):
 
 
 def test_a_best_step_by_an_unknown_metric_is_not_marked(tmp_path):
-    validation = [{"step": s, "brier": 0.1 * s} for s in (1, 2)]
-    how = {"validation": validation, "facts": {"best": "brier"}}
+    validation = [{"step": s, "kappa": 0.1 * s} for s in (1, 2)]
+    how = {"validation": validation, "facts": {"best": "kappa"}}
     html = run_report.build(make(tmp_path / "run", row(1), row(2), **how))
-    assert "best=&#39;brier&#39; is no known metric: no best step is marked" in html
+    assert "best=&#39;kappa&#39; is no known metric: no best step is marked" in html
     assert "best at step" not in html
 
 
