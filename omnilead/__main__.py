@@ -32,10 +32,6 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     "report": ("omnilead.engine.report.__main__", "write RUN/report.html, at any time"),
     "evaluate": ("omnilead.engine.evaluate", "score a model on held-out ECGs"),
     "embed": ("omnilead.engine.embed", "write embeddings of ECGs as parquet"),
-    "probe": (
-        "omnilead.engine.embed --probe",
-        "score embeddings with a linear probe, k-NN and identification",
-    ),
     "bench": ("omnilead.engine.bench", "compare models by linear probes on frozen embeddings"),
     "predict": (
         "omnilead.engine.predict",
@@ -48,9 +44,11 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
     "reproduce": ("omnilead.engine.reproduce.__main__", "reproduce the tables of the paper"),
 }
-GONE = {
-    "parity": "python -m tests.parity DIR, in a clone of the repository"
-}  # what to type instead
+GONE = {  # what to type instead
+    "parity": "python -m tests.parity DIR, in a clone of the repository",
+    "probe": "omnilead bench --models RUN --data DATASET --tasks TASK|TABLE identification --out OUT; "
+    "--head MODEL instead of probe's --out MODEL",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,7 +29,6 @@ from omnilead.engine.config import CONFIGS, BestMetric, build
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.metrics import MEASURES, measure
-from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.finetune import main
 from omnilead.engine.inference.mean_beat import RHYTHM, measurements
 from omnilead.engine.model.config import ModelConfig, flops_per_crop, validated
@@ -47,6 +46,7 @@ from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
 from omnilead.engine.training.task import best_metric
+from tests.conftest import save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401
 
 KINDS = {"diagnosis": "multilabel", "identification": "identity"}
@@ -142,7 +142,7 @@ def test_only_a_head_that_sees_all_tokens_is_trained(tuned, dataset, base, tmp_p
 def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, tmp_path):
     """With its read-out and linear layer: before the first step the scores are the probe's."""
     data, probed, run = dataset.root.url, tmp_path / "probed", tmp_path / "run"
-    probe_model(base, data, "diagnosis", readout="mean+rhythm", out=probed)
+    save_probed(base, data, "diagnosis", probed, readout="mean+rhythm")
     at_probe = {"start": str(probed), "task__head": "start", "train__precision": "fp32"}
     tuned("diagnosis", **at_probe)
     before, after = omnilead.load(probed), omnilead.load(run)
@@ -153,7 +153,7 @@ def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, 
         assert found["metrics"]["auroc"] == pytest.approx(auroc, abs=1e-6)
     age = {"task": "age", "kind": "regression", "classes": ["age"], "center": [6], "scale": [1]}
     for says, changes in (
-        ("has no linear layer: omnilead probe", {"start": str(base)}),
+        ("has no linear layer: omnilead bench", {"start": str(base)}),
         ("the labels are multilabel: AF", {"start": str(saved_model(head=age))}),
         ("bf16: with task.head=start and the read-out rhythm", {"train__precision": "bf16"}),
     ):
@@ -525,14 +525,14 @@ def deaths(dataset, tmp_path):
 def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, tmp_path):
     """By a probe as well as by the true hazard; fine-tuning begins there, on two ranks as on one."""
     (path, risks), data, probed = deaths, dataset.root.url, tmp_path / "probed"
-    found = probe_model(base, data, labels=str(path), readout="mean+rhythm", out=probed)
+    save_probed(base, data, path, probed, readout="mean+rhythm")
     labels = read_task(TaskConfig(kind="survival", labels=str(path)), [dataset])
     tested = dict.fromkeys(dataset.column("record")[labels.rows(0, "test")])
     y = dict(zip(dataset.column("record"), labels.y[0], strict=True))
     times, true = np.stack([y[name] for name in tested]), [[risks[name]] for name in tested]
     known = measure("survival", times, np.array(true))["c_index"]
-    assert found["records"]["test"] == len(tested) and "nearest" not in found
-    assert 0.75 < known < found["linear"]["c_index"] + 0.05
+    found = omnilead.evaluate(probed, data=data, labels=path)["record"]
+    assert found["n"] == len(tested) and 0.75 < known < found["metrics"]["c_index"] + 0.05
     how = {"task__kind": "survival", "task__labels": str(path), "start": str(probed)}
     how |= {"task__head": "start", "task__columns": ["time", "event"]}
     said = tuned("diagnosis", train__best="c_index", **how)
