@@ -380,10 +380,8 @@ def standardised(train_ND: Array, *others: Array) -> tuple[Array, ...]:
     """Standardises by mean and standard deviation of the first; features that are constant there
     become zero."""
     mean_D, scale_D = moments(train_ND)
-    parts = []
-    for x_ND in (train_ND, *others):
-        parts.append((x_ND.astype(np.float64) - mean_D) * scale_D)
-    return tuple(parts)
+    every = (train_ND, *others)
+    return tuple((x_ND.astype(np.float64) - mean_D) * scale_D for x_ND in every)
 
 
 def moments(x_ND: Array) -> tuple[Array, Array]:
