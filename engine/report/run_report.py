@@ -370,13 +370,15 @@ def draw(chart: Chart, files: RunFiles, best: float | None) -> str:
         if not len(x):
             continue
         chance = number(files.fact("chance", key))
-        level = chance if math.isfinite(chance) else None
+        level = chance if math.isfinite(chance) and len(chart.curves) == 1 else None
         dashed = compared and curve.held_out
         lines.append(Line(key, curve.label, x, y, len(lines), dashed, level))
-    held_out = any(line.key.startswith(VALID) for line in lines)
-    mark = (best, f"best at step {best:,.0f}") if held_out and best is not None else None
     if not lines:
         return ""
+    mark = None
+    held_out = any(line.key.startswith(VALID) for line in lines)
+    if held_out and best is not None and chart is not ACCURACY:  # its legend is full
+        mark = best, f"best at step {best:,.0f}"
     return charts.line_chart(chart.title, lines, chart.style, files.metrics.steps, mark)
 
 
