@@ -33,7 +33,6 @@ ARRAYS = (".npy", ".npz")
 # Files in RUN: training writes them, engine.report.run_report reads them
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
-DIAGNOSTICS = "diagnostics.npz"
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
 LIMB, ALL = tuple(range(6)), tuple(range(12))

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import VALID, ConfigError
-from omnilead.engine.config import Config, candidates, micro_batch
+from omnilead.engine.config import Config, candidates
 from omnilead.engine.data.leakage import held_out, refuse_leak
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.data.patients import patient_ids
@@ -32,21 +32,16 @@ from omnilead.engine.training.task import (
     Between,
     TrainingTask,
     best_metric,
-    some_crops,
 )
 from omnilead.engine.training.validation import (
-    Capture,
     PatientProbe,
     ValidationLoss,
     dtype_of,
-    eval_mode,
     model_inputs,
     rows_of,
     training_roles,
-    windows_of,
 )
 
-DIAGNOSED = 16  # crops of a rank
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 
 
@@ -133,9 +128,6 @@ class PretrainTask(TrainingTask):
     def model(self, generator: torch.Generator) -> nn.Module:
         return Pretrainer(self.config.model, self.config.objective, self.encoder, generator)
 
-    def seen(self, batch: Batch) -> Tensor:
-        return windows_of(batch, self.config)
-
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         tau = torch.tensor(temperature(self.config.model, step)).to(
             self.ranks.device, non_blocking=True
@@ -216,16 +208,3 @@ class PretrainTask(TrainingTask):
             f"use. Raise objective.diversity ({self.config.objective.diversity}), lower train.lr "
             f"({self.config.train.lr}), or raise model.tau_decay"
         )
-
-    def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
-        """Adds similarities of encodings of the first crops of the batch, without dropout."""
-        few = min(DIAGNOSED, micro_batch(self.config, self.ranks.world)[0])
-        part = some_crops(self.arguments(batch, 0, 1), 0, few)
-        model = engine.module
-        with eval_mode(engine), Capture(model) as captured, torch.no_grad():
-            if model.local is None:  # an objective of your own may not encode the whole
-                x_BSLT = windows_of(batch, self.config)[:few]
-                model.encoder(x_BSLT.flatten(0, 1).to(dtype_of(self.config)))
-            else:
-                engine(*part)
-        return super().diagnostics(engine, batch) | captured.similarities(self.config.windows)

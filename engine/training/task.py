@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +17,6 @@ from omnilead.engine.common import METRIC_OF, ConfigError
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.training.distributed import Ranks
 
-SAMPLES = 4  # crops shown in the report
 # Tensors with one row per crop, scalars, and None for what is not given
 Arguments = tuple[Tensor | None, ...]
 Between = Callable[[], None]  # called by all ranks between batches; raises when the run must stop
@@ -55,10 +53,6 @@ class TrainingTask(ABC):
         return [(1.0, [p for p in model.parameters() if p.requires_grad])]
 
     @abstractmethod
-    def seen(self, batch: Batch) -> Tensor:
-        """x_BSLT: what the encoder sees of a batch."""
-
-    @abstractmethod
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         """The model's arguments in step `step` of `total`."""
 
@@ -75,10 +69,6 @@ class TrainingTask(ABC):
     def explained(self) -> dict[str, Any]:
         """For run.json: `chance`, the value of each curve when guessing (validation:
         valid/NAME); `validation`, how validation differs from training."""
-
-    def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
-        """Called by all ranks at the end, with the last batch: arrays for RUN/diagnostics.npz."""
-        return {"samples_mv": self.seen(batch)[:SAMPLES].float().cpu().numpy()}
 
     def facts(self) -> dict[str, Any]:
         """Further facts that must not change when a run is resumed."""
