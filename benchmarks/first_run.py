@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import omnilead
 from benchmarks.e2e import LoopRun, precision, pretrain
 from benchmarks.measure import CaseError, call_fresh, make_dataset, say
 from benchmarks.run import environment
@@ -88,7 +89,7 @@ def checks(options: argparse.Namespace) -> Iterator[Check]:
     tried = os.getpid()
     yield "profile", 240, partial(profile, replace(run, run=str(place / f"profile-{tried}")))
     training = partial(train, replace(run, run=str(place / f"train-{tried}")), options.seconds)
-    yield "train", options.seconds + 240, training
+    yield "train", options.seconds + 600, training
 
 
 def metrics(run: LoopRun) -> list[Found]:
@@ -113,12 +114,9 @@ def profile(run: LoopRun) -> Found:
 
 
 def train(run: LoopRun, seconds: float) -> Found:
-    """Train for this many seconds; then run a linear probe on the model's embeddings and on those
-    of random weights."""
-    from benchmarks.embed import untrained
+    """Train for this many seconds; then compare the model's embeddings with those of random
+    weights."""
     from omnilead.engine import pretrain as program
-    from omnilead.engine.evaluation.probe import probe_model
-    from omnilead.engine.evaluation.results import nullable
     from omnilead.engine.training.loop import Loop
 
     def until_stopped(loop: Loop, *_: Any) -> bool:
@@ -133,13 +131,16 @@ def train(run: LoopRun, seconds: float) -> Found:
     pretrain(run, "train.steps=1000000", "train.log_every=10", "train.validate_every=250")
     if program.main(["--export", run.run]):
         raise CaseError("the export failed")
-    random = f"{run.run}-random"
-    untrained(Path(random), run.model)
-    found: Found = {"first": metrics(run)[0], "last": metrics(run)[-1]}
-    how: Found = {"data": run.dataset, "device": run.device, "precision": precision()}
-    for name, model in (("trained", run.run), ("random", random)):
-        found[name] = nullable(probe_model(model, **how))
-    return found
+    compared = omnilead.bench(
+        [f"trained={run.run}"],
+        data=run.dataset,
+        tasks=["diagnosis"],
+        out=f"{run.run}-bench",
+        device=run.device,
+        precision=precision(),
+    )
+    scores = [{key: row[key] for key in ("model", "metrics")} for row in compared["rows"]]
+    return {"first": metrics(run)[0], "last": metrics(run)[-1], "scores": scores}
 
 
 if __name__ == "__main__":

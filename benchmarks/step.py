@@ -40,12 +40,12 @@ from omnilead.engine.commandline import load
 from omnilead.engine.common import find_config
 from omnilead.engine.config import Config
 from omnilead.engine.data.augmenter import to_device
-from omnilead.engine.interop.parity import draws_of
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.train import COMPILED, compile_model
+from tests.parity import draws_of
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's has 512

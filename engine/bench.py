@@ -4,6 +4,7 @@ and identification.
     omnilead bench --models A=RUN B=hf://org/name --data DATASET --tasks sex identification --leads 12 1 --out OUT
     omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
     omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --noise 0 1 --out OUT      trained on A, tested on B
+    omnilead bench --models small --data DATASET --tasks my.csv --out OUT --head MODEL     a model for omnilead predict
 
 Baselines are included: five draws of random weights of each architecture, and what needs no
 training, the mean beat and measurements of the signal. NAME=RUN,RUN,... averages the scores of runs
@@ -37,8 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     bench(**vars(args))
-    files = "bench.md, bench.csv, bench.json, bench.png"
-    return show(f"{(args.out / 'bench.md').read_text()}\n{args.out}: {files}\n")
+    said = (args.out / "bench.md").read_text()
+    said += f"\n{args.out}: bench.md, bench.csv, bench.json, bench.png\n"
+    if args.head:
+        said += f"{args.head}: the model with its probe as a head\n"
+    return show(said)
 
 
 def bench(
@@ -95,7 +99,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--labels",
         default="",
         metavar="DIR",
-        help="folder of label tables, as `omnilead labels` writes them",
+        help="folder of label tables, as `omnilead labels` writes them, or one table",
     )
     add("--test-labels", default="", metavar="DIR", help="the same for --test-data")
     add(
@@ -131,6 +135,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         required=True,
         metavar="OUT",
         help="folder for the results and the embeddings",
+    )
+    add(
+        "--head",
+        default="",
+        metavar="MODEL",
+        help="write the model with its probe as a linear head",
     )
     add("--seed", type=int, default=0, help="seed of the random weights (0)")
     add_machine(parser)

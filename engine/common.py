@@ -1,7 +1,8 @@
-"""Shared by the whole engine: lead names, errors, shipped configs, a run's files, atomic writes, ranks.
+"""Shared by the whole engine: lead names, metrics, errors, shipped configs, a run's files, atomic writes, ranks.
 
 parse_leads("3")                  # (0, 1, 7); also "12", "6", "2", "1" or names: "I,II,V2"
 describe_leads((0, 1, 7))         # "I,II,V2"
+METRIC_OF["mae"].lower_is_better  # True
 find_config("w2v", "pretrain")    # a file, or a shipped config
 write_whole(path, text)           # atomic: the whole file or nothing
 
@@ -16,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omnilead.data_tools.cli import UserError
 from omnilead.data_tools.constants import LEADS as LEADS
@@ -32,27 +33,8 @@ ARRAYS = (".npy", ".npz")
 # Files in RUN: training writes them, engine.report.run_report reads them
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
-DIAGNOSTICS = "diagnostics.npz"
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
-# Of every validation metric that can choose a checkpoint; one that is not here cannot
-LOWER_IS_BETTER = {
-    "loss": True,
-    "mae": True,
-    "rmse": True,
-    "auroc": False,
-    "auprc": False,
-    "challenge": False,
-    "accuracy": False,
-    "balanced_accuracy": False,
-    "f_measure": False,
-    "sensitivity": False,
-    "specificity": False,
-    "r2": False,
-    "pearson": False,
-    "c_index": False,
-    "identification_accuracy": False,
-}
 LIMB, ALL = tuple(range(6)), tuple(range(12))
 # Oh et al. 2022, section 4
 SUBSETS = {
@@ -66,6 +48,63 @@ _INDEX = {lead.upper(): i for i, lead in enumerate(LEADS)}
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OWN = re.compile(r"(?s).+\.py:\w+")  # file.py:Name, the user's own code
 FILE_NAME = re.compile(r"\w[\w.-]{0,99}")  # in a model folder
+
+
+class Metric(NamedTuple):
+    """All that the settings, the commands and the reports know of a metric;
+    engine.evaluation.metrics computes it."""
+
+    name: str  # in JSON and in the settings
+    label: str
+    lower_is_better: bool | None  # None: it chooses no checkpoint
+    kinds: tuple[str, ...] = ()  # of the tasks that are scored by it
+    in_brief: bool = False  # shown where there is little room: a terminal, the tiles of a run
+    in_bench: bool = False  # shown where models are compared
+    percent: bool = False
+
+
+_YES_NO = ("binary", "multilabel")
+_CLASSES = (*_YES_NO, "multiclass")
+# The first of a kind is the score of its tasks, and chooses their checkpoints
+METRIC_OF = {
+    metric.name: metric
+    for metric in (
+        Metric("loss", "loss", True),
+        # of the 26 classes of the CinC Challenge alone; `chosen`: with thresholds from validation
+        Metric("challenge", "CinC 2021 score at 0.5", False, in_brief=True, in_bench=True),
+        Metric("challenge_chosen", "CinC 2021 score, chosen thresholds", None, in_bench=True),
+        Metric("auroc", "AUROC", False, _CLASSES, in_brief=True, in_bench=True),
+        Metric("auprc", "AUPRC", False, _CLASSES, in_brief=True, in_bench=True),
+        Metric("accuracy", "accuracy", False, _CLASSES, in_bench=True, percent=True),
+        Metric("balanced_accuracy", "balanced accuracy", False, ("multiclass",)),
+        Metric("f_measure", "F-measure", False, _CLASSES, in_brief=True),
+        Metric("sensitivity", "sensitivity", False, _YES_NO),
+        Metric("specificity", "specificity", False, _YES_NO),
+        Metric("brier", "Brier score", True, _CLASSES, in_brief=True, in_bench=True),
+        Metric("mae", "mean absolute error", True, ("regression",), in_brief=True, in_bench=True),
+        Metric("rmse", "RMSE", True, ("regression",)),
+        Metric("r2", "R\u00b2", False, ("regression",), in_brief=True),
+        Metric("pearson", "Pearson r", False, ("regression",)),
+        Metric("mean_error", "mean error", None),
+        Metric("sd_error", "SD of the error", None),
+        Metric("c_index", "C-index", False, ("survival",), in_brief=True, in_bench=True),
+        Metric(
+            "identification_accuracy",
+            "patients recognised",
+            False,
+            ("identity",),
+            in_brief=True,
+            percent=True,
+        ),
+        Metric("accuracy_local", "local accuracy", None, in_brief=True, percent=True),
+        Metric("accuracy_global", "global accuracy", None, in_brief=True, percent=True),
+        Metric("accuracy_whitened", "accuracy, whitened", None, in_bench=True),
+    )
+}
+
+
+def label_of(metric: str) -> str:
+    return METRIC_OF[metric].label if metric in METRIC_OF else metric.replace("_", " ")
 
 
 class ConfigError(UserError):

@@ -13,13 +13,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from omnilead.engine.common import CONFIGS as CONFIGS
-from omnilead.engine.common import ConfigError, find_config, flatten, merge
+from omnilead.engine.common import METRIC_OF, ConfigError, find_config, flatten, merge
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.loader import LoaderConfig, PipelineConfig
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
@@ -55,24 +55,12 @@ ALIASES = {  # names in other libraries
 }
 
 
-BestMetric = Literal[
-    "loss",
-    "auroc",
-    "auprc",
-    "challenge",
-    "accuracy",
-    "f1",
-    "f_measure",
-    "sensitivity",
-    "specificity",
-    "balanced_accuracy",
-    "mae",
-    "rmse",
-    "r2",
-    "pearson",
-    "c_index",
-    "identification_accuracy",
-]
+if TYPE_CHECKING:
+    BestMetric = str
+else:
+    BestMetric = Literal[
+        "f1", *(one.name for one in METRIC_OF.values() if one.lower_is_better is not None)
+    ]
 Rate = Annotated[float, Field(gt=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

@@ -16,7 +16,6 @@ failed.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +28,6 @@ from omnilead.engine.commandline import (
     interruptible,
     one_blas_thread,
     positive,
-    writable,
-    write_result,
 )
 
 PER = ("crop", "record", "half")
@@ -43,50 +40,15 @@ READOUT: Any = {
     "metavar": "R",
     "help": "parts joined by +: mean, std, beats, rhythm (the model's own: config.json, readout)",
 }
-PROBE = """Score the embeddings of a model on the splits of a dataset: linear probe, k-NN, identification.
-
-    omnilead probe --model RUN --data DATASET --json F.json          diagnosis and identification
-    omnilead probe --model RUN --data DATASET --task age             a shipped task; also sex, ptbxl-form, ...
-    omnilead probe --model RUN --data DATASET --labels my.csv        a table of labels of your own
-
-    omnilead probe --model small --data DATASET --labels my.csv --out MODEL      then omnilead predict --model MODEL
-
-A probe (for survival a Cox regression) is fitted on the training split, chosen on validation and scored on test. The model is
-not trained.
-Exit code 2: an argument or a file is wrong.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--probe" in given:
-        return probe([word for word in given if word != "--probe"])
-    args = parse(given)
+    args = parse(arguments)
     one_blas_thread()
     # imported late, so that --help does not wait for PyTorch
     from omnilead.engine.inference.commands import embed, exit_code
 
     return exit_code("omnilead embed", lambda: show(embed(**options_of(args)).message), args.out)
-
-
-def probe(arguments: Sequence[str]) -> int:
-    args = parse_probe(arguments)
-    one_blas_thread()
-    from omnilead.engine.evaluation.probe import probe_model, report
-    from omnilead.engine.evaluation.results import nullable
-    from omnilead.engine.inference.commands import exit_code
-
-    def run() -> int:
-        options = options_of(args)
-        place = options.pop("json")
-        if place:
-            writable(place, "--json")
-        scores = probe_model(**options)
-        if place:
-            write_result(place, json.dumps(nullable(scores), indent=1) + "\n", "--json")
-        return show(report(scores) + "\n")
-
-    return exit_code("omnilead probe", run)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -112,25 +74,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def parse_probe(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = command_parser("probe", PROBE)
-    add_inputs(parser)
-    add = parser.add_argument
-    add("--task", default="", metavar="NAME|F", help="a shipped task such as age, or a YAML file")
-    add(
-        "--labels",
-        default="",
-        metavar="CSV",
-        help="a table of labels, CSV or parquet, with a column `record`",
-    )
-    add("--readout", **READOUT)
-    add("--out", type=Path, metavar="MODEL", help="a folder: the model with this probe as its head")
-    add("--json", type=Path, metavar="F", help="write the scores as JSON")
-    return parser.parse_args(arguments)
-
-
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that embed, probe and predict share."""
+    """Adds the options that embed and predict share."""
     add = parser.add_argument
     add("--model", required=True, metavar="RUN", help="RUN, small, s3://... or hf://org/name")
     add("--code", **RUN_CODE)

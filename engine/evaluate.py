@@ -6,8 +6,8 @@
     omnilead evaluate --model RUN --data DATASET --json F.json --report F.html
     torchrun --nproc-per-node 8 -m omnilead.engine.evaluate --model RUN --data DATASET --json F.json  # a GPU per rank
 
-Classification: AUROC, AUPRC, accuracy, F measure, sensitivity and specificity at the model's
-thresholds; for diagnosis also the CinC 2021 Challenge score. Regression: mean absolute error, RMSE,
+Classification: AUROC, AUPRC, Brier score, accuracy, F measure, sensitivity and specificity at the
+model's thresholds; for diagnosis also the CinC 2021 Challenge score. Regression: mean absolute error, RMSE,
 R2, Pearson r. Survival: Harrell's C-index. Each is given for halves of 5 s, as in the paper (or the
 model's windows), and for whole records. Identification: the share of probes whose most similar
 gallery crop (cosine) is of the same patient, and the same for random weights of the architecture;
@@ -37,12 +37,18 @@ from omnilead.engine.commandline import (
     writable,
     write_result,
 )
-from omnilead.engine.common import LABELS, ConfigError, OutputError, environment
+from omnilead.engine.common import (
+    LABELS,
+    METRIC_OF,
+    ConfigError,
+    OutputError,
+    environment,
+    label_of,
+)
 from omnilead.engine.embed import options_of
 
 CLASSES_SHOWN = 12  # printed on the terminal
-NAMES = {"challenge": "challenge at 0.5", "challenge_chosen": "challenge, chosen"}  # thresholds
-COLUMNS = ("positives", "threshold", "auroc", "auprc", "f_measure", "mae", "r2", "c_index", "n")
+COLUMNS = [*("positives", "threshold"), *(one.name for one in METRIC_OF.values() if one.in_brief)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,17 +220,18 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
     from omnilead.engine.evaluation.results import pieces  # late: it imports torch
 
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
+    labels = {name: label_of(name) for name in document["metrics"]}
+    width = max(map(len, labels.values())) + 2
     if record := document.get("record"):
         left, right = f"{document['n']:,} {pieces(document)}", f"{record['n']:,} records"
-        yield f"{'':<18}{left:<30}{right}"
+        yield f"{'':<{width}}{left:<30}{right}"
     else:
         yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"
-    for name in document["metrics"]:
+    for name, label in labels.items():
         columns = (_score(one, name) for one in (document, record) if one)
-        shown = NAMES.get(name, name.replace("_", " "))
-        yield f"{shown:<18}{''.join(f'{column:<30}' for column in columns)}".rstrip()
+        yield f"{label:<{width}}{''.join(f'{column:<30}' for column in columns)}".rstrip()
     if 0 < len(classes := document["classes"]) <= CLASSES_SHOWN:
-        names = [name for name in COLUMNS if name in next(iter(classes.values()))]
+        names = [name for name in (*COLUMNS, "n") if name in next(iter(classes.values()))]
         yield f"{'class':<18}" + "".join(f"{name.replace('_', ' '):>11}" for name in names)
         for name, of in classes.items():
             yield f"{name:<18}" + "".join(

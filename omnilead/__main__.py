@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import omnilead
+from omnilead.data_tools.cli import tell
 from omnilead.engine.commandline import Parser, interruptible, leave
 
 COMMANDS = {  # name: (module with main(arguments), optionally its first arguments; what it does)
@@ -31,10 +32,6 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     "report": ("omnilead.engine.report.__main__", "write RUN/report.html, at any time"),
     "evaluate": ("omnilead.engine.evaluate", "score a model on held-out ECGs"),
     "embed": ("omnilead.engine.embed", "write embeddings of ECGs as parquet"),
-    "probe": (
-        "omnilead.engine.embed --probe",
-        "score embeddings with a linear probe, k-NN and identification",
-    ),
     "bench": ("omnilead.engine.bench", "compare models by linear probes on frozen embeddings"),
     "predict": (
         "omnilead.engine.predict",
@@ -46,7 +43,11 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     ),
     "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
     "reproduce": ("omnilead.engine.reproduce.__main__", "reproduce the tables of the paper"),
-    "parity": ("omnilead.engine.parity", "compare the model with the authors' numbers"),
+}
+GONE = {  # what to type instead
+    "parity": "python -m tests.parity DIR, in a clone of the repository",
+    "probe": "omnilead bench --models RUN --data DATASET --tasks TASK|TABLE identification --out OUT; "
+    "--head MODEL instead of probe's --out MODEL",
 }
 
 
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     listed = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
     about = {"description": __doc__, "epilog": f"commands:\n{listed}"}
+    if given and given[0] in GONE:
+        tell(f"omnilead: {given[0]} is no longer a command: type {GONE[given[0]]}")
+        return 2
     parser = Parser("omnilead", **about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"omnilead {omnilead.__version__}")
     parser.add_argument(

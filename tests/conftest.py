@@ -1,6 +1,7 @@
 """Fixtures for all tests: a small synthetic archive and dataset, a saved model, and the real ECGs
 if available."""
 
+import argparse
 import contextlib
 import os
 from dataclasses import asdict
@@ -128,3 +129,17 @@ def save_model(
         folder, weights, document | ({"head": head} if head else {}), signal | (preprocessing or {})
     )
     return folder
+
+
+def save_probed(model, data, task, out, labels="", readout="", leads="12"):
+    """Writes the model that `omnilead bench --head` writes, without the comparison. `task`: as for
+    --tasks."""
+    from omnilead.engine.evaluation import bench, embedders
+
+    how = {**bench.DEFAULTS, "labels": labels, "readout": readout, "head": str(out)}
+    how = argparse.Namespace(**how, leads=[leads], shown=[leads])
+    rows = embedders.rows_to_compare([str(model)], how)
+    how.widest = bench.widest_input(rows)
+    work = bench.planned(data, [str(task)], [1.0], [0.0], how)
+    bench.require_one_probe(rows, work, how)
+    bench.save_head(str(model), rows[0], work, how, Path(f"{out}-parts"))

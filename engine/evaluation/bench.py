@@ -31,15 +31,19 @@ import numpy as np
 
 from omnilead.data_tools.cli import interactive, tell
 from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.commandline import writing
 from omnilead.engine.common import ConfigError, parse_leads, shipped
 from omnilead.engine.data import counter
 from omnilead.engine.data.leakage import overlap
 from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.data.seen import seen_in
 from omnilead.engine.evaluation.embedders import (
     Compared,
     Embedder,
     Vectors,
     embedded,
+    name_and_places,
+    reading,
     rows_to_compare,
 )
 from omnilead.engine.evaluation.metrics import (
@@ -49,14 +53,16 @@ from omnilead.engine.evaluation.metrics import (
     few_patients,
     identification,
     statistic_of,
-    weighted_areas,
+    weighted_measures,
 )
 from omnilead.engine.evaluation.probe import (
     Probe,
     ProbeData,
     fit_scaled,
     labels_to_probe,
+    require_free,
     require_unlike,
+    save_with_head,
     unlike,
 )
 from omnilead.engine.evaluation.results import (
@@ -69,6 +75,7 @@ from omnilead.engine.evaluation.results import (
     shown_input,
 )
 from omnilead.engine.inference.commands import refuse_ranks
+from omnilead.engine.inference.trained_model import load
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.kinds import OF_VALUES
 from omnilead.engine.tasks.labels import OWN_COLUMNS, TaskLabels, data_records, read_task
@@ -86,6 +93,7 @@ DEFAULTS = {
     "test_labels": "",
     "fit_leads": "",
     "seed": 0,
+    "head": "",
     "code": False,
     "anonymous": False,
 }
@@ -177,16 +185,17 @@ def bench(
     compared_rows = rows_to_compare(models, how)
     how.widest = widest_input(compared_rows)
     work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), how)
-    notes = [f"{name}: {note}" for name, task in work.tasks.items() for note in task.labels.remarks]
-    notes += remarks(compared_rows, how, work)  # refuses bad input early
-    if how.fit_leads:
-        notes.append(f"Probes were fitted on leads {how.fit_leads}.")
+    if how.head:
+        require_one_probe(compared_rows, work, how)
+    notes = remarks(compared_rows, how, work)  # refuses bad input early
     found: Found = {}
     for number, row in enumerate(compared_rows, 1):
         for lead in how.leads:
             found.update(row_scores(row, lead, work, Path(out, "parts")))
         if not interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(compared_rows)} done: {row.name}")
+    if how.head:
+        save_head(models[0], compared_rows[0], work, how, Path(out, "parts"))
     random = {row.name: row.random for row in compared_rows}
     document: dict[str, Any] = nullable(
         {
@@ -228,8 +237,8 @@ def require_within(name: str, values: Sequence[float]) -> None:
 def planned(
     data: str, words: Sequence[str], shares: list[float], noise: list[float], how: Namespace
 ) -> Work:
-    require_folder("--labels", how.labels)
-    require_folder("--test-labels", how.test_labels)
+    require_labels("--labels", how.labels)
+    require_labels("--test-labels", how.test_labels)
     fitted = Dataset.open(data, how.anonymous)
     tested = Dataset.open(how.test_data, how.anonymous) if how.test_data else fitted
     tasks: dict[str, ProbedTask] = {}
@@ -303,9 +312,11 @@ def scores_of(
 
 
 def remarks(rows: Sequence[Compared], how: Namespace, work: Work) -> list[str]:
-    """Warnings of data leakage, different preprocessing and missing leads; ConfigError if data do
-    not suit a model."""
+    """What a reader must know of the labels, data leakage, different preprocessing and missing
+    leads; ConfigError if data do not suit a model."""
     notes: dict[str, None] = {}
+    for name, task in work.tasks.items():
+        notes |= dict.fromkeys(f"{name}: {note}" for note in task.labels.remarks)
     datasets = tuple(work.clean_rows)
     for row, lead, dataset in product(rows, how.shown, datasets):
         for model in row.trained if row.random else []:
@@ -317,7 +328,8 @@ def remarks(rows: Sequence[Compared], how: Namespace, work: Work) -> list[str]:
                 f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was "
                 f"recorded in them{how.widest.too_short}."
             ] = None
-    return [*notes, *seen_before(rows, work)]
+    fitted = [f"Probes were fitted on leads {how.fit_leads}."] if how.fit_leads else []
+    return [*notes, *seen_before(rows, work), *fitted]
 
 
 def seen_before(rows: Sequence[Compared], work: Work) -> list[str]:
@@ -332,6 +344,54 @@ def seen_before(rows: Sequence[Compared], work: Work) -> list[str]:
             found = leakage(model, work.tested, crops, patient_B)
             notes |= dict.fromkeys(f"{row.name}, {name}: {note}" for note in found)
     return list(notes)
+
+
+def require_one_probe(rows: Sequence[Compared], work: Work, how: Namespace) -> None:
+    """ConfigError unless --head can be written: one probe, fitted on known labels of every class."""
+    require_free(Path(how.head), "--head")
+    leads = [how.fit_leads] if how.fit_leads else how.leads
+    models = [row for row in rows if row.random not in ("", row.name)]
+    for option, count in (
+        ("--models", sum(len(row.members) for row in models)),
+        ("--tasks", len(work.tasks)),
+        ("--leads", len(leads)),
+    ):
+        if count != 1:
+            raise ConfigError(
+                f"--head {how.head}: is one probe of one model, but {option} names {count}: use one"
+            )
+    (task,) = work.tasks.values()
+    unknown_K = np.isnan(task.parts[0].y_NK).all(0)
+    if unknown_K.any():
+        names = ", ".join(np.array(task.labels.classes)[unknown_K])
+        raise ConfigError(
+            f"{task.labels.name}: no record of the split train has a known label in {names}: leave "
+            "the column out, or fill in its cells"
+        )
+
+
+def save_head(text: str, row: Compared, work: Work, how: Namespace, folder: Path) -> None:
+    """Writes the model `text` with its probe as a linear head, fitted on all labels of train."""
+    (task,), ((one, *_),) = work.tasks.values(), row.members
+    model: Any = one.model
+    readout = model.readout_of(how.readout)
+    train, valid, _ = task.parts
+    leads = how.fit_leads or how.leads[0]
+    rows = np.concatenate([train.rows, valid.rows])
+    # The model will measure rhythm itself, in its own leads
+    vectors = embedded([reading(one, readout)], work.fitted, rows, 0.0, leads, folder)
+    train_ND, valid_ND = train.means(vectors), valid.means(vectors)
+    kind = task.labels.task.kind
+    data = ProbeData(train_ND, train.y_NK, valid_ND, valid.y_NK, valid_ND, kind)
+    fitted = [
+        seen_in(work.fitted, np.sort(part.rows), use)
+        for part, use in ((train, "labelled"), (valid, "selected"))
+    ]
+    if one.precision == "bf16":  # its weights were rounded
+        model = load(name_and_places(text)[1][0], how.code)
+    out = Path(how.head)
+    with writing(out, "--head"):
+        save_with_head(model, one.input.limited_to(leads), readout, task.labels, data, fitted, out)
 
 
 def measured(dataset: Dataset, how: Namespace) -> Array:
@@ -385,9 +445,7 @@ def _labels_and_parts(
     if not table:
         named = word, table_of(how.labels, word)
         _require_table(word, named[1], how)
-    labels = labels_to_probe(fitted, *named, ("train", "valid"))
-    if labels is None:
-        raise ConfigError("name a task")
+    labels = labels_to_probe(fitted, *named)
     other = labels
     if tested is not fitted:
         own = replace(labels.task, folds={}) if table else load_task(word)
@@ -411,7 +469,7 @@ def _labels_and_parts(
 def _require_table(word: str, url: str, how: Namespace) -> None:
     """ConfigError if a shipped task needs a label table and there is none. `url`: what was found."""
     if word not in shipped("tasks"):
-        if url:
+        if url and not Path(word).exists():
             raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
         return
     task = load_task(word)
@@ -424,15 +482,16 @@ def _require_table(word: str, url: str, how: Namespace) -> None:
         raise ConfigError(f"{absent}: `{made}` writes it")
 
 
-def require_folder(option: str, folder: str) -> None:
-    place = Path(folder)  # "" is this one
-    if not place.is_dir():
-        why = f"is a table: give it as --tasks {place}" if place.exists() else "no such folder"
-        raise ConfigError(f"{option} {place}: {why}")
+def require_labels(option: str, folder: str) -> None:
+    if not Path(folder).exists():  # "" is this one
+        raise ConfigError(f"{option} {folder}: no such folder or table")
 
 
 def table_of(folder: str, word: str) -> str:
-    """The label table of a task in a folder written by `omnilead labels`; "" if there is none."""
+    """The label table of a task, in a folder written by `omnilead labels` or `folder` itself; "" if
+    there is none."""
+    if folder.endswith(TABLES):
+        return folder
     names = [Path(word).stem]
     if not word.endswith(TABLES):
         names.append(word.partition("-")[0])  # code15-mortality is in the table code15
@@ -560,8 +619,8 @@ def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samp
         values_MB = np.stack([statistic(weight_N) for weight_N in weight_NB.T], 1)
         return dict(zip(statistic.names, values_MB[:, None], strict=True))
     columns = zip(y_NK.T, scores_NK.T, strict=True)
-    areas = [weighted_areas(y_N, score_N, weight_NB) for y_N, score_N in columns]
-    return dict(zip(("auroc", "auprc"), np.stack(areas, 1), strict=True))
+    classes = [weighted_measures(y_N, score_N, weight_NB) for y_N, score_N in columns]
+    return {name: np.stack([of[name] for of in classes]) for name in classes[0]}
 
 
 def over_classes(of: Samples, few: bool = False) -> Samples:

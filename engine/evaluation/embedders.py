@@ -159,11 +159,18 @@ def name_and_places(text: str) -> tuple[str, list[str]]:
 def _embedder(name: str, place: str, args: Namespace) -> Embedder:
     model, precision = prepare_model(place, args.device, args.precision, args.code)
     batch = args.batch or (256 if model.device.type == "cuda" else 16)
-    readout = token_parts(model, args)
-    forward = partial(model.read, readout=readout)
-    digest = repr([model.digest, precision, readout, _code(readout)])
-    mean = place_of_mean(readout, model.encoder.width)
-    return Embedder(name, digest, model.input, forward, model, batch, mean, precision)
+    one = Embedder(name, "", model.input, model, model, batch, precision=precision)
+    return reading(one, token_parts(model, args))
+
+
+def reading(one: Embedder, readout: tuple[str, ...]) -> Embedder:
+    """The same model, read out in another way."""
+    model: Any = one.model
+    return one._replace(
+        digest=repr([model.digest, one.precision, readout, _code(readout)]),
+        forward=partial(model.read, readout=readout),
+        compared=place_of_mean(readout, model.encoder.width),
+    )
 
 
 def _drawn(like: Any, name: str, architecture: str, args: Namespace, seed: int) -> Embedder:

@@ -31,27 +31,16 @@ import numpy as np
 from scipy import stats
 
 from omnilead.data_tools.dataset import CLASSES
-from omnilead.engine.common import OutputError
+from omnilead.engine.common import METRIC_OF, OutputError
 
 Array = np.ndarray
 Names = Sequence[str]
 Floats = Sequence[float] | None
-METRICS = ("challenge", "auroc", "auprc", "accuracy", "f_measure")  # of diagnosis
-BY_THRESHOLD = ("auroc", "auprc", "accuracy", "f_measure", "sensitivity", "specificity")
-# the first is the score of a task; the Challenge's 26 classes have `challenge` before it
-MEASURES = {
-    "binary": BY_THRESHOLD,
-    "multilabel": BY_THRESHOLD,  # accuracy: the share of rows with every known class right
-    "multiclass": (
-        "auroc",
-        "auprc",
-        "accuracy",
-        "balanced_accuracy",
-        "f_measure",
-    ),  # areas: one class against the rest
-    "regression": ("mae", "rmse", "r2", "pearson"),
-    "survival": ("c_index",),
-}
+# By kind of task; the first is its score; the Challenge's 26 classes have `challenge` before it
+MEASURES: dict[str, list[str]] = {}
+for _metric in METRIC_OF.values():
+    for _kind in _metric.kinds:
+        MEASURES.setdefault(_kind, []).append(_metric.name)
 NORMAL = CLASSES.index("NSR")
 WEIGHTS = "challenge_weights.csv"
 UNIT = 80  # of the weights
@@ -216,12 +205,23 @@ class Ranking:
         return areas
 
 
-def weighted_areas(y_N: Array, score_N: Array, weight_NB: Array) -> Array:
-    """AUROC and AUPRC [2, B] of a class for B weightings of the rows at once. Both are NaN without
-    positives or negatives."""
-    areas = Ranking(y_N, score_N).areas(weight_NB)
-    areas[1, np.isnan(areas[0])] = np.nan
-    return areas
+def weighted_measures(y_N: Array, score_N: Array, weight_NB: Array) -> dict[str, Array]:
+    """The metrics [B] of a class that compare models, for B weightings of the rows at once. The
+    areas are NaN without positives or negatives."""
+    auroc_B, auprc_B = Ranking(y_N, score_N).areas(weight_NB)
+    auprc_B[np.isnan(auroc_B)] = np.nan
+    sums_2N = np.stack([squared_errors(y_N, score_N), ~np.isnan(y_N)], dtype=np.float32)
+    error_B, known_B = sums_2N @ weight_NB
+    with np.errstate(invalid="ignore"):
+        brier_B = error_B / known_B
+    return {"auroc": auroc_B, "auprc": auprc_B, "brier": brier_B}
+
+
+def squared_errors(y: Array, scores: Array) -> Array:
+    """0 where the label is unknown. Their mean is a class's Brier score. Exclusive classes are
+    scored like any others, each against the rest: Brier's own score, a sum over K classes, is K
+    times their mean."""
+    return np.where(np.isnan(y), 0, np.square(scores - y))
 
 
 class Statistic(ABC):
@@ -239,7 +239,10 @@ class Statistic(ABC):
     def by_class(self, weight_N: Array) -> dict[str, Array]: ...
 
     def means(self, weight_N: Array) -> dict[str, float]:
-        return {name: _mean(values_K) for name, values_K in self.by_class(weight_N).items()}
+        means = {}
+        for name, values_K in self.by_class(weight_N).items():
+            means[name] = _mean(values_K)
+        return means
 
     def measures(self) -> dict[str, float]:
         return dict(zip(self.names, self().tolist(), strict=True))
@@ -276,7 +279,14 @@ class Classification(Statistic):
         self.rated_N = self.known.any(1)
         wrong_NK = self.labels != self.outputs
         self.right_N = self.rated_N & ~wrong_NK.any(1)
-        cells = (self.labels & self.outputs, self.outputs, self.labels, self.known)
+        error_NK = squared_errors(y_NK, scores)
+        cells = (
+            self.labels & self.outputs,
+            self.outputs,
+            self.labels,
+            self.known,
+            error_NK,
+        )
         self.cells_NX = np.concatenate(cells, 1).astype(np.float64)
         self.rankings = list(map(Ranking, y_NK.T, scores.T))
 
@@ -290,10 +300,13 @@ class Classification(Statistic):
         return means
 
     def by_class(self, weight_N: Array) -> dict[str, Array]:
-        """auroc, auprc, f_measure, sensitivity, specificity. NaN where the denominator is zero."""
-        auroc_K, auprc_K = self.areas(weight_N)
-        sums_4K = (weight_N @ self.cells_NX).reshape(4, -1)
-        true_K, predicted_K, positives_K, known_K = sums_4K
+        """auroc, auprc, f_measure, sensitivity, specificity, brier. NaN where the denominator is
+        zero."""
+        weight_N1 = weight_N[:, None]
+        areas = [ranking.areas(weight_N1) for ranking in self.rankings]
+        auroc_K, auprc_K = np.concatenate(areas, 1)
+        sums_5K = (weight_N @ self.cells_NX).reshape(5, -1)
+        true_K, predicted_K, positives_K, known_K, error_K = sums_5K
         negatives_K = known_K - positives_K
         with np.errstate(invalid="ignore"):
             return {
@@ -302,14 +315,8 @@ class Classification(Statistic):
                 "f_measure": 2 * true_K / (predicted_K + positives_K),
                 "sensitivity": true_K / positives_K,
                 "specificity": (negatives_K - (predicted_K - true_K)) / negatives_K,
+                "brier": error_K / known_K,
             }
-
-    def areas(self, weight_N: Array) -> Array:
-        """AUROC and AUPRC [2, K]. NaN without positives; without negatives AUROC is NaN and AUPRC
-        1."""
-        weight_N1 = weight_N[:, None]
-        areas = [ranking.areas(weight_N1) for ranking in self.rankings]
-        return np.concatenate(areas, 1)
 
     def summary(self) -> dict[str, Any]:
         """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those

@@ -1,21 +1,16 @@
-"""Scores frozen embeddings: linear probe and k nearest neighbours for any task, and patient
-identification.
+"""Linear probes of frozen embeddings, and a model with one as its head.
 
-    scores = probe(dataset, halves)      # halves: embeddings of the crops of probe_rows(dataset), one row for each half
-    scores = probe(dataset, halves, labels_to_probe(dataset, "", "my.csv"))       # for a label table
-    print(report(scores))
+    fit = fit_scaled(linear, ProbeData(train_ND, labels_NK, valid_ND, valid_labels_NK, test_ND))
+    fit.scores_NK                        # of the test rows
+    save_with_head(model, shown, readout, labels, data, seen, Path("MODEL"))
 
 Each record is one row, the mean over its halves. Probes are fitted on train, chosen on valid and
 scored on test. Linear: a logistic regression for each class, softmax for exclusive classes, ridge
-regression for values, Cox regression for survival, which has no nearest neighbours. Features and
-values are standardised by the training rows. Penalty and number of neighbours minimise the mean
-squared error of probabilities or values on the valid rows, which is defined even for a class
-without positives; in survival, the partial likelihood. Without a task: diagnosis by the dataset's
-roles, and
-identification by cosine of the first 5 s of gallery and probe crops (paper, section "Patient
-identification").
+regression for values, Cox regression for survival. Features and values are standardised by the
+training rows. The penalty minimises the mean squared error of probabilities or values on the valid
+rows, which is defined even for a class without positives; in survival, the partial likelihood.
 
-Axes: N rows, D width of an embedding, K classes, H halves. Labels that are NaN are unknown.
+Axes: N rows, D width of an embedding, K classes. Labels that are NaN are unknown.
 """
 
 import os
@@ -33,24 +28,13 @@ from scipy.special import expit, softmax
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.commandline import writing
 from omnilead.engine.common import ConfigError, describe_leads
-from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.data.seen import joined, seen_in
-from omnilead.engine.evaluation.metrics import METRICS, Array, identification, measure, unit_vectors
+from omnilead.engine.data.seen import joined
+from omnilead.engine.evaluation.metrics import Array
 from omnilead.engine.evaluation.results import (
-    EvalOptions,
-    by_record,
-    leakage,
     load_task,
-    record_names,
-    shown_input,
 )
-from omnilead.engine.inference.commands import Setup, prepare, refuse_ranks
-from omnilead.engine.inference.inputs import dataset_of, dataset_source
-from omnilead.engine.inference.outputs import embeddings, matrix, whole
-from omnilead.engine.inference.readout import place_of_mean
-from omnilead.engine.inference.trained_model import TrainedModel, load
+from omnilead.engine.inference.trained_model import TrainedModel
 from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
@@ -59,12 +43,7 @@ from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, guess, read_task,
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
 STRENGTHS = tuple(float(f"{digit}e{power}") for power in range(2, -5, -1) for digit in (3, 1))
-NEIGHBOURS = (1, 5, 10, 20, 50, 100)
 LIMITS = {"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6}
-SHOWN = ("linear", "nearest")
-BLOCK = 1024  # rows compared at a time
-SPLITS = ("train", "valid", "test")
-IDENTITY = ("gallery", "probe")
 
 # Of the network of two layers
 HIDDEN = 128
@@ -93,88 +72,32 @@ class ProbeFit(NamedTuple):
     scale_K: Array = np.zeros(0)
 
 
-def labels_to_probe(
-    dataset: Dataset, name: str, url: str, splits: Sequence[str] = SPLITS
-) -> TaskLabels | None:
-    """The labels of the task `name`, or of the table `url`, whose kind is guessed; None if
-    neither is given. ConfigError if one of `splits` has none."""
-    if not (name or url):
-        return None
+def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels:
+    """The labels of the task `name`, with the table `url` if there is one; without a name of the
+    table, whose kind is guessed. ConfigError if there is nothing to fit on."""
     task = load_task(name) if name else guess(TaskConfig(Path(url).stem[:64], labels=url))
     task = replace(task, labels=url or task.labels)
     if task.kind == "identity":
-        raise ConfigError(f"--task {name}: leave it out: identification is then probed")
+        raise ConfigError("is of patients: use identification, without a table")
     labels = read_task(task, [dataset])
-    for split in splits:
+    for split in ("train", "valid"):
         if not len(labels.rows(0, split)):
             raise ConfigError(
                 f"{labels.name or dataset.root.url}: no record is in the split {split}: a probe "
-                f"needs {', '.join(splits)}" + f"; {DX_ROLES}" * (labels.role == "dx")
+                "needs train, valid, test" + f"; {DX_ROLES}" * (labels.role == "dx")
             )
-        if split != "valid" or task.kind == "survival":
+        if split == "train" or task.kind == "survival":
             require_unlike(labels, split, dataset)
     return labels
 
 
-def probe_model(
-    model: str | Path,
-    data: str | Sequence[str],
-    task: str = "",
-    labels: str = "",
-    readout: str = "",
-    out: str | Path | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """The scores of a trained model's embeddings. `out`: a folder for the model with the linear
-    probe as its head. `options`: as of engine.inference.commands.embed."""
-    refuse_ranks("probes are")
-    if out:
-        require_free(Path(out))
-    setup = prepare(model, data, per="half", **options)
-    dataset = dataset_of(setup.options)
-    if dataset is None:
-        raise ConfigError(
-            f"--data {setup.options.data[0]}: a probe needs a dataset with splits: make one "
-            "with `omnilead shard`"
-        )
-    table = labels_to_probe(dataset, task, labels)
-    if out and not table:
-        raise ConfigError(f"--out {out}: a head needs labels: give --task or --labels")
-    rows = probe_rows(dataset, table)
-    source = dataset_source(dataset, rows, setup.input, setup.options)
-    parts = setup.model.readout_of(readout)
-    halves = whole(source, embeddings(setup.model, readout), setup.input, "half")
-    mean = place_of_mean(parts, setup.model.encoder.width)
-    scores = probe(dataset, halves, table, mean) | {"precision": setup.precision}
-    scores["remarks"] = remarks(setup, dataset, table)
-    if out and table:
-        if "linear" not in scores:
-            raise ConfigError(f"--out {out}: no labelled record has a lead that the model is shown")
-        exact = setup.model
-        if setup.precision == "bf16":  # its weights were rounded
-            exact = load(model, bool(setup.model.code))
-        fitted, _ = probe_data(dataset, halves, table)
-        with writing(Path(out), "--out"):
-            save_with_head(exact, setup.input, parts, table, fitted, dataset, Path(out))
-    return scores
-
-
-def remarks(setup: Setup, dataset: Dataset, labels: TaskLabels | None) -> list[str]:
-    """What a reader of the scores must know."""
-    notes = shown_input(setup.model, dataset, EvalOptions(leads=setup.options.leads or ""))[1]
-    if labels is None:
-        return notes
-    rows = labels.rows(0, "test")
-    return [*notes, *labels.remarks, *leakage(setup.model, dataset, rows, labels.patients[0])]
-
-
-def require_free(out: Path) -> None:
+def require_free(out: Path, flag: str) -> None:
     """ConfigError unless the folder can be made."""
     if os.path.lexists(out):
-        raise ConfigError(f"--out {out}: exists: choose another folder")
+        raise ConfigError(f"{flag} {out}: exists: choose another folder")
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {out}: no folder can be made in {folder}: choose another")
+        raise ConfigError(f"{flag} {out}: no folder can be made in {folder}: choose another")
 
 
 def save_with_head(
@@ -183,29 +106,25 @@ def save_with_head(
     readout: tuple[str, ...],
     labels: TaskLabels,
     data: ProbeData,
-    dataset: Dataset,
+    fitted: Sequence[pa.Table],
     out: Path,
 ) -> None:
     """Writes the model with the linear probe as its head, for `omnilead predict` and `evaluate`.
-    `shown`: the leads that the probe was fitted on."""
-    fit = fit_scaled(linear, data)
+    `shown`: the leads that the probe was fitted on; `fitted`: its crops (engine.data.seen)."""
+    fit = fit_scaled(linear, data._replace(test_ND=data.valid_ND))
     task = labels.task
-    valid_NK = outputs(task.kind, data.valid_ND, fit.weights_DK)
     head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels.facts}
     head["definition"] = {**head["definition"], "head": ""}
     if task.kind == "regression":
         head |= {"center": fit.center_K.tolist(), "scale": fit.scale_K.tolist()}
     elif task.kind in WITH_THRESHOLDS:
-        head["thresholds"] = thresholds(data.valid_labels_NK, valid_NK)
-    encoder = model.encoder.state_dict()
-    weights = {f"encoder.{name}": tensor for name, tensor in encoder.items()}
+        head["thresholds"] = thresholds(data.valid_labels_NK, fit.scores_NK)
+    weights = {}
+    for name, tensor in model.encoder.state_dict().items():
+        weights[f"encoder.{name}"] = tensor
     weights_DK = fit.weights_DK.astype(np.float32)
     weights["head.weight"] = torch.from_numpy(weights_DK[1:].T.copy())
     weights["head.bias"] = torch.from_numpy(weights_DK[0].copy())
-    fitted = [
-        seen_in(dataset, labels.rows(0, split), use)
-        for split, use in (("train", "labelled"), ("valid", "selected"))
-    ]
     document = model.config | {
         "head": head,
         "readout": "+".join(readout),
@@ -249,65 +168,6 @@ def unlike(kind: str, y_NK: Array) -> Array:
     return np.asarray(least_K < most_K)
 
 
-def probe_rows(dataset: Dataset, labels: TaskLabels | None = None) -> Array:
-    """Rows of the crops that the probes need."""
-    if labels:
-        return np.flatnonzero(labels.split[0])
-    rows = [dataset.select(dx=role) for role in SPLITS]
-    rows += [dataset.select(identity=role) for role in IDENTITY]
-    if not any(map(len, rows)):
-        raise ConfigError(
-            f"{dataset.root.url}: no crop has a role: build it with `omnilead shard --plan paper`"
-        )
-    return np.unique(np.concatenate(rows))
-
-
-def probe(
-    dataset: Dataset,
-    halves: pa.Table,
-    labels: TaskLabels | None = None,
-    compared: slice = slice(None),
-) -> dict[str, Any]:
-    """`compared`: the dimensions by which patients are identified."""
-    row_H = halves["row"].to_numpy()
-    task = labels or read_task(TaskConfig(), [dataset])
-    kind = task.task.kind
-    scores: dict[str, Any] = {}
-    if labels:
-        scores = {"task": task.task.name, "kind": kind}
-    if all(np.isin(row_H, task.rows(0, split)).any() for split in SPLITS):
-        data, y_NK = probe_data(dataset, halves, task)
-        for name in SHOWN[:1] if kind == "survival" else SHOWN:
-            fit = fit_scaled(PROBES[name], data)
-            metrics = measure(kind, y_NK, fit.scores_NK, classes=task.classes)
-            if not labels:
-                metrics = {key: metrics[key] for key in METRICS}
-            scores[name] = {**metrics, "chosen": fit.chosen}
-        counts = len(data.train_ND), len(data.valid_ND), len(data.test_ND)
-        scores["records"] = dict(zip(SPLITS, counts, strict=True))
-    if not labels:
-        scores.update(identified(dataset, row_H, matrix(halves)[:, compared]))
-    return scores
-
-
-def probe_data(dataset: Dataset, halves: pa.Table, labels: TaskLabels) -> tuple[ProbeData, Array]:
-    """The records of train, valid and test; the labels of test."""
-    row_H = halves["row"].to_numpy()
-    c_HD = matrix(halves)
-    parts = []
-    for split in SPLITS:
-        there = np.isin(row_H, labels.rows(0, split))
-        parts.append(records(dataset, row_H[there], c_HD[there], labels.y[0]))
-    train, valid, (test_ND, y_NK) = parts
-    unknown = np.array(labels.classes)[np.isnan(train[1]).all(0)]
-    if len(unknown):
-        raise ConfigError(
-            f"{labels.name}: no record of the split train has a known label in "
-            f"{', '.join(unknown)}: leave the column out, or fill in its cells"
-        )
-    return ProbeData(*train, *valid, test_ND, labels.task.kind), y_NK
-
-
 def fit_scaled(fit: "Callable[[ProbeData], ProbeFit]", data: ProbeData) -> ProbeFit:
     """Standardises values by the training rows before the fit, and scales the scores back to their
     unit."""
@@ -321,55 +181,6 @@ def fit_scaled(fit: "Callable[[ProbeData], ProbeFit]", data: ProbeData) -> Probe
     one = fit(data._replace(labels_NK=labels, valid_labels_NK=valid_labels))
     scores_NK = one.scores_NK * scale + center
     return one._replace(scores_NK=scores_NK, center_K=center, scale_K=scale)
-
-
-def identified(dataset: Dataset, row_H: Array, c_HD: Array) -> dict[str, Any]:
-    first_H = np.diff(row_H, prepend=-1) != 0
-    ids_H = patient_ids([dataset])[0][row_H]
-    vectors, patients = [], []
-    for role in IDENTITY:
-        taken_H = first_H & np.isin(row_H, dataset.select(identity=role))
-        if not taken_H.any():
-            return {}
-        vectors.append(c_HD[taken_H])
-        patients.append(ids_H[taken_H].tolist())
-    found = identification(vectors[0], patients[0], vectors[1], patients[1])
-    names = ("accuracy", "top5", "chance", "n_probes", "n_gallery", "one_sided")
-    return {"identification": {name: found[name] for name in names}}
-
-
-def records(dataset: Dataset, row_H: Array, c_HD: Array, y_NK: Array) -> tuple[Array, Array]:
-    """Mean embeddings [N, D] and labels [N, K] of the records."""
-    names = record_names(dataset, row_H)
-    labels, c_ND, _ = by_record(y_NK[row_H], c_HD, names, names)
-    return c_ND, labels
-
-
-def report(scores: dict[str, Any]) -> str:
-    """The scores for the terminal."""
-    lines = []
-    if count := scores.get("records"):
-        metrics = [name for name in scores["linear"] if name != "chosen"]
-        width = max(11, *(len(metric) + 2 for metric in metrics))
-        lines.append(
-            f"{scores.get('task', 'diagnosis')}, {count['test']:,} records of test "
-            f"({count['train']:,} train, {count['valid']:,} valid)"
-        )
-        heads = "".join(f"{metric:>{width}}" for metric in metrics)
-        lines.append(f"{'':18}{heads}")
-        for name, parameter in (("linear", "strength"), ("nearest", "k")):
-            values = scores.get(name)
-            if not values:
-                continue
-            numbers = "".join(f"{values[metric]:{width}.4f}" for metric in metrics)
-            lines.append(f"{name:18}{numbers}   {parameter} {values['chosen']:g}")
-    if found := scores.get("identification"):
-        line = f"{'identification':18}{found['accuracy']:11.4f}   {found['n_probes']:,} probes, "
-        line += f"{found['n_gallery']:,} in the gallery; chance {found['chance']:.4f}"
-        if found["one_sided"]:
-            line += f"; {found['one_sided']:,} of patients not in the gallery: misses"
-        lines.append(line)
-    return "\n".join([*lines, *scores.get("remarks", ())])
 
 
 def linear(data: ProbeData) -> ProbeFit:
@@ -389,8 +200,9 @@ def linear(data: ProbeData) -> ProbeFit:
             weights = proportional_hazards(train, data.labels_NK, strength, weights)
         else:
             weights = logistic(train, data.labels_NK, strength, weights, data.kind == "multiclass")
-        error = _error(outputs(data.kind, valid, weights), data.valid_labels_NK, data.kind)
+        valid_NK = outputs(data.kind, valid, weights)
         test_NK = outputs(data.kind, test, weights)
+        error = _error(valid_NK, data.valid_labels_NK, data.kind)
         fits.append(ProbeFit(test_NK, strength, error, weights))
     best = min(fits, key=lambda fit: fit.error)
     mean_D, scale_D = moments(data.train_ND)
@@ -425,14 +237,16 @@ def ridge(x_ND: Array, y_NK: Array, strength: float) -> Array:
         n = len(known)
         x = x_ND1[known]
         square = x.T @ x.copy() / n  # a matrix product: BLAS rounds x.T @ x otherwise
-        weights.append(np.linalg.solve(square + penalty, x.T @ y_N[known] / n))
+        product = x.T @ y_N[known] / n
+        weights.append(np.linalg.solve(square + penalty, product))
     return np.stack(weights, axis=1)
 
 
 def proportional_hazards(x_ND: Array, y_N1: Array, strength: float, start: Array) -> Array:
     """[1 + D, 1], as `logistic`: least mean loss of the events + strength / 2 * squared weights.
     The intercept stays 0."""
-    x_ND1, y = torch.from_numpy(np.insert(x_ND, 0, 1.0, axis=1)), torch.from_numpy(y_N1)
+    x_ND1 = torch.from_numpy(np.insert(x_ND, 0, 1.0, axis=1))
+    y = torch.from_numpy(y_N1)
 
     def objective(flat: Array) -> tuple[float, Array]:
         w_D1 = torch.tensor(flat[:, None], requires_grad=True)
@@ -451,7 +265,11 @@ def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
 
 
 def logistic(
-    x_ND: Array, y_NK: Array, strength: float, start: Array | None = None, exclusive: bool = False
+    x_ND: Array,
+    y_NK: Array,
+    strength: float,
+    start: Array | None = None,
+    exclusive: bool = False,
 ) -> Array:
     """[1 + D, K], intercepts first: least mean log loss + strength / 2 * squared weights (not
     intercepts).
@@ -475,8 +293,9 @@ def logistic(
         value, p_NK = loss(x_ND1 @ w_DK, target_NK, known_NK)
         slope_NK = (p_NK - target_NK) * known_NK / n
         gradient_DK = x_ND1.T @ slope_NK + penalty_D1 * w_DK
-        value = value / n + (penalty_D1 / 2 * w_DK.square()).sum()
-        return float(value), (gradient_DK * scale_DK).ravel().numpy()
+        penalty = (penalty_D1 / 2 * w_DK.square()).sum()
+        gradient_DK = gradient_DK * scale_DK
+        return float(value / n + penalty), gradient_DK.ravel().numpy()
 
     scale = scale_DK.numpy()
     first = np.zeros(scale.shape) if start is None else start / scale
@@ -505,40 +324,6 @@ def _independent_loss(z_NK: Tensor, y_NK: Tensor, known_NK: Tensor) -> tuple[Ten
     return loss_NK.sum(), z_NK.sigmoid()
 
 
-def nearest(data: ProbeData) -> ProbeFit:
-    """The share of positives, or the mean value, among the k training rows with the highest
-    cosine."""
-    parts = standardised(data.train_ND, data.valid_ND, data.test_ND)
-    train, valid, test = map(unit_vectors, parts)
-    possible = [k for k in NEIGHBOURS if k <= len(train)]
-    shares = votes(train, data.labels_NK, valid, possible)
-    errors = {k: _error(share_NK, data.valid_labels_NK) for k, share_NK in shares.items()}
-    best = min(possible, key=lambda k: errors[k])  # the fewest of equally good
-    test_NK = votes(train, data.labels_NK, test, [best])[best]
-    return ProbeFit(test_NK, best, errors[best])
-
-
-def votes(
-    train_ND: Array, labels_NK: Array, query_ND: Array, neighbours: Sequence[int]
-) -> dict[int, Array]:
-    """For each k the means of the neighbours' known labels [N, K], or of all rows' if none is
-    known. Of equally similar rows the first counts."""
-    labels_NK = labels_NK.astype(np.float64)
-    known = ~np.isnan(labels_NK)
-    labels = np.where(known, labels_NK, 0)
-    usual_K = np.nanmean(labels_NK, 0)
-    shares: dict[int, list[Array]] = {k: [] for k in neighbours}
-    for start in range(0, len(query_ND), BLOCK):
-        similarity = query_ND[start : start + BLOCK] @ train_ND.T
-        order = np.argsort(-similarity, axis=1, kind="stable")
-        for k, blocks in shares.items():
-            near = order[:, :k]
-            count = known[near].sum(1)
-            mean = labels[near].sum(1) / np.maximum(count, 1)
-            blocks.append(np.where(count > 0, mean, usual_K))
-    return {k: np.concatenate(blocks) for k, blocks in shares.items()}
-
-
 def network(data: ProbeData) -> ProbeFit:
     """A network of two layers. Its weight decay and its number of epochs minimise the error on the
     valid rows."""
@@ -563,10 +348,10 @@ def network(data: ProbeData) -> ProbeFit:
                 loss.backward()
                 adam.step()
             with torch.no_grad():
-                valid_NK, test_NK = (
-                    _linked(data.kind, layers(x_ND).double().numpy()) for x_ND in (valid, test)
-                )
-            fits.append(ProbeFit(test_NK, decay, _error(valid_NK, data.valid_labels_NK, data.kind)))
+                valid_NK = _linked(data.kind, layers(valid).double().numpy())
+                test_NK = _linked(data.kind, layers(test).double().numpy())
+            error = _error(valid_NK, data.valid_labels_NK, data.kind)
+            fits.append(ProbeFit(test_NK, decay, error))
     return min(fits, key=lambda fit: fit.error)
 
 
@@ -595,7 +380,8 @@ def standardised(train_ND: Array, *others: Array) -> tuple[Array, ...]:
     """Standardises by mean and standard deviation of the first; features that are constant there
     become zero."""
     mean_D, scale_D = moments(train_ND)
-    return tuple((x_ND.astype(np.float64) - mean_D) * scale_D for x_ND in (train_ND, *others))
+    every = (train_ND, *others)
+    return tuple((x_ND.astype(np.float64) - mean_D) * scale_D for x_ND in every)
 
 
 def moments(x_ND: Array) -> tuple[Array, Array]:
@@ -613,4 +399,4 @@ def _error(scores_NK: Array, labels_NK: Array, kind: str = "") -> float:
 
 
 Probe = Callable[[ProbeData], ProbeFit]
-PROBES: dict[str, Probe] = {"linear": linear, "nearest": nearest, "network": network}
+PROBES: dict[str, Probe] = {"linear": linear, "network": network}

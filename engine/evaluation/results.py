@@ -574,7 +574,7 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     if task.kind == "identity" and labels:
         raise ConfigError(
             f"--labels {labels}: the model was not fine-tuned for labels: use omnilead finetune, "
-            "or omnilead probe"
+            "or omnilead bench --head MODEL"
         )
     return replace(task, labels=labels) if labels else task
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from omnilead.data_tools.cli import tell
 from omnilead.engine.commandline import parse_yaml
-from omnilead.engine.common import FILE_NAME, VALIDATION, describe_leads
+from omnilead.engine.common import FILE_NAME, VALIDATION, describe_leads, label_of
 from omnilead.engine.config import RunConfig
 from omnilead.engine.data.seen import as_bytes, publishable
 from omnilead.engine.model.encoders import file_of, portable
@@ -39,7 +39,7 @@ from omnilead.engine.model.folder import (
 )
 from omnilead.engine.model.input import DEFAULT_INPUT, described
 from omnilead.engine.report.run_report import StepLog
-from omnilead.engine.training.task import METRIC_NAMES, TrainingTask
+from omnilead.engine.training.task import TrainingTask
 
 # An absolute path or the address of a bucket, but not https:// or hf://
 PLACE = re.compile(
@@ -139,7 +139,7 @@ def _table(measured: Facts) -> str:
         return ""
     rows = ["| in validation | |", "|---|---|"]
     for name, value in measured.items():
-        rows.append(f"| {METRIC_NAMES.get(name, name.replace('_', ' '))} | {value:.4f} |")
+        rows.append(f"| {label_of(name)} | {value:.4f} |")
     return "\n".join(rows) + "\n\n"
 
 

@@ -64,7 +64,7 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
     if model.head and measures_signal(model.readout):
         raise ConfigError(
             f"{out}: ONNX cannot measure rhythm and beats, which the head needs: fit it with "
-            "`omnilead probe --readout mean+std`"
+            "`omnilead bench --head MODEL --readout mean+std`"
         )
     outputs, temporary = Outputs(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:

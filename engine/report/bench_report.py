@@ -18,18 +18,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from omnilead.data_tools.spreadsheet import as_csv
-from omnilead.engine.common import write_whole
+from omnilead.engine.common import METRIC_OF, write_whole
 
-MAIN = {
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-    "mae": "mean absolute error",
-    "c_index": "C-index",
-    "challenge": "Challenge score at 0.5",
-    "challenge_chosen": "Challenge score, chosen thresholds",
-    "accuracy": "accuracy, cosine",
-    "accuracy_whitened": "accuracy, whitened",
-}
+MAIN = {}
+for _metric in METRIC_OF.values():
+    if _metric.in_bench:
+        MAIN[_metric.name] = _metric.label
+MAIN["accuracy"] = "accuracy, cosine"  # of identification
 KEYS = ("model", "task", "leads", "share", "noise")
 OVER = (
     "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "

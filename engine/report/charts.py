@@ -2,8 +2,6 @@
 
     line_chart("Loss", [Line("loss", "training", steps, values)])    curves over steps
     histogram("Similarity", [("positive pairs", values), ...])       the distribution of each group
-    rank_chart("Code usage", counts_GV)                              how often each code was used
-    ecg_chart("Crop 1", mv_SLT, names, fs_hz)                        leads under each other
     roc_and_pr("AF", label_N, score_N)                               both curves side by side
     calibration_chart(mean, true, count, error)                      predicted and observed frequency
     confusion_chart(labels_NK, outputs_NK, names)                    what is predicted for each class
@@ -280,64 +278,15 @@ def histogram(title: str, groups: Sequence[tuple[str, Array]]) -> str:
     for i, (label, values) in enumerate(finite.items()):
         mean = values.mean()
         shares = np.histogram(values, edges)[0] / len(values)
-        _stairs(axes, shares, edges, i, f"{label}, mean {mean:.2f}")
+        style: Style = {"color": SERIES[i % len(SERIES)]}
+        axes.stairs(shares, edges, fill=True, alpha=0.2, **style)
+        name = f"{label}, mean {mean:.2f}"
+        axes.stairs(shares, edges, lw=1.4, label=name, gid=name, **style)
         axes.axvline(mean, **GUIDE)
+    axes.margins(x=0)
     axes.yaxis.set_major_formatter(_per_cent)
     _legend(axes)
     return drawing.svg("wide")
-
-
-@_styled
-def rank_chart(title: str, counts_GV: Array) -> str:
-    """The share of each code, largest first; dotted: all equal."""
-    codes = counts_GV.shape[1]
-    edges = np.arange(codes + 1.0)
-    drawing = Drawing(title)
-    axes = drawing.axes()
-    for g, count_V in enumerate(counts_GV):
-        share_V = np.sort(count_V)[::-1] / max(count_V.sum(), 1)
-        label = f"book {g + 1}: {np.count_nonzero(share_V)} of {codes}"
-        _stairs(axes, share_V, edges, g, label)
-    axes.axhline(1 / codes, **GUIDE)
-    axes.yaxis.set_major_formatter(_per_cent)
-    _legend(axes)
-    return drawing.svg()
-
-
-def _stairs(axes: Axes, shares: Array, edges: Array, colour: int, label: str) -> None:
-    style: Style = {"color": SERIES[colour % len(SERIES)]}
-    axes.stairs(shares, edges, fill=True, alpha=0.2, **style)
-    axes.stairs(shares, edges, lw=1.4, label=label, gid=label, **style)
-    axes.margins(x=0)
-
-
-@_styled
-def ecg_chart(
-    title: str, mv_SLT: Array, leads: Sequence[str], fs_hz: float, unit: str = "mV"
-) -> str:
-    """Halves side by side; a lead that is all zeros is a grey line."""
-    step_mv = 2.0
-    halves, rows, samples = mv_SLT.shape
-    time_s = np.arange(samples) / fs_hz
-    half_s = samples / fs_hz
-    level = -step_mv * np.arange(rows)
-    drawing = Drawing(title, ECG_WIDTH, TOP + BOTTOM + 26 * rows)
-    axes = drawing.axes()
-    axes.grid(visible=False)
-    drawing.text(0, 30, f"{step_mv:g} {unit} from lead to lead; grey: masked out")
-    for s, row in np.ndindex(halves, rows):
-        mv = mv_SLT[s, row].astype(float).clip(-step_mv, step_mv)  # up to the next leads' lines
-        t, mv = thinned(half_s * s + time_s, mv)
-        colour = SERIES[0] if mv.any() else AXIS
-        axes.plot(t, mv + level[row], color=colour, lw=0.8)
-    for s in range(1, halves):
-        axes.axvline(half_s * s, **GUIDE)
-    axes.set_xlim(0, halves * half_s)
-    axes.set_ylim(level[-1] - 0.6 * step_mv, 0.6 * step_mv)
-    axes.set_yticks(level, leads)
-    axes.xaxis.set_major_locator(MaxNLocator(10))
-    axes.xaxis.set_major_formatter("{x:g} s")
-    return drawing.svg()
 
 
 @_styled

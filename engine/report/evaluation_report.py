@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import METRIC_OF
 from omnilead.engine.evaluation.metrics import (
     TOO_FEW,
     Array,
@@ -26,7 +27,16 @@ from omnilead.engine.evaluation.metrics import (
 from omnilead.engine.evaluation.results import IdentificationResult, TaskResult, pieces
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.report import charts
-from omnilead.engine.report.page import Line, LineStyle, ReportSection, Tile, readable, render
+from omnilead.engine.report.page import (
+    Line,
+    LineStyle,
+    ReportSection,
+    Tile,
+    readable,
+    render,
+    shown,
+    titled,
+)
 from omnilead.engine.tasks.kinds import OF_VALUES
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
@@ -34,27 +44,11 @@ CONFUSED = 30  # classes in the confusion chart, the most frequent
 WORST = 12  # ECGs drawn
 NO_INTERVAL = "no interval"
 OTHER_PAIRS = 200_000  # pairs of different patients in the histogram
-NAMES = {
+COUNTS = {
     "positives": "Positives",
     "predicted": "Predicted",
     "n": "Known",
     "threshold": "Threshold",
-    "challenge": "Challenge score at 0.5",
-    "challenge_chosen": "Challenge score, thresholds of validation",
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-    "accuracy": "Accuracy",
-    "f_measure": "F measure",
-    "balanced_accuracy": "Balanced accuracy",
-    "sensitivity": "Sensitivity",
-    "specificity": "Specificity",
-    "mae": "Mean absolute error",
-    "rmse": "RMSE",
-    "r2": "R\u00b2",
-    "pearson": "Pearson r",
-    "c_index": "C-index",
-    "mean_error": "Mean error",
-    "sd_error": "SD of the error",
 }
 
 
@@ -66,12 +60,6 @@ def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = N
     heading = [counts, *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts)]
     sections.append(ReportSection("The evaluation", table=list(readable(facts))))
     return render(f"{name}: evaluation", kind, name, heading, sections)
-
-
-def shown(value: float | None, percent: bool = False) -> str:
-    if value is None or not math.isfinite(value):
-        return "-"
-    return f"{value:.1%}" if percent else f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
 def interval(ends: list[float], percent: bool = False) -> str:
@@ -130,20 +118,20 @@ def scoring_note(head: HeadInfo, of: str, units: str) -> str:
     else:
         note += "A class is predicted where its probability is above its threshold. "
     return note + (
-        "AUROC, AUPRC and F are means over the classes for which they are defined; unknown labels "
-        "are ignored."
+        "AUROC and other figures of classes are means over the classes for which they are defined; "
+        "unknown labels are ignored."
     )
 
 
 def tiles(part: Mapping[str, Any]) -> Iterator[Tile]:
     for key, ends in part["intervals"].items():
-        percent = key == "accuracy"
-        yield NAMES[key], shown(part["metrics"][key], percent), interval(ends, percent)
+        percent = METRIC_OF[key].percent
+        yield titled(key), shown(part["metrics"][key], percent), interval(ends, percent)
 
 
 def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Sequence[str]]:
-    columns = [key for key in NAMES if key in next(iter(classes.values()))]
-    yield ["Class", *(NAMES[key] for key in columns)]
+    columns = [key for key in (*COUNTS, *METRIC_OF) if key in next(iter(classes.values()))]
+    yield ["Class", *(COUNTS.get(key) or titled(key) for key in columns)]
     for name, of in classes.items():
         label = f"{name} (no positives)" if of.get("positives") == 0 else name
         yield [
@@ -158,7 +146,7 @@ def group_section(
     first, *others = metrics
     counted = any("positives" in group for group in groups.values())
     head = [name.capitalize(), "Records", "Patients"] + ["Positives"] * counted
-    grid = [[*head, NAMES[first], "95 % interval", *(NAMES[key] for key in others)]]
+    grid = [[*head, titled(first), "95 % interval", *map(titled, others)]]
     for value, group in groups.items():
         row = [value, f"{group['n']:,}", f"{group['patients']:,}"]
         if "positives" in group:

@@ -4,6 +4,7 @@ import.
     render("RUN: report", "Pre-training", "RUN", ["step 100"], [ReportSection("Loss", charts=[svg])])
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,7 +12,7 @@ from typing import Any
 
 import jinja2
 
-from omnilead.engine.common import flatten
+from omnilead.engine.common import flatten, label_of
 from omnilead.engine.evaluation.metrics import Array
 
 Tile = tuple[str, str, str]  # label, value, detail
@@ -52,6 +53,17 @@ def readable(tree: Any) -> Iterator[tuple[str, str]]:
                 key,
                 " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value),
             )
+
+
+def shown(value: float | None, percent: bool = False) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.1%}" if percent else f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
+
+
+def titled(metric: str) -> str:
+    label = label_of(metric)
+    return label[:1].upper() + label[1:]
 
 
 @dataclass(frozen=True, eq=False)

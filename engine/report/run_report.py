@@ -1,10 +1,11 @@
-"""Writes RUN/report.html, one self-contained page with the training curves of a run.
+"""Writes RUN/report.html, one self-contained page: how a run went, what to look at, four curves.
 
     omnilead report RUN
 
-Curves come from metrics.jsonl; validation.jsonl, run.json, config.yaml and diagnostics.npz are
-added if they exist. An unfinished run has a report too: what was not logged is left out, what is
-not finite is marked. Damaged or missing files are remarks, not errors.
+Curves come from metrics.jsonl; validation.jsonl, run.json and config.yaml are added if they exist.
+The other curves are in metrics.jsonl and in TensorBoard. An unfinished run has a report too: what
+was not logged is left out, what is not finite is marked. Damaged or missing files are remarks, not
+errors.
 
     files = RunFiles(Path("RUN"))
     files.metrics.curve("loss")                                          # steps and values, from metrics.jsonl
@@ -12,7 +13,7 @@ not finite is marked. Damaged or missing files are remarks, not errors.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +22,15 @@ import numpy as np
 
 from omnilead.data_tools.cli import say
 from omnilead.engine.common import (
-    DIAGNOSTICS,
-    LEADS,
-    LOWER_IS_BETTER,
+    METRIC_OF,
     METRICS,
     VALID,
     VALIDATION,
     ConfigError,
+    Metric,
     write_whole,
 )
 from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.inference.npz import ArrayError, load_npz
 from omnilead.engine.report.page import (
     Line,
     LineStyle,
@@ -39,19 +38,12 @@ from omnilead.engine.report.page import (
     Tile,
     readable,
     render,
+    shown,
+    titled,
 )
 
 REPORT, RESULT = "report.html", "result.json"
 PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
-SAMPLES_SHOWN, FS_HZ = 4, 500.0
-DIAGNOSTIC_AXES = {  # arrays of diagnostics.npz, with the number of their axes
-    "positive_similarity": 1,  # cosines of contexts with their own targets
-    "negative_similarity": 1,  # and with other targets
-    "same_similarity": 1,  # cosines of pooled encodings of one crop or patient
-    "other_similarity": 1,  # and of different ones
-    "code_usage": 2,  # [G, V]: how often each code of each codebook was chosen
-    "samples_mv": 4,  # [n, S, L, T]: augmented crops as the model saw them, in millivolts or scaled
-}
 LARGEST = 1e12  # larger numbers cannot be steps, losses, rates or seconds
 RECENT = 10  # logged steps
 
@@ -130,8 +122,6 @@ class RunFiles:
             self.remarks.append(f"run.json cannot be read: {' '.join(str(error).split())}")
         config = run / "config.yaml"
         self.config = config.read_text(errors="replace") if config.is_file() else ""
-        self.diagnostics, remarks = read_diagnostics(run / DIAGNOSTICS)
-        self.remarks += remarks
 
     def fact(self, *keys: str) -> Any:
         """A value from run.json; None if it is missing."""
@@ -139,20 +129,6 @@ class RunFiles:
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
         return value
-
-
-def read_diagnostics(path: Path) -> tuple[dict[str, Array], list[str]]:
-    """The arrays that can be drawn, and remarks about the others."""
-    arrays, remarks = {}, []
-    try:
-        for name, array in load_npz(path).items() if path.is_file() else ():
-            if DIAGNOSTIC_AXES.get(name) == array.ndim and array.size and array.dtype.kind in "iuf":
-                arrays[name] = array.astype(np.float64)
-            else:
-                remarks.append(f"{path.name}: {name} {array.dtype}{list(array.shape)} is not shown")
-    except ArrayError as error:
-        return {}, [f"{path.name} {error}"]
-    return arrays, remarks
 
 
 class Curve(NamedTuple):
@@ -167,98 +143,24 @@ class Chart(NamedTuple):
     style: LineStyle = LineStyle()
 
 
-def _one(key: str, held_out: bool = False) -> tuple[Curve, ...]:
-    return (Curve(key, "", held_out),)  # a single curve needs no label
-
-
-def _both(key: str) -> tuple[Curve, ...]:
-    return Curve(key, "training"), Curve(key, "held out", True)
-
-
-PERPLEXITIES = (
-    Curve("code_perplexity", "perplexity of codes"),
-    Curve("prob_perplexity", "of probabilities"),
+LOSS = Chart("Loss", (Curve("loss", "training"), Curve("loss", "held out", True)))
+ACCURACY = Chart(
+    "Accuracy",
+    (
+        Curve("accuracy_local", "masked tokens"),
+        Curve("accuracy_global", "other half"),
+        Curve("identification_accuracy", "patients, held out", True),
+    ),
+    LineStyle(percent=True, floor=0),
 )
-BY_CLASS = (
-    Curve("auroc", "AUROC", True),
-    Curve("auprc", "AUPRC", True),
-    Curve("f_measure", "F", True),
-)
-SHARE = LineStyle(percent=True, floor=0)
-SECTIONS: dict[str, tuple[Chart, ...]] = {
-    "Loss": (
-        Chart("Loss", _both("loss")),
-        Chart("Accuracy of halves", _both("accuracy"), SHARE),
-        Chart("Local loss", _both("loss_local"), LineStyle("nats a masked token")),
-        Chart("Global loss", _both("loss_global"), LineStyle("nats a half")),
-        Chart(
-            "Diversity loss",
-            _one("loss_diversity"),
-            LineStyle("share of unused codes", percent=True),
-        ),
-        Chart("Feature penalty", _one("loss_features"), LineStyle("mean square", log=True)),
-    ),
-    "Accuracy": (
-        Chart("Masked tokens, among their negatives", _both("accuracy_local"), SHARE),
-        Chart("Other half, among other crops", _both("accuracy_global"), SHARE),
-        Chart("Patients recognised", _one("identification_accuracy", True), SHARE),
-    ),
-    "Validation": (
-        Chart("AUROC, AUPRC, F-measure", BY_CLASS, LineStyle("mean of classes", floor=0)),
-        Chart(
-            "Mean absolute error",
-            _one("mae", True),
-            LineStyle("of the label", floor=0),
-        ),
-        Chart("C-index", _one("c_index", True)),
-        Chart("R2", _one("r2", True), LineStyle("share of the variance")),
-        Chart("CinC score", _one("challenge", True), LineStyle(smooth=False)),
-    ),
-    "Quantiser and masks": (
-        Chart("Codes in use", PERPLEXITIES, LineStyle(floor=0)),
-        Chart("Gumbel temperature", _one("gumbel_tau"), LineStyle(smooth=False)),
-        Chart("Masked tokens", _one("masked_share"), LineStyle(percent=True)),
-    ),
-    "Optimisation": (
-        Chart("Learning rate", _one("lr"), LineStyle(floor=0, smooth=False)),
-        Chart("Gradient norm", _one("grad_norm"), LineStyle(log=True)),
-        Chart("Skipped steps", _one("skipped_steps"), LineStyle(floor=0, smooth=False)),
-    ),
-    "Throughput": (
-        Chart("Crops per second", _one("crops_per_s"), LineStyle(floor=0)),
-        Chart("Waiting for data", _one("data_wait_pct"), LineStyle("%", floor=0)),
-        Chart("Model FLOPs utilisation", _one("mfu"), SHARE),
-        Chart("Memory", _one("memory_gb"), LineStyle("GB", floor=0, smooth=False)),
-    ),
-}
-KNOWN_LOSSES = [chart.curves[0].key for chart in SECTIONS["Loss"]]
+GRADIENT = Chart("Gradient norm", (Curve("grad_norm", ""),), LineStyle(log=True))
+SPEED = Chart("Crops per second", (Curve("crops_per_s", ""),), LineStyle(floor=0))
 RECOGNISED = "identification_accuracy"
-CARDS = {
-    "auroc": ("AUROC", ".3f"),
-    "challenge": ("CinC score", ".3f"),
-    "mae": ("Mean absolute error", ".3g"),
-    "r2": ("R2", ".3f"),
-    "c_index": ("C-index", ".3f"),
-    "accuracy_local": ("Local accuracy", ".1%"),
-    "accuracy_global": ("Global accuracy", ".1%"),
-    # random weights recognise patients far above chance: step 0 is shown beside
-    RECOGNISED: ("Patients recognised", ".1%"),
-}
-SIMILARITIES = {
-    "Cosine of contexts and targets": {
-        "positive_similarity": "own target",
-        "negative_similarity": "negatives",
-    },
-    "Cosine of pooled encodings": {
-        "same_similarity": "same crop or patient",
-        "other_similarity": "others",
-    },
-}
 
 
 def build(run: Path) -> str:
     files = RunFiles(run)
-    best, absent = best_step(files), list[str]()
+    best = best_step(files)
     sections = [
         ReportSection(tiles=list(summary(files, best))),
         ReportSection(remarks=[*files.remarks, *warnings(files, best)]),
@@ -270,38 +172,20 @@ def build(run: Path) -> str:
                 "Learning rates", grid=[names, *([str(cell) for cell in row] for row in rates)]
             )
         )
-    for title, planned in SECTIONS.items():
-        charts = [*planned, *own_losses(files)] if title == "Loss" else planned
-        drawn = [draw(chart, files, best, absent) for chart in charts]
-        note = validation_note(files) if title == "Loss" else ""
-        sections.append(ReportSection(title, charts=list(filter(None, drawn)), note=note))
+    drawn = [draw(chart, files, best) for chart in (LOSS, score_chart(files), GRADIENT, SPEED)]
+    note = f"{validation_note(files)} Every curve is in {METRICS} and in TensorBoard (train.track)."
     sections.append(
-        ReportSection("Similarities", charts=list(diagnostic_charts(files.diagnostics)))
-    )
-    sections.append(
-        ReportSection(
-            "Inputs",
-            charts=list(sample_charts(files)),
-            columns=2,
-        )
+        ReportSection("Curves", charts=list(filter(None, drawn)), columns=2, note=note.strip())
     )
     table = [
         (key, value)
         for key, value in readable(files.facts)
         if not key.startswith(("config.", "chance.", "validation", "labels.", "rates"))
     ]
-    missing = f"Not logged in this run: {', '.join(absent)}." if absent else ""
-    sections.append(ReportSection("The run", table=table, config=files.config, note=missing))
+    sections.append(ReportSection("The run", table=table, config=files.config))
     return render(
         f"{files.name}: report", kind_of(files), files.name, list(progress(files)), sections
     )
-
-
-def own_losses(files: RunFiles) -> Iterator[Chart]:
-    """Those of an objective of one's own."""
-    for key in files.metrics.rows[-1]:
-        if key.startswith("loss_") and key not in KNOWN_LOSSES:
-            yield Chart(key, _both(key))
 
 
 def kind_of(files: RunFiles) -> str:
@@ -375,8 +259,8 @@ def summary(files: RunFiles, best: float | None) -> Iterator[Tile]:
         yield "Training loss", f"{loss:.3f}", f"{metrics.finite('loss')[0]:.3f} at first"
     if math.isfinite(loss := held_out.at("loss", step)):
         yield "Held-out loss", f"{loss:.3f}", f"at step {step:,.0f}"
-    for key, (name, form) in CARDS.items():
-        if tile := score_tile(files, key, name, form, step):
+    for metric in METRIC_OF.values():
+        if metric.in_brief and (tile := score_tile(files, metric, step)):
             yield tile
     if ended := result(files):
         since = f"{ended['validations_since']} validations since the best"
@@ -395,28 +279,29 @@ def summary(files: RunFiles, best: float | None) -> Iterator[Tile]:
         yield "MFU", f"{share:.1%}", "of the device's peak"
 
 
-def score_tile(files: RunFiles, key: str, name: str, form: str, step: float | None) -> Tile | None:
+def score_tile(files: RunFiles, metric: Metric, step: float | None) -> Tile | None:
     """A held-out score, else the recent one of training, beside that of guessing."""
+    key, percent = metric.name, metric.percent
     value, prefix, detail = files.held_out.at(key, step), VALID, "held out"
     if not math.isfinite(value):
         value, prefix, detail = files.metrics.recent(key), "", "training"
     if not math.isfinite(value):
         return None
     if math.isfinite(guess := number(files.fact("chance", prefix + key))):
-        detail += f", chance {guess:{form}}"
+        detail += f", chance {shown(guess, percent)}"
     before = files.held_out.at(key, 0)
     if prefix and key == RECOGNISED and math.isfinite(before):
-        detail += f", {before:{form}} before training"
-    return name, f"{value:{form}}", detail
+        detail += f", {shown(before, percent)} before training"
+    return titled(key), shown(value, percent), detail
 
 
 def chosen_by(files: RunFiles) -> tuple[str, int]:
     """The metric that chooses the best step; 1 if higher is better, -1 if lower is, 0 if that is
     not known. A damaged run.json does not name it."""
     name = str(files.fact("best") or "loss")
-    if name not in LOWER_IS_BETTER:
+    if name not in METRIC_OF or METRIC_OF[name].lower_is_better is None:
         return name, 0
-    return name, -1 if LOWER_IS_BETTER[name] else 1
+    return name, -1 if METRIC_OF[name].lower_is_better else 1
 
 
 def best_step(files: RunFiles) -> float | None:
@@ -460,61 +345,41 @@ def result(files: RunFiles) -> dict[str, Any]:
     }
 
 
-def draw(chart: Chart, files: RunFiles, best: float | None, absent: list[str]) -> str:
-    """The chart, or "" if none of its curves was logged; keys that were logged as null are added to
-    `absent`."""
+def score_chart(files: RunFiles) -> Chart:
+    """The metric that chooses the best step; in pre-training, what is recognised."""
+    name, sign = chosen_by(files)
+    if name == "loss" or not sign:
+        return ACCURACY
+    style = LineStyle(percent=METRIC_OF[name].percent, floor=0)
+    return Chart(titled(name), (Curve(name, "held out", True),), style)
+
+
+def draw(chart: Chart, files: RunFiles, best: float | None) -> str:
+    """The chart, or "" if none of its curves was logged."""
     from omnilead.engine.report import charts  # late, so that training starts without it
 
     lines: list[Line] = []
     compared = not all(curve.held_out for curve in chart.curves)  # with training
     for curve in chart.curves:
-        log: StepLog = files.held_out if curve.held_out else files.metrics
-        x, y = log.curve(curve.key)
+        key = curve.key
+        x, y = files.metrics.curve(key)
         if curve.held_out:
+            x, y = files.held_out.curve(key)
             x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-        if not len(x):
-            if not curve.held_out and any(curve.key in row for row in log.rows):
-                absent.append(curve.key)
-            continue
-        key, colour, dashed = curve.key, len(lines), False
-        if curve.held_out:
             key = VALID + key
-            if compared:
-                colour, dashed = 1, True
+        if not len(x):
+            continue
         chance = number(files.fact("chance", key))
-        level = chance if math.isfinite(chance) else None
-        lines.append(Line(key, curve.label, x, y, colour, dashed, level))
-    held_out = any(line.key.startswith(VALID) for line in lines)
-    mark = (best, f"best at step {best:,.0f}") if held_out and best is not None else None
+        level = chance if math.isfinite(chance) and len(chart.curves) == 1 else None
+        dashed = compared and curve.held_out
+        lines.append(Line(key, curve.label, x, y, len(lines), dashed, level))
     if not lines:
         return ""
+    mark = None
+    held_out = any(line.key.startswith(VALID) for line in lines)
+    if held_out and best is not None and chart is not ACCURACY:  # its legend is full
+        mark = best, f"best at step {best:,.0f}"
     return charts.line_chart(chart.title, lines, chart.style, files.metrics.steps, mark)
-
-
-def diagnostic_charts(arrays: Mapping[str, Array]) -> Iterator[str]:
-    from omnilead.engine.report import charts  # late, so that training starts without it
-
-    for title, names in SIMILARITIES.items():
-        groups = [(label, arrays[name]) for name, label in names.items() if name in arrays]
-        if groups:
-            yield charts.histogram(title, groups)
-        if "positive_similarity" in names and "code_usage" in arrays:
-            yield charts.rank_chart(
-                "Usage of codes", np.nan_to_num(arrays["code_usage"], posinf=0, neginf=0).clip(0)
-            )
-
-
-def sample_charts(files: RunFiles) -> Iterator[str]:
-    from omnilead.engine.report import charts  # late, so that training starts without it
-
-    samples = files.diagnostics.get("samples_mv")
-    fs_hz = files.fact("input", "fs_hz") or FS_HZ
-    scaled = files.fact("input", "scale") not in (None, "millivolt")
-    unit = "standard deviations" if scaled else "mV"
-    for i, mv_SLT in enumerate(samples[:SAMPLES_SHOWN] if samples is not None else ()):
-        count = mv_SLT.shape[1]
-        names = LEADS if count == len(LEADS) else [str(lead + 1) for lead in range(count)]
-        yield charts.ecg_chart(f"Crop {i + 1}, as the model saw it", mv_SLT, names, fs_hz, unit)
 
 
 def write_report(run: Path) -> Path:

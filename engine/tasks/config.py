@@ -49,7 +49,7 @@ class TaskConfig:
     # initial ones of ArcFace; means: mean embeddings of each class
     class_vectors: Literal["random", "means"] = "random"
     # "": a linear layer of the mean over tokens; start: the linear layer and the read-out of
-    # `start`, a model of `omnilead probe --out`; attention: of means weighted by learnt queries; or
+    # `start`, a model of `omnilead bench --head`; attention: of means weighted by learnt queries; or
     # your own file.py:Class(width, outputs), from mean encodings to logits
     head: str = ""
 

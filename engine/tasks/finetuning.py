@@ -79,9 +79,7 @@ from omnilead.engine.training.task import (
     describe_encoder,
     start_text,
 )
-from omnilead.engine.training.validation import eval_mode, pairs, predict_on_ranks
-
-DIAGNOSED = 64  # crops
+from omnilead.engine.training.validation import eval_mode, predict_on_ranks
 
 
 @dataclass
@@ -445,16 +443,6 @@ class FinetuneTask(TrainingTask):
     def chosen(self) -> dict[str, Any]:
         return {"thresholds": self.thresholds} if self.thresholds else {}
 
-    def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
-        """Identification: cosines of held-out windows of the same patient and of different ones."""
-        arrays = super().diagnostics(engine, batch)
-        if self.kind != "identity" or not self.held_out.crops:
-            return arrays
-        c_BSD = self._outputs(engine, DIAGNOSED)
-        ids_R = torch.from_numpy(self.held_out.y[:DIAGNOSED]).repeat_interleave(c_BSD.shape[1])
-        same, other = pairs(c_BSD.flatten(0, 1), ids_R)
-        return arrays | {"same_similarity": same, "other_similarity": other}
-
     def _outputs(self, engine: Any, crops: int, between: Between = lambda: None) -> Tensor:
         """Logits (diagnosis) or embeddings of the first held-out crops, on the CPU."""
         count = int(self.input.count())
@@ -534,9 +522,8 @@ class FinetuneTask(TrainingTask):
 
 
 def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
-    measures = MEASURES.get(labels.task.kind, ("identification_accuracy",))
     challenge = ("challenge",) if labels.classes == CLASSES else ()
-    return (*measures, *challenge, "loss")
+    return (*MEASURES[labels.task.kind], *challenge, "loss")
 
 
 def training_roles(

@@ -90,7 +90,7 @@ def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> tup
     these labels."""
     if config.task.head != "start":
         return (PAPER,)
-    made = "omnilead probe --model MODEL --out PROBED, then --start PROBED"
+    made = "omnilead bench --models MODEL --head PROBED writes one, for --start PROBED"
     if not start.head or not start.head_weights:
         raise ConfigError(f"task.head=start: start={config.start} has no linear layer: {made}")
     head, task = start.head, labels.task

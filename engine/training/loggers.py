@@ -14,7 +14,6 @@ to metrics.cut.jsonl and validation.cut.jsonl.
 import importlib
 import importlib.metadata
 import importlib.util
-import io
 import json
 import math
 import os
@@ -27,7 +26,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import yaml  # type: ignore[import-untyped]
 from tqdm.auto import tqdm
@@ -166,13 +164,6 @@ class RunLogger:
                     f"{' '.join(str(error).split())[:200]}"
                 )
                 del self.services[name]
-
-
-def write_diagnostics(path: Path, **arrays: np.ndarray) -> None:
-    """The arrays are those of engine.report.run_report.DIAGNOSTIC_AXES."""
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-    write_whole(path, buffer.getvalue())
 
 
 def _is_finite(value: Any) -> bool:

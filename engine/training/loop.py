@@ -26,7 +26,6 @@ from torch import Tensor
 
 from omnilead.data_tools.cli import UserError, say
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.common import DIAGNOSTICS
 from omnilead.engine.config import RunConfig, micro_batch, zero_stage
 from omnilead.engine.data.counter import bits
 from omnilead.engine.data.loader import Batch, Loader, State
@@ -36,7 +35,7 @@ from omnilead.engine.model.objectives import sum_over_ranks
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import MaxOverRanks, Ranks
 from omnilead.engine.training.inputs import some_crops
-from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops, write_diagnostics
+from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops
 from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
 from omnilead.engine.training.task import TrainingTask
 
@@ -105,7 +104,7 @@ class Loop:
         """True when all steps are done; False if the run was asked to stop. `tracer`: see
         engine.training.tracking.Profile.traced."""
         self.engine.train()
-        batches, batch = iter(self.loader), None
+        batches = iter(self.loader)
         with self._signals_handled():
             try:
                 if self.progress.validation_due and self.config.train.validate_every:
@@ -121,8 +120,6 @@ class Loop:
                         self._save()
                     self._stop_if_asked()
                 self._save()
-                if batch is not None:
-                    self._diagnose(batch)
                 return True
             except Stopped as stopped:
                 self.unfinished = str(stopped)
@@ -288,12 +285,6 @@ class Loop:
             self._save()
         elif np.isfinite(value) or progress.best:  # a metric may be undefined on these crops
             progress.stale += 1
-
-    def _diagnose(self, batch: Batch) -> None:
-        with torch.compiler.set_stance("force_eager"):
-            arrays = self.task.diagnostics(self.engine, batch)
-        if self.ranks.first:
-            write_diagnostics(self.run / DIAGNOSTICS, **arrays)
 
     def _save_is_due(self) -> bool:
         """The same on all ranks. The clock is the first rank's, of which others hear a step later:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import VALID, ConfigError, blaming
-from omnilead.engine.config import Config, candidates, micro_batch
+from omnilead.engine.config import Config, candidates
 from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.data.leakage import held_out, refuse_leak
 from omnilead.engine.data.loader import Batch, order_of
@@ -37,7 +37,7 @@ from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.continuing import read_settings, read_weights
 from omnilead.engine.training.distributed import Ranks, on_first_rank
-from omnilead.engine.training.inputs import Arguments, PretrainInputs, dtype_of, some_crops
+from omnilead.engine.training.inputs import Arguments, PretrainInputs, dtype_of
 from omnilead.engine.training.task import (
     Between,
     TrainingTask,
@@ -47,10 +47,8 @@ from omnilead.engine.training.task import (
     start_text,
 )
 from omnilead.engine.training.validation import (
-    Capture,
     PatientProbe,
     ValidationLoss,
-    eval_mode,
     hold_out_once,
     rows_of,
     training_roles,
@@ -60,7 +58,6 @@ from omnilead.engine.training.validation import (
 # 1,662 real ECGs best from 12 leads, docs/readouts.md
 READOUT = "mean+std+rhythm"
 READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured
-DIAGNOSED = 16  # crops of a rank
 TAKEN = {"local", "diversity", "features"}  # names of losses
 COLLAPSED_SHARE, COLLAPSED_LOGS = 0.02, 3  # of all codes; log lines in a row
 
@@ -168,9 +165,6 @@ class PretrainTask(TrainingTask):
             self.remarks = [*self.remarks, self.start.into(model)]
         return model
 
-    def seen(self, batch: Batch) -> Tensor:
-        return self.inputs.windows(batch)
-
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         tau = torch.tensor(temperature(self.config.model, step)).to(
             self.ranks.device, non_blocking=True
@@ -253,19 +247,6 @@ class PretrainTask(TrainingTask):
             f"use. Raise objective.diversity ({self.config.objective.diversity}), lower train.lr "
             f"({self.config.train.lr}), or raise model.tau_decay"
         )
-
-    def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
-        """Adds similarities of encodings of the first crops of the batch, without dropout."""
-        few = min(DIAGNOSED, micro_batch(self.config, self.ranks.world)[0])
-        part = some_crops(self.arguments(batch, 0, 1), 0, few)
-        model = engine.module
-        with eval_mode(engine), Capture(model) as captured, torch.no_grad():
-            if model.local is None:  # an objective of your own may not encode the whole
-                x_BSLT = self.seen(batch)[:few]
-                model.encoder(x_BSLT.flatten(0, 1).to(dtype_of(self.config)))
-            else:
-                engine(*part)
-        return super().diagnostics(engine, batch) | captured.similarities(self.config.windows)
 
     @staticmethod
     def described(config: Config, state: dict[str, Any]) -> dict[str, Any]:

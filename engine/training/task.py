@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import LOWER_IS_BETTER, ConfigError, plugin
+from omnilead.engine.common import METRIC_OF, ConfigError, label_of, plugin
 from omnilead.engine.config import RunConfig
 from omnilead.engine.data.loader import Batch
 from omnilead.engine.model.config import ENCODERS, ModelConfig
@@ -25,17 +25,6 @@ from omnilead.engine.model.encoders import file_of, portable
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.inputs import Arguments
 
-METRIC_NAMES = {
-    "auroc": "AUROC",
-    "auprc": "AUPRC",
-    "challenge": "CinC 2021 score",
-    "f_measure": "F-measure",
-    "mae": "mean absolute error",
-    "r2": "R2",
-    "c_index": "C-index",
-    "identification_accuracy": "share of patients recognised",
-}
-SAMPLES = 4  # crops shown in the report
 Between = Callable[[], None]  # called by all ranks between batches; raises when the run must stop
 Overrides = Sequence[str] | Mapping[str, Any]  # as for engine.commandline.overridden
 Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
@@ -73,10 +62,6 @@ class TrainingTask(ABC):
         return [(1.0, [p for p in model.parameters() if p.requires_grad])]
 
     @abstractmethod
-    def seen(self, batch: Batch) -> Tensor:
-        """x_BSLT: what the encoder sees of a batch."""
-
-    @abstractmethod
     def arguments(self, batch: Batch, step: int, total: int) -> Arguments:
         """The model's arguments in step `step` of `total`."""
 
@@ -93,10 +78,6 @@ class TrainingTask(ABC):
     def explained(self) -> dict[str, Any]:
         """For run.json: `chance`, the value of each curve when guessing (validation:
         valid/NAME); `validation`, how validation differs from training."""
-
-    def diagnostics(self, engine: Any, batch: Batch) -> dict[str, np.ndarray]:
-        """Called by all ranks at the end, with the last batch: arrays for RUN/diagnostics.npz."""
-        return {"samples_mv": self.seen(batch)[:SAMPLES].float().cpu().numpy()}
 
     def facts(self) -> dict[str, Any]:
         """Further facts that must not change when a run is resumed."""
@@ -145,12 +126,7 @@ def best_metric(name: str | None, metrics: Sequence[str]) -> tuple[str, int]:
         raise ConfigError(
             f"train.best={name}: this task does not measure it: use {', '.join(metrics)}"
         )
-    if name not in LOWER_IS_BETTER:
-        raise ConfigError(
-            f"train.best={name}: nothing says whether less of it is better: add it to "
-            "LOWER_IS_BETTER in engine/common.py"
-        )
-    return name, -1 if LOWER_IS_BETTER[name] else 1
+    return name, -1 if METRIC_OF[name].lower_is_better else 1
 
 
 def start_text(start: str) -> str:
@@ -163,10 +139,7 @@ def best_step_text(best: Mapping[str, float]) -> str:
     name = next((name for name in best if name != "step"), None)
     if name is None:
         return "There was no validation."
-    return (
-        f"Best {METRIC_NAMES.get(name, name)} in validation: {best[name]:.4f}, at step "
-        f"{best['step']:,}."
-    )
+    return f"Best {label_of(name)} in validation: {best[name]:.4f}, at step {best['step']:,}."
 
 
 def describe_encoder(config: ModelConfig) -> str:

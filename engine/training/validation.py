@@ -1,12 +1,7 @@
-"""Validation during training: loss on held-out crops, patient identification, and similarities for
-RUN/diagnostics.npz.
+"""Validation during training: loss on held-out crops, and patient identification.
 
 ValidationLoss(config, datasets, ranks).measure(engine, between)     # the same crops, masks and negatives every time
 PatientProbe(config, datasets, ranks).accuracy(engine, between)      # share of patients identified; needs no labels
-with Capture(engine.module) as captured:
-    engine(*inputs)
-captured.similarities(views=2)            # cosines, by their names in engine.report.run_report
-pairs(c_AD, patient_A)                    # cosines of pairs with the same label and of pairs with different ones
 """
 
 import math
@@ -15,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +29,6 @@ from omnilead.engine.data.patients import (
     validation_split,
 )
 from omnilead.engine.data.predict import CropBatch, predict
-from omnilead.engine.model.draws import Draws
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.objectives import (
     all_gather_no_grad,
@@ -42,13 +36,11 @@ from omnilead.engine.model.objectives import (
     sum_over_ranks,
     world_size,
 )
-from omnilead.engine.model.pretrainer import LocalOutput
 from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.inputs import PretrainInputs, dtype_of
 from omnilead.engine.training.task import Between
 
 BATCH = 16  # crops encoded at a time
-MAX_PAIRS = 20_000  # of each kind that are kept
 TIE = 1e-12  # cosines in float64 closer than this are equal
 NOT_LOGGED = (
     "loss_diversity",
@@ -239,68 +231,3 @@ def predict_on_ranks(
     outputs = [y_RD for _, y_RD in predict(batches(), prepare, forward, ranks.device)]
     y_RD = torch.from_numpy(np.concatenate(outputs)).to(ranks.device)
     return all_gather_no_grad(y_RD)[: windows * len(crops)].cpu()
-
-
-class Capture:
-    """Captures what the encoder and the local head of a Pretrainer computed in the last forward
-    pass. It uses a hook, which also works when ZeRO has partitioned the weights."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.c_RND: Tensor | None = None
-        self.compared: LocalOutput | None = None
-        self.draws: Draws | None = None
-
-    def __enter__(self) -> Self:
-        self.hook = (self.model.local or self.model.encoder).register_forward_hook(self._store)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.hook.remove()
-
-    def _store(self, module: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if module is self.model.local:  # its inputs: encodings, features, draws
-            self.c_RND, self.draws, self.compared = inputs[0], inputs[2], output
-        else:
-            self.c_RND = output
-
-    @torch.no_grad()
-    def similarities(self, views: int) -> dict[str, np.ndarray]:
-        """Called by all ranks: codes are counted over all of them, pairs are those of this rank."""
-        assert self.c_RND is not None
-        arrays = {}
-        if self.compared is not None and self.draws is not None:
-            own, others = contexts(self.compared, self.draws)
-            arrays = {"positive_similarity": own, "negative_similarity": others}
-            arrays["code_usage"] = sum_over_ranks(self.compared.quantized.hard_GV).cpu().numpy()
-        crop_R = torch.arange(len(self.c_RND), device=self.c_RND.device) // views
-        same, other = pairs(pool(self.c_RND), crop_R)
-        arrays["same_similarity"] = same
-        arrays["other_similarity"] = other
-        return arrays
-
-
-def contexts(compared: LocalOutput, draws: Draws) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines of the contexts of masked tokens with their own targets, and with their negatives."""
-    context_RMP, target_RMP = (F.normalize(x.float(), dim=-1) for x in compared[:2])
-    s_RMM = context_RMP @ target_RMP.transpose(1, 2)
-    codes_RMG = compared.quantized.codes_RMG
-    same_RMM = (codes_RMG[:, :, None] == codes_RMG[:, None]).all(-1)
-    negative_RMM = (draws.times_RMM > 0) & ~same_RMM & draws.valid_RM[:, :, None]
-    own_RM = s_RMM.diagonal(dim1=1, dim2=2)
-    return thinned(own_RM[draws.valid_RM]), thinned(s_RMM[negative_RMM])
-
-
-def pairs(c_AD: Tensor, label_A: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines of all pairs with the same label, and of all other pairs."""
-    unit_AD = F.normalize(c_AD.float(), dim=-1)
-    cosine_AA = unit_AD @ unit_AD.T
-    same_AA = label_A[:, None] == label_A
-    once_AA = torch.ones_like(same_AA).triu(1)
-    return thinned(cosine_AA[once_AA & same_AA]), thinned(cosine_AA[once_AA & ~same_AA])
-
-
-def thinned(values: Tensor) -> np.ndarray:
-    """At most MAX_PAIRS of the values, evenly spaced."""
-    every = -(-len(values) // MAX_PAIRS) or 1
-    return values[::every].float().cpu().numpy()

@@ -53,7 +53,7 @@ def test_means_over_seeds_and_their_differences(dataset, tmp_path):
     assert tuned["n"] == random["n"] == whole["n"] and random["patients"] == whole["patients"]
     for name, of in random["each"].items():
         assert of == pytest.approx([whole["metrics"][name]] * 2, abs=1e-6)
-    assert {"auroc", "auprc", "challenge", "challenge_chosen"} == set(random["each"])
+    assert {"auroc", "auprc", "brier", "challenge", "challenge_chosen"} == set(random["each"])
     gaps = [gap for gap in found["differences"] if gap["against"] == "random"]
     assert [gap["metric"] for gap in gaps] == list(tuned["metrics"])
     for gap in gaps:

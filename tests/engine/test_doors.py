@@ -78,7 +78,6 @@ DOORS = [
     "pretrain",
     "evaluate --model m --data d",
     "embed --model m --data d --out f.parquet",
-    "parity d",
 ]
 DOORS += ["convert to-onnx m f", "reproduce/__main__ --table 1 --out d --data d"]
 

@@ -2,7 +2,6 @@
 interruptions; the probes."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -16,13 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pyarrow.csv import write_csv
 
 import omnilead
 from omnilead.data_tools.errors import DataError
 from omnilead.engine import embed
 from omnilead.engine.common import LEADS, ConfigError, OutputError
-from omnilead.engine.evaluation.metrics import METRICS
 from omnilead.engine.inference import commands, outputs
 from tests.conftest import save_model
 from tests.forks import started
@@ -63,10 +60,6 @@ def embedded(folder):
 
 def command(model, data, out, *options):
     return ["--model", str(model), "--data", str(data), "--out", str(out), *options]
-
-
-def probing(model, data):
-    return ["--model", str(model), "--data", str(data), "--probe"]
 
 
 def refused(arguments, capsys):
@@ -292,11 +285,6 @@ def test_crops_without_any_of_the_models_leads(
     assert tables[1]["record"].to_pylist() == ["y", "y"]
     assert tables[1]["start_s"].to_pylist() == [0.0, 20.0]
     assert record in embedded(url, leads=f"I,{lead}")["record"].to_pylist()
-    monkeypatch.setattr(
-        "omnilead.engine.model.input.none_measured",
-        lambda dataset, leads: np.ones(len(dataset), bool),
-    )
-    assert "no valid lead" in refused([*probing(folder, url), "--on-corrupt", "skip"], capsys)
 
 
 def test_files_without_arrays(embedded, tmp_path):
@@ -356,8 +344,6 @@ def test_unwritable_files_are_named_before_the_work(dataset, folder, tmp_path, m
     arguments = command(folder, dataset.root.url, out)
     with monkeypatch.context() as patch:
         patch.setattr(commands, "prepare_model", lambda *_: pytest.fail("work was begun"))
-        probed = [*probing(folder, dataset.root.url), "--json", "no/F"]
-        assert "--json no/F: " in refused(probed, capsys)
         patch.setattr(os, "access", lambda *_: False)
         assert f"--out {out}: " in refused(arguments, capsys)
     for number, code in ((errno.ENOSPC, 1), (errno.EROFS, 2)):
@@ -367,57 +353,6 @@ def test_unwritable_files_are_named_before_the_work(dataset, folder, tmp_path, m
         err = capsys.readouterr().err
         assert err.startswith(f"omnilead embed: --out {out}: {os.strerror(number)}")
         assert err.count("\n") == 1 and ("same command" in err) == (code == 1)
-
-
-def test_all_probes_in_one_command(archive, dataset, folder, tmp_path, capsys):
-    place = tmp_path / "scores.json"
-    assert embed.main([*probing(folder, dataset.root.url), "--json", str(place)]) == 0
-    scores, shown = json.loads(place.read_text()), capsys.readouterr().out
-    assert {"linear", "nearest", "identification", "records", "precision", "remarks"} == set(scores)
-    found = scores["identification"]
-    assert found["n_probes"] == len(dataset.select(identity="probe"))
-    numbers = [scores[probe][name] for probe in ("linear", "nearest") for name in METRICS]
-    for number in [*numbers, found["accuracy"]]:
-        assert f"{number:.4f}" in shown
-    assert "a probe needs a dataset" in refused(probing(folder, archive), capsys)
-
-
-def test_probes_of_a_task(dataset, folder, tmp_path, capsys):
-    place, table = tmp_path / "scores.json", str(tmp_path / "my.csv")
-    records = np.unique(dataset.column("record"))
-
-    def write(**columns):
-        cells = {name: np.resize(values, len(records)) for name, values in columns.items()}
-        write_csv(pa.table({"record": records, **cells}), table)
-
-    arguments = [*probing(folder, dataset.root.url), "--json", str(place)]
-    write(kind=["a", "b", "c"])
-    for given, name, metric in (
-        (["--task", "age"], "age", "mae"),
-        (["--labels", table], "my", "balanced_accuracy"),
-    ):
-        assert embed.main([*arguments, *given]) == 0
-        found, shown = json.loads(place.read_text()), capsys.readouterr().out
-        assert found["task"] == name and f"{found['nearest'][metric]:.4f}" in shown
-        assert f"{name}, {found['records']['test']} records of test" in shown
-    write(record=["no such ECG", *records[1:]], kind=["a", "b", "c"])
-    assert embed.main([*arguments, "--labels", table]) == 0
-    assert "no such ECG" in capsys.readouterr().out
-    splits = np.resize(["train", "valid", "test"], len(records))
-    write(a=[0, 1, 1, 0], b=np.where(splits == "train", "", splits == "test"), split=splits)
-    err = refused([*arguments, "--labels", table], capsys)
-    assert "no record of the split train has a known label in b: leave the column out" in err
-    write(y=0)
-    err = refused([*arguments, "--labels", table], capsys)
-    assert f"{table}: all labels of the split train are the same: nothing to learn" in err
-    write(kind=["a", "b"], split="train")
-    lacking = f"{table}: no record is in the split valid: a probe needs train, valid, test"
-    for option, value, named in (
-        ("--labels", table, lacking),
-        ("--task", "identification", "--task identification: leave it out"),
-        ("--task", "six", "did you mean sex"),
-    ):
-        assert named in refused([*arguments, option, value], capsys)
 
 
 def test_tables_in_memory_equal_the_files(dataset, crops, embedded, monkeypatch):

@@ -24,12 +24,11 @@ from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.engine import convert, evaluate
-from omnilead.engine.common import DIAGNOSTICS, LABELS, LOWER_IS_BETTER, ConfigError
+from omnilead.engine.common import LABELS, METRIC_OF, ConfigError, Metric
 from omnilead.engine.config import CONFIGS, BestMetric, build
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.metrics import MEASURES, measure
-from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.finetune import main
 from omnilead.engine.inference.mean_beat import RHYTHM, measurements
 from omnilead.engine.model.config import ModelConfig, flops_per_crop, validated
@@ -37,7 +36,6 @@ from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.folder import LoadError
 from omnilead.engine.report import run_report
-from omnilead.engine.report.run_report import read_diagnostics
 from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.engine.tasks.finetuning import FinetuneTask, make_targets
@@ -47,6 +45,7 @@ from omnilead.engine.training import checkpoint
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
 from omnilead.engine.training.task import best_metric
+from tests.conftest import save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401
 
 KINDS = {"diagnosis": "multilabel", "identification": "identity"}
@@ -101,11 +100,6 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"
     assert json.loads((run / "result.json").read_text())["converged"] is False
     assert f"valid/{figure}" in run_report.build(run)
-    arrays, _ = read_diagnostics(run / DIAGNOSTICS)
-    similar = set() if diagnoses else {"same_similarity", "other_similarity"}
-    assert arrays.keys() == {"samples_mv"} | similar
-    if similar:
-        assert len(arrays["same_similarity"]) >= len(dataset.select(identity="valid")) / 2
     model, before = omnilead.load(run), omnilead.load(base)
     assert model.config["head"]["task"] == task and (model.head is not None) == diagnoses
     old, new = before.encoder.state_dict(), model.encoder.state_dict()
@@ -142,7 +136,7 @@ def test_only_a_head_that_sees_all_tokens_is_trained(tuned, dataset, base, tmp_p
 def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, tmp_path):
     """With its read-out and linear layer: before the first step the scores are the probe's."""
     data, probed, run = dataset.root.url, tmp_path / "probed", tmp_path / "run"
-    probe_model(base, data, "diagnosis", readout="mean+rhythm", out=probed)
+    save_probed(base, data, "diagnosis", probed, readout="mean+rhythm")
     at_probe = {"start": str(probed), "task__head": "start", "train__precision": "fp32"}
     tuned("diagnosis", **at_probe)
     before, after = omnilead.load(probed), omnilead.load(run)
@@ -153,7 +147,7 @@ def test_fine_tuning_begins_at_a_probe(tuned, tune, dataset, base, saved_model, 
         assert found["metrics"]["auroc"] == pytest.approx(auroc, abs=1e-6)
     age = {"task": "age", "kind": "regression", "classes": ["age"], "center": [6], "scale": [1]}
     for says, changes in (
-        ("has no linear layer: omnilead probe", {"start": str(base)}),
+        ("has no linear layer: omnilead bench", {"start": str(base)}),
         ("the labels are multilabel: AF", {"start": str(saved_model(head=age))}),
         ("bf16: with task.head=start and the read-out rhythm", {"train__precision": "bf16"}),
     ):
@@ -257,19 +251,11 @@ def test_which_metric_chooses_the_best_step():
         assert set(names) <= set(get_args(BestMetric))
 
 
-def test_a_metric_that_is_added_says_which_way_it_is_better(monkeypatch):
-    """Otherwise one that should fall, as the Brier score, would choose the worst checkpoint."""
-    for name in ("brier", None):  # named, or the task's first
-        with pytest.raises(ConfigError, match=r"train\.best=brier: .* LOWER_IS_BETTER"):
-            best_metric(name, ("brier", "loss"))
-    monkeypatch.setitem(LOWER_IS_BETTER, "brier", True)
-    assert best_metric(None, ("brier", "loss")) == ("brier", -1)
-    monkeypatch.setitem(LOWER_IS_BETTER, "kappa", False)
-    assert best_metric("kappa", ("brier", "kappa")) == ("kappa", 1)
-
-
-def test_all_metrics_that_can_be_chosen_say_which_way_they_are_better():
-    assert set(get_args(BestMetric)) - {"f1"} == set(LOWER_IS_BETTER)
+@pytest.mark.parametrize("lower", [True, False])
+def test_a_record_is_all_that_a_new_metric_needs_to_choose_a_checkpoint(lower, monkeypatch):
+    """One that should fall and did not say so would choose the worst checkpoint."""
+    monkeypatch.setitem(METRIC_OF, "kappa", Metric("kappa", "kappa", lower, ("binary",)))
+    assert best_metric(None, ("kappa", "loss")) == ("kappa", -1 if lower else 1)
 
 
 def test_random_weights_of_a_pretraining_file(tune, tuned, tmp_path):
@@ -533,14 +519,14 @@ def deaths(dataset, tmp_path):
 def test_the_risk_of_a_fast_heart_is_found(deaths, tuned, tune, dataset, base, tmp_path):
     """By a probe as well as by the true hazard; fine-tuning begins there, on two ranks as on one."""
     (path, risks), data, probed = deaths, dataset.root.url, tmp_path / "probed"
-    found = probe_model(base, data, labels=str(path), readout="mean+rhythm", out=probed)
+    save_probed(base, data, path, probed, readout="mean+rhythm")
     labels = read_task(TaskConfig(kind="survival", labels=str(path)), [dataset])
     tested = dict.fromkeys(dataset.column("record")[labels.rows(0, "test")])
     y = dict(zip(dataset.column("record"), labels.y[0], strict=True))
     times, true = np.stack([y[name] for name in tested]), [[risks[name]] for name in tested]
     known = measure("survival", times, np.array(true))["c_index"]
-    assert found["records"]["test"] == len(tested) and "nearest" not in found
-    assert 0.75 < known < found["linear"]["c_index"] + 0.05
+    found = omnilead.evaluate(probed, data=data, labels=path)["record"]
+    assert found["n"] == len(tested) and 0.75 < known < found["metrics"]["c_index"] + 0.05
     how = {"task__kind": "survival", "task__labels": str(path), "start": str(probed)}
     how |= {"task__head": "start", "task__columns": ["time", "event"]}
     said = tuned("diagnosis", train__best="c_index", **how)

@@ -18,7 +18,7 @@ import pytest
 
 import omnilead
 import omnilead.engine
-from omnilead.__main__ import COMMANDS, main
+from omnilead.__main__ import COMMANDS, GONE, main
 from omnilead.data_tools.errors import DataError, UserError
 from omnilead.engine.common import ConfigError
 from omnilead.engine.evaluation import bench as comparison
@@ -65,6 +65,13 @@ def test_help_of_every_command_imports_nothing_heavy():
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-500:]
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_command_that_is_gone_says_what_to_type(name, capsys):
+    assert main([name, "DIR"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and GONE[name] in said
 
 
 @pytest.mark.parametrize("prog", PARSERS)

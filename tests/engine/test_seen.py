@@ -21,10 +21,10 @@ from omnilead.engine.common import ConfigError
 from omnilead.engine.data import order, seen
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.patients import patient_ids, validation_split
-from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.interop.hub import published
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import read_task
+from tests.conftest import save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401
 
 ALL = {"plan": "all", "quiet": True}
@@ -137,10 +137,9 @@ def test_pre_training_on_all_is_told_by_whatever_tests_it(whole, base, quick, tm
     tested = set(people[rows])
     expected = str(len(tested & set(people[complete]))), str(len(tested)), "scored here"
     assert 5 < int(expected[0]) <= int(expected[1])
-    scores = probe_model(base, url, labels=table, out=tmp_path / "probed")
-    found = omnilead.bench([str(base)], data=url, tasks=[table], out=tmp_path / "bench")
+    made = {"out": tmp_path / "bench", "head": str(tmp_path / "probed")}
+    found = omnilead.bench([str(base)], data=url, tasks=[table], **made)
     for model, remarks in (
-        ("base", scores["remarks"]),
         ("base", found["notes"]),
         ("tuned", omnilead.evaluate(tmp_path / "tuned", data=url, labels=table)["remarks"]),
         ("probed", omnilead.evaluate(tmp_path / "probed", data=url, labels=table)["remarks"]),
@@ -175,14 +174,14 @@ def test_pre_training_on_all_is_told_by_whatever_tests_it(whole, base, quick, tm
 
 
 def test_another_split_of_the_same_data_is_leakage(whole, base, quick, tmp_path):  # noqa: F811
-    """Told by evaluate, bench, probe and a fine-tuning that starts there; what trained a model stays
+    """Told by evaluate, bench and a fine-tuning that starts there; what trained a model stays
     known through all its stages, also where the same data have another name."""
     url = whole.root.url
     table = labels(whole, tmp_path / "first.csv", [0, 1])
     people = dict(zip(whole.column("record"), patient_ids([whole])[0].tolist(), strict=True))
     folds = [people[record] % 3 for record in dict.fromkeys(whole.column("record"))]
     other = labels(whole, tmp_path / "other.csv", [0, 1], fold=folds)
-    probe_model(base, url, labels=table, out=tmp_path / "probed")
+    save_probed(base, url, table, tmp_path / "probed")
     leak = "Leakage: the model was trained with labels on"
     own = omnilead.evaluate(tmp_path / "probed", data=url, labels=table)
     assert leak not in str(own["remarks"])
@@ -197,8 +196,7 @@ def test_another_split_of_the_same_data_is_leakage(whole, base, quick, tmp_path)
     )
     told = [note.partition(": ")[0] for note in found["notes"] if leak in note]
     assert told == ["probed, other"]
-    scores = probe_model(tmp_path / "probed", url, labels=other, out=tmp_path / "twice")
-    assert leak in str(scores["remarks"])
+    save_probed(tmp_path / "probed", url, other, tmp_path / "twice")
     assert leak in str(omnilead.evaluate(tmp_path / "twice", data=url, labels=table)["remarks"])
     copied = shutil.copytree(url, tmp_path / "copy")
     said = finetune(
@@ -218,7 +216,7 @@ def test_validation_counts_as_selected(whole, base, quick, tmp_path):  # noqa: F
     """Whoever helped to choose the model is no test; scored as validation, nothing is said."""
     table = labels(whole, tmp_path / "my.csv", [0, 1])
     url = whole.root.url
-    probe_model(base, url, labels=table, out=tmp_path / "probed")
+    save_probed(base, url, table, tmp_path / "probed")
     told = "helped to choose the model in validation"
     held = omnilead.evaluate(tmp_path / "probed", data=url, labels=table, role="valid")
     assert told not in str(held["remarks"])
@@ -250,10 +248,11 @@ def test_records_are_not_called_patients(whole, base):
 
 def test_models_of_unknown_origin_say_so(saved_model, whole, quick, tmp_path):  # noqa: F811
     table = labels(whole, tmp_path / "my.csv", [0, 1])
-    scores = probe_model(saved_model(), whole.root.url, labels=table, out=tmp_path / "probed")
+    made = {"out": tmp_path / "bench", "head": str(tmp_path / "probed")}
+    found = omnilead.bench([str(saved_model())], data=whole.root.url, tasks=[table], **made)
     unknown = "It is not known what the model was trained on elsewhere"
-    assert unknown in str(scores["remarks"])
-    assert "All crops of this dataset are synthetic." in scores["remarks"]
+    assert unknown in str(found["notes"])
+    assert "All crops of this dataset are synthetic." in str(found["notes"])
     # Also at its next stage
     again = omnilead.evaluate(tmp_path / "probed", data=whole.root.url, labels=table)
     assert unknown in str(again["remarks"])

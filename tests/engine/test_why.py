@@ -11,10 +11,10 @@ import omnilead
 from omnilead.__main__ import main
 from omnilead.engine.common import LEADS
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.evaluation.probe import probe_model
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.folder import write
 from omnilead.engine.report import why
+from tests.conftest import save_probed
 
 
 def test_of_a_linear_model_they_are_inputs_times_weights():
@@ -43,7 +43,7 @@ def test_they_add_up_for_the_shipped_model(dataset, tmp_path, capsys, monkeypatc
     for i, name in enumerate(dataset.column("record")[rows]):
         lines.append(f"{name},{i % 2},{('train', 'valid', 'test')[i // 2 % 3]}")
     table.write_text("\n".join(lines))
-    probe_model("small", data, labels=str(table), readout="mean+std+rhythm", out=model)
+    save_probed("small", data, table, model, readout="mean+std+rhythm")
     explain, seen = why.explain, []
 
     def spy(score, x_RLT, fs_hz):

@@ -16,14 +16,14 @@ from pyarrow.csv import write_csv
 
 import omnilead
 from omnilead.__main__ import main
-from omnilead.engine.common import ALL, ConfigError
+from omnilead.engine.common import ALL, ConfigError, parse_leads
 from omnilead.engine.evaluation import bench, embedders, probe
 from omnilead.engine.evaluation.bench import ProbedRecords, drawn, resampled, unlike, whitening
 from omnilead.engine.evaluation.metrics import (
     Classification,
     exact_interval,
     measure,
-    weighted_areas,
+    weighted_measures,
 )
 from omnilead.engine.evaluation.probe import ProbeData, linear
 from omnilead.engine.model.input import Input
@@ -198,15 +198,20 @@ def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
     assert any(gap["difference"] for gap in first)
 
 
-def test_a_survival_task_is_scored_as_by_probe(again, models, dataset, tmp_path):
+def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, dataset, tmp_path):
+    """A mean of risks is the risk of the mean, so a record's are equal."""
     times = np.random.default_rng(1).exponential(size=97).round(2) + 0.01
     path, task = tmp_path / "code15.csv", "code15-mortality"
     write_table(path, dataset, timey=times, death=[1, 1, 0])
-    found = omnilead.bench(models[:1], tasks=[task], labels=str(tmp_path), **again)
-    model, how = models[0].removeprefix("first="), {"labels": str(path), "leads": LEADS[0]}
-    direct = probe.probe_model(model, dataset.root.url, task, **how)["linear"]["c_index"]
+    head = tmp_path / "head"
+    how = {"labels": str(tmp_path), "head": str(head), **again}
+    found = omnilead.bench(models[:1], tasks=[task], **how)
     (first,) = (of for key, of in metrics_of(found).items() if key[0] == "first")
-    assert first == {"c_index": pytest.approx(direct)}
+    direct = omnilead.evaluate(head, data=dataset.root.url, labels=path, leads=LEADS[0])
+    assert first == {"c_index": pytest.approx(direct["record"]["metrics"]["c_index"])}
+    assert omnilead.load(head).input.seen == parse_leads(LEADS[0])
+    one = omnilead.bench(models[:1], tasks=[task], labels=str(path), **again)  # the table itself
+    assert metrics_of(one) == metrics_of(found)
 
 
 def test_identification_equals_a_direct_computation(out, found, dataset):
@@ -322,9 +327,12 @@ def test_areas_for_many_weightings_at_once():
     y[RNG.random(90) < 0.2] = np.nan
     weight = RNG.poisson(1, (90, 7)).astype(np.float32)
     one = Classification(y[:, None], np.zeros((90, 1)), score[:, None], ["a"])
-    direct = np.stack([np.concatenate(one.areas(w)) for w in weight.T], 1)
-    np.testing.assert_allclose(weighted_areas(y, score, weight), direct, rtol=1e-6)
-    assert np.isnan(weighted_areas(0 * score, score, weight)).all()
+    found = weighted_measures(y, score, weight)
+    for name, value_B in found.items():
+        direct = [one.by_class(w)[name][0] for w in weight.T]
+        np.testing.assert_allclose(value_B, direct, rtol=1e-6)
+    absent = weighted_measures(0 * score, score, weight)
+    assert np.isnan([absent["auroc"], absent["auprc"]]).all()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
@@ -406,7 +414,13 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
             "alive --labels .",
             "--tasks alive: is no shipped task: to probe the table, give --tasks alive.csv",
         ),
-        ("sex --labels alive.csv", "--labels alive.csv: is a table: give it as --tasks alive.csv"),
+        ("sex --labels alive.csv", "alive.csv: no column 'sex'"),
+        ("sex --head C", "--head C: exists: choose another folder"),
+        ("identification --head H", "--head H: is one probe of one model, but --tasks names 0"),
+        ("sex age --head H", "but --tasks names 2: use one"),
+        ("sex --head H --leads 12 1", "but --leads names 2: use one"),
+        ("sex --head H --models B C", "but --models names 2: use one"),
+        ("gaps.csv --head H", "no record of the split train has a known label in well: leave"),
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
@@ -442,6 +456,9 @@ def test_refusals_are_one_line(
     write_table(Path("few.csv"), dataset, time=[1, 2, 3], event=[1, 0, 0, 0], split=split)
     died = (split != "valid").astype(int)
     write_table(Path("unchosen.csv"), dataset, time=[1, 2, 3], event=died, split=split)
+    ill = np.arange(len(split)) % 2
+    well = np.where(split == "train", "", 1 - ill)
+    write_table(Path("gaps.csv"), dataset, ill=ill, well=well, split=split)
     write_table(Path("folds.csv"), dataset, ill=[0, 1], fold=[1, 2])
     given = ["--models", "B", "--data", dataset.root.url, "--out", "OUT", "--tasks"]
     assert main(["bench", *given, *words.split()]) == 2

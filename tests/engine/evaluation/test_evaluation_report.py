@@ -133,7 +133,7 @@ def test_few_positives_have_an_exact_interval_or_none(positives, negatives):
     women = document["groups"]["sex"]["F"]
     sizes = {"accuracy": 27, "sensitivity": positives, "specificity": negatives}
     exact = {name: [pytest.approx(0.025 ** (1 / n)), 1.0] for name, n in sizes.items()}
-    exact |= {name: [None, None] for name in ("auroc", "auprc", "f_measure")}
+    exact |= {name: [None, None] for name in ("auroc", "auprc", "f_measure", "brier")}
     for part in (document, document["record"], women):
         assert part["metrics"]["auroc"] == 1 and part["intervals"] == exact
     assert (women["n"], women["positives"]) == (27, {"AF": positives})
@@ -142,7 +142,7 @@ def test_few_positives_have_an_exact_interval_or_none(positives, negatives):
     assert said in document["remarks"][0] and html.count(said) == 2  # also below the group
     assert f"<td>27</td><td>27</td><td>{positives}</td><td>1.000</td><td>no interval</td>" in html
     printed = [line.split()[:3] for line in lines({"dataset": "", **document})]
-    assert ["auroc", "1.0000", "1.0000"] in printed and ["AF", str(positives), "0.5"] in printed
+    assert ["AUROC", "1.0000", "1.0000"] in printed and ["AF", str(positives), "0.5"] in printed
 
 
 def test_ten_positive_patients_have_an_interval_unless_all_resamples_agree():
@@ -242,7 +242,7 @@ def test_random_weights_stand_beside_a_model_that_recognises_patients():
     low, high = document["intervals"]["random_weights"]
     assert 0 <= low <= 0.5 <= high <= 1 and not document["remarks"]
     printed = "\n".join(lines({"dataset": "", **document}))
-    assert f"\nrandom weights    0.5000  {low:.4f} to" in printed
+    assert f"\nrandom weights  0.5000  {low:.4f} to" in printed
     assert f"<span>Random weights</span><b>50.0%</b><small>{100 * low:.1f}% to" in html
     assert "untrained" in curves(html)
     assert "recognise as many patients" in worse.remarks[-1]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnilead.data_tools.record import ABBREVIATIONS, CLASSES
+from omnilead.engine.common import METRIC_OF
 from omnilead.engine.evaluation import metrics
 from omnilead.engine.evaluation.metrics import (
-    METRICS,
     Classification,
     MetricError,
     bootstrap,
@@ -68,7 +68,9 @@ def test_all_agree_with_the_official_functions(case):
     }
     labels, outputs, scores = official["labels"], official["binary"], official["scalar"]
     found = Classification(labels, outputs, scores).summary()
-    figures = {name: found[name] for name in METRICS}
+    figures = {}
+    for name in ("challenge", "auroc", "auprc", "accuracy", "f_measure"):
+        figures[name] = found[name]
     for name in ("auroc", "auprc", "f_measure"):
         figures[f"{name}_classes"] = [of[name] for of in found["classes"].values()]
     for name, value in figures.items():
@@ -102,6 +104,11 @@ def test_scores_by_hand(labels, outputs, score):
     assert found == pytest.approx(score, abs=1e-12)
 
 
+def test_what_scores_a_task_can_choose_its_checkpoints():
+    scoring = [one for one in METRIC_OF.values() if one.kinds]
+    assert all(one.lower_is_better is not None for one in scoring)
+
+
 def test_areas_by_hand():
     labels = rows("AF", "", "AF", "")
     scores = np.zeros((4, 26))
@@ -118,6 +125,17 @@ def test_areas_by_hand():
     every = diagnosed(rows("AF", "AF"), scores[:2])
     assert every["without_negatives"] == ["AF"] and every["classes"]["AF"]["auprc"] == 1
     assert np.isnan([every["classes"]["AF"][name] for name in ("auroc", "specificity")]).all()
+
+
+def test_brier_scores_by_hand():
+    """Unknown labels are ignored."""
+    y = np.array([[1, 0], [0, np.nan], [1, 0], [0, 0]])
+    scores = np.array([[0.9, 0.2], [0.4, 0.9], [0.5, 0.0], [0.1, 0.1]])
+    a, b = (0.01 + 0.16 + 0.25 + 0.01) / 4, (0.04 + 0.0 + 0.01) / 3
+    found = statistic_of("multilabel", y, scores, classes="ab").summary()
+    assert [of["brier"] for of in found["classes"].values()] == pytest.approx([a, b])
+    assert found["brier"] == pytest.approx((a + b) / 2)  # b has no positives, and yet a score
+    assert measure("binary", y[:, :1], scores[:, :1])["brier"] == pytest.approx(a)
 
 
 def test_a_probability_of_one_half_is_negative():
@@ -228,6 +246,8 @@ def test_exclusive_classes_by_hand():
         "accuracy": 3 / 5,
         "balanced_accuracy": pytest.approx((2 / 3 + 1 + 0) / 3),
         "f_measure": pytest.approx((4 / 6 + 2 / 3 + 0) / 3),
+        # (p_a - y_a)^2 + (p_b - y_b)^2 + (p_c - y_c)^2 of each row, over 5 rows and 3 classes
+        "brier": pytest.approx((0.26 + 0.42 + 0.98 + 0.06 + 0.74) / 15),
     }
 
 
@@ -382,7 +402,7 @@ def test_the_interval_of_every_score():
     diagnosis = Classification(labels, predicted("binary", scores), scores)
     low, high = bootstrap(diagnosis, rng.integers(0, 90, 200), n=200)
     found = diagnosis()
-    assert ((low <= found) & (found <= high)).all() and (low < high).sum() == 6  # sensitivity is 1
+    assert ((low <= found) & (found <= high)).all() and (low < high).sum() == 7  # sensitivity is 1
     assert np.isnan(bootstrap(diagnosis, np.zeros(200), n=3)).all()  # one patient
     nothing = Classification(rows("", ""), rows("", ""), np.zeros((2, 26)))
     for ends in bootstrap(nothing, [0, 1], n=20):

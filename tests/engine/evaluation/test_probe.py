@@ -1,25 +1,19 @@
-"""Linear probe and nearest neighbours against their optimum and a loop; identification of two
-sources."""
+"""Probes against their optimum."""
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
-from omnilead.engine.evaluation.metrics import measure, unit_vectors
+from omnilead.engine.evaluation.metrics import measure
 from omnilead.engine.evaluation.probe import (
     PROBES,
     ProbeData,
     fit_scaled,
     linear,
     logistic,
-    nearest,
     network,
-    probe,
     proportional_hazards,
-    report,
     ridge,
     standardised,
-    votes,
 )
 
 RNG = np.random.default_rng(0)
@@ -98,33 +92,21 @@ def test_risks_that_are_known_are_found():
     assert known < 0.9 and not none.scores_NK.any()
 
 
-def test_nearest_neighbours_agree_with_a_loop():
-    """Where no neighbour's label is known, with the mean of all labels."""
-    train, queries = unit_vectors(RNG.normal(size=(30, 5))), RNG.normal(size=(1100, 5))
-    labels = np.ma.masked_invalid(known(RNG.random((30, 3)) > 0.5))
-    for k, shares in votes(train, labels.filled(np.nan), queries, [1, 4]).items():
-        for i in (0, 17, 1023, 1024, 1099):
-            similar = np.argsort(-train @ queries[i])[:k]
-            expected = labels[similar].mean(0).filled(labels.mean(0))
-            np.testing.assert_allclose(shares[i], expected)
-
-
 @pytest.mark.parametrize("unknown", [0, 0.3])
 def test_a_noiseless_rule_is_learned_at_any_scale(unknown):
-    """A class that is known in some rows is learned from these alone, by neighbours too."""
+    """A class that is known in some rows is learned from these alone."""
     (train, y), (valid, valid_y), (test, test_y) = (
         made(n, noise=0.0, seed=n) for n in (1500, 300, 400)
     )
     y, valid_y = known(y, unknown), known(valid_y, unknown)
-    for fit, least in ((linear, 0.97), (nearest, 0.8)):
-        one = fit(ProbeData(train, y, valid, valid_y, test))
-        assert ((one.scores_NK > 0.5) == test_y).mean() > least
-        other = fit(ProbeData(train * 100 - 3, y, valid * 100 - 3, valid_y, test * 100 - 3))
-        np.testing.assert_allclose(one.scores_NK, other.scores_NK, atol=1e-6)
+    one = linear(ProbeData(train, y, valid, valid_y, test))
+    assert ((one.scores_NK > 0.5) == test_y).mean() > 0.97
+    other = linear(ProbeData(train * 100 - 3, y, valid * 100 - 3, valid_y, test * 100 - 3))
+    np.testing.assert_allclose(one.scores_NK, other.scores_NK, atol=1e-6)
 
 
-def test_valid_rows_choose_penalty_and_neighbours():
-    """Noisy labels need a strong penalty and many neighbours; a noiseless rule needs neither."""
+def test_valid_rows_choose_the_penalty():
+    """Noisy labels need a strong one; a noiseless rule does not."""
     x, y = RNG.normal(size=(120, 60)), RNG.random((120, 2)) > 0.5
     other, other_y = RNG.normal(size=(400, 60)), RNG.random((400, 2)) > 0.5
     noise = ProbeData(x, y, other, other_y, other)
@@ -155,39 +137,5 @@ def test_regression_at_any_scale():
     x = rng.normal(size=(700, 5))
     y = (x @ rng.normal(size=(5, 2)) + 0.1 * rng.normal(size=(700, 2))) * [3, 3000] + [60, 1e4]
     data = ProbeData(x[:400], y[:400], x[400:500], y[400:500], x[500:], "regression")
-    for fit, least in ((linear, 0.99), (nearest, 0.5)):
-        scores = fit_scaled(fit, data).scores_NK
-        assert least < measure("regression", y[500:], scores)["r2"] < 1
-
-
-class TwoSources:
-    """Both number their patients alike; one has a probe without a gallery crop."""
-
-    rows = pa.table(
-        {"source": [*"aabbb"], "patient": [*"11112"], "record": [*"vwxyz"], "dx_role": [""] * 5}
-    )
-    labels = np.zeros((5, 26), bool)
-    fingerprint = "two sources"
-
-    def __len__(self):
-        return len(self.rows)
-
-    def select(self, identity):
-        return {"gallery": [0, 2], "probe": [1, 3, 4]}[identity]
-
-    def table(self, names):
-        return self.rows.select(names)
-
-    def parts(self, names):
-        return self.table(names).to_batches()
-
-
-def test_equal_patient_numbers_in_two_sources_are_two_patients():
-    data = TwoSources()
-    like = np.eye(2)[[0, 1, 1, 0, 0]]  # each probe is like the other source's patient
-    vectors = pa.FixedSizeListArray.from_arrays(like.ravel(), 2)
-    scores = probe(data, pa.table({"row": range(5), "embedding": vectors}))
-    found = scores["identification"]
-    assert (found["accuracy"], found["n_probes"], found["one_sided"]) == (0, 3, 1)
-    assert found["chance"] == pytest.approx(1 / 3)
-    assert "1 of patients not in the gallery" in report(scores)
+    scores = fit_scaled(linear, data).scores_NK
+    assert 0.99 < measure("regression", y[500:], scores)["r2"] < 1

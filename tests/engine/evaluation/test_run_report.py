@@ -1,4 +1,4 @@
-"""The report of a run: every curve is on it, nothing is loaded, and any run has one."""
+"""The report of a run: four curves are on it, nothing is loaded, and any run has one."""
 
 import json
 import math
@@ -14,9 +14,7 @@ from omnilead.engine.evaluation.metrics import identification
 from omnilead.engine.report import charts, picture, run_report
 from omnilead.engine.report.__main__ import main as report_main
 from omnilead.engine.report.page import Line, LineStyle
-from omnilead.engine.report.run_report import StepLog, read_diagnostics
-from omnilead.engine.tasks.finetuning import FinetuneTask
-from omnilead.engine.training.loggers import write_diagnostics
+from omnilead.engine.report.run_report import StepLog
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.validation import identified_share
 
@@ -52,13 +50,6 @@ def full(tmp_path):
         tmp_path / "w2v", *(row(step) for step in range(1, 200)), validation=validation, facts=facts
     )
     (run / "config.yaml").write_text("run: '</pre><script>alert(1)</script>'\n")
-    write_diagnostics(
-        run / "diagnostics.npz",
-        positive_similarity=np.linspace(0.5, 1, 100),
-        negative_similarity=np.linspace(-0.5, 0.5, 100),
-        code_usage=np.arange(64).reshape(2, 32),
-        samples_mv=np.random.default_rng(0).normal(size=(1, 2, 12, 2500)).astype(np.float32),
-    )
     return run
 
 
@@ -75,24 +66,16 @@ def cards(html):
     return {name: (value, of) for name, value, of in found}
 
 
-def test_every_curve_is_on_the_page_and_texts_are_escaped(full, capsys):
+def test_four_charts_are_on_the_page_and_texts_are_escaped(full, capsys):
     assert report_main([str(full)]) == 0
     assert capsys.readouterr().out.strip() == str(full / "report.html")
     html = (full / "report.html").read_text()
     assert html == run_report.build(full)  # same run, same bytes
-    valid = {"valid/loss", "valid/accuracy_local", "valid/identification_accuracy"}
-    wanted = {*LOGGED, *valid, "book 1: 31 of 32", "book 2: 32 of 32"}
-    assert wanted <= curves(html)
+    wanted = {"loss", "valid/loss", "accuracy_local", "accuracy_global", "grad_norm", "crops_per_s"}
+    assert wanted | {"valid/identification_accuracy"} <= curves(html) and len(check(html)) == 4
     assert cards(html)["Patients recognised"] == ("40.0%", "held out, 50.0% before training")
-    assert "Crop 1" in html and "aVR" in html and "of 300" in html and "hardware.gpus" in html
+    assert "of 300" in html and "hardware.gpus" in html
     assert "<b>H200</b>" not in html and "&lt;b&gt;H200" in html
-
-
-def test_all_that_is_logged_is_drawn():
-    charts_of = [chart for section in run_report.SECTIONS.values() for chart in section]
-    drawn = {curve.key for chart in charts_of for curve in chart.curves}
-    for task in (PretrainTask, FinetuneTask):
-        assert set(task.keys) - drawn == {"step", "crops_seen", "epoch"}  # these are in the heading
 
 
 def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path):
@@ -118,12 +101,11 @@ def test_scores_are_drawn_and_the_first_best_step_is_marked(tmp_path):
         for chart in check(html)
         if "best at step 20" in "".join(chart.itertext())
     ]
-    assert marked == ["Loss", "Accuracy of halves", "AUROC, AUPRC, F-measure", "CinC score"]
-    assert {f"valid/{name}" for name in figures} <= curves(html)
-    assert texts(html, "chance ") == ["chance 0.1", "chance 0.5"]
+    assert marked == ["Loss", "AUROC"] and {"valid/loss", "valid/auroc"} <= curves(html)
+    assert texts(html, "chance ") == ["chance 0.5"] and cards(html)["AUPRC"][0] == "0.300"
     assert cards(html)["Converged"] == ("no", "2 validations since the best")
     assert "No step is better than step 0, before training: auroc 0.900, and 0.750 at" in html
-    assert "Not converged: best auroc 0.7500 at step 20" in html and "Not logged" not in html
+    assert "Not converged: best auroc 0.7500 at step 20" in html
     ended, training = page(patience=2), page(patience=3)
     assert cards(ended)["Converged"][0] == "yes" and "onverged: " not in ended
     assert "Converged" not in cards(training)
@@ -174,11 +156,10 @@ def test_any_run_has_a_report(name, tmp_path):
     assert charts_of or name == "nothing but a step"
 
 
-def test_non_finite_values_are_marked_and_missing_ones_named(tmp_path):
-    steps = row(1, loss_global=None), row(2, loss=NAN, loss_global=None), row(3, loss_global=None)
+def test_non_finite_values_are_marked(tmp_path):
+    steps = row(1), row(2, loss=NAN), row(3, grad_norm=None)
     html = run_report.build(make(tmp_path / "run", *steps))
     assert "not finite in 1 of 3 logged steps" in html and html.count('id="lost"') == 1
-    assert "Not logged in this run: loss_global" in html and "loss_global" not in curves(html)
 
 
 def test_a_repeated_step_counts_once(tmp_path):
@@ -189,55 +170,38 @@ def test_a_repeated_step_counts_once(tmp_path):
 
 def test_damaged_files_are_remarks(tmp_path):
     run = make(tmp_path / "run", row(1))
-    for name in ("diagnostics.npz", "run.json"):
-        (run / name).write_bytes(b"PK\x03\x04 cut")
+    (run / "run.json").write_bytes(b"PK\x03\x04 cut")
     (run / "validation.jsonl").write_bytes(b"\xff\xfe\x00")
     html = run_report.build(run)
-    assert check(html) and html.count(" cannot be read") == 2
+    assert check(html) and html.count(" cannot be read") == 1
 
 
 def test_a_best_step_by_an_unknown_metric_is_not_marked(tmp_path):
-    validation = [{"step": s, "brier": 0.1 * s} for s in (1, 2)]
-    how = {"validation": validation, "facts": {"best": "brier"}}
+    validation = [{"step": s, "kappa": 0.1 * s} for s in (1, 2)]
+    how = {"validation": validation, "facts": {"best": "kappa"}}
     html = run_report.build(make(tmp_path / "run", row(1), row(2), **how))
-    assert "best=&#39;brier&#39; is no known metric: no best step is marked" in html
+    assert "best=&#39;kappa&#39; is no known metric: no best step is marked" in html
     assert "best at step" not in html
 
 
 def test_held_out_numbers_that_are_none_are_not_drawn(tmp_path):
-    validation = [{"step": s, "loss": 1.0, "mae": NAN, "r2": "high"} for s in (1, 2)]
-    html = run_report.build(make(tmp_path / "run", row(1), row(2), validation=validation))
-    assert "valid/loss" in curves(html) and not {"valid/mae", "valid/r2"} & curves(html)
+    for value in (NAN, "high"):
+        validation = [{"step": s, "loss": 1.0, "r2": value} for s in (1, 2)]
+        run = make(tmp_path / "run", row(1), validation=validation, facts={"best": "r2"})
+        html = run_report.build(run)
+        assert "valid/loss" in curves(html) and "valid/r2" not in curves(html)
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_best_step_beyond_the_axis_is_not_in_the_legend(tmp_path):
-    """The training log lost its end, and only some steps measured the R2."""
-    validation = [{"step": 2, "loss": 1.0, "r2": 0.5}, {"step": 9, "loss": 0.5}]
+    """The training log lost its end, and only the last step measured patients."""
+    name = "identification_accuracy"
+    validation = [{"step": 2, "loss": 1.0, name: 0.5}, {"step": 9, "loss": 0.5}]
     html = run_report.build(make(tmp_path / "run", row(1), row(2), validation=validation))
     marked = [
         chart.get("aria-label") for chart in check(html) if "best at" in "".join(chart.itertext())
     ]
-    assert marked == ["Loss"] and "valid/r2" in curves(html)
-
-
-def test_diagnostics_are_checked(tmp_path):
-    path = tmp_path / "diagnostics.npz"
-    np.savez(path, code_usage=np.array([[{}]], dtype=object), positive_similarity=np.zeros(0))
-    assert read_diagnostics(path)[0] == {}
-    write_diagnostics(
-        path, code_usage=np.zeros(3), codes=np.zeros(3)
-    )  # too few axes, and an unknown name
-    assert read_diagnostics(path)[0] == {} and len(read_diagnostics(path)[1]) == 2
-    run = make(tmp_path / "run", row(1))
-    write_diagnostics(
-        run / "diagnostics.npz",
-        positive_similarity=np.ones(5),
-        negative_similarity=np.array([NAN, INF]),
-        samples_mv=np.full((1, 1, 3, 100), NAN),
-        code_usage=np.zeros((7, 1)),
-    )
-    assert len(check(run_report.build(run))) > 3
+    assert marked == ["Loss"] and f"valid/{name}" in curves(html)
 
 
 def test_errors_are_one_line(tmp_path, capsys):

@@ -22,7 +22,6 @@ from omnilead.engine.config import TrainConfig
 from omnilead.engine.data.augmenter import ExtraAugmentation
 from omnilead.engine.interop.onnx import to_onnx
 from omnilead.engine.model.folder import LoadError
-from omnilead.engine.report import run_report
 from omnilead.engine.training.checkpoint import newest
 from omnilead.engine.training.continuing import read_settings
 from omnilead.engine.training.export import full_weights
@@ -212,7 +211,6 @@ def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
     assert (one / "code" / "own.py").read_text() == OWN
     document = json.loads((one / "model" / "config.json").read_text())
     assert document["objective"]["method"] == "own.py:Apart"
-    assert "loss_apart" in run_report.build(one)
     wrong = how | {"objective__options": {"width": 3}}
     assert "unexpected keyword argument 'width'" in training("wrong", **wrong).one_line()
     start = str(one)

@@ -1,17 +1,28 @@
-"""Compare our model with the authors', quantity by quantity, for the same weights, inputs and
-random draws.
+"""Compare our model with the authors': run it with their weights, inputs and random draws, and
+compare the results, quantity by quantity.
 
-    for comparison in compare(DIR): print(comparison.quantity, comparison.error, comparison.holds)
+    python -m tests.parity DIR
 
-engine/parity.py describes the files in DIR. The three optimiser steps repeat the same batch with
-the authors' Adam (fairseq-signals optim/adam.py:81-209): weight decay on every parameter before the
-update; eps is added outside the square root and before the bias correction.
+DIR holds, for each case NAME: NAME_cfg.json (their settings), NAME_state_dict.safetensors, and
+NAME_eval.npz, NAME_train.npz or both. These hold the inputs source [R, L, T], mask_indices,
+neg_idxs, patient_id, segment (train also gumbel_noise and temp) and the authors' results. With
+train.npz there may be NAME_train_grads_of_sum_loss.safetensors and
+NAME_state_dict_after_3_steps.safetensors. Missing or unknown results are listed as not compared.
+Prints the largest error of every quantity; for tensors it is relative to the largest number in the
+reference. Exit 0: all errors are within their limits. Exit 1: one is not. Exit 2: DIR cannot be
+read.
+
+The three optimiser steps repeat the same batch with the authors' Adam (fairseq-signals
+optim/adam.py:81-209): weight decay on every parameter before the update; eps is added outside the
+square root and before the bias correction.
 """
 
+import argparse
 import ast
 import json
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +33,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from omnilead.data_tools.cli import tell
+from omnilead.data_tools.cli import echo, tell
 from omnilead.engine.common import ConfigError
 from omnilead.engine.inference.npz import load_npz
 from omnilead.engine.interop.fairseq import (
@@ -339,3 +350,29 @@ def compare(folder: Path) -> list[Comparison]:
             "NAME_train.npz"
         )
     return comparisons
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python -m tests.parity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the authors' numbers")
+    args = parser.parse_args(arguments)
+    try:
+        comparisons = compare(args.folder)
+    except (ConfigError, OSError) as error:
+        tell(f"tests.parity: {error}")
+        return 2
+    width = max(len(comparison.quantity) for comparison in comparisons)
+    for one in comparisons:
+        verdict = "" if one.holds else "  DOES NOT HOLD"
+        echo(f"{one.case:<12} {one.quantity:<{width}} {one.error:9.1e} <= {one.limit:.0e}{verdict}")
+    failed = sum(not comparison.holds for comparison in comparisons)
+    echo(f"{len(comparisons) - failed} of {len(comparisons)} quantities agree")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
