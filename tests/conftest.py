@@ -24,9 +24,12 @@ with contextlib.suppress(ImportError):  # may be missing where only the GPU test
     import hypothesis
 
     hypothesis.settings.register_profile(
-        "unhurried", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+        "repeatable",
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        derandomize=True,
     )
-    hypothesis.settings.load_profile("unhurried")
+    hypothesis.settings.load_profile("repeatable")
 
 REAL = Path(__file__).parents[2] / "shared"
 

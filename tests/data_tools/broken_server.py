@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from multiprocessing import connection
 from typing import Any
 
-from tests.waiting import until
+from tests.waiting import HANG_S, until
 
 STALL_S = 1.4
 ERRORS = {
@@ -55,7 +55,7 @@ class Server:
             self.most = max(self.most, self.now)
             self.lock.notify_all()
             if self.together and re.search(self.together, environ["PATH_INFO"]):
-                self.lock.wait_for(lambda: self.most >= 3, 60)
+                self.lock.wait_for(lambda: self.most >= 3, HANG_S)
         try:
             return self.answer(environ, start_response)
         finally:
