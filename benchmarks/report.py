@@ -137,6 +137,10 @@ def seconds_to_open(name: str, results: dict[str, Result]) -> float:
     return 1 / float(results[name]["per_s"]["median"])
 
 
+def cpu_seconds(name: str, results: dict[str, Result]) -> float:
+    return 1 / per_cpu(results[name])
+
+
 def memory(name: str, results: dict[str, Result]) -> float:
     return float(results[name]["peak_mb"])
 
@@ -192,6 +196,12 @@ BARS = (
     Bar("10,000,000 crops: seconds to a rank's first batch",
         "scaling", "^open", seconds_to_open, 10, at_most=True),
     Bar("10,000,000 crops: a rank's memory, MB", "scaling", "^open", memory, 1000, at_most=True),
+    Bar("10,000,000 crops: CPU-seconds to hold patients out",
+        "scaling", "hold_out$", cpu_seconds, 5, at_most=True),
+    Bar("10,000,000 crops: CPU-seconds to look for leakage across two datasets",
+        "scaling", "leakage", cpu_seconds, 10, at_most=True),
+    Bar("10,000,000 crops: memory of planning, roles, finishing and verify's tables, MB",
+        "scaling", "planning$|roles$|finishing$|tables$", memory, 1500, at_most=True),
 )
 # fmt: on
 

@@ -6,7 +6,7 @@ python -m benchmarks.run step                    one training step, against a re
 python -m benchmarks.run e2e                     the training loop on each data source, against the bare step
 python -m benchmarks.run embed                   ECGs to embeddings, against the encoder alone
 python -m benchmarks.run start                   from the command to the first step
-python -m benchmarks.run scaling                 ten million crops; two ranks
+python -m benchmarks.run scaling                 ten million crops: what goes over all of them; two ranks
 python -m benchmarks.run suite [--device cuda]   all of them in one record: make bench, make bench-gpu
 """
 

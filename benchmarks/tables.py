@@ -139,6 +139,10 @@ def scaling(part: Part) -> Iterator[str]:
         "peak memory": lambda result: f"{result['peak_mb']:.0f} MB",
     }
     yield cases(opened, columns)
+    jobs = {name: result for name, result in results.items() if name.startswith("all crops: ")}
+    if jobs:  # older records have none
+        columns["CPU-seconds"] = lambda result: number(1 / per_cpu(result))
+        yield cases(jobs, columns)
     if "shuffle_quality" in part:
         columns = {
             "correlation of position and row": lambda facts: f"{facts['correlation']:.4f}",

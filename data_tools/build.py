@@ -143,7 +143,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         _build(plan, [content + (mark or "") for _, content in marks], out, options)
         planned = PlanFacts.of(plan)
         del plan  # a gigabyte of ten million records
-        return _finish(planned, out, recipe, options)
+        return finish(planned, out, recipe, options)
 
 
 @contextmanager
@@ -387,7 +387,7 @@ class PlanFacts(NamedTuple):
         return cls([shard_name(i) for i in range(plan.shards)], sources, plan.rejects)
 
 
-def _finish(
+def finish(
     planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
     """Reads the parts again for each step: all rows at once would take gigabytes."""

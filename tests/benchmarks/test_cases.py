@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import e2e, embed, ingest, loader, measure, run, scaling, start
+from benchmarks import e2e, embed, huge, ingest, loader, measure, run, scaling, start
 from benchmarks.measure import CaseError, call_fresh
 
 
@@ -54,9 +54,17 @@ def test_two_ranks(dataset, tiny, tmp_path):
 
 
 def test_a_dataset_of_zeros(tmp_path):
-    dataset = scaling.zeros(tmp_path / "zeros", 30_000)
+    dataset = huge.make(tmp_path / "zeros", 30_000)
     assert len(dataset) == 30_000 and not dataset.read(29_999).any()
     assert next(scaling.first_batch(dataset.root.url)) == 1.0
+    roles = dataset.meta["roles"]
+    assert roles["pretrain"] and roles["dx"]["test"] and roles["id"]["probe"]
+
+
+def test_the_jobs_that_go_over_all_crops(tmp_path):
+    for job, arguments in huge.jobs(huge.make(tmp_path / "zeros", 3000)).values():
+        steps = job(*arguments)
+        assert [next(steps), next(steps), next(steps)] == [0, 1, 1]
 
 
 def test_embedding_is_measured_against_the_encoder_alone(tiny, tmp_path):

@@ -45,7 +45,12 @@ RESULTS = {
     "e2e": {"tar: small, 32 crops": RATES | LOOP | BARE},
     "embed": {"tar: small, 16 crops": RATES | BARE | {"share_pct": spread(96.0)}},
     "start": {"first step: deepspeed": {"seconds": spread(9.0), "cpu_seconds": spread(6.0)}},
-    "scaling": {"open to first batch": RATES, "1 ranks": RATES, "2 ranks": RATES},
+    "scaling": {
+        "open to first batch": RATES,
+        "all crops: roles": RATES,
+        "1 ranks": RATES,
+        "2 ranks": RATES,
+    },
     "evidence": {"real": REAL | {"data": "D", "differences": [], "notes": []}},
 }
 
@@ -178,6 +183,10 @@ def test_the_worst_case_is_compared_with_the_target():
     case = "open to first batch"
     assert judged("scaling", {case: rate(1.0)}) == [(case, 0.5), (case, 2048.0)]
     assert judged("scaling", {case: rate(1.0)}, huge=9_999_999) == []  # a smaller job
+    case = "all crops: data.hold_out"
+    assert judged("scaling", {case: rate(0.25)}) == [(case, 4.0)]
+    case = "all crops: roles"
+    assert judged("scaling", {case: rate(1.0)}) == [(case, 2048.0)]
     # on a GPU it is compiled first
     assert judged("start", RESULTS["start"]) and not judged(
         "start", RESULTS["start"], device="cuda"

@@ -1,0 +1,214 @@
+"""Ten million crops: the jobs that go over all of them, each in a process of its own.
+
+    dataset = make(Path("huge"), 10_000_000)
+    cases = jobs(dataset)                       # for benchmarks.measure.run_cases
+
+The tables are complete: parts as a build leaves them, roles, samples.parquet. The 9,766 shards are
+sparse files of zeros with matching checksums, so that reading is real while the 1.2 TB take no space
+on the disk.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+
+from benchmarks.measure import Cases
+from omnilead.data_tools.build import (
+    OF_RECORDS,
+    PlanFacts,
+    ShardOptions,
+    as_parquet,
+    assign_roles,
+    finish,
+    flagged,
+    records_of,
+)
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset
+from omnilead.data_tools.plan import make_plan
+from omnilead.data_tools.prepare import IMPLAUSIBLE
+from omnilead.data_tools.record import EcgRecord, Header, class_row
+from omnilead.data_tools.shard_writers import index_name, part_name, shard_name
+from omnilead.data_tools.sources.base import Source
+from omnilead.data_tools.splits import PAPER_SOURCES
+from omnilead.data_tools.storage import LocalFolder
+from omnilead.data_tools.verify import verify
+from omnilead.engine.data import leakage, seen
+from omnilead.engine.data.counter import mix
+from omnilead.engine.data.patients import validation_split
+
+MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
+SOURCES = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
+DIAGNOSES = ("426783006",), ("164889003", "59118001")
+ZEROS = google_crc32c.value(bytes(CROP_BYTES))
+Job = Iterator[float]  # 0 once it is ready, then 1 after each time
+
+
+def make(root: Path, crops: int) -> Dataset:
+    (root / "shards").mkdir(parents=True)
+    (root / "parts").mkdir()
+    names = [shard_name(number) for number in range(-(-crops // SHARD_CROPS))]
+    for number, name in enumerate(names):
+        rows = np.arange(number * SHARD_CROPS, min((number + 1) * SHARD_CROPS, crops))
+        size = len(rows) * MEMBERS + 1024
+        with open(root / "shards" / name, "wb") as file:
+            file.truncate(size)
+        (root / index_name(name)).touch()
+        facts = {"name": name, "crops": len(rows), "bytes": size, "sha256": "0" * 64}
+        facts |= {"rejects": []}
+        part = as_parquet(table(rows).replace_schema_metadata({"omnilead": json.dumps(facts)}))
+        place = root / "parts" / Path(part_name(name)).name
+        place.write_bytes(part + hashlib.sha256(part).digest())
+    return end_of_build(root, root)
+
+
+def end_of_build(root: Path, out: Path) -> Dataset:
+    """Finish the build whose parts lie in `root`."""
+    (out / ".build").mkdir(parents=True)
+    parts = sorted((root / "parts").iterdir())
+    for part in parts:
+        os.link(part, out / ".build" / part.name)
+    names = [f"{part.stem}.tar" for part in parts]
+    sources = [{"name": name, "licence": "", "seen": 0, "dropped_s": 0.0} for name in SOURCES]
+    recipe = {"plan": "paper", "seed": 0, "pseudonyms": None} | PAPER_SOURCES.to_meta()
+    options = ShardOptions(str(out), quiet=True)
+    return finish(PlanFacts(names, sources, []), LocalFolder(str(out)), recipe, options)
+
+
+def table(rows: np.ndarray) -> pa.Table:
+    """Rows as a part has them; a record has one crop, and patients of PTB-XL two records."""
+    count = len(rows)
+    sources, names, patients, diagnoses = [], [], [], []
+    for row in rows.tolist():
+        source = list(SOURCES)[row % len(SOURCES)]
+        sources.append(source)
+        names.append(f"{SOURCES[source]}{row:08d}")
+        patients.append(f"p{row // 8:08d}" if source == "ptb-xl" else None)
+        diagnoses.append(DIAGNOSES[row % 3 == 0])
+    columns: dict[str, Any] = {
+        "shard": rows // SHARD_CROPS,
+        "offset": rows % SHARD_CROPS * MEMBERS + 512,
+        "crc32c": np.full(count, ZEROS),
+        "waveform": mix(rows.astype(np.uint64)),
+        "source": sources,
+        "record": names,
+        "patient": patients,
+        "start_s": np.zeros(count),
+        "halves": np.where(rows % 20, 2, 1),
+        "missing_leads": [[]] * count,
+        "flags": [["einthoven"] if row % 50 == 0 else [] for row in rows],
+        "pretrain": np.zeros(count, bool),
+        "dx_role": [None] * count,
+        "id_role": [None] * count,
+        "dx": diagnoses,
+        "labels": [class_row(dx) for dx in diagnoses],
+        "age": np.full(count, 60.0),
+        "sex": ["male"] * count,
+        "fs_source_hz": np.full(count, 500.0),
+    }
+    return pa.Table.from_pydict(columns, schema=COLUMNS)
+
+
+class Headers(Source):
+    """An archive of which there are only the headers."""
+
+    name = "headers"
+
+    def __init__(self, records: int) -> None:
+        super().__init__(LocalFolder("/"))
+        self.records = records
+
+    def keys(self) -> Iterator[str]:
+        for row in range(self.records):
+            name = list(SOURCES)[row % len(SOURCES)]
+            yield f"training/{name}/g{row // 4000 + 1}/{SOURCES[name]}{row:08d}"
+
+    def read(self, key: str) -> EcgRecord:
+        raise NotImplementedError
+
+    def header(self, key: str) -> Header:
+        _, source, _, name = key.split("/")
+        return Header(name, source, 5000, 500.0, key.encode(), key.encode())
+
+
+def jobs(dataset: Dataset) -> Cases:
+    url = dataset.root.url
+    return {
+        "all crops: data.hold_out": (hold_out, (url,)),
+        "all crops: leakage across two datasets": (leaks, (url,)),
+        "all crops: what a model has seen": (seen_by_a_model, (url,)),
+        "all crops: planning": (plan, (len(dataset),)),
+        "all crops: roles": (roles, (url,)),
+        "all crops: finishing": (finishing, (url,)),
+        "all crops: verify's tables": (tables_verified, (url,)),
+    }
+
+
+def hold_out(url: str) -> Job:
+    yield 0
+    while True:
+        validation_split(Dataset.open(url), 0.1)
+        yield 1
+
+
+def leaks(url: str) -> Job:
+    """Twice the same: what its roles keep apart is compared in full and nothing is found."""
+    yield 0
+    while True:
+        both = Dataset.open(url), Dataset.open(url)
+        trained = [dataset.select(pretrain=True) for dataset in both]
+        held = [leakage.held_out(dataset) for dataset in both]
+        leakage.refuse_leak(both, trained, held)
+        yield 1
+
+
+def seen_by_a_model(url: str) -> Job:
+    yield 0
+    while True:
+        dataset = Dataset.open(url)
+        seen.as_bytes(seen.seen_in(dataset, dataset.select(pretrain=True), "unlabelled"))
+        yield 1
+
+
+def plan(records: int) -> Job:
+    yield 0
+    while True:
+        made = make_plan([Headers(records)], seed=0)
+        for number in range(made.shards):
+            made.shard(number)
+        del made
+        yield 1
+
+
+def roles(url: str) -> Job:
+    yield 0
+    while True:
+        dataset = Dataset.open(url)
+        records = records_of(dataset.table(OF_RECORDS))
+        doubtful = flagged(dataset.table(["flags"]), IMPLAUSIBLE)
+        assign_roles(records, doubtful, "paper", 0)
+        del records
+        yield 1
+
+
+def finishing(url: str) -> Job:
+    out = Path(url, "again")
+    yield 0
+    while True:
+        end_of_build(Path(url), out)
+        shutil.rmtree(out)
+        yield 1
+
+
+def tables_verified(url: str) -> Job:
+    yield 0
+    while True:
+        assert not verify(Dataset.open(url), fast=True)
+        yield 1
