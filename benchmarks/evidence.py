@@ -26,23 +26,22 @@ from typing import Any
 
 from benchmarks import report, tables
 from benchmarks.run import environment
-from omnilead.data_tools.cli import Parser
+from omnilead.data_tools.cli import Parser, say
 from omnilead.engine.commandline import positive, read_yaml
 from omnilead.engine.common import ConfigError, find_config, write_whole
 from omnilead.engine.inference.commands import exit_code
 from omnilead.engine.reproduce.jobs import (
+    Job,
     WorkDir,
-    duration,
-    on_this_machine,
     read_json,
     run_jobs,
+    show_plan,
+    workers,
     write_json,
 )
 from omnilead.engine.reproduce.paper import ReproductionScale, as_arguments
-from omnilead.engine.reproduce.plan import Job
 
 Tree = dict[str, Any]
-COMMANDS = "commands.json"
 SCORES = {  # results of the record, and the steps that they come from
     "synthetic": "bench",
     "real": "real-scores",
@@ -72,21 +71,13 @@ def run(options: argparse.Namespace) -> int:
     folder = WorkDir(options.out.absolute())
     tree = read_yaml(find_config(options.plan, "evidence", "PLAN"))
     jobs = without_absent(read_plan(tree, folder.path, options.only), folder)
-    missing, at_once = folder.missing(jobs), options.jobs
-    takes = duration(sum(60 * job.work for job in missing) / at_once)
-    left = f"{len(missing)} of {len(jobs)} steps left: about {takes}, {at_once} at a time"
     if options.dry_run:
-        for job in jobs:
-            print(f"# {job.name}: {'done' if folder.done(job) else 'to do'}\n{said(job)}")
-        print(f"# {left}")
-        return 0
-    (folder.path / "jobs").mkdir(parents=True, exist_ok=True)
-    same_commands(jobs, folder)
-    print(left, flush=True)
-    with on_this_machine(at_once) as executor:
-        failed, interrupted = run_jobs(jobs, folder, executor, lambda: at_once, lambda job: None)
+        return show_plan(folder, jobs, options.jobs)
+    folder.start(jobs)
+    with workers(options.jobs) as (executor, slots):
+        code = run_jobs(folder, jobs, executor, slots)
     write_record(folder, tree, options.plan)
-    return 130 if interrupted else int(bool(failed))
+    return code
 
 
 def read_plan(tree: Tree, out: Path, only: str = "") -> list[Job]:
@@ -122,14 +113,13 @@ def filled(tree: Tree, out: Path) -> Iterator[Job]:
         for combination in itertools.product(*lists):
             known = groups | values | words | dict(zip(each, combination, strict=True))
             name = entry["name"].format_map(known)
-            command = shlex.split(entry["run"].format_map(known))
+            command = tuple(shlex.split(entry["run"].format_map(known)))
             inputs = [f"{word}/" for word in command]
             needs = [other for other in names if any(f"{out}/{other}/" in word for word in inputs)]
-            program = command[1:] if command[0] == "python" else ["-m", "omnilead", *command[1:]]
             names.append(name)
             minutes = float(tree.get("pace", 1) * entry["minutes"])
-            made = f"{name}/{entry['makes'].format_map(known)}"
-            yield Job(name, tuple(program), tuple(needs), made, minutes)
+            makes = f"{name}/{entry['makes'].format_map(known)}"
+            yield Job(name, command, tuple(needs), makes, minutes)
 
 
 def grouped(names: Sequence[str], out: str) -> dict[str, str]:
@@ -141,33 +131,6 @@ def grouped(names: Sequence[str], out: str) -> dict[str, str]:
     return {group: " ".join(members) for group, members in groups.items()}
 
 
-def said(job: Job) -> str:
-    words = job.command
-    return shlex.join(
-        ["omnilead", *words[2:]] if words[:2] == ("-m", "omnilead") else ["python", *words]
-    )
-
-
-def same_commands(jobs: Sequence[Job], folder: WorkDir) -> None:
-    """Refuses results of other commands than the plan's, and what was made from them."""
-    path = folder.path / COMMANDS
-    before, now = read_json(path), dict[str, str]()
-    changed: set[str] = set()
-    refused = []
-    for job in jobs:
-        now[job.name] = said(job).replace(str(folder.path), "DIR")
-        if before.get(job.name, now[job.name]) != now[job.name] or changed.intersection(job.needs):
-            changed.add(job.name)
-            if folder.done(job):
-                refused.append(f"{folder.path}/{job.name}")
-    if refused:
-        raise ConfigError(
-            f"made by other commands than this plan's: {', '.join(refused)}: remove them, or use "
-            "another --out"
-        )
-    write_json(path, before | now)
-
-
 def without_absent(jobs: list[Job], folder: WorkDir) -> list[Job]:
     """Leaves out the steps real-* if the folders with real ECGs are absent."""
     for job in jobs:
@@ -175,10 +138,9 @@ def without_absent(jobs: list[Job], folder: WorkDir) -> list[Job]:
             for word in job.command:
                 made = "/" not in word or word.startswith(str(folder.path))
                 if not made and not Path(report.ROOT, word).exists():
-                    print(
+                    say(
                         f"{word}: no such folder: the steps real-* are skipped: name ECGs of "
-                        "yours in the plan's `real`",
-                        flush=True,
+                        "yours in the plan's `real`"
                     )
                     return [job for job in jobs if not job.name.startswith("real-")]
     return jobs
@@ -195,12 +157,12 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
             notes = dict.fromkeys(note.replace(f"{place}/", "") for note in document["notes"])
             results[name] = document | {"data": Path(document["data"]).name, "notes": list(notes)}
     if not results:
-        return print("no scores yet", flush=True)
+        return say("no scores yet")
     record = environment() | {"benchmark": "evidence", "results": results}
     del record["page_cache"]  # nothing was timed
     device = "cuda" if record["hardware"]["gpus"] else "cpu"
     record["config"] = {"plan": plan, **tree, "device": device}
-    done = [step for step in steps if (place / step.result).exists()]
+    done = [step for step in steps if (place / step.makes).exists()]
     outside = [step.name for step in done if not folder.file(step, "json").exists()]
     record["input"] = {"archive": f"plan {plan}", "made_outside": outside}
     write_json(place / "evidence.json", record)
@@ -209,13 +171,13 @@ def write_record(folder: WorkDir, tree: Tree, plan: str) -> None:
     write_whole(place / "evidence.md", "\n\n".join(blocks) + "\n")
     if {"synthetic", "real"} & results.keys():
         report.share_chart(part).savefig(place / "evidence.png", dpi=150)
-    print(f"{place}: evidence.json, evidence.md, evidence.png: {', '.join(results)}", flush=True)
+    say(f"{place}: evidence.json, evidence.md, evidence.png: {', '.join(results)}")
 
 
 def together(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
     """The scores of all steps of a kind as one, or those in a folder of this name made by hand."""
     whole: Tree = {"rows": [], "differences": [], "notes": []}
-    paths = [folder.path / step.result for step in steps if step.kind == kind]
+    paths = [folder.path / step.makes for step in steps if step.kind == kind]
     for path in paths or [folder.path / kind / "bench.json"]:
         one = read_json(path)
         for key in one.keys() & {"rows", "differences", "notes"}:

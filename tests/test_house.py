@@ -122,7 +122,7 @@ def test_the_engine_imports_only_the_public_modules_of_data_tools():
         "engine.inference.inputs": {"data_tools.sources", "data_tools.hospital.files"},
         # file.py:Name in settings; files written whole; the names of the leads
         "engine.common": {"data_tools.plugins", "data_tools.storage", "data_tools.constants"},
-        "engine.reproduce.run": {"data_tools.cluster"},  # jobs on a Dask cluster
+        "engine.reproduce.jobs": {"data_tools.cluster"},  # jobs on a Dask cluster
         "engine.inference.trained_model": in_memory,
         "engine.report.charts": {"data_tools.plots"},  # ECGs on paper
         "engine.report.why": {"data_tools.plots"},

@@ -16,35 +16,18 @@ file is wrong.
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from omnilead.data_tools.cli import tell
 from omnilead.engine.commandline import Parser, interruptible, positive
-from omnilead.engine.common import ConfigError
 from omnilead.engine.reproduce.paper import LEADS, TABLES, TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    from omnilead.data_tools.dataset import DataError
+    from omnilead.engine.inference.commands import exit_code
     from omnilead.engine.reproduce.run import run
 
-    try:
-        return run(options)
-    except (ConfigError, DataError) as error:
-        return _say(error, 2)
-    except OSError as error:
-        return _say(
-            f"{error.filename or options.out}: {error.strerror or error}: use another --out, or "
-            "free disk space",
-            2,
-        )
-    except KeyboardInterrupt:  # while no job runs
-        return _say("interrupted; run the same command again to continue", 130)
-
-
-def _say(error: object, code: int) -> int:
-    tell(f"omnilead reproduce: {' '.join(str(error).split())}")
-    return code
+    return exit_code("omnilead reproduce", lambda: run(options), Path(options.out))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 is in the plan once.
 
     plan = make_plan([tables()[1]], ReproductionScale.read("small"), data, out, seeds=3)
-    plan.ordered                               # every job, after the jobs it needs
+    plan.timed(seconds_per_crop=0.1)           # every job, after the jobs it needs
     plan.cells[1, "W2V", "Dx", 3]              # names of the evaluations behind a cell, one per seed
 
 A method is pre-trained once for each set of leads, with its config's seed; the seeds of a cell are
@@ -10,20 +10,21 @@ those of fine-tuning. Tables 1, 3 and 4 fine-tune the 12-lead model in every col
 model for each set of leads.
 """
 
-import math
+import json
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from omnilead.engine.commandline import load, read_yaml
-from omnilead.engine.common import ConfigError, flatten
+from omnilead.engine.common import ConfigError
 from omnilead.engine.config import CONFIGS, Config, check
-from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
+from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.reproduce.jobs import Job
 from omnilead.engine.reproduce.paper import (
     LEADS,
     TASKS,
@@ -35,9 +36,9 @@ from omnilead.engine.reproduce.paper import (
 )
 from omnilead.engine.tasks.config import FinetuneConfig
 
-PROGRAMS = {kind: ("-m", f"engine.{kind}") for kind in ("pretrain", "finetune", "evaluate")}
 GROUPS = {"Dx": "dx", "Id": "id"}  # of roles, in dataset.json
 ADAM = 3  # numbers per parameter in a checkpoint: the weight and Adam's two moments
+STARTUP_S = 10.0  # start-up of a process: imports, the dataset, the first step
 
 
 @dataclass(frozen=True)
@@ -52,128 +53,94 @@ class DatasetInfo:
         return int(counts if isinstance(counts, int) else counts.get(role, 0))
 
 
-@dataclass(frozen=True)
-class Job:
-    name: str  # its folder below DIR, such as pretrain/MODEL or finetune/MODEL/CELL
-    command: tuple[str, ...]  # after `python`
-    needs: tuple[str, ...]  # names of jobs to run before
-    result: str  # the path below DIR that exists once the job is done
-    work: float  # its expected length, in any unit; here FLOPs
-    disk: float = 0  # bytes of its result
-
-    @property
-    def kind(self) -> str:
-        return self.name.partition("/")[0]
-
-
 @dataclass
 class JobPlan:
     scale: ReproductionScale
     data: DatasetInfo
     out: Path
     jobs: dict[str, Job] = field(default_factory=dict)
-    cells: dict[tuple[int, str, str, int], list[str]] = field(
-        default_factory=dict
-    )  # by table, row, task, leads
-    settings: dict[str, Settings] = field(default_factory=dict)  # by method or task, scale included
-    models: dict[str, Config] = field(
-        default_factory=dict
-    )  # by the path below DIR that fine-tuning starts from
+    crops: dict[str, float] = field(default_factory=dict)  # that a job passes forward and backward
+    # by table, row, task, leads
+    cells: dict[tuple[int, str, str, int], list[str]] = field(default_factory=dict)
     starts: dict[str, Settings] = field(
         default_factory=dict
-    )  # the YAML files among these: models with random weights
+    )  # YAML files: models of random weights
+    config: Config = field(default_factory=Config)  # of one of the models: all are of one size
 
-    @property
-    def ordered(self) -> list[Job]:
+    def timed(self, seconds_per_crop: float = 0) -> list[Job]:
         """Pre-training first: it takes longest, and the others wait for it."""
-        return sorted(self.jobs.values(), key=lambda job: job.kind != "pretrain")
+        model = 4.0 * parameters(self.config.model)
+        disk = {"pretrain": model * (1 + ADAM * (self.config.train.keep + 1)), "finetune": model}
+        jobs = []
+        for job in sorted(self.jobs.values(), key=lambda job: job.kind != "pretrain"):
+            seconds = STARTUP_S + self.crops[job.name] * seconds_per_crop
+            jobs.append(replace(job, minutes=seconds / 60, disk=disk.get(job.kind, 0)))
+        return jobs
 
     def add_cell(self, table: Table, row: Row, task: str, leads: int, seed: int) -> str:
         """Adds the jobs for one seed of a cell and returns the name of its evaluation."""
-        start = self._start(row, 12 if table.padded else leads)
-        model = self.models[start].model
-        padded = model.leads == 12
+        channels = 12 if table.padded else leads
+        start, stage, group = self._start(row, channels), TASKS[task], GROUPS[task]
+        padded = channels == 12
         shown = f"P-{leads}" if padded and leads < 12 else str(leads)
-        cell = f"{Path(start).stem}/{TASKS[task]}-{shown}-seed{seed}"
-        own = {
-            "start": str(self.out / start),
+        cell = f"{Path(start).stem}/{stage}-{shown}-seed{seed}"
+        finetune, evaluate, score = f"finetune/{cell}", f"evaluate/{cell}", f"scores/{cell}.json"
+        settings = {
+            **row.finetune.get(stage, {}),
+            **self.scale.settings[stage],
             "augment.leads": leads,
             "augment.padded": padded,
             "train.seed": seed,
         }
-        finetune = self._finetune(f"finetune/{cell}", row, task, model, own)
-        evaluate, score = f"evaluate/{cell}", f"scores/{cell}.json"
-        command = [*PROGRAMS["evaluate"], "--model", str(self.out / finetune)]
+        crops = self.data.count(group, "train")
+        self._train(finetune, stage, settings, FinetuneConfig, crops, start)
+        command = ["omnilead", "evaluate", "--model", str(self.out / finetune)]
         command += ["--data", self.data.path, "--leads", str(leads), "--role", "test"]
         command += ["--json", str(self.out / score)]
-        roles = ("test",) if task == "Dx" else ("gallery", "probe")
-        crops = sum(self.data.count(GROUPS[task], role) for role in roles)
-        flops = crops * flops_per_crop(model, local=False) / 3  # without the backward pass
-        self.jobs[evaluate] = Job(evaluate, tuple(command), (finetune,), score, flops, 4096)
+        self.jobs[evaluate] = Job(evaluate, tuple(command), (finetune,), score)
+        tested = [self.data.count(group, role) for role in ("test", "gallery", "probe")]
+        self.crops[evaluate] = sum(tested) / 3  # without the backward pass
         return evaluate
 
-    def _start(self, row: Row, leads: int) -> str:
+    def _start(self, row: Row, channels: int) -> str:
         """Adds the model that a row's fine-tuning starts from, and returns its path below DIR."""
-        start = f"starts/random-{leads}.yaml" if row.random else f"pretrain/{row.pretrain}-{leads}"
-        if start in self.models:
-            return start
-        path = CONFIGS / "pretrain" / f"{row.pretrain}.yaml"
         settings = dict(self.scale.settings["pretrain"])
-        self.settings[f"pretrain-{row.pretrain}"] = flatten(read_yaml(path)) | settings
-        if leads < 12:
-            settings |= {"augment.leads": leads, "augment.padded": False, "model.leads": leads}
-        config: Config = load(path, as_arguments(settings | {"data.datasets": [self.data.path]}))
-        check(config, 1)
-        self.models[start] = config
+        if channels < 12:
+            settings |= {"augment.leads": channels, "augment.padded": False}
+            settings["model.leads"] = channels
+        start = f"pretrain/{row.pretrain}-{channels}"
         if row.random:
-            self.starts[start] = {
-                key: value for key, value in config.tree().items() if key not in ("run", "data")
-            }
-            return start
-        t, size = config.train, 4 * parameters(config.model)
-        steps = t.steps or math.ceil(
-            (t.epochs or 0) * max(1, self.data.count("pretrain") // t.batch_crops)
-        )
-        flops = (
-            steps * t.batch_crops * flops_per_crop(config.model, local=config.objective.local > 0)
-        )
-        self._train(start, path, settings, (), flops, size + (t.keep + 1) * ADAM * size)
+            start = f"starts/random-{channels}.yaml"
+        crops = self.data.count("pretrain")
+        self.config = self._train(start, row.pretrain, settings, Config, crops)
+        if row.random:  # its settings are all that fine-tuning needs
+            del self.jobs[start]
+            tree = self.config.tree()
+            self.starts[start] = {key: tree[key] for key in tree if key not in ("run", "data")}
         return start
 
-    def _finetune(self, name: str, row: Row, task: str, model: ModelConfig, own: Settings) -> str:
-        stage = TASKS[task]
-        path = CONFIGS / "finetune" / f"{stage}.yaml"
-        settings = {**row.finetune.get(stage, {}), **self.scale.settings[stage]}
-        key = f"{stage}-random" if row.random else stage
-        if key not in self.settings:
-            # an invalid setting is an error now, not after days of pre-training
-            everything = settings | own | {"data.datasets": [self.data.path]}
-            check(load(path, as_arguments(everything), FinetuneConfig), 1)
-            self.settings[key] = flatten(read_yaml(path)) | settings
-        used = self.settings[key]
-        if used.get("train.steps"):
-            crops = used["train.steps"] * used["train.batch_crops"]
-        else:
-            crops = used["train.epochs"] * self.data.count(GROUPS[task], "train")
-        needs = () if row.random else (f"pretrain/{name.split('/')[1]}",)
-        flops = crops * flops_per_crop(model, local=False)
-        self._train(name, path, settings | own, needs, flops, 4 * parameters(model))
-        return name
-
     def _train(
-        self,
-        name: str,
-        config: Path,
-        settings: Settings,
-        needs: tuple[str, ...],
-        flops: float,
-        disk: float,
-    ) -> None:
+        self, name: str, stem: str, settings: Settings, kind: type[Any], crops: int, start: str = ""
+    ) -> Any:
+        """Adds a training and returns its config. A wrong setting is an error now, not after days of
+        pre-training."""
+        path = CONFIGS / kind.folder / f"{stem}.yaml"
         own = {"run": str(self.out / name), "data.datasets": [self.data.path]}
-        command = [*PROGRAMS[name.partition("/")[0]], "--config", config.stem]
+        if start:
+            own["start"] = str(self.out / start)
+        config = load(path, settings | own, kind)
+        check(config, 1)
+        self.crops[name] = (config.train.epochs or 0) * crops
+        if config.train.steps:
+            self.crops[name] = config.train.steps * config.train.batch_crops
+        command = ["omnilead", kind.folder, "--config", stem]
         for pair in as_arguments(settings | own):
             command += ["--set", pair]
-        self.jobs[name] = Job(name, tuple(command), needs, f"{name}/model", flops, disk)
+        needs = (start,) if start in self.jobs else ()
+        basis = json.dumps([read_yaml(path), self.starts.get(start)])
+        basis = f" {zlib.crc32(basis.encode()):08x}"
+        self.jobs[name] = Job(name, tuple(command), needs, f"{name}/model", basis=basis)
+        return config
 
 
 def make_plan(
@@ -198,7 +165,6 @@ def make_plan(
     return plan
 
 
-@cache
 def parameters(model: ModelConfig) -> int:
     with torch.device("meta"):
         return sum(weight.numel() for weight in Pretrainer(model, ObjectiveConfig()).parameters())

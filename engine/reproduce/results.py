@@ -5,7 +5,7 @@
 A cell is the mean and half of the 95 % interval (Student's t) over the seeds of fine-tuning.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from omnilead.data_tools.spreadsheet import as_csv
@@ -13,16 +13,9 @@ from omnilead.engine.commandline import load, read_yaml
 from omnilead.engine.common import flatten, write_whole
 from omnilead.engine.config import CONFIGS, Config
 from omnilead.engine.evaluation.metrics import over_seeds
-from omnilead.engine.reproduce.jobs import WorkDir, write_json
-from omnilead.engine.reproduce.paper import (
-    LEADS,
-    TASKS,
-    ReproductionScale,
-    Row,
-    Table,
-    as_arguments,
-)
-from omnilead.engine.reproduce.plan import DatasetInfo, Job, JobPlan, parameters
+from omnilead.engine.reproduce.jobs import Job, WorkDir, read_json, write_json
+from omnilead.engine.reproduce.paper import LEADS, TASKS, ReproductionScale, Row, Table
+from omnilead.engine.reproduce.plan import DatasetInfo, JobPlan, parameters
 
 LEGEND = {
     "not yet": "...: not run yet.",
@@ -69,8 +62,9 @@ def table_cells(folder: WorkDir, table: Table, plan: JobPlan) -> list[Cell]:
 
 def _cell(folder: WorkDir, table: Table, row: Row, task: str, leads: int, plan: JobPlan) -> Cell:
     jobs = [plan.jobs[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
-    scores = [score for job in jobs if (score := folder.score(job)) is not None]
-    areas = [area for job in jobs if (area := folder.score(job, "auroc")) is not None]
+    documents = [read_json(folder.path / job.makes) for job in jobs]
+    scores = _known(document.get("score") for document in documents)
+    areas = _known(document.get("metrics", {}).get("auroc") for document in documents)
     mean, interval = _spread(scores)
     auroc, auroc_interval = _spread(areas if task == "Dx" else [])
     printed = row.printed[task][leads]
@@ -88,6 +82,10 @@ def _cell(folder: WorkDir, table: Table, row: Row, task: str, leads: int, plan: 
     )  # fmt: skip
 
 
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
 def _spread(values: list[float]) -> tuple[float | None, float | None]:
     center, half = over_seeds(values) if values else (None, None)
     return center, half if len(values) > 1 else None
@@ -96,7 +94,7 @@ def _spread(values: list[float]) -> tuple[float | None, float | None]:
 def _failed(folder: WorkDir, plan: JobPlan, job: Job) -> bool:
     """Whether this job or one that it needs has failed."""
     needed = (plan.jobs[name] for name in job.needs)
-    return bool(folder.failure(job)) or any(_failed(folder, plan, other) for other in needed)
+    return bool(folder.note(job, "error")) or any(_failed(folder, plan, other) for other in needed)
 
 
 def _is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
@@ -128,33 +126,29 @@ def write_table(folder: WorkDir, table: Table, plan: JobPlan, seeds: int) -> Non
     write_json(path.with_suffix(".json"), document)
     lines = [list(rows[0])]
     for row in rows:
-        scores = " ".join(map(repr, row["scores"]))
-        lines.append([*({**row, "scores": scores}).values()])
+        row["scores"] = " ".join(map(repr, row["scores"]))
+        lines.append([*row.values()])
     write_whole(path.with_suffix(".csv"), as_csv(lines))
     write_whole(path.with_suffix(".md"), markdown(table, cells, text))
 
 
 def markdown(table: Table, cells: list[Cell], text: str) -> str:
     """The requested rows and columns."""
-    asked = [cell for cell in cells if cell.state not in ("not asked", "none in the paper")]
-    asked = asked or cells
-    tasks = [task for task in TASKS if any(cell.task == task for cell in asked)]
+    asked = [cell for cell in cells if cell.seeds_asked] or cells
     columns = [leads for leads in LEADS if any(cell.leads == leads for cell in asked)]
     head = ["Methods", "", *(table.column(leads) for leads in columns)]
     lines = [f"# Table {table.number}: {table.title}", "", text, ""]
     lines += [_line(head), _line(["---"] * len(head))]
-    for row in dict.fromkeys(cell.row for cell in asked):
-        for task in tasks:
-            own = [
-                cell
-                for cell in cells
-                if (cell.row, cell.task) == (row, task) and cell.leads in columns
-            ]
-            name = row if task == tasks[0] else ""
-            lines.append(_line([name, f"{task}.", *map(_cell_text, own)]))
-            if any(cell.auroc is not None for cell in own):
-                areas = [_number(cell.auroc, cell.auroc_interval) for cell in own]
-                lines.append(_line(["", "AUROC", *areas]))
+    shown = ""
+    for row, task in dict.fromkeys((cell.row, cell.task) for cell in asked):
+        own = [
+            cell for cell in cells if (cell.row, cell.task) == (row, task) and cell.leads in columns
+        ]
+        lines.append(_line(["" if row == shown else row, f"{task}.", *map(_cell_text, own)]))
+        shown = row
+        if any(cell.auroc is not None for cell in own):
+            areas = [_number(cell.auroc, cell.auroc_interval) for cell in own]
+            lines.append(_line(["", "AUROC", *areas]))
     bold = "better than without random lead masking"
     if table.bold == "best":
         bold = "the best of its column"
@@ -173,7 +167,7 @@ def _cell_text(cell: Cell) -> str:
     if cell.state == "none in the paper":
         return "-"
     ours = _number(cell.mean, cell.interval)
-    ours = {"failed": "failed", "not yet": "...", "not asked": ""}.get(cell.state, ours)
+    ours = {"failed": "failed", "not yet": "..."}.get(cell.state, ours)
     if cell.bold:
         ours = f"**{ours}**"
     if cell.state == "part":
@@ -226,7 +220,7 @@ def _changes(scale: ReproductionScale) -> Iterator[str]:
             if value is not None and value != base.get(key) and key not in UNMENTIONED:
                 shown.append(f"{key} {value}")
         if stage == "pretrain" and shown:
-            config: Config = load(path, as_arguments(settings))
+            config: Config = load(path, settings)
             shown.insert(0, f"a model of {parameters(config.model) / 1e6:.2g} M parameters")
         if shown:
             yield f"{stage}: {', '.join(shown)}"

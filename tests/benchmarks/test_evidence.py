@@ -3,7 +3,6 @@ real ECGs by folds."""
 
 import itertools
 import json
-import shlex
 
 import pytest
 import yaml
@@ -24,7 +23,7 @@ def test_every_command_of_a_shipped_plan_is_one_that_its_program_takes(name, tmp
     plan = evidence.read_plan(read_yaml(CONFIGS / "evidence" / f"{name}.yaml"), tmp_path)
     jobs = {job.name: job for job in plan}
     for job in plan:
-        program, command, *words = shlex.split(evidence.said(job))
+        program, command, *words = job.command
         args = parse(command, words) if program == "omnilead" else None
         if command == "synth":
             synth.plan(args.patients, args.two_sessions, args.seed, args.layout)
@@ -90,15 +89,15 @@ def plan(tmp_path, capsys):
 def test_what_is_done_is_not_done_again(plan):
     out = plan.out
     code, said = plan.run("--dry-run")
-    assert code == 0 and not out.exists() and said.startswith("# one/a: to do\npython -c")
-    assert "4 of 4 steps left: about 4 min" in said
+    assert code == 0 and not out.exists() and said.startswith("# one/a: about 1 min\npython -c")
+    assert "4 of 4 jobs left (2 one, 1 evaluate, 1 three): about 4 min, 1 at a time" in said
     assert plan.run("--only", "evaluate")[0] == 0  # with those that it needs
     assert (out / "evaluate/two/f").read_text() == f"!a={out}/one/ab={out}/one/b"
     (out / "one/a/f").write_text("kept")
     code, said = plan.run()
     assert code == 1 and "Traceback" not in said
-    assert "1 of 4 steps left" in said and "three failed: left no valid three/f" in said
-    refusal = "benchmarks.evidence: made by other commands than this plan's: "
+    assert "1 of 4 jobs left" in said and "three failed: left no valid three/f" in said
+    refusal = "benchmarks.evidence: made by other commands or settings than this plan's: "
     plan.change("two/f !", "two/f ?")
     code, said = plan.run()
     assert code == 2 and f"{refusal}{out}/evaluate/two: remove them" in said
@@ -119,10 +118,10 @@ def test_without_real_ecgs_their_steps_are_skipped(plan, tmp_path):
     plan.tree["steps"][1]["run"] = f"python -c pass {tmp_path}/ecgs {{out}}/one"
     plan.write()
     code, said = plan.run("--dry-run")
-    assert code == 0 and "2 of 2 steps left" in said
+    assert code == 0 and "2 of 2 jobs left" in said
     assert said.startswith(f"{tmp_path}/ecgs: no such folder: the steps real-* are skipped: name")
     (tmp_path / "ecgs").mkdir()
-    assert "4 of 4 steps left" in plan.run("--dry-run")[1]
+    assert "4 of 4 jobs left" in plan.run("--dry-run")[1]
 
 
 def test_what_is_no_plan_is_one_line(plan):

@@ -4,14 +4,15 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from omnilead.engine.commandline import load
 from omnilead.engine.config import CONFIGS, check
-from omnilead.engine.reproduce import run
-from omnilead.engine.reproduce.jobs import WorkDir, write_json
+from omnilead.engine.reproduce import jobs, run
+from omnilead.engine.reproduce.jobs import Job, WorkDir, write_json
 from omnilead.engine.reproduce.paper import LEADS, TASKS, ReproductionScale, as_arguments, tables
-from omnilead.engine.reproduce.plan import DatasetInfo, make_plan
+from omnilead.engine.reproduce.plan import STARTUP_S, DatasetInfo, make_plan
 from omnilead.engine.tasks.config import FinetuneConfig
 
 ROLES = {
@@ -66,22 +67,23 @@ def test_the_numbers_are_those_of_the_paper(number):
 def test_a_plan_has_all_cells_and_every_job_once():
     one, two, every = plan(1), plan(2), plan(1, 2, 3, 4, seeds=1)
     assert len(one.cells) == 7 * 2 * 5 and all(len(jobs) == 3 for jobs in one.cells.values())
-    kinds = Counter(job.kind for job in one.ordered)
+    kinds = Counter(job.kind for job in one.timed())
     assert kinds == {"pretrain": 6, "finetune": 210, "evaluate": 210}
     # the paper has no such cell
     assert len(two.cells) == 5 * 2 * 5 - 2 and "w2v_cmsc_rlm-1/" not in str(list(two.jobs))
     assert two.starts["starts/random-2.yaml"]["model"]["leads"] == 2
-    models = {job.name for job in every.ordered if job.kind == "pretrain"}
+    ordered = every.timed(seconds_per_crop=1)
+    models = {job.name for job in ordered if job.kind == "pretrain"}
     assert models == set(MODELS.split())
     cells = every.cells
     assert cells[1, "W2V+CMSC+RLM", "Dx", 3] == cells[4, "RLM", "Dx", 3]
     assert cells[1, "W2V", "Id", 12] == cells[2, "W2V", "Id", 12]
     assert cells[1, "W2V", "Id", 3] == cells[3, "W2V", "Id", 3] != cells[2, "W2V", "Id", 3]
     before = set()
-    for job in every.ordered:
-        assert before.issuperset(job.needs) and job.work > 0 and job.disk > 0
+    for job in ordered:
+        assert before.issuperset(job.needs) and job.minutes > 0
         before.add(job.name)
-    assert len({job.result for job in every.ordered}) == len(before)
+    assert len({job.makes for job in ordered}) == len(before)
 
 
 @pytest.mark.parametrize(
@@ -128,31 +130,31 @@ def test_a_scale_leaves_methods_alone_and_fits_every_method(name):
     assert papers == (name == "paper")
 
 
-def test_estimated_work_grows_with_crops_and_scale():
-    """Identification has four times as many crops, evaluation no backward pass; a larger scale
-    takes longer."""
-    paper, smoke = (plan(1, scale=scale, seeds=1).jobs for scale in ("paper", "smoke"))
-    tuned = {task: paper[f"finetune/w2v-12/{task}-12-seed0"] for task in TASKS.values()}
-    assert tuned["identification"].work == 4 * tuned["diagnosis"].work
-    assert paper["pretrain/w2v-12"].work == pytest.approx(200 * 85_000 * 175.9e9, rel=0.01)
-    assert paper["pretrain/cmsc-12"].work < paper["pretrain/w2v-12"].work
-    assert all(smoke[name].work <= paper[name].work for name in paper)
+def test_expected_time_and_disk_grow_with_crops_and_scale():
+    """Identification has four times as many crops, evaluation no backward pass."""
+    jobs = {job.name: job for job in plan(1, seeds=1).timed(seconds_per_crop=60)}
+    tuned = {task: jobs[f"finetune/w2v-12/{task}-12-seed0"] for task in TASKS.values()}
+    started = STARTUP_S / 60
+    assert tuned["diagnosis"].minutes == pytest.approx(100 * 17_000 + started)
+    assert tuned["identification"].minutes == pytest.approx(100 * 68_000 + started)
+    assert jobs["pretrain/w2v-12"].minutes == pytest.approx(200 * 85_000 + started)
+    assert jobs["evaluate/w2v-12/diagnosis-12-seed0"].minutes == pytest.approx(700 + started)
+    smoke = {job.name: job for job in plan(1, scale="smoke", seeds=1).timed(60)}
+    assert smoke["pretrain/w2v-12"].minutes == pytest.approx(80 + started)
     assert tuned["diagnosis"].disk == 4 * 90_883_072
+    assert jobs["pretrain/w2v-12"].disk > 4 * tuned["diagnosis"].disk
 
 
-def test_the_estimate_is_from_the_measured_speed_then_from_finished_jobs(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "MEASURE_S", 0.01)
-    choice = {"rows": ("W2V",), "leads": (12, 3), "tasks": ("Dx",)}
-    small = plan(1, scale="smoke", seeds=1, out=str(tmp_path), **choice)
-    assert 1e6 < run.flops_per_s(small.models["pretrain/w2v-12"]) < 1e16
-    folder, (pretrain, finetune, evaluate, similar, last) = WorkDir(tmp_path), small.ordered
-    folder.start(small)
-    expected = {job.name: pytest.approx(job.work / 1e9 + run.STARTUP_S) for job in small.ordered}
-    assert run.expected_seconds(small, folder, 1e9) == expected
-    for job, took in ((pretrain, 100.0), (finetune, 7.0)):
-        (tmp_path / job.result).mkdir(parents=True)
-        write_json(folder.file(job, "json"), {"seconds": took})
-    then = run.expected_seconds(small, folder, 1e9)
-    assert set(then) == {evaluate.name, similar.name, last.name}
-    assert then[similar.name] == pytest.approx(7.0)
-    assert then[evaluate.name] == expected[evaluate.name]
+def test_a_training_step_is_measured():
+    choice = {"rows": ("W2V",), "leads": (12,), "tasks": ("Dx",)}
+    assert 0 < run.seconds_per_crop(plan(1, scale="smoke", seeds=1, **choice).config) < np.inf
+
+
+def test_jobs_that_are_done_tell_how_long_others_of_their_kind_take(tmp_path):
+    folder = WorkDir(tmp_path)
+    plan = [Job(name, ("python",), (), f"{name}/f", 2.0) for name in ("a/1", "a/2", "b/1")]
+    folder.start(plan)
+    assert jobs.expected_seconds(folder, plan) == {"a/1": 120, "a/2": 120, "b/1": 120}
+    (tmp_path / "a/1/f").mkdir(parents=True)
+    write_json(folder.file(plan[0], "json"), {"seconds": 30.0})
+    assert jobs.expected_seconds(folder, plan) == {"a/2": 30, "b/1": 120}

@@ -18,8 +18,7 @@ import pytest
 from omnilead.data_tools import cluster
 from omnilead.engine.reproduce import __main__ as reproduce
 from omnilead.engine.reproduce import jobs, plan, run
-from omnilead.engine.reproduce.jobs import WorkDir
-from omnilead.engine.reproduce.plan import Job
+from omnilead.engine.reproduce.jobs import Job, WorkDir
 from tests.data_tools.test_cluster import dask  # noqa: F401
 from tests.forks import started
 from tests.waiting import until
@@ -74,10 +73,13 @@ def lab(dataset, tmp_path, monkeypatch):
 
 def use_fake_jobs(fake, monkeypatch):
     program = str(Path(__file__).with_name("fake.py"))
-    for kind in plan.PROGRAMS:
-        monkeypatch.setitem(plan.PROGRAMS, kind, (program, str(fake), kind))
+    monkeypatch.setattr(jobs, "OMNILEAD", (program, str(fake)))
     monkeypatch.setattr(jobs, "POLL_S", 0.02)
-    monkeypatch.setattr(run, "flops_per_s", lambda config: 1e10)
+    monkeypatch.setattr(run, "seconds_per_crop", no_time)
+
+
+def no_time(config):
+    return 0
 
 
 def command(given, fake):
@@ -91,9 +93,10 @@ def test_jobs_run_once_a_failed_one_stops_no_other_and_is_retried(lab, capsys):
     lab.let("fail", "random-12/diagnosis-12-seed1 w2v-12")
     assert lab.main("--jobs", "2") == 1
     out, err = capsys.readouterr()
-    assert f"{JOBS} jobs (1 pretrain, 8 finetune, 8 evaluate), {JOBS} to run: about " in out
+    kinds = "(1 pretrain, 8 finetune, 8 evaluate)"
+    assert f"{JOBS} of {JOBS} jobs left {kinds}: about 1 min, 2 at a time; 0.0 GB" in out
     failed = ["finetune/random-12/diagnosis-12-seed1", "pretrain/w2v-12"]
-    told = [f"omnilead reproduce: {name} failed: {ERROR}" for name in failed]
+    told = [f"{name} failed: {ERROR}" for name in failed]
     assert sorted(err.splitlines()) == told and len(lab.ran()) == 6
     assert lab.states() == {"done": 1, "part": 1, "failed": 2, "not asked": 66}
     lab.let("fail", "")
@@ -156,19 +159,19 @@ def test_two_commands_never_run_the_same_job_at_once(lab, monkeypatch):
     monkeypatch.setattr(jobs, "time", asleep)
     folder, stop = WorkDir(lab.out), lab.out / "stop"
     (lab.out / "jobs").mkdir(parents=True)
-    program = (*plan.PROGRAMS["pretrain"], "--set", f'run="{lab.out}/pretrain/x"')
-    job = Job("pretrain/x", program, (), "pretrain/x/model", 1.0)
+    words = (*jobs.OMNILEAD, "pretrain", "--set", f'run="{lab.out}/pretrain/x"')
+    job = Job("pretrain/x", words, (), "pretrain/x/model")
     with open(folder.file(job, "lock"), "w") as held, jobs.on_this_machine(1) as executor:
         fcntl.flock(held, fcntl.LOCK_EX)
-        waiting = executor.submit(jobs.run_job, folder, job, stop)
+        waiting = executor.submit(jobs.run_job, folder, job, words, stop)
         waits.wait()
         stop.touch()  # asked to stop, it does not wait for the other command
         assert waiting.result() == jobs.STOPPED
         stop.unlink()
         waits.clear()
-        waiting = executor.submit(jobs.run_job, folder, job, stop)
+        waiting = executor.submit(jobs.run_job, folder, job, words, stop)
         waits.wait()
-        (lab.out / job.result).mkdir(parents=True)  # the other command finishes it
+        (lab.out / job.makes).mkdir(parents=True)  # the other command finishes it
         held.close()
         assert waiting.result() == "" and not lab.ran()
 
@@ -187,6 +190,21 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     assert {at["OMP_NUM_THREADS"] for at in found} == {cores}
 
 
+def test_a_moved_dataset_goes_on_and_changed_configs_are_refused(
+    lab, tmp_path, monkeypatch, capsys
+):
+    assert lab.main(rows=1) == 0
+    (tmp_path / "moved").symlink_to(lab.data)
+    lab.data = tmp_path / "moved"
+    assert lab.main(rows=1) == 0 and lab.all_ran_once(8)
+    monkeypatch.setattr(plan, "read_yaml", lambda path: {"train": {"lr": 0.5}})
+    capsys.readouterr()
+    assert lab.main(rows=1) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"than this plan's: {lab.out}/finetune/random-12/" in err
+    assert "and 5 more: remove them, or use another --out" in err
+
+
 def test_dry_run_and_collect_only(lab, capsys):
     assert lab.main("--dry-run") == 0
     told = capsys.readouterr().out
@@ -201,7 +219,7 @@ def test_dry_run_and_collect_only(lab, capsys):
 
 
 def test_ctrl_c_before_a_job_runs_is_one_line(lab, monkeypatch, capsys):
-    monkeypatch.setattr(run, "flops_per_s", lambda config: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(run, "_open", lambda url: (_ for _ in ()).throw(KeyboardInterrupt))
     assert lab.main() == 130
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -227,7 +245,7 @@ SCALES = {
         ("--out {tmp}/typo.yaml", "typo.yaml: is a file or a dataset"),
         ("--out {data}", "is a file or a dataset"),
         ("--out /proc/x", "/proc/x"),
-        ("--out {used}", "data: scale was small and is smoke"),
+        ("--out {used}", "scale was small and is smoke"),
         ("--scale {tmp}/typo.yaml", "model.widht"),
         ("--scale {tmp}/typo2.yaml --tasks Id", "train.stps"),
         ("--scale {tmp}/both.yaml", "train.steps=6, train.epochs=2.0"),
@@ -267,8 +285,8 @@ def test_a_cell_of_real_jobs(dataset, tmp_path, monkeypatch):
         """A job's process, forked from one that has imported torch."""
 
         def __init__(self, command, **_):
-            program = importlib.import_module(f"omnilead.{command[4]}")
-            self.process = started(program.main, command[5:], out=tmp_path / "log")
+            program = importlib.import_module(f"omnilead.engine.{command[5]}")
+            self.process = started(program.main, command[6:], out=tmp_path / "log")
             self.terminate = self.process.terminate
 
         def poll(self):
@@ -279,7 +297,7 @@ def test_a_cell_of_real_jobs(dataset, tmp_path, monkeypatch):
             return int(self.process.exitcode)
 
     monkeypatch.setattr(jobs.subprocess, "Popen", Forked)
-    monkeypatch.setattr(run, "flops_per_s", lambda config: 1e9)
+    monkeypatch.setattr(run, "seconds_per_crop", no_time)
     given = f"--table 2 --data {dataset.root.url} --out {tmp_path} --scale smoke --seeds 1"
     given += " --rows W2V+CMSC+RLM --leads 2 --tasks Dx"
     assert reproduce.main(given.split()) == 0
