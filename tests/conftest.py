@@ -45,6 +45,23 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_addoption(parser):
+    parser.addoption("--write-golden", action="store_true", help="texts that tests compare")
+
+
+@pytest.fixture
+def golden(request):
+    """Compares a text with a file in the folder golden beside the test."""
+
+    def compare(name, text):
+        path = request.path.parent / "golden" / name
+        if request.config.getoption("--write-golden"):
+            path.write_text(text)
+        assert text == path.read_text(), f"if this is wanted: pytest --write-golden {request.path}"
+
+    return compare
+
+
 @pytest.fixture(scope="session")
 def real_ecgs():
     """863 real ECGs from six databases, which are not part of the project."""

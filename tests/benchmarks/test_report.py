@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import report, tables
 
-GOLDEN = Path(__file__).parent / "golden"  # a made-up record of a suite, and its tables
-SUITE = (GOLDEN / "suite.json").read_text()
+SUITE = Path(__file__).with_name("golden").joinpath("suite.json").read_text()  # made up
 
 
 def loaded(folder, name, text):
@@ -28,11 +27,10 @@ def test_readme_and_results_match_the_records():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_suites_record_becomes_tables(device, tmp_path):
+def test_a_suites_record_becomes_tables(device, golden, tmp_path):
     parts = loaded(tmp_path, "suite", SUITE.replace('"device": "cpu"', f'"device": "{device}"'))
     assert {part["benchmark"] for part in parts} == {*tables.TABLES}
-    text = f"{report.whole(parts)}\n{tables.headline(parts[-1])}\n"
-    assert text == (GOLDEN / f"suite_{device}.md").read_text()
+    golden(f"suite_{device}.md", f"{report.whole(parts)}\n{tables.headline(parts[-1])}\n")
 
 
 def test_pictures_are_of_the_models(tmp_path):
