@@ -405,7 +405,7 @@ def test_names_in_a_table_do_not_control_the_terminal(tables, capsys):
 @pytest.mark.parametrize(
     ("columns", "mend"),
     [
-        ("af|note|age", "leave it out: --columns af age"),
+        ("af|note|age", "leave it out: --columns af age, or columns: [af, age] in a YAML task"),
         ("note|remark", "for texts as classes, choose one column: --columns note"),
     ],
 )
