@@ -20,7 +20,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import tables
-from benchmarks.tables import Part, Result, device_of, machine, markdown, per_cpu
+from benchmarks.tables import (
+    Part,
+    Result,
+    device_of,
+    machine,
+    markdown,
+    times_recreation,
+    times_step,
+)
 from omnilead.data_tools.cli import Parser
 from omnilead.engine.report import bench_report
 
@@ -133,12 +141,8 @@ class Bar(NamedTuple):
         return value <= self.bar if self.at_most else value >= self.bar
 
 
-def seconds_to_open(name: str, results: dict[str, Result]) -> float:
-    return 1 / float(results[name]["per_s"]["median"])
-
-
-def cpu_seconds(name: str, results: dict[str, Result]) -> float:
-    return 1 / per_cpu(results[name])
+def seconds(figure: str) -> Callable[[str, dict[str, Result]], float]:
+    return lambda name, results: 1 / float(results[name][figure]["median"])
 
 
 def memory(name: str, results: dict[str, Result]) -> float:
@@ -147,20 +151,6 @@ def memory(name: str, results: dict[str, Result]) -> float:
 
 def median(figure: str) -> Callable[[str, dict[str, Result]], float]:
     return lambda name, results: float(results[name][figure]["median"])
-
-
-def times_recreation(name: str, results: dict[str, Result]) -> float:
-    """The speed per CPU-second, relative to the fastest re-creation of the same stage."""
-    prefix = f"{name.split(':')[0]}: re-creation"
-    peers = [per_cpu(result) for other, result in results.items() if other.startswith(prefix)]
-    return per_cpu(results[name]) / max(peers) if peers else nan
-
-
-def times_step(name: str, results: dict[str, Result]) -> float:
-    """The speed per CPU-second, relative to the re-creation in fp32 with the same number of
-    crops."""
-    peer = results.get(f"re-creation of fairseq-signals' step: fp32, {name.split(', ')[-1]}")
-    return per_cpu(results[name]) / per_cpu(peer) if peer else nan
 
 
 ONE_THREAD = r": torch, batch \d+(, first epoch)?$"
@@ -194,12 +184,12 @@ BARS = (
     Bar("seconds from the command to the first step",
         "start", "^first step", median("seconds"), 20, "cpu", at_most=True),
     Bar("10,000,000 crops: seconds to a rank's first batch",
-        "scaling", "^open", seconds_to_open, 10, at_most=True),
+        "scaling", "^open", seconds("per_s"), 10, at_most=True),
     Bar("10,000,000 crops: a rank's memory, MB", "scaling", "^open", memory, 1000, at_most=True),
     Bar("10,000,000 crops: CPU-seconds to hold patients out",
-        "scaling", "hold_out$", cpu_seconds, 5, at_most=True),
+        "scaling", "hold_out$", seconds("per_cpu_s"), 5, at_most=True),
     Bar("10,000,000 crops: CPU-seconds to look for leakage across two datasets",
-        "scaling", "leakage", cpu_seconds, 10, at_most=True),
+        "scaling", "leakage", seconds("per_cpu_s"), 10, at_most=True),
     Bar("10,000,000 crops: memory of planning, roles, finishing and verify's tables, MB",
         "scaling", "planning$|roles$|finishing$|tables$", memory, 1500, at_most=True),
 )

@@ -3,6 +3,7 @@ README.md."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import isnan, nan
 from typing import Any
 
 from benchmarks.measure import INTERVAL_FROM
@@ -38,24 +39,28 @@ def cases(results: dict[str, Result], columns: Columns) -> str:
 
 
 def rates(part: Part) -> Iterator[str]:
-    """The peer of a case is the fastest re-creation of its kind (the name before the colon).
-    Memory is that of the case's main process."""
-    rows, results = [], part["results"]
-    others = [name for name in results if "re-creation" in name or "wfdb.rdrecord" in name]
-    for name, result in results.items():
-        same_kind = [peer for peer in others if kind(peer) == kind(name) and name not in others]
-        peers = [per_cpu(results[peer]) for peer in same_kind]
-        times = f"{per_cpu(result) / max(peers):.1f}x" if peers else ""
-        memory = f"{result['peak_mb']:.0f} MB"
+    """Memory is that of the case's main process."""
+    rows = []
+    for name, result in part["results"].items():
+        times = times_recreation(name, part["results"])
         unit = " GB" if name.startswith("verify") else ""
-        cells = [name, number(per_cpu(result)) + unit, reach("per_cpu_s")(result)]
-        rows.append([*cells, middle("per_s")(result) + unit, times, memory])
+        cells = [name, middle("per_cpu_s")(result) + unit, reach("per_cpu_s")(result)]
+        cells += [middle("per_s")(result) + unit, "" if isnan(times) else f"{times:.1f}x"]
+        rows.append([*cells, f"{result['peak_mb']:.0f} MB"])
     head = "per CPU-second | lowest to highest | per second | against the peer | peak memory"
     yield markdown(f"| | {head} |", rows)
 
 
-def kind(name: str) -> str:
-    return name.split(":")[0].removeprefix("authors_")
+def times_recreation(name: str, results: dict[str, Result]) -> float:
+    """The speed per CPU-second, relative to the fastest re-creation of its kind (the name before
+    the colon); NaN if there is none."""
+    kind = name.split(":")[0].removeprefix("authors_")
+    peers = [
+        other for other in results if re.match(rf"{re.escape(kind)}: (re-creation|wfdb)", other)
+    ]
+    if not peers or name in peers:
+        return nan
+    return per_cpu(results[name]) / max(per_cpu(results[peer]) for peer in peers)
 
 
 def loader(part: Part) -> Iterator[str]:
@@ -74,17 +79,16 @@ def step(part: Part) -> Iterator[str]:
     results, figure, rows = part["results"], clock(part), []
     traced = any("attention" in result for result in results.values())
     speed = {name: float(result[figure]["median"]) for name, result in results.items()}
+    baselines = ("fp32", "autocast") if figure == "per_s" else ("fp32",)
     for name, result in results.items():
-        precision, crops = name.split(": ")[1].split(",")[0], name.split(", ")[-1]
-        unit, mfu, times = " GFLOP", "", []
+        precision = name.split(": ")[1].split(",")[0]
+        unit, mfu, times = " GFLOP", "", list[str]()
         if not name.startswith("matrix product"):
             product = speed.get(f"matrix product: {'fp32' if precision == 'fp32' else 'bf16'}")
             share = 100 * speed[name] * part["input"]["gflop_per_crop"] / (product or 1)
             unit, mfu = "", f"{share:.0f} %" if product else ""
-            for baseline in ("fp32", "autocast") if figure == "per_s" else ("fp32",):
-                peer = f"re-creation of fairseq-signals' step: {baseline}, {crops}"
-                if peer in results:
-                    times.append(f"{speed[name] / speed[peer]:.2f}x ({baseline})")
+            ratios = {of: times_step(name, results, of, figure) for of in baselines}
+            times = [f"{ratio:.2f}x ({of})" for of, ratio in ratios.items() if not isnan(ratio)]
         cells = [name, middle("per_s")(result) + unit, number(per_cpu(result)) + unit]
         memory = result.get("gpu_peak_mb", result["peak_mb"]) / 1024
         cells += [reach(figure)(result), mfu, " ".join(times), f"{memory:.1f} GB"]
@@ -96,6 +100,14 @@ def step(part: Part) -> Iterator[str]:
         "fairseq-signals as released does not run under bf16 autocast: that row is a re-creation "
         "with this fixed."
     )
+
+
+def times_step(
+    name: str, results: dict[str, Result], baseline: str = "fp32", figure: str = "per_cpu_s"
+) -> float:
+    """The speed, relative to the re-creation with the same number of crops; NaN without one."""
+    peer = results.get(f"re-creation of fairseq-signals' step: {baseline}, {name.split(', ')[-1]}")
+    return float(results[name][figure]["median"] / peer[figure]["median"]) if peer else nan
 
 
 def e2e(part: Part) -> Iterator[str]:

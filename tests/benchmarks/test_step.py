@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from benchmarks import report, run, step, tables
+from benchmarks import run, step
 from benchmarks.authors_step import compute_mask_indices
 from omnilead.engine.model.config import ModelConfig
 
@@ -102,39 +102,6 @@ def test_the_bare_step_never_waits(tiny):
         advance()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_ratios_compare_equal_batches_and_the_best_way_counts():
-    peer = "re-creation of fairseq-signals' step: fp32, {} crops"
-    rates = {
-        "matrix product: bf16": 1760.0,
-        "omnilead: bf16, 4 crops": 3.2,
-        "omnilead: bf16, 8 crops": 9.0,
-        "omnilead: fp32, 4 crops": 1.05,
-        peer.format(4): 1.0,
-        peer.format(8): 3.0,
-    }
-    results = {}
-    for name, rate in rates.items():
-        each = {"median": rate, "low": rate, "high": rate}
-        results[name] = {"per_s": each, "per_cpu_s": each, "peak_mb": 1024.0}
-    config, facts = {"device": "cpu", "repeats": 3}, {"gflop_per_crop": 175.9}
-    part = {"benchmark": "step", "config": config, "input": facts, "results": results}
-    table, _ = tables.step(part)
-    row = "| omnilead: bf16, {} | {} (fp32) | 1.0 GB |"
-    for words in (
-        ("4 crops", "3.2 | 3.2 | 3.2 to 3.2 | 32 % | 3.20x"),
-        ("8 crops", "9 | 9 | 9 to 9 | 90 % | 3.00x"),
-    ):
-        assert row.format(*words) in table
-    assert "attention" not in table
-    results["omnilead: bf16, 8 crops"]["attention"] = "cudnn"
-    assert f"{row.format(*words)} cudnn |" in next(tables.step(part))
-    best = [report.judged(part, bar) for bar in report.BARS]
-    assert [each for each in best if each[0]] == [
-        ("omnilead: bf16, 4 crops", 3.2),
-        ("omnilead: fp32, 4 crops", 1.05),
-    ]
 
 
 @pytest.mark.parametrize("difference", [2e-4, float("nan")])
