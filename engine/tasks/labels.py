@@ -35,7 +35,6 @@ from omnilead.data_tools.record_tables import (
     some,
 )
 from omnilead.engine.common import ConfigError
-from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.patients import (
     ids_of,
     owners_of,
@@ -101,6 +100,11 @@ class TaskLabels:
             not self.task.labels and not self.task.columns and self.task.split in ("auto", "roles")
         )
         return ("identity" if self.task.kind == "identity" else "dx") if own else ""
+
+    @property
+    def by_role(self) -> bool:
+        """Whether the datasets' roles decide the split, among the labelled crops."""
+        return self.task.split == "roles" or (self.task.split == "auto" and not self.task.labels)
 
     @property
     def units(self) -> str:
@@ -570,10 +574,7 @@ def _without_copies(
 
 
 def _by_role(datasets: Sequence[Dataset], role: str) -> list[np.ndarray]:
-    codes = [_coded(dataset.table([role])[role]) for dataset in datasets]
-    trained = [np.flatnonzero(code_N == SPLIT_OF["train"]) for code_N in codes]
-    refuse_leak(datasets, trained, [np.flatnonzero(code_N > 1) for code_N in codes])
-    return codes
+    return [_coded(dataset.table([role])[role]) for dataset in datasets]
 
 
 def _by_column(
