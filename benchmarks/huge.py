@@ -22,7 +22,6 @@ import pyarrow as pa
 
 from benchmarks.measure import Cases
 from omnilead.data_tools.build import (
-    OF_RECORDS,
     PlanFacts,
     ShardOptions,
     as_parquet,
@@ -191,7 +190,7 @@ def roles(url: str) -> Job:
     yield 0
     while True:
         dataset = Dataset.open(url)
-        records = records_of(dataset.table(OF_RECORDS))
+        records = records_of(dataset.table)
         doubtful = flagged(dataset.table(["flags"]), IMPLAUSIBLE)
         assign_roles(records, doubtful, "paper", 0)
         del records

@@ -17,7 +17,7 @@ import re
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -94,7 +94,6 @@ FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     "no calibration pulse",
     "inverted lead",
 )
-OF_RECORDS = ["source", "record", "patient", "start_s", "waveform"]  # what records_of needs
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -391,14 +390,11 @@ def finish(
     planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
     """Reads the parts again for each step: all rows at once would take gigabytes."""
-    shards, rejects = _shard_facts(out, planned)
+    shards, rejects, doubtful = _shard_facts(out, planned)
     rejects += _hidden(planned.rejects, options.pseudonym_key)
-    table = _columns(out, planned, [*OF_RECORDS, "flags"])
-    if not len(table):
+    if not len(doubtful):
         raise _all_refused(out, rejects)
-    records = records_of(table)
-    doubtful = flagged(table, IMPLAUSIBLE)
-    del table
+    records = records_of(partial(_columns, out, planned))
     sources = _source_facts(planned, records)
     roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources)
     del records
@@ -427,14 +423,19 @@ def finish(
     return Dataset.open(options.out)
 
 
-def _shard_facts(out: Folder, planned: PlanFacts) -> tuple[list[dict[str, Any]], list[Reject]]:
+def _shard_facts(
+    out: Folder, planned: PlanFacts
+) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray]:
+    """For dataset.json and rejects.csv; and a mask of the crops of an implausible amplitude."""
     shards = []
     rejects: list[Reject] = []
+    doubtful = []
     for part in _parts(out, planned):
         facts = json.loads(part.schema.metadata[b"omnilead"])
         shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
         rejects += [tuple(reject) for reject in facts["rejects"]]
-    return shards, rejects
+        doubtful.append(flagged(part, IMPLAUSIBLE))
+    return shards, rejects, np.concatenate(doubtful)
 
 
 def _parts(out: Folder, planned: PlanFacts) -> Iterator[pa.Table]:
@@ -595,26 +596,33 @@ def source_counts(records: splits.Records) -> dict[str, tuple[int, int]]:
     return dict(zip(records.source_names, zip(crops, used, strict=True), strict=True))
 
 
-def records_of(table: pa.Table) -> splits.Records:
-    """The records that rows of samples.parquet belong to."""
+def records_of(read: Callable[[list[str]], pa.Table]) -> splits.Records:
+    """The records that rows of samples.parquet belong to. `read` reads some of its columns: all that
+    are needed would not fit into a gigabyte for ten million rows."""
+    table = read(["source", "record"])
     sources = table["source"].unique()
     codes = pc.index_in(table["source"], sources).to_numpy().astype(np.int16)
     labels = pc.binary_join_element_wise(table["source"], table["record"], "/")
     crop_record = splits.numbered(labels)
     del labels
-    first = np.empty(crop_record.max(initial=-1) + 1, np.int64)
-    first[crop_record[::-1]] = np.arange(len(table))[::-1]
+    first = np.empty(crop_record.max(initial=-1) + 1, np.int32)
+    first[crop_record[::-1]] = np.arange(len(table), dtype=np.int32)[::-1]
     order = np.argsort(first)
     first = first[order]
     place = np.empty(len(first), np.int32)
     place[order] = np.arange(len(first))
-    crop_record = place[crop_record]  # in the order of their first rows
-    names, patients = (
-        table[column].combine_chunks().take(pa.array(first)) for column in ("record", "patient")
-    )
-    starts, waveforms = (table[column].to_numpy() for column in ("start_s", "waveform"))
+    del order
+    names = table["record"].combine_chunks().take(pa.array(first))
+    del table
+    patients = read(["patient"])["patient"].combine_chunks().take(pa.array(first))
     return splits.Records(
-        codes[first], tuple(sources.to_pylist()), names, patients, crop_record, starts, waveforms
+        codes[first],
+        tuple(sources.to_pylist()),
+        names,
+        patients,
+        place[crop_record],  # in the order of their first rows
+        read(["start_s"])["start_s"].to_numpy(),
+        read(["waveform"])["waveform"].to_numpy(),
     )
 
 

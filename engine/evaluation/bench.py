@@ -595,7 +595,7 @@ def add_weighted(sums: dict[str, Any], samples: Samples, weight_B: Array) -> Non
 
 def probe_facts(task: ProbedTask, share: float, samples: Samples) -> dict[str, Any]:
     test, draws, used_K = task.parts[2], task.draws[share], task.used[share]
-    names = np.array(task.labels.classes)
+    names, people = np.array(task.labels.classes), np.unique(test.patient_N)
     used = names[used_K].tolist()
     per_class = {}
     for name, value_KB in samples.items():
@@ -603,7 +603,7 @@ def probe_facts(task: ProbedTask, share: float, samples: Samples) -> dict[str, A
             per_class[name] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
     return {
         "n": len(test.y_NK),
-        "patients": len(np.unique(test.patient_N)),
+        "patients": len(people) if (people & 1).all() else None,  # some are unknown
         "labelled": len(draws[0]),
         "draws": len(draws),
         "classes": len(used),

@@ -122,7 +122,8 @@ def _count(rows: Sequence[Row]) -> str:
     unit = f"probes against {one['gallery']:,} in the gallery" if "gallery" in one else "records"
     lost = {row["share"]: ", ".join(row["left_out"]) for row in rows if row.get("left_out")}
     about = "".join(f"; share {share:g} without {names}" for share, names in lost.items())
-    return f"{one['n']:,} {unit}, of {one['patients']:,} patients{about}."
+    whose = f"of {one['patients']:,} patients" if one["patients"] else "some of unknown patients"
+    return f"{one['n']:,} {unit}, {whose}{about}."
 
 
 def _key(row: Row) -> tuple[Any, ...]:

@@ -244,7 +244,8 @@ def thinned(x: Array, y: Array, limit: int = MAX_POINTS) -> tuple[Array, Array]:
     if len(x) <= limit:
         return x, y
     good = np.isfinite(y)
-    low, high = np.where(good, y, np.inf), np.where(good, y, -np.inf)
+    low = np.where(good, y, np.inf)
+    high = np.where(good, y, -np.inf)
     kept = set()
     for stretch in np.array_split(np.arange(len(y)), limit // 2):
         kept |= {stretch[low[stretch].argmin()], stretch[high[stretch].argmax()]}

@@ -323,7 +323,9 @@ def result(files: RunFiles) -> dict[str, Any]:
     converged = since >= (patience if patience > 0 else PATIENCE)
     if not converged and files.metrics.steps[-1] < number(files.fact("steps")):
         return {}
-    after = f"and {since} validations since without improvement" if since else "the last validation"
+    after = "the last validation"
+    if since:
+        after = f"and {since} validation{'s' * (since > 1)} since without improvement"
     text = (
         f"{'' if converged else 'not '}converged: best {name} {value:.4f} at step {best:,.0f}, "
         f"{after}"

@@ -20,6 +20,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from omnilead.engine.common import (
 )
 from omnilead.engine.config import micro_batch
 from omnilead.engine.data.augmenter import to_device
+from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.loader import Batch, order_of
 from omnilead.engine.data.seen import as_bytes, notes
 from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
@@ -67,7 +69,7 @@ from omnilead.engine.tasks.start import (
     with_windows,
 )
 from omnilead.engine.training.checkpoint import newest
-from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.export import is_model, signals_of
 from omnilead.engine.training.inputs import Arguments, dtype_of, whole
 from omnilead.engine.training.task import (
@@ -164,6 +166,18 @@ def labels_of(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels
     return labels
 
 
+def checked_labels(config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> TaskLabels:
+    """Called by all ranks. Every dataset has drawn its roles without regard to the others."""
+    labels = labels_of(config, datasets)
+    if labels.by_role:
+        trained, held = [], []
+        for split_N in labels.split:
+            trained.append(np.flatnonzero(split_N == TRAIN))
+            held.append(np.flatnonzero(split_N > TRAIN))
+        on_first_rank(ranks, partial(refuse_leak, datasets, trained, held))
+    return labels
+
+
 def named(labels: TaskLabels, these_K: Any) -> str:
     return ", ".join(name for name, this in zip(labels.classes, these_K, strict=True) if this)
 
@@ -198,7 +212,7 @@ class FinetuneTask(TrainingTask):
     def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         super().__init__(config, datasets, ranks)
         self.kind = config.task.kind
-        labels = labels_of(config, datasets)
+        labels = checked_labels(config, datasets, ranks)
         self.label_facts = labels.facts
         self.best = best_metric(config.train.best, validation_metrics(labels))
         self.start = read_start(config.start, config.code)

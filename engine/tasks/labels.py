@@ -35,7 +35,6 @@ from omnilead.data_tools.record_tables import (
     some,
 )
 from omnilead.engine.common import ConfigError
-from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.patients import (
     ids_of,
     owners_of,
@@ -101,6 +100,11 @@ class TaskLabels:
             not self.task.labels and not self.task.columns and self.task.split in ("auto", "roles")
         )
         return ("identity" if self.task.kind == "identity" else "dx") if own else ""
+
+    @property
+    def by_role(self) -> bool:
+        """Whether the datasets' roles decide the split, among the labelled crops."""
+        return self.task.split == "roles" or (self.task.split == "auto" and not self.task.labels)
 
     @property
     def units(self) -> str:
@@ -297,6 +301,11 @@ def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     return LabelTable(datasets[0].root.url, as_text(pa.concat_tables(parts)), rows, [])
 
 
+def choosing(columns: Sequence[str]) -> str:
+    """What to type for these label columns; commands with several tasks have no --columns."""
+    return f"--columns {' '.join(columns)}, or columns: [{', '.join(columns)}] in a YAML task"
+
+
 def guess(task: TaskConfig) -> TaskConfig:
     """Sets the kind that the label columns suggest."""
     cells = _read(task.labels)
@@ -312,10 +321,10 @@ def guess(task: TaskConfig) -> TaskConfig:
         kind = "multiclass"
         _require_classes(f"{task.labels}: column {columns[0]!r}", values[columns[0]])
     elif text:
-        others = " ".join(name for name in columns if name not in text)
-        mend = f"leave it out: --columns {others}"
+        others = [name for name in columns if name not in text]
+        mend = f"leave it out: {choosing(others)}"
         if not others:
-            mend = f"for texts as classes, choose one column: --columns {text[0]}"
+            mend = f"for texts as classes, choose one column: {choosing(text[:1])}"
         raise ConfigError(
             f"{task.labels}: column {text[0]!r} holds texts such as {values[text[0]][0][:40]!r}, "
             f"not 0, 1 or numbers: {mend}"
@@ -430,7 +439,7 @@ def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str,
     if task.kind in ("binary", "multiclass") and len(task.columns) != 1:
         raise ConfigError(
             f"{table.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
-            "--columns NAME"
+            f"{choosing(['NAME'])}"
         )
     if task.kind == "multiclass":
         return _one_hot(task, table)
@@ -469,7 +478,8 @@ def _signed_times(task: TaskConfig, table: LabelTable) -> np.ndarray:
     if len(task.columns) != 2:
         raise ConfigError(
             f"{table.name}: a survival task has two columns, the time and whether the event "
-            f"happened then, not {', '.join(task.columns)}: --columns TIME EVENT"
+            f"happened then, not {', '.join(task.columns)}: "
+            f"{choosing(['TIME', 'EVENT'])}"
         )
     time_N = _parsed("survival", table, task.columns[0])
     event_N = _parsed("binary", table, task.columns[1])
@@ -564,10 +574,7 @@ def _without_copies(
 
 
 def _by_role(datasets: Sequence[Dataset], role: str) -> list[np.ndarray]:
-    codes = [_coded(dataset.table([role])[role]) for dataset in datasets]
-    trained = [np.flatnonzero(code_N == SPLIT_OF["train"]) for code_N in codes]
-    refuse_leak(datasets, trained, [np.flatnonzero(code_N > 1) for code_N in codes])
-    return codes
+    return [_coded(dataset.table([role])[role]) for dataset in datasets]
 
 
 def _by_column(

@@ -99,9 +99,8 @@ def test_roles_never_change(plan, seed, everybody, default, made):
         (RoleSources(pretrain=("all",), id_share=1.0), everybody),
         (RoleSources(), default),
     ):
-        table = made.table()
-        doubtful = flagged(table, IMPLAUSIBLE)
-        given = assign_roles(records_of(table), doubtful, plan, seed, sources)
+        doubtful = flagged(made.table(["flags"]), IMPLAUSIBLE)
+        given = assign_roles(records_of(made.table), doubtful, plan, seed, sources)
         assert digest(json.dumps(given.to_pylist())) == roles
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
-from ranks import TINY, column, curve, finetune, pretrain, rows
+from ranks import TINY, column, curve, finetune, pretrain, rows, run, tuning
 
 import omnilead
 from omnilead.data_tools.build import ShardOptions, shard
@@ -36,6 +36,7 @@ from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.folder import LoadError
 from omnilead.engine.report import run_report
+from omnilead.engine.tasks import finetuning as finetuning_task
 from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.engine.tasks.finetuning import FinetuneTask, make_targets
@@ -80,6 +81,24 @@ def tuned(tune):
         return ended.output
 
     return made
+
+
+def note_ranks_that_compare(folder):
+    compare = finetuning_task.refuse_leak
+
+    def noting(*sides):
+        (folder / f"compared-{os.environ['RANK']}").touch()
+        compare(*sides)
+
+    finetuning_task.refuse_leak = noting
+
+
+def test_one_rank_compares_the_roles_of_datasets_for_all(base, dataset, other, tmp_path):
+    both = [dataset.root.url, other.root.url]
+    arguments = tuning(tmp_path, "", base, "diagnosis", data__datasets=both)
+    ended = run(tmp_path, arguments, world=2, before=partial(note_ranks_that_compare, tmp_path))
+    assert "is trained on in" in ended.one_line()
+    assert [path.name for path in tmp_path.glob("compared-*")] == ["compared-0"]
 
 
 @pytest.mark.parametrize(

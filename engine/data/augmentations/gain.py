@@ -34,4 +34,4 @@ class Gain(Stage):
         return {"gain": np.exp((2 * u - 1) * np.log1p(self.settings.gain))}
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        return x * p["gain"]
+        return ops.multiply(x, p["gain"])

@@ -64,4 +64,4 @@ class RandomLeads(Stage):
         return keep
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        return x * p["keep"] if "keep" in p else x
+        return ops.multiply(x, p["keep"]) if "keep" in p else x

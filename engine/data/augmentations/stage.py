@@ -182,6 +182,10 @@ class TorchOps:
     def matrix(self, matrix: Tensor, x: Tensor) -> Tensor:
         return matrix @ x
 
+    def multiply(self, x: Tensor, factor: Tensor) -> Tensor:
+        """In place: DALI's batch with physio3 on a CPU takes a fifth more time if x is new here."""
+        return _owned(x, factor).mul_(factor)
+
     def add(self, x: Tensor, waves: Sequence[Wave]) -> Tensor:
         shared: list[Wave] = []
         by_lead: list[Wave] = []

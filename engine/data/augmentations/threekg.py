@@ -99,7 +99,7 @@ class TimeMask(Stage):
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
         sample = ops.sample
         before = (sample < p["window_start"]) & (sample >= p["window_wrap"])
-        return x * (before | (sample >= p["window_stop"]))
+        return ops.multiply(x, before | (sample >= p["window_stop"]))
 
 
 def threekg_matrix(angle_rad: np.ndarray, scale: np.ndarray) -> np.ndarray:

@@ -145,7 +145,7 @@ def test_limb_leads_are_consistent_where_they_are_recomputed(config, consistent)
     assert residual < 1e-5 if consistent else residual > 0.05
 
 
-def test_dower_and_its_inverse():
+def test_dower_its_inverse_and_the_limb_leads():
     published = [
         [0.632, -0.235, 0.059],
         [0.235, 1.066, -0.132],
@@ -157,6 +157,8 @@ def test_dower_and_its_inverse():
         [0.831, 0.076, 0.230],
     ]
     np.testing.assert_allclose(DOWER, published, atol=5e-3)
+    limb = np.array([[1, 0], [0, 1], [-1, 1], [-0.5, -0.5], [1, -0.5], [-0.5, 1]])
+    np.testing.assert_allclose(FROM_DIPOLE[:6], limb @ DOWER[:2], atol=1e-12)
     np.testing.assert_allclose(INVERSE_DOWER, np.linalg.pinv(published), atol=5e-4)
 
 

@@ -264,6 +264,8 @@ def test_few_patients_have_no_interval(models, dataset, tmp_path, monkeypatch):
     write_table(table, dataset, rare=[1, 0, 0, 0, 0, 0, 0])
     found = omnilead.bench(models[:1], tasks=[str(table)], **how)
     assert "rare: Fewer than 10 patients with or without the class" in str(found["notes"])
+    # Patients are known in ptb-xl only
+    assert ", some of unknown patients." in (tmp_path / "OUT" / "bench.md").read_text()
     intervals = [ends for row in found["rows"] for ends in row["intervals"].values()]
     intervals += [gap["interval"] for gap in found["differences"]]
     assert intervals and all(ends == [None, None] for ends in intervals)

@@ -113,6 +113,13 @@ def test_commands_contain_the_settings_of_a_cell(job, settings, absent):
         assert setting in command
 
 
+def test_random_weights_are_a_basis_of_what_is_made_from_them():
+    for start, same in (("random-12", False), ("w2v-12", True)):
+        paper, smoke = (plan(1, scale=scale, seeds=1).jobs for scale in ("paper", "smoke"))
+        name = f"finetune/{start}/diagnosis-12-seed0"
+        assert (paper[name].basis == smoke[name].basis) == same
+
+
 @pytest.mark.parametrize("name", ["paper", "small", "smoke"])
 def test_a_scale_leaves_methods_alone_and_fits_every_method(name):
     """Objectives, augmentations and heads are those of the methods."""

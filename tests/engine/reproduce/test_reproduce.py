@@ -246,6 +246,7 @@ SCALES = {
         ("--out {data}", "is a file or a dataset"),
         ("--out /proc/x", "/proc/x"),
         ("--out {used}", "scale was small and is smoke"),
+        ("--out {changed}", "settings was {'pretrain': {}} and is {'pretrain': {'"),
         ("--scale {tmp}/typo.yaml", "model.widht"),
         ("--scale {tmp}/typo2.yaml --tasks Id", "train.stps"),
         ("--scale {tmp}/both.yaml", "train.steps=6, train.epochs=2.0"),
@@ -259,11 +260,13 @@ def test_errors_are_one_line(given, says, lab, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "run_jobs", lambda *_: pytest.fail("jobs were run"))
     for name, text in SCALES.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-    used = tmp_path / "used"
-    (used / "settings").mkdir(parents=True)
-    (used / "settings/data.json").write_text('{"scale": "small"}')
+    folders = {"used": '{"scale": "small"}', "changed": '{"settings": {"pretrain": {}}}'}
+    for name, text in folders.items():
+        (tmp_path / name / "settings").mkdir(parents=True)
+        (tmp_path / name / "settings/data.json").write_text(text)
+        folders[name] = tmp_path / name
     try:
-        code = lab.main(*given.format(tmp=tmp_path, data=lab.data, used=used).split())
+        code = lab.main(*given.format(tmp=tmp_path, data=lab.data, **folders).split())
     except SystemExit as error:
         code = error.code
     err = capsys.readouterr().err
