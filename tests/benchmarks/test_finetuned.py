@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import omnilead
-from benchmarks import finetuned
+from benchmarks import finetuned, trials
 from omnilead.data_tools.dataset import CLASSES
-from omnilead.engine.evaluation.results import EvalOptions, identify, score_task
+from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
 from tests.conftest import save_model
 
 DIAGNOSIS = {
@@ -28,70 +28,78 @@ def run_of(folder, name, converged=True, **model):
     return f"{name}={folder / name}"
 
 
+def scored(runs, task, dataset, folder):
+    words = ["--data", dataset.root.url, "--out", str(folder / "out"), "--task", task]
+    assert finetuned.main([*runs, *words]) == 0
+    return json.loads((folder / "out/bench.json").read_text())
+
+
 def test_means_over_seeds_and_their_differences(dataset, tmp_path):
-    runs = [run_of(tmp_path, f"diagnosis-12-random-{seed}", head=DIAGNOSIS) for seed in (1, 2)]
-    runs += [
-        run_of(tmp_path, f"diagnosis-12-w2v-x-{n + 1}", not n, head=DIAGNOSIS, layers=2 - n)
-        for n in (0, 1)
-    ]
-    runs += [
-        run_of(tmp_path, "diagnosis-1-random-1", head=DIAGNOSIS),
-        run_of(tmp_path, "identification-12-random-1"),
-    ]
-    tried = [["0.0001", 25, "0.9", "yes"], ["1e-05", 25, "0.8", "yes"]]
-    facts = {"config": {"train": {"lr": 1e-4}}, "rates": tried}
+    runs = [run_of(tmp_path, "diagnosis-1-random-1", head=DIAGNOSIS)]  # of other leads
+    for n in (1, 2):
+        runs.append(run_of(tmp_path, f"diagnosis-12-random-{n}", head=DIAGNOSIS))
+        runs.append(
+            run_of(tmp_path, f"diagnosis-12-w2v-x-{n}", n == 1, head=DIAGNOSIS, layers=3 - n)
+        )
+    facts = {"config": {"train": {"lr": 1e-4}}, "rates": [["0.0001", 25], ["1e-05", 25]]}
     (tmp_path / "diagnosis-12-w2v-x-1/run.json").write_text(json.dumps(facts))
-    words = ["--data", dataset.root.url, "--out", str(tmp_path / "out"), "--task"]
-    assert finetuned.main([*runs, *words, "diagnosis"]) == 0
-    found = json.loads((tmp_path / "out/bench.json").read_text())
+    found = scored(runs, "diagnosis", dataset, tmp_path)
     tuned, random = found["rows"]
     assert list(found["models"]) == ["w2v-x", "random"] == [tuned["model"], random["model"]]
-
-    model = omnilead.load(str(tmp_path / "diagnosis-12-random-1"))
-    task = finetuned.chosen_task(model)
-    whole = score_task(model, dataset, task, EvalOptions(leads="12")).record
+    model = omnilead.load(tmp_path / "diagnosis-12-random-1")
+    whole = score_task(model, dataset, chosen_task(model), EvalOptions(leads="12")).record
     assert tuned["n"] == random["n"] == whole["n"] and random["patients"] == whole["patients"]
     for name, of in random["each"].items():
         assert of == pytest.approx([whole["metrics"][name]] * 2, abs=1e-6)
     assert {"auroc", "auprc", "brier", "challenge", "challenge_chosen"} == set(random["each"])
     gaps = [gap for gap in found["differences"] if gap["against"] == "random"]
     assert [gap["metric"] for gap in gaps] == list(tuned["metrics"])
-    for gap in gaps:
-        of = tuned["each"][gap["metric"]]
-        assert gap["model"] == "w2v-x" and of[0] == pytest.approx(
-            random["each"][gap["metric"]][0], abs=1e-9
-        )
-        assert gap["difference"] == pytest.approx((of[1] - of[0]) / 2, abs=1e-6)
+    for gap in gaps:  # the first seed's models are equal
+        one, two = tuned["each"][gap["metric"]]
+        assert one == pytest.approx(random["each"][gap["metric"]][0], abs=1e-9)
+        assert gap["difference"] == pytest.approx((two - one) / 2, abs=1e-6)
         assert gap["interval"][0] <= gap["difference"] <= gap["interval"][1]
     assert found["notes"][1:] == [
         "diagnosis, leads 12, w2v-x: 1 of 2 not converged, 1 of them best at the last step.",
         "diagnosis, leads 12, w2v-x: the chosen learning rate, 0.0001, is the highest tried.",
     ]
-    text = (tmp_path / "out/bench.md").read_text()
-    assert f"{tuned['each']['auroc'][0]:.3f}, {tuned['each']['auroc'][1]:.3f}" in text
-
-    assert finetuned.main([*runs, *words, "identification"]) == 0
-    (row,) = json.loads((tmp_path / "out/bench.json").read_text())["rows"]
-    probes = identify(
-        omnilead.load(str(tmp_path / "identification-12-random-1")),
-        dataset,
-        EvalOptions(leads="12"),
-    ).scores
-    assert (
-        row["metrics"]["accuracy"] == pytest.approx(np.mean(probes["hits"]))
-        and row["n"] == probes["n_probes"]
-    )
+    one, two = tuned["each"]["auroc"]
+    assert f"{one:.3f}, {two:.3f}" in (tmp_path / "out/bench.md").read_text()
 
 
-def test_wrong_runs_are_one_line(dataset, tmp_path, capsys):
+def test_identification_is_scored_as_by_evaluate(dataset, tmp_path):
+    runs = [run_of(tmp_path, "identification-12-random-1")]
+    (row,) = scored(runs, "identification", dataset, tmp_path)["rows"]
+    model = omnilead.load(tmp_path / "identification-12-random-1")
+    probes = identify(model, dataset, EvalOptions(leads="12")).scores
+    assert row["metrics"]["accuracy"] == pytest.approx(np.mean(probes["hits"]))
+    assert row["n"] == probes["n_probes"]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["a"], "no run is named diagnosis-12-START-SEED"),
+        (
+            ["diagnosis-12-random-1", "diagnosis-12-random-2", "diagnosis-12-w2v-1"],
+            "seeds random 1 2; w2v 1: name the same for each",
+        ),
+    ],
+)
+def test_wrong_runs_are_one_line(names, says, dataset, tmp_path, capsys):
     words = ["--task", "diagnosis", "--data", dataset.root.url, "--out", str(tmp_path)]
-    assert finetuned.main(["a=b", *words]) == 2
-    assert (
-        capsys.readouterr().err == "benchmarks.finetuned: no run is named diagnosis-12-START-SEED\n"
-    )
-    runs = [f"diagnosis-12-{name}=RUN" for name in ("random-1", "random-2", "w2v-1")]
-    assert finetuned.main([*runs, *words]) == 2
-    assert (
-        capsys.readouterr().err
-        == "benchmarks.finetuned: seeds random 1 2; w2v 1: name the same for each\n"
-    )
+    assert finetuned.main([*(f"{name}=RUN" for name in names), *words]) == 2
+    assert capsys.readouterr().err == f"benchmarks.finetuned: {says}\n"
+
+
+@pytest.mark.parametrize(("higher", "best"), [(True, "1e-3"), (False, "1e-4")])
+def test_of_several_rates_the_best_by_validation_is_copied(higher, best, tmp_path):
+    for rate, value in (("1e-4", 0.25), ("1e-3", 0.75), ("1e-2", 0.5)):
+        result = {"best": value, "higher_is_better": higher, "step": 9, "converged": True}
+        (tmp_path / rate).mkdir()
+        (tmp_path / rate / "result.json").write_text(json.dumps(result))
+        (tmp_path / rate / "run.json").write_text(json.dumps({"rate": rate}))
+    runs = [f"A-{rate}={tmp_path / rate}" for rate in ("1e-4", "1e-3", "1e-2")]
+    assert trials.main([*runs, "B-1=nowhere", "--of", "A", "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out/run.json").read_text())
+    assert found["rate"] == best and found["rates"][1] == ["0.001", 9, "0.7500", "yes"]
