@@ -121,7 +121,7 @@ def test_other_loaders_end_with_the_same_crops(dataset, tmp_path):
     batch = next(loader.fairseq_like(tmp_path, "RLM", 4))["source"]
     assert batch.shape == (8, 12, 2500) and 0.2 < (batch == 0).all(-1).float().mean() < 0.8
     noisy = next(loader.fairseq_like(tmp_path, "physio3+RLM", 4))["source"]
-    assert noisy.dtype == batch.dtype and np.isfinite(noisy).all()
+    assert noisy.dtype == batch.dtype and noisy.isfinite().all()
     crop = dataset.read(0)
     halves = loader._halves_with_rlm(loader._decode({"ecg": crop.tobytes()})[None]).numpy()
     mv = (crop / np.float32(1000)).reshape(12, 2, 2500).swapaxes(0, 1)
