@@ -150,18 +150,26 @@ def jobs(dataset: Dataset) -> Cases:
     }
 
 
+def opened(url: str) -> Dataset:
+    """With the checksum of its table verified, as every training does first."""
+    dataset = Dataset.open(url)
+    dataset.column("halves")
+    return dataset
+
+
 def hold_out(url: str) -> Job:
+    dataset = opened(url)
     yield 0
     while True:
-        validation_split(Dataset.open(url), 0.1)
+        validation_split(dataset, 0.1)
         yield 1
 
 
 def leaks(url: str) -> Job:
     """Twice the same: what its roles keep apart is compared in full and nothing is found."""
+    both = opened(url), opened(url)
     yield 0
     while True:
-        both = Dataset.open(url), Dataset.open(url)
         trained = [dataset.select(pretrain=True) for dataset in both]
         held = [leakage.held_out(dataset) for dataset in both]
         leakage.refuse_leak(both, trained, held)

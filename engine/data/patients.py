@@ -22,6 +22,7 @@ from omnilead.data_tools.dataset import VENDORS, Dataset
 
 KEY = b"omnilead data.hold_out"
 OWNER = ("source", "patient", "record")
+PREFIX = 24  # bits
 HASHED = 65_536  # names that are Python objects at a time
 Split = tuple[np.ndarray, np.ndarray]
 # By share; kept as long as the dataset, because every validation asks again
@@ -57,12 +58,23 @@ def _validation_split(dataset: Dataset, share: float) -> Split:
     for part in dataset.parts([*OWNER, "waveform"]):
         names, _ = owners(part)
         held.append(uniforms(names) < share)
-        waveforms.append(part["waveform"])
+        waveforms.append(part["waveform"].to_numpy())
     held_N = np.concatenate(held)
-    every = pa.chunked_array(waveforms)
-    # At once: arrow hashes the held ones again in each call
-    copied = pc.is_in(every, every.filter(pa.array(held_N)))
-    return ~np.asarray(copied), held_N
+    copied_N = _copied(np.concatenate(waveforms), held_N)
+    return ~copied_N, held_N
+
+
+def _copied(waveform_N: np.ndarray, held_N: np.ndarray) -> np.ndarray:
+    """The crops whose waveform a held-out crop has. All at once, since arrow hashes the held-out ones
+    in each call; its table is larger than a core's cache, so only those with the first bits of a
+    held-out one are looked up."""
+    prefix_N = (waveform_N >> np.uint64(64 - PREFIX)).astype(np.int32)
+    is_held = np.zeros(2**PREFIX, bool)
+    is_held[prefix_N[held_N]] = True
+    copied_N = is_held[prefix_N]
+    found = pc.is_in(pa.array(waveform_N[copied_N]), pa.array(waveform_N[held_N]))
+    copied_N[copied_N] = found
+    return copied_N
 
 
 def parts_of(
