@@ -33,10 +33,13 @@ def source_names(dataset: Dataset) -> list[str]:
     return [source["name"] for source in dataset.meta.get("sources", ())]
 
 
+def is_hospital(source: pa.Array) -> pa.Array:
+    return pc.is_in(source, pa.array(VENDORS))
+
+
 def patient_source(source: pa.Array) -> pa.Array:
     """The namespace of patient ids: a hospital uses the same ids in all its file formats."""
-    is_hospital = pc.is_in(source, pa.array(VENDORS))
-    return pc.if_else(is_hospital, VENDORS[0], source)
+    return pc.if_else(is_hospital(source), VENDORS[0], source)
 
 
 def validation_split(dataset: Dataset, share: float) -> Split:
@@ -98,7 +101,7 @@ def owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
     patient, source = part["patient"], part["source"]
     known = pc.fill_null(pc.not_equal(patient, ""), False)
     name = pc.if_else(known, patient, part["record"])
-    source = pc.if_else(known, patient_source(source), source)
+    source = pc.if_else(pc.and_(known, is_hospital(source)), VENDORS[0], source)
     joined = pc.binary_join_element_wise(source, name, "/")
     is_known = known.to_numpy(zero_copy_only=False)
     return joined, is_known
