@@ -111,8 +111,9 @@ class Stage:
         return {}
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
-        """`x` may be overwritten. `ops`: TorchOps or dali.DaliOps."""
-        raise NotImplementedError
+        """`x` may be overwritten. `ops`: TorchOps or dali.DaliOps. Noise has a wave instead; a stage
+        with neither must not be left out without a word."""
+        raise TypeError(f"augmentation {type(self).__name__}: has neither apply() nor wave()")
 
 
 class Noise(Stage):

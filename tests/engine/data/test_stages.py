@@ -14,7 +14,7 @@ from shards_made import crops_of
 
 from omnilead.engine.config import build
 from omnilead.engine.data.augmentations import STAGES, AugmentConfig
-from omnilead.engine.data.augmentations.stage import Random
+from omnilead.engine.data.augmentations.stage import Random, Stage
 from omnilead.engine.data.augmenter import Augmenter, ChunkWriter, CropWriter, missing_leads
 from omnilead.engine.data.counter import RandomStream
 from omnilead.engine.data.order import Places
@@ -102,3 +102,11 @@ def test_no_two_stages_share_random_numbers_parameters_or_settings():
     parts = {get_type_hints(stage)["settings"] for stage in STAGES}
     of_stages = {one.name for part in parts for one in fields(part)}
     assert {one.name for one in fields(AugmentConfig)} == of_stages | {"extra"}
+
+
+def test_a_stage_without_a_formula_is_not_left_out_without_a_word():
+    class Forgotten(Stage):
+        pass
+
+    with pytest.raises(TypeError, match=r"Forgotten: has neither apply\(\) nor wave\(\)"):
+        Forgotten(AugmentConfig()).apply(torch.ones(1), {}, None)
