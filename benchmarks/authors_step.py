@@ -16,6 +16,7 @@ transformer_encoder, multi_head_attention, gumbel_vector_quantizer), models/wav2
 (wav2vec2, cmsc), data/data_utils.py, trainer.py.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig
+from omnilead.engine.model.draws import Draws, count_negatives, slots
 from omnilead.engine.model.encoder import ScaleGradient
 from omnilead.engine.model.objectives import perplexity
 from omnilead.engine.model.pretrainer import Pretrainer
@@ -33,6 +36,22 @@ class AuthorsDraws(NamedTuple):
     mask_indices: np.ndarray  # bool [R, N], M in each row
     neg_idxs: Tensor  # int64 [R, M * K], among the masked tokens of all segments
     gumbel_noise: Tensor  # [R * M * G, V]
+
+
+def draws_of(arrays: Mapping[str, np.ndarray], config: ModelConfig) -> Draws:
+    """The authors' draws in our format."""
+    mask_RN = torch.from_numpy(arrays["mask_indices"])
+    rows, used = len(mask_RN), int(mask_RN.sum(1)[0])
+    slot_RM, valid_RM = slots(mask_RN, used)
+    begin_R11 = torch.arange(0, rows * used, used)[:, None, None]
+    other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - begin_R11
+    if other_RMK.min() < 0 or other_RMK.max() >= used:
+        raise ConfigError("neg_idxs: a negative is from another segment, which is not supported")
+    noise = None
+    if "gumbel_noise" in arrays:
+        shape = rows, used, config.codebooks, config.codes
+        noise = torch.from_numpy(arrays["gumbel_noise"]).view(shape)
+    return Draws(mask_RN, slot_RM, valid_RM, count_negatives(other_RMK, used), noise)
 
 
 class AuthorsStep(nn.Module):

@@ -12,6 +12,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import statistics
 import sys
 import time
@@ -277,3 +278,11 @@ def describe(dataset: Any, **more: Any) -> Result:
 
     facts = {"archive": f"synthetic-{VERSION}", "crops": len(dataset)}
     return facts | {"dataset": dataset.fingerprint} | more
+
+
+def reserved_port() -> socket.socket:
+    """Nobody else is given its port until it is closed, but a process may listen there."""
+    port = socket.socket()
+    port.bind(("", 0))
+    port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return port

@@ -4,7 +4,6 @@ number of crops for each, in CPU-seconds of both, as they share its cores.
 """
 
 import argparse
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import e2e, huge
-from benchmarks.measure import Cases, Result, call_fresh, describe, make_dataset, spread
+from benchmarks.measure import (
+    Cases,
+    Result,
+    call_fresh,
+    describe,
+    make_dataset,
+    reserved_port,
+    spread,
+)
 from omnilead.data_tools.dataset import Dataset
 
 RANKS_S = 300  # a rank whose neighbour failed would wait for ever
@@ -59,10 +66,7 @@ def ranks(run: e2e.LoopRun, world: int) -> Result:
         one = replace(run, environment=environment)
         return call_fresh(e2e.loop_turns, one, seconds=RANKS_S)["rows"]["loaded"]
 
-    # nobody else is given this port, but rank 0 may listen there
-    with socket.socket() as port, ThreadPoolExecutor(world) as pool:
-        port.bind(("", 0))
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with reserved_port() as port, ThreadPoolExecutor(world) as pool:
         common["MASTER_PORT"] = str(port.getsockname()[1])
         turns = list(zip(*pool.map(measured, range(world)), strict=True))
     crops = world * run.steps * run.batch

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import measure
-from benchmarks.authors_step import AuthorsStep, draw
+from benchmarks.authors_step import AuthorsStep, draw, draws_of
 from benchmarks.measure import CaseError, Cases, Result, call_fresh, say, timed
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.engine.commandline import load
@@ -45,7 +45,6 @@ from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
 from omnilead.engine.training.train import COMPILED, compile_model
-from tests.parity import draws_of
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"
 BATCHES = {"cpu": (4,), "cuda": (512, 256, 64)}  # crops of 10 s; the paper's has 512

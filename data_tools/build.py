@@ -380,24 +380,26 @@ class PlanFacts(NamedTuple):
     def of(cls, plan: ShardPlan) -> "PlanFacts":
         sources = []
         for name, seen in plan.seen.items():
-            licence = SYNTHETIC_LICENCE if name.startswith(SYNTHETIC) else plan.licence(name)
-            facts = {"name": name, "licence": licence, "seen": seen}
-            sources.append(facts | {"dropped_s": plan.dropped_s(name)})
+            licence, dropped_s = plan.facts(name)
+            if name.startswith(SYNTHETIC):
+                licence = SYNTHETIC_LICENCE
+            facts = {"name": name, "licence": licence, "seen": seen, "dropped_s": dropped_s}
+            sources.append(facts)
         return cls([shard_name(i) for i in range(plan.shards)], sources, plan.rejects)
 
 
 def finish(
     planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
-    """Reads the parts again for each step: all rows at once would take gigabytes."""
-    shards, rejects, doubtful = _shard_facts(out, planned)
+    """Reads the parts several times: all rows at once would take gigabytes."""
+    shards, rejects, doubtful, numbers = _shard_facts(out, planned)
     rejects += _hidden(planned.rejects, options.pseudonym_key)
     if not len(doubtful):
         raise _all_refused(out, rejects)
-    records = records_of(partial(_columns, out, planned))
+    records = records_of(partial(_columns, out, planned, known=numbers))
     sources = _source_facts(planned, records)
     roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources)
-    del records
+    del records, numbers
     if options.format != "tar":
         crops = _columns(out, planned, ["shard", "offset", "crc32c"])
         how = options.workers, options.cluster, options.quiet
@@ -425,24 +427,32 @@ def finish(
 
 def _shard_facts(
     out: Folder, planned: PlanFacts
-) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray]:
-    """For dataset.json and rejects.csv; and a mask of the crops of an implausible amplitude."""
+) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, pa.Table]:
+    """For dataset.json and rejects.csv; a mask of the crops of an implausible amplitude; and the
+    columns that are small enough to keep."""
     shards = []
     rejects: list[Reject] = []
     doubtful = []
+    numbers = []
     for part in _parts(out, planned):
         facts = json.loads(part.schema.metadata[b"omnilead"])
         shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
         rejects += [tuple(reject) for reject in facts["rejects"]]
         doubtful.append(flagged(part, IMPLAUSIBLE))
-    return shards, rejects, np.concatenate(doubtful)
+        numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
+    return shards, rejects, np.concatenate(doubtful), pa.concat_tables(numbers)
 
 
 def _parts(out: Folder, planned: PlanFacts) -> Iterator[pa.Table]:
     return (read_part(out, name) for name in planned.shards)
 
 
-def _columns(out: Folder, planned: PlanFacts, names: list[str]) -> pa.Table:
+def _columns(
+    out: Folder, planned: PlanFacts, names: list[str], known: pa.Table | None = None
+) -> pa.Table:
+    """Columns of all parts; those of `known` have been read."""
+    if known and set(names) <= set(known.column_names):
+        return known.select(names)
     return pa.concat_tables(
         part.select(names).replace_schema_metadata() for part in _parts(out, planned)
     )

@@ -96,16 +96,12 @@ class ShardPlan:
         planned = list(zip(archives, keys, labels, patients, parts, strict=True))
         return PlannedShard(planned, identity.hexdigest(), content.hexdigest())
 
-    def licence(self, source: str) -> str:
-        records = self.numbers[self._is_from(source)]
-        return self.sources[records["archive"][0] if len(records) else 0].licence
-
-    def dropped_s(self, source: str) -> float:
-        return round(int(self.numbers["dropped"][self._is_from(source)].sum()) / FS_HZ, 3)
-
-    def _is_from(self, source: str) -> np.ndarray:
-        found = np.asarray(pc.starts_with(self.labels, f"{source}/"))
-        return found & (self.numbers["crops"] > 0)
+    def facts(self, source: str) -> tuple[str, float]:
+        """Its licence, and the seconds of its records that are in no crop."""
+        is_from = np.asarray(pc.starts_with(self.labels, f"{source}/"))
+        records = self.numbers[is_from & (self.numbers["crops"] > 0)]
+        archive = self.sources[records["archive"][0] if len(records) else 0]
+        return archive.licence, round(int(records["dropped"].sum()) / FS_HZ, 3)
 
 
 class _Scan(NamedTuple):

@@ -66,7 +66,7 @@ from omnilead.data_tools.shard_writers import (
     member_header,
 )
 from omnilead.data_tools.sources.base import Source, read_safely
-from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.splits import Records, RoleSources
 from omnilead.data_tools.zarr_reader import decode, index_bytes
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
@@ -109,8 +109,10 @@ def verify(
         rejects = rejects_of(dataset)
     except DatasetError as error:
         found.append(str(error))
-    found += _check_meta(dataset)
-    found += _check_table(dataset)
+    records = records_of(dataset.table)
+    found += _check_meta(dataset, records)
+    found += _check_table(dataset, records)
+    del records  # gigabytes at ten million crops
     begins = np.searchsorted(dataset.column("shard"), np.arange(len(dataset.shards) + 1))
     if dataset.shards and begins[-1] != len(dataset):
         return [*found, f"{SAMPLES}: {len(dataset) - begins[-1]} rows of no shard in {META}"]
@@ -151,7 +153,7 @@ def _pieces(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterato
         first = end
 
 
-def _check_meta(dataset: Dataset) -> Iterator[str]:
+def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
     """Check dataset.json against format version 1, the rows and the existing files."""
     meta = dataset.meta
     for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
@@ -159,7 +161,7 @@ def _check_meta(dataset: Dataset) -> Iterator[str]:
             yield f"{META}: {name} {meta[name]}, {SPEC[name]} expected"[:200]
     if recipe_hash(meta["preprocessing"]) != meta["preprocessing_sha256"]:
         yield f"{META}: preprocessing fails its sha256"
-    counts = source_counts(records_of(dataset.table))
+    counts = source_counts(of_records)
     for source in meta["sources"]:
         records, (crops, used) = source["records"], counts.pop(source["name"], (0, 0))
         if (source["crops"], records["used"], records["seen"]) != (
@@ -185,11 +187,10 @@ def _check_meta(dataset: Dataset) -> Iterator[str]:
     yield from _first([f"{name}: not a part of the dataset" for name in strays], "shards/")
 
 
-def _check_table(dataset: Dataset) -> Iterator[str]:
+def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
     seed = dataset.meta["seed"]
     sources = RoleSources.from_meta(dataset.meta)
     doubtful = flagged(dataset.table(["flags"]), IMPLAUSIBLE)
-    records = records_of(dataset.table)
     try:
         again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources)
     except DatasetError as error:

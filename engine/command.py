@@ -82,16 +82,16 @@ def command(
     from omnilead.engine.config import schema
     from omnilead.engine.run import export, message_and_code
 
-    trained = task()
+    task_class = task()
     try:
         if args.schema:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
-            return show(schema(trained.settings) + "\n")
+            return show(schema(task_class.settings) + "\n")
         if args.export:
-            say(str(export(Path(args.export), trained)))
+            say(str(export(Path(args.export), task_class)))
         else:
             settings = [*_overrides(args, shortcuts), *args.set]
-            train(trained.read(args.config, settings), trained, args.profile or 0)
+            train(task_class.read(args.config, settings), task_class, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = message_and_code(error)
         # bad input fails on every rank: only rank 0 reports it

@@ -12,6 +12,8 @@ model of twelve channels) or drops them (a model of N channels).
 """
 
 import difflib
+import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +35,8 @@ ARRAYS = (".npy", ".npz")
 # Files in RUN: training writes them, engine.report.run_report reads them
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
+REPORT = "report.html"
+LARGEST = 1e12  # larger numbers cannot be steps, losses, rates or seconds
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
 VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
 LIMB, ALL = tuple(range(6)), tuple(range(12))
@@ -230,3 +234,26 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             else {f"{prefix}{name}": value}
         )
     return flat
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of metrics.jsonl or validation.jsonl in the order of their steps, and the number of
+    lines that are none. A step that was repeated after a restart counts once."""
+    by_step: dict[float, dict[str, Any]] = {}
+    unreadable = 0
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+            step = number(row["step"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            step = math.nan
+        if math.isfinite(step):
+            by_step[step] = row
+        else:
+            unreadable += bool(line.strip())
+    return [by_step[step] for step in sorted(by_step)], unreadable
+
+
+def number(value: Any) -> float:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if known else math.nan

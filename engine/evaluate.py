@@ -48,7 +48,8 @@ from omnilead.engine.common import (
 from omnilead.engine.embed import options_of
 
 CLASSES_SHOWN = 12  # printed on the terminal
-COLUMNS = [*("positives", "threshold"), *(one.name for one in METRIC_OF.values() if one.in_brief)]
+COLUMNS = ["positives", "threshold"]
+COLUMNS += [one.name for one in METRIC_OF.values() if one.in_brief]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -63,7 +63,7 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
 
     check(config, environment()[1])
     tracking.require_installed(config)
-    tracer = tracking.Profile(profile) if profile else None
+    profiler = tracking.Profile(profile) if profile else None
     datasets = train.open_datasets(config)
     folder = train.make_folder(config.run)
     with (
@@ -77,19 +77,19 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
         # Crops to batches on the device: data/order.py, reader.py, augmenter.py
         loader = opened.enter_context(closing(train.make_loader(task, resumed)))
         progress, total = train.progress_of(config, loader, resumed)
-        if tracer:
-            tracer.check(total - progress.step)
+        if profiler:
+            profiler.check(total - progress.step)
         # Model and optimiser: model/pretrainer.py, training/optimizer.py, DeepSpeed
         engine, adam = train.make_engine(task, folder, resumed)
         opened.callback(engine.destroy)
         logger = None
         if ranks.first:
-            services = tracking.open_services(folder, config, progress.step)
-            logger = train.make_logger(task, folder, engine, progress, total, services)
+            logger = train.make_logger(task, folder, engine, progress, total)
             opened.enter_context(closing(logger))
+            logger.services |= tracking.open_services(folder, config, progress.step)
             train.announce(task, loader, progress, engine)
         loop = Loop(task, config, folder, engine, adam, loader, progress, total, logger)
-        finished = train.run_loop(loop, tracer, opened)
+        finished = train.run_loop(loop, profiler, opened)
     if finished:
         run.finish(folder, task_class)
     elif loop.interrupted_at_s is not None:

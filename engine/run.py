@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from omnilead.data_tools.cli import is_memory, optional, say
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.common import METRICS, VALIDATION, ConfigError, OutputError, environment
+from omnilead.engine.common import (
+    METRICS,
+    REPORT,
+    VALIDATION,
+    ConfigError,
+    OutputError,
+    environment,
+    read_rows,
+)
 from omnilead.engine.training import distributed
 from omnilead.engine.training.checkpoint import CheckpointError, WriteError
 from omnilead.engine.training.loop import TrainError
@@ -99,20 +107,15 @@ class TrainingRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """Training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
-        return self._rows(METRICS)
+        return read_rows(self.path / METRICS)[0]
 
     @property
     def validation(self) -> list[dict[str, Any]]:
-        return self._rows(VALIDATION)
-
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        from omnilead.engine.report.run_report import StepLog
-
-        return StepLog(self.path / name).rows
+        return read_rows(self.path / VALIDATION)[0]
 
     @property
     def report(self) -> Path:
-        return self.path / "report.html"
+        return self.path / REPORT
 
     def _repr_html_(self) -> str:
         page = html.escape(self.report.read_text(), quote=True)

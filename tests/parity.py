@@ -33,6 +33,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from benchmarks.authors_step import draws_of
 from omnilead.data_tools.cli import echo, tell
 from omnilead.engine.common import ConfigError
 from omnilead.engine.inference.npz import load_npz
@@ -45,7 +46,6 @@ from omnilead.engine.interop.fairseq import (
     to_theirs,
 )
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
-from omnilead.engine.model.draws import Draws, count_negatives, slots
 from omnilead.engine.model.pretrainer import Pretrainer
 
 INPUTS = {"source", "mask_indices", "neg_idxs", "patient_id", "segment", "gumbel_noise", "temp"}
@@ -151,22 +151,6 @@ def check_pairs(arrays: Arrays, file: str) -> None:
         )
     if arrays.keys() <= INPUTS:
         raise ConfigError(f"{file}: has only inputs: add results, such as logits_NBM")
-
-
-def draws_of(arrays: Arrays, config: ModelConfig) -> Draws:
-    """The authors' draws in our format."""
-    mask_RN = torch.from_numpy(arrays["mask_indices"])
-    rows, used = len(mask_RN), int(mask_RN.sum(1)[0])
-    slot_RM, valid_RM = slots(mask_RN, used)
-    begin_R11 = torch.arange(0, rows * used, used)[:, None, None]
-    other_RMK = torch.from_numpy(arrays["neg_idxs"]).view(rows, used, -1) - begin_R11
-    if other_RMK.min() < 0 or other_RMK.max() >= used:
-        raise ConfigError("neg_idxs: a negative is from another segment, which is not supported")
-    noise = None
-    if "gumbel_noise" in arrays:
-        shape = rows, used, config.codebooks, config.codes
-        noise = torch.from_numpy(arrays["gumbel_noise"]).view(shape)
-    return Draws(mask_RN, slot_RM, valid_RM, count_negatives(other_RMK, used), noise)
 
 
 class Runner:

@@ -170,7 +170,7 @@ def test_folders_do_not_import_each_other():
     TopologicalSorter(edges).prepare()
 
 
-ROOMS = {  # what the core imports only where it is needed, so that each can be deleted alone
+ROOMS = {  # what the core never imports, so that each can be deleted alone
     *("data_tools.hospital", "data_tools.labels", "data_tools.synthetic", "data_tools.plots"),
     *("engine.inference", "engine.tasks", "engine.evaluation"),
     *("engine.report", "engine.interop", "engine.reproduce"),

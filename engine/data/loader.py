@@ -465,13 +465,7 @@ def _settings(config: LoaderConfig) -> dict[str, Any]:
 
 def _as_today(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe as today's loader would write it: settings that it lacks, because they are newer,
-    have their defaults. Earlier loaders saved the state of DALI's random generator, for one DALI
-    version, rank and world size, and had the backend `resident`, which gave the same batches as
-    torch."""
-    former = {"dali_version", "rank", "world"}
-    recipe = {name: value for name, value in recipe.items() if name not in former}
-    if recipe.get("backend") == "resident":
-        recipe["backend"] = "torch"
+    have their defaults."""
     saved = {name: recipe[name] for name in IN_RECIPE if name in recipe}
     try:
         config = TypeAdapter(LoaderConfig).validate_json(json.dumps(saved))

@@ -110,6 +110,8 @@ def owners(part: pa.RecordBatch) -> tuple[pa.Array, np.ndarray]:
 def owner_names(dataset: Dataset, rows: np.ndarray) -> list[tuple[str, bool]]:
     """The owner of each of these crops, whose numbers ascend, and whether it is known."""
     found: list[tuple[str, bool]] = []
+    if not len(rows):
+        return found
     for part, wanted in parts_of(dataset, OWNER, [rows]):
         names, is_known = owners(part.filter(wanted))
         found += zip(names.to_pylist(), is_known.tolist(), strict=True)

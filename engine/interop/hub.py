@@ -16,7 +16,7 @@ from torch import Tensor
 
 from omnilead.data_tools.cli import tell
 from omnilead.engine.commandline import parse_yaml
-from omnilead.engine.common import FILE_NAME, VALIDATION, describe_leads, label_of
+from omnilead.engine.common import FILE_NAME, VALIDATION, describe_leads, label_of, read_rows
 from omnilead.engine.config import RunConfig
 from omnilead.engine.data.seen import as_bytes, publishable
 from omnilead.engine.model.encoders import file_of, portable
@@ -38,7 +38,6 @@ from omnilead.engine.model.folder import (
     seen_by,
 )
 from omnilead.engine.model.input import DEFAULT_INPUT, described
-from omnilead.engine.report.run_report import StepLog
 from omnilead.engine.training.task import TrainingTask
 
 # An absolute path or the address of a bucket, but not https:// or hf://
@@ -124,7 +123,7 @@ def model_card(
 
 def _measured(run: Path, step: int) -> Facts:
     """The finite numbers of this step's validation."""
-    for row in StepLog(run / VALIDATION).rows:
+    for row in read_rows(run / VALIDATION)[0]:
         if row["step"] == step:
             return {
                 name: value

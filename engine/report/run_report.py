@@ -22,12 +22,16 @@ import numpy as np
 
 from omnilead.data_tools.cli import say
 from omnilead.engine.common import (
+    LARGEST,
     METRIC_OF,
     METRICS,
+    REPORT,
     VALID,
     VALIDATION,
     ConfigError,
     Metric,
+    number,
+    read_rows,
     write_whole,
 )
 from omnilead.engine.evaluation.metrics import Array
@@ -42,9 +46,8 @@ from omnilead.engine.report.page import (
     titled,
 )
 
-REPORT, RESULT = "report.html", "result.json"
+RESULT = "result.json"
 PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
-LARGEST = 1e12  # larger numbers cannot be steps, losses, rates or seconds
 RECENT = 10  # logged steps
 
 
@@ -53,20 +56,8 @@ class StepLog:
     file, no rows."""
 
     def __init__(self, path: Path) -> None:
-        by_step: dict[float, dict[str, Any]] = {}
-        self.unreadable = 0
-        for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-            try:
-                row = json.loads(line)
-                step = number(row["step"])
-            except (ValueError, LookupError, TypeError, RecursionError):
-                step = math.nan
-            if math.isfinite(step):
-                by_step[step] = row  # a step that was repeated after a restart counts once
-            else:
-                self.unreadable += bool(line.strip())
-        self.rows = [by_step[step] for step in sorted(by_step)]
-        self.steps = np.array(sorted(by_step))
+        self.rows, self.unreadable = read_rows(path)
+        self.steps = self.column("step")
 
     def column(self, key: str) -> Array:
         return np.array([number(row.get(key)) for row in self.rows])
@@ -94,11 +85,6 @@ class StepLog:
 
     def at(self, key: str, step: float | None) -> float:
         return float(np.append(self.column(key)[self.steps == step], math.nan)[0])
-
-
-def number(value: Any) -> float:
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
-    return float(value) if known else math.nan
 
 
 class RunFiles:

@@ -146,7 +146,7 @@ def expected_seconds(folder: WorkDir, jobs: Sequence[Job]) -> dict[str, float]:
             minutes[job.kind] = minutes.get(job.kind, 0) + job.minutes
     expected = {}
     for job in missing:
-        pace = took[job.kind] / minutes[job.kind] if job.kind in took else 60
+        pace = took[job.kind] / minutes[job.kind] if minutes.get(job.kind) else 60
         expected[job.name] = job.minutes * pace
     return expected
 

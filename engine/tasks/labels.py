@@ -38,7 +38,6 @@ from omnilead.engine.common import ConfigError
 from omnilead.engine.data.patients import (
     ids_of,
     owners_of,
-    patient_ids,
     patient_source,
     uniforms,
 )
@@ -233,11 +232,11 @@ def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
             "roles"
         )
     split = _by_role(datasets, "id_role" if identity else "dx_role")
-    patients = patient_ids(datasets)
+    people = People(*owners_of(datasets))
+    patients = ids_of(datasets, people.owner_N, people.known_N)
     if identity:
         return TaskLabels(task, (), patients, split, patients=patients)
     y = [dataset.labels.astype(np.float32) for dataset in datasets]
-    people = People(*owners_of(datasets))
     unknown = _unknown(datasets, np.concatenate(split) > 0, people)
     remarks = unknown_patients(unknown)
     return TaskLabels(task, CLASSES, y, split, remarks, patients=patients, unknown=unknown)

@@ -1,6 +1,7 @@
 """Metrics of a run: progress lines, RUN's files, and curves for tracking services.
 
-    logger = RunLogger(run, config, keys, facts, done, total, services)      # on rank 0 only
+    logger = RunLogger(run, config, keys, facts, done, total)      # on rank 0 only
+    logger.services |= open_services(run, config, step)            # engine.training.tracking
     logger.log({"step": 10, "loss": 4.2, ...})
     logger.close()
 
@@ -91,7 +92,6 @@ class RunLogger:
         facts: Row,
         done: tuple[int, int],  # the last steps that are trained and validated
         total: int,
-        services: dict[str, Service],  # engine.training.tracking
     ) -> None:
         step, validated = done
         self.keys, self.total, self.first_step = keys, total, step
@@ -99,7 +99,7 @@ class RunLogger:
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
         write_whole(run / "run.json", json.dumps(facts | environment(), indent=1) + "\n")
-        self.services = services
+        self.services: dict[str, Service] = {}  # engine.training.tracking
         move_repeated_lines(run / METRICS, step)
         move_repeated_lines(run / VALIDATION, validated)
         self.files = {name: open(run / name, "a", buffering=1) for name in (METRICS, VALIDATION)}  # noqa: SIM115

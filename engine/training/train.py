@@ -24,7 +24,7 @@ from omnilead.engine.model.encoders import CODE
 from omnilead.engine.training import checkpoint, distributed
 from omnilead.engine.training.checkpoint import CheckpointError
 from omnilead.engine.training.distributed import on_first_rank
-from omnilead.engine.training.loggers import RunLogger, Service
+from omnilead.engine.training.loggers import RunLogger
 from omnilead.engine.training.loop import Loop, Progress, run_facts
 from omnilead.engine.training.optimizer import GuardedAdamW
 from omnilead.engine.training.task import TrainingTask
@@ -153,15 +153,10 @@ def progress_of(config: RunConfig, loader: Loader, resumed: Resumed | None) -> t
 
 
 def make_logger(
-    task: TrainingTask,
-    run: Path,
-    engine: Any,
-    progress: Progress,
-    total: int,
-    services: dict[str, Service],
+    task: TrainingTask, run: Path, engine: Any, progress: Progress, total: int
 ) -> RunLogger:
     facts = facts_of_run(task, engine) | {"steps": total}
-    return RunLogger(run, task.config, task.keys, facts, progress.done, total, services)
+    return RunLogger(run, task.config, task.keys, facts, progress.done, total)
 
 
 def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> None:

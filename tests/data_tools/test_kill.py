@@ -52,7 +52,7 @@ if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: ma
 
 
 def test_killed_over_and_over(small, tmp_path):
-    during = _script("storm", small, tmp_path, KILLS, SEED)
+    during = _script("storm", small, tmp_path, KILLS)
     assert sum(during.values()) >= KILLS
     # Kills fell where something can break
     assert min(during[phase] for phase in ("shards", "zarr", "tables")) >= 5
@@ -61,7 +61,7 @@ def test_killed_over_and_over(small, tmp_path):
 def test_killing_a_run_also_ends_its_worker_processes(small, tmp_path):
     """Kill the whole group, then only the parent: its workers must not keep writing where the next
     run writes."""
-    assert _script("workers", small, tmp_path, 1, SEED) == {"kills": 2, "orphans": 0}
+    assert _script("workers", small, tmp_path, 1) == {"kills": 2, "orphans": 0}
 
 
 def test_a_second_run_is_refused_until_the_first_ends(small, shell, tmp_path):
@@ -94,7 +94,7 @@ def test_ctrl_c_is_one_line_and_the_run_can_be_finished(small, tmp_path, monkeyp
     monkeypatch.setenv("HANG_AT", "3")
     # Or, begun by `command &`, nobody here would hear it
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    run = _start("typed", small, out, 2, SEED, stderr=subprocess.PIPE, start_new_session=True)
+    run = _start("typed", small, out, 2, stderr=subprocess.PIPE, start_new_session=True)
     signal.signal(signal.SIGINT, before)
     until(lambda: len(list(out.glob(".build/*.parquet"))) >= 3)
     os.killpg(run.pid, signal.SIGINT)
@@ -102,7 +102,7 @@ def test_ctrl_c_is_one_line_and_the_run_can_be_finished(small, tmp_path, monkeyp
     assert (run.returncode, error) == (130, "interrupted: run the same command again to continue\n")
     assert members(run.pid) == []
     monkeypatch.setattr(plan, "SHARD_CROPS", 4)
-    assert typed(str(small), out, 1, SEED) == 0
+    assert typed(str(small), out, 1) == 0
 
 
 def _start(*arguments, **options):
@@ -208,9 +208,9 @@ def holds(out):
     assert verify(Dataset.open(str(out))) == []
 
 
-def storm(archive, root, kills, seed):
+def storm(archive, root, kills):
     """-> how many kills fell into each phase."""
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     functions, calls, worst = reference(archive, root / "right")
     right, out = files(root / "right"), root / "out"
     during = Counter()
@@ -253,7 +253,7 @@ def under_way(group, out, parts):
     return os.getpgid(group) == group and len(list(out.glob(".build/*.parquet"))) > parts
 
 
-def workers(archive, root, kills, seed):
+def workers(archive, root, kills):
     assert fork(lambda: build(archive, root / "right", format="both")) == 0
     right, out, orphans = files(root / "right"), root / "out", 0
     for number in range(kills + 1):
@@ -278,7 +278,7 @@ def workers(archive, root, kills, seed):
     return {"kills": kills + 1, "orphans": orphans}
 
 
-def typed(archive, out, workers, seed):
+def typed(archive, out, workers):
     """As the command line runs it."""
     options = ["--format", "both", "--workers", str(workers)]
     return main(["shard", archive, "--out", str(out), *options])
@@ -299,7 +299,7 @@ def held(archive, out, crops, parts):
 
 
 if __name__ == "__main__":
-    scene, archive, place, number, seed = sys.argv[1:]
-    result = globals()[scene](archive, Path(place), int(number), int(seed))
+    scene, archive, place, *numbers = sys.argv[1:]
+    result = globals()[scene](archive, Path(place), *map(int, numbers))
     print(json.dumps(result))
     sys.exit(result if scene == "typed" else 0)

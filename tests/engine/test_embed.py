@@ -1,5 +1,5 @@
 """omnilead.engine.embed: tables of embeddings from datasets, files and arrays, also after
-interruptions; the probes."""
+interruptions."""
 
 import errno
 import os

@@ -611,7 +611,7 @@ def test_a_run_has_one_learning_rate(tune, tmp_path):
     assert "train.lr=[0.0001, 0.0003]: a run has one learning rate" in several.one_line()
     assert not (tmp_path / "run").exists()
     one = build({"start": "x", "train": {"lr": [1e-4]}}, FinetuneConfig)
-    assert one.train.lr == 1e-4  # `rates` is in the config.yaml of older runs
+    assert one.train.lr == 1e-4
 
 
 @pytest.mark.parametrize(

@@ -98,15 +98,6 @@ def test_a_forged_state_is_refused_and_does_not_restart_the_run(dataset):
             loader(dataset, state=forged)
 
 
-@pytest.mark.parametrize(("backend", "then"), [("dali", "dali"), ("torch", "resident")])
-def test_a_state_with_what_earlier_loaders_saved_resumes(backend, then, dataset):
-    whole = some(loader(dataset, backend), 3)
-    state = whole[0][1]
-    former = {"backend": then, "dali_version": "1.0.0", "rank": 1, "world": 4}
-    state |= {"recipe": state["recipe"] | former, "dali": "aGVsbG8="}
-    assert contents(whole[1:]) == contents(some(loader(dataset, backend, state), 2))
-
-
 ADDED = [
     ("views", {}, {"views": "window"}),
     ("windows", {}, {"windows": 2}),

@@ -430,6 +430,7 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("same.csv", "same.csv: all labels of the split train are the same"),
         ("alive.csv", "alive.csv: no event in the split train: nothing to learn"),
         ("unchosen.csv", "unchosen.csv: no event in the split valid: nothing to learn"),
+        ("trained.csv", "no record is in the split valid: a probe needs train, valid, test"),
         ("few.csv --share 1 0.02", "--share 0.02 of"),
         ("few.csv --share 0.02", " records of test: no event in one of them: use a larger share"),
         ("folds.csv", "folds 1, 2: at least 3 are needed"),
@@ -461,6 +462,7 @@ def test_refusals_are_one_line(
     ill = np.arange(len(split)) % 2
     well = np.where(split == "train", "", 1 - ill)
     write_table(Path("gaps.csv"), dataset, ill=ill, well=well, split=split)
+    write_table(Path("trained.csv"), dataset, ill=ill, split="train")
     write_table(Path("folds.csv"), dataset, ill=[0, 1], fold=[1, 2])
     given = ["--models", "B", "--data", dataset.root.url, "--out", "OUT", "--tasks"]
     assert main(["bench", *given, *words.split()]) == 2

@@ -6,13 +6,13 @@ import gc
 import importlib
 import json
 import os
-import socket
 import time
 from dataclasses import dataclass
 from unittest import mock
 
 import torch
 
+from benchmarks.measure import reserved_port
 from omnilead.engine.config import CONFIGS
 from omnilead.engine.report import run_report
 from tests.forks import started
@@ -61,10 +61,7 @@ RESERVED = []
 
 
 def free_port():
-    """Nobody else is given it while this process lives, but rank 0 may listen there."""
-    RESERVED.append(socket.socket())
-    RESERVED[-1].bind(("", 0))
-    RESERVED[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    RESERVED.append(reserved_port())  # while this process lives
     return int(RESERVED[-1].getsockname()[1])
 
 

@@ -82,7 +82,7 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
         die = partial(die_within, chance.randint(1, CALLS))
         (process,) = start(tmp_path, arguments, before=die)
         process.join()
-        assert process.exitcode == -signal.SIGKILL
+        assert process.exitcode == -signal.SIGKILL, "it ended before the kill: lower CALLS"
         # the one that `latest` names is complete
         path = checkpoint.newest(tmp_path / "killed", pytest.fail)
         assert path is None or checkpoint.fault(path) is None

@@ -3,6 +3,7 @@ when a service fails."""
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -79,9 +80,12 @@ def config(*track):
 
 
 def logger(run, settings, step=0, validated=-1):
-    run.mkdir(exist_ok=True)
-    opened = tracking.open_services(run, settings, step)
-    return RunLogger(run, settings, KEYS, {}, (step, validated), 3, opened)
+    made = RunLogger(run, settings, KEYS, {}, (step, validated), 3)
+    with ExitStack() as refused:
+        refused.callback(made.close)
+        made.services |= tracking.open_services(run, settings, step)
+        refused.pop_all()
+    return made
 
 
 OTHERS = {"crops_per_s": 1.0, "data_wait_pct": 0.0, "mfu": 0.1, "lr": 1.0, "more": 2.0}
