@@ -34,7 +34,7 @@ from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.engine.common import ConfigError, flatten
 from omnilead.engine.data import dali
 from omnilead.engine.data.augmentations import AugmentConfig
-from omnilead.engine.data.augmentations.random_leads import RandomLeads
+from omnilead.engine.data.augmentations.leads import RandomLeads
 from omnilead.engine.data.augmentations.stage import STRICT, Params
 from omnilead.engine.data.augmenter import (
     HALF,

@@ -7,16 +7,18 @@ stage.py says what it must have.
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from omnilead.engine.common import OWN, ConfigError
-from omnilead.engine.data.augmentations.emg import Emg
 from omnilead.engine.data.augmentations.gain import Gain, GainSettings
-from omnilead.engine.data.augmentations.leads import Leads
-from omnilead.engine.data.augmentations.noise import LimbLeads
-from omnilead.engine.data.augmentations.powerline import Powerline, PowerlineSettings
-from omnilead.engine.data.augmentations.random_leads import RandomLeads, RandomLeadSettings
-from omnilead.engine.data.augmentations.shift import Shift
+from omnilead.engine.data.augmentations.leads import Leads, RandomLeads, RandomLeadSettings
+from omnilead.engine.data.augmentations.noise import (
+    Emg,
+    LimbLeads,
+    NoiseSettings,
+    Powerline,
+    Shift,
+    Wander,
+)
 from omnilead.engine.data.augmentations.stage import STRICT, Stage
 from omnilead.engine.data.augmentations.threekg import Rotation, ThreeKGSettings, TimeMask
-from omnilead.engine.data.augmentations.wander import Wander
 
 # In the order in which they are applied. What follows noise must be linear, because torch adds white
 # noise to DALI's output; what follows RandomLeads must leave zeros as they are.
@@ -35,7 +37,7 @@ STAGES: tuple[type[Stage], ...] = (
 
 
 @checked_dataclass(frozen=True, config=STRICT)
-class AugmentConfig(GainSettings, ThreeKGSettings, PowerlineSettings, RandomLeadSettings):
+class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSettings):
     """The section `augment` of the settings: those of all stages."""
 
     # your own function(x_BSLT, generator) as file.py:function, applied after the others:

@@ -1,12 +1,14 @@
-"""The leads that a model uses: its input has only these, or the others as zeros (RandomLeads)."""
+"""The leads that a model uses (its input has only these, or the others as zeros), and random lead
+masking (RLM), Oh et al. 2022: it sees some of them, in each half others."""
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator
+import numpy as np
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from omnilead.engine.common import ALL, parse_leads
-from omnilead.engine.data.augmentations.stage import STRICT, Node, Nodes, Stage
+from omnilead.engine.common import ALL, ConfigError, parse_leads
+from omnilead.engine.data.augmentations.stage import STRICT, Node, Nodes, Params, Random, Stage
 
 # in YAML, 3 is a number
 AsText = BeforeValidator(lambda value: str(value) if type(value) is int else value)
@@ -52,3 +54,59 @@ class Leads(Stage):
 
     def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
         return ops.cat([ops.lead(x, lead) for lead in self.settings.output_leads])
+
+
+@checked_dataclass(frozen=True, config=STRICT)
+class RandomLeadSettings(LeadSettings):
+    # random lead masking: probability of zeroing each lead of each half; 0 = off
+    rlm: Annotated[float, Field(ge=0, le=1)] = 0.5
+    rlm_keep_one: bool = False  # never mask all leads of a half (the paper's masking can)
+
+
+class RandomLeads(Stage):
+    """Zero each lead of each half where u < p (augmentations.py:199-201), and the leads that the
+    model does not use or the record lacks."""
+
+    settings: RandomLeadSettings
+    stream = 5
+    examples = ({"rlm": 0.5}, {"rlm": 0.9, "rlm_keep_one": True}, {"leads": "I,V1"})
+    by_crop = True
+    active = True  # in every formula: whether leads are missing is known only when it draws
+
+    @property
+    def changes_zeros(self) -> bool:
+        """The one lead that is kept must have been measured."""
+        return self.settings.rlm_keep_one
+
+    @property
+    def described(self) -> str:
+        return f"lead masking {self.settings.rlm}" if self.settings.rlm else ""
+
+    def check(self) -> None:
+        if self.settings.rlm == 1 and not self.settings.rlm_keep_one:
+            raise ConfigError(
+                "augment.rlm=1: this masks every lead: use less than 1, or rlm_keep_one: true"
+            )
+
+    def draw(self, random: Random) -> Params:
+        whole = self.settings.output_leads == self.settings.seen
+        if whole and not self.settings.rlm and random.measured_BL is None:
+            return {}
+        return {"keep": self.keep(random)}
+
+    def keep(self, random: Random) -> np.ndarray:
+        """bool [B, S, L, 1]"""
+        leads = self.settings.output_leads
+        usable = np.isin(leads, self.settings.seen)[:, None]
+        if random.measured_BL is not None:
+            usable = usable & random.measured_BL[:, None, list(leads), None]
+        u = random.uniform(self.stream, leads)
+        u = np.where(usable, u, -1.0)
+        keep: np.ndarray = (u >= self.settings.rlm) & usable
+        if self.settings.rlm_keep_one:  # every lead is equally likely to have the largest u
+            largest = u.max(axis=-2, keepdims=True)
+            keep |= (u == largest) & usable
+        return keep
+
+    def apply(self, x: Node, p: Nodes, ops: Any) -> Node:
+        return ops.multiply(x, p["keep"]) if "keep" in p else x

@@ -1,19 +1,32 @@
-"""What the four kinds of physiological noise have in common (Oh et al. 2022, appendix B), and the
-limb leads after it.
+"""Physiological noise of four kinds (Oh et al. 2022, appendix B), and the limb leads after it.
 
 The kinds authors_* are those of the authors' code, fairseq-signals augmentations.py: they draw their
 parameters differently and recompute the limb leads from I and II.
 """
 
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from omnilead.engine.common import ALL, ConfigError
 from omnilead.engine.data.augmentations.leads import LeadSettings, limb_leads
-from omnilead.engine.data.augmentations.stage import ONE_FOR_ALL, STRICT, Node, Nodes, Noise, Stage
+from omnilead.engine.data.augmentations.stage import (
+    ONE_FOR_ALL,
+    STRICT,
+    TAU,
+    WHITE_BANK,
+    Node,
+    Nodes,
+    Noise,
+    Params,
+    Random,
+    Stage,
+    Wave,
+)
+from omnilead.engine.data.counter import RandomStream
 
 PAPER_NOISE = ("powerline", "emg", "wander", "shift")
 AUTHORS_NOISE = tuple(f"authors_{kind}" for kind in PAPER_NOISE)
@@ -23,6 +36,7 @@ NOISE_SETS = {
     "authors_physio3": AUTHORS_NOISE[:3],
     "authors_physio4": AUTHORS_NOISE,
 }
+WANDER_COMPONENTS = 3
 Millivolts = Annotated[float, Field(ge=0, le=10)]
 
 
@@ -47,6 +61,10 @@ class NoiseSettings(LeadSettings):
     per_lead: bool = False
     # recompute the limb leads from I and II after adding noise; None: for authors_* only
     dependency: bool | None = None
+    # 60 in the Americas; authors_powerline picks 50 or 60 at random
+    powerline_hz: Literal[50, 60] = 50
+    # number of harmonics of powerline_hz
+    powerline_components: Annotated[int, Field(ge=1, le=4)] = 1
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -103,6 +121,130 @@ class PhysiologicalNoise(Noise):
             raise ConfigError(
                 "augment.per_lead=True: the authors' kinds fix what is drawn per lead: use false"
             )
+
+
+class Powerline(PhysiologicalNoise):
+    """Mains hum: n(t) = sum_k a_k cos(2 pi k f t + phi), a_k ~ U(0, max), phi ~ U(0, 2 pi)"""
+
+    kind = "powerline"
+    stream = 6
+    examples = (
+        {"noise": "powerline"},
+        {"noise": "authors_powerline"},
+        {"noise": "powerline", "powerline_components": 3, "powerline_hz": 60, "per_lead": True},
+    )
+
+    def draw(self, random: Random) -> Params:
+        count = self.settings.powerline_components
+        share = random.uniform(self.stream, self.leads, range(2, 2 + count))
+        # the same for all components, as in the paper
+        turn = random.uniform(self.stream, self.leads)
+        hz: Any = self.settings.powerline_hz
+        if self.authors:  # 50 or 60 Hz at random (augmentations.py:61)
+            american = random.uniform(self.stream, ONE_FOR_ALL, [1]) >= 0.5
+            hz = np.where(american, 60, 50)
+        return {
+            "powerline_amplitude": share * self.settings.amplitude_mv.powerline,
+            "powerline_phase": np.broadcast_to(turn * TAU, share.shape),
+            "powerline_hz": np.broadcast_to(hz * np.arange(1, 1 + count), share.shape),
+        }
+
+    def wave(self, p: Nodes, ops: Any) -> Wave:
+        a, hz, phase = p["powerline_amplitude"], p["powerline_hz"], p["powerline_phase"]
+        count = self.settings.powerline_components
+        return None, ops.cosines(a, hz, phase, ops.mains_s, count)
+
+
+class Emg(PhysiologicalNoise):
+    """Muscle noise (electromyographic): n(t) ~ N(0, a^2), a ~ U(0, max), in each lead of each crop a
+    random slice of the bank."""
+
+    kind = "emg"
+    stream = 7
+    from_bank = ("emg_amplitude", "white_start")
+    examples = ({"noise": "emg"}, {"noise": "authors_emg"}, {"noise": "emg", "per_lead": True})
+
+    def draw(self, random: Random) -> Params:
+        leads = self.settings.noise_leads
+        # each lead has its own amplitude in the authors' code (augmentations.py:92)
+        share = random.uniform(self.stream, leads if self.authors else self.leads)
+        place = random.uniform(RandomStream.WHITE, leads)
+        start = place * (WHITE_BANK - random.samples)
+        return {
+            "emg_amplitude": share * self.settings.amplitude_mv.emg,
+            "white_start": start.astype(np.int32),
+        }
+
+
+class Wander(PhysiologicalNoise):
+    """Baseline wander: n(t) = C sum_k a_k cos(2 pi k df t + phi_k), C ~ N(1, 0.5^2), a_k ~ U(0, max),
+    df ~ U(0.01, 0.2) Hz"""
+
+    kind = "wander"
+    stream = 8
+    examples = (
+        {"noise": "wander"},
+        {"noise": "authors_wander"},
+        {"noise": "wander", "per_lead": True},
+    )
+
+    def draw(self, random: Random) -> Params:
+        leads, first = self.leads, [3 * WANDER_COMPONENTS]
+        share = random.uniform(self.stream, leads, range(WANDER_COMPONENTS))
+        turn = random.uniform(self.stream, leads, range(WANDER_COMPONENTS, 2 * WANDER_COMPONENTS))
+        if self.authors:  # three frequencies, and C for each lead (augmentations.py:160-180)
+            place = random.uniform(
+                self.stream, ONE_FOR_ALL, range(2 * WANDER_COMPONENTS, 3 * WANDER_COMPONENTS)
+            )
+            hz = 0.01 + place * 0.19
+            spread = random.normal(self.stream, self.settings.noise_leads, first)
+        else:
+            place = random.uniform(self.stream, leads, [2 * WANDER_COMPONENTS])
+            hz = (0.01 + place * 0.19) * np.arange(1, 1 + WANDER_COMPONENTS)
+            spread = random.normal(self.stream, leads, first)
+        return {
+            "wander_amplitude": share * self.settings.amplitude_mv.wander,
+            "wander_phase": turn * TAU,
+            "wander_hz": hz,
+            "wander_gain": 1 + 0.5 * spread,
+        }
+
+    def wave(self, p: Nodes, ops: Any) -> Wave:
+        a, hz, phase = p["wander_amplitude"], p["wander_hz"], p["wander_phase"]
+        return p["wander_gain"], ops.cosines(a, hz, phase, ops.time_s, WANDER_COMPONENTS)
+
+
+class Shift(PhysiologicalNoise):
+    """Jumps of the baseline: n(t) = n from start to stop and 0 elsewhere, n ~ U(-max, max). The paper only says "a randomly
+    sampled span". Here: length N(0.2 T, (0.04 T)^2), as the authors' code; any position."""
+
+    kind = "shift"
+    stream = 9
+    examples = (
+        {"noise": "shift"},
+        {"noise": "authors_shift"},
+        {"noise": "shift", "per_lead": True},
+    )
+
+    def draw(self, random: Random) -> Params:
+        spread = random.normal(self.stream, self.leads, [1])
+        length = (0.2 + 0.04 * spread) * random.samples
+        # the lower bound is 5 sigma away, the upper 20
+        length = np.clip(length, 1, random.samples)
+        place = random.uniform(self.stream, self.leads, [2])
+        start = np.floor(place * (random.samples - length))
+        u = random.uniform(self.stream, self.leads)
+        amplitude = (2 * u - 1) * self.settings.amplitude_mv.shift
+        if self.authors:  # +1 or -1 mV for each lead, minus one U(0, max) for all
+            # (augmentations.py:124-126; they probably meant times)
+            up = random.uniform(self.stream, self.settings.noise_leads, [3]) < 0.5
+            amplitude = np.where(up, 1.0, -1.0) - u * self.settings.amplitude_mv.shift
+        stop = np.floor(start + length)
+        return {"shift_amplitude": amplitude, "shift_start": start, "shift_stop": stop}
+
+    def wave(self, p: Nodes, ops: Any) -> Wave:
+        inside = (ops.sample >= p["shift_start"]) & (ops.sample < p["shift_stop"])
+        return p["shift_amplitude"], inside
 
 
 class LimbLeads(Stage):
