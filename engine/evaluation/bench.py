@@ -77,8 +77,9 @@ from omnilead.engine.evaluation.results import (
 from omnilead.engine.inference.commands import refuse_ranks
 from omnilead.engine.inference.trained_model import load
 from omnilead.engine.model.input import Input
+from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES
-from omnilead.engine.tasks.labels import OWN_COLUMNS, TaskLabels, data_records, read_task
+from omnilead.engine.tasks.labels import OWN_COLUMNS, TaskLabels, data_records, guess, read_task
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")
@@ -438,20 +439,14 @@ def _labels_and_parts(
 ) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords, ProbedRecords], Array]:
     """The labels of the fitted dataset; the records of train, valid and test; the patients of the
     tested dataset's crops."""
-    table = word.endswith(TABLES)
-    named = ("", word)
-    if not table:
-        named = word, table_of(args.labels, word)
-        _require_table(word, named[1], args)
-    labels = labels_to_probe(fitted, *named)
+    task = _task_named(word, args)
+    labels = labels_to_probe(fitted, task)
     test_labels = labels
     if tested is not fitted:
-        test_task = replace(labels.task, folds={}) if table else load_task(word)
-        url = table_of(args.test_labels, word) or labels.task.labels
+        url = table_of(args.test_labels, word) or task.labels
         columns, classes = labels.task.columns, labels.task.classes
-        test_labels = read_task(
-            replace(test_task, columns=columns, classes=classes, labels=url), [tested]
-        )
+        test_task = replace(task, columns=columns, classes=classes, labels=url)
+        test_labels = read_task(test_task, [tested])
     train = records_of(fitted, labels, "train", args)
     valid = records_of(fitted, labels, "valid", args)
     test = records_of(tested, test_labels, "test", args)
@@ -466,20 +461,23 @@ def _labels_and_parts(
     return labels, (train, valid, test), test_labels.patients[0]
 
 
-def _require_table(word: str, url: str, args: Namespace) -> None:
-    """ConfigError if a shipped task needs a label table and there is none. `url`: what was found."""
-    if word not in shipped("tasks"):
-        if url and not Path(word).exists():
-            raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
-        return
+def _task_named(word: str, args: Namespace) -> TaskConfig:
+    """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
+    shipped task needs a table and there is none."""
+    if word.endswith(TABLES):
+        return guess(TaskConfig(Path(word).stem[:64], labels=word))
+    url, known = table_of(args.labels, word), word in shipped("tasks")
+    if url and not known and not Path(word).exists():
+        raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
     task = load_task(word)
     needed = task.split == "column" or not set(task.columns) <= set(OWN_COLUMNS)
-    if needed and not url:
+    if known and needed and not url:
         absent = (
             f"no {word}.parquet in --labels {args.labels}" if args.labels else "needs --labels DIR"
         )
         made = f"omnilead labels {word.partition('-')[0]} SRC --out {args.labels or 'DIR'}"
         raise ConfigError(f"{absent}: `{made}` writes it")
+    return replace(task, labels=url or task.labels)
 
 
 def require_labels(option: str, folder: str) -> None:

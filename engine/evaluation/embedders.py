@@ -34,7 +34,7 @@ from omnilead.engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.predict import CropBatch, dataset_batches, predict
 from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.evaluation.probe import PROBES, Probe
+from omnilead.engine.evaluation.probe import Probe, linear, network
 from omnilead.engine.inference import mean_beat
 from omnilead.engine.inference import readout as readouts
 from omnilead.engine.inference.commands import prepare_model
@@ -71,7 +71,7 @@ class Compared(NamedTuple):
     members: list[tuple[Embedder, ...]]
     random: str = ""  # the row of random weights of the same architecture
     members_of: str = ""  # the row whose members these are, too; "": its own
-    probe: Probe = PROBES["linear"]
+    probe: Probe = linear
     identifies: bool = True  # whether patients are identified by it, too
 
     @property
@@ -100,8 +100,7 @@ class Vectors(NamedTuple):
 def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
     """`models`: folders, NAME=FOLDER, or NAME=FOLDER,FOLDER for runs of several seeds. Random
     weights follow the first model of their architecture; what needs no training is last."""
-    beat = _measured(MEAN_BEAT, mean_beat.mean_beats)
-    beat = beat._replace(compared=slice(12 * mean_beat.BEAT))
+    beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
     measured = _measured(MEASURED, mean_beat.measurements)
     rows = _model_rows(models, measured, args)
     both = []
@@ -110,9 +109,12 @@ def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
             joined = [(beat, *member) for member in row.members]
             name = f"{MEAN_BEAT} + {row.name}"
             both.append(Compared(name, joined, members_of=row.name, identifies=False))
-    network = Compared(NETWORK, [(beat,)], probe=PROBES["network"], identifies=False)
-    needs_none = Compared(MEASURED, [(measured,)], identifies=False)
-    return [*rows, Compared(MEAN_BEAT, [(beat,)]), network, needs_none, *both]
+    untrained = [
+        Compared(MEAN_BEAT, [(beat,)]),
+        Compared(NETWORK, [(beat,)], probe=network, identifies=False),
+        Compared(MEASURED, [(measured,)], identifies=False),
+    ]
+    return [*rows, *untrained, *both]
 
 
 def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> list[Compared]:
@@ -198,11 +200,14 @@ def token_parts(model: TrainedModel, args: Namespace) -> Readout:
     return parts
 
 
-def _measured(name: str, measure: Callable[[Array], Array]) -> Embedder:
+def _measured(
+    name: str, measure: Callable[[Array], Array], compared: slice = slice(None)
+) -> Embedder:
     def forward(x_RLT: Tensor) -> Tensor:
         return torch.from_numpy(measure(x_RLT.numpy()))
 
-    return Embedder(name, f"{name} {_code(('rhythm',))}", Input(ALL, ALL), forward)
+    digest = f"{name} {_code(('rhythm',))}"
+    return Embedder(name, digest, Input(ALL, ALL), forward, compared=compared)
 
 
 def _code(readout: Readout) -> str:

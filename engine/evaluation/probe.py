@@ -15,7 +15,6 @@ Axes: N rows, D width of an embedding, K classes. Labels that are NaN are unknow
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +30,13 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.seen import joined
 from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.evaluation.results import load_task
 from omnilead.engine.inference.readout import Readout
 from omnilead.engine.inference.trained_model import TrainedModel
 from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES, WITH_THRESHOLDS, cox, thresholds
-from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, guess, read_task, unknown_patients
+from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task, unknown_patients
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
 STRENGTHS = (3e2, 1e2, 3e1, 1e1, 3.0, 1.0, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
@@ -71,11 +69,11 @@ class ProbeFit(NamedTuple):
     scale_K: Array = np.zeros(0)
 
 
-def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels:
-    """The labels of the task `name`, with the table `url` if there is one; without a name of the
-    table, whose kind is guessed. ConfigError if there is nothing to fit on."""
-    task = load_task(name) if name else guess(TaskConfig(Path(url).stem[:64], labels=url))
-    task = replace(task, labels=url or task.labels)
+Probe = Callable[[ProbeData], ProbeFit]
+
+
+def labels_to_probe(dataset: Dataset, task: TaskConfig) -> TaskLabels:
+    """ConfigError if there is nothing to fit on."""
     if task.kind == "identity":
         raise ConfigError("is of patients: use identification, without a table")
     labels = read_task(task, [dataset])
@@ -168,7 +166,7 @@ def unlike(kind: str, y_NK: Array) -> Array:
     return np.asarray(least_K < most_K)
 
 
-def fit_scaled(fit: "Probe", data: ProbeData) -> ProbeFit:
+def fit_scaled(fit: Probe, data: ProbeData) -> ProbeFit:
     """Standardises values by the training rows before the fit, and scales the scores back to their
     unit."""
     if data.kind != "regression":
@@ -396,7 +394,3 @@ def _error(scores_NK: Array, labels_NK: Array, kind: str) -> float:
     if kind == "survival":
         return event_loss(torch.from_numpy(scores_NK), torch.from_numpy(labels_NK)).item()
     return float(np.nanmean(np.square(scores_NK - labels_NK)))
-
-
-Probe = Callable[[ProbeData], ProbeFit]
-PROBES: dict[str, Probe] = {"linear": linear, "network": network}

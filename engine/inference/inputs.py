@@ -273,7 +273,7 @@ def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False
         name, reason = "a record", reason.reason  # names and details may tell who it is
     if not options.skips(of_folder):
         raise DataError(
-            f"{name}: {reason}: fix it, or leave it out (embed, probe, predict: --on-corrupt skip)"
+            f"{name}: {reason}: fix it, or leave it out (embed, predict: --on-corrupt skip)"
         )
     with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
         tell(f"skipped: {name}: {reason}")

@@ -5,7 +5,6 @@ import pytest
 
 from omnilead.engine.evaluation.metrics import measure
 from omnilead.engine.evaluation.probe import (
-    PROBES,
     ProbeData,
     fit_scaled,
     linear,
@@ -18,6 +17,7 @@ from omnilead.engine.evaluation.probe import (
 
 RNG = np.random.default_rng(0)
 SCALE = np.linspace(0.1, 30, 6)
+PROBES = {"linear": linear, "network": network}
 
 
 def made(n, noise=1.0, seed=1):
