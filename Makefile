@@ -33,7 +33,7 @@ demo: .venv/installed
 	$(RUN) -m omnilead verify demo/dataset --archive demo/archive
 	$(RUN) -m omnilead show demo/dataset --png demo/summary.png > demo/summary.txt
 	$(RUN) -m omnilead show demo/dataset --crop 0 --png demo/ecg.png
-	$(BIN)/python -m omnilead.engine.report.picture demo/augmentations.png --data demo/dataset
+	$(BIN)/python -m docs.augmentations demo/augmentations.png --data demo/dataset
 	$(BIN)/python -m omnilead pretrain --config small --data demo/dataset --out demo/run --set train.steps=200 --set train.batch_crops=32 \
 	    --set train.validate_every=0
 	$(BIN)/python -m omnilead bench --models small a-minute=demo/run --data demo/dataset --tasks diagnosis --leads 12 --share 0.1 1 --out demo/bench

@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     bench(**vars(args))
-    said = (args.out / "bench.md").read_text()
-    said += f"\n{args.out}: bench.md, bench.csv, bench.json, bench.png\n"
+    text = (args.out / "bench.md").read_text()
+    text += f"\n{args.out}: bench.md, bench.csv, bench.json, bench.png\n"
     if args.head:
-        said += f"{args.head}: the model with its probe as a head\n"
-    return show(said)
+        text += f"{args.head}: the model with its probe as a head\n"
+    return show(text)
 
 
 def bench(
@@ -60,9 +60,9 @@ def bench(
     from omnilead.engine.report.bench_report import write
 
     place = Path(out)
-    found = comparison.bench(models, data, place, tasks, **options)
-    write(found, place)
-    return found
+    document = comparison.bench(models, data, place, tasks, **options)
+    write(document, place)
+    return document
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ from omnilead.data_tools.storage import sync as sync
 from omnilead.data_tools.storage import write_whole as write_whole
 
 ARRAYS = (".npy", ".npz")
+File = str | os.PathLike[str]
+Facts = dict[str, Any]  # by name, as in a JSON object
 # Files in RUN: training writes them, engine.report.run_report reads them
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
@@ -105,6 +107,14 @@ METRIC_OF = {
         Metric("accuracy_whitened", "accuracy, whitened", None, in_bench=True),
     )
 }
+
+
+def listed(names: Sequence[Any], most: int) -> str:
+    """The first of these names, for a message."""
+    text = ", ".join(map(str, names[:most]))
+    if len(names) > most:
+        text += ", ..."
+    return text
 
 
 def label_of(metric: str) -> str:

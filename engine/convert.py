@@ -155,10 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif args.command == "from-torch":
             fs_hz = 500.0 if args.fs is None else args.fs
             leads = [LEADS[lead] for lead in leads_in_order(args.leads, "--leads")]
-            given = signals(args.input, fs_hz, leads, args.window, args.band)
+            preprocessing = signals(args.input, fs_hz, leads, args.window, args.band)
             options = parse_yaml(args.options, "--options")
             notes = from_torch(
-                source, args.out, args.encoder, options, given, args.prefix, args.map
+                source, args.out, args.encoder, options, preprocessing, args.prefix, args.map
             )
         elif args.command == "to-fairseq":
             to_fairseq(args.source, args.out)

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from json import dumps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omnilead.data_tools.cli import show
 from omnilead.engine.commandline import (
@@ -41,6 +41,8 @@ from omnilead.engine.common import (
     LABELS,
     METRIC_OF,
     ConfigError,
+    Facts,
+    File,
     OutputError,
     environment,
     label_of,
@@ -49,7 +51,7 @@ from omnilead.engine.embed import options_of
 
 CLASSES_SHOWN = 12  # printed on the terminal
 COLUMNS = ["positives", "threshold"]
-COLUMNS += [one.name for one in METRIC_OF.values() if one.in_brief]
+COLUMNS += [metric.name for metric in METRIC_OF.values() if metric.in_brief]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,20 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def evaluate(
-    model: str | os.PathLike[str],
+    model: File,
     *,
-    data: str | os.PathLike[str],
+    data: File,
     leads: str = "",
     task: str = "auto",
-    labels: str | os.PathLike[str] = "",
+    labels: File = "",
     role: str = "test",
-    json: str | os.PathLike[str] | None = None,
-    report: str | os.PathLike[str] | None = None,
+    json: File | None = None,
+    report: File | None = None,
     batch: int = 32,
     device: str = "auto",
     code: bool = False,
     anonymous: bool = False,
-) -> dict[str, Any] | None:
+) -> Facts | None:
     """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns what --json holds.
 
     The arguments are the options of the command. None on all ranks but the first. Errors have
@@ -93,10 +95,12 @@ def evaluate(
     from omnilead.engine.inference.trained_model import load
     from omnilead.engine.training.distributed import close, lost_a_rank, share_work
 
-    files = Files(Path(json) if json else None, Path(report) if report else None)
-    files.check()
+    json_file, page = Path(json) if json else None, Path(report) if report else None
+    # The model's outputs, until the scores are written
+    kept = Path(f"{json_file or page}.halves.parquet") if json_file or page else None
+    check_files(json_file, page)
     run, table = os.fspath(model), os.fspath(labels)
-    options = EvalOptions(role, leads, batch, run, files.kept)
+    options = EvalOptions(role, leads, batch, run, kept)
     result: Any
     try:
         dataset = Dataset.open(os.fspath(data), anonymous)
@@ -119,47 +123,39 @@ def evaluate(
         close()
     if environment()[0]:
         return None
-    document: dict[str, Any] = result.document()
-    files.write(result, document, dataset)
+    document: Facts = result.document()
+    write_scores(json_file, page, document, result, dataset)
+    if kept:
+        kept.unlink()
     return document
 
 
-class Files(NamedTuple):
-    """Where the scores of an evaluation go."""
-
-    json: Path | None
-    report: Path | None
-
-    @property
-    def kept(self) -> Path | None:
-        """The model's outputs, until the scores are written."""
-        out = self.json or self.report
-        return Path(f"{out}.halves.parquet") if out else None
-
-    def check(self) -> None:
-        for flag, place in (("--json", self.json), ("--report", self.report)):
-            if place:
-                writable(place, flag)
-        if self.json and self.report and self.json.resolve() == self.report.resolve():
-            raise ConfigError(
-                f"--json {self.json} and --report {self.report} are the same file: choose two names"
-            )
-        world = environment()[1]
-        if world > 1 and not self.kept:
-            raise ConfigError(
-                f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which "
-                "they keep the outputs"
-            )
-
-    def write(self, result: Any, document: dict[str, Any], dataset: Any) -> None:
+def write_scores(
+    json_file: Path | None, page: Path | None, document: Facts, result: Any, dataset: Any
+) -> None:
+    if json_file:
+        write_result(json_file, dumps(document, indent=1) + "\n", "--json")
+    if page:
         from omnilead.engine.report import evaluation_report
 
-        if self.json:
-            write_result(self.json, dumps(document, indent=1) + "\n", "--json")
-        if self.report:
-            write_result(self.report, evaluation_report.build(result, dataset), "--report")
-        if self.kept:
-            self.kept.unlink()
+        write_result(page, evaluation_report.build(result, dataset), "--report")
+
+
+def check_files(json_file: Path | None, page: Path | None) -> None:
+    if json_file:
+        writable(json_file, "--json")
+    if page:
+        writable(page, "--report")
+    if json_file and page and json_file.resolve() == page.resolve():
+        raise ConfigError(
+            f"--json {json_file} and --report {page} are the same file: choose two names"
+        )
+    world = environment()[1]
+    if world > 1 and not json_file and not page:
+        raise ConfigError(
+            f"WORLD_SIZE={world}: several ranks need --json F or --report F, next to which "
+            "they keep the outputs"
+        )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -216,7 +212,7 @@ def labels_of_run(model: str) -> str:
     return str(table) if table.is_file() and not table.is_symlink() else ""
 
 
-def lines(document: dict[str, Any]) -> Iterator[str]:
+def lines(document: Facts) -> Iterator[str]:
     """The scores for the terminal."""
     from omnilead.engine.evaluation.results import pieces  # late: it imports torch
 
@@ -229,25 +225,27 @@ def lines(document: dict[str, Any]) -> Iterator[str]:
     else:
         yield f"{document['n']:,} probes against {document['gallery']:,} in the gallery"
     for name, label in labels.items():
-        columns = (_score(one, name) for one in (document, record) if one)
+        columns = (_score(part, name) for part in (document, record) if part)
         yield f"{label:<{width}}{''.join(f'{column:<30}' for column in columns)}".rstrip()
     if 0 < len(classes := document["classes"]) <= CLASSES_SHOWN:
         names = [name for name in (*COLUMNS, "n") if name in next(iter(classes.values()))]
         yield f"{'class':<18}" + "".join(f"{name.replace('_', ' '):>11}" for name in names)
-        for name, of in classes.items():
-            yield f"{name:<18}" + "".join(
-                f"{'-' if of[key] is None else round(of[key], 4):>11}" for key in names
-            )
+        for name, figures in classes.items():
+            line = f"{name:<18}"
+            for key in names:
+                line += f"{'-' if figures[key] is None else round(figures[key], 4):>11}"
+            yield line
     yield from document["remarks"]
 
 
-def _score(document: dict[str, Any], name: str) -> str:
+def _score(document: Facts, name: str) -> str:
     value, interval = document["metrics"][name], document["intervals"].get(name)
     if value is None:
         return "not defined"
-    return f"{value:.4f}" + (
-        f"  {interval[0]:.4f} to {interval[1]:.4f}" if interval and None not in interval else ""
-    )
+    text = f"{value:.4f}"
+    if interval and None not in interval:
+        text += f"  {interval[0]:.4f} to {interval[1]:.4f}"
+    return text
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ stops after the micro-batch with a checkpoint of the last whole step, exit 0 or 
 setting or a file is wrong. Exit 1: the run failed.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -35,6 +34,7 @@ if not __package__:
 
 from omnilead.engine.command import SHORTCUTS, Shortcut, command
 from omnilead.engine.commandline import RUN_CODE, interruptible, leave
+from omnilead.engine.common import File
 from omnilead.engine.pretrain import train_run
 
 if TYPE_CHECKING:
@@ -71,11 +71,11 @@ def finetune_task() -> "type[FinetuneTask]":
 
 
 def finetune(
-    start: str | os.PathLike[str],
+    start: File,
     *,
     data: "Data | Sequence[Data]",
-    out: str | os.PathLike[str],
-    labels: str | os.PathLike[str] | None = None,
+    out: File,
+    labels: File | None = None,
     task: str | None = None,
     kind: str | None = None,
     columns: Sequence[str] | None = None,

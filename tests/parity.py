@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from benchmarks.authors_step import draws_of
 from omnilead.data_tools.cli import echo, tell
 from omnilead.engine.common import ConfigError
-from omnilead.engine.inference.npz import load_npz
+from omnilead.engine.inference.npz import npz_array, npz_names
 from omnilead.engine.interop.fairseq import (
     Settings,
     Weights,
@@ -102,7 +102,7 @@ def read_case(folder: Path, name: str) -> ReferenceCase:
     for mode in ("eval", "train"):
         path = folder / f"{name}_{mode}.npz"
         if path.exists():
-            arrays[mode] = load_npz(path)
+            arrays[mode] = {key: npz_array(path, key) for key in npz_names(path)}
             check_pairs(arrays[mode], path.name)
     state = load_file(folder / f"{name}_state_dict.safetensors")
     return ReferenceCase(

@@ -1,4 +1,4 @@
-"""docs/: the tutorial runs, settings and links in the pages exist, the picture can be drawn."""
+"""docs/: the tutorial runs, settings and links in the pages exist, the pictures can be drawn."""
 
 import os
 import re

@@ -21,7 +21,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ import numpy as np
 from omnilead.data_tools.cli import interactive, tell
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.commandline import writing
-from omnilead.engine.common import ConfigError, parse_leads, shipped
+from omnilead.engine.common import ConfigError, Facts, parse_leads, shipped
 from omnilead.engine.data import counter
 from omnilead.engine.data.leakage import overlap
 from omnilead.engine.data.patients import patient_ids
@@ -42,7 +42,7 @@ from omnilead.engine.evaluation.embedders import (
     Embedder,
     Vectors,
     embedded,
-    name_and_places,
+    name_and_folders,
     reading,
     rows_to_compare,
 )
@@ -77,8 +77,9 @@ from omnilead.engine.evaluation.results import (
 from omnilead.engine.inference.commands import refuse_ranks
 from omnilead.engine.inference.trained_model import load
 from omnilead.engine.model.input import Input
+from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES
-from omnilead.engine.tasks.labels import OWN_COLUMNS, TaskLabels, data_records, read_task
+from omnilead.engine.tasks.labels import OWN_COLUMNS, TaskLabels, data_records, guess, read_task
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")
@@ -99,7 +100,7 @@ DEFAULTS = {
 }
 DEFAULTS |= {"device": "auto", "precision": "auto", "batch": None}
 Samples = dict[str, Array]  # metrics [B]
-Scored = tuple[dict[str, Any], Samples]  # facts, and metrics under all weightings
+Scored = tuple[Facts, Samples]  # facts, and metrics under all weightings
 Found = dict[tuple[Any, ...], Scored]  # by model, task, leads, share and noise
 
 
@@ -130,6 +131,10 @@ class ProbedTask(NamedTuple):
     weight_NB: Array  # of the test records
     few: set[float]  # shares of which the test has too few patients for intervals
     patient_B: Array  # of all crops of the tested dataset
+
+    @property
+    def kind(self) -> str:
+        return self.labels.task.kind
 
 
 class Identities(NamedTuple):
@@ -174,49 +179,48 @@ class Work(NamedTuple):
 def bench(
     models: Sequence[str], data: str, out: str | Path, tasks: Sequence[str], leads: Sequence[str] = ("12",),
     share: Sequence[float] = (1.0,), noise: Sequence[float] = (0.0,), **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> Facts:  # fmt: skip
     """Returns the content of OUT/bench.json. `models`: folders, or NAME=FOLDER. `tasks`: names
     of configs/tasks, label tables, and identification. `options`: DEFAULTS, as in the command."""
     refuse_ranks("a comparison is")
-    how = Namespace(**{**DEFAULTS, **options, "leads": list(dict.fromkeys(leads))})
-    how.shown = [*how.leads, *filter(None, [how.fit_leads])]
+    args = Namespace(**{**DEFAULTS, **options, "leads": list(dict.fromkeys(leads))})
+    args.shown = [*args.leads, *filter(None, [args.fit_leads])]
     require_within("share", share)
     require_within("noise", noise)
-    compared_rows = rows_to_compare(models, how)
-    how.widest = widest_input(compared_rows)
-    work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), how)
-    if how.head:
-        require_one_probe(compared_rows, work, how)
-    notes = remarks(compared_rows, how, work)  # refuses bad input early
-    found: Found = {}
+    compared_rows = rows_to_compare(models, args)
+    args.widest = widest_input(compared_rows)
+    work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), args)
+    if args.head:
+        require_one_probe(compared_rows, work, args)
+    notes = remarks(compared_rows, args, work)  # refuses bad input early
+    scores: Found = {}
     for number, row in enumerate(compared_rows, 1):
-        for lead in how.leads:
-            found.update(row_scores(row, lead, work, Path(out, "parts")))
+        for lead in args.leads:
+            scores.update(row_scores(row, lead, work, Path(out, "parts")))
         if not interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(compared_rows)} done: {row.name}")
-    if how.head:
-        save_head(models[0], compared_rows[0], work, how, Path(out, "parts"))
+    if args.head:
+        save_head(models[0], compared_rows[0], work, args, Path(out, "parts"))
     random = {row.name: row.random for row in compared_rows}
-    document: dict[str, Any] = nullable(
-        {
-            "data": data,
-            "fingerprint": work.fitted.fingerprint,
-            "test_data": how.test_data or None,
-            "seed": how.seed,
-            "models": random,
-            "fit_leads": how.fit_leads or None,
-            "readouts": readouts(compared_rows, how.readout),
-            "notes": notes,
-            **compared(found, random),
-        }
-    )
-    return document
+    document = {
+        "data": data,
+        "fingerprint": work.fitted.fingerprint,
+        "test_data": args.test_data or None,
+        "seed": args.seed,
+        "models": random,
+        "fit_leads": args.fit_leads or None,
+        "readouts": readouts(compared_rows, args.readout),
+        "notes": notes,
+        **compared(scores, random),
+    }
+    return dict(nullable(document))
 
 
 def widest_input(rows: Sequence[Compared]) -> Input:
     """The input with the longest window."""
-    inputs = [one.input for row in rows for member in row.members for one in member]
-    return max(inputs, key=lambda one: one.window_s)
+    members = chain.from_iterable(row.members for row in rows)
+    inputs = [embedder.input for embedder in chain.from_iterable(members)]
+    return max(inputs, key=lambda model_input: model_input.window_s)
 
 
 def readouts(rows: Sequence[Compared], asked: str) -> dict[str, str]:
@@ -235,17 +239,17 @@ def require_within(name: str, values: Sequence[float]) -> None:
 
 
 def planned(
-    data: str, words: Sequence[str], shares: list[float], noise: list[float], how: Namespace
+    data: str, words: Sequence[str], shares: list[float], noise: list[float], args: Namespace
 ) -> Work:
-    require_labels("--labels", how.labels)
-    require_labels("--test-labels", how.test_labels)
-    fitted = Dataset.open(data, how.anonymous)
-    tested = Dataset.open(how.test_data, how.anonymous) if how.test_data else fitted
+    require_labels("--labels", args.labels)
+    require_labels("--test-labels", args.test_labels)
+    fitted = Dataset.open(data, args.anonymous)
+    tested = Dataset.open(args.test_data, args.anonymous) if args.test_data else fitted
     tasks: dict[str, ProbedTask] = {}
     for word in words:
         if word == IDENTIFICATION:
             continue
-        task = task_to_probe(word, fitted, tested, shares, how)
+        task = task_to_probe(word, fitted, tested, shares, args)
         name = task.labels.task.name
         if name in tasks:
             raise ConfigError(
@@ -253,8 +257,8 @@ def planned(
                 "rename its table"
             )
         tasks[name] = task
-    persons = identities(fitted, tested, how) if IDENTIFICATION in words else None
-    return Work(fitted, tested, tasks, persons, noise, how.fit_leads)
+    persons = identities(fitted, tested, args) if IDENTIFICATION in words else None
+    return Work(fitted, tested, tasks, persons, noise, args.fit_leads)
 
 
 def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Found:
@@ -277,8 +281,8 @@ def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Found:
 def mean_per_class(each: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Means over members, by metric and class."""
     means: dict[str, dict[str, float]] = {}
-    for metric, of in each[0].items():
-        means[metric] = {name: fmean(one[metric][name] for one in each) for name in of}
+    for metric, classes in each[0].items():
+        means[metric] = {name: fmean(of[metric][name] for of in each) for name in classes}
     return means
 
 
@@ -293,63 +297,57 @@ def scores_of(
     for level in filter(None, work.noise):
         tests[level] = embedded(member, work.tested, work.test_rows, level, lead, folder)
     tests = {level: tests[level] for level in work.noise}
-    fit, known = clean[work.fitted], clean[work.tested]
+    within, known = clean[work.fitted], clean[work.tested]
+    fit = within
     if work.fit_leads:
         fit_rows = work.clean_rows[work.fitted]
         fit = embedded(member, work.fitted, fit_rows, 0.0, work.fit_leads, folder)
 
-    found: Found = {}
+    scores: Found = {}
     for name, task in work.tasks.items():
-        for (share, level), scored in probe_scores(task, fit, tests, row.probe):
-            found[name, lead, share, level] = scored
+        for (share, level), of_task in probe_scores(task, fit, tests, row.probe):
+            scores[name, lead, share, level] = of_task
     if work.persons and row.identifies:
         for level, test in tests.items():
             # Whitened on the leads that are compared
-            within = clean[work.fitted]
-            scored = identified(work.persons, within, known, test, member[0].compared)
-            found[IDENTIFICATION, lead, None, level] = scored
-    return found
+            of_task = identified(work.persons, within, known, test, member[0].compared)
+            scores[IDENTIFICATION, lead, None, level] = of_task
+    return scores
 
 
-def remarks(rows: Sequence[Compared], how: Namespace, work: Work) -> list[str]:
+def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
     """What a reader must know of the labels, data leakage, different preprocessing and missing
     leads; ConfigError if data do not suit a model."""
-    notes: dict[str, None] = {}
+    notes = []
     for name, task in work.tasks.items():
-        notes |= dict.fromkeys(f"{name}: {note}" for note in task.labels.remarks)
-    datasets = tuple(work.clean_rows)
-    for row, lead, dataset in product(rows, how.shown, datasets):
-        for model in row.trained if row.random else []:
-            warned = shown_input(model, dataset, EvalOptions(leads=lead))[1]
-            notes |= dict.fromkeys(f"{row.name}: {note}" for note in warned)
-    for dataset in datasets:
-        if lost := int((~measured(dataset, how)).sum()):
-            notes[
+        notes += [f"{name}: {note}" for note in task.labels.remarks]
+    models = [(row.name, model) for row in rows if row.random for model in row.trained]
+    for (name, model), lead, dataset in product(models, args.shown, work.clean_rows):
+        warned = shown_input(model, dataset, EvalOptions(leads=lead))[1]
+        notes += [f"{name}: {note}" for note in warned]
+    for dataset in work.clean_rows:
+        if lost := int((~measured(dataset, args)).sum()):
+            notes.append(
                 f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was "
-                f"recorded in them{how.widest.too_short}."
-            ] = None
-    fitted = [f"Probes were fitted on leads {how.fit_leads}."] if how.fit_leads else []
-    return [*notes, *seen_before(rows, work), *fitted]
-
-
-def seen_before(rows: Sequence[Compared], work: Work) -> list[str]:
-    """Which models have seen the patients that they are tested on."""
+                f"recorded in them{args.widest.too_short}."
+            )
+    # Which models have seen the patients that they are tested on
     tested = {name: (task.parts[2].rows, task.patient_B) for name, task in work.tasks.items()}
     if persons := work.persons:
         crops = np.concatenate([persons.gallery, persons.probe])
         tested[IDENTIFICATION] = crops, persons.patient_B
-    notes: dict[str, None] = {}
-    for row, (name, (crops, patient_B)) in product(rows, tested.items()):
-        for model in row.trained if row.random else []:
-            found = leakage(model, work.tested, crops, patient_B)
-            notes |= dict.fromkeys(f"{row.name}, {name}: {note}" for note in found)
-    return list(notes)
+    for (name, model), task_name in product(models, tested):
+        warned = leakage(model, work.tested, *tested[task_name])
+        notes += [f"{name}, {task_name}: {note}" for note in warned]
+    if args.fit_leads:
+        notes.append(f"Probes were fitted on leads {args.fit_leads}.")
+    return list(dict.fromkeys(notes))  # members of a row have the same notes
 
 
-def require_one_probe(rows: Sequence[Compared], work: Work, how: Namespace) -> None:
+def require_one_probe(rows: Sequence[Compared], work: Work, args: Namespace) -> None:
     """ConfigError unless --head can be written: one probe, fitted on known labels of every class."""
-    require_free(Path(how.head), "--head")
-    leads = [how.fit_leads] if how.fit_leads else how.leads
+    require_free(Path(args.head), "--head")
+    leads = [args.fit_leads] if args.fit_leads else args.leads
     models = [row for row in rows if row.random not in ("", row.name)]
     for option, count in (
         ("--models", sum(len(row.members) for row in models)),
@@ -358,7 +356,7 @@ def require_one_probe(rows: Sequence[Compared], work: Work, how: Namespace) -> N
     ):
         if count != 1:
             raise ConfigError(
-                f"--head {how.head}: is one probe of one model, but {option} names {count}: use one"
+                f"--head {args.head}: is one probe of one model, but {option} names {count}: use one"
             )
     (task,) = work.tasks.values()
     unknown_K = np.isnan(task.parts[0].y_NK).all(0)
@@ -370,44 +368,45 @@ def require_one_probe(rows: Sequence[Compared], work: Work, how: Namespace) -> N
         )
 
 
-def save_head(text: str, row: Compared, work: Work, how: Namespace, folder: Path) -> None:
+def save_head(text: str, row: Compared, work: Work, args: Namespace, folder: Path) -> None:
     """Writes the model `text` with its probe as a linear head, fitted on all labels of train."""
-    (task,), ((one, *_),) = work.tasks.values(), row.members
-    model: Any = one.model
-    readout = model.readout_of(how.readout)
+    (task,), ((embedder, *_),) = work.tasks.values(), row.members
+    model: Any = embedder.model
+    readout = model.readout_of(args.readout)
     train, valid, _ = task.parts
-    leads = how.fit_leads or how.leads[0]
+    leads = args.fit_leads or args.leads[0]
     rows = np.concatenate([train.rows, valid.rows])
     # The model will measure rhythm itself, in its own leads
-    vectors = embedded([reading(one, readout)], work.fitted, rows, 0.0, leads, folder)
+    vectors = embedded([reading(embedder, readout)], work.fitted, rows, 0.0, leads, folder)
     train_ND, valid_ND = train.means(vectors), valid.means(vectors)
-    kind = task.labels.task.kind
-    data = ProbeData(train_ND, train.y_NK, valid_ND, valid.y_NK, valid_ND, kind)
+    data = ProbeData(train_ND, train.y_NK, valid_ND, valid.y_NK, valid_ND, task.kind)
     fitted = [
-        seen_in(work.fitted, np.sort(part.rows), use)
-        for part, use in ((train, "labelled"), (valid, "selected"))
+        seen_in(work.fitted, np.sort(train.rows), "labelled"),
+        seen_in(work.fitted, np.sort(valid.rows), "selected"),
     ]
-    if one.precision == "bf16":  # its weights were rounded
-        model = load(name_and_places(text)[1][0], how.code)
-    out = Path(how.head)
+    if embedder.precision == "bf16":  # its weights were rounded
+        model = load(name_and_folders(text)[1][0], args.code)
+    out = Path(args.head)
     with writing(out, "--head"):
-        save_with_head(model, one.input.limited_to(leads), readout, task.labels, data, fitted, out)
+        save_with_head(
+            model, embedder.input.limited_to(leads), readout, task.labels, data, fitted, out
+        )
 
 
-def measured(dataset: Dataset, how: Namespace) -> Array:
+def measured(dataset: Dataset, args: Namespace) -> Array:
     """bool [crops]: every set of leads has a recorded lead, and every model a window, so that all
     rows are of the same ECGs."""
-    inputs = [replace(how.widest, seen=parse_leads(lead)) for lead in how.shown]
+    inputs = [replace(args.widest, seen=parse_leads(lead)) for lead in args.shown]
     return np.asarray(np.all([one.usable(dataset) for one in inputs], axis=0))
 
 
 def task_to_probe(
-    word: str, fitted: Dataset, tested: Dataset, shares: Sequence[float], how: Namespace
+    word: str, fitted: Dataset, tested: Dataset, shares: Sequence[float], args: Namespace
 ) -> ProbedTask:
     """`tested`: if it is another dataset, it has outputs of the same names, and its own test
     split."""
     try:
-        labels, parts, patient_B = _labels_and_parts(word, fitted, tested, how)
+        labels, parts, patient_B = _labels_and_parts(word, fitted, tested, args)
     except ConfigError as error:
         raise ConfigError(f"--tasks {word}: {error}") from None
     train, _, test = parts
@@ -436,50 +435,49 @@ def task_to_probe(
 
 
 def _labels_and_parts(
-    word: str, fitted: Dataset, tested: Dataset, how: Namespace
+    word: str, fitted: Dataset, tested: Dataset, args: Namespace
 ) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords, ProbedRecords], Array]:
     """The labels of the fitted dataset; the records of train, valid and test; the patients of the
     tested dataset's crops."""
-    table = word.endswith(TABLES)
-    named = ("", word)
-    if not table:
-        named = word, table_of(how.labels, word)
-        _require_table(word, named[1], how)
-    labels = labels_to_probe(fitted, *named)
-    other = labels
+    task = _task_named(word, args)
+    labels = labels_to_probe(fitted, task)
+    test_labels = labels
     if tested is not fitted:
-        own = replace(labels.task, folds={}) if table else load_task(word)
-        url = table_of(how.test_labels, word) or labels.task.labels
+        url = table_of(args.test_labels, word) or task.labels
         columns, classes = labels.task.columns, labels.task.classes
-        other = read_task(replace(own, columns=columns, classes=classes, labels=url), [tested])
-    train = records_of(fitted, labels, "train", how)
-    valid = records_of(fitted, labels, "valid", how)
-    test = records_of(tested, other, "test", how)
-    require_unlike(other, "test", tested)
+        test_task = replace(task, columns=columns, classes=classes, labels=url)
+        test_labels = read_task(test_task, [tested])
+    train = records_of(fitted, labels, "train", args)
+    valid = records_of(fitted, labels, "valid", args)
+    test = records_of(tested, test_labels, "test", args)
+    require_unlike(test_labels, "test", tested)
     if tested is not fitted:
-        both = overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)
-        if both:
+        shared = overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)
+        if shared:
             labels.remarks.append(
-                f"Possible leakage: {both} is in train or valid of --data and in test of "
+                f"Possible leakage: {shared} is in train or valid of --data and in test of "
                 "--test-data."
             )
-    return labels, (train, valid, test), other.patients[0]
+    return labels, (train, valid, test), test_labels.patients[0]
 
 
-def _require_table(word: str, url: str, how: Namespace) -> None:
-    """ConfigError if a shipped task needs a label table and there is none. `url`: what was found."""
-    if word not in shipped("tasks"):
-        if url and not Path(word).exists():
-            raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
-        return
+def _task_named(word: str, args: Namespace) -> TaskConfig:
+    """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
+    shipped task needs a table and there is none."""
+    if word.endswith(TABLES):
+        return guess(TaskConfig(Path(word).stem[:64], labels=word))
+    url, known = table_of(args.labels, word), word in shipped("tasks")
+    if url and not known and not Path(word).exists():
+        raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
     task = load_task(word)
     needed = task.split == "column" or not set(task.columns) <= set(OWN_COLUMNS)
-    if needed and not url:
+    if known and needed and not url:
         absent = (
-            f"no {word}.parquet in --labels {how.labels}" if how.labels else "needs --labels DIR"
+            f"no {word}.parquet in --labels {args.labels}" if args.labels else "needs --labels DIR"
         )
-        made = f"omnilead labels {word.partition('-')[0]} SRC --out {how.labels or 'DIR'}"
+        made = f"omnilead labels {word.partition('-')[0]} SRC --out {args.labels or 'DIR'}"
         raise ConfigError(f"{absent}: `{made}` writes it")
+    return replace(task, labels=url or task.labels)
 
 
 def require_labels(option: str, folder: str) -> None:
@@ -499,9 +497,9 @@ def table_of(folder: str, word: str) -> str:
     return next((str(path) for path in paths if folder and path.is_file()), "")
 
 
-def records_of(dataset: Dataset, labels: TaskLabels, split: str, how: Namespace) -> ProbedRecords:
+def records_of(dataset: Dataset, labels: TaskLabels, split: str, args: Namespace) -> ProbedRecords:
     rows = labels.rows(0, split)
-    rows = rows[measured(dataset, how)[rows]]
+    rows = rows[measured(dataset, args)[rows]]
     if not len(rows):
         raise ConfigError(
             f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split "
@@ -545,10 +543,10 @@ def resampled(group_N: Array) -> Array:
     return np.asarray(np.stack([np.ones(n), *drawn_BG], 1, dtype=np.float32)[group_N])
 
 
-def identities(fitted: Dataset, tested: Dataset, how: Namespace) -> Identities:
-    gallery, probe = identity_rows(tested, np.flatnonzero(measured(tested, how)))
+def identities(fitted: Dataset, tested: Dataset, args: Namespace) -> Identities:
+    gallery, probe = identity_rows(tested, np.flatnonzero(measured(tested, args)))
     within = fitted.select(pretrain=True)
-    within = within[((fitted.column("halves") == 2) & measured(fitted, how))[within]]
+    within = within[((fitted.column("halves") == 2) & measured(fitted, args))[within]]
     require(within, fitted, "pretrain=true and two halves", "records for pre-training")
     within = within[:WITHIN]  # rows are in random order
     patient_B = patient_ids([tested])[0]
@@ -564,13 +562,14 @@ def probe_scores(
     tests_ND = np.concatenate([test.means(vectors) for vectors in tests.values()])
     for share, draws in task.draws.items():
         used_K = task.used[share]
-        means: list[dict[str, Any]] = [{} for _ in tests]
+        means: list[Facts] = [{} for _ in tests]
         for rows, weight_B in weighted(draws):
-            data = ProbeData(x_ND[rows], train.y_NK[rows], valid_ND, valid.y_NK, tests_ND)
-            data = data._replace(kind=task.labels.task.kind)
+            data = ProbeData(
+                x_ND[rows], train.y_NK[rows], valid_ND, valid.y_NK, tests_ND, task.kind
+            )
             scores_NK = probed_scores(data, used_K, method)
             for mean, part_NK in zip(means, np.split(scores_NK, len(tests)), strict=True):
-                samples = by_class(data.kind, test.y_NK[:, used_K], part_NK, task.weight_NB)
+                samples = by_class(task.kind, test.y_NK[:, used_K], part_NK, task.weight_NB)
                 add_weighted(mean, samples, weight_B)
         for level, mean in zip(tests, means, strict=True):
             samples = over_classes(mean, few=share in task.few)
@@ -588,12 +587,12 @@ def probed_scores(data: ProbeData, used_K: Array, method: Probe) -> Array:
     return fit_scaled(method, data).scores_NK[:, used_K[solved_K]]
 
 
-def add_weighted(sums: dict[str, Any], samples: Samples, weight_B: Array) -> None:
+def add_weighted(sums: Facts, samples: Samples, weight_B: Array) -> None:
     for name, value_KB in samples.items():
         sums[name] = sums.get(name, 0) + weight_B * value_KB
 
 
-def probe_facts(task: ProbedTask, share: float, samples: Samples) -> dict[str, Any]:
+def probe_facts(task: ProbedTask, share: float, samples: Samples) -> Facts:
     test, draws, used_K = task.parts[2], task.draws[share], task.used[share]
     names, people = np.array(task.labels.classes), np.unique(test.patient_N)
     used = names[used_K].tolist()
@@ -623,13 +622,15 @@ def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samp
     return {name: np.stack([of[name] for of in classes]) for name in classes[0]}
 
 
-def over_classes(of: Samples, few: bool = False) -> Samples:
+def over_classes(samples: Samples, few: bool = False) -> Samples:
     """Means of metrics [K, B] over the classes for which they are defined. `few`: there are too few
     patients for resamples, which become NaN."""
+    means = {}
     with warnings.catch_warnings(action="ignore"):  # the mean of nothing but NaN is NaN
-        means = {name: np.nanmean(of_KB, 0) for name, of_KB in of.items()}
-    for value_B in means.values() if few else ():
-        value_B[1:] = np.nan
+        for name, value_KB in samples.items():
+            means[name] = np.nanmean(value_KB, 0)
+            if few:
+                means[name][1:] = np.nan
     return means
 
 
@@ -678,26 +679,25 @@ def whitening(c_BSD: Array) -> tuple[Array, Array]:
     return c_BSD.mean((0, 1)), basis_DD / np.sqrt(np.maximum(values_D, floor))
 
 
-def compared(found: Found, random: Mapping[str, str]) -> dict[str, Any]:
+def compared(scores: Found, random: Mapping[str, str]) -> Facts:
     """Rows, and their differences from random weights of the same architecture (named in `random`)
     and from the first."""
     rows, differences, first = [], [], next(iter(random))
-    settings = list(dict.fromkeys(key[1:] for key in found))
-    for key in sorted(found, key=lambda key: settings.index(key[1:])):
-        facts, samples = found[key]
+    settings = list(dict.fromkeys(key[1:] for key in scores))
+    for key in sorted(scores, key=lambda key: settings.index(key[1:])):
+        facts, samples = scores[key]
         about = dict(zip(("model", "task", "leads", "share", "noise"), key, strict=True))
-        row: dict[str, Any] = {**about, **facts, "metrics": {}, "intervals": {}}
+        row: Facts = {**about, **facts, "metrics": {}, "intervals": {}}
         for name, value_B in samples.items():
             people = facts["patients"] if name.startswith("accuracy") else 0
             row["metrics"][name] = float(value_B[0])
             row["intervals"][name] = interval(value_B, people)
         rows.append(row)
         for other in dict.fromkeys([random[key[0]], first]):
-            if other in ("", key[0]):
+            # Not every row identifies patients
+            _, against = scores.get((other, *key[1:]), ({}, {}))
+            if other == key[0]:
                 continue
-            if (other, *key[1:]) not in found:  # not every row identifies patients
-                continue
-            against = found[other, *key[1:]][1]
             for name, value_B in samples.items():
                 if name not in against:  # with one window in a crop nothing is whitened
                     continue

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +34,12 @@ from omnilead.engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.predict import CropBatch, dataset_batches, predict
 from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.evaluation.probe import PROBES, Probe
+from omnilead.engine.evaluation.probe import Probe, linear, network
 from omnilead.engine.inference import mean_beat
 from omnilead.engine.inference import readout as readouts
 from omnilead.engine.inference.commands import prepare_model
 from omnilead.engine.inference.outputs import progress_bar
-from omnilead.engine.inference.readout import measures_signal, place_of_mean
+from omnilead.engine.inference.readout import Readout, measures_signal, place_of_mean
 from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
@@ -70,14 +71,15 @@ class Compared(NamedTuple):
     members: list[tuple[Embedder, ...]]
     random: str = ""  # the row of random weights of the same architecture
     members_of: str = ""  # the row whose members these are, too; "": its own
-    probe: Probe = PROBES["linear"]
+    probe: Probe = linear
     identifies: bool = True  # whether patients are identified by it, too
 
     @property
     def trained(self) -> list[TrainedModel]:
         if self.name == self.random:
             return []
-        return [one.model for member in self.members for one in member if one.model]
+        embedders = chain.from_iterable(self.members)
+        return [embedder.model for embedder in embedders if embedder.model]
 
 
 class Vectors(NamedTuple):
@@ -98,8 +100,7 @@ class Vectors(NamedTuple):
 def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
     """`models`: folders, NAME=FOLDER, or NAME=FOLDER,FOLDER for runs of several seeds. Random
     weights follow the first model of their architecture; what needs no training is last."""
-    beat = _measured(MEAN_BEAT, mean_beat.mean_beats)
-    beat = beat._replace(compared=slice(12 * mean_beat.BEAT))
+    beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
     measured = _measured(MEASURED, mean_beat.measurements)
     rows = _model_rows(models, measured, args)
     both = []
@@ -108,23 +109,26 @@ def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
             joined = [(beat, *member) for member in row.members]
             name = f"{MEAN_BEAT} + {row.name}"
             both.append(Compared(name, joined, members_of=row.name, identifies=False))
-    network = Compared(NETWORK, [(beat,)], probe=PROBES["network"], identifies=False)
-    needs_none = Compared(MEASURED, [(measured,)], identifies=False)
-    return [*rows, Compared(MEAN_BEAT, [(beat,)]), network, needs_none, *both]
+    untrained = [
+        Compared(MEAN_BEAT, [(beat,)]),
+        Compared(NETWORK, [(beat,)], probe=network, identifies=False),
+        Compared(MEASURED, [(measured,)], identifies=False),
+    ]
+    return [*rows, *untrained, *both]
 
 
 def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> list[Compared]:
     rows: dict[str, Compared] = {}
     random_of: dict[str, str] = {}  # by architecture, the name of its row of random weights
     for text in models:
-        name, places = name_and_places(text)
+        name, folders = name_and_folders(text)
         if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, NETWORK):
             raise ConfigError(
-                f"--models {text}: the name {name!r} is taken: write NAME={places[0]}"
+                f"--models {text}: the name {name!r} is taken: write NAME={folders[0]}"
             )
-        members = [_embedder(name, place, args) for place in places]
+        members = [_embedder(name, folder, args) for folder in folders]
         architecture, *others = [architecture_of(member, args) for member in members]
-        if len(set(places)) < len(places) or set(others) - {architecture}:
+        if len(set(folders)) < len(folders) or set(others) - {architecture}:
             raise ConfigError(
                 f"--models {text}: runs of one name must differ in their seed alone: give each a "
                 "name of its own"
@@ -142,32 +146,31 @@ def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> l
     return list(rows.values())
 
 
-def name_and_places(text: str) -> tuple[str, list[str]]:
+def name_and_folders(text: str) -> tuple[str, list[str]]:
     """The name of a model and its folders, from NAME=FOLDER,FOLDER or FOLDER."""
-    name, equals, places = text.partition("=")
-    alone = not equals or "/" in name or Path(text).exists()
-    if alone:
-        name, places = "", text
-    several = [places] if alone else places.split(",")
-    if not all(several):
+    name, equals, listed = text.partition("=")
+    folders = listed.split(",")
+    if not equals or "/" in name or Path(text).exists():
+        name, listed, folders = "", text, [text]
+    if not all(folders):
         raise ConfigError(f"--models {text}: an empty name: write NAME=RUN or NAME=RUN,RUN")
-    path = Path(places)
+    path = Path(listed)
     name = name or (path.parent.name if path.name == "model" else path.name)
-    return name, [places] if path.exists() else several
+    return name, [listed] if path.exists() else folders
 
 
-def _embedder(name: str, place: str, args: Namespace) -> Embedder:
-    model, precision = prepare_model(place, args.device, args.precision, args.code)
+def _embedder(name: str, folder: str, args: Namespace) -> Embedder:
+    model, precision = prepare_model(folder, args.device, args.precision, args.code)
     batch = args.batch or (256 if model.device.type == "cuda" else 16)
-    one = Embedder(name, "", model.input, model, model, batch, precision=precision)
-    return reading(one, token_parts(model, args))
+    embedder = Embedder(name, "", model.input, model, model, batch, precision=precision)
+    return reading(embedder, token_parts(model, args))
 
 
-def reading(one: Embedder, readout: tuple[str, ...]) -> Embedder:
+def reading(embedder: Embedder, readout: Readout) -> Embedder:
     """The same model, read out in another way."""
-    model: Any = one.model
-    return one._replace(
-        digest=repr([model.digest, one.precision, readout, _code(readout)]),
+    model: Any = embedder.model
+    return embedder._replace(
+        digest=repr([model.digest, embedder.precision, readout, _code(readout)]),
         forward=partial(model.read, readout=readout),
         compared=place_of_mean(readout, model.encoder.width),
     )
@@ -189,7 +192,7 @@ def _untrained(model: TrainedModel, seed: int) -> TrainedModel:
     return model.untrained(seed)
 
 
-def token_parts(model: TrainedModel, args: Namespace) -> tuple[str, ...]:
+def token_parts(model: TrainedModel, args: Namespace) -> Readout:
     """The read-out without what is measured in the signal."""
     parts = tuple(part for part in model.readout_of(args.readout) if part != "rhythm")
     if not parts:
@@ -197,14 +200,17 @@ def token_parts(model: TrainedModel, args: Namespace) -> tuple[str, ...]:
     return parts
 
 
-def _measured(name: str, measure: Callable[[Array], Array]) -> Embedder:
+def _measured(
+    name: str, measure: Callable[[Array], Array], compared: slice = slice(None)
+) -> Embedder:
     def forward(x_RLT: Tensor) -> Tensor:
         return torch.from_numpy(measure(x_RLT.numpy()))
 
-    return Embedder(name, f"{name} {_code(('rhythm',))}", Input(ALL, ALL), forward)
+    digest = f"{name} {_code(('rhythm',))}"
+    return Embedder(name, digest, Input(ALL, ALL), forward, compared=compared)
 
 
-def _code(readout: tuple[str, ...]) -> str:
+def _code(readout: Readout) -> str:
     """Other code may measure other numbers in the signal."""
     if not measures_signal(readout):
         return ""
@@ -212,14 +218,14 @@ def _code(readout: tuple[str, ...]) -> str:
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def architecture_of(one: Embedder, args: Namespace) -> str:
+def architecture_of(embedder: Embedder, args: Namespace) -> str:
     """Models with the same text have the same random weights, and the same read-out."""
-    model: Any = one.model
+    model: Any = embedder.model
     config = config_of(model.config)
     parts = [getattr(config, name) for name in config.architecture]
     readout = model.readout_of(args.readout)
     code = sorted(model.code.items())
-    return repr([parts, model.input, code, one.precision, readout, _code(readout)])
+    return repr([parts, model.input, code, embedder.precision, readout, _code(readout)])
 
 
 def embedded(
@@ -232,7 +238,7 @@ def embedded(
 ) -> Vectors:
     """The joined vectors of these crops, ascending; leads that the model is not shown are set to
     zero."""
-    parts = [_embedded(one, dataset, rows, noise, leads, folder) for one in member]
+    parts = [_embedded(embedder, dataset, rows, noise, leads, folder) for embedder in member]
     if len({part.c_BSD.shape[1] for part in parts}) > 1:
         parts = [part.averaged() for part in parts]
     c_BSD = np.concatenate([part.c_BSD for part in parts], 2)
@@ -240,23 +246,21 @@ def embedded(
 
 
 def _embedded(
-    one: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path
+    embedder: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path
 ) -> Vectors:
-    shown = one.input.limited_to(leads)
-    job = json.dumps([one.digest, dataset.fingerprint, shown.seen, noise])
+    shown = embedder.input.limited_to(leads)
+    job = json.dumps([embedder.digest, dataset.fingerprint, shown.seen, noise])
     folder = folder / sha256(job.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
     rows = np.unique(rows)
     kept = list(_kept(folder))
-    missing = rows
-    if kept:
-        missing = np.setdiff1d(rows, joined(kept).row_B)
-    with progress_bar(len(missing), f" crops, {one.name}, leads {leads}") as bar:
+    missing = np.setdiff1d(rows, joined(kept).row_B) if kept else rows
+    with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:
         for start in range(0, len(missing), BLOCK):
             block = missing[start : start + BLOCK]
-            part = _embed(one, dataset, block, noise, shown, bar)
+            part = _embed(embedder, dataset, block, noise, shown, bar)
             if not np.isfinite(part.c_BSD).all():
-                raise ConfigError(f"{one.name}: {NOT_FINITE}")
+                raise ConfigError(f"{embedder.name}: {NOT_FINITE}")
             buffer = io.BytesIO()
             np.savez(buffer, **part._asdict())
             write_whole(folder / f"{block[0]:09d}-{len(block)}.npz", buffer.getvalue())
@@ -267,15 +271,15 @@ def _embedded(
 
 
 def _embed(
-    one: Embedder, dataset: Dataset, rows: Array, noise: float, shown: Input, bar: Any
+    embedder: Embedder, dataset: Dataset, rows: Array, noise: float, shown: Input, bar: Any
 ) -> Vectors:
-    device = one.model.device if one.model else torch.device("cpu")
-    groups = np.split(rows, range(one.batch, len(rows), one.batch))
+    device = embedder.model.device if embedder.model else torch.device("cpu")
+    groups = np.split(rows, range(embedder.batch, len(rows), embedder.batch))
     batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
     if noise:
         batches = noisy(batches, dataset, noise)
     parts = []
-    for batch, y_RD in predict(batches, shown.windows, one.forward, device):
+    for batch, y_RD in predict(batches, shown.windows, embedder.forward, device):
         windows, windows_B = shown.count(), shown.count(batch.halves_B)
         c_BSD = np.zeros((len(batch.crops), windows, y_RD.shape[1]), np.float32)
         c_BSD[np.arange(windows) < windows_B[:, None]] = y_RD
@@ -301,8 +305,7 @@ def _kept(folder: Path) -> Iterator[Vectors]:
 def noisy(batches: Iterable[CropBatch], dataset: Dataset, strength: float) -> Iterator[CropBatch]:
     paper = AmplitudeMv()
     amplitudes = {kind: strength * getattr(paper, kind) for kind in PAPER_NOISE}
-    amplitude = AmplitudeMv(**amplitudes)
-    config = AugmentConfig(rlm=0.0, noise=PAPER_NOISE, amplitude_mv=amplitude)
+    config = AugmentConfig(rlm=0.0, noise=PAPER_NOISE, amplitude_mv=AmplitudeMv(**amplitudes))
     cpu, measured = torch.device("cpu"), measured_leads([dataset])
     augmenter = Augmenter(config, "halves", 0, cpu, measured)
     for batch in batches:

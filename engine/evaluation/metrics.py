@@ -5,7 +5,7 @@
     statistic_of("binary", y_N1, scores_N1).summary() the measures, and figures for each class
     identification(gallery_PD, gallery_ids, probe_QD, probe_ids)["accuracy"]
     mean, half = over_seeds([0.701, 0.695, 0.704])    a 95 % t interval
-    low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients)    95 %, by resampling patients
+    low, high = bootstrap(statistic_of("binary", y_N1, scores_N1), patients, 1000)    95 %, by resampling patients
     if few_patients(kind, labels_NK, patients):       where a bootstrap says nothing: of two positives it can be 1 to 1
         intervals |= intervals_of_few(metrics, labels_NK, patients)       # exact ones, or NaN
 
@@ -31,7 +31,7 @@ import numpy as np
 from scipy import stats
 
 from omnilead.data_tools.dataset import CLASSES
-from omnilead.engine.common import METRIC_OF, OutputError
+from omnilead.engine.common import METRIC_OF, Facts, OutputError
 
 Array = np.ndarray
 Names = Sequence[str]
@@ -188,9 +188,7 @@ class Ranking:
         weight_NB = weight_NB[self.order]
         new = np.add.reduceat(weight_NB[self.positive], self.first_positive)
         sums = np.cumsum(np.add.reduceat(weight_NB, self.edges), 0)
-        before = np.concatenate(
-            [np.zeros_like(sums[:1]), sums]
-        )  # weight of all rows before an edge
+        before = np.insert(sums, 0, 0, axis=0)  # weight of all rows before an edge
         start, end = before[self.first], before[self.stop]
         true = np.cumsum(new, 0)  # positives up to the end of each run
         positives = true[-1]
@@ -230,9 +228,9 @@ class Statistic(ABC):
     names: Names
     once_N: Array  # weights: each row counts once
 
-    def __call__(self, weight_N: Array | None = None) -> Array:
+    def __call__(self, weight_N: Array) -> Array:
         """The metrics `names`, where row i counts weight_N[i] times."""
-        means = self.means(self.once_N if weight_N is None else weight_N)
+        means = self.means(weight_N)
         return np.array([means[name] for name in self.names])
 
     @abstractmethod
@@ -245,7 +243,7 @@ class Statistic(ABC):
         return means
 
     def measures(self) -> dict[str, float]:
-        return dict(zip(self.names, self().tolist(), strict=True))
+        return dict(zip(self.names, self(self.once_N).tolist(), strict=True))
 
 
 class Classification(Statistic):
@@ -318,7 +316,7 @@ class Classification(Statistic):
                 "brier": error_K / known_K,
             }
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Facts:
         """The measures; `classes`: figures of each; `without_positives`, `without_negatives`: those
         without AUROC."""
         columns = self.by_class(self.once_N)
@@ -375,7 +373,7 @@ class Regression(Statistic):
             value_K[~np.isfinite(value_K)] = np.nan
         return columns
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Facts:
         columns = self.by_class(self.once_N) | {"n": self.known.sum(0)}
         return self.measures() | {"classes": table_of(self.classes, columns)}
 
@@ -443,9 +441,9 @@ def kaplan_meier(y_N: Array) -> tuple[Array, Array]:
     return np.append(x, length[-1:]), share.repeat(2)
 
 
-def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, dict[str, Any]]:
+def table_of(classes: Names, columns: Mapping[str, Array]) -> dict[str, Facts]:
     """By class, each column's value."""
-    table: dict[str, dict[str, Any]] = {}
+    table: dict[str, Facts] = {}
     for k, name in enumerate(classes):
         table[name] = {column: values_K[k].item() for column, values_K in columns.items()}
     return table
@@ -458,7 +456,7 @@ def _mean(values_K: Array) -> float:
 
 def identification(
     gallery_PD: Array, gallery_ids: Sequence[Any], probe_QD: Array, probe_ids: Sequence[Any]
-) -> dict[str, Any]:
+) -> Facts:
     """Whether the gallery entry most similar to a probe (cosine) is of the same patient (paper,
     "Patient identification").
 
@@ -522,17 +520,17 @@ def _compare(gallery: Array, own: Array, probes: Array, asked: Array) -> Any:
     how many as similar, how many of those are the patient's, how many share the first place; the
     highest similarity to the same patient and to others."""
     step = max(1, BLOCK // len(gallery))
-    for at in range(0, len(probes), step):
-        similarity = probes[at : at + step] @ gallery.T
-        mine = asked[at : at + step, None] == own
-        same = similarity.max(1, where=mine, initial=-np.inf)
-        other = similarity.max(1, where=~mine, initial=-np.inf)
+    for start in range(0, len(probes), step):
+        similarity = probes[start : start + step] @ gallery.T
+        own_patient = asked[start : start + step, None] == own
+        same = similarity.max(1, where=own_patient, initial=-np.inf)
+        other = similarity.max(1, where=~own_patient, initial=-np.inf)
         first = np.maximum(same, other)
         tied = np.abs(similarity - same[:, None]) <= TIE
         yield (
             (similarity > same[:, None] + TIE).sum(1),
             tied.sum(1),
-            (tied & mine).sum(1),
+            (tied & own_patient).sum(1),
             (similarity >= first[:, None] - TIE).sum(1),
             np.where(np.isfinite(same), same, np.nan),
             np.where(np.isfinite(other), other, np.nan),
@@ -601,15 +599,13 @@ def exact_interval(found: int, people: int) -> list[float]:
     return list(map(float, stats.binomtest(found, people).proportion_ci()))
 
 
-def bootstrap(
-    statistic: Callable[[Array], Any], groups: Sequence[Any], n: int = 1000, seed: int = 0
-) -> Array:
+def bootstrap(statistic: Callable[[Array], Any], groups: Sequence[Any], n: int) -> Array:
     """95 % percentile interval [2, ...] of a statistic, a function of how often each row was
     drawn. Patients are drawn with all their rows. A resample on which the statistic is undefined
     (NaN) is left out. NaN if there is only one patient."""
     patient_N = _numbers(groups)
     patients = int(patient_N.max()) + 1
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     values = []
     for _ in range(n):
         drawn_P = np.bincount(rng.integers(patients, size=patients), minlength=patients)
@@ -653,8 +649,8 @@ def intervals_of_few(
     if labels_NK.shape[1] == 1:
         rows["sensitivity"] = labels_NK == 1
         rows["specificity"] = labels_NK == 0
-    for name, of in rows.items():
-        n = int(of.sum())
+    for name, counted in rows.items():
+        n = int(counted.sum())
         if n and name in metrics:
             found[name] = exact_interval(round(metrics[name] * n), n)
     return found

@@ -15,7 +15,6 @@ Axes: N rows, D width of an embedding, K classes. Labels that are NaN are unknow
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,18 +30,16 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.seen import joined
 from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.evaluation.results import (
-    load_task,
-)
+from omnilead.engine.inference.readout import Readout
 from omnilead.engine.inference.trained_model import TrainedModel
 from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES, WITH_THRESHOLDS, cox, thresholds
-from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, guess, read_task, unknown_patients
+from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task, unknown_patients
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
-STRENGTHS = tuple(float(f"{digit}e{power}") for power in range(2, -5, -1) for digit in (3, 1))
+STRENGTHS = (3e2, 1e2, 3e1, 1e1, 3.0, 1.0, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
 LIMITS = {"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6}
 
 # Of the network of two layers
@@ -72,20 +69,21 @@ class ProbeFit(NamedTuple):
     scale_K: Array = np.zeros(0)
 
 
-def labels_to_probe(dataset: Dataset, name: str, url: str) -> TaskLabels:
-    """The labels of the task `name`, with the table `url` if there is one; without a name of the
-    table, whose kind is guessed. ConfigError if there is nothing to fit on."""
-    task = load_task(name) if name else guess(TaskConfig(Path(url).stem[:64], labels=url))
-    task = replace(task, labels=url or task.labels)
+Probe = Callable[[ProbeData], ProbeFit]
+
+
+def labels_to_probe(dataset: Dataset, task: TaskConfig) -> TaskLabels:
+    """ConfigError if there is nothing to fit on."""
     if task.kind == "identity":
         raise ConfigError("is of patients: use identification, without a table")
     labels = read_task(task, [dataset])
     for split in ("train", "valid"):
         if not len(labels.rows(0, split)):
-            raise ConfigError(
-                f"{labels.name or dataset.root.url}: no record is in the split {split}: a probe "
-                "needs train, valid, test" + f"; {DX_ROLES}" * (labels.role == "dx")
-            )
+            mend = "a probe needs train, valid, test"
+            if labels.role == "dx":
+                mend += f"; {DX_ROLES}"
+            name = labels.name or dataset.root.url
+            raise ConfigError(f"{name}: no record is in the split {split}: {mend}")
         if split == "train" or task.kind == "survival":
             require_unlike(labels, split, dataset)
     return labels
@@ -103,7 +101,7 @@ def require_free(out: Path, flag: str) -> None:
 def save_with_head(
     model: TrainedModel,
     shown: Input,
-    readout: tuple[str, ...],
+    readout: Readout,
     labels: TaskLabels,
     data: ProbeData,
     fitted: Sequence[pa.Table],
@@ -136,7 +134,7 @@ def save_with_head(
     write(out, weights, document, signals, card, model.code, seen)
 
 
-def _card(labels: TaskLabels, readout: tuple[str, ...], data: ProbeData) -> str:
+def _card(labels: TaskLabels, readout: Readout, data: ProbeData) -> str:
     unknown = "".join(f"Labels: {remark}. " for remark in unknown_patients(labels.unknown))
     return (
         f"# ECG {labels.task.name}: a linear probe\n\nA frozen encoder, read out as "
@@ -168,7 +166,7 @@ def unlike(kind: str, y_NK: Array) -> Array:
     return np.asarray(least_K < most_K)
 
 
-def fit_scaled(fit: "Callable[[ProbeData], ProbeFit]", data: ProbeData) -> ProbeFit:
+def fit_scaled(fit: Probe, data: ProbeData) -> ProbeFit:
     """Standardises values by the training rows before the fit, and scales the scores back to their
     unit."""
     if data.kind != "regression":
@@ -178,9 +176,9 @@ def fit_scaled(fit: "Callable[[ProbeData], ProbeFit]", data: ProbeData) -> Probe
     scale = np.where(deviation > 0, deviation, 1.0)
     labels = (data.labels_NK - center) / scale
     valid_labels = (data.valid_labels_NK - center) / scale
-    one = fit(data._replace(labels_NK=labels, valid_labels_NK=valid_labels))
-    scores_NK = one.scores_NK * scale + center
-    return one._replace(scores_NK=scores_NK, center_K=center, scale_K=scale)
+    fitted = fit(data._replace(labels_NK=labels, valid_labels_NK=valid_labels))
+    scores_NK = fitted.scores_NK * scale + center
+    return fitted._replace(scores_NK=scores_NK, center_K=center, scale_K=scale)
 
 
 def linear(data: ProbeData) -> ProbeFit:
@@ -268,8 +266,8 @@ def logistic(
     x_ND: Array,
     y_NK: Array,
     strength: float,
-    start: Array | None = None,
-    exclusive: bool = False,
+    start: Array,
+    exclusive: bool,
 ) -> Array:
     """[1 + D, K], intercepts first: least mean log loss + strength / 2 * squared weights (not
     intercepts).
@@ -298,8 +296,8 @@ def logistic(
         return float(value / n + penalty), gradient_DK.ravel().numpy()
 
     scale = scale_DK.numpy()
-    first = np.zeros(scale.shape) if start is None else start / scale
-    done = minimize(objective, first.ravel(), jac=True, method="L-BFGS-B", options=LIMITS)
+    first = (start / scale).ravel()
+    done = minimize(objective, first, jac=True, method="L-BFGS-B", options=LIMITS)
     return np.asarray(done.x.reshape(scale.shape) * scale)
 
 
@@ -392,11 +390,7 @@ def moments(x_ND: Array) -> tuple[Array, Array]:
     return mean_D, np.where(deviation_D > 0, scale_D, 0.0)
 
 
-def _error(scores_NK: Array, labels_NK: Array, kind: str = "") -> float:
+def _error(scores_NK: Array, labels_NK: Array, kind: str) -> float:
     if kind == "survival":
         return event_loss(torch.from_numpy(scores_NK), torch.from_numpy(labels_NK)).item()
     return float(np.nanmean(np.square(scores_NK - labels_NK)))
-
-
-Probe = Callable[[ProbeData], ProbeFit]
-PROBES: dict[str, Probe] = {"linear": linear, "network": network}

@@ -28,6 +28,7 @@ from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.commandline import read_yaml
 from omnilead.engine.common import (
     ConfigError,
+    Facts,
     OutputError,
     describe_leads,
     environment,
@@ -98,7 +99,7 @@ class TaskResult:
     scores_NK: Array  # probabilities; for regression, values; for survival, risks
     records_N: Sequence[Any]
     patients_N: Sequence[Any]
-    facts: dict[str, Any] = field(default_factory=dict)  # model, data, role, leads
+    facts: Facts = field(default_factory=dict)  # model, data, role, leads
     notes: Sequence[str] = ()  # warnings about the data
     head: HeadInfo = DIAGNOSIS
     crops_N: Array | None = None  # rows of the dataset
@@ -107,39 +108,35 @@ class TaskResult:
     units: str = "patients"  # that intervals resample: TaskLabels.units
 
     @cached_property
-    def half(self) -> dict[str, Any]:
+    def half(self) -> Facts:
         return scored(self.labels_NK, self.scores_NK, self.patients_N, self.resamples, self.head)
 
     @cached_property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Facts:
         return self._of_records(np.arange(len(self.labels_NK)), self.resamples)
 
     @cached_property
-    def groups(self) -> dict[str, dict[str, Any]]:
+    def groups(self) -> dict[str, Facts]:
         """By age, sex and source: n, patients, positives of each class, metrics and intervals of
         the records."""
-        found: dict[str, dict[str, Any]] = {}
+        groups: dict[str, Facts] = {}
         for name, values_N in self.groups_N.items():
             for value in np.unique(values_N).tolist():
-                one = self._of_records(
-                    np.flatnonzero(values_N == value), min(self.resamples, GROUP_RESAMPLES)
-                )
-                shown = {key: one[key] for key in ("n", "patients", "metrics", "intervals")}
+                rows = np.flatnonzero(values_N == value)
+                scores = self._of_records(rows, min(self.resamples, GROUP_RESAMPLES))
+                group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}
                 if self.head.kind != "regression":
-                    shown["positives"] = {
-                        label: of["positives"] for label, of in one["classes"].items()
-                    }
-                found.setdefault(name, {})[value] = shown
-        return found
+                    classes = scores["classes"].items()
+                    group["positives"] = {label: facts["positives"] for label, facts in classes}
+                groups.setdefault(name, {})[value] = group
+        return groups
 
-    def _of_records(self, rows: Array, resamples: int) -> dict[str, Any]:
+    def _of_records(self, rows: Array, resamples: int) -> Facts:
         return scored(*self.of_records(rows), resamples, self.head)
 
     def of_records(self, rows: Array | slice = slice(None)) -> tuple[Array, Array, list[Any]]:
         """Labels, mean scores and patients of the records in these rows."""
-        records, patients = (
-            np.asarray(each)[rows].tolist() for each in (self.records_N, self.patients_N)
-        )
+        records, patients = np.asarray(self.records_N)[rows], np.asarray(self.patients_N)[rows]
         return by_record(self.labels_NK[rows], self.scores_NK[rows], records, patients)
 
     @cached_property
@@ -160,11 +157,10 @@ class TaskResult:
     def remarks(self) -> list[str]:
         remarks, half, labels = list(self.notes), self.half, np.asarray(self.labels_NK)
         if absent := half.get("without_positives"):
-            names = (
+            remarks.append(
                 f"{len(absent)} of {len(self.head.classes)} classes have no positives: "
-                f"{', '.join(absent)}"
+                f"{', '.join(absent)}. AUROC and AUPRC leave them out."
             )
-            remarks.append(f"{names}. AUROC and AUPRC leave them out.")
         if always := half.get("without_negatives"):
             remarks.append(
                 f"All samples are positive for {', '.join(always)}: AUROC is not defined there."
@@ -190,7 +186,7 @@ class TaskResult:
                 return [f"All resamples agree on {', '.join(same)}, which has no interval then."]
         return []
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Facts:
         head = self.head
         document = {
             "task": head.task,
@@ -210,7 +206,7 @@ class TaskResult:
 
 def scored(
     labels: Array, scores: Array, patients: Sequence[Any], resamples: int, head: HeadInfo
-) -> dict[str, Any]:
+) -> Facts:
     """n, patients, metrics, intervals, classes, without_positives, without_negatives. The first
     metric is the score."""
     if broken := int((~np.isfinite(scores)).any(1).sum()):
@@ -247,7 +243,7 @@ def scored(
 
 
 def by_record(
-    labels: Array, scores: Array, records: Sequence[Any], patients: Sequence[Any]
+    labels: Array, scores: Array, records: Any, patients: Any
 ) -> tuple[Array, Array, list[Any]]:
     """Labels, mean scores and patients of the records, ordered by name."""
     _, first, record_N, halves = np.unique(
@@ -264,14 +260,14 @@ class IdentificationResult:
     gallery_ids: Sequence[Any]
     probe_QD: Array
     probe_ids: Sequence[Any]
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
     notes: Sequence[str] = ()
     resamples: int = RESAMPLES
     # Random weights of the same architecture, on the same pairs
     untrained: "IdentificationResult | None" = None
 
     @cached_property
-    def scores(self) -> dict[str, Any]:
+    def scores(self) -> Facts:
         return identification(self.gallery_PD, self.gallery_ids, self.probe_QD, self.probe_ids)
 
     @cached_property
@@ -279,10 +275,11 @@ class IdentificationResult:
         hits, people = self.scores["hits"], len(set(self.probe_ids))
         if people > 1 and hits.mean() in (0, 1):  # resamples would all agree
             return exact_interval(int(hits[0]) * people, people)
-        ends: list[float] = bootstrap(
-            lambda weight: weight @ hits / weight.sum(), self.probe_ids, self.resamples
-        ).tolist()
-        return ends
+
+        def accuracy(weight_Q: Array) -> Any:
+            return weight_Q @ hits / weight_Q.sum()
+
+        return list(bootstrap(accuracy, self.probe_ids, self.resamples).tolist())
 
     @property
     def remarks(self) -> list[str]:
@@ -306,7 +303,7 @@ class IdentificationResult:
             )
         return remarks
 
-    def document(self) -> dict[str, Any]:
+    def document(self) -> Facts:
         scores = self.scores
         metrics = {name: scores[name] for name in ("accuracy", "top5", "chance", "ties")}
         intervals = {"accuracy": self.interval}
@@ -428,24 +425,23 @@ def labelled_rows(labels: TaskLabels, dataset: Dataset, role: str) -> Array:
 def with_thresholds(head: HeadInfo, labels: TaskLabels, columns: Sequence[int]) -> HeadInfo:
     """The head with the classes of the labels. The Challenge's classes are predicted above 0.5, as
     in the Challenge; thresholds that were chosen in validation have a score of their own."""
-    thresholds = tuple(head.thresholds[k] for k in columns) if head.thresholds else ()
-    chosen: tuple[float, ...] = ()
-    if labels.classes == CLASSES and thresholds:
+    changes: Facts = {"task": labels.task.name, "classes": labels.classes, "chosen": ()}
+    for name in ("thresholds", "center", "scale"):
+        values = getattr(head, name)
+        changes[name] = tuple(values[k] for k in columns if k < len(values))
+    if labels.classes == CLASSES and head.thresholds:
         if set(head.thresholds) != {THRESHOLD}:
-            chosen = thresholds
-        thresholds = (THRESHOLD,) * len(columns)
-    changes: dict[str, Any] = {"task": labels.task.name, "classes": labels.classes}
-    for name in ("center", "scale"):
-        changes[name] = tuple(getattr(head, name)[k] for k in columns if head.kind == "regression")
-    return replace(head, **changes, thresholds=thresholds, chosen=chosen)
+            changes["chosen"] = changes["thresholds"]
+        changes["thresholds"] = (THRESHOLD,) * len(columns)
+    return replace(head, **changes)
 
 
 def leakage(
     model: TrainedModel, dataset: Dataset, rows: Array, patient_N: Array, role: str = "test"
 ) -> list[str]:
     """How many of the patients of these crops the model has seen, and how."""
-    validation = role == "valid"
-    return seen.notes(model.seen, [dataset], [rows], [patient_N], "scored here", validation)
+    valid = role == "valid"
+    return seen.notes(model.seen, [dataset], [rows], [patient_N], "scored here", valid)
 
 
 def unscored_note(
@@ -553,24 +549,23 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
     identification."""
     head = model.head_info
     own = head.task if head else "identification"
-    known = head.definition if head and name in ("auto", own) else {}
-    if name == "auto" and not known and own not in shipped("tasks"):
-        raise ConfigError(
-            f"the model was fine-tuned for {own!r}, which is no shipped task: name its YAML file "
-            "with --task"
-        )
-    task = (
-        validated(TaskConfig, known, "task")
-        if known
-        else load_task(own if name == "auto" else name)
-    )
-    if (
-        known and task.labels and not labels
-    ):  # the model may come from anyone: what it names is not opened
-        raise ConfigError(
-            f"the model does not keep the labels of its task {task.name}, {task.labels}: give "
-            "them with --labels"
-        )
+    if name == "auto":
+        name = own
+        if own not in shipped("tasks") and not (head and head.definition):
+            raise ConfigError(
+                f"the model was fine-tuned for {own!r}, which is no shipped task: name its YAML "
+                "file with --task"
+            )
+    if head and head.definition and name == own:
+        task = validated(TaskConfig, head.definition, "task")
+        # The model may come from anyone: what it names is not opened
+        if task.labels and not labels:
+            raise ConfigError(
+                f"the model does not keep the labels of its task {task.name}, {task.labels}: give "
+                "them with --labels"
+            )
+    else:
+        task = load_task(name)
     if task.kind == "identity" and labels:
         raise ConfigError(
             f"--labels {labels}: the model was not fine-tuned for labels: use omnilead finetune, "
@@ -621,15 +616,16 @@ def _measured(dataset: Dataset, model_input: Input, *sides: Array) -> tuple[list
     blank = ~model_input.usable(dataset)
     if any(blank[rows].all() for rows in sides):
         raise ConfigError(f"{dataset.root.url}: {model_input.nothing}: choose other --leads")
-    without, leads = sum(int(blank[rows].sum()) for rows in sides), describe_leads(model_input.seen)
-    note = (
-        f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of {leads} was "
-        "recorded in them" + model_input.too_short + "."
-    )
-    return [rows[~blank[rows]] for rows in sides], [note] * (without > 0)
+    notes = []
+    if without := sum(int(blank[rows].sum()) for rows in sides):
+        notes.append(
+            f"{without:,} of {sum(map(len, sides)):,} crops are left out: none of "
+            f"{describe_leads(model_input.seen)} was recorded in them{model_input.too_short}."
+        )
+    return [rows[~blank[rows]] for rows in sides], notes
 
 
-def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> dict[str, Any]:
+def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> Facts:
     window = {} if model_input.window_s == HALF_S else {"window_s": model_input.window_s}
     return window | {
         "model": options.name,
@@ -665,7 +661,7 @@ def _outputs(
     source = DatasetSource(dataset, rows, options.batch, per, pin=model.device.type == "cuda")
     if options.kept is None:
         return matrix(whole(source, output, model_input, per)), crop_R
-    job: dict[str, Any] = {
+    job = {
         "model": model.digest,
         "data": dataset.fingerprint,
         "leads": model_input.seen,
@@ -680,8 +676,10 @@ def _outputs(
             make(source, output, model_input, per, parts)
         _wait_for_ranks()  # the last one has joined the parts
         if not options.kept.exists():
-            shared = ": do all ranks write to the same folder?" * (parts.world > 1)
-            raise OutputError(f"{options.kept}: cannot be read back{shared}{RESUMABLE}")
+            why = "cannot be read back"
+            if parts.world > 1:
+                why += ": do all ranks write to the same folder?"
+            raise OutputError(f"{options.kept}: {why}{RESUMABLE}")
         table = pq.read_table(options.kept)
         _wait_for_ranks()  # rank 0 will remove the file
     return matrix(table), crop_R

@@ -22,7 +22,15 @@ import torch
 from omnilead.data_tools.cli import UserError, about_file, keep_freed_memory, tell
 from omnilead.data_tools.dataset import DataError
 from omnilead.engine.commandline import writable
-from omnilead.engine.common import ARRAYS, ConfigError, OutputError, cores_per_rank, environment
+from omnilead.engine.common import (
+    ARRAYS,
+    ConfigError,
+    File,
+    OutputError,
+    cores_per_rank,
+    environment,
+    listed,
+)
 from omnilead.engine.inference import outputs
 from omnilead.engine.inference.inputs import (
     FLAGS,
@@ -46,7 +54,6 @@ from omnilead.engine.inference.trained_model import TrainedModel, load
 from omnilead.engine.model.input import Input
 from omnilead.engine.model.kernels import disable_tf32
 
-File = str | os.PathLike[str]
 SHOWN = 8  # numbers in a message
 # The same command would fail again
 PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
@@ -163,12 +170,12 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
     if left and world == 1:
         raise OutputError(f"{out}: part {left[0]} cannot be read back{RESUMABLE}")
     if left:
-        numbers = ", ".join(map(str, left[:SHOWN])) + ", ..." * (len(left) > SHOWN)
+        numbers = listed(left, SHOWN)
         doing = f"others compute parts {numbers} (none runs? start the same command again)"
         return Written(out, None, f"rank {rank} of {world}: done; {doing}\n")
     if parts.rows is None:
-        told = "" if begun or rank else f"{out}: is complete already\n"
-        return Written(out, None, told)
+        message = "" if begun or rank else f"{out}: is complete already\n"
+        return Written(out, None, message)
     for doubt in _doubts(setup, source, parts.counts):
         tell(f"note: {out}: {doubt}")
     message = f"{out}: {parts.rows:,} {output.what}, computed in {setup.precision}\n"
@@ -201,9 +208,9 @@ def prepare(
 ) -> Setup:
     """Loads the model and completes the options: see EcgOptions and `prepare_model`."""
     several = [data] if isinstance(data, str | os.PathLike) else data
-    urls = tuple(os.fspath(one) for one in several)
-    given = {name: value for name, value in options.items() if value is not None}
-    asked = EcgOptions(urls, **given)
+    urls = tuple(os.fspath(url) for url in several)
+    chosen = {name: value for name, value in options.items() if value is not None}
+    asked = EcgOptions(urls, **chosen)
     if (asked.fs_hz is not None or asked.unit) and not any(url.endswith(ARRAYS) for url in urls):
         raise ConfigError(
             "--fs and --unit are for .npy and .npz files, and --data names none: leave them out"

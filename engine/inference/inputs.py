@@ -51,12 +51,14 @@ from omnilead.engine.common import (
     prefetch,
 )
 from omnilead.engine.data.predict import CropBatch, dataset_batches
-from omnilead.engine.inference.npz import ArrayError, load_npz, npz_names, open_npy
+from omnilead.engine.inference.npz import ArrayError, npz_array, npz_names, open_npy
 from omnilead.engine.inference.trained_model import crops
 from omnilead.engine.model.input import Input, SignalError
+from omnilead.engine.tasks.kinds import Array
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16
+RecordCrop = tuple[int, Prepared, int]  # the number of a record, the record, and which of its crops
 # A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
 FLAGS = "flags"
 COLUMNS = {
@@ -96,8 +98,8 @@ class EmbeddedCrops(NamedTuple):
 
     part: int
     table: pa.Table  # COLUMNS, one row for each crop
-    record_B: np.ndarray  # number of each crop's record, ascending
-    missing_BL: np.ndarray | None = None  # leads that the model uses but does not get
+    record_B: Array  # number of each crop's record, ascending
+    missing_BL: Array | None = None  # leads that the model uses but does not get
 
 
 class DatasetSource:
@@ -108,9 +110,7 @@ class DatasetSource:
     unit = " crops"
     refused: Mapping[int, int] = {}  # crops are, one by one, where they are read
 
-    def __init__(
-        self, dataset: Dataset, rows: np.ndarray, batch: int, per: Per, **reading: Any
-    ) -> None:
+    def __init__(self, dataset: Dataset, rows: Array, batch: int, per: Per, **reading: Any) -> None:
         """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`:
         see dataset_batches."""
         self.dataset, self.batch, self.reading = dataset, batch, reading
@@ -130,7 +130,7 @@ class DatasetSource:
         self.begins = np.append(np.unique(begins), len(rows))
         self.parts = len(self.begins) - 1
 
-    def _by_record(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _by_record(self, rows: Array) -> tuple[Array, Array]:
         """The rows sorted by record, and the number of each one's record."""
         order = [(name, "ascending") for name in ("source", "record", "start_s")]
         table = self.table.take(rows).sort_by(order)
@@ -144,7 +144,7 @@ class DatasetSource:
     def batches(
         self, parts: Sequence[int], progress: Callable[[int], Any]
     ) -> Generator[CropBatch, None, None]:
-        rows: list[np.ndarray] = []
+        rows: list[Array] = []
         for part in parts:
             rows_of_part = self.rows[self.begins[part] : self.begins[part + 1]]
             rows += np.split(rows_of_part, range(self.batch, len(rows_of_part), self.batch))
@@ -190,7 +190,7 @@ class RecordSource:
 
     def _crops(
         self, part: int, records: Iterator[Prepared | None], progress: Callable[[int], Any]
-    ) -> Iterator["RecordCrop"]:
+    ) -> Iterator[RecordCrop]:
         self.refused[part] = 0
         for number, record in zip(self._numbers(part), records, strict=False):
             progress(1)
@@ -198,13 +198,7 @@ class RecordSource:
                 self.refused[part] += 1
                 continue
             for crop in range(len(record.halves)):
-                yield RecordCrop(number, record, crop)
-
-
-class RecordCrop(NamedTuple):
-    number: int  # of the record
-    record: Prepared
-    crop: int
+                yield number, record, crop
 
 
 def _batch(part: int, crops: Sequence[RecordCrop]) -> CropBatch:
@@ -250,7 +244,7 @@ def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
     identity = {"data": digest.hexdigest(), "fs_hz": options.fs_hz, "unit": options.unit}
     if key:
         identity["pseudonyms"] = key_mark(key)
-    private = "" if key else next((one.private for one in records if one.private), "")
+    private = "" if key else next((record.private for record in records if record.private), "")
     return OpenedData(identity, partial(record_source, records, key, model_input, options), private)
 
 
@@ -279,14 +273,14 @@ def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False
         name, reason = "a record", reason.reason  # names and details may tell who it is
     if not options.skips(of_folder):
         raise DataError(
-            f"{name}: {reason}: fix it, or leave it out (embed, probe, predict: --on-corrupt skip)"
+            f"{name}: {reason}: fix it, or leave it out (embed, predict: --on-corrupt skip)"
         )
     with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
         tell(f"skipped: {name}: {reason}")
 
 
 def dataset_source(
-    dataset: Dataset, rows: np.ndarray, model_input: Input, options: EcgOptions
+    dataset: Dataset, rows: Array, model_input: Input, options: EcgOptions
 ) -> DatasetSource:
     """Leaves out crops without any of the model's leads, or shorter than its window. A record that has no other crops counts as
     unreadable."""
@@ -380,7 +374,7 @@ def _of_source(source: Source, key: str, name: str, stamp: bytes) -> RecordToRea
 class EcgArray(NamedTuple):
     suffix: str  # of the file's name
     label: str
-    values: Callable[[], np.ndarray]
+    values: Callable[[], Array]
 
 
 def arrays(path: Path, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
@@ -401,8 +395,7 @@ def arrays(path: Path, options: EcgOptions, model_input: Input) -> Iterator[Reco
 def _arrays_in(path: Path) -> list[EcgArray]:
     if zipfile.is_zipfile(path):
         return [
-            EcgArray(f"[{name}]", name, partial(_npz_member, path, name))
-            for name in npz_names(path)
+            EcgArray(f"[{name}]", name, partial(npz_array, path, name)) for name in npz_names(path)
         ]
     values = open_npy(path)
     if values.ndim == 3:
@@ -414,10 +407,6 @@ def _arrays_in(path: Path) -> list[EcgArray]:
         shape = list(values.shape)
         raise ArrayError(f"shape {shape}, not [leads, samples] or [ECGs, leads, samples]")
     return [EcgArray("", path.stem, lambda: values)] if values.size else []
-
-
-def _npz_member(path: Path, name: str) -> np.ndarray:
-    return load_npz(path, [name])[name]
 
 
 def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepared | ReadError:

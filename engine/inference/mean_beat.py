@@ -13,8 +13,6 @@ and the change of the RR intervals, and of what is left of each group of leads a
 the median beat. The measurements are RHYTHM and, for each lead, the heights of the waves.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 from scipy import fft
 from scipy.signal import find_peaks
@@ -48,11 +46,6 @@ MEASUREMENTS = (*RHYTHM, *(f"{wave} {lead}" for wave in WAVES for lead in LEADS)
 Array = np.ndarray
 
 
-class MedianBeat(NamedTuple):
-    beat_LT: Array  # [L, BEAT], the mean of each lead subtracted
-    rhythm: Array  # RHYTHM
-
-
 def mean_beats(x_RLT: Array) -> Array:
     rows = []
     for x_LT in x_RLT:
@@ -80,7 +73,8 @@ def r_peaks(x_LT: Array) -> Array:
     return _peaks(*_filtered(x_LT, QRS_HZ))
 
 
-def median_beat(x_LT: Array) -> MedianBeat:
+def median_beat(x_LT: Array) -> tuple[Array, Array]:
+    """The beat [L, BEAT], the mean of each lead subtracted, and RHYTHM."""
     band_LT, qrs_LT = _filtered(x_LT, BAND_HZ, QRS_HZ)
     band_LT = band_LT[:, ::STEP]
     peaks = _peaks(qrs_LT)
@@ -100,7 +94,7 @@ def median_beat(x_LT: Array) -> MedianBeat:
     variation = 0.02 + rr_s.std() / mean_s
     change = 0.02 + np.abs(np.diff(rr_s)).mean()
     rhythm = np.array([size, mean_s, variation, change, *(residual + 1e-3 * size)])
-    return MedianBeat(beat_LT, np.log(np.maximum(rhythm, 1e-6)))
+    return beat_LT, np.log(np.maximum(rhythm, 1e-6))
 
 
 def _filtered(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:

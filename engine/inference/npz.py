@@ -1,13 +1,13 @@
 """Read arrays from untrusted .npy and .npz files: no pickle, and no more memory than the file can
 fill.
 
-numpy allocates whatever a header asks for; here the header is checked against the size of the file
-first.
+numpy allocates whatever the header of an .npz member asks for; here the header is checked against
+the size of the file first.
 """
 
 import math
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,7 @@ def _array_errors() -> Iterator[None]:
 
 @_array_errors()
 def open_npy(path: Path) -> np.ndarray:
-    """Memory-map a .npy file."""
-    with open(path, "rb") as file:
-        _check_header(file, path.stat().st_size)
+    """Memory-map a .npy file: numpy compares its size with its header."""
     mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     return mapped
 
@@ -48,18 +46,14 @@ def npz_names(path: Path) -> list[str]:
 
 
 @_array_errors()
-def load_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """Read all arrays, or only those in `names`."""
-    found = {}
+def npz_array(path: Path, name: str) -> np.ndarray:
     with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            name = info.filename.removesuffix(".npy")
-            if names is None or name in names:
-                with archive.open(info) as file:
-                    _check_header(file, min(info.file_size, MAX_BYTES))
-                with archive.open(info) as file:
-                    found[name] = np.lib.format.read_array(file, allow_pickle=False)
-    return found
+        member = name if name in archive.namelist() else f"{name}.npy"
+        with archive.open(member) as file:
+            _check_header(file, min(archive.getinfo(member).file_size, MAX_BYTES))
+        with archive.open(member) as file:
+            values: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+    return values
 
 
 def _check_header(file: Any, size: int) -> None:

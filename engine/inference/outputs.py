@@ -41,8 +41,10 @@ from omnilead.data_tools.spreadsheet import without_formulas
 from omnilead.engine.common import (
     ALL,
     ConfigError,
+    Facts,
     OutputError,
     describe_leads,
+    listed,
     locked_by_another,
     sync,
     write_whole,
@@ -52,7 +54,7 @@ from omnilead.engine.inference.inputs import COLUMNS, FLAGS, CropSource, Per
 from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.inference.trained_model import NOT_FINITE, HeadInfo, TrainedModel
 from omnilead.engine.model.input import Input
-from omnilead.engine.tasks.kinds import OF_VALUES
+from omnilead.engine.tasks.kinds import OF_VALUES, Array
 
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"
@@ -88,9 +90,9 @@ class Output(NamedTuple):
     model: TrainedModel
     forward: Callable[[Tensor], Tensor]
     schema: pa.Schema  # COLUMNS, perhaps MISSING, and those that `columns` makes
-    columns: Callable[[np.ndarray], list[pa.Array]]
+    columns: Callable[[Array], list[pa.Array]]
     what: str  # for messages
-    job: dict[str, Any]  # what distinguishes it from embeddings
+    job: Facts  # what distinguishes it from embeddings
 
 
 def embeddings(model: TrainedModel, readout: str = "") -> Output:
@@ -103,14 +105,14 @@ def embeddings(model: TrainedModel, readout: str = "") -> Output:
 def vectors(model: TrainedModel, forward: Callable[[Tensor], Tensor], width: int) -> Output:
     """What `forward` gives, in one column."""
 
-    def columns(c_ND: np.ndarray) -> list[pa.Array]:
+    def columns(c_ND: Array) -> list[pa.Array]:
         return [pa.FixedSizeListArray.from_arrays(pa.array(c_ND.reshape(-1)), width)]
 
     schema = pa.schema([*COLUMNS.items(), (VECTOR, pa.list_(pa.float32(), width))])
     return Output(model, forward, schema, columns, f"embeddings of {width}", {})
 
 
-def matrix(table: pa.Table) -> np.ndarray:
+def matrix(table: pa.Table) -> Array:
     """The vectors of a table, one row each."""
     return np.asarray(table[VECTOR].combine_chunks().flatten().to_numpy().reshape(len(table), -1))
 
@@ -137,8 +139,7 @@ def predictions(model: TrainedModel) -> Output:
         "thresholds": head.thresholds,
         "unit": head.unit,
     }
-    more = ", ..." if len(head.classes) > 3 else ""
-    what = f"predictions of {head.task} ({', '.join(head.classes[:3])}{more})"
+    what = f"predictions of {head.task} ({listed(head.classes, 3)})"
     columns = partial(_prediction_columns, head)
     return Output(model, model.scores, schema, columns, what, {"predictions": meaning})
 
@@ -156,7 +157,7 @@ def _prediction_fields(head: HeadInfo) -> list[tuple[str, pa.DataType]]:
     return fields
 
 
-def _prediction_columns(head: HeadInfo, y_NK: np.ndarray) -> list[pa.Array]:
+def _prediction_columns(head: HeadInfo, y_NK: Array) -> list[pa.Array]:
     scores = [pa.array(y_N) for y_N in y_NK.T]
     if head.kind in OF_VALUES:
         return scores
@@ -180,7 +181,7 @@ def tables(
     """Yields the table of each part."""
     empty = set(parts)
 
-    def prepare(uv_BLT: Tensor, halves_B: np.ndarray) -> Tensor:
+    def prepare(uv_BLT: Tensor, halves_B: Array) -> Tensor:
         x_RLT = model_input.windows(uv_BLT, halves_B)  # normalised over the whole crop
         if per != "first":
             return x_RLT
@@ -210,7 +211,7 @@ def with_missing_leads(
         yield batch._replace(crops=batch.crops._replace(missing_BL=missing_BL))
 
 
-def _table(batches: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per) -> pa.Table:
+def _table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per) -> pa.Table:
     """Means of the outputs y_HD over the windows H of each row N."""
     y_HD = np.concatenate([y_HD for _, y_HD in batches])
     if not np.isfinite(y_HD).all():
@@ -226,41 +227,37 @@ def _table(batches: list[tuple[CropBatch, np.ndarray]], output: Output, per: Per
     first_N = np.flatnonzero(np.diff(group_H, prepend=-1))
     count_N = np.diff(first_N, append=len(y_HD)).astype(np.float32)
     y_ND = np.add.reduceat(y_HD, first_N) / count_N[:, None]
-    crops = pa.concat_tables([batch.crops.table for batch, _ in batches]).select(list(COLUMNS))
+    crops = pa.concat_tables([batch.crops.table for batch, _ in batches])
     rows = crops.take(crop_H[first_N])
+    columns = {name: rows[name] for name in COLUMNS}
     if per == "record":
-        rows = _with_flags(rows, crops[FLAGS], crop_H, first_N)
+        columns[FLAGS] = _joined_flags(crops[FLAGS], crop_H, first_N)
     if per == "half":
-        rows = _with_starts(rows, crop_H, output.model.input.window_s)
-    columns = [*rows.columns, *output.columns(y_ND)]
+        columns["start_s"] = _starts(rows, crop_H, output.model.input)
     if MISSING in output.schema.names:
-        columns.insert(len(COLUMNS), _missing_leads(batches, crop_H, first_N))
-    return pa.Table.from_arrays(columns, schema=output.schema)
+        columns[MISSING] = _missing_leads(batches, crop_H, first_N)
+    return pa.Table.from_arrays([*columns.values(), *output.columns(y_ND)], schema=output.schema)
 
 
-def _with_starts(rows: pa.Table, crop_H: np.ndarray, window_s: float) -> pa.Table:
+def _starts(rows: pa.Table, crop_H: Array, model_input: Input) -> pa.Array:
     """Windows start later than their crops."""
-    place_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
-    starts = rows["start_s"].to_numpy() + place_H * window_s
-    return rows.set_column(rows.column_names.index("start_s"), "start_s", pa.array(starts))
+    window_H = np.arange(len(crop_H)) - np.searchsorted(crop_H, crop_H)
+    return pa.array(rows["start_s"].to_numpy() + window_H * model_input.window_s)
 
 
-def _with_flags(
-    rows: pa.Table, flags_B: pa.ChunkedArray, crop_H: np.ndarray, first_N: np.ndarray
-) -> pa.Table:
-    """Rows have the flags of all their crops."""
+def _joined_flags(flags_B: pa.ChunkedArray, crop_H: Array, first_N: Array) -> pa.Array:
+    """The flags of all crops of each row."""
     if flags_B.null_count == len(flags_B):
-        return rows
+        return pa.nulls(len(first_N), pa.string())
     joined = []
     for crops in np.split(crop_H, first_N[1:]):
         flags = flags_B.take(pa.array(np.unique(crops))).drop_null().to_pylist()
         joined.append(",".join(dict.fromkeys(",".join(flags).split(","))) or None)
-    column = pa.array(joined, pa.string())
-    return rows.set_column(rows.column_names.index(FLAGS), FLAGS, column)
+    return pa.array(joined, pa.string())
 
 
 def _missing_leads(
-    batches: list[tuple[CropBatch, np.ndarray]], crop_H: np.ndarray, first_N: np.ndarray
+    batches: list[tuple[CropBatch, Array]], crop_H: Array, first_N: Array
 ) -> pa.Array:
     """The names of the leads that are missing in any crop of a row."""
     missing_BL = np.concatenate([batch.crops.missing_BL for batch, _ in batches])
@@ -272,7 +269,7 @@ def _missing_leads(
 class ParquetParts:
     """The parts of a table, in a folder until all are there."""
 
-    def __init__(self, out: Path, job: dict[str, Any], rank: int = 0, world: int = 1) -> None:
+    def __init__(self, out: Path, job: Facts, rank: int = 0, world: int = 1) -> None:
         self.out, self.rank, self.world = out, rank, world
         self.job = json.loads(json.dumps(job))  # as it is read back
         self.folder = out.with_name(f"{out.name}.parts")
@@ -358,8 +355,8 @@ class ParquetParts:
         return [] if self.out.exists() else missing
 
     def _join(self, count: int, schema: pa.Schema) -> list[int]:
-        there = set(os.listdir(self.folder))
-        missing = [number for number in range(count) if self._path(number).name not in there]
+        files = set(os.listdir(self.folder))
+        missing = [number for number in range(count) if self._path(number).name not in files]
         if missing:
             return missing
         # also unlike that of ranks of another number, who may join at the same time

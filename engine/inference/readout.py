@@ -28,6 +28,7 @@ from omnilead.engine.inference.mean_beat import MEASUREMENTS, measurements, r_pe
 from omnilead.engine.model.encoder import pool
 
 PAPER = "mean"
+Readout = tuple[str, ...]  # the parts of a read-out
 BEATS_S = np.linspace(-0.3, 0.5, 9)  # from P to the end of T
 WIDTHS: dict[str, Callable[[int], int]] = {
     "mean": lambda width: width,
@@ -37,7 +38,7 @@ WIDTHS: dict[str, Callable[[int], int]] = {
 }
 
 
-def parsed(text: str) -> tuple[str, ...]:
+def parsed(text: str) -> Readout:
     """The parts of a read-out."""
     parts = tuple(text.split("+"))
     unknown = [part for part in parts if part not in WIDTHS]
@@ -48,15 +49,15 @@ def parsed(text: str) -> tuple[str, ...]:
     return parts
 
 
-def measures_signal(readout: tuple[str, ...]) -> bool:
+def measures_signal(readout: Readout) -> bool:
     return "rhythm" in readout or "beats" in readout
 
 
-def width_of(readout: tuple[str, ...], width: int) -> int:
+def width_of(readout: Readout, width: int) -> int:
     return sum(WIDTHS[part](width) for part in readout)
 
 
-def place_of_mean(readout: tuple[str, ...], width: int) -> slice:
+def place_of_mean(readout: Readout, width: int) -> slice:
     """Where the mean over tokens stands, by which patients are identified; without it, all."""
     if "mean" not in readout:
         return slice(None)
@@ -64,24 +65,22 @@ def place_of_mean(readout: tuple[str, ...], width: int) -> slice:
     return slice(before, before + width)
 
 
-def read_out(
-    readout: tuple[str, ...], c_RND: Tensor, x_RLT: Tensor, leads: Sequence[int] = ALL
-) -> Tensor:
+def read_out(readout: Readout, c_RND: Tensor, x_RLT: Tensor, leads: Sequence[int] = ALL) -> Tensor:
     c_RND, signal = c_RND.float(), np.empty(0)
     if measures_signal(readout):
         signal = np.zeros((len(x_RLT), len(LEADS), x_RLT.shape[2]), np.float32)
         signal[:, list(leads)] = x_RLT.float().cpu()
-    found = []
+    vectors = []
     for part in readout:
         if part == "mean":
-            found.append(pool(c_RND))
+            vectors.append(pool(c_RND))
         elif part == "std":
-            found.append(c_RND.std(1, correction=0))
+            vectors.append(c_RND.std(1, correction=0))
         elif part == "beats":
-            found.append(_beats(c_RND, signal))
+            vectors.append(_beats(c_RND, signal))
         else:
-            found.append(torch.from_numpy(measurements(signal)).to(c_RND.device))
-    return torch.cat(found, 1)
+            vectors.append(torch.from_numpy(measurements(signal)).to(c_RND.device))
+    return torch.cat(vectors, 1)
 
 
 def _beats(c_RND: Tensor, signal: np.ndarray) -> Tensor:

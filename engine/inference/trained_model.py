@@ -15,7 +15,6 @@ unexpected weights and wrong shapes. Only the quantiser and the projections of p
 ignored.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
@@ -46,14 +45,24 @@ from omnilead.data_tools.resampling import RATE_RANGE_HZ
 from omnilead.engine.common import (
     LEADS,
     ConfigError,
+    Facts,
+    File,
     blaming,
     describe_leads,
     leads_in_order,
+    listed,
     plugin,
 )
 from omnilead.engine.data.augmenter import CROP, FS_HZ
 from omnilead.engine.data.seen import UNKNOWN
-from omnilead.engine.inference.readout import PAPER, measures_signal, parsed, read_out, width_of
+from omnilead.engine.inference.readout import (
+    PAPER,
+    Readout,
+    measures_signal,
+    parsed,
+    read_out,
+    width_of,
+)
 from omnilead.engine.model.config import validated
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import build_encoder
@@ -81,7 +90,8 @@ ROWS = 64  # segments encoded at a time
 NOT_FINITE = "the model's outputs are not finite: its weights are broken"
 THRESHOLD = 0.5
 NAMED = 8  # classes in its repr
-Kind = type[nn.Module] | None
+ModuleClass = type[nn.Module] | None
+Leads = str | Iterable[str]  # their names, as for engine.common.leads_in_order
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
@@ -99,7 +109,7 @@ class HeadInfo:
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[float, ...] = ()
     # Settings of the task: labels, split, ...
-    definition: dict[str, Any] = field(default_factory=dict)
+    definition: Facts = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = {"classes": len(self.classes)}
@@ -128,8 +138,8 @@ class TrainedModel(nn.Module):
         self,
         encoder: nn.Module,
         head: nn.Module | None,
-        config: dict[str, Any],
-        preprocessing: dict[str, Any],
+        config: Facts,
+        preprocessing: Facts,
         digest: str = "",
     ) -> None:
         super().__init__()
@@ -146,20 +156,20 @@ class TrainedModel(nn.Module):
 
     def __repr__(self) -> str:
         """What goes in and what comes out, in place of PyTorch's list of layers."""
-        of, head = self.input, self.head_info
+        signals, head = self.input, self.head_info
         does = f"makes an embedding of {self.width_of(self.readout)} numbers"
         if head and head.classes:
-            names = ", ".join(head.classes[:NAMED]) + ", ..." * (len(head.classes) > NAMED)
+            names = listed(head.classes, NAMED)
             unit = f" in {head.unit}" if head.unit else ""
             does = f"predicts {head.task} ({head.kind} of {len(head.classes)}: {names}{unit})"
-        band = "" if of.band_hz is None else " from {:g} to {:g} Hz".format(*of.band_hz)
+        band = "" if signals.band_hz is None else " from {:g} to {:g} Hz".format(*signals.band_hz)
         return (
-            f"TrainedModel: {does} from leads {describe_leads(of.seen)}, {of.window_s:g} s "
-            f"at a time at {of.fs_hz:g} Hz{band} ({SCALES[of.scale]}); it converts other rates and "
-            "units"
+            f"TrainedModel: {does} from leads {describe_leads(signals.seen)}, "
+            f"{signals.window_s:g} s at a time at {signals.fs_hz:g} Hz{band} "
+            f"({SCALES[signals.scale]}); it converts other rates and units"
         )
 
-    def readout_of(self, text: str) -> tuple[str, ...]:
+    def readout_of(self, text: str) -> Readout:
         """The parts of a read-out that suits this model; "": the model's own."""
         parts = parsed(text) if text else self.readout
         if measures_signal(parts) and not self.input.plain:
@@ -169,7 +179,7 @@ class TrainedModel(nn.Module):
             )
         return parts
 
-    def width_of(self, readout: tuple[str, ...]) -> int:
+    def width_of(self, readout: Readout) -> int:
         return width_of(readout, self.encoder.width)
 
     @property
@@ -178,7 +188,7 @@ class TrainedModel(nn.Module):
         return device
 
     @property
-    def history(self) -> dict[str, Any]:
+    def history(self) -> Facts:
         """What config.json says about its training."""
         trained = self.config.get("trained")
         return trained if isinstance(trained, dict) else {}
@@ -212,7 +222,7 @@ class TrainedModel(nn.Module):
         """c_RD, float32: the mean over tokens, as in the paper."""
         return self.read(x_RLT, (PAPER,))
 
-    def read(self, x_RLT: Tensor, readout: tuple[str, ...]) -> Tensor:
+    def read(self, x_RLT: Tensor, readout: Readout) -> Tensor:
         """The parts of a read-out, joined, in float32."""
         return read_out(readout, self.tokens(x_RLT), x_RLT, self.input.leads)
 
@@ -240,9 +250,7 @@ class TrainedModel(nn.Module):
         assert self.head_info is not None
         return self.head_info.scores(logits_RK)
 
-    def segments(
-        self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
-    ) -> Tensor:
+    def segments(self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV") -> Tensor:
         """The model's input x_RLT for one ECG [L, T]."""
         return self._segments(crops(signal, fs_hz, leads, unit, self.input))
 
@@ -255,7 +263,7 @@ class TrainedModel(nn.Module):
         self,
         signal: Any,
         fs_hz: float,
-        leads: str | Iterable[str],
+        leads: Leads,
         unit: str = "mV",
         readout: str = "",
     ) -> Tensor:
@@ -276,7 +284,7 @@ class TrainedModel(nn.Module):
 
     @torch.inference_mode()
     def predict(
-        self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str = "mV"
+        self, signal: Any, fs_hz: float, leads: Leads, unit: str = "mV"
     ) -> dict[str, float] | list[dict[str, float]]:
         """{class: probability} or {name: value in `self.unit`} for an ECG [L, T], a list of them
         for several [B, L, T]: means over segments, as `evaluate` scores a record.
@@ -289,9 +297,7 @@ class TrainedModel(nn.Module):
         answers = [dict(zip(self.classes, y_K, strict=True)) for y_K in y_BK.tolist()]
         return answers if _several(signal) else answers[0]
 
-    def _cut(
-        self, signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str
-    ) -> list["EcgCrops"]:
+    def _cut(self, signal: Any, fs_hz: float, leads: Leads, unit: str) -> list["EcgCrops"]:
         """The crops of each ECG, one or several."""
         leads = leads if isinstance(leads, str) else tuple(leads)
         ecgs = []
@@ -347,7 +353,10 @@ def _of_all(concerns: Sequence[object]) -> str:
 
 
 def load(
-    path: str | os.PathLike[str], code: bool = False, encoder: Kind = None, head: Kind = None
+    path: File,
+    code: bool = False,
+    encoder: ModuleClass = None,
+    head: ModuleClass = None,
 ) -> TrainedModel:
     """Load a model. For a plugged-in encoder or head: `code` runs its file in the folder;
     `encoder`, `head` pass its class."""
@@ -400,7 +409,7 @@ def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:
         return plugin(f"{folder / file}:{name}")
 
 
-def readout_in(document: Mapping[str, Any], path: Path) -> tuple[str, ...]:
+def readout_in(document: Mapping[str, Any], path: Path) -> Readout:
     """`readout` in config.json."""
     try:
         return parsed(str(document.get("readout", PAPER)))
@@ -453,16 +462,14 @@ class EcgCrops(NamedTuple):
     doubt: str  # data_tools.prepare.amplitude_doubt
 
 
-def crops(
-    signal: Any, fs_hz: float, leads: str | Iterable[str], unit: str, wanted: Input
-) -> EcgCrops:
+def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:
     """Cut one ECG [L, T] into crops from its start, as for a dataset: a remainder of 5 s or more
     is a crop with one half, less is dropped. An ECG shorter than 5 s is refused. A lead with NaN
     (in int16 -32768, in a masked array a masked sample) is zero in that whole crop. Crops
     without a measured lead, or with only flat leads, are left out."""
-    given = leads_in_order(leads)
-    wanted.require(given)
-    values, names = _values(signal), tuple(LEADS[lead] for lead in given)
+    indices = leads_in_order(leads)
+    wanted.require(indices)
+    values, names = _values(signal), tuple(LEADS[lead] for lead in indices)
     if values.ndim == 2 and len(values) != len(names) == values.shape[1]:
         raise SignalError(
             f"has {len(values):,} rows and {len(names)} columns: transpose it to [leads, samples]"
@@ -474,21 +481,22 @@ def crops(
     except (ReadError, TypeError, ValueError) as error:
         needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
-    _plausible(record, unit)
-    if doubt := amplitude_doubt(_microvolts(record), record.fs_hz):
+    uv_LT = _microvolts(record)
+    _plausible(np.abs(uv_LT) / 1000, unit)
+    if doubt := amplitude_doubt(uv_LT, record.fs_hz):
         record = replace(record, warnings=((IMPLAUSIBLE_AMPLITUDE, doubt),))
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
-    found = list(_usable(record, uv_BLT, wanted))
-    if not found:
+    usable = list(_usable(record, uv_BLT, wanted))
+    if not usable:
         raise SignalError(
             "no valid lead: in every 10 s crop, all leads are flat or all leads that the model "
             "uses have NaN"
         )
     return EcgCrops(
-        uv_BLT[: len(found)],
-        tuple(crop.start_s for crop in found),
-        tuple(crop.halves for crop in found),
-        tuple(flags_of(record, crop) for crop in found),
+        uv_BLT[: len(usable)],
+        tuple(crop.start_s for crop in usable),
+        tuple(crop.halves for crop in usable),
+        tuple(flags_of(record, crop) for crop in usable),
         doubt,
     )
 
@@ -540,22 +548,17 @@ def _microvolts(record: EcgRecord) -> np.ndarray:
     return np.where(there, values * (1000 * MV_PER_UNIT[record.unit]), np.nan)
 
 
-def _plausible(record: EcgRecord, unit: str) -> None:
-    """Refuse signals whose unit is off by a factor of 1,000. Single leads may be off: the median
+def _plausible(mv_LT: np.ndarray, unit: str) -> None:
+    """Refuses amplitudes whose unit is off by a factor of 1,000. Single leads may be off: the median
     lead decides."""
-    measured = np.isfinite(record.signal)
-    if record.invalid is not None:
-        measured = record.signal != record.invalid
+    measured = np.isfinite(mv_LT)
     if not measured.any():
         return
-    there = record.signal if measured.all() else np.where(measured, record.signal, 0)
-    mv = MV_PER_UNIT[record.unit]
-    highest, lowest = there.max(axis=1).astype(np.float64), there.min(axis=1).astype(np.float64)
-    peaks = mv * np.maximum(highest, -lowest)
+    peaks = np.where(measured, mv_LT, 0).max(axis=1)
     peak = float(np.median(peaks[measured.any(axis=1)]))
     middle = 0.0
     if peaks.max() > LARGE_MV:
-        middle = mv * float(np.median(np.abs(there[measured].astype(np.float64))))
+        middle = float(np.median(mv_LT[measured]))
     seen = f"unit={unit!r}: a typical lead peaks at {peak:.3g} mV"
     if middle > LARGE_MV or peak > HUGE_MV:
         raise SignalError(

@@ -232,22 +232,22 @@ def _lost(key: str, value: Any, why: str) -> ConfigError:
     )
 
 
-def class_names(given: str, outputs: int) -> list[str]:
+def class_names(text: str, outputs: int) -> list[str]:
     """Names from A,B,C; or from a file: the column `name` of a CSV (such as ECG-FM's
     label_def.csv), or one name per line."""
-    if not given:
+    if not text:
         return [f"class_{i}" for i in range(outputs)]
     if not outputs:
         raise ConfigError(
-            f"--classes {given[:80]}: the checkpoint is only pre-trained, without a classifier: "
+            f"--classes {text[:80]}: the checkpoint is only pre-trained, without a classifier: "
             "leave it out"
         )
-    names = [name.strip() for name in given.split(",")]
-    if os.path.isfile(given) or given.endswith((".csv", ".txt")):
-        names = _names_in(given)
+    names = [name.strip() for name in text.split(",")]
+    if os.path.isfile(text) or text.endswith((".csv", ".txt")):
+        names = _names_in(text)
     if len(names) != outputs or len(set(names)) < len(names) or "" in names:
         raise ConfigError(
-            f"--classes {given[:80]}: {len(set(names))} names: must be {outputs}, in the order of "
+            f"--classes {text[:80]}: {len(set(names))} names: must be {outputs}, in the order of "
             "the outputs"
         )
     return names
@@ -304,15 +304,15 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         )
     if config.causal:
         raise ConfigError(f"{run}: model.causal=true: fairseq-signals has no such encoder")
-    given = None if origin else Input.of(preprocessing, config.leads)
-    if given:
-        require_their_input(run, given, preprocessing)
+    model_input = None if origin else Input.of(preprocessing, config.leads)
+    if model_input:
+        require_their_input(run, model_input, preprocessing)
     try:
         theirs = to_theirs(state, config, origin.get("spelling", "parametrizations"))
         weights = {name: theirs.pop(name) for name in origin.get("order") or list(theirs)}
         if theirs:
             raise LookupError(f"order lacks {next(iter(theirs))}")
-        cfg = origin.get("cfg") or their_settings(config, given.seen if given else ALL)
+        cfg = origin.get("cfg") or their_settings(config, model_input.seen if model_input else ALL)
         history = origin.get("optimizer_history") or []
     except (AttributeError, LookupError, TypeError) as error:
         raise ConfigError(
@@ -334,17 +334,17 @@ def to_fairseq(run: str | Path, out: Path) -> None:
     write_whole(out, content.getvalue())
 
 
-def require_their_input(run: str | Path, given: Input, preprocessing: Settings) -> None:
+def require_their_input(run: str | Path, model_input: Input, preprocessing: Settings) -> None:
     """ConfigError for signals that fairseq-signals would not make."""
-    if not given.plain:
+    if not model_input.plain:
         raise ConfigError(
             f"{run}: its input is {described(preprocessing)}: fairseq-signals would not make it so"
         )
-    its = f"{run}: its leads are {describe_leads(given.leads)}"
-    if given.leads != tuple(sorted(given.leads)):
-        raise ConfigError(f"{its}: fairseq-signals keeps the usual order")
-    if given.leads != ALL and given.seen != given.leads:
-        raise ConfigError(f"{its}, but it was trained on some: fairseq-signals cannot say so")
+    leads = f"{run}: its leads are {describe_leads(model_input.leads)}"
+    if model_input.leads != tuple(sorted(model_input.leads)):
+        raise ConfigError(f"{leads}: fairseq-signals keeps the usual order")
+    if model_input.leads != ALL and model_input.seen != model_input.leads:
+        raise ConfigError(f"{leads}, but it was trained on some: fairseq-signals cannot say so")
 
 
 def _card(
@@ -354,7 +354,9 @@ def _card(
     classes: list[str],
     parameters: int,
 ) -> str:
-    predict = f'    model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # {len(classes)} classes\n'
+    predict = ""
+    if classes:
+        predict = f'    model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # {len(classes)} classes\n'
     return f"""# {name}, converted from fairseq-signals
 
 A lead-agnostic ECG encoder of the wav2vec 2.0 family (Oh et al., CHIL 2022): {parameters:,} parameters, {len(config.conv)}
@@ -367,7 +369,7 @@ not included. The licence is that of the original.
     import omnilead
     model = omnilead.load("THIS_FOLDER")
     vectors = model.embed(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")    # [L, T] -> [{config.width}]
-{predict * bool(classes)}
+{predict}
     omnilead convert to-fairseq THIS_FOLDER OUT.pt      # convert back
 """
 
@@ -446,11 +448,9 @@ def as_json(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    return (
-        value.__dict__["content"]
-        if isinstance(value, StandIn)
-        else f"<{type(value).__name__.lower()}>"
-    )
+    if isinstance(value, StandIn):
+        return value.__dict__["content"]
+    return f"<{type(value).__name__.lower()}>"
 
 
 def float_tensors(values: Any, path: Path) -> Weights:
@@ -564,7 +564,7 @@ def read_tensors(path: Path) -> Weights:
     if path.suffix == ".safetensors":
         with blaming(str(path)):
             return load_file(path)
-    found: Weights = {}
+    tensors: Weights = {}
     seen: set[int] = set()  # a dictionary may stand in many others, or in itself
     waiting: list[tuple[str, dict[Any, Any]]] = [("", read_checkpoint(path))]
     for prefix, values in waiting:
@@ -574,17 +574,17 @@ def read_tensors(path: Path) -> Weights:
         for key, value in values.items():
             name = f"{prefix}{key}"
             if isinstance(value, Tensor):
-                found[name] = value
+                tensors[name] = value
             elif isinstance(value, dict):
                 waiting.append((f"{name}.", value))
-    if not found:
+    if not tensors:
         raise ConfigError(f"{path}: has no tensors: save net.state_dict()")
-    return found
+    return tensors
 
 
 def matched(
     path: Path,
-    mine: Weights,
+    ours: Weights,
     theirs: Weights,
     prefix: str,
     renamed: Sequence[Sequence[str]],
@@ -592,7 +592,7 @@ def matched(
     """{name in the class: name in the file}, where all may begin with something, such as
     state_dict.module.; and a text on the other names in the file."""
     wanted = {}
-    for name in mine:
+    for name in ours:
         wanted[name] = name
         for old, new in renamed:
             if name.startswith(new):
@@ -609,7 +609,7 @@ def matched(
     if len(best) > 1:
         raise ConfigError(f"{path}: has the weights under {best[:SHOWN]}: choose with --prefix")
     names = {name: best[0] + inner for name, inner in wanted.items()}
-    expected = shapes_of(mine)
+    expected = shapes_of(ours)
     shapes = shapes_of({name: theirs[their] for name, their in names.items() if their in theirs})
     left = misfits({their: () for their in theirs if their not in names.values()}, {}) or "none"
     if shapes != expected:

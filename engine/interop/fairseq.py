@@ -89,11 +89,9 @@ FIXED = {  # settings of the authors that change the computation; only these val
 
 
 def spelling(state: Weights) -> str:
-    return (
-        "weight_g"
-        if any(name.endswith("conv_pos.pos_conv.0.weight_g") for name in state)
-        else "parametrizations"
-    )
+    if any(name.endswith("conv_pos.pos_conv.0.weight_g") for name in state):
+        return "weight_g"
+    return "parametrizations"
 
 
 def outputs(state: Weights) -> int:
@@ -263,7 +261,9 @@ def _temperatures(value: Any) -> dict[str, float]:
 def _blocks(value: Any) -> list[tuple[int, int]]:
     """ "[(256, 2, 2)] * 3 + [(512, 2, 2)]" -> four blocks. The authors eval() this text."""
     text, layers = str(value), list[tuple[int, int, int]]()
-    for term in text.split("+") if len(text) <= MAX_TEXT else ():
+    if len(text) > MAX_TEXT:
+        raise ValueError
+    for term in text.split("+"):
         stack, _, times = term.strip().rpartition("]")
         layers += ast.literal_eval(stack + "]") * min(int(times.strip(" *") or 1), MAX_BLOCKS + 1)
     if not 0 < len(layers) <= MAX_BLOCKS or any(kernel != stride for _, kernel, stride in layers):

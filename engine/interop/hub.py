@@ -16,7 +16,7 @@ from torch import Tensor
 
 from omnilead.data_tools.cli import tell
 from omnilead.engine.commandline import parse_yaml
-from omnilead.engine.common import FILE_NAME, VALIDATION, describe_leads, label_of, read_rows
+from omnilead.engine.common import FILE_NAME, VALIDATION, Facts, describe_leads, label_of, read_rows
 from omnilead.engine.config import RunConfig
 from omnilead.engine.data.seen import as_bytes, publishable
 from omnilead.engine.model.encoders import file_of, portable
@@ -44,7 +44,6 @@ from omnilead.engine.training.task import TrainingTask
 PLACE = re.compile(
     r"(?<![\w/:.])(?:(?!https?:|hf:)[a-z][a-z0-9]*://|~?//?|[A-Za-z]:[/\\])[\w.+-]+(?:[/\\][\w.+-]+)+"
 )
-Facts = dict[str, Any]
 TAGS = ("ecg", "electrocardiogram", "12-lead", "self-supervised-learning", "time-series")
 TEMPLATE = """# {title}
 
@@ -125,11 +124,8 @@ def _measured(run: Path, step: int) -> Facts:
     """The finite numbers of this step's validation."""
     for row in read_rows(run / VALIDATION)[0]:
         if row["step"] == step:
-            return {
-                name: value
-                for name, value in row.items()
-                if isinstance(value, float) and math.isfinite(value)
-            }
+            numbers = ((name, value) for name, value in row.items() if isinstance(value, float))
+            return {name: value for name, value in numbers if math.isfinite(value)}
     return {}
 
 
@@ -171,14 +167,11 @@ def published(folder: Path, licence: str | None = None) -> dict[str, Path | byte
     files: dict[str, Path | bytes] = {
         name: folder / name for name in sums if FILE_NAME.fullmatch(name) and name != CONFIG
     }
-    card = (
-        (folder / CARD).read_text()
-        if (folder / CARD).is_file()
-        else f"# {folder.resolve().parent.name}\n"
-    )
-    files[CARD] = front_matter(
-        {"license": licence} if licence else {}, without_places(card)
-    ).encode()
+    card = f"# {folder.resolve().parent.name}\n"
+    if (folder / CARD).is_file():
+        card = (folder / CARD).read_text()
+    facts = {"license": licence} if licence else {}
+    files[CARD] = front_matter(facts, without_places(card)).encode()
     if SEEN in files:
         record = seen_by(folder)
         public = publishable(record)

@@ -69,13 +69,13 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
     outputs, temporary = Outputs(model), out.with_name(f".{out.name}.{os.getpid()}")
     try:
         export(outputs, temporary)
-        found = []
+        differences = []
         for segments, length in SIZES + OTHER_LENGTHS * outputs.any_length:
             samples = int(length * model.input.samples)
             shape = f"{out}: the exported model must take {segments} segments of {samples} samples"
             with blaming(shape):
-                found.append(difference(outputs, temporary, segments, samples))
-        worst = float(np.max(found))  # NaN stays NaN
+                differences.append(difference(outputs, temporary, segments, samples))
+        worst = float(np.max(differences))  # NaN stays NaN
         if not worst <= TOLERANCE:
             raise ConfigError(
                 f"{out}: onnxruntime differs from PyTorch by {worst:.2g}, more than "

@@ -5,20 +5,19 @@
 Also for a run that is still training: what was not logged yet is left out.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from omnilead.data_tools.cli import echo, tell
-from omnilead.engine.commandline import Parser, interruptible
+from omnilead.engine.commandline import command_parser, interruptible
 from omnilead.engine.common import ConfigError
 
 NAME = "omnilead report"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser("report", __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
     run = parser.parse_args(arguments).run
 

@@ -20,10 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from omnilead.data_tools.spreadsheet import as_csv
 from omnilead.engine.common import METRIC_OF, write_whole
 
-MAIN = {}
-for _metric in METRIC_OF.values():
-    if _metric.in_bench:
-        MAIN[_metric.name] = _metric.label
+MAIN = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
 MAIN["accuracy"] = "accuracy, cosine"  # of identification
 KEYS = ("model", "task", "leads", "share", "noise")
 OVER = (
@@ -53,16 +50,14 @@ Row = dict[str, Any]
 def write(document: Row, out: Path) -> None:
     lines: list[Sequence[Any]] = [[*KEYS, "metric", "against", "value", "low", "high", "class"]]
     for row in document["rows"]:
-        lines += [
-            [*_key(row), name, "", value, *row["intervals"][name], ""]
-            for name, value in row["metrics"].items()
-        ]
-        for name, of in row.get("per_class", {}).items():
-            lines += [[*_key(row), name, "", value, "", "", label] for label, value in of.items()]
+        for name, value in row["metrics"].items():
+            lines.append([*_key(row), name, "", value, *row["intervals"][name], ""])
+        for name, classes in row.get("per_class", {}).items():
+            for label, value in classes.items():
+                lines.append([*_key(row), name, "", value, "", "", label])
     for gap in document["differences"]:
-        lines.append(
-            [*_key(gap), gap["metric"], gap["against"], gap["difference"], *gap["interval"], ""]
-        )
+        names = gap["metric"], gap["against"]
+        lines.append([*_key(gap), *names, gap["difference"], *gap["interval"], ""])
     picture(document).savefig(image := io.BytesIO(), format="png", dpi=150)
     write_whole(out / "bench.md", markdown(document))
     write_whole(out / "bench.csv", as_csv(lines))
@@ -80,11 +75,13 @@ def panels(document: Row) -> dict[tuple[str, str], list[Row]]:
 
 
 def markdown(document: Row) -> str:
-    tuned = all("each" in row for row in document["rows"])
     several = any("each" in row for row in document["rows"])
-    kind, intervals = ("Fine-tuned models", OF_TUNED) if tuned else ("Frozen embeddings", INTERVALS)
-    tested = f", tested on {document['test_data']}" if document.get("test_data") else ""
-    text = [f"# {kind}: {document['data']}{tested}", "", intervals]
+    title, intervals = f"Frozen embeddings: {document['data']}", INTERVALS
+    if all("each" in row for row in document["rows"]):
+        title, intervals = f"Fine-tuned models: {document['data']}", OF_TUNED
+    if document.get("test_data"):
+        title += f", tested on {document['test_data']}"
+    text = [f"# {title}", "", intervals]
     for (task, metric), rows in panels(document).items():
         table = score_table(document, rows, metric, several)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -101,7 +98,9 @@ def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) 
     gaps = {(*_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
     first = next(iter(document["models"]))
     head = ["leads", "share", "noise", "model", MAIN[metric]]
-    head += ["minus random weights", f"minus {first}"] + ["of each seed or draw"] * several
+    head += ["minus random weights", f"minus {first}"]
+    if several:
+        head.append("of each seed or draw")
     table = [head]
     for row in rows:
         share = "" if row["share"] is None else f"{row['share']:g}"
@@ -118,12 +117,17 @@ def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) 
 
 def _count(rows: Sequence[Row]) -> str:
     """What was scored, and the classes that small shares leave out."""
-    one = rows[0]
-    unit = f"probes against {one['gallery']:,} in the gallery" if "gallery" in one else "records"
+    row = rows[0]
+    text = f"{row['n']:,} records"
+    if "gallery" in row:
+        text = f"{row['n']:,} probes against {row['gallery']:,} in the gallery"
+    text += (
+        f", of {row['patients']:,} patients" if row["patients"] else ", some of unknown patients"
+    )
     lost = {row["share"]: ", ".join(row["left_out"]) for row in rows if row.get("left_out")}
-    about = "".join(f"; share {share:g} without {names}" for share, names in lost.items())
-    whose = f"of {one['patients']:,} patients" if one["patients"] else "some of unknown patients"
-    return f"{one['n']:,} {unit}, {whose}{about}."
+    for share, names in lost.items():
+        text += f"; share {share:g} without {names}"
+    return f"{text}."
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -133,32 +137,36 @@ def _key(row: Row) -> tuple[Any, ...]:
 def _cell(value: float | None, ends: Sequence[float | None] = (), sign: str = "") -> str:
     if value is None:
         return "-"
+    text = f"{value:{sign}.3f}"
     if None in ends:
-        return f"{value:{sign}.3f} (no interval)"
-    return f"{value:{sign}.3f}" + (f" ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})" if ends else "")
+        return f"{text} (no interval)"
+    return f"{text} ({ends[0]:{sign}.3f} to {ends[1]:{sign}.3f})" if ends else text
 
 
 def picture(document: Row) -> Figure:
     """A line of panels for each task and metric, a panel for each set of leads and level of noise;
     in it a line for each model, with a dot and its interval for each share of labels."""
-    found = panels(document)
+    by_panel = panels(document)
     columns = list(dict.fromkeys((row["leads"], row["noise"]) for row in document["rows"]))
     shares = sorted({row["share"] for row in document["rows"]} - {None})
     marks = dict(zip(shares, cycle(MARKS), strict=False))
-    models = [_models(document, rows) for rows in found.values()]
+    models = []  # those of each line of panels, in the order of the comparison
+    for rows in by_panel.values():
+        drawn = {row["model"] for row in rows}
+        models.append([name for name in document["models"] if name in drawn])
     heights = [0.9 + len(names) * (0.14 + 0.11 * max(1, len(shares))) for names in models]
     width = 0.08 * max(map(len, document["models"])) + 3.2 * len(columns)
     with matplotlib.rc_context(STYLE):
         figure = Figure((width, sum(heights) + 0.4), layout="constrained")
         grid = figure.subplots(
-            len(found),
+            len(by_panel),
             len(columns),
             squeeze=False,
             sharex="row",
             sharey="row",
             height_ratios=heights,
         )
-        for ((task, metric), rows), names, line in zip(found.items(), models, grid, strict=True):
+        for ((task, metric), rows), names, line in zip(by_panel.items(), models, grid, strict=True):
             for column, axes in zip(columns, line, strict=True):
                 of_panel = [row for row in rows if (row["leads"], row["noise"]) == column]
                 _draw(axes, of_panel, metric, names, marks)
@@ -177,25 +185,19 @@ def _add_legend(figure: Figure, marks: Mapping[float, str]) -> None:
     figure.legend(dots, names, title="patients with labels", loc="outside upper left", ncols=4)
 
 
-def _models(document: Row, rows: Sequence[Row]) -> list[str]:
-    """Those that the rows are of, in the order of the comparison."""
-    there = {row["model"] for row in rows}
-    return [name for name in document["models"] if name in there]
-
-
 def _seen(leads: str, noise: float) -> str:
     """What the models were shown."""
-    words = f"leads {leads}" if "," in leads else f"{leads} leads"
+    text = f"leads {leads}" if "," in leads else f"{leads} leads"
     if leads == "1":
-        words = "lead I"
-    return f"{words}, noise {noise:g}" if noise else words
+        text = "lead I"
+    return f"{text}, noise {noise:g}" if noise else text
 
 
 def _draw(
     axes: Axes, rows: list[Row], metric: str, names: list[str], marks: Mapping[float, str]
 ) -> None:
     """The dots of a model lie below each other, the smallest share of labels first."""
-    said = "no intervals"
+    intervals = "no intervals"
     for row in rows:
         value, share = row["metrics"][metric], row["share"]
         if value is None:
@@ -206,7 +208,7 @@ def _draw(
         low, high = row["intervals"][metric]
         if low is not None:
             axes.plot([low, high], [y, y], color=INK, lw=1)
-            said = "line: 95 % interval"
+            intervals = "line: 95 % interval"
         axes.plot([value], [y], marker=marks.get(share, "o"), **DOT)
     for edge in range(1, len(names)):
         axes.axhline(edge - 0.5, color="#e2e2e6", lw=0.8, zorder=0)
@@ -214,4 +216,4 @@ def _draw(
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.set_xlabel(f"{MAIN[metric]}; {said}")
+    axes.set_xlabel(f"{MAIN[metric]}; {intervals}")

@@ -192,8 +192,8 @@ def _draw_line(axes: Axes, line: Line, style: LineStyle) -> None:
             padded = np.pad(shown, 1)
             dots = shown & ~padded[:-2] & ~padded[2:]
         axes.plot(x[dots], y[dots], "o", color=colour, ms=4.8, mew=0, clip_on=False)
-    for at in line.x[~good][:200]:
-        axes.axvline(at, ymax=0.05, color=WRONG, lw=1.6, gid="lost")
+    for step in line.x[~good][:200]:
+        axes.axvline(step, ymax=0.05, color=WRONG, lw=1.6, gid="lost")
 
 
 def _set_axes(
@@ -336,7 +336,7 @@ def _name_axes(axes: Axes, x_label: str, y_label: str, note: str = "") -> None:
 def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> str:
     """Above: a dot for each bin of enough records; below: how many probabilities there are in each,
     as a logarithm."""
-    there, enough = count > 0, np.isfinite(true)
+    filled, enough = count > 0, np.isfinite(true)
     drawing = Drawing("Calibration", 384, 520)
     upper = _unit_square(drawing, 46, 312)
     upper.plot([0, 1], [0, 1], **GUIDE)
@@ -346,8 +346,8 @@ def calibration_chart(mean: Array, true: Array, count: Array, error: float) -> s
     _name_axes(upper, "predicted probability", "observed frequency", note)
     lower = drawing.axes(46, 398, 312, 90)
     width = 1 / len(count)
-    centres = width * (np.flatnonzero(there) + 0.5)
-    lower.bar(centres, count[there], 0.9 * width, color=SERIES[0], alpha=0.35)
+    centres = width * (np.flatnonzero(filled) + 0.5)
+    lower.bar(centres, count[filled], 0.9 * width, color=SERIES[0], alpha=0.35)
     lower.set(xlim=(0, 1), xticks=(), yscale="log")
     lower.set_ylim(0.7, 10 * max(count.max(), 1))
     lower.yaxis.set_major_formatter(_number)

@@ -53,9 +53,10 @@ COUNTS = {
 
 
 def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = None) -> str:
-    kind, counts, sections = (
-        scored(result, dataset) if isinstance(result, TaskResult) else identification(result)
-    )
+    if isinstance(result, TaskResult):
+        kind, counts, sections = scored(result, dataset)
+    else:
+        kind, counts, sections = identification(result)
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [counts, *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts)]
     sections.append(ReportSection("The evaluation", table=list(readable(facts))))
@@ -63,34 +64,26 @@ def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = N
 
 
 def interval(ends: list[float], percent: bool = False) -> str:
-    return (
-        f"{shown(ends[0], percent)} to {shown(ends[1], percent)}"
-        if math.isfinite(ends[0])
-        else NO_INTERVAL
-    )
+    if not math.isfinite(ends[0]):
+        return NO_INTERVAL
+    return f"{shown(ends[0], percent)} to {shown(ends[1], percent)}"
 
 
 def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[ReportSection]]:
     half, record, head = result.half, result.record, result.head
-    of = pieces(result.facts)
-    values = head.kind in OF_VALUES
+    windows = pieces(result.facts)
     y_NK, scores_NK, _ = result.of_records()
     compared = {"regression": agreement, "survival": survival}.get(head.kind, decisions)
+    note = scoring_note(head, windows, result.units)
+    title = windows.capitalize()
+    if "window_s" not in result.facts:
+        title += ", as in the paper"
+    by = "By column" if head.kind in OF_VALUES else "By class"
     sections = [
-        ReportSection(
-            "Records",
-            tiles=list(tiles(record)),
-            note=scoring_note(head, of, result.units),
-            remarks=result.remarks,
-        ),
-        ReportSection(
-            of.capitalize() + ", as in the paper" * ("window_s" not in result.facts),
-            tiles=list(tiles(half)),
-        ),
+        ReportSection("Records", tiles=tiles(record), note=note, remarks=result.remarks),
+        ReportSection(title, tiles=tiles(half)),
         *compared(head, np.asarray(y_NK, float), scores_NK),
-        ReportSection(
-            "By column" if values else "By class", grid=list(class_table(record["classes"]))
-        ),
+        ReportSection(by, grid=class_table(record["classes"])),
     ]
     for name, groups in result.groups.items():
         sections.append(group_section(name, groups, list(record["intervals"]), len(head.classes)))
@@ -98,14 +91,12 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
         drawn = [ecg(result, dataset, row) for row in result.worst(WORST)]
         title = f"The {len(drawn)} records with the largest errors"
         sections.append(ReportSection(title, charts=drawn, columns=2))
-    counts = f"{record['n']:,} records, {half['n']:,} {of}"
+    counts = f"{record['n']:,} records, {half['n']:,} {windows}"
     return f"{head.task}, {head.kind}", counts, sections
 
 
-def scoring_note(head: HeadInfo, of: str, units: str) -> str:
-    note = (
-        f"Of whole records: the mean over the {of}. Small: 95 % bootstrap intervals over {units}. "
-    )
+def scoring_note(head: HeadInfo, windows: str, units: str) -> str:
+    note = f"Of whole records: the mean over the {windows}. Small: 95 % bootstrap intervals over {units}. "
     if head.kind == "regression":
         return f"{note}In {head.unit or 'its own unit'}."
     if head.kind == "survival":
@@ -123,21 +114,24 @@ def scoring_note(head: HeadInfo, of: str, units: str) -> str:
     )
 
 
-def tiles(part: Mapping[str, Any]) -> Iterator[Tile]:
+def tiles(part: Mapping[str, Any]) -> list[Tile]:
+    drawn = []
     for key, ends in part["intervals"].items():
         percent = METRIC_OF[key].percent
-        yield titled(key), shown(part["metrics"][key], percent), interval(ends, percent)
+        drawn.append((titled(key), shown(part["metrics"][key], percent), interval(ends, percent)))
+    return drawn
 
 
-def class_table(classes: Mapping[str, Mapping[str, Any]]) -> Iterator[Sequence[str]]:
+def class_table(classes: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     columns = [key for key in (*COUNTS, *METRIC_OF) if key in next(iter(classes.values()))]
-    yield ["Class", *(COUNTS.get(key) or titled(key) for key in columns)]
-    for name, of in classes.items():
-        label = f"{name} (no positives)" if of.get("positives") == 0 else name
-        yield [
-            label,
-            *(f"{of[key]:,}" if isinstance(of[key], int) else shown(of[key]) for key in columns),
-        ]
+    table = [["Class", *(COUNTS.get(key) or titled(key) for key in columns)]]
+    for name, figures in classes.items():
+        row = [f"{name} (no positives)" if figures.get("positives") == 0 else name]
+        for key in columns:
+            figure = figures[key]
+            row.append(f"{figure:,}" if isinstance(figure, int) else shown(figure))
+        table.append(row)
+    return table
 
 
 def group_section(
@@ -145,7 +139,9 @@ def group_section(
 ) -> ReportSection:
     first, *others = metrics
     counted = any("positives" in group for group in groups.values())
-    head = [name.capitalize(), "Records", "Patients"] + ["Positives"] * counted
+    head = [name.capitalize(), "Records", "Patients"]
+    if counted:
+        head.append("Positives")
     grid = [[*head, titled(first), "95 % interval", *map(titled, others)]]
     for value, group in groups.items():
         row = [value, f"{group['n']:,}", f"{group['patients']:,}"]
@@ -171,16 +167,18 @@ def decisions(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
         charts=list(threshold_charts(y, scores, names)),
         columns=4,
     )
-    labels, kept = y == 1, np.sort(np.argsort(-(y == 1).sum(0), kind="stable")[:CONFUSED])
+    labels, frequent = y == 1, np.sort(np.argsort(-(y == 1).sum(0), kind="stable")[:CONFUSED])
+    title = "Calibration and confusions"
+    if len(names) > CONFUSED:
+        title += f" of the {CONFUSED} most frequent classes"
     if len(names) == 1:  # no and yes as two classes
         known = ~np.isnan(y[:, 0])
-        labels, outputs = (np.concatenate([~of, of], 1)[known] for of in (labels, outputs))
-        names, kept = [f"not {names[0]}", names[0]], np.arange(2)
-    shown_names = [names[k] for k in kept]
-    confusions = charts.confusion_chart(labels[:, kept], outputs[:, kept], shown_names)
+        labels, outputs = np.hstack([~labels, labels])[known], np.hstack([~outputs, outputs])[known]
+        names, frequent = [f"not {names[0]}", names[0]], np.arange(2)
+    shown_names = [names[k] for k in frequent]
+    confusions = charts.confusion_chart(labels[:, frequent], outputs[:, frequent], shown_names)
     drawn = [charts.calibration_chart(*calibration(y, scores)), confusions]
-    few = f" of the {CONFUSED} most frequent classes" * (len(names) > CONFUSED)
-    yield ReportSection(f"Calibration and confusions{few}", charts=drawn)
+    yield ReportSection(title, charts=drawn)
 
 
 def threshold_charts(y: Array, scores: Array, names: Sequence[str]) -> Iterator[str]:
@@ -248,40 +246,39 @@ def reading(result: TaskResult, row: int) -> str:
 
 
 def identification(result: IdentificationResult) -> tuple[str, str, list[ReportSection]]:
-    found = result.scores
+    scores = result.scores
     tiles = [
-        ("Accuracy", shown(found["accuracy"], True), interval(result.interval, True)),
-        ("Among the first five", shown(found["top5"], True), "of probes"),
-        ("Chance", f"{found['chance']:.2%}", "a random draw from the gallery"),
-        ("Ties", shown(found["ties"], True), "of probes have several best matches"),
-        ("Not in the gallery", f"{found['one_sided']:,}", "probes, counted as misses"),
+        ("Accuracy", shown(scores["accuracy"], True), interval(result.interval, True)),
+        ("Among the first five", shown(scores["top5"], True), "of probes"),
+        ("Chance", f"{scores['chance']:.2%}", "a random draw from the gallery"),
+        ("Ties", shown(scores["ties"], True), "of probes have several best matches"),
+        ("Not in the gallery", f"{scores['one_sided']:,}", "probes, counted as misses"),
     ]
     note = (
-        "A probe is a hit if the gallery entry most similar to it (cosine) is of the same "
-        "patient; a tie counts as the "
-        "expected result of a random draw among its entries. Small: 95 % bootstrap interval over "
-        "patients."
+        "A probe is a hit if the gallery entry most similar to it (cosine) is of the same patient; a "
+        "tie counts as the expected result of a random draw among its entries. Small: 95 % bootstrap "
+        "interval over patients."
     )
     if result.untrained:
         share, ends = result.untrained.scores["accuracy"], interval(result.untrained.interval, True)
         tiles.insert(1, ("Random weights", shown(share, True), ends))
         note += " Random weights: those of the same architecture, on the same pairs."
-    ranks = np.arange(1, len(found["cmc"]) + 1)
+    ranks = np.arange(1, len(scores["cmc"]) + 1)
     lines = [
-        Line("cmc", "patient among the first", ranks, found["cmc"]),
-        Line("chance", "by chance", ranks, np.minimum(ranks * found["chance"], 1), 1, dashed=True),
+        Line("cmc", "patient among the first", ranks, scores["cmc"]),
+        Line("chance", "by chance", ranks, np.minimum(ranks * scores["chance"], 1), 1, dashed=True),
     ]
     if result.untrained:
         lines.append(Line("untrained", "random weights", ranks, result.untrained.scores["cmc"], 2))
     style = LineStyle(percent=True, floor=0, smooth=False, x_label="rank")
     groups = [
-        ("same patient", found["same"]),
+        ("same patient", scores["same"]),
         ("other patients", other_pairs(result)),
-        ("most similar other", found["other"]),
+        ("most similar other", scores["other"]),
     ]
     similarity = charts.histogram("Similarity to the gallery (cosine)", groups)
     drawn = [charts.line_chart("Patient among the most similar", lines, style), similarity]
-    counts = f"{found['n_probes']:,} probes against {found['n_gallery']:,} in the gallery"
+    counts = f"{scores['n_probes']:,} probes against {scores['n_gallery']:,} in the gallery"
     sections = [
         ReportSection(tiles=tiles, note=note, remarks=result.remarks),
         ReportSection("Patients recognised", charts=drawn),
@@ -292,10 +289,10 @@ def identification(result: IdentificationResult) -> tuple[str, str, list[ReportS
 def other_pairs(result: IdentificationResult) -> Array:
     """Cosines of random pairs of different patients, with a fixed seed."""
     rng = np.random.default_rng(0)
-    p, q = (rng.integers(0, n, OTHER_PAIRS) for n in (len(result.gallery_PD), len(result.probe_QD)))
+    p = rng.integers(0, len(result.gallery_PD), OTHER_PAIRS)
+    q = rng.integers(0, len(result.probe_QD), OTHER_PAIRS)
     differ = np.asarray(result.gallery_ids)[p] != np.asarray(result.probe_ids)[q]
-    gallery, probes = (
-        unit_vectors(np.asarray(c, float)) for c in (result.gallery_PD, result.probe_QD)
-    )
+    gallery = unit_vectors(np.asarray(result.gallery_PD, float))
+    probes = unit_vectors(np.asarray(result.probe_QD, float))
     blocks = np.array_split(np.stack([p[differ], q[differ]]), 50, axis=1)
     return np.concatenate([np.einsum("nd,nd->n", gallery[p], probes[q]) for p, q in blocks])

@@ -37,28 +37,31 @@ class ReportSection:
 def render(
     title: str, kind: str, name: str, facts: Sequence[str], sections: Sequence[ReportSection]
 ) -> str:
-    environment = jinja2.Environment(
+    templates = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    template = environment.from_string(
-        (files("omnilead.engine.report") / "report.html").read_text()
-    )
+    page = (files("omnilead.engine.report") / "report.html").read_text()
+    template = templates.from_string(page)
     return template.render(title=title, kind=kind, name=name, facts=facts, sections=sections) + "\n"
 
 
 def readable(tree: Any) -> Iterator[tuple[str, str]]:
-    for key, value in flatten(tree).items() if isinstance(tree, dict) else ():
+    if not isinstance(tree, dict):
+        return
+    for key, value in flatten(tree).items():
+        text = str(value)
+        if isinstance(value, list):
+            text = " ".join(map(str, value)) or "none"
         if value != {}:
-            yield (
-                key,
-                " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value),
-            )
+            yield key, text
 
 
 def shown(value: float | None, percent: bool = False) -> str:
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{value:.1%}" if percent else f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
+    if percent:
+        return f"{value:.1%}"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
 def titled(metric: str) -> str:

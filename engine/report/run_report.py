@@ -152,26 +152,18 @@ def build(run: Path) -> str:
         ReportSection(remarks=[*files.remarks, *warnings(files, best)]),
     ]
     if isinstance(rates := files.fact("rates"), list):
-        names = ("Learning rate", "Best step", f"{chosen_by(files)[0]} there", "Converged")
-        sections.append(
-            ReportSection(
-                "Learning rates", grid=[names, *([str(cell) for cell in row] for row in rates)]
-            )
-        )
+        names = ["Learning rate", "Best step", f"{chosen_by(files)[0]} there", "Converged"]
+        grid = [names, *(list(map(str, row)) for row in rates)]
+        sections.append(ReportSection("Learning rates", grid=grid))
     drawn = [draw(chart, files, best) for chart in (LOSS, score_chart(files), GRADIENT, SPEED)]
+    drawn = [chart for chart in drawn if chart]
     note = f"{validation_note(files)} Every curve is in {METRICS} and in TensorBoard (train.track)."
-    sections.append(
-        ReportSection("Curves", charts=list(filter(None, drawn)), columns=2, note=note.strip())
-    )
-    table = [
-        (key, value)
-        for key, value in readable(files.facts)
-        if not key.startswith(("config.", "chance.", "validation", "labels.", "rates"))
-    ]
+    sections.append(ReportSection("Curves", charts=drawn, columns=2, note=note.strip()))
+    elsewhere = ("config.", "chance.", "validation", "labels.", "rates")
+    table = [line for line in readable(files.facts) if not line[0].startswith(elsewhere)]
     sections.append(ReportSection("The run", table=table, config=files.config))
-    return render(
-        f"{files.name}: report", kind_of(files), files.name, list(progress(files)), sections
-    )
+    title, facts = f"{files.name}: report", list(progress(files))
+    return render(title, kind_of(files), files.name, facts, sections)
 
 
 def kind_of(files: RunFiles) -> str:
@@ -181,9 +173,8 @@ def kind_of(files: RunFiles) -> str:
 
 def progress(files: RunFiles) -> Iterator[str]:
     metrics, total = files.metrics, number(files.fact("steps"))
-    yield f"step {metrics.steps[-1]:,.0f}" + (
-        f" of {total:,.0f}" if total >= metrics.steps[-1] else ""
-    )
+    step = f"step {metrics.steps[-1]:,.0f}"
+    yield f"{step} of {total:,.0f}" if total >= metrics.steps[-1] else step
     if math.isfinite(crops := metrics.last("crops_seen")):
         yield f"{crops:,.0f} crops of 10 s"
     if math.isfinite(epoch := metrics.last("epoch")):
@@ -255,8 +246,8 @@ def summary(files: RunFiles, best: float | None) -> Iterator[Tile]:
         codes = math.prod(
             number(files.fact("config", "model", name)) for name in ("codebooks", "codes")
         )
-        known = f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity"
-        yield "Codes in use", f"{used:,.0f}", known
+        detail = f"of {codes:,.0f}" if math.isfinite(codes) else "perplexity"
+        yield "Codes in use", f"{used:,.0f}", detail
     if math.isfinite(rate := metrics.median("crops_per_s")):
         wait = metrics.median("data_wait_pct")
         waited = f"{wait:.1f} % data wait" if wait >= 0 else ""
@@ -309,18 +300,18 @@ def result(files: RunFiles) -> dict[str, Any]:
     converged = since >= (patience if patience > 0 else PATIENCE)
     if not converged and files.metrics.steps[-1] < number(files.fact("steps")):
         return {}
-    after = "the last validation"
-    if since:
-        after = f"and {since} validation{'s' * (since > 1)} since without improvement"
-    text = (
-        f"{'' if converged else 'not '}converged: best {name} {value:.4f} at step {best:,.0f}, "
-        f"{after}"
-    )
-    curve = [
-        [int(step), value]
-        for step, value in zip(*files.held_out.curve(name), strict=True)
-        if math.isfinite(value)
-    ]
+    after = f"and {since} validations since without improvement"
+    if since == 1:
+        after = "and 1 validation since without improvement"
+    elif not since:
+        after = "the last validation"
+    text = f"converged: best {name} {value:.4f} at step {best:,.0f}, {after}"
+    if not converged:
+        text = f"not {text}"
+    curve = []
+    for step, score in zip(*files.held_out.curve(name), strict=True):
+        if math.isfinite(score):
+            curve.append([int(step), score])
     return {
         "metric": name,
         "higher_is_better": sign > 0,

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import omnilead.data_tools.plots as plots
 from omnilead.data_tools.cli import show
-from omnilead.engine.commandline import RUN_CODE, Parser, writable
+from omnilead.engine.commandline import RUN_CODE, command_parser, writable
 from omnilead.engine.common import LEADS, ConfigError
 from omnilead.engine.data.augmenter import FS_HZ, HALF
 from omnilead.engine.evaluation.metrics import Array
@@ -54,7 +54,7 @@ BELOW_MM = 46.0  # of the printout
 HEIGHT_MM = plots.PAGE_MM[1] + BELOW_MM
 
 
-class Explained(NamedTuple):
+class Attribution(NamedTuple):
     a_RLT: Tensor  # the part of each sample
     output: float
     of_zeros: float
@@ -80,7 +80,7 @@ def score_of(model: TrainedModel, k: int) -> Score:
     return score
 
 
-def explain(score: Score, x_RLT: Tensor, fs_hz: float) -> Explained:
+def attribute(score: Score, x_RLT: Tensor, fs_hz: float) -> Attribution:
     zeros_RLT = torch.zeros_like(x_RLT)
     with torch.no_grad():
         output = score(x_RLT, x_RLT).mean().item()
@@ -94,7 +94,7 @@ def explain(score: Score, x_RLT: Tensor, fs_hz: float) -> Explained:
         a_RLT = torch.cat(parts) / len(x_RLT)
         gap = abs(a_RLT.sum().item() - (output - kept))
     curve, *random = deletion_curves(score, x_RLT, a_RLT, round(STRETCH_S * fs_hz))
-    return Explained(a_RLT, output, of_zeros, kept - of_zeros, gap, steps, curve, random)
+    return Attribution(a_RLT, output, of_zeros, kept - of_zeros, gap, steps, curve, random)
 
 
 def deletion_curves(score: Score, x_RLT: Tensor, a_RLT: Tensor, samples: int) -> list[list[float]]:
@@ -142,9 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        "omnilead show", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("show", __doc__)
     add = parser.add_argument
     add("what", metavar="DATASET|FILE", help="a record, an array, or a dataset with --crop")
     add("--model", required=True, help="a model with a head")
@@ -168,39 +166,34 @@ def run(what: str, model: str, why: str, png: str, crop: int | None, **options: 
     if why not in classes:
         raise ConfigError(f"--why {why}: the model's outputs are {', '.join(classes)}")
     k = classes.index(why)
-    ecg = read(setup, what, crop)
-    x_RLT = setup.input.windows(ecg.uv_BLT, ecg.halves_B).to(setup.model.device)
-    found = explain(score_of(setup.model, k), x_RLT, setup.input.fs_hz)
+    name, uv_BLT, halves_B = read(setup, what, crop)
+    x_RLT = setup.input.windows(uv_BLT, halves_B).to(setup.model.device)
+    attribution = attribute(score_of(setup.model, k), x_RLT, setup.input.fs_hz)
     with torch.no_grad():
         score = setup.model.scores(x_RLT)[:, k].mean().item()
-    title = f"{why}: {score:.3g} in {ecg.name}"
-    caption = caption_of(found, len(x_RLT), setup.input.window_s)
-    uv_LT = ecg.uv_BLT[0].numpy()
-    halves = int(ecg.halves_B[0])
+    title = f"{why}: {score:.3g} in {name}"
+    caption = caption_of(attribution, len(x_RLT), setup.input.window_s)
+    uv_LT = uv_BLT[0].numpy()
+    halves = int(halves_B[0])
     missing = [LEADS[lead] for lead in np.flatnonzero(~uv_LT.any(1))]
     figure = plots.ecg_figure(uv_LT, halves, title, caption, missing)
-    draw(figure, why, by_lead(found, setup.input, halves), found)
+    draw(figure, why, by_lead(attribution, setup.input, halves), attribution)
     plots.save(figure, png)
     return show(f"{title}\n{caption}\ndrawn: {png}\n")
 
 
-def caption_of(found: Explained, windows: int, window_s: float) -> str:
-    samples = found.output - found.of_zeros - found.measured
+def caption_of(attribution: Attribution, windows: int, window_s: float) -> str:
+    samples = attribution.output - attribution.of_zeros - attribution.measured
     return (
-        f"Logit or value {found.output:+.2f}, the mean over {windows} windows of {window_s:g} s; of zeros, as "
-        f"missing leads are, {found.of_zeros:+.2f}. What the read-out measures adds "
-        f"{found.measured:+.2f}, the signal {samples:+.2f}: integrated gradients, {found.steps} "
-        f"steps, off by {found.gap:.3f}"
+        f"Logit or value {attribution.output:+.2f}, the mean over {windows} windows of {window_s:g} s; of zeros, as "
+        f"missing leads are, {attribution.of_zeros:+.2f}. What the read-out measures adds "
+        f"{attribution.measured:+.2f}, the signal {samples:+.2f}: integrated gradients, {attribution.steps} "
+        f"steps, off by {attribution.gap:.3f}"
     )
 
 
-class ReadEcg(NamedTuple):
-    name: str
-    uv_BLT: Tensor
-    halves_B: Array
-
-
-def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
+def read(setup: Setup, what: str, crop: int | None) -> tuple[str, Tensor, Array]:
+    """The name of the ECG, and its crops with their numbers of halves."""
     dataset = dataset_of(setup.options)
     if (dataset is None) != (crop is None):
         why = "a dataset's ECGs are chosen by" if dataset else "only a dataset has"
@@ -223,15 +216,17 @@ def read(setup: Setup, what: str, crop: int | None) -> ReadEcg:
         halves.append(batch.halves_B)
         rows += batch.crops.table.to_pylist()
     name = f"{rows[0]['record']}, from {rows[0]['start_s']:g} s"
-    return ReadEcg(name, torch.cat(crops), np.concatenate(halves))
+    return name, torch.cat(crops), np.concatenate(halves)
 
 
-def by_lead(found: Explained, model_input: Input, halves: int) -> Array:
+def by_lead(attribution: Attribution, model_input: Input, halves: int) -> Array:
     """Of the first crop, for all leads at 500 Hz."""
     a_LT = np.zeros((len(LEADS), HALF * halves))
     windows = int(model_input.count(halves))
     seen = round(windows * model_input.window_s * FS_HZ)
-    for lead, a_ST in zip(model_input.leads, found.a_RLT[:windows].swapaxes(0, 1), strict=True):
+    for lead, a_ST in zip(
+        model_input.leads, attribution.a_RLT[:windows].swapaxes(0, 1), strict=True
+    ):
         a_LT[lead, :seen] = in_100_ms(a_ST.flatten().cpu().numpy(), seen)
     return a_LT
 
@@ -244,7 +239,7 @@ def in_100_ms(a_T: Array, samples: int) -> Array:
     return a_T * STRETCH_S * FS_HZ * len(a_T) / samples
 
 
-def draw(figure: Any, why: str, a_LT: Array, found: Explained) -> None:
+def draw(figure: Any, why: str, a_LT: Array, attribution: Attribution) -> None:
     """Shades the traces on the printout, and adds the scale and the deletion curve below it."""
     most = float(np.quantile(np.abs(a_LT), 0.995)) or 1.0
     (page,) = figure.axes
@@ -263,7 +258,7 @@ def draw(figure: Any, why: str, a_LT: Array, found: Explained) -> None:
     shade(scale, np.linspace(-1, 1, 200), (-most, most, 0, 1))
     scale.set_title(f"against {why}          for {why}", fontsize=10)
     scale.set_xlabel("added by 100 ms of a lead", fontsize=9)
-    add_curves(figure, why, found)
+    add_curves(figure, why, attribution)
 
 
 def enlarge(figure: Any, page: Axes) -> None:
@@ -280,15 +275,15 @@ def enlarge(figure: Any, page: Axes) -> None:
     figure.set_size_inches(width_mm / plots.MM_PER_INCH, HEIGHT_MM / plots.MM_PER_INCH)
 
 
-def add_curves(figure: Any, why: str, found: Explained) -> None:
+def add_curves(figure: Any, why: str, attribution: Attribution) -> None:
     place = (0.42, 14 / HEIGHT_MM, 0.28, 27 / HEIGHT_MM)
     axes = figure.add_axes(place)
-    for curve in found.random:
+    for curve in attribution.random:
         axes.plot(100 * SHARES, curve, color=plots.GREY, lw=0.8)
-    axes.plot(100 * SHARES, found.curve, color=FOR)
+    axes.plot(100 * SHARES, attribution.curve, color=FOR)
     axes.set_xlabel("% of all stretches of 100 ms set to zero", fontsize=9)
     axes.set_ylabel("logit or value", fontsize=9)
-    first, random = np.mean(found.curve), np.mean(found.random)
+    first, random = np.mean(attribution.curve), np.mean(attribution.random)
     note = (
         f"orange: what is most for {why} first, mean {first:+.2f}\n"
         f"grey: in random order, {DRAWS} times, mean {random:+.2f}\n"

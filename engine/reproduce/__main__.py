@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnilead.engine.commandline import Parser, interruptible, positive
+from omnilead.engine.commandline import command_parser, interruptible, positive
 from omnilead.engine.reproduce.paper import LEADS, TABLES, TASKS
 
 
@@ -31,11 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        "omnilead reproduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("reproduce", __doc__)
     add = parser.add_argument
     add(
         "--table",

@@ -16,10 +16,8 @@ from omnilead.engine.common import CONFIGS, ConfigError, find_config, flatten
 
 Settings = dict[str, Any]
 HERE = CONFIGS / "reproduce"
-TASKS = {
-    "Dx": "diagnosis",
-    "Id": "identification",
-}  # as the paper calls them: configs/finetune/TASK.yaml
+# As the paper calls them: configs/finetune/TASK.yaml
+TASKS = {"Dx": "diagnosis", "Id": "identification"}
 LEADS = (12, 6, 3, 2, 1)
 TABLES = (1, 2, 3, 4)
 STAGES = ("pretrain", *TASKS.values())
@@ -29,14 +27,12 @@ STAGES = ("pretrain", *TASKS.values())
 class Row:
     name: str
     pretrain: str  # the method: configs/pretrain/NAME.yaml
-    printed: Mapping[
-        str, Mapping[int, list[float] | None]
-    ]  # by task and leads: mean, half of the interval; None: no cell
+    # By task and leads: mean, half of the interval; None: no cell
+    printed: Mapping[str, Mapping[int, list[float] | None]]
     random: bool = False  # random weights instead of pre-trained ones
     against: str = ""  # the row it is compared with, where the table shows gains
-    finetune: Mapping[str, Settings] = field(
-        default_factory=dict
-    )  # by task: settings of this row alone
+    # By task: settings of this row alone
+    finetune: Mapping[str, Settings] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -53,16 +49,11 @@ class Table:
 
 @cache
 def tables() -> dict[int, Table]:
-    return {
-        number: Table(
-            **table
-            | {
-                "number": number,
-                "rows": {name: Row(name, **row) for name, row in table["rows"].items()},
-            }
-        )
-        for number, table in read_yaml(HERE / "paper.yaml")["tables"].items()
-    }
+    found = {}
+    for number, table in read_yaml(HERE / "paper.yaml")["tables"].items():
+        rows = {name: Row(name, **row) for name, row in table.pop("rows").items()}
+        found[number] = Table(number=number, rows=rows, **table)
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,13 +78,11 @@ class ReproductionScale:
             base: Settings = {}
             if "base" in section:
                 kind = "pretrain" if stage == "pretrain" else "finetune"
-                base = read_yaml(
-                    find_config(str(section.pop("base")), kind, f"{path}: base", path.parent), kind
-                )
-            both = flatten(base) | flatten(section)  # each job sets its own run folder and data
-            settings[stage] = {
-                key: value for key, value in both.items() if key not in ("run", "data.datasets")
-            }
+                name = str(section.pop("base"))
+                base = read_yaml(find_config(name, kind, f"{path}: base", path.parent), kind)
+            settings[stage] = flatten(base) | flatten(section)
+            for key in ("run", "data.datasets"):  # each job sets its own
+                settings[stage].pop(key, None)
         return cls(path.stem if path.parent == HERE / "scales" else str(path), settings)
 
 

@@ -62,9 +62,7 @@ class JobPlan:
     crops: dict[str, float] = field(default_factory=dict)  # that a job passes forward and backward
     # by table, row, task, leads
     cells: dict[tuple[int, str, str, int], list[str]] = field(default_factory=dict)
-    starts: dict[str, Settings] = field(
-        default_factory=dict
-    )  # YAML files: models of random weights
+    starts: dict[str, Settings] = field(default_factory=dict)  # YAML files: random weights
     config: Config = field(default_factory=Config)  # of one of the models: all are of one size
 
     def timed(self, seconds_per_crop: float = 0) -> list[Job]:

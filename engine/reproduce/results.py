@@ -7,6 +7,7 @@ A cell is the mean and half of the 95 % interval (Student's t) over the seeds of
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 
 from omnilead.data_tools.spreadsheet import as_csv
 from omnilead.engine.commandline import load, read_yaml
@@ -23,10 +24,14 @@ LEGEND = {
     "failed": "failed: run the same command again to retry.",
 }
 # Settings that do not influence scores or are mentioned elsewhere.
-UNMENTIONED = {
-    f"train.{name}"
-    for name in ("log_every", "save_every_minutes", "keep", "zero_stage", "deepspeed", "best")
-}
+UNMENTIONED = (
+    "train.log_every",
+    "train.save_every_minutes",
+    "train.keep",
+    "train.zero_stage",
+    "train.deepspeed",
+    "train.best",
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,8 @@ class Cell:
 
 
 def table_cells(folder: WorkDir, table: Table, plan: JobPlan) -> list[Cell]:
-    cells = []
-    for row in table.rows.values():
-        for task in TASKS:
-            for leads in LEADS:
-                cells.append(_cell(folder, table, row, task, leads, plan))  # noqa: PERF401
+    positions = product(table.rows.values(), TASKS, LEADS)
+    cells = [_cell(folder, table, row, task, leads, plan) for row, task, leads in positions]
     return [replace(cell, bold=_is_bold(cell, table, cells)) for cell in cells]
 
 
@@ -103,12 +105,12 @@ def _is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
     for other in cells:
         if (other.task, other.leads) == (cell.task, cell.leads) and other.mean is not None:
             scores[other.row] = round(other.mean, 3)
-    mine = scores.pop(cell.row, None)
-    if mine is None:
+    own = scores.pop(cell.row, None)
+    if own is None:
         return False
     if table.bold == "gain":
-        return mine > scores.get(table.rows[cell.row].against, mine)
-    return bool(scores) and mine >= max(scores.values())
+        return own > scores.get(table.rows[cell.row].against, own)
+    return bool(scores) and own >= max(scores.values())
 
 
 def write_table(folder: WorkDir, table: Table, plan: JobPlan, seeds: int) -> None:
@@ -178,7 +180,7 @@ def _cell_text(cell: Cell) -> str:
 def _number(mean: float | None, interval: float | None) -> str:
     if mean is None:
         return ""
-    return f"{mean:.3f}" + (f" ± {interval:.3f}" if interval is not None else "")
+    return f"{mean:.3f}" if interval is None else f"{mean:.3f} ± {interval:.3f}"
 
 
 def protocol(scale: ReproductionScale, data: DatasetInfo, seeds: int) -> str:

@@ -57,8 +57,9 @@ def run(options: argparse.Namespace) -> int:
         return show_plan(folder, plan.timed(seconds_per_crop(plan.config)), options.jobs)
 
     def collect(job: Job | None = None) -> None:
-        for table in chosen if job is None or job.kind == "evaluate" else ():
-            write_table(folder, table, plan, options.seeds)
+        if job is None or job.kind == "evaluate":
+            for table in chosen:
+                write_table(folder, table, plan, options.seeds)
 
     code = 0
     if not options.collect_only:
@@ -79,8 +80,10 @@ def _show_tables(folder: WorkDir, plan: JobPlan, paths: list[Path]) -> None:
         shown = [line for line in lines if line.startswith(("#", "|", "Each cell"))]
         echo("\n".join(shown) + "\n")
     left, total = len(folder.missing(plan.jobs.values())), len(plan.jobs)
-    again = "; run the same command again to continue" if left else ""
-    echo(f"{', '.join(map(str, paths))}: {total - left} of {total} jobs done{again}")
+    text = f"{', '.join(map(str, paths))}: {total - left} of {total} jobs done"
+    if left:
+        text += "; run the same command again to continue"
+    echo(text)
 
 
 def _open(url: str | None) -> DatasetInfo:
@@ -93,10 +96,10 @@ def _open(url: str | None) -> DatasetInfo:
     data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
     for role in NEEDED_ROLES:
         if not data.count(*role.split()):
-            built = (
-                f"it was built with --plan {data.split}: use --plan paper and the paper's sources"
+            raise ConfigError(
+                f"--data {url}: no crop has the role {role}: it was built with --plan "
+                f"{data.split}: use --plan paper and the paper's sources"
             )
-            raise ConfigError(f"--data {url}: no crop has the role {role}: {built}")
     return data
 
 

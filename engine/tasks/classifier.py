@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from omnilead.engine.common import ALL, ConfigError, blaming, plugin
-from omnilead.engine.inference.readout import PAPER, read_out, width_of
+from omnilead.engine.inference.readout import PAPER, Readout, read_out, width_of
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.encoders import ROWS, made, with_weights
 from omnilead.engine.tasks import kinds
@@ -93,7 +93,7 @@ class Classifier(nn.Module):
         outputs: int,
         generator: torch.Generator | None = None,
         frozen: bool = False,
-        readout: tuple[str, ...] = (PAPER,),
+        readout: Readout = (PAPER,),
         leads: Sequence[int] = ALL,
     ) -> None:
         """`leads`: those of its input, which some read-outs measure."""

@@ -21,6 +21,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from omnilead.engine.common import (
     LABELS,
     VALID,
     ConfigError,
+    Facts,
     describe_leads,
 )
 from omnilead.engine.config import micro_batch
@@ -43,7 +45,7 @@ from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.loader import Batch, order_of
 from omnilead.engine.data.seen import as_bytes, notes
-from omnilead.engine.evaluation.metrics import MEASURES, identification, measure
+from omnilead.engine.evaluation.metrics import MEASURES, Array, identification, measure
 from omnilead.engine.inference.readout import PAPER
 from omnilead.engine.model import encoders
 from omnilead.engine.model.config import ModelConfig, validated
@@ -86,17 +88,17 @@ from omnilead.engine.training.validation import eval_mode, predict_on_ranks
 
 @dataclass
 class Targets:
-    y: list[np.ndarray]  # by dataset; of regression standardised; of identity: classes
+    y: list[Array]  # by dataset; of regression standardised; of identity: classes
     outputs: int
-    center_K: np.ndarray = field(default_factory=lambda: np.zeros(1))  # of regression
-    scale_K: np.ndarray = field(default_factory=lambda: np.ones(1))
-    balanced_2K: np.ndarray | None = None  # weights of negative and positive labels
+    center_K: Array = field(default_factory=lambda: np.zeros(1))  # of regression
+    scale_K: Array = field(default_factory=lambda: np.ones(1))
+    balanced_2K: Array | None = None  # weights of negative and positive labels
     remarks: list[str] = field(default_factory=list)
 
-    def standardised(self, y_NK: np.ndarray) -> np.ndarray:
+    def standardised(self, y_NK: Array) -> Array:
         return np.asarray((y_NK - self.center_K) / self.scale_K, np.float32)
 
-    def values(self, scores_RK: np.ndarray) -> np.ndarray:
+    def values(self, scores_RK: Array) -> Array:
         return np.asarray(scores_RK * self.scale_K + self.center_K)
 
 
@@ -127,7 +129,7 @@ def _patient_targets(labels: TaskLabels) -> Targets:
     return Targets(y, len(trained), remarks=[f"{len(trained):,} patients to tell apart"])
 
 
-def _value_targets(labels: TaskLabels, y_NK: np.ndarray, name: str) -> Targets:
+def _value_targets(labels: TaskLabels, y_NK: Array, name: str) -> Targets:
     center_K = np.asarray(np.nanmean(y_NK, 0, np.float64))
     scale_K = np.asarray(np.nanstd(y_NK, 0, np.float64))
     if equal := named(labels, scale_K == 0):
@@ -139,13 +141,17 @@ def _value_targets(labels: TaskLabels, y_NK: np.ndarray, name: str) -> Targets:
     return targets
 
 
-def _class_targets(labels: TaskLabels, y_NK: np.ndarray, name: str) -> Targets:
+def _class_targets(labels: TaskLabels, y_NK: Array, name: str) -> Targets:
     kind = labels.task.kind
     there_K = (y_NK > 0).any(0)
-    positives_only = kind == "binary" and not (y_NK == 0).any()
-    if there_K.sum() < (2 if kind == "multiclass" else 1) or positives_only:
-        only = "positives of " * (kind == "binary") + named(labels, there_K)
-        has = f"only {only}" if there_K.any() else f"no positive of {named(labels, ~there_K)}"
+    has = ""
+    if not there_K.any():
+        has = f"no positive of {named(labels, ~there_K)}"
+    elif kind == "binary" and not (y_NK == 0).any():
+        has = f"only positives of {named(labels, there_K)}"
+    elif kind == "multiclass" and there_K.sum() == 1:
+        has = f"only {named(labels, there_K)}"
+    if has:
         raise ConfigError(f"{name}: the training split has {has}: nothing to tell apart")
     targets = Targets(labels.y, len(labels.classes))
     if not there_K.all():
@@ -170,24 +176,24 @@ def checked_labels(config: FinetuneConfig, datasets: Sequence[Dataset], ranks: R
     """Called by all ranks. Every dataset has drawn its roles without regard to the others."""
     labels = labels_of(config, datasets)
     if labels.by_role:
-        trained, held = [], []
+        trained, held_out = [], []
         for split_N in labels.split:
             trained.append(np.flatnonzero(split_N == TRAIN))
-            held.append(np.flatnonzero(split_N > TRAIN))
-        on_first_rank(ranks, partial(refuse_leak, datasets, trained, held))
+            held_out.append(np.flatnonzero(split_N > TRAIN))
+        on_first_rank(ranks, partial(refuse_leak, datasets, trained, held_out))
     return labels
 
 
 def named(labels: TaskLabels, these_K: Any) -> str:
-    return ", ".join(name for name, this in zip(labels.classes, these_K, strict=True) if this)
+    return ", ".join(compress(labels.classes, these_K))
 
 
 class HeldOut(NamedTuple):
     """The crops that validation measures."""
 
     crops: list[tuple[Dataset, int]]
-    y: np.ndarray  # labels [N, K]; of identity: patients [N]
-    windows_N: np.ndarray  # how many windows each crop has
+    y: Array  # labels [N, K]; of identity: patients [N]
+    windows_N: Array  # how many windows each crop has
 
 
 class FinetuneTask(TrainingTask):
@@ -241,30 +247,29 @@ class FinetuneTask(TrainingTask):
 
     def _examined(self) -> tuple[nn.Module | None, float]:
         """An encoder that is not the authors', and the FLOPs of a crop."""
-        of, samples = self.architecture, self.input.samples
+        model, samples = self.architecture, self.input.samples
         seed, kind = self.config.train.seed, self.start.kind
-        encoder, _ = encoders.prepared(of, False, dtype_of(self.config), seed, kind, samples)
+        encoder, _ = encoders.prepared(model, False, dtype_of(self.config), seed, kind, samples)
         windows = int(self.input.count())
-        flops = encoders.encoder_flops(encoder, of, False, samples, windows)
+        flops = encoders.encoder_flops(encoder, model, False, samples, windows)
         if self.config.encoder.frozen:
             flops /= 3  # no backward pass
         return encoder, flops
 
     def _held_out(self) -> HeldOut:
         train = self.config.train
-        places = []
-        for n, halves in enumerate(self.halves):
+        # identification compares the first two windows of a crop
+        needed = 2 if self.kind == "identity" else 1
+        crops, y, windows = [], [], []
+        for n, dataset in enumerate(self.datasets):
             rows = self.labels.rows(n, "valid")
-            # identification compares the first two windows of a crop
-            needed = 2 if self.kind == "identity" else 1
-            rows = rows[self.input.count(halves[rows]) >= needed]
-            places += [(n, row) for row in rows.tolist()]
-        places = places[: train.valid_batches * train.batch_crops]
-        return HeldOut(
-            [(self.datasets[n], row) for n, row in places],
-            np.array([self.labels.y[n][row] for n, row in places]),
-            self.input.count(np.array([self.halves[n][row] for n, row in places], np.int64)),
-        )
+            windows_N = self.input.count(self.halves[n][rows])
+            rows = rows[windows_N >= needed]
+            crops += [(dataset, row) for row in rows.tolist()]
+            y.append(self.labels.y[n][rows])
+            windows.append(windows_N[windows_N >= needed])
+        most = train.valid_batches * train.batch_crops
+        return HeldOut(crops[:most], np.concatenate(y)[:most], np.concatenate(windows)[:most])
 
     def _remarks(self) -> list[str]:
         return [
@@ -290,14 +295,14 @@ class FinetuneTask(TrainingTask):
         absent = named(self.labels, ~(self.held_out.y > 0).any(0))
         return [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Adds the starting model: a resumed run must start from the same one, and an export needs
         its architecture."""
         model = self.architecture
         architecture = asdict(model) | {"encoder": encoders.portable(model.encoder)}
         if not model.causal:  # runs begun before there was a choice lack it
             del architecture["causal"]
-        facts: dict[str, Any] = super().facts()
+        facts: Facts = super().facts()
         facts["finetuning"] = {"architecture": architecture, "start": self.start.name}
         if self.readout != (PAPER,):
             facts["finetuning"]["readout"] = "+".join(self.readout)
@@ -315,7 +320,7 @@ class FinetuneTask(TrainingTask):
             facts["train.micro_batch x ranks"] = candidates
         return facts
 
-    def explained(self) -> dict[str, Any]:
+    def explained(self) -> Facts:
         differs = []
         frozen = self.config.encoder.frozen  # in eval mode also in training
         if encoders.drops_out(self.encoder, self.architecture) and not frozen:
@@ -407,7 +412,7 @@ class FinetuneTask(TrainingTask):
             between=between,
         )
 
-    def _exist(self, halves_B: np.ndarray) -> np.ndarray:
+    def _exist(self, halves_B: Array) -> Array:
         """bool [B, S]: the windows that crops have."""
         return np.asarray(np.arange(self.input.count()) < self.input.count(halves_B)[:, None])
 
@@ -454,7 +459,7 @@ class FinetuneTask(TrainingTask):
         measured = measure(self.kind, y_RK, scores_RK, classes=self.labels.classes)
         return {"loss": float(loss_RK[known_RK].mean()), **measured}
 
-    def chosen(self) -> dict[str, Any]:
+    def chosen(self) -> Facts:
         return {"thresholds": self.thresholds} if self.thresholds else {}
 
     def _outputs(self, engine: Any, crops: int, between: Between = lambda: None) -> Tensor:
@@ -472,7 +477,7 @@ class FinetuneTask(TrainingTask):
         return out_RD.view(-1, count, out_RD.shape[1])
 
     @staticmethod
-    def described(config: FinetuneConfig, state: dict[str, Any]) -> dict[str, Any]:
+    def described(config: FinetuneConfig, state: Facts) -> Facts:
         task, labels = config.task, state["labels"]
         head = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
         own = "" if task.head == "start" else encoders.portable(task.head)
@@ -488,7 +493,7 @@ class FinetuneTask(TrainingTask):
         }
 
     @staticmethod
-    def card(config: FinetuneConfig, state: dict[str, Any]) -> tuple[str, list[str]]:
+    def card(config: FinetuneConfig, state: Facts) -> tuple[str, list[str]]:
         best, task = state.get("best") or {}, config.task
         which = "the best by it" if best.get("step") == state["step"] else "the newest"
         model = validated(ModelConfig, state["finetuning"]["architecture"], "model")
@@ -513,8 +518,8 @@ class FinetuneTask(TrainingTask):
 
     @staticmethod
     def uses(
-        config: FinetuneConfig, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
-    ) -> list[tuple[Dataset, np.ndarray, str]]:
+        config: FinetuneConfig, state: Facts, run: Path, datasets: Sequence[Dataset]
+    ) -> list[tuple[Dataset, Array, str]]:
         if (run / LABELS).exists():  # the table itself may have changed
             config = config.model_copy(
                 update={"task": replace(config.task, labels=str(run / LABELS))}
@@ -540,9 +545,7 @@ def validation_metrics(labels: TaskLabels) -> tuple[str, ...]:
     return (*MEASURES[labels.task.kind], *challenge, "loss")
 
 
-def training_roles(
-    labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input
-) -> dict[str, Any]:
+def training_roles(labels: TaskLabels, datasets: Sequence[Dataset], model_input: Input) -> Facts:
     """Which crops are trained on, as arguments of engine.data.order.DatasetRows.of."""
     rows = [labels.rows(n, "train") for n in range(len(datasets))]
     for dataset, some in zip(datasets, rows, strict=True):
@@ -552,10 +555,10 @@ def training_roles(
                 what = f"{labels.role}=train"
             if model_input.needed_s > HALF_S:
                 what += f" and the {model_input.window_s:g} s that the model takes at once"
-            raise ConfigError(
-                f"{labels.name or 'data.datasets'}: {dataset.root.url} has no crop with {what}: "
-                "nothing to learn from" + f"; {DX_ROLES}" * (labels.role == "dx")
-            )
+            why = f"{dataset.root.url} has no crop with {what}: nothing to learn from"
+            if labels.role == "dx":
+                why += f"; {DX_ROLES}"
+            raise ConfigError(f"{labels.name or 'data.datasets'}: {why}")
     if not labels.role:
         return {"rows": rows}
     whole_crops = {"halves": 2} if model_input.needed_s > HALF_S else {}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from omnilead.engine.tasks.config import TaskKind
 
+Array = np.ndarray
 WITH_THRESHOLDS = ("binary", "multilabel")
 MEANINGS = {
     "binary": "each ECG has it or not",
@@ -91,7 +92,7 @@ def scores(kind: TaskKind, logits_RK: Tensor) -> Tensor:
     return logits_RK.sigmoid()
 
 
-def balanced(kind: TaskKind, y_NK: np.ndarray) -> np.ndarray:
+def balanced(kind: TaskKind, y_NK: Array) -> Array:
     """[2, K]: weights of negative and positive labels, inverse to their frequency, 1 on average."""
     known_K = np.maximum((~np.isnan(y_NK)).sum(0), 1)
     negative_K = (y_NK == 0).sum(0)
@@ -101,7 +102,7 @@ def balanced(kind: TaskKind, y_NK: np.ndarray) -> np.ndarray:
     return np.asarray(known_K / groups / counts_2K, np.float32)
 
 
-def weights(kind: TaskKind, y_NK: np.ndarray, balanced_2K: np.ndarray) -> np.ndarray:
+def weights(kind: TaskKind, y_NK: Array, balanced_2K: Array) -> Array:
     """The weight of each label [N, K]; for multiclass [N, 1]."""
     negative_K, positive_K = balanced_2K
     if kind == "multiclass":
@@ -110,12 +111,12 @@ def weights(kind: TaskKind, y_NK: np.ndarray, balanced_2K: np.ndarray) -> np.nda
     return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
 
 
-def thresholds(y_NK: np.ndarray, scores_NK: np.ndarray) -> list[float]:
+def thresholds(y_NK: Array, scores_NK: Array) -> list[float]:
     """For each class, the threshold with the highest F1; 0.5 if it has no positives."""
     return list(map(_threshold, y_NK.T, scores_NK.T))
 
 
-def _threshold(y_N: np.ndarray, score_N: np.ndarray) -> float:
+def _threshold(y_N: Array, score_N: Array) -> float:
     known = ~np.isnan(y_N)
     y, score = y_N[known], score_N[known]
     order = np.argsort(-score, kind="stable")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import SequenceMatcher
 from hashlib import sha256
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,15 +34,10 @@ from omnilead.data_tools.record_tables import (
     read_table,
     some,
 )
-from omnilead.engine.common import ConfigError
-from omnilead.engine.data.patients import (
-    ids_of,
-    owners_of,
-    patient_source,
-    uniforms,
-)
+from omnilead.engine.common import ConfigError, Facts, listed
+from omnilead.engine.data.patients import ids_of, owners_of, patient_source, uniforms
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
-from omnilead.engine.tasks.kinds import OF_VALUES
+from omnilead.engine.tasks.kinds import OF_VALUES, Array
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
 TRAIN = 1
@@ -75,19 +70,19 @@ class TaskLabels:
     classes: tuple[str, ...]  # names of the K outputs; empty for identity
     # by dataset [crops, K] float32; multiclass: one-hot; survival: times, negative if censored;
     # identity: patients, int64 [crops]
-    y: list[np.ndarray]
-    split: list[np.ndarray]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
+    y: list[Array]
+    split: list[Array]  # by dataset [crops] int8, as in SPLITS; 0 where no label is known
     remarks: list[str] = field(default_factory=list)
     name: str = ""  # of the table in messages; "": the labels are roles of the datasets
     table: pa.Table | None = None  # the columns of the label table that are used, as text
     # By dataset [crops] int64: ids of those who must be in one split, patients (odd) or else records
-    patients: list[np.ndarray] = field(default_factory=list)
+    patients: list[Array] = field(default_factory=list)
     unknown: tuple[int, int] = (0, 0)  # labelled records without a patient, all labelled records
 
-    def rows(self, dataset: int, split: str) -> np.ndarray:
+    def rows(self, dataset: int, split: str) -> Array:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
 
-    def of(self, split: str) -> np.ndarray:
+    def of(self, split: str) -> Array:
         """The labels of all crops of a split."""
         return np.concatenate([y[self.rows(n, split)] for n, y in enumerate(self.y)])
 
@@ -95,10 +90,9 @@ class TaskLabels:
     def role(self) -> str:
         """The role, as an argument of Dataset.select, that alone decides the split; "" if labels or
         folds do."""
-        own = (
-            not self.task.labels and not self.task.columns and self.task.split in ("auto", "roles")
-        )
-        return ("identity" if self.task.kind == "identity" else "dx") if own else ""
+        if self.task.labels or self.task.columns or self.task.split not in ("auto", "roles"):
+            return ""
+        return "identity" if self.task.kind == "identity" else "dx"
 
     @property
     def by_role(self) -> bool:
@@ -114,28 +108,29 @@ class TaskLabels:
         return "records" if without == records else "patients (records where they are unknown)"
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Facts that must not change when a training is resumed, as JSON."""
-        definition = json.loads(
-            json.dumps(asdict(replace(self.task, labels=self.task.labels.rpartition("/")[2])))
-        )
-        arrays = [] if self.role else [*self.y, *self.split]
-        digest = sha256(
-            b"".join(sha256(np.ascontiguousarray(array).data).digest() for array in arrays)
-        ).hexdigest()
-        return {
-            "definition": definition,
-            "classes": list(self.classes),
-            "sha256": digest if arrays else "",
-            "unknown_patients": list(self.unknown),
+        task = replace(self.task, labels=self.task.labels.rpartition("/")[2])
+        digest = ""
+        if not self.role:
+            arrays = map(np.ascontiguousarray, [*self.y, *self.split])
+            digests = b"".join(sha256(array.data).digest() for array in arrays)
+            digest = sha256(digests).hexdigest()
+        facts = {
+            "definition": asdict(task),
+            "classes": self.classes,
+            "sha256": digest,
+            "unknown_patients": self.unknown,
         }
+        as_json: Facts = json.loads(json.dumps(facts))
+        return as_json
 
 
 class LabelTable(NamedTuple):
     # in messages; also says so if few of its records are in the data, the likely cause of any error
     name: str
     cells: pa.Table  # of text, null: unknown
-    row: list[np.ndarray]  # by dataset, the row of each crop; -1: none
+    row: list[Array]  # by dataset, the row of each crop; -1: none
     remarks: list[str]
 
 
@@ -156,14 +151,16 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     unknown = _unknown(datasets, known, people)
     remarks = [*table.remarks, *remarks, *unknown_patients(unknown)]
     remarks += _doubtful_classes(task, table, y_NK)
-    ends = np.cumsum([len(one) for one in y])[:-1]
-    split = np.split(np.where(known, split_N, 0).astype(np.int8), ends)
+    split = by_dataset(np.where(known, split_N, 0).astype(np.int8), datasets)
     patients = ids_of(datasets, people.owner_N, people.known_N)
-    kept = _used_columns(table, task) if task.labels else None
-    return TaskLabels(task, classes, y, split, remarks, table.name, kept, patients, unknown)
+    used_cells = None
+    if task.labels:
+        used = [name for name in table.cells.column_names if name in (*RESERVED, *task.columns)]
+        used_cells = table.cells.select(used)
+    return TaskLabels(task, classes, y, split, remarks, table.name, used_cells, patients, unknown)
 
 
-def _known(task: TaskConfig, table: LabelTable, y: list[np.ndarray]) -> np.ndarray:
+def _known(task: TaskConfig, table: LabelTable, y: list[Array]) -> Array:
     """Which crops of all datasets have a label."""
     known = np.concatenate([~np.isnan(one).all(1) for one in y])
     if not known.any():
@@ -174,7 +171,7 @@ def _known(task: TaskConfig, table: LabelTable, y: list[np.ndarray]) -> np.ndarr
     return known
 
 
-def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: np.ndarray) -> list[str]:
+def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[str]:
     """Classes that may be misspelt, and those with too few records to learn or to score."""
     if not task.labels or task.kind in OF_VALUES:
         return []
@@ -182,18 +179,17 @@ def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: np.ndarray) -> 
     used = np.unique(np.concatenate(table.row))
     positive = (y_NK[used] > 0).sum(0).tolist()
     records = dict(zip(classes, positive, strict=True))
-    name = task.labels
     remarks = []
     for one, other in combinations(classes, 2):
         few, many = sorted((one, other), key=records.__getitem__)
         if _alike(few, many) and records[few] < max(RARE, records[many] / 10):
             spelt = f"{few!r} ({records[few]:,} records) and {many!r} ({records[many]:,})"
-            remarks.append(f"{name}: are {spelt} the same class? They are trained as two")
-    rare = sorted((of for of in classes if records[of] < RARE), key=records.__getitem__)
+            remarks.append(f"{task.labels}: are {spelt} the same class? They are trained as two")
+    rarest_first = sorted(classes, key=records.__getitem__)
+    rare = [f"{name} ({records[name]})" for name in rarest_first if records[name] < RARE]
     if rare:
-        named = ", ".join(f"{of} ({records[of]})" for of in rare[:SHOWN])
-        more = ", ..." if len(rare) > SHOWN else ""
-        remarks.append(f"{name}: fewer than {RARE} records are positive in {named}{more}")
+        named = listed(rare, SHOWN)
+        remarks.append(f"{task.labels}: fewer than {RARE} records are positive in {named}")
     return remarks
 
 
@@ -206,11 +202,6 @@ def _alike(one: str, other: str) -> bool:
     if shorter < 5 or digits.sub("", one) != digits.sub("", other):
         return False
     return SequenceMatcher(None, one, other).ratio() >= 1 - 1 / shorter
-
-
-def _used_columns(table: LabelTable, task: TaskConfig) -> pa.Table:
-    used = [name for name in table.cells.column_names if name in (*RESERVED, *task.columns)]
-    return table.cells.select(used)
 
 
 def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
@@ -246,8 +237,8 @@ class People(NamedTuple):
     """Who must be in one split: the patients, or where they are unknown the records."""
 
     names: pa.Array
-    owner_N: np.ndarray  # of each crop of all datasets, the index of its owner in `names`
-    known_N: np.ndarray  # whether that is a patient
+    owner_N: Array  # of each crop of all datasets, the index of its owner in `names`
+    known_N: Array  # whether that is a patient
 
 
 def _people(table: LabelTable, datasets: Sequence[Dataset]) -> People:
@@ -259,7 +250,7 @@ def _people(table: LabelTable, datasets: Sequence[Dataset]) -> People:
     row_N = np.concatenate(table.row)
     given_N = (row_N >= 0) & ~people.known_N
     given_N[given_N] = cells.is_valid().to_numpy(zero_copy_only=False)[row_N[given_N]]
-    source = pa.concat_tables([one.table(["source"]) for one in datasets])["source"]
+    source = pa.concat_tables([dataset.table(["source"]) for dataset in datasets])["source"]
     named = pc.binary_join_element_wise(
         patient_source(source.filter(pa.array(given_N)).combine_chunks()),
         cells.take(pa.array(row_N[given_N])),
@@ -271,7 +262,7 @@ def _people(table: LabelTable, datasets: Sequence[Dataset]) -> People:
     return People(every.dictionary, owner_N, people.known_N | given_N)
 
 
-def _unknown(datasets: Sequence[Dataset], known: np.ndarray, people: People) -> tuple[int, int]:
+def _unknown(datasets: Sequence[Dataset], known: Array, people: People) -> tuple[int, int]:
     """How many labelled records have no patient, and how many there are."""
     record_N = data_records(datasets).key_of_crop
     without = len(np.unique(record_N[known & ~people.known_N]))
@@ -294,10 +285,15 @@ def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
             f"task.columns: {unknown[0]!r} is not in the dataset, which has age and sex: name a "
             "table: --labels"
         )
-    parts = [dataset.table(["record", *task.columns]) for dataset in datasets]
-    ends = np.cumsum([0, *map(len, parts)])
-    rows = [np.arange(*ends[n : n + 2]) for n in range(len(parts))]
-    return LabelTable(datasets[0].root.url, as_text(pa.concat_tables(parts)), rows, [])
+    cells = pa.concat_tables([dataset.table(["record", *task.columns]) for dataset in datasets])
+    rows = by_dataset(np.arange(len(cells)), datasets)
+    return LabelTable(datasets[0].root.url, as_text(cells), rows, [])
+
+
+def by_dataset(values_N: Array, datasets: Sequence[Dataset]) -> list[Array]:
+    """The values of each dataset's crops, of those of all crops."""
+    ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
+    return np.split(values_N, ends)
 
 
 def choosing(columns: Sequence[str]) -> str:
@@ -310,11 +306,11 @@ def guess(task: TaskConfig) -> TaskConfig:
     cells = _read(task.labels)
     columns = _columns(task, task.labels, cells)
     values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns}
-    text = [name for name, of in values.items() if not _numbers(of)]
+    text = [name for name in columns if not _numbers(values[name])]
     kind: TaskKind = "regression"
     if set(columns) == set(TIMED):
         return replace(task, kind="survival", columns=TIMED)
-    if all(value.lower() in BOOLEANS for of in values.values() for value in of):
+    if all(value.lower() in BOOLEANS for value in chain.from_iterable(values.values())):
         kind = "binary" if len(columns) == 1 else "multilabel"
     elif len(columns) == 1 and (text or len(values[columns[0]]) <= FEW):
         kind = "multiclass"
@@ -357,14 +353,12 @@ def _read(url: str) -> pa.Table:
 
 
 def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
-    every = tuple(
-        column
-        for column in cells.column_names
-        if column not in RESERVED and not INDEX.fullmatch(column)
-    )
-    if absent := [column for column in task.columns if column not in every] or ["of labels"] * (
-        not every
-    ):
+    others = (column for column in cells.column_names if column not in RESERVED)
+    every = tuple(column for column in others if not INDEX.fullmatch(column))
+    absent = [column for column in task.columns if column not in every]
+    if not every and not absent:
+        absent = ["of labels"]
+    if absent:
         raise ConfigError(
             f"{name}: no column {absent[0]!r}: its label columns are {', '.join(every) or 'none'}"
         )
@@ -376,22 +370,23 @@ def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     url, cells = task.labels, _read(task.labels)
     data = data_records(datasets)
     try:
-        found = find(url, cells, data.keys, data.names)
+        matches = find(url, cells, data.keys, data.names)
     except DataError as error:
         raise ConfigError(f"{error}{_pseudonyms(url, datasets)}") from None
     remarks, name = [], url
-    if found.missing:
-        remarks.append(f"{url}: {found.missing}")
-        if found.mostly:
-            there = ", ".join(data.names[:SHOWN].to_pylist())
-            name = f"{remarks[0]}, which has {there}, ...: check that the table belongs to the data"
+    if matches.missing:
+        remarks.append(f"{url}: {matches.missing}")
+        if matches.mostly:
+            examples = ", ".join(data.names[:SHOWN].to_pylist())
+            name = (
+                f"{remarks[0]}, which has {examples}, ...: check that the table belongs to the data"
+            )
             remarks[0] += _pseudonyms(url, datasets)
-    bare = np.flatnonzero(found.row < 0)
+    bare = np.flatnonzero(matches.row < 0)
     if len(bare):
         all_records = f"{len(data.keys):,} records of the data"
         remarks.append(f"{url}: has no row for {some(bare, data.keys)} of {all_records}")
-    ends = np.cumsum([len(dataset) for dataset in datasets])[:-1]
-    return LabelTable(name, cells, np.split(found.row[data.key_of_crop], ends), remarks)
+    return LabelTable(name, cells, by_dataset(matches.row[data.key_of_crop], datasets), remarks)
 
 
 def _pseudonyms(url: str, datasets: Sequence[Dataset]) -> str:
@@ -409,7 +404,7 @@ class DataRecords(NamedTuple):
 
     keys: pa.Array  # source/record
     names: pa.Array  # record
-    key_of_crop: np.ndarray  # indices into both
+    key_of_crop: Array  # indices into both
 
 
 def data_records(datasets: Sequence[Dataset]) -> DataRecords:
@@ -433,7 +428,7 @@ def _in_order(values: Sequence[str]) -> list[str]:
     return sorted(values, key=(lambda value: (float(value), value)) if _numbers(values) else None)
 
 
-def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str, ...], np.ndarray]:
+def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str, ...], Array]:
     """The task with its classes, the names of the K outputs, and y [rows, K]."""
     if task.kind in ("binary", "multiclass") and len(task.columns) != 1:
         raise ConfigError(
@@ -448,12 +443,10 @@ def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str,
     return task, task.columns, np.stack(y, axis=1)
 
 
-def _one_hot(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str, ...], np.ndarray]:
+def _one_hot(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str, ...], Array]:
     (name,) = task.columns
     column = table.cells[name].combine_chunks()
-    used = np.zeros(len(column) + 1, bool)
-    used[np.concatenate(table.row)] = True  # the last one is row -1: crops without a row
-    used = used[:-1]
+    used = np.isin(np.arange(len(column)), np.concatenate(table.row))
     classes = task.classes
     if not classes:
         of_data = pc.drop_null(column.filter(pa.array(used))).unique()
@@ -467,12 +460,12 @@ def _one_hot(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str
     if unknown.any():
         cell = _cell(table, name, int(unknown.argmax()))
         raise ConfigError(f"{cell} is not one of its classes {', '.join(classes)}")
-    rows = np.eye(len(classes), dtype=np.float32)
-    unlabelled = np.full((1, len(classes)), np.nan, np.float32)  # for code -1
-    return replace(task, classes=classes), classes, np.concatenate([rows, unlabelled])[code]
+    y_NK = (code[:, None] == np.arange(len(classes))).astype(np.float32)
+    y_NK[code < 0] = np.nan
+    return replace(task, classes=classes), classes, y_NK
 
 
-def _signed_times(task: TaskConfig, table: LabelTable) -> np.ndarray:
+def _signed_times(task: TaskConfig, table: LabelTable) -> Array:
     """[rows, 1]: the time of the event; negative: of the last contact without it."""
     if len(task.columns) != 2:
         raise ConfigError(
@@ -486,7 +479,7 @@ def _signed_times(task: TaskConfig, table: LabelTable) -> np.ndarray:
     return np.asarray((time_N * sign_N)[:, None])
 
 
-def _parsed(kind: TaskKind, table: LabelTable, name: str) -> np.ndarray:
+def _parsed(kind: TaskKind, table: LabelTable, name: str) -> Array:
     coded = table.cells[name].combine_chunks().dictionary_encode()
     values, mend = [], "0 or 1, true or false, yes or no"
     if kind in OF_VALUES:
@@ -516,7 +509,7 @@ def _cell(table: LabelTable, column: str, row: int) -> str:
     )
 
 
-def _coded(split: pa.ChunkedArray) -> np.ndarray:
+def _coded(split: pa.ChunkedArray) -> Array:
     """Split names as numbers: 0 where there is none, -1 if the name is unknown."""
     known = index_in(pc.utf8_lower(pc.fill_null(split, "")), pa.array(SPLIT_OF))
     return np.asarray(np.array([*SPLIT_OF.values(), -1], np.int8)[known])
@@ -526,14 +519,16 @@ def _splits(
     task: TaskConfig,
     table: LabelTable,
     datasets: Sequence[Dataset],
-    known: np.ndarray,
+    known: Array,
     people: People,
-) -> tuple[TaskConfig, np.ndarray, list[str]]:
+) -> tuple[TaskConfig, Array, list[str]]:
     """The task with its folds, the split of each crop of all datasets, and remarks."""
     columns = [name for name in ("fold", "split") if name in table.cells.column_names]
     how = task.split
     if how == "auto":
-        how = "column" if columns else "8:1:1" if task.labels else "roles"
+        how = "8:1:1" if task.labels else "roles"
+        if columns:
+            how = "column"
     if how == "roles":
         return task, np.concatenate(_by_role(datasets, "dx_role")), []
     if how == "column" and not columns:
@@ -547,20 +542,18 @@ def _splits(
         task = replace(task, folds={})
         # first come those whom data.hold_out holds out: test
         split = 3 - np.digitize(uniforms(people.names), (0.1, 0.2))[people.owner_N]
-    kept = _without_copies(split, datasets, known)
+    without_copies = _without_copies(split, datasets, known)
     remarks = []
-    if left_out := int((kept != split).sum()):
+    if left_out := int((without_copies != split).sum()):
         remarks.append(f"{left_out:,} crops are left out: copies of ECGs in valid or test")
     if nowhere := int((known & (split == 0)).sum()):
         remarks.append(
             f"{nowhere:,} crops are left out: their {columns[0]} is not for train, valid or test"
         )
-    return task, kept, remarks
+    return task, without_copies, remarks
 
 
-def _without_copies(
-    split: np.ndarray, datasets: Sequence[Dataset], known: np.ndarray
-) -> np.ndarray:
+def _without_copies(split: Array, datasets: Sequence[Dataset], known: Array) -> Array:
     """Copies of test ECGs are not used for training or validation, nor those of validation ECGs
     for training: their split becomes 0."""
     waveform = np.concatenate([dataset.column("waveform") for dataset in datasets])
@@ -572,7 +565,7 @@ def _without_copies(
     return split
 
 
-def _by_role(datasets: Sequence[Dataset], role: str) -> list[np.ndarray]:
+def _by_role(datasets: Sequence[Dataset], role: str) -> list[Array]:
     return [_coded(dataset.table([role])[role]) for dataset in datasets]
 
 
@@ -580,9 +573,9 @@ def _by_column(
     task: TaskConfig,
     table: LabelTable,
     column: str,
-    known: np.ndarray,
+    known: Array,
     people: People,
-) -> tuple[TaskConfig, np.ndarray]:
+) -> tuple[TaskConfig, Array]:
     """The task with its folds, and the split of each crop. A patient in two folds is an error."""
     cells = table.cells[column].combine_chunks().dictionary_encode()
     values: list[str] = cells.dictionary.to_pylist()
@@ -629,7 +622,7 @@ def _last_folds(name: str, values: list[str]) -> Any:
     }
 
 
-def _folds(task: TaskConfig, values: list[str]) -> np.ndarray:
+def _folds(task: TaskConfig, values: list[str]) -> Array:
     """The split of each value; 0 where task.folds does not name it."""
     split_of = {fold: SPLIT_OF[split] for split, of in task.folds.items() for fold in of}
     # pandas writes whole numbers as 1.0 in a column with empty cells

@@ -22,11 +22,18 @@ from torch import Tensor, nn
 from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.commandline import load, overridden, read_mapping, read_yaml
-from omnilead.engine.common import ConfigError, describe_leads, environment, find_config, merge
+from omnilead.engine.common import (
+    ConfigError,
+    Facts,
+    describe_leads,
+    environment,
+    find_config,
+    merge,
+)
 from omnilead.engine.config import Config, TrainConfig, build, check
 from omnilead.engine.data.seen import NOTHING
 from omnilead.engine.inference import trained_model as inference
-from omnilead.engine.inference.readout import PAPER
+from omnilead.engine.inference.readout import PAPER, Readout
 from omnilead.engine.model import encoders
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoder import Encoder
@@ -56,7 +63,7 @@ class Start(NamedTuple):
     kind: type[nn.Module] | None = None  # of its encoder; None: as `model` names it
     head: inference.HeadInfo | None = None
     head_weights: dict[str, Tensor] = {}  # noqa: RUF012 - never changed
-    readout: tuple[str, ...] = (PAPER,)
+    readout: Readout = (PAPER,)
 
 
 def read_start(start: str, code: bool = False) -> Start:
@@ -85,7 +92,7 @@ def read_start(start: str, code: bool = False) -> Start:
     )
 
 
-def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> tuple[str, ...]:
+def readout_for(start: Start, config: FinetuneConfig, labels: TaskLabels) -> Readout:
     """What the head takes; with task.head=start, that of the start, whose linear layer must be for
     these labels."""
     if config.task.head != "start":
@@ -184,25 +191,27 @@ def choose_batch(train: TrainConfig, crops: int, world: int) -> int:
     return max(1, min(BATCH, max(2, crops // 10)) // unit) * unit
 
 
-def choose_training(
-    wanted: FinetuneConfig, model: ModelConfig, batch: int, epoch: int
-) -> dict[str, Any]:
+def choose_training(wanted: FinetuneConfig, model: ModelConfig, batch: int, epoch: int) -> Facts:
     """Settings for a data set that is `epoch` batches long."""
-    begun = wanted.task.head == "start"
+    rate, precision = LR, "auto"
+    if wanted.task.head == "start":
+        rate, precision = LR_AT_PROBE, "fp32"
+    elif not model.encoder:
+        rate = min(LR, LR_WIDTH / model.width)
     return {
         "batch_crops": batch,
         "validate_every": min(epoch, VALIDATE),
         "valid_batches": 1000,
         "patience": PATIENCE,
-        "lr": LR_AT_PROBE if begun else LR if model.encoder else min(LR, LR_WIDTH / model.width),
+        "lr": rate,
         "schedule": "warmup_cosine",
-        "precision": "fp32" if begun else "auto",
+        "precision": precision,
         "steps": min(EPOCHS * epoch, STEPS),
         "epochs": None,
     }
 
 
-def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
+def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> Facts:
     """What the run to be resumed, perhaps on another number of ranks, had chosen."""
     before = Path(wanted.run, "config.yaml")
     begun = before.is_file() and any(Path(wanted.run, "checkpoints").glob("step-*"))
@@ -213,7 +222,7 @@ def saved_training(wanted: FinetuneConfig, chosen: Mapping[str, Any]) -> dict[st
     return {name: train[name] for name in chosen if name in train}
 
 
-def with_task(tree: dict[str, Any]) -> dict[str, Any]:
+def with_task(tree: Facts) -> Facts:
     """The settings with those of the task that task.name or task.labels names."""
     task = tree.get("task", {})
     if name := task.pop("name", None):

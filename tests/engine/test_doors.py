@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from docs import augmentations
 from omnilead.data_tools.cli import guard_streams
 from omnilead.engine import convert, embed, evaluate, pretrain
-from omnilead.engine.report import picture
 from tests.forks import started
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
     [
         (evaluate.main, ["--model", "m", "--data", "d", "--role", "x"]),
         (embed.main, ["--model", "m", "--data", "d", "--out", "o.parquet", "--workers", "0"]),
-        (picture.main, []),
+        (augmentations.main, []),
         (pretrain.main, ["--nothing"]),
         (convert.main, ["to-onnx"]),
     ],

@@ -23,7 +23,7 @@ def test_of_a_linear_model_they_are_inputs_times_weights():
     x_RLT = torch.randn(2, 3, 100, generator=generator)
     weight_LT = torch.randn(3, 100, generator=generator)
     x_RLT[:, 1] = 0  # a missing lead
-    found = why.explain(lambda x, measured: (x * weight_LT).sum((1, 2)) + 5, x_RLT, 20.0)
+    found = why.attribute(lambda x, measured: (x * weight_LT).sum((1, 2)) + 5, x_RLT, 20.0)
     torch.testing.assert_close(found.a_RLT, x_RLT * weight_LT / 2, rtol=1e-2, atol=1e-4)
     assert found.of_zeros == pytest.approx(5) and found.measured == 0
     stretches = (x_RLT * weight_LT / 2)[:, [0, 2]].reshape(-1, 2).sum(1).sort(descending=True)[0]
@@ -44,13 +44,13 @@ def test_they_add_up_for_the_shipped_model(dataset, tmp_path, capsys, monkeypatc
         lines.append(f"{name},{i % 2},{('train', 'valid', 'test')[i // 2 % 3]}")
     table.write_text("\n".join(lines))
     save_probed("small", data, table, model, readout="mean+std+rhythm")
-    explain, seen = why.explain, []
+    attribute, seen = why.attribute, []
 
     def spy(score, x_RLT, fs_hz):
-        seen.extend([x_RLT, explain(score, x_RLT, fs_hz)])
+        seen.extend([x_RLT, attribute(score, x_RLT, fs_hz)])
         return seen[1]
 
-    for name, fewer in (("explain", spy), ("DRAWS", 1), ("SHARES", why.SHARES[::10])):
+    for name, fewer in (("attribute", spy), ("DRAWS", 1), ("SHARES", why.SHARES[::10])):
         monkeypatch.setattr(why, name, fewer)
     words = ["show", data, "--crop", "3", "--model", str(model), "--png", str(tmp_path / "a.png")]
     assert main([*words, "--why", "M"]) == 0
@@ -117,7 +117,7 @@ def test_of_a_plugged_in_encoder_they_are_inputs_times_weights(name, tmp_path, c
     np.save(tmp_path / "a.npy", mv_LT)
 
     x_RLT = model.segments(mv_LT, 250, "II,V1")
-    found = why.explain(why.score_of(model, 0), x_RLT, 100.0)
+    found = why.attribute(why.score_of(model, 0), x_RLT, 100.0)
     weight_L10 = torch.einsum("d,dlk->lk", weights["head.weight"][0], weights["encoder.weight"])
     expected = x_RLT * weight_L10.repeat(1, 100) / 100 / 2 * HEADS[name].get("scale", [1.0])[0]
     assert x_RLT.shape == (2, 12, 1000)

@@ -1,7 +1,7 @@
 """The augmentations of ECG crops. STAGES is the formula, and each stage is a class in a file here;
 stage.py says what it must have.
 
-`python -m omnilead.engine.report.picture augmentations.png --data DATASET` draws them.
+`python -m docs.augmentations augmentations.png --data DATASET` draws them.
 """
 
 from pydantic.dataclasses import dataclass as checked_dataclass

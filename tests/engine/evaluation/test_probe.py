@@ -5,7 +5,6 @@ import pytest
 
 from omnilead.engine.evaluation.metrics import measure
 from omnilead.engine.evaluation.probe import (
-    PROBES,
     ProbeData,
     fit_scaled,
     linear,
@@ -18,6 +17,7 @@ from omnilead.engine.evaluation.probe import (
 
 RNG = np.random.default_rng(0)
 SCALE = np.linspace(0.1, 30, 6)
+PROBES = {"linear": linear, "network": network}
 
 
 def made(n, noise=1.0, seed=1):
@@ -42,11 +42,11 @@ def test_weights_are_where_the_gradient_is_zero(kind, strength):
     design = np.hstack([np.ones((len(x), 1)), x])
     if kind == "multilabel":
         labels = known(y)
-        w = logistic(x, labels, strength)
+        w = logistic(x, labels, strength, np.zeros((x.shape[1] + 1, labels.shape[1])), False)
         p, n = 1 / (1 + np.exp(-design @ w)), len(x)
     elif kind == "multiclass":
         labels = np.eye(3)[y[:, :2].sum(1)]
-        w = logistic(x, labels, strength, exclusive=True)
+        w = logistic(x, labels, strength, np.zeros((x.shape[1] + 1, labels.shape[1])), True)
         p, n = np.exp(design @ w), len(x)
         p /= p.sum(1, keepdims=True)
     else:

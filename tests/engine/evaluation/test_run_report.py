@@ -10,8 +10,9 @@ import pytest
 import torch
 from pages import check, curves
 
+from docs import augmentations
 from omnilead.engine.evaluation.metrics import identification
-from omnilead.engine.report import charts, picture, run_report
+from omnilead.engine.report import charts, run_report
 from omnilead.engine.report.__main__ import main as report_main
 from omnilead.engine.report.page import Line, LineStyle
 from omnilead.engine.report.run_report import StepLog
@@ -233,13 +234,19 @@ def test_every_axis_has_at_least_two_numbers(values):
 
 
 def test_the_picture_of_augmentations(dataset, tmp_path, capsys):
-    assert picture.main([str(tmp_path / "out.png"), "--data", dataset.root.url, "--crop", "3"]) == 0
+    assert (
+        augmentations.main([str(tmp_path / "out.png"), "--data", dataset.root.url, "--crop", "3"])
+        == 0
+    )
     assert (tmp_path / "out.png").read_bytes()[:4] == b"\x89PNG"
     assert (
-        picture.main([str(tmp_path / "none.png"), "--data", dataset.root.url, "--crop", "999"]) == 2
+        augmentations.main(
+            [str(tmp_path / "none.png"), "--data", dataset.root.url, "--crop", "999"]
+        )
+        == 2
     )
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and err.startswith("omnilead.engine.report.picture: ")
+    assert err.count("\n") == 1 and err.startswith("docs.augmentations: ")
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -4,7 +4,7 @@
 Upper rows: one lead of the first half, with a panel and the drawn parameters for each kind of
 noise. Below: twelve leads under random lead masking, and the two views of 3KG.
 
-    python -m omnilead.engine.report.picture augmentations.png --data DATASET [--crop 0]
+    python -m docs.augmentations augmentations.png --data DATASET [--crop 0]
 """
 
 import sys
@@ -171,7 +171,7 @@ def _title(axes: Axes, title: str, subtitle: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="python -m omnilead.engine.report.picture",
+        prog="python -m docs.augmentations",
         description="draw each augmentation of an ECG",
     )
     parser.add_argument("out", metavar="OUT.png")
@@ -197,11 +197,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         OSError,
         ValueError,
     ) as error:  # ValueError: matplotlib does not know the suffix
-        tell(f"omnilead.engine.report.picture: {' '.join(str(error).split())}")
+        tell(f"docs.augmentations: {' '.join(str(error).split())}")
         return 2
     return 0
 
 
 if __name__ == "__main__":
-    interruptible("omnilead.engine.report.picture")
+    interruptible("docs.augmentations")
     sys.exit(main())
