@@ -22,7 +22,7 @@ import torch
 from omnilead.data_tools.cli import UserError, about_file, keep_freed_memory, tell
 from omnilead.data_tools.dataset import DataError
 from omnilead.engine.commandline import writable
-from omnilead.engine.common import ARRAYS, ConfigError, OutputError, cores_per_rank, environment
+from omnilead.engine.common import ConfigError, OutputError, cores_per_rank, environment
 from omnilead.engine.inference import outputs
 from omnilead.engine.inference.inputs import (
     FLAGS,
@@ -30,6 +30,7 @@ from omnilead.engine.inference.inputs import (
     EcgOptions,
     OpenedData,
     Per,
+    array_files,
     open_data,
 )
 from omnilead.engine.inference.outputs import (
@@ -204,7 +205,7 @@ def prepare(
     urls = tuple(os.fspath(one) for one in several)
     given = {name: value for name, value in options.items() if value is not None}
     asked = EcgOptions(urls, **given)
-    if (asked.fs_hz is not None or asked.unit) and not any(url.endswith(ARRAYS) for url in urls):
+    if (asked.fs_hz is not None or asked.unit) and not any(map(array_files, urls)):
         raise ConfigError(
             "--fs and --unit are for .npy and .npz files, and --data names none: leave them out"
         )

@@ -38,6 +38,7 @@ from omnilead.data_tools.prepare import (
     amplitude_doubt,
     crop_count,
     flags_of,
+    microvolts,
     prepare_crop,
     samples_at_500,
 )
@@ -475,7 +476,7 @@ def crops(
         needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
     _plausible(record, unit)
-    if doubt := amplitude_doubt(_microvolts(record), record.fs_hz):
+    if doubt := amplitude_doubt(microvolts(record), record.fs_hz):
         record = replace(record, warnings=((IMPLAUSIBLE_AMPLITUDE, doubt),))
     uv_BLT = np.empty((count, len(LEADS), CROP), np.int16)
     found = list(_usable(record, uv_BLT, wanted))
@@ -531,13 +532,6 @@ def _values(signal: Any) -> np.ndarray:
     if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in either byte order
         array, none = array.astype(np.int16, copy=False), NOT_MEASURED
     return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
-
-
-def _microvolts(record: EcgRecord) -> np.ndarray:
-    """The signal, NaN where it was not measured."""
-    values = record.signal.astype(np.float64)
-    there = np.isfinite(values) if record.invalid is None else record.signal != record.invalid
-    return np.where(there, values * (1000 * MV_PER_UNIT[record.unit]), np.nan)
 
 
 def _plausible(record: EcgRecord, unit: str) -> None:
