@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import fsspec
 import h5py
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 import zarr
 from handmade import crops_of, ecg, files, rejected, run_shard, run_verify
 
@@ -19,7 +21,7 @@ from omnilead.data_tools.prepare import CROP
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.record_tables import find, read_table
 from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.sources.arrays import ArraySource
+from omnilead.data_tools.sources.arrays import ArrayFacts, ArraySource
 from omnilead.data_tools.storage import folder
 
 N = 6
@@ -166,6 +168,13 @@ def test_parquet_and_columns_beside_the_array(tmp_path):
     source = ArraySource(folder(place))
     assert [source.read(f"e.npy#{row}").patient for row in range(3)] == ["1", None, "2"]
     assert source.read("e.npy#5").name == "105"
+
+
+def test_the_example_in_the_documentation_is_valid():
+    page = (Path(__file__).parents[2] / "data_tools" / "README.md").read_text()
+    facts = ArrayFacts(**yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
+    assert facts.many and facts.columns.keys() == {"record", "patient", "age", "sex", "index"}
+    assert not set(ArrayFacts.model_fields) - facts.model_fields_set
 
 
 def test_labels_join_by_the_names_of_the_records(tmp_path):
