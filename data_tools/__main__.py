@@ -35,6 +35,7 @@ from omnilead.data_tools.errors import DataError, ReadError, printable
 from omnilead.data_tools.pseudonyms import read_key
 
 if TYPE_CHECKING:
+    from omnilead.data_tools.build import ShardOptions
     from omnilead.data_tools.dataset import Dataset
     from omnilead.data_tools.sources import Source
     from omnilead.data_tools.splits import RoleSources
@@ -56,7 +57,8 @@ KINDS = (
     "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any mix of the following), "
     "muse-xml, dicom, "
 )
-KINDS += "philips-xml, hl7-aecg, scp-ecg, edf, or your own file.py:Class (auto)"
+KINDS += "philips-xml, hl7-aecg, scp-ecg, edf, arrays (.npy, .npz, HDF5, zarr), or your own "
+KINDS += "file.py:Class (auto)"
 Option = dict[str, Any]
 CORES = os.cpu_count() or 1
 
@@ -118,6 +120,15 @@ PATIENTS: Option = {
     "help": "who is the patient of which record: CSV or parquet with record,patient, or "
     "ptbxl_database.csv",
 }
+ARRAYS: dict[str, Option] = {
+    "--fs": {
+        "dest": "fs_hz",
+        "metavar": "HZ",
+        "help": "sampling rate of --source arrays without arrays.yaml",
+    },
+    "--unit": {"help": "its unit: mV, uV, V, or how many microvolts one step is"},
+    "--leads": {"help": "its leads: 12, or their names in order, such as I,II,V1"},
+}
 SYNTH: dict[str, Option] = {
     "out": {"metavar": "OUT", "help": "an empty or new folder"},
     "--patients": {
@@ -143,6 +154,7 @@ SHARD: dict[str, Option] = {
     },
     "--out": {"metavar": "DATASET", "required": True, "help": "where to write the dataset"},
     "--source": SOURCE,
+    **ARRAYS,
     "--patients": PATIENTS,
     "--format": {
         "choices": ("tar", "zarr", "both"),
@@ -184,6 +196,7 @@ VERIFY: dict[str, Option] = {
         "help": "compare with the archives that it was made from",
     },
     "--source": SOURCE,
+    **ARRAYS,
     "--patients": PATIENTS,
     "--fast": {
         "action": "store_true",
@@ -293,6 +306,9 @@ def shard(
     *,
     out: str | os.PathLike[str],
     source: str = "auto",
+    fs_hz: float | str | None = None,
+    unit: str | None = None,
+    leads: str | Sequence[str] | None = None,
     patients: str | None = None,
     format: str = "tar",
     plan: str = "paper",
@@ -321,20 +337,39 @@ def shard(
         pretrain_implausible,
     )
     key = read_key(pseudonymize) if pseudonymize else None
-    opened = _open_sources(_paths(sources), source, anonymous, bool(key))
-    told = _tell_notes(_notes_of(opened) + ([] if key else _privacy_notes(opened)))
-    options = build.ShardOptions(
-        os.fspath(out),
-        plan=plan,
-        seed=seed,
-        format=format,
-        workers=workers or CORES,
-        cluster=cluster,
-        role_sources=roles,
-        pseudonym_key=key,
-        patients=patients,
-        quiet=not interactive(),
+    opened = _open_sources(
+        _paths(sources),
+        source,
+        anonymous,
+        bool(key),
+        {"fs_hz": fs_hz, "unit": unit, "leads": leads},
     )
+    dataset = _built(
+        opened,
+        build.ShardOptions(
+            os.fspath(out),
+            plan=plan,
+            seed=seed,
+            format=format,
+            workers=workers or CORES,
+            cluster=cluster,
+            role_sources=roles,
+            pseudonym_key=key,
+            patients=patients,
+            quiet=not interactive(),
+        ),
+    )
+    if strict:
+        _check_refused(dataset)
+    return dataset
+
+
+def _built(opened: "list[Source]", options: "ShardOptions") -> "Dataset":
+    """The dataset, with notes before and after it is made."""
+    from omnilead.data_tools import build
+
+    private = [] if options.pseudonym_key else _privacy_notes(opened)
+    told = _tell_notes(_notes_of(opened) + private)
     dataset = build.shard(opened, options)
     found = _notes_of(opened)  # some are known only afterwards
     with optional("notes on the dataset"):
@@ -342,8 +377,6 @@ def shard(
 
         found = [*notes(dataset), *found]
     _tell_notes(found, told)
-    if strict:
-        _check_refused(dataset)
     return dataset
 
 
@@ -408,6 +441,9 @@ def verify(
     *,
     archive: "Paths" = (),
     source: str = "auto",
+    fs_hz: float | str | None = None,
+    unit: str | None = None,
+    leads: str | Sequence[str] | None = None,
     patients: str | None = None,
     fast: bool = False,
     workers: int | None = None,
@@ -426,7 +462,8 @@ def verify(
             raise DataError(
                 f"--{option} {given} applies to an archive, and none is given: add --archive SRC"
             )
-    sources = _open_sources(_paths(archive), source, anonymous, bool(key))
+    arrays = {"fs_hz": fs_hz, "unit": unit, "leads": leads}
+    sources = _open_sources(_paths(archive), source, anonymous, bool(key), arrays)
     _tell_notes([one.left_out for one in sources])
     quiet = not interactive()
     return checks.verify(opened, sources, fast, workers or CORES, key, quiet, patients)
@@ -442,9 +479,14 @@ def _refused(dataset: "Dataset") -> int:
     return sum(source["records"]["refused"] for source in dataset.meta["sources"])
 
 
-def _open_sources(urls: list[str], kind: str, anonymous: bool, private: bool) -> "list[Source]":
+def _open_sources(
+    urls: list[str], kind: str, anonymous: bool, private: bool, arrays: dict[str, Any]
+) -> "list[Source]":
     from omnilead.data_tools.sources import FileReader, open_sources
 
+    given = {name: value for name, value in arrays.items() if value is not None}
+    if given and kind != "arrays":
+        raise DataError("--fs, --unit and --leads describe arrays: add --source arrays")
     hospital: FileReader | None = None
     with optional("files of ECG carts"):
         from omnilead.data_tools.hospital.files import HospitalFiles
@@ -452,7 +494,7 @@ def _open_sources(urls: list[str], kind: str, anonymous: bool, private: bool) ->
         hospital = HospitalFiles
     sources = []
     for url in urls:
-        sources += open_sources(url, kind, anonymous, urls, private, hospital)
+        sources += open_sources(url, kind, anonymous, urls, private, hospital, given)
     return sources
 
 

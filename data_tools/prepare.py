@@ -111,6 +111,13 @@ def flags_of(record: EcgRecord, crop: Crop) -> tuple[str, ...]:
     return crop.flags
 
 
+def microvolts(record: EcgRecord) -> np.ndarray:
+    """The signal of a record without baseline, NaN where it was not measured."""
+    values = record.signal.astype(np.float64)
+    there = np.isfinite(values) if record.invalid is None else record.signal != record.invalid
+    return np.where(there, values * (1000 * MV_PER_UNIT[record.unit]) / record.gain, np.nan)
+
+
 def amplitude_doubt(uv: np.ndarray, fs_hz: float) -> str:
     """What is implausible about the amplitude of an ECG [leads, samples] in microvolts, NaN where
     it was not measured; "" if nothing is. Leads that never change do not count."""

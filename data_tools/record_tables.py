@@ -47,12 +47,13 @@ class Found(NamedTuple):
     mostly: bool  # whether most of the table's records are missing
 
 
-def read_table(url: str, of: str = "labels") -> pa.Table:
-    """Reads all columns as text; names of reserved columns become lower case."""
+def read_cells(url: str, of: str = "labels", key: str = "record") -> pa.Table:
+    """Reads all columns as text; names of reserved columns become lower case. `key`: a column that
+    the table must have."""
     try:
         with fsspec.open(url, "rb").open() as file:
             data = file.read()
-        cells = parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data)
+        cells = parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data, key)
         cells = as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
     except pa.ArrowMemoryError:
         raise
@@ -68,6 +69,13 @@ def read_table(url: str, of: str = "labels") -> pa.Table:
     names = cells.column_names
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{url}: two columns are called {twice[0]!r}: rename one")
+    return cells
+
+
+def read_table(url: str, of: str = "labels") -> pa.Table:
+    """A table that names records."""
+    cells = read_cells(url, of)
+    names = cells.column_names
     if PTBXL_TABLE.keys() <= set(names) and "record" not in names:
         names = [PTBXL_TABLE.get(name, name) for name in names]
         cells = cells.rename_columns(names)
@@ -80,8 +88,8 @@ def read_table(url: str, of: str = "labels") -> pa.Table:
     return cells
 
 
-def _csv(data: bytes) -> pa.Table:
-    """The separator is the one that yields a column `record` in the header."""
+def _csv(data: bytes, key: str) -> pa.Table:
+    """The separator is the one that yields a column `key` in the header."""
     text = _decoded(data)
     for mark in (",", ";", "\t", ","):  # a comma if none yields it
         lines = io.StringIO(text, newline="")
@@ -90,7 +98,7 @@ def _csv(data: bytes) -> pa.Table:
             names = [unquoted(cell) for cell in next(reader, [])]
         except csv.Error:
             raise DataError("the first line has a quote that is not closed") from None
-        if len(names) > 1 and "record" in map(_name, names):
+        if len(names) > 1 and _name(key) in map(_name, names):
             break
     if not lines.read(2**10).strip():
         return pa.table({name: pa.array([], pa.string()) for name in names})

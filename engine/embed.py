@@ -8,9 +8,9 @@
 Columns: source, record, patient, row (of the dataset), start_s, flags (as in samples.parquet:
 `implausible` if the file probably states a wrong scale), embedding (fixed_size_list<float32>).
 What an embedding keeps of an ECG: --readout, docs/readouts.md. F.parquet is written in parts: run
-the same command again to resume; the result has the same bytes. .npy files hold [leads, samples] or
-[ECGs, leads, samples]; .npz files hold any number of [leads, samples]. --leads: the leads shown to
-the model, others are zeros; for arrays, also the names of the rows. A folder's unreadable files are
+the same command again to resume; the result has the same bytes. .npy files, also in a folder, hold
+[leads, samples] or [ECGs, leads, samples]; .npz files hold any number of [leads, samples]. --leads:
+the leads shown to the model, others are zeros; for arrays, also the names of the rows. A folder's unreadable files are
 listed and left out. Exit code 2: an argument or a file is wrong. Exit code 1: computing or writing
 failed.
 """

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 
 from benchmarks.authors_step import draws_of
 from omnilead.data_tools.cli import echo, tell
+from omnilead.data_tools.npz import npz_array, npz_names
 from omnilead.engine.common import ConfigError
-from omnilead.engine.inference.npz import npz_array, npz_names
 from omnilead.engine.interop.fairseq import (
     Settings,
     Weights,

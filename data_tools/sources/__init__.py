@@ -8,15 +8,17 @@ given, the files that look like ECGs and that it does not read are counted in th
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DataError, ReadError, StorageError
 from omnilead.data_tools.plugins import blame, plugin
 from omnilead.data_tools.pseudonyms import key_mark, read_key
+from omnilead.data_tools.sources.arrays import ArraySource
 from omnilead.data_tools.sources.base import (
     FileSource,
     Prepared,
@@ -56,8 +58,13 @@ ARCHIVES: dict[str, type[Source]] = {
     "mimic-iv-ecg": MimicIvEcg,
     "code15": Code15,
     "wfdb": WfdbFolder,
+    "arrays": ArraySource,
 }
 FileReader = type[FileSource]
+
+
+class UnknownArchive(StorageError):
+    """A folder in which no source finds anything."""
 
 
 def open_sources(
@@ -67,11 +74,13 @@ def open_sources(
     besides: Sequence[str] = (),
     private: bool = False,
     hospital: FileReader | None = None,
+    arrays: Mapping[str, Any] | None = None,
 ) -> list[Source]:
     """Open the sources in a folder. `kind`: auto, a name in ARCHIVES, `file.py:Class` or
     `module:Class`. `besides`: folders that are opened, too, so what lies in them is not left out.
     `private`: no message names a file. `hospital`: the class that reads a hospital's files, whose
-    name and formats are kinds, too; without it they are not looked for."""
+    name and formats are kinds, too; without it they are not looked for. `arrays`: the fs_hz, unit
+    and leads of arrays."""
     root = folder(url, anonymous, private)
     names = root.children()
     if not names:
@@ -88,7 +97,7 @@ def open_sources(
         if found:
             found[0].left_out = left.sentence()
     else:
-        found = [_of_kind(root, kind, hospital)]
+        found = [ArraySource(root, arrays) if kind == "arrays" else _of_kind(root, kind, hospital)]
         # A reader of files looks at all of them; what one of the user's own reads, only he knows
         if ":" not in kind and not isinstance(found[0], FileSource):
             found[0].left_out = LeftOut(root, found, besides, hospital).sentence(kind)
@@ -99,7 +108,7 @@ def open_sources(
             f"{root.url}: a dataset, not an archive: pass the archives that it was made from"
         )
     some = "" if private else f" ({', '.join(names[:5])}, ...)"
-    raise StorageError(
+    raise UnknownArchive(
         f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source"
     )
 

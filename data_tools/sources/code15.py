@@ -5,15 +5,19 @@ Releases and copies have different units, which no file states; the unit is esti
 amplitudes (`_steps_per_mv`).
 """
 
-import math
 from collections.abc import Iterator
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from omnilead.data_tools.errors import DataError, ReadError, StorageError, one_line
+from omnilead.data_tools.array_files import (
+    array_errors,
+    open_hdf5,
+    open_hdf5_file,
+    without_padding,
+)
+from omnilead.data_tools.errors import ReadError, StorageError
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, pairs
 from omnilead.data_tools.sources.base import Source, cached, read_table
 from omnilead.data_tools.storage import Folder
@@ -24,7 +28,6 @@ LABELS = pairs("""
 1dAVb 270492004, RBBB 59118001, LBBB 164909002, SB 426177001, ST 427084000, AF 164889003
 """)
 MAX_EXAMS = 1_000_000  # per part; the release has 20,001
-MAX_CHUNK = 64 * 2**20  # a chunk is always decompressed as a whole
 UNIT_SAMPLE = 200
 # steps per mV for the units of known copies, and the range of the median ECG's largest peak-to-peak
 # amplitude
@@ -75,10 +78,7 @@ class Code15(Source):
             tracing = tracings[int(row)]
         except OSError as error:
             raise ReadError("unreadable file", f"{part}: {error}"[:100]) from None
-        measured = np.flatnonzero(np.any(tracing != 0, axis=1))
-        if not len(measured):
-            raise ReadError("no valid lead", "all zero")
-        signal = tracing[measured[0] : measured[-1] + 1].T
+        signal = without_padding(tracing.T)
         patient, age, sex, dx = table[exam]
         gain = _steps_per_mv(self.root)
         return EcgRecord(
@@ -110,30 +110,12 @@ def _parts(root: Folder) -> list[str]:
 
 @lru_cache(maxsize=32)
 def _open(root: Folder, part: str) -> tuple[Any, np.ndarray]:
-    """Return the tracings and their exam ids. Refuses HDF5 that links to other files or could
-    expand to any size."""
-    try:
-        import h5py
-    except ImportError:
-        raise StorageError(
-            "CODE-15 needs the extra formats: pip install 'omnilead[formats]'"
-        ) from None
-    if root.remote:
-        raise StorageError(f"{root.url}/{part}: copy HDF5 files to a local disk first")
-    path = Path(root.url, part)
-    if path.is_symlink() or not path.is_file():
-        raise ReadError("not a regular file", part)
-    try:
-        file = h5py.File(path, "r")
-        tracings, exams = (
-            _open_dataset(h5py, file, part, name) for name in ("tracings", "exam_id")
-        )
+    """Return the tracings and their exam ids."""
+    with array_errors(part):
+        file = open_hdf5_file(root, part)
+        tracings, exams = (open_hdf5(file, part, name) for name in ("tracings", "exam_id"))
         _check_shapes(part, tracings, exams)
         return tracings, exams[:]
-    except (DataError, MemoryError):
-        raise
-    except Exception as error:  # a damaged file may raise anything
-        raise ReadError("unreadable file", f"{part}: {one_line(str(error), 80)}") from None
 
 
 def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
@@ -144,28 +126,6 @@ def _check_shapes(part: str, tracings: Any, exams: Any) -> None:
             "unexpected HDF5 shape",
             f"{part}: {shape} {tracings.dtype}, exam_id {exams.shape} {exams.dtype}",
         )
-    for values in (tracings, exams):
-        if values.chunks and math.prod(values.chunks) * values.dtype.itemsize > MAX_CHUNK:
-            raise ReadError(
-                "unexpected HDF5 shape",
-                f"{part}: {values.name} {values.shape} in chunks of {values.chunks}",
-            )
-
-
-def _open_dataset(h5py: Any, file: Any, part: str, name: str) -> Any:
-    """Open an HDF5 dataset. Its link is checked before it is followed, since even opening the
-    target may do harm."""
-    link = file.get(name, getlink=True)
-    if link is None:
-        raise ReadError("unexpected HDF5 shape", f"{part}: no {name}")
-    if not isinstance(link, h5py.HardLink):
-        raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
-    found = file[name]
-    if not isinstance(found, h5py.Dataset):
-        raise ReadError("unexpected HDF5 shape", f"{part}: {name} is not a dataset")
-    if found.is_virtual or found.external:
-        raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
-    return found
 
 
 @cached

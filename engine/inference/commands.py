@@ -23,7 +23,6 @@ from omnilead.data_tools.cli import UserError, about_file, keep_freed_memory, te
 from omnilead.data_tools.dataset import DataError
 from omnilead.engine.commandline import writable
 from omnilead.engine.common import (
-    ARRAYS,
     ConfigError,
     File,
     OutputError,
@@ -38,6 +37,7 @@ from omnilead.engine.inference.inputs import (
     EcgOptions,
     OpenedData,
     Per,
+    array_files,
     open_data,
 )
 from omnilead.engine.inference.outputs import (
@@ -211,7 +211,7 @@ def prepare(
     urls = tuple(os.fspath(url) for url in several)
     chosen = {name: value for name, value in options.items() if value is not None}
     asked = EcgOptions(urls, **chosen)
-    if (asked.fs_hz is not None or asked.unit) and not any(url.endswith(ARRAYS) for url in urls):
+    if (asked.fs_hz is not None or asked.unit) and not any(map(array_files, urls)):
         raise ConfigError(
             "--fs and --unit are for .npy and .npz files, and --data names none: leave them out"
         )

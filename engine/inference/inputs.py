@@ -30,12 +30,14 @@ from tqdm.auto import tqdm
 from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import META, Dataset
 from omnilead.data_tools.hospital.files import ENDINGS, HospitalFiles
+from omnilead.data_tools.npz import ArrayError, npz_array, npz_names, open_npy
 from omnilead.data_tools.sources import (
     DataError,
     FileSource,
     Prepared,
     ReadError,
     Source,
+    UnknownArchive,
     key_mark,
     open_sources,
     prepared,
@@ -51,7 +53,6 @@ from omnilead.engine.common import (
     prefetch,
 )
 from omnilead.engine.data.predict import CropBatch, dataset_batches
-from omnilead.engine.inference.npz import ArrayError, npz_array, npz_names, open_npy
 from omnilead.engine.inference.trained_model import crops
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.tasks.kinds import Array
@@ -329,7 +330,7 @@ def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead
             source = open_sources(folder or "/", kind, options.anonymous, hospital=HospitalFiles)[0]
             yield _of_source(source, key, url, source.root.stamp(key))
         elif "://" in url or Path(url).is_dir():
-            yield from _of_archive(url, options)
+            yield from _of_archive(url, options, model_input)
         elif exists:
             raise ConfigError(
                 f"--data {url}: neither a dataset, folder nor .hea, .npy, .npz, .xml, .dcm file"
@@ -338,7 +339,15 @@ def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead
             raise ConfigError(f"--data {url}: does not exist")
 
 
-def _of_archive(url: str, options: EcgOptions) -> Iterator[RecordToRead]:
+def array_files(url: str) -> list[Path]:
+    """The file itself, or those in a folder."""
+    if url.endswith(ARRAYS):
+        return [Path(url)]
+    found = Path(url).rglob("*")
+    return sorted(path for path in found if path.suffix in ARRAYS and not path.is_symlink())
+
+
+def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
     try:
         sources = open_sources(
             url,
@@ -348,12 +357,17 @@ def _of_archive(url: str, options: EcgOptions) -> Iterator[RecordToRead]:
             hospital=HospitalFiles,
         )
     except DataError as error:
+        files = array_files(url) if isinstance(error, UnknownArchive) else []
+        for path in files:
+            yield from arrays(path, options, model_input, of_folder=True)
+        if files:
+            return
         mend = "set its format with `omnilead shard --source`, and give the dataset"
         raise ConfigError(str(error).replace("set its format with --source", mend)) from None
     for source in sources:
         _tell([source.left_out])
         for key in source.keys():  # noqa: SIM118 - no dictionary
-            stamp = b"" if source.root.remote else source.root.stamp(key)
+            stamp = source.root.stamp(key) or source.root.stamp(key.rpartition("#")[0])
             record = _of_source(source, key, f"{source.root.url}/{key}", stamp)
             yield record._replace(of_folder=True)
         if isinstance(source, FileSource):
@@ -377,19 +391,25 @@ class EcgArray(NamedTuple):
     values: Callable[[], Array]
 
 
-def arrays(path: Path, options: EcgOptions, model_input: Input) -> Iterator[RecordToRead]:
+def arrays(
+    path: Path, options: EcgOptions, model_input: Input, of_folder: bool = False
+) -> Iterator[RecordToRead]:
     if options.fs_hz is None:
         raise ConfigError(f"--data {path}: give its sampling rate with --fs")
     try:
         ecgs = _arrays_in(path)
         stamp = f"{path.stat().st_size},{path.stat().st_mtime_ns}".encode()
+        if not ecgs:
+            raise ArrayError("has no ECG")
     except (ArrayError, OSError) as error:
-        raise ConfigError(f"--data {path}: {error}") from None
-    if not ecgs:
-        raise ConfigError(f"--data {path}: has no ECG")
+        if not of_folder:
+            raise ConfigError(f"--data {path}: {error}") from None
+        refusal = ReadError(str(error))
+        yield RecordToRead(str(path), b"", lambda: refusal, path.stem, of_folder=True)
+        return
     for ecg in ecgs:
         read = partial(_read_array, ecg, options, model_input)
-        yield RecordToRead(f"{path}{ecg.suffix}", stamp, read, ecg.label)
+        yield RecordToRead(f"{path}{ecg.suffix}", stamp, read, ecg.label, of_folder=of_folder)
 
 
 def _arrays_in(path: Path) -> list[EcgArray]:
@@ -406,7 +426,8 @@ def _arrays_in(path: Path) -> list[EcgArray]:
     if values.ndim != 2 and values.size:
         shape = list(values.shape)
         raise ArrayError(f"shape {shape}, not [leads, samples] or [ECGs, leads, samples]")
-    return [EcgArray("", path.stem, lambda: values)] if values.size else []
+    # Opened again when it is read: a process cannot map the files of a large folder at once
+    return [EcgArray("", path.stem, partial(open_npy, path))] if values.size else []
 
 
 def _read_array(ecg: EcgArray, options: EcgOptions, model_input: Input) -> Prepared | ReadError:

@@ -37,10 +37,11 @@ from omnilead.data_tools.prepare import (
     amplitude_doubt,
     crop_count,
     flags_of,
+    microvolts,
     prepare_crop,
     samples_at_500,
 )
-from omnilead.data_tools.record import MV_PER_UNIT, EcgRecord, unit_name
+from omnilead.data_tools.record import EcgRecord, unit_name
 from omnilead.data_tools.resampling import RATE_RANGE_HZ
 from omnilead.engine.common import (
     LEADS,
@@ -481,7 +482,7 @@ def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> 
     except (ReadError, TypeError, ValueError) as error:
         needed = "[leads, samples] in V, mV or uV at {:g} to {:g} Hz".format(*RATE_RANGE_HZ)
         raise SignalError(f"fs_hz={fs_hz!r}, unit={unit!r}: {error}: give {needed}") from None
-    uv_LT = _microvolts(record)
+    uv_LT = microvolts(record)
     _plausible(np.abs(uv_LT) / 1000, unit)
     if doubt := amplitude_doubt(uv_LT, record.fs_hz):
         record = replace(record, warnings=((IMPLAUSIBLE_AMPLITUDE, doubt),))
@@ -539,13 +540,6 @@ def _values(signal: Any) -> np.ndarray:
     if array.dtype.kind == "i" and array.dtype.itemsize == 2:  # in either byte order
         array, none = array.astype(np.int16, copy=False), NOT_MEASURED
     return np.where(np.ma.getmaskarray(signal), none, array) if np.ma.is_masked(signal) else array
-
-
-def _microvolts(record: EcgRecord) -> np.ndarray:
-    """The signal, NaN where it was not measured."""
-    values = record.signal.astype(np.float64)
-    there = np.isfinite(values) if record.invalid is None else record.signal != record.invalid
-    return np.where(there, values * (1000 * MV_PER_UNIT[record.unit]), np.nan)
 
 
 def _plausible(mv_LT: np.ndarray, unit: str) -> None:

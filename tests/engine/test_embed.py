@@ -122,6 +122,74 @@ def test_arrays(embedded, model, tmp_path):
     np.testing.assert_allclose(vectors(table), expected, atol=2e-6)
 
 
+def test_a_folder_of_arrays_is_read_as_its_files_are(embedded, folder, tmp_path, capsys):
+    place = tmp_path / "in"
+    (place / "b").mkdir(parents=True)
+    np.save(place / "many.npy", np.stack([GOOD, -GOOD]))
+    np.save(place / "b" / "one.npy", GOOD)
+    (place / "bad.npy").write_bytes(b"no array")
+    np.save(place / "empty.npy", GOOD[:, :0])
+    with pytest.warns(UserWarning, match="without 2 of 5 records"):
+        table = embedded(place, fs_hz=500)
+    assert sorted(table["record"].to_pylist()) == ["many[0]", "many[1]", "one"]
+    files = embedded(place / "b" / "one.npy", place / "many.npy", fs_hz=500)
+    both = vectors(table.sort_by("record")), vectors(files.sort_by("record"))
+    np.testing.assert_allclose(*both, atol=2e-6)
+    said = capsys.readouterr().err
+    assert "skipped" in said and "bad.npy: cannot be read as numbers" in said
+    assert "empty.npy: has no ECG" in said
+    with pytest.raises(ConfigError, match="give its sampling rate with"):
+        embedded(place)
+    with pytest.raises(DataError, match=r"bad.npy: cannot be read"):
+        embedded(place, fs_hz=500, on_corrupt="stop")
+    (place / "arrays.yaml").write_text(
+        "file: many.npy\nfs_hz: 500\nunit: mV\nleads: 12\nname: own\n"
+    )
+    described = embedded(place)
+    assert described["record"].to_pylist() == ["many_0", "many_1"]
+    assert described["source"].to_pylist() == ["own"] * 2
+    same = table.filter(pa.compute.match_substring(table["record"], "many"))
+    np.testing.assert_allclose(vectors(described), vectors(same), atol=2e-6)
+
+
+ROWS = """
+import io
+
+import numpy as np
+
+from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.sources import Source
+
+
+class Rows(Source):
+    name = "rows"
+
+    def keys(self):
+        for name in self.root.names():
+            if name.endswith(".npy"):
+                yield from (f"{name}#{row}" for row in range(len(self.array(name))))
+
+    def array(self, name):
+        return np.load(io.BytesIO(self.root.read(name, 10**8)), allow_pickle=False)
+
+    def read(self, key):
+        name, _, row = key.rpartition("#")
+        return EcgRecord(f"ecg_{row}", self.array(name)[int(row)], 500.0, LEADS, source=self.name)
+"""
+
+
+def test_a_source_of_the_users_own_may_yield_many_ecgs_of_a_file(tmp_path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    np.save(tmp_path / "in" / "e.npy", np.stack([GOOD, -GOOD, GOOD * np.nan]))
+    (tmp_path / "rows_of.py").write_text(ROWS)
+    monkeypatch.chdir(tmp_path)
+    how = {"source": "rows_of.py:Rows", "plan": "all"}
+    made = omnilead.shard("in", out="out", workers=2, **how)
+    assert sorted(made.table(["record"])["record"].to_pylist()) == ["ecg_0", "ecg_1"]
+    assert "e.npy#2" in (tmp_path / "out" / "rejects.csv").read_text()
+    assert omnilead.verify("out", archive="in", source=how["source"], workers=1) == []
+
+
 def test_arrays_with_the_same_name_are_told_apart(embedded, tmp_path):
     files = [tmp_path / name for name in ("x/a.npy", "y/a.npy", "x/z.npz", "y/z.npz", "b.npy")]
     for file in files:

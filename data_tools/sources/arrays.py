@@ -1,0 +1,417 @@
+"""Arrays of many ECGs, and tables beside them: ROOT/arrays.yaml says what is in them.
+
+    file: ecg.npy                # or a pattern, as records/*.h5; .npy, .npz, HDF5, .zarr
+    fs_hz: 500                   # or a column of the table
+    unit: mV                     # V, mV, uV, or how many microvolts one step is
+    leads: 12                    # in the order of LEADS; or their names in order
+    table: metadata.csv
+    patient: subject_id          # a column
+
+data_tools/README.md lists all words. What is missing is never guessed. One key per ECG, `file#row`;
+files are opened once in each process and read by row.
+"""
+
+import glob
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from itertools import compress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import yaml  # type: ignore[import-untyped]
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+
+from omnilead.data_tools.array_files import (
+    ENDINGS,
+    array_errors,
+    arrays_in,
+    open_array,
+    path_inside,
+    without_padding,
+)
+from omnilead.data_tools.errors import DataError, ReadError, one_line
+from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt, microvolts
+from omnilead.data_tools.record import (
+    LEADS,
+    MV_PER_UNIT,
+    EcgRecord,
+    Header,
+    as_number,
+    clean_age,
+    clean_sex,
+    lead_rows,
+    unit_name,
+)
+from omnilead.data_tools.record_tables import as_text, read_cells
+from omnilead.data_tools.resampling import rate_ratio
+from omnilead.data_tools.sources.base import Source, cached, path_name, record_stem
+from omnilead.data_tools.storage import Folder
+
+YAML, MAX_YAML = "arrays.yaml", 2**16
+COLUMNS = {"record", "patient", "age", "sex", "index", "fs_hz"}
+NEEDED = {
+    "fs_hz": "the sampling rate in Hz, or a column of the table",
+    "unit": "mV, uV, V, or how many microvolts one step is",
+    "leads": "12 (I II III aVR aVL aVF V1 to V6), or the names of all leads in order",
+}
+MAX_ECGS, MAX_SAMPLES, MAX_TABLE = 20_000_000, 2_000_000, 2**29
+FIRST_SAMPLES = 64  # stand for the waveform in the plan
+NOT_MEASURED = -32_768  # in int16
+
+
+class ArrayFacts(BaseModel):
+    """What arrays.yaml says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+    file: str  # a name or pattern
+    dataset: str = ""  # in HDF5, .npz and zarr
+    layout: tuple[str, ...] = ()
+    leads: tuple[str, ...]
+    unit: str
+    fs_hz: str
+    padding: Literal["", "zeros"] = ""
+    table: str = ""
+    # Columns of the table, or without one beside the array in its file
+    record: str = ""
+    patient: str = ""
+    age: str = ""
+    sex: str = ""
+    index: str = ""  # number of the ECG in the array, from 0
+    name: str = "arrays"  # of the database
+    licence: str = "unknown"
+
+    @field_validator("layout", "leads", mode="before")
+    @classmethod
+    def _split(cls, words: Any) -> Any:
+        if isinstance(words, str | int):
+            words = str(words).replace(",", " ").split()
+        return LEADS if words == ["12"] else words
+
+    @property
+    def columns(self) -> dict[str, str]:
+        found = self.model_dump(include=COLUMNS, exclude_defaults=True)
+        if not math.isnan(as_number(self.fs_hz)):
+            del found["fs_hz"]
+        return found
+
+    @property
+    def many(self) -> bool:
+        """Whether a file has many ECGs."""
+        return "ecgs" in self.layout
+
+
+class ArrayTable(NamedTuple):
+    """The columns of a table as text, and the row of each ECG; None: in their order."""
+
+    cells: pa.Table
+    rows: Mapping[str, int] | None
+
+
+class ArraySource(Source):
+    name = "arrays"
+
+    def __init__(self, root: Folder, options: Mapping[str, Any] | None = None) -> None:
+        """`options`: fs_hz, unit and leads of the only array in a folder without arrays.yaml."""
+        super().__init__(root)
+        try:
+            self.facts = _read_facts(root, dict(options or {}))
+            if self.facts.table:
+                _table(root, self.facts)
+            else:
+                for name in self.facts.columns.values():
+                    _texts(root, _parts(root, self.facts.file)[0], name, self.facts)
+        except DataError as error:
+            why = error.reason if root.private and isinstance(error, ReadError) else error
+            raise DataError(f"{root.url}: {why}") from None
+        self.name, self.licence = self.facts.name, self.facts.licence
+        if self.facts.patient:
+            self.private = "the table's names of records and patients"
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return YAML in names
+
+    def keys(self) -> Iterator[str]:
+        for part in _parts(self.root, self.facts.file):
+            count = 1
+            if self.facts.many:
+                with suppress(ReadError):  # `read` refuses its first key with the same error
+                    count = _count(self.root, part, self.facts)
+            for row in range(count):
+                yield f"{part}#{row}"
+
+    def tables(self) -> bytes:
+        table = self.facts.table and self.root.read(self.facts.table, MAX_TABLE)
+        return f"{self.facts} {table!r}".encode()
+
+    def name_for(self, key: str) -> str:
+        part, _, row = key.rpartition("#")
+        return f"{record_stem(part)}_{row}" if self.facts.many else record_stem(part)
+
+    def header(self, key: str) -> Header:
+        """Of a .npy file, only the first samples are read."""
+        record = self._ecg(key)
+        content = record.signal[:, :FIRST_SAMPLES].tobytes()
+        stamp = self.root.stamp(key.rpartition("#")[0])
+        return Header(record.name, self.name, record.signal.shape[1], record.fs_hz, content, stamp)
+
+    def read(self, key: str) -> EcgRecord:
+        record = self._ecg(key)
+        measured = np.any(record.signal, axis=1)
+        if not measured.any():
+            raise ReadError("no valid lead", "all zero")
+        leads = tuple(compress(record.leads, measured.tolist()))
+        record = replace(record, signal=record.signal[measured], leads=leads)
+        with np.errstate(invalid="ignore", over="ignore"):
+            doubt = amplitude_doubt(microvolts(record), record.fs_hz)
+        if doubt:
+            doubt += ": is the unit right?"
+            record = replace(record, warnings=((IMPLAUSIBLE_AMPLITUDE, doubt),))
+        return record
+
+    def _ecg(self, key: str) -> EcgRecord:
+        facts = self.facts
+        part, _, row = key.rpartition("#")
+        values, cells = _open(self.root, part, facts), _cells(self.root, part, int(row), facts)
+        at = {"ecgs": int(row), "1": 0}
+        with array_errors(part):
+            signal = np.asarray(values[tuple(at.get(axis, slice(None)) for axis in facts.layout)])
+        if facts.layout.index("samples") < facts.layout.index("leads"):
+            signal = signal.T
+        if facts.padding:
+            signal = without_padding(signal)
+        name = path_name(part, self.name_for(key))
+        if facts.record:
+            if not cells["record"]:
+                raise ReadError("record name", f"empty in {facts.record}")
+            name = record_stem(cells["record"].replace("/", "_") + ".", longest=None)
+        fs_hz = as_number(cells.get("fs_hz", facts.fs_hz))
+        rate_ratio(fs_hz)  # refuses unsupported rates
+        return EcgRecord(
+            name,
+            signal,
+            fs_hz,
+            facts.leads,
+            gain=1 / _mv_per_step(facts.unit),
+            invalid=NOT_MEASURED if signal.dtype == np.int16 else None,
+            source=self.name,
+            patient=cells.get("patient"),
+            age=clean_age(cells.get("age")),
+            sex=clean_sex(cells.get("sex")),
+        )
+
+
+def _mv_per_step(unit: str) -> float:
+    mv = as_number(unit) / 1000
+    if math.isnan(mv):
+        mv = MV_PER_UNIT[unit_name(unit)]
+    if not 0 < mv < math.inf:
+        raise DataError(f"unit: {unit}: write {NEEDED['unit']}")
+    return mv
+
+
+# arrays.yaml
+
+
+def _read_facts(root: Folder, words: Any) -> ArrayFacts:
+    if root.remote:
+        raise DataError("copy arrays to a local disk first")
+    described = root.exists(YAML)
+    if described:
+        if words:
+            raise DataError(f"{YAML} describes the arrays: leave out --fs, --unit and --leads")
+        words = _read_yaml(root)
+    if "file" not in words:
+        files = [name for name in root.children() if name.endswith(ENDINGS)]
+        if len(files) != 1:
+            kinds = ", ".join(ENDINGS)
+            raise DataError(f"{len(files)} files {kinds}: add file: NAME or a pattern to {YAML}")
+        words["file"] = glob.escape(files[0])
+        if not described and not words.keys() >= NEEDED.keys():
+            raise DataError(_shortest(root, files[0]))
+    try:
+        facts = ArrayFacts.model_validate(words)
+    except ValidationError as error:
+        first = error.errors()[0]
+        word = str(first["loc"][0])
+        mend = NEEDED.get(word, f"not one of {', '.join(ArrayFacts.model_fields)}")
+        raise DataError(f"{YAML}: {word}: {first['msg']}: {mend}") from None
+    lead_rows(facts.leads)
+    _mv_per_step(facts.unit)
+    if "fs_hz" not in facts.columns:
+        rate_ratio(float(facts.fs_hz))
+    return _completed(root, facts)
+
+
+def _read_yaml(root: Folder) -> dict[Any, Any]:
+    data = root.read(YAML, MAX_YAML)
+    try:
+        words = yaml.safe_load(data)
+    except Exception as error:  # of many kinds, by the tags in it
+        raise DataError(one_line(f"{YAML} is no YAML: {error}", 200)) from None
+    if not isinstance(words, dict):
+        raise DataError(f"{YAML}: write one `word: value` a line, such as fs_hz: 500")
+    return words
+
+
+def _completed(root: Folder, facts: ArrayFacts) -> ArrayFacts:
+    """With the dataset and the layout of the first file, if only one is possible."""
+    part = _parts(root, facts.file)[0]
+    if not facts.dataset:
+        facts = facts.model_copy(update={"dataset": _only_array(root, part)})
+    if not facts.layout:
+        shape = open_array(root, part, facts.dataset).shape
+        facts = facts.model_copy(update={"layout": _layout(shape, len(facts.leads))})
+    axes = set(facts.layout)
+    known = {"leads", "samples"} <= axes <= {"ecgs", "leads", "samples", "1"}
+    if not known or len(axes) < len(facts.layout):
+        given = ", ".join(facts.layout)
+        raise DataError(f"layout: [{given}]: leads, samples, perhaps ecgs and 1, each axis once")
+    return facts
+
+
+def _only_array(root: Folder, part: str) -> str:
+    """The name of the only array that can hold ECGs; none in a file of one array."""
+    arrays = arrays_in(root, part)
+    found = [name for name, values in arrays.items() if len(values.shape) > 1]
+    if len(found) != 1:
+        shown = ", ".join(f"{name} {list(values.shape)}" for name, values in arrays.items())
+        raise DataError(f"{part} holds {shown or 'no array'}: add dataset: NAME to {YAML}")
+    return found[0]
+
+
+def _shortest(root: Folder, part: str) -> str:
+    """What to write if nothing is said of a file."""
+    dataset = _only_array(root, part)
+    values = open_array(root, part, dataset)
+    leads = "12" if 12 in values.shape else "[I, II, ...]"
+    inside = f"dataset: {dataset}, " if dataset else ""
+    return (
+        f"--source arrays needs {YAML} there; the shortest for {part}, {values.dtype} "
+        f"{list(values.shape)}, is {{file: {part}, {inside}fs_hz: HZ, unit: UNIT, leads: {leads}}} "
+        f"with HZ {NEEDED['fs_hz']}, UNIT {NEEDED['unit']}; or give --fs HZ --unit UNIT "
+        f"--leads {leads}"
+    )
+
+
+def _layout(shape: tuple[int, ...], leads: int) -> tuple[str, ...]:
+    """The axes of a shape that has only one reading."""
+    if len(shape) not in (2, 3):
+        axes = "[ecgs, 1, samples, leads]"
+        raise DataError(f"shape {list(shape)}: name its axes, such as layout: {axes}, in {YAML}")
+    readings: list[tuple[str, ...]] = [("leads", "samples"), ("samples", "leads")]
+    if len(shape) == 3:
+        readings = [("ecgs", *axes) for axes in readings]
+    possible = [axes for axes in readings if shape[axes.index("leads")] == leads]
+    if len(possible) == 1:
+        return possible[0]
+    either, other = (f"layout: [{', '.join(axes)}]" for axes in readings)
+    raise DataError(
+        f"shape {list(shape)} with {leads} leads fits {'both' if possible else 'neither'} "
+        f"{either} {'and' if possible else 'nor'} {other}: write in {YAML} which it is, and all "
+        "leads in order"
+    )
+
+
+# Files and tables
+
+
+def _parts(root: Folder, pattern: str) -> list[str]:
+    """The files, in alphabetical order."""
+    parts = sorted(glob.glob(pattern, root_dir=root.url, recursive=True))
+    if not parts:
+        raise DataError(f"file: {pattern}: there is no such file")
+    return parts
+
+
+@lru_cache(maxsize=32)
+def _open(root: Folder, part: str, facts: ArrayFacts) -> Any:
+    values = open_array(root, part, facts.dataset)
+    most = {"ecgs": MAX_ECGS, "samples": MAX_SAMPLES, "leads": len(facts.leads), "1": 1}
+    shape = dict(zip(facts.layout, values.shape, strict=False))
+    if (
+        len(values.shape) != len(facts.layout)
+        or shape["leads"] != len(facts.leads)
+        or any(size > most[axis] for axis, size in shape.items())
+        or values.dtype.kind not in "iuf"
+    ):
+        found = f"{part}: {values.dtype} {list(values.shape)}"
+        wanted = f"[{', '.join(facts.layout)}] with {len(facts.leads)} leads"
+        raise ReadError("unexpected array shape", f"{found}, not {wanted}")
+    return values
+
+
+def _count(root: Folder, part: str, facts: ArrayFacts) -> int:
+    """The number of ECGs in a file."""
+    return int(_open(root, part, facts).shape[facts.layout.index("ecgs")]) if facts.many else 1
+
+
+@cached
+def _table(root: Folder, facts: ArrayFacts) -> ArrayTable:
+    path, columns = path_inside(root, facts.table), facts.columns
+    if path.stat().st_size > MAX_TABLE:
+        raise ReadError("file too large", facts.table)
+    if not columns:
+        raise DataError(f"table: {facts.table}: add patient: and the name of its column")
+    cells = read_cells(str(path), "patients", next(iter(columns.values())))
+    if absent := set(columns.values()) - set(cells.column_names):
+        there = ", ".join(cells.column_names[:20])
+        raise DataError(f"{facts.table}: no column {', '.join(sorted(absent))}: it has {there}")
+    cells = as_text(pa.table([cells[name] for name in columns.values()], list(columns)))
+    if not facts.many:
+        if not facts.record:
+            raise DataError("record: add it, and the column with the names of the files")
+        return ArrayTable(cells, _rows(cells["record"], facts.record))
+    parts = _parts(root, facts.file)
+    if len(parts) > 1:
+        raise DataError(f"table: for one file of many ECGs, but {facts.file} is {len(parts):,}")
+    total = _count(root, parts[0], facts)
+    if not facts.index:
+        if len(cells) != total:
+            raise DataError(
+                f"{facts.table}: {len(cells):,} rows for {total:,} ECGs: add index: and the column "
+                "with the number of the ECG, from 0"
+            )
+        return ArrayTable(cells, None)
+    rows = _rows(cells["index"], facts.index)
+    if others := rows.keys() - set(map(str, range(total))):
+        raise DataError(f"index: {facts.index}: {min(others)} for {total:,} ECGs, counted from 0")
+    return ArrayTable(cells, rows)
+
+
+def _rows(column: pa.ChunkedArray, name: str) -> dict[str, int]:
+    keys = column.fill_null("").to_pylist()
+    rows = {key: row for row, key in enumerate(keys)}
+    if len(rows) < len(keys):
+        raise DataError(f"{name}: has a value twice: {len(rows):,} in {len(keys):,} rows")
+    return rows
+
+
+@lru_cache(maxsize=32)
+def _texts(root: Folder, part: str, name: str, facts: ArrayFacts) -> list[str]:
+    """A column beside an array."""
+    values, count = open_array(root, part, name), _count(root, part, facts)
+    if values.shape != (count,) or values.dtype.kind not in "iufbSU":
+        what = f"{part}: {name} is {values.dtype} {list(values.shape)} for {count} ECGs"
+        raise ReadError("unexpected array shape", what)
+    return [cell.decode() if isinstance(cell, bytes) else str(cell) for cell in values[:].tolist()]
+
+
+def _cells(root: Folder, part: str, row: int, facts: ArrayFacts) -> dict[str, str | None]:
+    """What the table says of an ECG."""
+    if not facts.table:
+        return {role: _texts(root, part, name, facts)[row] for role, name in facts.columns.items()}
+    table, found = _table(root, facts), row
+    if table.rows is not None:
+        key = str(row) if facts.many else Path(part).stem
+        if key not in table.rows:
+            raise ReadError("not in the table", key)
+        found = table.rows[key]
+    cells: dict[str, str | None] = table.cells.slice(found, 1).to_pylist()[0]
+    return cells
