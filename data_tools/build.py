@@ -6,6 +6,10 @@ its rows of samples.parquet, its rejects, a hash of its content, and the part's 
 `shard` is run again after an interruption, it keeps valid parts whose content hash matches and
 builds the others again. A run may be killed at any moment, any number of times, and still ends with
 the same bytes.
+
+Roles depend on all records, so until the end the JSON of a crop says that it has none, and nobody
+trains on it by mistake. Then they are written in their place, of fixed width. The part has a crc32c
+of everything else, so a shard is valid whichever roles it has, and writing them again changes nothing.
 """
 
 import csv
@@ -39,6 +43,7 @@ from omnilead.data_tools.dataset import (
     STORE,
     Dataset,
     fingerprint,
+    label_names,
     waveform,
 )
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError, one_line
@@ -56,9 +61,12 @@ from omnilead.data_tools.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.record import SYNTHETIC, EcgRecord, class_row
 from omnilead.data_tools.shard_writers import (
     MAX_INDEX,
+    ROLES_WIDTH,
     TarWriter,
+    extended,
     index_name,
     part_name,
+    roles_text,
     shard_name,
 )
 from omnilead.data_tools.sources.base import Source, located, read_safely, shown_patient
@@ -186,6 +194,9 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
 
 def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions) -> None:
     """Build the missing shards."""
+    if options.plan == "all":  # they have their roles at once
+        roles = f" all {options.role_sources.implausible}"
+        contents = [content + roles for content in contents]
     written = set(out.names(".build"))  # by an interrupted run
     left = [
         (i, content) for i, content in enumerate(contents) if part_name(shard_name(i)) in written
@@ -195,7 +206,7 @@ def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOpti
     finished = set(tqdm(checked, "checking finished shards", len(left), disable=quiet))
     missing = [i for i in range(plan.shards) if i not in finished]
     tasks = ((i, plan.shard(i).crops, contents[i]) for i in missing)
-    build = partial(build_shard, out, plan.sources, options.pseudonym_key)
+    build = partial(build_shard, out, plan.sources, options)
     made = cluster.run(build, tasks, options.workers, options.cluster)
     done = plan.shards - len(missing)
     for _ in tqdm(
@@ -228,15 +239,31 @@ def _finished(out: Folder, task: tuple[int, str]) -> int | None:
         if facts["content"] != content:
             return None
         index = out.read(index_name(name), MAX_INDEX)
-        tar = out.read(f"shards/{name}", facts["bytes"])
-        sums = hashlib.sha256(index).hexdigest(), hashlib.sha256(tar).hexdigest()
-        return number if sums == (facts["index"], facts["sha256"]) else None
+        if hashlib.sha256(index).hexdigest() != facts["index"]:
+            return None
+        _whole_tar(out, facts)
+        return number
     except (ReadError, KeyError):
         return None
 
 
+def _whole_tar(out: Folder, facts: dict[str, Any]) -> memoryview:
+    """The tar as it was written, whichever roles it has by now; else a ReadError."""
+    tar = out.view(f"shards/{facts['name']}", facts["bytes"])
+    crc = begin = 0
+    for start in facts["roles_at"]:
+        crc = extended(crc, tar[begin:start])
+        begin = start + ROLES_WIDTH
+    if extended(crc, tar[begin:]) != facts["crc32c"]:
+        raise ReadError("fails its crc32c")
+    return tar
+
+
 def build_shard(
-    out: Folder, sources: tuple[Source, ...], key: bytes | None, task: tuple[int, PlannedCrops, str]
+    out: Folder,
+    sources: tuple[Source, ...],
+    options: ShardOptions,
+    task: tuple[int, PlannedCrops, str],
 ) -> None:
     """Read, prepare and write the crops of one shard, then publish its tar, index and part, in this
     order."""
@@ -249,7 +276,7 @@ def build_shard(
             write_errors(out.url, f"shards/{name}"),
             open(temporary, "wb", buffering=1 << 20) as file,
         ):
-            writer = _ShardWriter(TarWriter(file), key)
+            writer = _ShardWriter(TarWriter(file), options)
             for path, label, part, record in _records(sources, crops):
                 writer.add(path, label, part, record)
             index = writer.tar.close().encode()
@@ -261,7 +288,9 @@ def build_shard(
         "name": name,
         "crops": len(writer.rows),
         "bytes": writer.tar.size,
-        "sha256": writer.tar.sha256.hexdigest(),
+        "crc32c": writer.tar.crc32c,
+        "roles_at": writer.tar.roles_at,
+        "sha256": None if writer.tar.roles_at else writer.tar.sha256.hexdigest(),
         "index": hashlib.sha256(index).hexdigest(),
         "rejects": writer.rejects,
     }
@@ -272,9 +301,11 @@ def build_shard(
 class _ShardWriter:
     """Prepares crops and appends them to a tar; what cannot be used is noted in `rejects`."""
 
-    def __init__(self, tar: TarWriter, key: bytes | None) -> None:
+    def __init__(self, tar: TarWriter, options: ShardOptions) -> None:
         self.tar = tar
-        self.key = key
+        self.key = options.pseudonym_key
+        self.all_pretrain = options.plan == "all"
+        self.implausible = options.role_sources.implausible
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
@@ -295,11 +326,17 @@ class _ShardWriter:
             return
         self._note(source, name, _flags(crop))
         crc, hashed = waveform(self.samples)
-        text = json.dumps(row | {"crc32c": f"{crc:08x}", "waveform": f"{hashed:016x}"})
+        facts = row | {"crc32c": f"{crc:08x}", "waveform": f"{hashed:016x}"}
+        facts["label_names"] = label_names(row["labels"])
+        text = json.dumps(facts).removesuffix("}").encode() + b", "
+        roles = roles_text(False, None, None)
+        if self.all_pretrain:
+            pretrain = self.implausible or IMPLAUSIBLE not in row["flags"]
+            text, roles = text + roles_text(pretrain, None, None), b""
         member = f"{source}-{name}-{part:03d}"
         row["crc32c"] = crc
         row["waveform"] = hashed
-        row["offset"] = self.tar.add(member, self.samples.data.cast("B"), text.encode())
+        row["offset"] = self.tar.add(member, self.samples.data.cast("B"), text, roles)
         self.rows.append(row)
 
     def _note(self, source: str, name: str, notes: Iterable[tuple[str, str]]) -> None:
@@ -400,6 +437,8 @@ def finish(
     sources = _source_facts(planned, records)
     roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources)
     del records, numbers
+    if options.format != "zarr":
+        _write_roles(out, shards, roles, options)
     if options.format != "tar":
         crops = _columns(out, planned, ["shard", "offset", "crc32c"])
         how = options.workers, options.cluster, options.quiet
@@ -441,6 +480,40 @@ def _shard_facts(
         doubtful.append(flagged(part, IMPLAUSIBLE))
         numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
     return shards, rejects, np.concatenate(doubtful), pa.concat_tables(numbers)
+
+
+def _write_roles(
+    out: Folder, shards: list[dict[str, Any]], roles: pa.Table, options: ShardOptions
+) -> None:
+    """Write the roles into the shards that were built without, which gives them their sha256."""
+
+    def tasks() -> Iterator[tuple[int, str, list[bytes]]]:
+        begin = 0
+        for number, shard in enumerate(shards):
+            rows = roles.slice(begin, shard["crops"]).to_pylist()
+            begin += shard["crops"]
+            if shard["sha256"] is None:
+                yield number, shard["name"], [roles_text(*row.values()) for row in rows]
+
+    done = cluster.run(partial(write_roles, out), tasks(), options.workers, options.cluster)
+    quiet = options.quiet or options.plan == "all"
+    for number, sha256 in tqdm(done, "roles", len(shards), disable=quiet):
+        shards[number]["sha256"] = sha256
+
+
+def write_roles(out: Folder, task: tuple[int, str, list[bytes]]) -> tuple[int, str]:
+    """Write the roles of a shard's crops into its JSON. -> its number and its sha256."""
+    number, name, roles = task
+    try:
+        facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
+        tar = _whole_tar(out, facts)
+    except ReadError as error:
+        out.remove(part_name(name))
+        raise DatasetError(
+            f"{out.url}/shards/{name}: {error.reason}: run again to rebuild the file"
+        ) from None
+    tar = out.patch(f"shards/{name}", tar, list(zip(facts["roles_at"], roles, strict=True)))
+    return number, hashlib.sha256(tar).hexdigest()
 
 
 def _parts(out: Folder, planned: PlanFacts) -> Iterator[pa.Table]:
@@ -500,6 +573,7 @@ def _row_groups(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
     """The part of dataset.json that says how it was made."""
     meta: dict[str, Any] = {"format_version": dataset.FORMAT_VERSION}
+    meta["format_minor"] = dataset.FORMAT_MINOR
     for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
         meta[name] = SPEC[name]
     meta["preprocessing"] = SPEC

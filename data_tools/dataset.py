@@ -43,6 +43,8 @@ from omnilead.data_tools.errors import ReadError, one_line
 from omnilead.data_tools.storage import Folder, dataset_folder
 
 FORMAT_VERSION = 1
+# 1: roles and label names in the JSON of the shards, attributes in the zarr copy. 0 has neither
+FORMAT_MINOR = 1
 CLASSES = ABBREVIATIONS  # the columns of `labels`
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
@@ -106,6 +108,7 @@ class DatasetFacts(BaseModel, strict=True):
     crops: int
     samples: FileFacts
     rejects: FileFacts | None = None
+    format_minor: int = 0
     shards: list[ShardFacts]
     formats: list[Literal["tar", "zarr"]]
     seed: int = 0
@@ -231,7 +234,7 @@ class Dataset:
         row %= len(self)
         group = int(np.searchsorted(self._group_begins, row, side="right")) - 1
         facts = self._group(group).slice(row - self._group_begins[group], 1).to_pylist()[0]
-        facts["labels"] = [name for name, has in zip(CLASSES, facts["labels"], strict=True) if has]
+        facts["labels"] = label_names(facts["labels"])
         return Ecg(row, self.read(row), **facts)
 
     def __iter__(self) -> Iterator[Ecg]:
@@ -240,6 +243,11 @@ class Dataset:
     @property
     def fingerprint(self) -> str:
         return str(self.meta["fingerprint"])
+
+    @property
+    def minor(self) -> int:
+        """The minor version of its format."""
+        return int(self.meta.get("format_minor", 0))
 
     @property
     def shards(self) -> list[dict[str, Any]]:
@@ -393,6 +401,10 @@ def fingerprint(meta: dict[str, Any]) -> str:
     table."""
     rest = {name: value for name, value in meta.items() if name != "fingerprint"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def label_names(labels: list[bool]) -> list[str]:
+    return [name for name, has in zip(CLASSES, labels, strict=True) if has]
 
 
 def waveform(crop: np.ndarray) -> tuple[int, int]:

@@ -2,12 +2,13 @@
 `folder(url)` picks the class.
 
 Reading never follows a link out of the archive and never reads more bytes than the caller expects.
-Writing never leaves an incomplete file under its final name.
+Writing never leaves an incomplete file under its final name; `patch` alone changes a file in place.
 """
 
 import errno
 import fcntl
 import hashlib
+import mmap
 import os
 import random
 import shutil
@@ -28,6 +29,7 @@ from typing import IO, Any, TypeVar
 from omnilead.data_tools.cli import tell
 from omnilead.data_tools.errors import ReadError, StorageError, one_line, printable
 
+Pieces = list[tuple[int, bytes]]  # where they begin in a file, and what is there
 T = TypeVar("T")
 Item = TypeVar("Item")
 RETRIES, FIRST_WAIT_S = 6, 0.2
@@ -119,6 +121,16 @@ class LocalFolder:
         with open(self.path(name), "rb", buffering=0) as file:
             return os.pread(file.fileno(), size, start)
 
+    def view(self, name: str, limit: int) -> memoryview:
+        """A whole file, memory-mapped; its size does not matter then."""
+        try:
+            with open(self.path(name), "rb") as file:
+                return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except FileNotFoundError:
+            raise ReadError("missing file") from None
+        except ValueError:
+            raise ReadError("empty file") from None
+
     def size(self, name: str) -> int:
         return os.path.getsize(self.path(name))
 
@@ -163,6 +175,16 @@ class LocalFolder:
         with write_errors(self.url, name):
             temporary.write_bytes(data)
             self.publish(temporary, name)
+
+    def patch(self, name: str, content: memoryview, pieces: Pieces) -> memoryview:
+        """Overwrite pieces of a file in its place and return what it holds then. A kill leaves some
+        of them unwritten: only for a file that can be patched again. `content`: all its bytes so far,
+        which a bucket needs."""
+        with write_errors(self.url, name), open(self.path(name), "r+b", buffering=0) as file:
+            for start, data in pieces:
+                os.pwrite(file.fileno(), data, start)
+            os.fsync(file.fileno())
+        return self.view(name, len(content))
 
     def publish(self, path: Path, name: str) -> None:
         final = Path(self.path(name))
@@ -311,6 +333,9 @@ class RemoteFolder:
             raise OSError(f"{len(data)} of {expected} bytes arrived")
         return bytes(data)
 
+    def view(self, name: str, limit: int) -> memoryview:
+        return memoryview(self.read(name, limit))
+
     def size(self, name: str) -> int:
         return int(
             self._retry(name, lambda: self.fs.info(self.path(name))["size"], must_exist=True)
@@ -339,6 +364,16 @@ class RemoteFolder:
 
     def write(self, name: str, data: bytes) -> None:
         self._retry(name, lambda: self.fs.pipe_file(self.path(name), data))
+
+    def patch(self, name: str, content: memoryview, pieces: Pieces) -> memoryview:
+        """Write the object again, because a bucket cannot change a part of it."""
+        whole = bytearray(content)
+        for start, data in pieces:
+            whole[start : start + len(data)] = data
+        temporary = self.workdir() / "tmp" / f"{os.path.basename(name)}.{os.getpid()}"
+        temporary.write_bytes(whole)
+        self.publish(temporary, name)
+        return memoryview(whole)
 
     def publish(self, path: Path, name: str) -> None:
         self._retry(name, lambda: self.fs.put_file(str(path), self.path(name)))

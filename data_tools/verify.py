@@ -41,6 +41,7 @@ from omnilead.data_tools.dataset import (
     SAMPLES,
     STORE,
     Dataset,
+    label_names,
     waveform,
 )
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
@@ -223,7 +224,7 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
         if fast:
             found += _check_size(dataset, name, shard["bytes"])
             return [*found, *_check_size(dataset, index_name(shard["name"]))]
-        data = _contents(dataset, name, shard["bytes"])
+        data = dataset.root.view(name, shard["bytes"])
         if len(data) != shard["bytes"]:
             return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
         if hashlib.sha256(data).hexdigest() != shard["sha256"]:
@@ -231,7 +232,7 @@ def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
         found += _check_crops(name, data, rows)
         found += _check_index(dataset, index_name(shard["name"]), data, rows)
         if not found:
-            found += _check_members(name, data, rows)
+            found += _check_members(name, data, rows, dataset.minor)
     except ReadError as error:
         found.append(f"{name}: {error.reason}")
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -269,21 +270,6 @@ def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Ite
             yield f"{name}: {size} bytes, {expected} expected (truncated or replaced)"
 
 
-def _contents(dataset: Dataset, name: str, size: int) -> memoryview:
-    """A whole file; local files are memory-mapped."""
-    root = dataset.root
-    try:
-        return (
-            memoryview(root.read(name, size))
-            if root.remote
-            else np.memmap(root.path(name), np.uint8, "r").data
-        )
-    except FileNotFoundError:
-        raise ReadError("missing file") from None
-    except ValueError:
-        raise ReadError("empty file") from None
-
-
 def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
     """Check a crop's samples against its row."""
     crc, hashed = waveform(crop)
@@ -309,7 +295,7 @@ def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) 
     return [] if text == expected else [f"{name}: names, offsets or sizes differ from the shard"]
 
 
-def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
+def _check_members(name: str, data: memoryview, rows: pa.Table, minor: int) -> Iterator[str]:
     """Check all members up to the end of the file: tar headers, and JSON with the values of the
     row."""
     end = 0
@@ -325,16 +311,20 @@ def _check_members(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]
         ):
             yield f"{at}: another crop or another kind of tar member is in its place"
             return
-        if differing := _differing(json.loads(bytes(data[text : text + length])), row):
+        facts = json.loads(bytes(data[text : text + length]))
+        if differing := _differing(facts, row, minor):
             yield f"{at}: JSON and {SAMPLES} differ in {', '.join(differing)}"
         end = text + length + -length % BLOCK
     if bytes(data[end:]) != bytes(2 * BLOCK):
         yield f"{name}: the end of the tar file does not follow its last crop"
 
 
-def _differing(facts: dict[str, Any], row: dict[str, Any]) -> list[str]:
+def _differing(facts: dict[str, Any], row: dict[str, Any], minor: int) -> list[str]:
     """The names of the entries of a crop's JSON that differ from its row."""
     expected = {column: row[column] for column in JSON_COLUMNS}
+    if minor:
+        expected |= {column: row[column] for column in ROLES}
+        expected["label_names"] = label_names(row["labels"])
     expected["crc32c"] = f"{row['crc32c']:08x}"
     expected["waveform"] = f"{row['waveform']:016x}"
     if facts.get("age") is not None:
@@ -348,7 +338,7 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
         chunks = dataset.chunks
     except DatasetError as error:
         return [str(error)]
-    if chunks.meta != chunks.layout:
+    if chunks.meta != chunks.layout | ({} if dataset.minor else {"attributes": {}}):
         return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
     blocks = range(-(-len(dataset) // chunks.block))
     expected = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
@@ -383,7 +373,7 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
             return [f"{name}: {size} bytes do not match its index (replaced, or a crop is missing)"]
         if fast:
             return []
-        data = _contents(dataset, name, size)
+        data = root.view(name, size)
     except FileNotFoundError:
         return [f"{name}: missing file"]
     except (ChunkError, ReadError) as error:

@@ -17,7 +17,7 @@ import google_crc32c
 import numcodecs.blosc
 import numpy as np
 
-from omnilead.data_tools.constants import CROP_BYTES, CROP_SHAPE
+from omnilead.data_tools.constants import CROP_BYTES, CROP_SHAPE, LEADS
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from omnilead.data_tools.storage import Folder
 
@@ -30,6 +30,13 @@ MAX_CHUNK = BLOSC_HEADER + CROP_BYTES + CRC  # Blosc copies what it cannot compr
 CACHED_INDEXES = 256  # 16 kB each
 MAX_META = 2**20
 MAX_BLOCK = 2**20  # crops; gives an index of 16 MB
+# For others who read the copy: what it holds, and where the roles of its crops are
+ATTRIBUTES = {
+    "leads": list(LEADS),
+    "unit": "uV",
+    "fs_hz": 500,
+    "roles": {"file": "samples.parquet", "columns": ["pretrain", "dx_role", "id_role"]},
+}
 ABSENT = 2**64 - 1  # start and length of the chunks that the last block does not have
 
 
@@ -126,7 +133,7 @@ def layout(crops: int, block: int) -> dict[str, Any]:
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": 0,
         "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-        "attributes": {},
+        "attributes": ATTRIBUTES,
         "dimension_names": ["crop", "lead", "sample"],
         "zarr_format": 3,
         "node_type": "array",

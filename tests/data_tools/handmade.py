@@ -1,13 +1,22 @@
 """Records and archives written byte by byte from the formats' documentation, without the
 project's own writers; helpers that build datasets and read them back."""
 
+import hashlib
+import json
+import re
+import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.build import ShardOptions, rejects_of, shard
+from omnilead.data_tools.dataset import Dataset, fingerprint
 from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.shard_writers import TarWriter
 from omnilead.data_tools.sources import open_sources
 
 GEORGIA = """# Age: 78
@@ -92,6 +101,46 @@ def files(root):
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
+
+
+def without_roles(data):
+    """A tar with blanks for the roles, which are written into it at the end of a build."""
+    roles = rb'"pretrain": (true|false), "dx_role": (null|"\w+"), "id_role": (null|"\w+")} *'
+    return re.sub(roles, lambda found: b" " * len(found[0]), data)
+
+
+def as_minor_0(made, out):
+    """A dataset as it was before the JSON of its tars had roles."""
+    shutil.copytree(made.root.url, out)
+    table = pq.read_table(out / "samples.parquet")
+    meta = json.loads((out / "dataset.json").read_text())
+    del meta["format_minor"]
+    layout = out / "store.zarr/zarr.json"
+    if layout.exists():
+        layout.write_text(json.dumps(json.loads(layout.read_text()) | {"attributes": {}}, indent=2))
+    offsets = []
+    for entry in meta["shards"]:
+        path = out / "shards" / entry["name"]
+        with tarfile.open(path) as tar:
+            members = [(one.name, tar.extractfile(one).read()) for one in tar]
+        with open(path, "wb") as file:
+            writer = TarWriter(file)
+            for (name, ecg), (_, text) in zip(members[::2], members[1::2], strict=True):
+                facts = json.loads(text)
+                for new in ("pretrain", "dx_role", "id_role", "label_names"):
+                    del facts[new]
+                key = name.removesuffix(".ecg")
+                offsets.append(writer.add(key, ecg, json.dumps(facts).encode()))
+            path.with_suffix(".idx").write_text(writer.close())
+        entry |= {"bytes": writer.size, "sha256": writer.sha256.hexdigest()}
+    place = table.schema.get_field_index("offset")
+    table = table.set_column(place, table.schema.field(place), pa.array(offsets))
+    pq.write_table(table, out / "samples.parquet")
+    data = (out / "samples.parquet").read_bytes()
+    meta["samples"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    meta["fingerprint"] = fingerprint(meta)
+    (out / "dataset.json").write_text(json.dumps(meta))
+    return Dataset.open(str(out))
 
 
 def flip(path, at, bit=0x10):

@@ -23,6 +23,7 @@ from omnilead.data_tools.build import rejects_of
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.plan import permutation
+from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.shard_writers import member_header
 from omnilead.data_tools.verify import verify
 from tests.forks import started
@@ -104,6 +105,12 @@ def test_the_zarr_copy_has_the_same_bytes_as_zarr_python_writes(dataset, tmp_pat
         compressors=None,
         filters=None,
         dimension_names=("crop", "lead", "sample"),
+        attributes={
+            "leads": list(LEADS),
+            "unit": "uV",
+            "fs_hz": 500,
+            "roles": {"file": "samples.parquet", "columns": ["pretrain", "dx_role", "id_role"]},
+        },
     )
     theirs[:] = np.stack([dataset.read(row) for row in range(len(dataset))])
     assert files(tmp_path / "store.zarr") == files(Path(dataset.root.url, "store.zarr"))

@@ -1,15 +1,20 @@
 """Damage to the files of a killed build: another run checks them, and rebuilds those that fail."""
 
+import itertools
+import os
 import random
 import shutil
 
 import pytest
 from handmade import build, files, flip
 
+from omnilead.data_tools import build as data_tools_build
 from omnilead.data_tools import plan, shard_writers
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DatasetError, StorageError
+from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import LocalFolder
+from omnilead.data_tools.verify import verify
 
 FLIPS, AT_ONCE = 120, 6
 
@@ -20,6 +25,10 @@ def small_shards():
         patch.setattr(plan, "SHARD_CROPS", 4)
         patch.setattr(shard_writers, "SHARD_CROPS", 4)
         yield
+
+
+def no_space(*arguments):
+    raise StorageError("killed")
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +69,60 @@ def test_flipped_bits_are_repaired(small, unfinished, tmp_path):
         build(small, out, format="both")
         assert files(out) == right
         shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("roles", [RoleSources(), RoleSources(pretrain=("all",), id_share=1.0)])
+@pytest.mark.parametrize("written", [0, 1, 5, 9])
+def test_a_build_killed_among_its_roles_is_finished(written, roles, small, tmp_path, monkeypatch):
+    """Also with other roles than those that are in some tars by then. No shard is built again."""
+    pwrite, calls = os.pwrite, itertools.count()
+
+    def write_then_die(*arguments):
+        if next(calls) == written:
+            raise KeyboardInterrupt
+        return pwrite(*arguments)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write_then_die)
+        with pytest.raises(KeyboardInterrupt):
+            build(small, out, format="both")
+    assert not (out / META).exists()
+    shards = {path: path.stat().st_ino for path in out.glob("shards/*")}
+    build(small, out, format="both", role_sources=roles)
+    assert {path: path.stat().st_ino for path in out.glob("shards/*")} == shards
+    build(small, tmp_path / "right", format="both", role_sources=roles)
+    assert files(out) == files(tmp_path / "right")
+
+
+def test_a_shard_damaged_before_it_has_roles_is_rebuilt_by_the_next_run(
+    small, unfinished, tmp_path, monkeypatch
+):
+    write = data_tools_build._write_roles
+
+    def write_into_damaged(*arguments):
+        flip(tmp_path / "out/shards/00001.tar", 70_000)
+        write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data_tools_build, "_write_roles", write_into_damaged)
+        with pytest.raises(DatasetError, match=r"shards/00001\.tar: fails its crc32c: run again"):
+            build(small, tmp_path / "out", format="both")
+    build(small, tmp_path / "out", format="both")
+    assert files(tmp_path / "out") == files(unfinished[0])
+
+
+def test_a_build_for_pre_training_alone_has_its_roles_at_once(small, tmp_path, monkeypatch):
+    """The shards of a killed build with another plan are not kept."""
+    with monkeypatch.context() as patch:
+        patch.setattr(data_tools_build, "_write_roles", no_space)
+        with pytest.raises(StorageError, match="killed"):
+            build(small, tmp_path / "out")
+        patch.undo()
+        patch.setattr(LocalFolder, "patch", no_space)
+        made = build(small, tmp_path / "out", plan="all")
+    assert verify(made) == []
+    assert len(made.select(pretrain=True)) == len(made)
 
 
 def test_shards_that_are_whole_are_not_written_again(small, unfinished, tmp_path):

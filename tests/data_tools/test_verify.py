@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from handmade import build, ecg, files, flip, write_challenge
+from handmade import as_minor_0, build, ecg, files, flip, write_challenge
 
 from omnilead.data_tools import plan, shard_writers
 from omnilead.data_tools.dataset import CROP_BYTES, Dataset, fingerprint
@@ -125,6 +125,19 @@ def member(text):
     return damage
 
 
+def in_tar(old, new):
+    """A text in the first tar is another one, and the shard's sha256 is right."""
+
+    def damage(root):
+        data = (root / TAR).read_bytes()
+        assert old in data and len(old) == len(new)
+        (root / TAR).write_bytes(data.replace(old, new, 1))
+        digest = hashlib.sha256((root / TAR).read_bytes()).hexdigest()
+        meta("shards.0.sha256", digest)(root)
+
+    return damage
+
+
 def swap(values):
     return [values[1], values[0], *values[2:]]
 
@@ -159,7 +172,7 @@ DAMAGES = [  # words of the finding
     (member(b"[]"), "invalid tar member"),
     (member(b"{"), "invalid tar member"),
     (member(b"{}"), "JSON and samples.parquet differ in age, "),
-    (member(b'{"name": "Bob"}'), "missing_leads, name, record"),  # an entry too many
+    (member(b'{"name": "Bob"}'), "missing_leads, name, pretrain"),  # an entry too many
     (lambda root: shutil.rmtree(root / "store.zarr"), "store.zarr"),
     (missing(ZARR), f"{ZARR}: missing file"),
     (cut(ZARR, 100_000), "index fails"),
@@ -167,7 +180,14 @@ DAMAGES = [  # words of the finding
     (lambda root: (root / LAYOUT).write_text("[]"), "store.zarr"),
     (edited(LAYOUT, "endian", "endman"), "store.zarr"),
     (edited(LAYOUT, "5000", "2500"), "shape"),
-    (edited(LAYOUT, '"attributes": {', '"attributes": {"a": 1'), "zarr.json: has entries"),
+    (edited(LAYOUT, '"attributes": {', '"attributes": {"a": 1,'), "zarr.json: has entries"),
+    (edited(LAYOUT, '"uV"', '"mV"'), "zarr.json: has entries"),
+    (in_tar(b'"pretrain": true', b'"pretrain":false'), "samples.parquet differ in pretrain"),
+    (in_tar(b'"dx_role": null', b'"dx_role": "no"'), "samples.parquet differ in dx_role"),
+    (in_tar(b'"id_role": "train"', b'"id_role": "valid"'), "samples.parquet differ in id_role"),
+    (in_tar(b'"label_names": ["N', b'"label_names": ["M'), "samples.parquet differ in label_names"),
+    (meta("format_minor", MISSING), "differ in id_role, label_names, pretrain"),
+    (meta("format_minor", MISSING), "zarr.json: has entries"),
     (column("pretrain", lambda values: [True] * len(values)), "pretrain"),
     (column("record", swap), "is in its place"),
     (column("offset", swap), "crc32c"),
@@ -195,6 +215,16 @@ def copy(whole, tmp_path):
 def test_damage_is_found_and_named(damage, words, copy):
     damage(copy)
     assert words in " ".join(findings(copy))
+
+
+def test_a_dataset_of_an_older_version_is_sound_until_its_json_differs(whole, tmp_path):
+    """Its JSON has neither roles nor names of labels, and its zarr copy no attributes."""
+    older = as_minor_0(whole, tmp_path / "older")
+    assert findings(tmp_path / "older") == []
+    np.testing.assert_array_equal(older.read(3), whole.read(3))
+    meta("format_minor", 1)(tmp_path / "older")
+    found = " ".join(findings(tmp_path / "older"))
+    assert "differ in id_role, label_names, pretrain" in found and "zarr.json: has" in found
 
 
 @pytest.fixture(scope="module")
