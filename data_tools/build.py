@@ -486,24 +486,22 @@ def _write_roles(
     out: Folder, shards: list[dict[str, Any]], roles: pa.Table, options: ShardOptions
 ) -> None:
     """Write the roles into the shards that were built without, which gives them their sha256."""
-
-    def tasks() -> Iterator[tuple[int, str, list[bytes]]]:
-        begin = 0
-        for number, shard in enumerate(shards):
-            rows = roles.slice(begin, shard["crops"]).to_pylist()
-            begin += shard["crops"]
-            if shard["sha256"] is None:
-                yield number, shard["name"], [roles_text(*row.values()) for row in rows]
-
-    done = cluster.run(partial(write_roles, out), tasks(), options.workers, options.cluster)
+    begins = np.cumsum([0, *(shard["crops"] for shard in shards)]).tolist()
+    tasks = (
+        (shard["name"], roles.slice(begin, shard["crops"]).to_pylist())
+        for begin, shard in zip(begins, shards, strict=False)
+        if shard["sha256"] is None
+    )
+    done = cluster.run(partial(write_roles, out), tasks, options.workers, options.cluster)
     quiet = options.quiet or options.plan == "all"
-    for number, sha256 in tqdm(done, "roles", len(shards), disable=quiet):
-        shards[number]["sha256"] = sha256
+    sums = dict(tqdm(done, "roles", len(shards), disable=quiet))
+    for shard in shards:
+        shard["sha256"] = sums.get(shard["name"], shard["sha256"])
 
 
-def write_roles(out: Folder, task: tuple[int, str, list[bytes]]) -> tuple[int, str]:
-    """Write the roles of a shard's crops into its JSON. -> its number and its sha256."""
-    number, name, roles = task
+def write_roles(out: Folder, task: tuple[str, list[dict[str, Any]]]) -> tuple[str, str]:
+    """Write the roles of a shard's crops into its JSON. -> its name and its sha256."""
+    name, rows = task
     try:
         facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
         tar = _whole_tar(out, facts)
@@ -512,8 +510,9 @@ def write_roles(out: Folder, task: tuple[int, str, list[bytes]]) -> tuple[int, s
         raise DatasetError(
             f"{out.url}/shards/{name}: {error.reason}: run again to rebuild the file"
         ) from None
-    tar = out.patch(f"shards/{name}", tar, list(zip(facts["roles_at"], roles, strict=True)))
-    return number, hashlib.sha256(tar).hexdigest()
+    texts = [roles_text(*row.values()) for row in rows]
+    tar = out.patch(f"shards/{name}", tar, list(zip(facts["roles_at"], texts, strict=True)))
+    return name, hashlib.sha256(tar).hexdigest()
 
 
 def _parts(out: Folder, planned: PlanFacts) -> Iterator[pa.Table]:

@@ -12,6 +12,7 @@ checked against their crc32c.
 
     dataset = Dataset.open("DATASET")
     ecg = dataset[0]    # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels
+    dataset.torch("pretrain")    # for other programs, by role; also webdataset, zarr
 """
 
 import hashlib
@@ -387,6 +388,31 @@ class Dataset:
                 "the file"
             )
         return np.frombuffer(data, "<i2").reshape(CROP_SHAPE)
+
+    def torch(self, role: str, labels: str | Sequence[str] | None = None) -> Any:
+        """The crops of a role as a map-style dataset of (x, y) for PyTorch: float32 millivolts [12,
+        5000], and labels, by name or from a CSV or parquet table; without labels y is the row."""
+        from omnilead.data_tools.other_programs import Crops
+
+        return Crops(self, role, labels)
+
+    def webdataset(self, role: str, **options: Any) -> Any:
+        """The crops of a role as a webdataset.WebDataset, which `options` are for."""
+        from omnilead.data_tools.other_programs import web_dataset
+
+        return web_dataset(self, role, options)
+
+    def zarr(self) -> Any:
+        """All crops as a zarr.Array; those of a role are at the rows that `select` returns."""
+        from omnilead.data_tools.other_programs import zarr_array
+
+        return zarr_array(self, STORE)
+
+    def features(self) -> Any:
+        """The datasets.Features of the shards, for load_dataset of Hugging Face."""
+        from omnilead.data_tools.other_programs import features
+
+        return features(COLUMNS)
 
     @cached_property
     def chunks(self) -> Any:

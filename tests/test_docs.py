@@ -9,16 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from handmade import ecg, write_challenge
 
 from docs import house, settings
 from omnilead.__main__ import COMMANDS, main
+from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.hospital.files import FORMATS
+from omnilead.engine.commandline import load as load_config
 from omnilead.engine.common import LEADS, flatten, plugin
 from omnilead.engine.config import Config
+from omnilead.engine.inference.trained_model import load
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import build_encoder, examine
 from omnilead.engine.tasks.config import FinetuneConfig
 from tests.forks import started
+from tests.parsers import parse
 
 DOCS = Path(__file__).parents[1] / "docs"
 README = DOCS.parent / "data_tools" / "README.md"
@@ -117,6 +122,53 @@ def test_weights_of_other_programs_are_converted_as_documented(dataset, tmp_path
     run_in(tmp_path, foreign_models, dataset.root.url)
     for name in ("embeddings.parquet", "predictions.csv", "FOUNDER/ecgfounder.py", "founder.onnx"):
         assert (tmp_path / name).exists()
+
+
+def other_programs(folder, dataset, model):
+    """All examples of docs/other_programs.md, one after the other, as they stand."""
+    os.chdir(folder)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    Path("dataset").symlink_to(dataset)
+    page = (DOCS / "other_programs.md").read_text()
+    run_commands(page.replace("DX dx", f"{model} dx"))
+    x = ecg(5000)
+    write_challenge(Path(), "A0001", x)
+    at = {}
+    for name, example in re.findall(r"## ([^\n]+)\n(?:[^#]*?)```py\n(.*?)```", page, re.DOTALL):
+        at[name] = {"__name__": name}
+        exec(compile(example, name, "exec"), at[name])
+    here = Dataset.open("dataset")
+    held_in = here.select(pretrain=True)
+    assert len(at["PyTorch"]["crops"]) == len(here.select(dx="train"))
+    assert at["Lightning"]["trainer"].global_step == -(-len(at["PyTorch"]["crops"]) // 16)
+    assert at["webdataset"]["facts"]["pretrain"] and at["webdataset"]["x_mv"].shape == (12, 5000)
+    first_mv = here.read(held_in[0]) / 1000
+    np.testing.assert_array_equal(at["zarr"]["x_mv"][0], first_mv)
+    assert len(at["Hugging Face datasets"]["chosen"]) == len(held_in)
+    np.testing.assert_array_equal(at["Hugging Face datasets"]["x_mv"], first_mv)
+    expected = load(model).predict(x / 1000, fs_hz=500, leads=LEADS)
+    assert at["ONNX Runtime"]["probabilities"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_our_shards_in_other_programs(dataset, saved_model, tmp_path):
+    for name in ("lightning", "datasets", "onnxruntime", "onnxscript"):
+        pytest.importorskip(name, reason="a package of the tests' group is not installed")
+    head = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR"]}
+    model = saved_model("DX", head=head | {"thresholds": [0.5, 0.5]})
+    run_in(tmp_path, other_programs, dataset.root.url, str(model))
+
+
+def test_commands_in_place_of_those_of_fairseq_signals_are_accepted():
+    """test_readme.py has those that begin a line."""
+    table = (DOCS / "other_programs.md").read_text().partition("## Your command")[2]
+    typed = re.findall(r"`omnilead (\w+) ([^`]*)`", table)
+    assert len(typed) >= 12
+    for name, words in typed:
+        args = parse(name, shlex.split(words))
+        if getattr(args, "config", None):
+            load_config(args.config, args.set, Config if name == "pretrain" else FinetuneConfig)
+    for name in re.findall(r"`(\w+)`", table.partition("`omnilead pretrain --config w2v ")[2])[:3]:
+        load_config(name, [], Config)
 
 
 def test_the_reference_of_settings_is_current():

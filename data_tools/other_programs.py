@@ -1,0 +1,168 @@
+"""A dataset's crops in other programs: as (x, y) for any PyTorch loader, and as objects of webdataset,
+zarr and Hugging Face datasets. docs/other_programs.md has examples.
+
+    dataset = Dataset.open("DATASET")
+    crops = dataset.torch("dx:train", labels=["AF", "NSR"])     # or a table: labels="my.csv"
+    x, y = crops[0]          # float32 [12, 5000] in millivolts; float32 [2], NaN where unknown
+    stream, array = dataset.webdataset("pretrain"), dataset.zarr()
+
+A role must be named, so that nobody trains on people who are held out without knowing. `dataset`
+below is always a Dataset, whose methods these are; its module is not imported, because it imports
+this one.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from omnilead.data_tools.cli import tell
+from omnilead.data_tools.constants import ABBREVIATIONS as CLASSES
+from omnilead.data_tools.constants import CROP_SHAPE
+from omnilead.data_tools.errors import DataError, DatasetError, one_line
+from omnilead.data_tools.record_tables import RESERVED, find, read_table
+
+ROLES: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
+ROLES |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
+ROLES |= {f"id:{role}": ("id_role", role) for role in ("train", "valid", "gallery", "probe")}
+
+
+class Crops:
+    """The crops of a role, in shard order. A torch.utils.data.DataLoader takes it as it is, and
+    nothing here needs torch."""
+
+    def __init__(self, dataset: Any, role: str, labels: str | Sequence[str] | None) -> None:
+        column, value = _column_of(role)
+        chosen = dataset.column(column) == value if column else np.ones(len(dataset), bool)
+        if not chosen.any():
+            raise DatasetError(
+                f"{dataset.root.url}: no crop has the role {role}: it has {dataset.meta['roles']}"
+            )
+        self.dataset = dataset
+        self.rows = np.flatnonzero(chosen)
+        self.y = self.rows
+        if labels is None:
+            return
+        if isinstance(labels, str) and labels not in CLASSES:
+            y = _labels_in_table(dataset, labels)
+        else:
+            y = _own_labels(dataset, [labels] if isinstance(labels, str) else labels)
+        known = ~np.isnan(y[self.rows]).all(1)
+        if not known.any():
+            raise DataError(f"labels={labels}: no crop of the role {role} has one of them")
+        if not known.all():
+            left = f"{np.sum(~known):,} of {len(known):,} crops of the role {role}"
+            tell(f"note: {left} have no label and are left out")
+        self.rows = self.rows[known]
+        self.y = y[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, Any]:
+        """The crop in millivolts, after its crc32c is checked, and its labels; without labels, its
+        row in samples.parquet."""
+        return _millivolts(self.dataset.read(int(self.rows[index]))), self.y[index]
+
+
+def _column_of(role: str) -> tuple[str, Any]:
+    """The column that has a role, and its value there."""
+    if role not in ROLES:
+        raise DataError(f"role={role}: no such role: choose from {', '.join(ROLES)}")
+    return ROLES[role]
+
+
+def _millivolts(crop: np.ndarray) -> np.ndarray:
+    return crop.astype(np.float32) / 1000
+
+
+def _own_labels(dataset: Any, names: Sequence[str]) -> np.ndarray:
+    """[crops, K]. Diagnoses of records without any code are unknown."""
+    columns = {"age": dataset.column("age")}
+    coded = pc.list_value_length(dataset.table(["dx"])["dx"]).to_numpy() > 0
+    for name, has in zip(CLASSES, dataset.labels.T, strict=True):
+        columns[name] = np.where(coded, has, np.nan)
+    if unknown := [name for name in names if name not in columns]:
+        raise DataError(
+            f"labels={unknown[0]}: no such label: choose from {', '.join(columns)}, or name a CSV "
+            "or parquet file"
+        )
+    return np.stack([columns[name] for name in names], 1).astype(np.float32)
+
+
+def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
+    """[crops, K], a column for each of the table's that are not reserved."""
+    cells = read_table(url)
+    names = [name for name in cells.column_names if name not in RESERVED]
+    try:
+        y = np.stack([cells[name].cast(pa.float32()).to_numpy() for name in names], 1)
+    except ValueError as error:  # also of arrow
+        why = one_line(str(error))
+        raise DataError(f"{url}: labels must be columns of numbers, 0 and 1 ({why})") from None
+    table = dataset.table(["source", "record"])
+    keys = pc.binary_join_element_wise(table["source"], table["record"], "/")
+    records = keys.combine_chunks().dictionary_encode()
+    plain = pc.replace_substring_regex(records.dictionary, "^[^/]*/", "")
+    found = find(url, cells, records.dictionary, plain)
+    if found.missing:
+        tell(f"note: {url}: {found.missing}")
+    y = np.append(y, np.full((1, len(names)), np.nan, np.float32), 0)  # row -1: not in the table
+    labels: np.ndarray = y[found.row[records.indices.to_numpy()]]
+    return labels
+
+
+def web_dataset(dataset: Any, role: str, options: dict[str, Any]) -> Any:
+    """A webdataset.WebDataset of a role's crops: `ecg` in millivolts, `json` as a dict."""
+    import webdataset
+
+    root, column_value = dataset.root, _column_of(role)
+    if root.remote or not dataset.shards:
+        raise DatasetError(f"{root.url}: webdataset reads tar shards on a disk: use torch()")
+    if role != "all" and not dataset.minor:
+        raise DatasetError(
+            f"{root.url}: the shards of this older version have no roles: build them again, or use "
+            "torch()"
+        )
+    urls = [root.path(f"shards/{shard['name']}") for shard in dataset.shards]
+    stream = webdataset.WebDataset(urls, **{"shardshuffle": False} | options)
+    return stream.map_dict(json=json.loads).select(partial(_has_role, *column_value)).map(_decoded)
+
+
+def _has_role(column: str, value: Any, sample: dict[str, Any]) -> bool:
+    return not column or sample["json"][column] == value
+
+
+def _decoded(sample: dict[str, Any]) -> dict[str, Any]:
+    if f"{google_crc32c.value(sample['ecg']):08x}" != sample["json"]["crc32c"]:
+        raise DatasetError(f"{sample['__url__']}: {sample['__key__']} fails its crc32c")
+    crop = np.frombuffer(sample["ecg"], "<i2").reshape(CROP_SHAPE)
+    return sample | {"ecg": _millivolts(crop)}
+
+
+def zarr_array(dataset: Any, store: str) -> Any:
+    """The zarr.Array of all crops in microvolts, in the order of samples.parquet's rows."""
+    import zarr
+
+    root = dataset.root
+    if "zarr" not in dataset.meta["formats"]:
+        raise DatasetError(f"{root.url}: has no {store}: build it with --format both")
+    options = {"anon": True} if getattr(root, "anonymous", False) else None
+    return zarr.open_array(root.path(store), mode="r", storage_options=options)
+
+
+def features(columns: pa.Schema) -> Any:
+    """The datasets.Features of the shards: those that datasets infers from the first crops lack the
+    types of what these do not have."""
+    from datasets import Features
+
+    text = pa.string()
+    types = {field.name: field.type for field in columns}
+    types |= {"crc32c": text, "waveform": text, "label_names": pa.list_(text)}
+    del types["shard"], types["offset"]
+    members = {"ecg": pa.binary(), "json": pa.struct(types), "__key__": text, "__url__": text}
+    return Features.from_arrow_schema(pa.schema(members))
