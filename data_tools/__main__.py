@@ -54,8 +54,8 @@ WRITES = {
     "show": ("--png", "png"),
 }
 KINDS = (
-    "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, wfdb, hospital (any mix of the following), "
-    "muse-xml, dicom, "
+    "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, ecg-arrhythmia, physionet2011, wfdb, "
+    "hospital (any mix of the following), muse-xml, dicom, "
 )
 KINDS += "philips-xml, hl7-aecg, scp-ecg, edf, arrays (.npy, .npz, HDF5, zarr), or your own "
 KINDS += "file.py:Class (auto)"
@@ -224,7 +224,15 @@ SHOW: dict[str, Option] = {
 }
 LABELS: dict[str, Option] = {
     "archive": {
-        "choices": ("ptbxl", "code15", "physionet2021", "mimic-iv-ecg", "table"),
+        "choices": (
+            "ptbxl",
+            "code15",
+            "physionet2021",
+            "ecg-arrhythmia",
+            "physionet2011",
+            "mimic-iv-ecg",
+            "table",
+        ),
         "help": "the archive's format; `table` gives the records of your own table their pseudonyms",
     },
     "src": {

@@ -6,14 +6,13 @@ column per label, and `fold`, if folds are published. An empty cell means unknow
 beside it has the meaning of the columns, the files that were read, and counts. Only codes, numbers
 and record ids are copied: no free text, dates or patients.
 
-PTB-XL, CODE-15 % and the PhysioNet/CinC Challenge 2021 publish labels directly. Those of
-MIMIC-IV-ECG are made from machine_measurements.csv: the ECG carts' computer interpretations as
-codes, and measurements. mimic_statements.csv has the codes and their patterns; a change of it, or
-of the patterns below, raises PATTERNS_VERSION. A finding is 1 if a statement names it, empty if it
-is only hedged ("possible", "cannot rule out", "borderline"), and 0 if it is negated or not
-mentioned. If the program gave up ("no further analysis"), findings that are not mentioned are
-empty. These are computer interpretations, not a physician's. No folds are published: split by
-patient.
+All but MIMIC-IV-ECG publish labels directly. Those of MIMIC-IV-ECG are made from
+machine_measurements.csv: the ECG carts' computer interpretations as codes, and measurements.
+mimic_statements.csv has the codes and their patterns; a change of it, or of the patterns below,
+raises PATTERNS_VERSION. A finding is 1 if a statement names it, empty if it is only hedged
+("possible", "cannot rule out", "borderline"), and 0 if it is negated or not mentioned. If the
+program gave up ("no further analysis"), findings that are not mentioned are empty. These are
+computer interpretations, not a physician's. No folds are published: split by patient.
 """
 
 import csv
@@ -23,7 +22,7 @@ import os
 import posixpath
 import re
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +48,6 @@ from omnilead.data_tools.record import (
 )
 from omnilead.data_tools.record_tables import PTBXL as PTBXL_NAME
 from omnilead.data_tools.record_tables import read_table as read_record_table
-from omnilead.data_tools.sources import PhysioNet2021
 from omnilead.data_tools.sources.base import (
     links_in,
     path_name,
@@ -60,7 +58,16 @@ from omnilead.data_tools.sources.base import (
 )
 from omnilead.data_tools.sources.code15 import MAX_TABLE, TABLE
 from omnilead.data_tools.sources.wfdb import MAX_BYTES, own_name, parse_header
-from omnilead.data_tools.sources.wfdb_archives import TABLE_PLACES, WfdbFolder, statements
+from omnilead.data_tools.sources.wfdb_archives import (
+    ACCEPTABLE,
+    TABLE_PLACES,
+    EcgArrhythmia,
+    PhysioNet2011,
+    PhysioNet2021,
+    WfdbFolder,
+    WfdbSource,
+    statements,
+)
 from omnilead.data_tools.storage import (
     Folder,
     dataset_folder,
@@ -155,12 +162,6 @@ def write_labels(
 ) -> Iterator[str]:
     """Write all tables of an archive and yield a line about each. With a key, records get their
     pseudonyms."""
-    readers = {
-        "ptbxl": ptbxl,
-        "code15": code15,
-        "physionet2021": physionet2021,
-        "mimic-iv-ecg": mimic_iv_ecg,
-    }
     place = dataset_folder(out)
     if archive == "table":
         table = with_pseudonyms(url, key)
@@ -185,7 +186,7 @@ def write_labels(
             f"they are, so make sure that they name nobody: {copied}"
         )
         return
-    for one in readers[archive](root, quiet):
+    for one in READERS[archive](root, quiet):
         table, labels = _in_arrow(one, key)
         if not labels:
             yield f"{one.name}: not written, because no record has such a label"
@@ -365,33 +366,35 @@ def code15(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
     yield PublishedLabels("code15", about, (TABLE,), "code15", records, labels)
 
 
-def physionet2021(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
+def header_labels(
+    archive: type[WfdbSource], title: str, root: Folder, quiet: bool
+) -> Iterator[PublishedLabels]:
     """Labels from the `Dx` line of every header: the 26 scored diagnoses, and all SNOMED CT
     codes."""
-    source = PhysioNet2021(root)
+    source = archive(root)
     keys = [key for key in source.keys() if key.endswith(".hea")]  # noqa: SIM118
     read = partial(read_safely, partial(_diagnoses, root))
     headers = prefetch(read, keys) if root.remote else map(read, keys)
     headers = tqdm(headers, total=len(keys), unit=" headers", disable=quiet)
     # Of records with the same name the first counts, as in a dataset
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
-    for key, found in zip(keys, headers, strict=True):
-        if not isinstance(found, ReadError):
-            name, dx = found
+    for key, header in zip(keys, headers, strict=True):
+        if not isinstance(header, ReadError):
+            name, dx = header
             rows.setdefault((source.source_of(key), name), dx)
     if not rows:
-        raise StorageError(f"{root.url}: no readable header of the Challenge{links_in(root)}")
+        raise StorageError(f"{root.url}: no readable header of {title}{links_in(root)}")
     sources, records = zip(*rows, strict=True)
     unread = len(keys) - len(rows)
     note = f" ({unread} of {len(keys)} headers are unreadable or duplicates)" if unread else ""
-    about = "PhysioNet/CinC Challenge 2021, {} of the headers" + note
-    diagnoses = list(map(frozenset, rows.values()))
+    about = title + ", {} of the headers" + note
+    found = list(map(frozenset, rows.values()))
     what = about.format("the 26 scored diagnoses")
-    labels = _coded(diagnoses, CLASSES)
-    yield PublishedLabels("physionet2021-scored", what, (), sources, records, labels)
+    labels = _coded(found, CLASSES)
+    yield PublishedLabels(f"{source.name}-scored", what, (), sources, records, labels)
     what = about.format("all SNOMED CT codes")
-    labels = _coded(diagnoses, [(code, (code,)) for code in sorted(frozenset().union(*diagnoses))])
-    yield PublishedLabels("physionet2021-all", what, (), sources, records, labels)
+    labels = _coded(found, [(code, (code,)) for code in sorted(frozenset().union(*found))])
+    yield PublishedLabels(f"{source.name}-all", what, (), sources, records, labels)
 
 
 def _coded(diagnoses: list[frozenset[str]], kinds: Iterable[tuple[str, tuple[str, ...]]]) -> Labels:
@@ -406,6 +409,24 @@ def _coded(diagnoses: list[frozenset[str]], kinds: Iterable[tuple[str, tuple[str
 def _diagnoses(root: Folder, key: str) -> tuple[str, tuple[str, ...]]:
     header = parse_header(root.read(key, MAX_BYTES))
     return own_name(header.name, key), only_codes(parse_dx(header.dx))[0]
+
+
+def physionet2011(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
+    """The lists of set-a. Nothing is known of an ECG that is in neither or in both."""
+    place = PhysioNet2011(root).places()[0]
+    names = ("RECORDS", ACCEPTABLE, "RECORDS-unacceptable")
+    read = tuple(posixpath.join(place, name) for name in names)
+    try:
+        records, good, bad = (root.read(name, MAX_BYTES).decode().split() for name in read)
+    except (ReadError, UnicodeDecodeError) as error:
+        raise StorageError(one_line(f"{root.url}: {error}: restore the file")) from None
+    is_good, is_bad = np.isin(records, good), np.isin(records, bad)
+    values = np.where(is_good == is_bad, UNKNOWN, is_good).astype(np.int8)
+    about = (
+        "PhysioNet/CinC Challenge 2011, set-a, quality as judged by people; empty where undecided"
+    )
+    labels = {"acceptable": ("acceptable for interpretation", values)}
+    yield PublishedLabels("physionet2011", about, read, "physionet2011", records, labels)
 
 
 def mimic_iv_ecg(root: Folder, quiet: bool) -> Iterator[PublishedLabels]:
@@ -513,3 +534,13 @@ def remove_leftovers(place: Path) -> None:
     for path in place.iterdir():
         if (found := temporary.fullmatch(path.name)) and not os.path.exists(f"/proc/{found[1]}"):
             path.unlink(missing_ok=True)
+
+
+READERS: dict[str, Callable[[Folder, bool], Iterator[PublishedLabels]]] = {
+    "ptbxl": ptbxl,
+    "code15": code15,
+    "physionet2021": partial(header_labels, PhysioNet2021, "PhysioNet/CinC Challenge 2021"),
+    "ecg-arrhythmia": partial(header_labels, EcgArrhythmia, "ecg-arrhythmia"),
+    "physionet2011": physionet2011,
+    "mimic-iv-ecg": mimic_iv_ecg,
+}

@@ -30,7 +30,9 @@ from omnilead.data_tools.sources.base import (
 from omnilead.data_tools.sources.code15 import Code15
 from omnilead.data_tools.sources.wfdb_archives import (
     PLACES,
+    EcgArrhythmia,
     MimicIvEcg,
+    PhysioNet2011,
     PhysioNet2021,
     PtbXl,
     WfdbFolder,
@@ -41,7 +43,6 @@ __all__ = [
     "ARCHIVES",
     "DataError",
     "FileSource",
-    "PhysioNet2021",
     "Prepared",
     "ReadError",
     "Source",
@@ -57,6 +58,8 @@ ARCHIVES: dict[str, type[Source]] = {
     "ptbxl": PtbXl,
     "mimic-iv-ecg": MimicIvEcg,
     "code15": Code15,
+    "ecg-arrhythmia": EcgArrhythmia,
+    "physionet2011": PhysioNet2011,
     "wfdb": WfdbFolder,
     "arrays": ArraySource,
 }
@@ -159,8 +162,7 @@ def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Sourc
 
 def _archives(place: Folder, names: Sequence[str]) -> list[Source]:
     found = [archive(place) for archive in ARCHIVES.values() if archive.detect(set(names))]
-    # other folders are called `training` or `ptb-xl`, too
-    return [one for one in found if not isinstance(one, PhysioNet2021) or one.has_records()]
+    return [one for one in found if one.has_records()]
 
 
 def places_read(root: Folder, sources: Sequence[Source]) -> set[str]:

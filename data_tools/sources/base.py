@@ -67,6 +67,10 @@ class Source(ABC):
         """Whether a folder that contains these names is such an archive."""
         return False
 
+    def has_records(self) -> bool:
+        """Whether a folder in which it was detected is such an archive: names may be others', too."""
+        return True
+
     def places(self) -> list[str]:
         """The folders whose WFDB records it reads; "" is all."""
         return []

@@ -1,4 +1,5 @@
-"""Archives of WFDB records: PTB-XL, the Challenge 2021, MIMIC-IV-ECG, and plain folders.
+"""Archives of WFDB records: PTB-XL, the Challenges 2021 and 2011, ecg-arrhythmia, MIMIC-IV-ECG, and
+plain folders.
 
 Each is a `WfdbSource` that knows its folders and tables. Of the tables only the columns that are
 named here are read, never dates, reports or names.
@@ -7,6 +8,7 @@ named here are read, never dates, reports or names.
 import ast
 import dataclasses
 import hashlib
+import posixpath
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -58,6 +60,7 @@ DATABASES = (
 PLACES = {SYNTHETIC + name for name in DATABASES} | set(DATABASES)  # folders of databases
 TABLE_PLACES = (TABLE, f"ptb-xl/{TABLE}", f"training/{TABLE}", f"training/ptb-xl/{TABLE}")
 LIST, MAX_LIST = "record_list.csv", 512 * 2**20
+ACCEPTABLE = "RECORDS-acceptable"
 _PATH = re.compile(r"files/p\d{4}/p(\d{8})/s(\d+)/\2", re.ASCII)
 
 
@@ -65,6 +68,10 @@ class WfdbSource(Source):
     """An archive of WFDB records; subclasses know the folder layout and the patients."""
 
     suffix = ".dat"
+
+    def keys(self) -> Iterator[str]:
+        for place in self.places():
+            yield from with_orphans(self.root.names(place), self.suffix)
 
     def record_name(self, key: str, stem: str) -> str:
         return stem
@@ -225,13 +232,9 @@ class PhysioNet2021(WfdbSource):
     def detect(names: set[str]) -> bool:
         return "training" in names or bool(names & PLACES - {"ptb-xl"})
 
-    def keys(self) -> Iterator[str]:
-        """Only headers in database folders, if there are any: other archives (PTB-XL's release) may
-        be in the same folder."""
-        for place in self.places():
-            yield from with_orphans(self.root.names(place), ".mat")
-
     def places(self) -> list[str]:
+        """Only database folders, if there are any: other archives (PTB-XL's release) may be in the
+        same folder."""
         names = self.root.children()
         places = (
             ["training"]
@@ -285,6 +288,50 @@ def _patients(root: Folder) -> dict[str, str | None]:
     return {number: patient_id(row["patient_id"]) for number, row in rows.items()}
 
 
+class EcgArrhythmia(WfdbSource):
+    """`WFDBRecords/01/010/JS00001.hea` and `.mat`: Chapman-Shaoxing and Ningbo in one tree.
+
+    Records get the Challenge's sources and names, so an ECG in both releases counts as one
+    record."""
+
+    name = "ecg-arrhythmia"
+    licence = "CC-BY-4.0"
+    suffix = ".mat"
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return "WFDBRecords" in names
+
+    def places(self) -> list[str]:
+        return ["WFDBRecords"]
+
+    def source_of(self, key: str) -> str:
+        return "chapman_shaoxing" if record_stem(key) < "JS10647" else "ningbo"
+
+
+class PhysioNet2011(WfdbSource):
+    """`set-a/<id>.hea` and `.dat`, with lists of the acceptable and the unacceptable ECGs, and `set-b`
+    without. set-a may be the root."""
+
+    name = "physionet2011"
+    licence = "ODC-By-1.0"
+
+    @staticmethod
+    def detect(names: set[str]) -> bool:
+        return bool(names & {ACCEPTABLE, "set-a"})
+
+    def places(self) -> list[str]:
+        return [name for name in self.root.children() if name in ("set-a", "set-b")] or [""]
+
+    def has_records(self) -> bool:
+        """Whether there is the list: other Challenges have a set-a, too."""
+        return self.root.exists(posixpath.join(self.places()[0], ACCEPTABLE))
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        """An unknown age is 0 there."""
+        return dataclasses.replace(record, age=record.age or None)
+
+
 class MimicIvEcg(WfdbSource):
     """`files/p1000/p10001725/s41420867/41420867.dat`, leads in its own order, 200 steps per mV.
     record_list.csv lists the records and their patients."""
@@ -300,7 +347,7 @@ class MimicIvEcg(WfdbSource):
         """The rows of the list, or the files if there is no list. Rows whose subject contradicts
         the path are refused later."""
         if not self.root.exists(LIST):
-            yield from with_orphans(self.root.names("files"), ".dat")
+            yield from super().keys()
             return
         for row in read_table(self.root, LIST, MAX_LIST, ("subject_id", "path")):
             found = _PATH.fullmatch(row["path"])

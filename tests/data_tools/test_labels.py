@@ -3,15 +3,25 @@
 import csv
 import json
 import os
+import re
 import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
+from textwrap import dedent
 
 import pyarrow.parquet as pq
 import pytest
 from handmade import build, ecg, files, header, write_challenge
-from twins import CODE15_COLUMNS, PTBXL_COLUMNS, write_code15, write_mimic, write_table
+from twins import (
+    CODE15_COLUMNS,
+    PTBXL_COLUMNS,
+    write_code15,
+    write_mimic,
+    write_quality,
+    write_table,
+)
 
 from omnilead.data_tools import storage
 from omnilead.data_tools.__main__ import main
@@ -165,6 +175,55 @@ def test_physionet2021_labels_equal_those_of_the_dataset(small, labels, tmp_path
         assert (scored[row["record"]], every[row["record"]]) == (has, set(row["dx"]))
 
 
+def test_ecg_arrhythmias_labels_have_the_challenges_names(labels, tmp_path):
+    for name in ("JS00001", "JS10647"):
+        write_challenge(tmp_path / "WFDBRecords/01/010", name, ecg())
+    made = labels("ecg-arrhythmia", tmp_path)
+    assert {record: row["source"] for record, row in made["ecg-arrhythmia-all"].items()} == {
+        "JS00001": "chapman_shaoxing",
+        "JS10647": "ningbo",
+    }
+    assert labelled(made["ecg-arrhythmia-scored"])["JS00001"] == {"NSR"}
+
+
+@pytest.mark.parametrize("place", [".", "set-a"])
+def test_the_labels_of_the_challenge_2011_are_its_lists(place, labels, tmp_path):
+    names = ["good", "bad", "neither", "both"]
+    lists = {"acceptable": ["good", "both"], "unacceptable": ["both", "bad"]}
+    write_quality(tmp_path / place, dict.fromkeys(names, ecg()), **lists)
+    (made,) = labels("physionet2011", tmp_path).values()
+    assert {name: row["acceptable"] for name, row in made.items()} == {
+        "good": 1,
+        "bad": 0,
+        "neither": None,
+        "both": None,
+    }
+
+
+def test_the_flags_agree_with_the_lists_as_often_as_counted_by_hand(
+    shell, tmp_path, monkeypatch, capsys
+):
+    """The example in the README, word for word."""
+    ecgs = {str(number): ecg(seed=number) for number in range(1, 9)}
+    lists = {"acceptable": ["1", "2", "6", "8"], "unacceptable": ["3", "4", "5"]}
+    ecgs["4"][4] += 50  # aVL is not I - II / 2
+    ecgs["5"][9] = 0
+    ecgs["6"][7, 100] = 21_000
+    write_quality(tmp_path / "set-a", ecgs, **lists)
+    (tmp_path / "set-a" / "8.dat").write_bytes(b"")
+    readme = (Path(__file__).parents[2] / "data_tools" / "README.md").read_text()
+    commands, script = re.search(
+        r"```\n(omnilead shard +set-a(?:.*\n)*?)```\n\n((?:    .*\n|\n)*)", readme
+    ).groups()
+    monkeypatch.chdir(tmp_path)
+    for command in commands.splitlines():
+        shell.run(*command.split()[1:])
+    (tmp_path / "quality.py").write_text(dedent(script))
+    run_path("quality.py")
+    found = capsys.readouterr().out
+    assert found == "2 of 4 acceptable and 2 of 3 unacceptable ECGs: 57.1%\n"
+
+
 def test_unreadable_headers_of_the_challenge_are_counted(labels, tmp_path):
     place = tmp_path / "training" / "georgia" / "g1"
     write_challenge(place, "E00001", ecg())
@@ -262,7 +321,7 @@ def test_mimic_labels_and_intervals_are_right(labels, tmp_path):
     assert "pattern list 1" in facts["about"]
 
 
-@pytest.mark.parametrize("name", ["ptbxl", "code15", "mimic-iv-ecg"])
+@pytest.mark.parametrize("name", ["ptbxl", "code15", "physionet2011", "mimic-iv-ecg"])
 def test_labels_have_the_datasets_names(name, shell, tmp_path):
     """Also with pseudonyms."""
     archive, key = tmp_path / "archive", tmp_path / "key"
@@ -270,6 +329,9 @@ def test_labels_have_the_datasets_names(name, shell, tmp_path):
         synthesise(archive, 2, 0, layout="ptbxl", progress=False)
     elif name == "code15":
         write_code15(archive, {1169160: {}, 2873686: {}})
+    elif name == "physionet2011":
+        ecgs = {str(number): ecg(seed=number) for number in (1002603, 1002867)}
+        write_quality(archive, ecgs, acceptable=list(ecgs), unacceptable=[])
     else:
         studies = {"41420867": "10001725", "45090959": "10001726"}
         write_mimic(archive, studies)
@@ -312,7 +374,8 @@ MEASURED = ",".join(["study_id", *REPORTS, *NUMBERS]) + "\n1" + 27 * ",soon"
         ("mimic-iv-ecg", "other", "", "missing file: machine_measurements.csv"),
         ("mimic-iv-ecg", "machine_measurements", "study_id,report_0\n1,x\n", "Column 'report_1'"),
         ("mimic-iv-ecg", "machine_measurements", MEASURED, "conversion error to float"),
-        ("physionet2021", "other", "", "no readable header of the Challenge"),
+        ("physionet2021", "other", "", "no readable header of PhysioNet/CinC Challenge 2021"),
+        ("physionet2011", "other", "", "missing file: RECORDS: restore the file"),
     ],
 )
 def test_bad_tables_give_a_one_line_error(archive, table, text, words, shell, tmp_path):

@@ -26,6 +26,7 @@ from twins import (
     write_code15,
     write_mimic,
     write_ptbxl,
+    write_quality,
     write_table,
 )
 
@@ -35,7 +36,13 @@ from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.record import LEADS, EcgRecord
 from omnilead.data_tools.sources import Source, open_sources
 from omnilead.data_tools.sources.code15 import Code15
-from omnilead.data_tools.sources.wfdb_archives import TABLE_PLACES, MimicIvEcg, PhysioNet2021, PtbXl
+from omnilead.data_tools.sources.wfdb_archives import (
+    TABLE_PLACES,
+    MimicIvEcg,
+    PhysioNet2011,
+    PhysioNet2021,
+    PtbXl,
+)
 from omnilead.data_tools.storage import folder
 from omnilead.data_tools.verify import verify
 
@@ -102,6 +109,62 @@ def test_ptbxls_table_may_be_stored_elsewhere(challenge, tmp_path):
 @pytest.mark.parametrize("below", ["training", "training/georgia", "training/georgia/g1"])
 def test_any_folder_of_the_challenge_may_be_the_root(challenge, below):
     assert read(PhysioNet2021(folder(challenge / below)))["E00001"].source == "georgia"
+
+
+# The same ECGs in a release of their own
+
+
+def test_ecg_arrhythmias_records_are_those_of_the_challenge(tmp_path, capsys):
+    """Of an ECG in both releases one is read; two headers have lost 21 characters."""
+    src, out = tmp_path / "src", tmp_path / "out"
+    root = src / "1.0.0"
+    how = {"form": "16+24 1000/mV 16 0", "comments": OLD}
+    places = {"JS00001": "01/010", "JS01052": "01/019", "JS10646": "10/106", "JS10647": "10/106"}
+    for seed, (name, place) in enumerate(places.items()):
+        write_challenge(root / "WFDBRecords" / place, name, ecg(seed=seed), **how)
+    write_files(root, {"ConditionNames_SNOMED-CT.csv": "Acronym Name,Full Name,Snomed_CT\n"})
+    damaged = root / "WFDBRecords/01/019/JS01052.hea"
+    damaged.write_text(damaged.read_text().replace("5000\nJS01052.mat 16+24 1000", "500000"))
+    write_challenge(src / "training/chapman_shaoxing/g1", "JS00001", ecg(seed=0), **how)
+    assert run_shard(src, out, "--plan", "all") == 0
+    made = Dataset.open(str(out))
+    crops = crops_of(made)
+    used = [("chapman_shaoxing", "JS00001"), ("chapman_shaoxing", "JS10646"), ("ningbo", "JS10647")]
+    assert sorted(crops) == used
+    np.testing.assert_array_equal(crops["ningbo", "JS10647"][0]["x"], ecg(seed=3))
+    assert crops["ningbo", "JS10647"][0]["dx"] == ["426177001"]
+    assert {source["licence"] for source in made.meta["sources"]} == {"CC-BY-4.0"}
+    assert [(reason, detail) for _, _, reason, detail in rejects_of(made)] == [
+        ("sample count", "WFDBRecords/01/019/JS01052.hea: 500000/mV"),
+        ("record read already", "WFDBRecords/01/010/JS00001.hea: another JS00001 came first"),
+    ]
+    assert "3 of 3 records" in capsys.readouterr().err  # patients are unknown
+
+
+# The Challenge 2011
+
+
+@pytest.mark.parametrize("below", ["", "1.0.0", "1.0.0/set-a"])
+def test_the_challenge_2011_is_read_correctly(below, tmp_path):
+    ecgs = {f"100{i}": ecg(seed=i) for i in range(3)}
+    write_quality(tmp_path / "1.0.0/set-a", ecgs, acceptable=["1000"], unacceptable=["1001"])
+    if below != "1.0.0/set-a":
+        ecgs["2000"] = ecg(seed=9)
+        write_quality(tmp_path / "1.0.0/set-b", {"2000": ecgs["2000"]})
+    (source,) = open_sources(str(tmp_path / below))
+    assert (type(source), source.licence) == (PhysioNet2011, "ODC-By-1.0")
+    records = read(source)
+    assert set(records) == set(ecgs)
+    for name, x in ecgs.items():
+        np.testing.assert_array_equal(crop(records[name]), x)
+        assert said(records[name]) == (None, None, "F", ())
+        assert (records[name].source, records[name].warnings) == ("physionet2011", ())
+
+
+def test_a_set_a_of_another_challenge_is_a_folder(tmp_path):
+    write_quality(tmp_path / "set-a", {"1000": ecg()})
+    (source,) = open_sources(str(tmp_path))
+    assert source.name == "wfdb"
 
 
 # PTB-XL's own release

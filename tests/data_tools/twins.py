@@ -65,6 +65,23 @@ def write_mimic(root, studies, listed=True):
     return made
 
 
+def write_quality(root, ecgs, **lists):
+    """The Challenge 2011: {record: samples}, 200 steps a mV, leads in MIMIC's order; `acceptable` and
+    `unacceptable` list records."""
+    order = [LEADS.index(lead) for lead in MIMIC_LEADS]
+    for name, x in ecgs.items():
+        stored = (x // 5)[order]
+        comments = ["# Age: 0", "# Sex: F"]
+        text = header(
+            name, stored, "16 200/mV 16 0", f"{name}.dat", leads=MIMIC_LEADS, comments=comments
+        )
+        table = "\n".join(f"{i},SECRET" for i in range(9))
+        contents = {f"{name}.hea": text, f"{name}.dat": dat(stored), f"{name}.txt": table}
+        write_files(root, contents)
+    write_files(root, {"RECORDS": "\n".join([*ecgs, ""])})
+    write_files(root, {f"RECORDS-{name}": "\n".join([*of, ""]) for name, of in lists.items()})
+
+
 def write_code15(root, exams, per_mv=1.0, parts=2):
     """7 s to 10 s of signal in the middle of 4,096 samples, a last row without an exam in each
     part. -> float32 millivolts."""
