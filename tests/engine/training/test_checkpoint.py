@@ -91,15 +91,16 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
 
 
 def die_within(number):
-    """Dies at the n-th call of a function after its first checkpoint."""
-    written = checkpoint.write_whole
+    """Dies at the n-th call of a function in training or in its thread that writes, after the
+    first checkpoint was copied."""
+    save, die = checkpoint.Writer.save, death_at(number)
 
-    def last(path, text):
-        written(path, text)
-        if path.name == "latest" and not sys.getprofile():
-            at_functions(death_at(number))
+    def first(self, *args):
+        save(self, *args)
+        if not sys.getprofile():
+            at_functions(die)
 
-    checkpoint.write_whole = last
+    checkpoint.Writer.save = first
 
 
 @pytest.mark.parametrize("name", ["loader-rank0.json", "state.json", "manifest.json", "latest"])
