@@ -1,6 +1,6 @@
 """Atomic checkpoints: RUN/checkpoints/step-N/, and `latest`, which names the last complete one.
 
-    writer = Writer(run, ranks, keep=3, timeout_s=600)
+    writer = Writer(run, ranks, config.train)
     writer.save(engine, state, loader_state)  # copies, and writes while training goes on
     writer.wait()                             # until it is written; WriteError if it cannot be
     amend(run, progress, ranks)               # changes state.json of the checkpoint of this step
@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 
 from omnilead.data_tools.cli import UserError, is_memory, tell
 from omnilead.engine.common import locked_by_another, sync, write_whole
+from omnilead.engine.config import TrainConfig
 from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
 LATEST = "latest"
@@ -102,12 +103,11 @@ class Writer:
     """Writes checkpoints in a thread, one at a time. All ranks call the methods at the same
     step."""
 
-    def __init__(self, run: Path, ranks: Ranks, keep: int, timeout_s: float) -> None:
-        self.root, self.ranks, self.keep = run / "checkpoints", ranks, keep
-        self.timeout_s = timeout_s  # for the parts of other ranks
+    def __init__(self, run: Path, ranks: Ranks, settings: TrainConfig) -> None:
+        self.root, self.ranks, self.settings = run / "checkpoints", ranks, settings
         self.ends_s = math.inf  # nothing is written after it
         self.pending: Future[None] | None = None
-        self.copies: dict[Any, torch.Tensor] = {}
+        self.copies: dict[Any, Any] = {}
 
     def save(self, engine: Any, state: dict[str, Any], loader_state: dict[str, Any]) -> None:
         self.wait()
@@ -120,16 +120,15 @@ class Writer:
                 (Path(path), self._copy(state_dict, Path(path).name))
             )
             engine.save_checkpoint(str(self.root), tag=path.name, save_latest=False)
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize()
-        texts = json.dumps(state, indent=1), json.dumps(loader_state)
-        thread = ThreadPoolExecutor(1, "checkpoint")
-        self.pending = thread.submit(self._write, path, parts, *texts)
-        thread.shutdown(wait=False)  # it ends when that is done
+        facts = json.dumps(state, indent=1), json.dumps(loader_state)
+        thread = ThreadPoolExecutor(1)
+        self.pending = thread.submit(self._write, path, parts, *facts)
+        thread.shutdown(False)  # it ends when that is done
 
     def wait(self) -> None:
-        pending, self.pending = self.pending, None
-        if pending:
+        if pending := self.pending:
+            pending.exception()
+            self.pending = None  # not before: Ctrl-C may come first
             pending.result()
 
     def check(self) -> None:
@@ -147,7 +146,7 @@ class Writer:
         try:
             self.wait()
         except UserError as second:
-            if self.ends_s > 0:
+            if self.ends_s:
                 warn(str(second))
 
     def _copy(self, state: Any, name: str) -> Any:
@@ -158,7 +157,7 @@ class Writer:
                 key = name, i, leaf.shape, leaf.dtype
                 if key not in self.copies:
                     self.copies[key] = torch.empty_like(leaf, device="cpu", pin_memory=leaf.is_cuda)
-                copied[id(leaf)] = self.copies[key].copy_(leaf.detach(), non_blocking=True)
+                copied[id(leaf)] = self.copies[key].copy_(leaf.detach())
         return copy.deepcopy(state, copied)
 
     def _write(self, path: Path, parts: list[tuple[Path, Any]], state: str, loader: str) -> None:
@@ -167,30 +166,27 @@ class Writer:
             write_whole(path / name, loader)
             note = {name: _summed(loader)}
             for file, content in parts:
-                note[file.name] = self._write_part(file, content)
+                with open(file, "wb") as opened:
+                    part: Any = _Part(opened, self)
+                    torch.save(content, part)  # and flushes it
+                    if part.error:
+                        raise part.error
+                    os.fsync(opened.fileno())
+                note[file.name] = {"bytes": part.bytes, "crc32c": part.crc32c}
             write_whole(path / f".rank{self.ranks.rank}.json", json.dumps(note))
             if self.ranks.first:
-                _publish(path, state, self._all_notes(path), self.keep)
-
-    def _write_part(self, path: Path, content: Any) -> dict[str, int]:
-        with open(path, "wb") as file:
-            part: Any = _Part(file, self)
-            torch.save(content, part)
-            if part.error:
-                raise part.error
-            os.fsync(file.fileno())
-        return {"bytes": part.bytes, "crc32c": part.crc32c}
+                _publish(path, state, self._all_notes(path), self.settings.keep)
 
     def _all_notes(self, path: Path) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        started_s = time.monotonic()
+        until_s = time.monotonic() + self.settings.timeout_s
         for rank in range(self.ranks.world):
             note = path / f".rank{rank}.json"
             while not note.is_file():
-                if time.monotonic() > min(started_s + self.timeout_s, self.ends_s):
+                if time.monotonic() > min(until_s, self.ends_s):
                     raise CheckpointError(
-                        f"{path}: rank {rank} did not write its part: put RUN on a disk that all "
-                        "ranks share"
+                        f"{path}: rank {rank} did not write its part: if it still runs, put RUN on "
+                        "a disk that all ranks share"
                     )
                 time.sleep(0.02)
             found |= json.loads(note.read_text())
@@ -203,15 +199,14 @@ class _Part:
 
     def __init__(self, file: IO[Any], writer: Writer) -> None:
         self.file, self.writer = file, writer
-        self.bytes = self.crc32c = 0
+        self.bytes, self.crc32c, self.flush = 0, 0, file.flush
         self.error: OSError | None = None
-        self.flush = file.flush
 
     def write(self, data: Any) -> None:
         content = np.frombuffer(data, np.uint8)
         for start in range(0, len(content), CHUNK_BYTES):
             chunk = content[start : start + CHUNK_BYTES]
-            self.crc32c = int(google_crc32c.extend(self.crc32c, chunk))
+            self.crc32c = google_crc32c.extend(self.crc32c, chunk)
             try:
                 if time.monotonic() > self.writer.ends_s:
                     raise InterruptedError("not finished")
@@ -286,9 +281,6 @@ def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> Non
     root = path.parent
     write_whole(path / STATE, state)
     manifest[STATE] = _summed(state)
-    for name, expected in manifest.items():
-        if (path / name).stat().st_size != expected["bytes"]:
-            raise CheckpointError(f"{path / name}: was changed while it was written: {RESTORE}")
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     sync(path)
     # first: a run resumes after `latest`, and would not write it

@@ -98,7 +98,7 @@ class Loop:
         self.asked_to_stop = MaxOverRanks(self.ranks)
         self.asked_to_save = MaxOverRanks(self.ranks)
         self.loader_state = State()  # after the last whole step
-        self.writer = checkpoint.Writer(self.run, self.ranks, t.keep, t.timeout_s)
+        self.writer = checkpoint.Writer(self.run, self.ranks, t)
         self.saved = replace(self.progress)
         self.saved_at_s = time.monotonic()
 
