@@ -122,6 +122,7 @@ def e2e(part: Part) -> Iterator[str]:
         "loader's part": percent("loader_pct"),
         "stall": percent("stall_pct"),
         "checkpoint": lambda result: f"{result['checkpoint_s']:.2f} s",
+        "written": lambda result: f"{result.get('written_s', result['checkpoint_s']):.2f} s",
     }
     yield cases(part["results"], columns)
 

@@ -136,7 +136,8 @@ class TrainConfig(Section):
     probe_patients: int = Field(default=256, ge=0)
     # steps between checkpoints; 0: by time only, and at the end
     save_every_steps: int = Field(default=0, ge=0)
-    save_every_minutes: float = Field(default=30.0, gt=0)  # minutes between checkpoints
+    # minutes between checkpoints, which are written while training goes on
+    save_every_minutes: float = Field(default=30.0, gt=0)
     keep: int = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
     # of one device, for MFU; None: measured at the start
     peak_tflops: float | None = Field(default=None, gt=0)

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 
 from tests.waiting import HANG_S
 
@@ -62,8 +63,14 @@ def _run(call, arguments, out, env):
 
 
 def at_functions(act):
-    """Before each call of a function, in Python or C, of this thread."""
-    sys.setprofile(lambda frame, event, _: act() if event in ("call", "c_call") else None)
+    """Before each call of a function, in Python or C, of this thread and those that it starts."""
+
+    def profile(frame, event, _):
+        if event in ("call", "c_call"):
+            act()
+
+    sys.setprofile(profile)
+    threading.setprofile(profile)
 
 
 def death_at(number):

@@ -1,38 +1,50 @@
 """Atomic checkpoints: RUN/checkpoints/step-N/, and `latest`, which names the last complete one.
 
-    save(engine, run, state, loader_state, ranks, keep=3)
+    writer = Writer(run, ranks, config.train)
+    writer.save(engine, state, loader_state)  # copies, and writes while training goes on
+    writer.wait()                             # until it is written; WriteError if it cannot be
     amend(run, progress, ranks)               # changes state.json of the checkpoint of this step
     path = newest(run)                        # the one `latest` names; if that is damaged or missing, the newest complete one
     load(engine, path, universal=False)       # universal=True after to_universal(path)
 
-All ranks write. Then rank 0 writes manifest.json (size and crc32c of every file), syncs it to disk,
-and only then replaces `latest`: a kill at any moment leaves the last checkpoint valid. state.json
-beside the weights holds the training progress, loader-rankR.json the loader's state.
+Each rank copies its weights and optimiser state into memory of the host, which it keeps for the
+next time, and a thread writes the copy, one checkpoint at a time. When its files are on the disk,
+the thread notes their sizes and checksums in .rankR.json. That of rank 0 waits for all notes; no
+thread communicates in another way, as training does at the same time. Then it writes manifest.json
+(size and crc32c of every file), syncs it to disk, and only then replaces `latest`: a kill at any
+moment leaves the last checkpoint valid. state.json beside the weights holds the training progress,
+loader-rankR.json the loader's state.
 
 To resume on another number of ranks, ZeRO's partitions are first converted to DeepSpeed's universal
 format. DeepSpeed's files are pickles. They are read with weights_only, by DeepSpeed too, so no code
 in them is ever run.
 """
 
+import copy
 import json
+import math
 import os
 import pickle
 import pkgutil
 import re
 import shutil
+import time
 from argparse import Namespace
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import google_crc32c
+import numpy as np
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch.utils._pytree import tree_leaves
 
 from omnilead.data_tools.cli import UserError, is_memory, tell
 from omnilead.engine.common import locked_by_another, sync, write_whole
+from omnilead.engine.config import TrainConfig
 from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
 LATEST = "latest"
@@ -45,6 +57,7 @@ LOCK = ".lock"
 LATEST_UNIVERSAL = "latest_universal"
 RESTORE = "restore the file, or begin a new run with --out NEW"
 CHUNK_BYTES = 16 * 2**20
+LOST_S = 30  # when a run ends with an error, other ranks have as long to finish their parts
 # DeepSpeed's checkpoints hold only these besides tensors and plain containers; they just keep
 # values
 CLASSES = (
@@ -86,32 +99,141 @@ def _lock(run: Path, held: ExitStack) -> None:
     held.callback(_LOCKS.pop, run)
 
 
-def save(
-    engine: Any,
-    run: Path,
-    state: dict[str, Any],
-    loader_state: dict[str, Any],
-    ranks: Ranks,
-    keep: int,
-) -> None:
-    """Called by all ranks at the same step."""
-    root = run / "checkpoints"
-    path = root / f"step-{state['step']}"
+class Writer:
+    """Writes checkpoints in a thread, one at a time. All ranks call the methods at the same
+    step."""
+
+    def __init__(self, run: Path, ranks: Ranks, settings: TrainConfig) -> None:
+        self.root, self.ranks, self.settings = run / "checkpoints", ranks, settings
+        self.ends_s = math.inf  # nothing is written after it
+        self.pending: Future[None] | None = None
+        self.copies: dict[Any, Any] = {}
+
+    def save(self, engine: Any, state: dict[str, Any], loader_state: dict[str, Any]) -> None:
+        self.wait()
+        path = self.root / f"step-{state['step']}"
+        parts: list[tuple[Path, Any]] = []
+        with _writing(path):
+            on_first_rank(self.ranks, lambda: _make_room(self.root, path))
+            # DeepSpeed says what belongs in which file
+            engine.checkpoint_engine.save = lambda state_dict, path: parts.append(
+                (Path(path), self._copy(state_dict, Path(path).name))
+            )
+            engine.save_checkpoint(str(self.root), tag=path.name, save_latest=False)
+        facts = json.dumps(state, indent=1), json.dumps(loader_state)
+        thread = ThreadPoolExecutor(1)
+        self.pending = thread.submit(self._write, path, parts, *facts)
+        thread.shutdown(False)  # it ends when that is done
+
+    def wait(self) -> None:
+        if pending := self.pending:
+            pending.exception()
+            self.pending = None  # not before: Ctrl-C may come first
+            pending.result()
+
+    def check(self) -> None:
+        """Raises the error of a checkpoint that could not be written."""
+        if self.pending and self.pending.done():
+            self.wait()
+
+    def close(self, error: BaseException | None) -> None:
+        """What is being written is finished, also after an error: but not what waits for ranks
+        that are lost, and nothing after a second Ctrl-C."""
+        if isinstance(error, KeyboardInterrupt):
+            self.ends_s = 0
+        elif self.ranks.world > 1:
+            self.ends_s = time.monotonic() + LOST_S
+        try:
+            self.wait()
+        except UserError as second:
+            if self.ends_s:
+                warn(str(second))
+
+    def _copy(self, state: Any, name: str) -> Any:
+        """On the host, always in the same memory: pages that were just allocated take longer."""
+        copied: dict[int, Any] = {}
+        for i, leaf in enumerate(tree_leaves(state)):
+            if isinstance(leaf, torch.Tensor):
+                key = name, i, leaf.shape, leaf.dtype
+                if key not in self.copies:
+                    self.copies[key] = torch.empty_like(leaf, device="cpu", pin_memory=leaf.is_cuda)
+                copied[id(leaf)] = self.copies[key].copy_(leaf.detach())
+        return copy.deepcopy(state, copied)
+
+    def _write(self, path: Path, parts: list[tuple[Path, Any]], state: str, loader: str) -> None:
+        with _writing(path):
+            name = f"loader-rank{self.ranks.rank}.json"
+            write_whole(path / name, loader)
+            note = {name: _summed(loader)}
+            for file, content in parts:
+                with open(file, "wb") as opened:
+                    part: Any = _Part(opened, self)
+                    torch.save(content, part)  # and flushes it
+                    if part.error:
+                        raise part.error
+                    os.fsync(opened.fileno())
+                note[file.name] = {"bytes": part.bytes, "crc32c": part.crc32c}
+            write_whole(path / f".rank{self.ranks.rank}.json", json.dumps(note))
+            if self.ranks.first:
+                _publish(path, state, self._all_notes(path), self.settings.keep)
+
+    def _all_notes(self, path: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        until_s = time.monotonic() + self.settings.timeout_s
+        for rank in range(self.ranks.world):
+            note = path / f".rank{rank}.json"
+            while not note.is_file():
+                if time.monotonic() > min(until_s, self.ends_s):
+                    raise CheckpointError(
+                        f"{path}: rank {rank} did not write its part: if it still runs, put RUN on "
+                        "a disk that all ranks share"
+                    )
+                time.sleep(0.02)
+            found |= json.loads(note.read_text())
+        return found
+
+
+class _Part:
+    """A file for torch.save that knows its size and checksum without being read. It keeps an error
+    for later: not every version of PyTorch's writer survives one."""
+
+    def __init__(self, file: IO[Any], writer: Writer) -> None:
+        self.file, self.writer = file, writer
+        self.bytes, self.crc32c, self.flush = 0, 0, file.flush
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> None:
+        content = np.frombuffer(data, np.uint8)
+        for start in range(0, len(content), CHUNK_BYTES):
+            chunk = content[start : start + CHUNK_BYTES]
+            self.crc32c = google_crc32c.extend(self.crc32c, chunk)
+            try:
+                if time.monotonic() > self.writer.ends_s:
+                    raise InterruptedError("not finished")
+                if not self.error:
+                    self.file.write(chunk)
+            except OSError as error:
+                self.error = error
+        self.bytes += len(content)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
     try:
-        on_first_rank(ranks, lambda: _make_room(root, path))
-        engine.save_checkpoint(str(root), tag=path.name, save_latest=False)
-        write_whole(path / f"loader-rank{ranks.rank}.json", json.dumps(loader_state))
-        if ranks.world > 1:
-            dist.barrier()
-        on_first_rank(ranks, lambda: _publish(root, path, state, keep))
+        yield
     except (OSError, RuntimeError) as error:
         if lost_a_rank(error):
             raise
-        good = named(root, LATEST)
+        good = named(path.parent, LATEST)
         last = f"the last good checkpoint is {good.name}" if good else "there is no checkpoint yet"
         raise WriteError(
             f"{path}: {str(error).splitlines()[0]}: free disk space and start again; {last}"
         ) from error
+
+
+def _summed(text: str) -> dict[str, int]:
+    content = text.encode()
+    return {"bytes": len(content), "crc32c": google_crc32c.value(content)}
 
 
 def amend(run: Path, progress: dict[str, Any], ranks: Ranks) -> None:
@@ -122,14 +244,10 @@ def amend(run: Path, progress: dict[str, Any], ranks: Ranks) -> None:
 def _amend(root: Path, progress: dict[str, Any]) -> None:
     path = root / f"step-{progress['step']}"
     state = read_state(path) | progress
-    text = json.dumps(state, indent=1).encode()
+    text = json.dumps(state, indent=1)
     manifest = json.loads((path / MANIFEST).read_text())
     # A kill before the last of these leaves the earlier state.json, which is whole as well
-    manifest[STATE] = {
-        "bytes": len(text),
-        "crc32c": google_crc32c.value(text),
-        "before": manifest[STATE],
-    }
+    manifest[STATE] = _summed(text) | {"before": manifest[STATE]}
     _point_to_best(root, path, state)
     write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
     write_whole(path / STATE, text)
@@ -159,24 +277,17 @@ def _make_room(root: Path, path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _publish(root: Path, path: Path, state: dict[str, Any], keep: int) -> None:
-    write_whole(path / STATE, json.dumps(state, indent=1))
-    expected = state["world"] if state["zero_stage"] else 0
-    parts = len(list(path.glob("*optim_states.pt")))
-    if parts != expected:
-        raise CheckpointError(
-            f"{path}: {parts} of {expected} ranks wrote their part: put RUN on a disk that all "
-            "ranks share"
-        )
-    files = sorted(path.iterdir())
-    manifest = {
-        file.name: {"bytes": file.stat().st_size, "crc32c": crc32c(file, sync=True)}
-        for file in files
-    }
-    write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
+def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> None:
+    root = path.parent
+    write_whole(path / STATE, state)
+    manifest[STATE] = _summed(state)
+    write_whole(path / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
     sync(path)
-    _point_to_best(root, path, state)  # first: a run resumes after `latest`, and would not write it
+    # first: a run resumes after `latest`, and would not write it
+    _point_to_best(root, path, json.loads(state))
     write_whole(root / LATEST, path.name)
+    for note in path.glob(".rank*.json"):
+        note.unlink()
     _prune(root, path, keep)
 
 
@@ -189,11 +300,9 @@ def _prune(root: Path, newest: Path, keep: int) -> None:
             shutil.rmtree(path)
 
 
-def crc32c(path: Path, sync: bool = False) -> int:
+def crc32c(path: Path) -> int:
     value = 0
     with open(path, "rb") as file:
-        if sync:
-            os.fsync(file.fileno())
         while chunk := file.read(CHUNK_BYTES):
             value = google_crc32c.extend(value, chunk)
     return int(value)

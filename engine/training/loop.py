@@ -11,6 +11,7 @@ whole step is written, exit 0; Ctrl-C: the same, exit 130; a second Ctrl-C: at o
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -97,6 +98,7 @@ class Loop:
         self.asked_to_stop = MaxOverRanks(self.ranks)
         self.asked_to_save = MaxOverRanks(self.ranks)
         self.loader_state = State()  # after the last whole step
+        self.writer = checkpoint.Writer(self.run, self.ranks, t)
         self.saved = replace(self.progress)
         self.saved_at_s = time.monotonic()
 
@@ -116,16 +118,18 @@ class Loop:
                     self._after_step(losses, batch)
                     if tracer:
                         tracer.step()
+                    self.writer.check()
                     if self._save_is_due():
                         self._save()
                     self._stop_if_asked()
-                self._save()
+                self._save_and_wait()
                 return True
             except Stopped as stopped:
                 self.unfinished = str(stopped)
-                self._save()
+                self._save_and_wait()
                 return False
             finally:
+                self.writer.close(sys.exc_info()[1])
                 self.asked_to_stop.finish()
                 self.asked_to_save.finish()
                 batches.close()  # type: ignore[attr-defined]
@@ -175,7 +179,7 @@ class Loop:
             if self.ranks.world > 1:
                 # no checkpoint: the other ranks only see that this rank is gone
                 raise TrainError(f"rank {self.ranks.rank}: {error}") from None
-            self._save()
+            self._save_and_wait()
             raise TrainError(str(error)) from None
 
     def _step(self, batch: Batch) -> list[dict[str, Tensor]]:
@@ -211,7 +215,7 @@ class Loop:
         if step % t.log_every == 0 or step in (1, self.total):
             self._log(losses, batch)
             if float(self.adam.in_a_row) >= t.max_nonfinite:
-                self._save()  # the weights are those of the last good step
+                self._save_and_wait()  # the weights are those of the last good step
                 raise TrainError(self._not_finite())
         if self.progress.validation_due:
             self._validate()
@@ -295,9 +299,13 @@ class Loop:
         by_step = 0 < t.save_every_steps <= step - self.saved.step
         return by_step or asked_at_step > self.saved.step
 
+    def _save_and_wait(self) -> None:
+        self._save()
+        self.writer.wait()
+
     def _save(self) -> None:
-        """A checkpoint of this step; of the untrained model there is none. One that there is
-        already is not written again, which would delete it first."""
+        """A checkpoint of this step, written while training goes on; of the untrained model there
+        is none. One that there is already is not written again, which would delete it first."""
         self.progress.skipped_steps = int(self.adam.skipped)
         self.progress.in_a_row = int(self.adam.in_a_row)
         if self.progress.step == 0 or self.progress == self.saved:
@@ -305,14 +313,14 @@ class Loop:
         if self.progress.step > self.saved.step:
             self._write_checkpoint()
         else:  # it was validated since
+            self.writer.wait()
             checkpoint.amend(self.run, vars(self.progress), self.ranks)
         self.saved, self.saved_at_s = replace(self.progress), time.monotonic()
 
     def _write_checkpoint(self) -> None:
         facts = run_facts(self.config, self.task.datasets, self.ranks)
         state = {**facts, **self.task.facts(), **vars(self.progress)}
-        keep = self.config.train.keep
-        checkpoint.save(self.engine, self.run, state, self.loader_state, self.ranks, keep)
+        self.writer.save(self.engine, state, self.loader_state)
 
 
 def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> dict[str, Any]:

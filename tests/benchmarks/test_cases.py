@@ -29,7 +29,7 @@ def test_the_loop_is_measured_against_the_bare_step(dataset, tiny, tmp_path):
     # the one that was timed
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-16"
     assert 0 < measured["stall_pct"]["median"] < 100
-    assert measured["per_s"]["median"] > 0 and measured["checkpoint_s"] > 0
+    assert measured["per_s"]["median"] > 0 and 0 < measured["checkpoint_s"] < measured["written_s"]
 
 
 @pytest.mark.parametrize(("device", "overhead"), [("cpu", 10), ("cuda", 20)])

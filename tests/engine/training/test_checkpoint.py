@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -18,10 +19,11 @@ from handmade import flip
 from ranks import column, curve, pretrain, run, settings, start
 
 from omnilead.engine.pretrain import main
-from omnilead.engine.training import checkpoint, export
+from omnilead.engine.training import checkpoint, export, loop
 from omnilead.engine.training.checkpoint import FORBID, FORCE, MANIFEST, CheckpointError, WriteError
 from omnilead.engine.training.distributed import Ranks
 from tests.forks import at_functions, death_at, started
+from tests.waiting import until
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
 KILLS, CALLS = 4, 150_000  # five steps and their checkpoints call as many functions
@@ -91,15 +93,16 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
 
 
 def die_within(number):
-    """Dies at the n-th call of a function after its first checkpoint."""
-    written = checkpoint.write_whole
+    """Dies at the n-th call of a function in training or in its thread that writes, after the
+    first checkpoint was copied."""
+    save, die = checkpoint.Writer.save, death_at(number)
 
-    def last(path, text):
-        written(path, text)
-        if path.name == "latest" and not sys.getprofile():
-            at_functions(death_at(number))
+    def first(self, *args):
+        save(self, *args)
+        if not sys.getprofile():
+            at_functions(die)
 
-    checkpoint.write_whole = last
+    checkpoint.Writer.save = first
 
 
 @pytest.mark.parametrize("name", ["loader-rank0.json", "state.json", "manifest.json", "latest"])
@@ -154,10 +157,101 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
-def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(resumed):
-    ended = resumed(before=small_files)
-    assert "the last good checkpoint is step-3" in ended.last_line(1)
+@pytest.mark.parametrize("steps", [4, 10_000])
+def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(steps, resumed, tmp_path):
+    """Training knows of it at the next checkpoint at the latest."""
+    ended = resumed(before=small_files, train__steps=steps, train__save_every_steps=2)
+    last = ended.last_line(1)
+    assert "File too large: free disk space" in last
+    assert "the last good checkpoint is step-3" in last and column(tmp_path / "run")[-1] <= 7
     assert "resumes after step 3" in resumed().good()
+
+
+def blocked(until_it):
+    """The first file of a checkpoint is written when `until_it(writer)` is true."""
+    write = checkpoint._Part.write
+
+    def patched(self, data):
+        if self.file.name.endswith(".pt"):
+            until(partial(until_it, self.writer))
+        write(self, data)
+
+    checkpoint._Part.write = patched
+
+
+def slow_disk(metrics):
+    def next_is_due(writer):
+        if len(metrics.read_text().splitlines()) >= 4:
+            return True
+        assert checkpoint.named(writer.root, checkpoint.LATEST) is None
+        return False
+
+    blocked(next_is_due)
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 1), (2, 2), (2, 3)])
+def test_training_goes_on_while_a_checkpoint_is_written(world, stage, training, tmp_path):
+    """It holds the step at which it was copied; the next one waits for it."""
+    how = {"train__steps": 6, "train__keep": 9, "train__zero_stage": stage}
+    training("whole", world, **how).good()
+    how["train__save_every_steps"] = 2
+    training("run", world, partial(slow_disk, tmp_path / "run" / "metrics.jsonl"), **how).good()
+    root = tmp_path / "run" / "checkpoints"
+    assert {path.name for path in root.glob("step-*")} == {"step-2", "step-4", "step-6"}
+    assert not [path for path in root.rglob(".*") if path.is_file()]
+    for step in ("step-4", "step-6"):
+        shutil.rmtree(root / step)
+    (root / "latest").write_text("step-2")
+    assert "resumes after step 2" in training("run", world, **how).good()
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def slow_rank_1(out):
+    """Writes nothing more, and the other rank soon gives up."""
+    if os.environ["RANK"] == "1":
+        blocked(lambda _: "rank 1 did not write its part" in out.read_text())
+    else:
+        write = checkpoint.Writer._all_notes
+
+        def impatient(self, path):
+            self.settings = self.settings.model_copy(update={"timeout_s": 1.0})
+            return write(self, path)
+
+        checkpoint.Writer._all_notes = impatient
+
+
+def test_a_rank_that_does_not_write_its_part_ends_the_run(training, tmp_path):
+    how = {"train__save_every_steps": 2, "train__steps": 10_000}
+    ended = training(world=2, before=partial(slow_rank_1, tmp_path / "out.txt"), **how)
+    assert ended.codes[0] == 2 and "Traceback" not in ended.output, ended.output
+    assert "rank 1 did not write its part: if it still runs, put RUN" in ended.output
+    assert checkpoint.newest(tmp_path / "run") is None
+
+
+def stopped_in_write(number, times):
+    """By a signal that comes while the second checkpoint is written."""
+    loop.AGAIN_S = 0
+    sent = count()
+
+    def until_it(writer):
+        second = checkpoint.named(writer.root, checkpoint.LATEST) is not None
+        if second and writer.ends_s and next(sent) < times:
+            os.kill(os.getpid(), number)
+        return not second or next(sent) > times or not writer.ends_s
+
+    blocked(until_it)
+
+
+def test_sigterm_and_ctrl_c_while_a_checkpoint_is_written(training, tmp_path):
+    how = {"train__save_every_steps": 2, "train__steps": 10_000}
+    before = partial(stopped_in_write, signal.SIGTERM, 1)
+    output = training("run", before=before, **how).good()
+    newest = checkpoint.newest(tmp_path / "run", pytest.fail)
+    assert f"stopped after {newest.name.replace('-', ' ')};" in output
+    assert checkpoint.step_of(newest) >= 4
+    ended = training("other", before=partial(stopped_in_write, signal.SIGINT, 10**6), **how)
+    assert "stopped without a checkpoint" in ended.last_line(130)
+    assert checkpoint.newest(tmp_path / "other", pytest.fail).name == "step-2"
 
 
 def test_a_damaged_checkpoint_and_one_without_latest(resumed, step):

@@ -164,7 +164,7 @@ def test_a_second_interrupt_stops_a_run_that_waits_for_data(dataset, tmp_path):
 
 def test_a_step_has_one_checkpoint(training, monkeypatch):
     """SIGTERM during a validation that turns out to be the best."""
-    validate, save, written = PretrainTask.validate, checkpoint.save, []
+    validate, save, written = PretrainTask.validate, checkpoint.Writer.save, []
 
     def asked(self, engine, between):
         measured = validate(self, engine, between)
@@ -172,12 +172,12 @@ def test_a_step_has_one_checkpoint(training, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return measured
 
-    def counted(engine, run, state, *rest):
+    def counted(self, engine, state, *rest):
         written.append(state["step"])
-        save(engine, run, state, *rest)
+        save(self, engine, state, *rest)
 
     monkeypatch.setattr(PretrainTask, "validate", asked)
-    monkeypatch.setattr(checkpoint, "save", counted)
+    monkeypatch.setattr(checkpoint.Writer, "save", counted)
     output = training(train__validate_every=2, train__keep=1).good()
     assert "stopped after step 2" in output and written == [2]
 
