@@ -57,8 +57,8 @@ KINDS = (
     "auto, physionet2021, ptbxl, mimic-iv-ecg, code15, ecg-arrhythmia, physionet2011, wfdb, "
     "hospital (any mix of the following), muse-xml, dicom, "
 )
-KINDS += "philips-xml, hl7-aecg, scp-ecg, edf, arrays (.npy, .npz, HDF5, zarr), or your own "
-KINDS += "file.py:Class (auto)"
+KINDS += "philips-xml, cardiosoft-xml, hl7-aecg, scp-ecg, edf, arrays (.npy, .npz, HDF5, zarr), "
+KINDS += "or your own file.py:Class (auto)"
 Option = dict[str, Any]
 CORES = os.cpu_count() or 1
 

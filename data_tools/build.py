@@ -36,6 +36,7 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster, dataset, shard_writers, splits
 from omnilead.data_tools.cli import keep_freed_memory
+from omnilead.data_tools.data_card import write_card
 from omnilead.data_tools.dataset import (
     COLUMNS,
     CROP_SHAPE,
@@ -459,6 +460,7 @@ def finish(
     }
     out.write(dataset.REJECTS, refused)
     meta["fingerprint"] = fingerprint(meta)
+    write_card(out, meta, Counter(reason for _, _, reason, _ in set(rejects)), FLAGS)
     out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
     out.remove(".build")
     return Dataset.open(options.out)

@@ -6,7 +6,7 @@ CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
 CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES  # int16
 
 # hospitals' file formats, also their `source`
-VENDORS = ("muse-xml", "dicom", "philips-xml", "hl7-aecg", "scp-ecg", "edf")
+VENDORS = ("muse-xml", "dicom", "philips-xml", "cardiosoft-xml", "hl7-aecg", "scp-ecg", "edf")
 
 # Before the name of a synthetic database: nothing made from it can pass for the real one
 SYNTHETIC = "synthetic-"

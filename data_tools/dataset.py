@@ -3,6 +3,7 @@ module.
 
     DATASET/dataset.json      preprocessing, sources, roles, shards, and a fingerprint of it all
             samples.parquet   one row per crop, in shard order
+            README.md         data card; croissant.json is the same for programs
             rejects.csv       every record, lead or crop that was refused, repaired or flagged
             shards/00000.tar  <key>.ecg = int16 [12, 5000] in microvolts, <key>.json; .idx for DALI
             store.zarr/       optional copy: int16 [crops, 12, 5000]

@@ -4,7 +4,8 @@ The default checks dataset.json's fingerprint, the sha256 of tables and shards, 
 JSON, DALI's index, crc32c and contents of every crop in the shards and in the zarr copy, counts,
 and roles, which are drawn again and checked for leakage. `fast` checks structure and sizes without
 reading samples. `sources`: each crop is prepared again from the archive and compared. A finding
-names the file, the crop and the failed check; an empty list means that there is nothing wrong.
+names the file, the crop and the failed check; an empty list means that there is nothing wrong. The data
+card is not checked, because it may be edited.
 """
 
 import hashlib

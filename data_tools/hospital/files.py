@@ -17,7 +17,15 @@ from itertools import groupby
 import numpy as np
 
 from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.hospital import aecg, dicom, edf, muse_xml, philips_xml, scp
+from omnilead.data_tools.hospital import (
+    aecg,
+    cardiosoft_xml,
+    dicom,
+    edf,
+    muse_xml,
+    philips_xml,
+    scp,
+)
 from omnilead.data_tools.hospital.base import Format, root_tag
 from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
@@ -29,6 +37,7 @@ FORMATS: dict[str, Format] = {
     "muse-xml": muse_xml.FORMAT,
     "dicom": dicom.FORMAT,
     "philips-xml": philips_xml.FORMAT,
+    "cardiosoft-xml": cardiosoft_xml.FORMAT,
     "hl7-aecg": aecg.FORMAT,
     "scp-ecg": scp.FORMAT,
     "edf": edf.FORMAT,

@@ -11,6 +11,7 @@ from handmade import build, files, without_roles
 from omnilead.data_tools import build as data_tools_build
 from omnilead.data_tools import plan
 from omnilead.data_tools.__main__ import main, synth
+from omnilead.data_tools.data_card import CARD
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES
 from omnilead.data_tools.storage import LocalFolder
 
@@ -57,7 +58,18 @@ def fill(place, room):
 
 @pytest.mark.parametrize(
     "room",
-    [0, 700_000, 2_400_000, "00001.idx", "00001.parquet", "zarr-00000", SAMPLES, REJECTS, META],
+    [
+        0,
+        700_000,
+        2_400_000,
+        "00001.idx",
+        "00001.parquet",
+        "zarr-00000",
+        SAMPLES,
+        REJECTS,
+        CARD,
+        META,
+    ],
 )
 def test_a_full_disk_gives_a_one_line_error_and_leaves_no_wrong_file(
     room,

@@ -150,7 +150,7 @@ def test_the_archive_becomes_a_dataset_of_its_good_records(dataset, written):
             assert (tuple(row["missing_leads"]), tuple(row["dx"])) == (right.missing, right.dx)
     everything = everything_in(dataset)
     assert found_in(everything, [NAMES["a secret for a code"]])
-    assert not found_in(everything, [word for word in SECRET.split() if len(word) > 3])
+    assert not found_in(everything, [word for word in SECRET.split() if len(word) > 4])
 
 
 def test_rejects_csv_names_each_bad_record_and_no_good_one(dataset):

@@ -56,6 +56,8 @@ def test_flipped_bits_are_repaired(small, unfinished, tmp_path):
     names = sorted(name for name, data in files(killed).items() if data)
     assert {name.split("/")[0] for name in names} == {
         ".build",
+        "README.md",
+        "croissant.json",
         "rejects.csv",
         "samples.parquet",
         "shards",
