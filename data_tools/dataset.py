@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal
 import google_crc32c
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
@@ -112,6 +113,7 @@ class DatasetFacts(BaseModel, strict=True):
     plan: Literal["paper", "all", "paper-split"] = "all"
     id_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
+    leave_out_flags: list[str] = []
     roles: dict[str, Any] = {}
     sources: list[SourceFacts] = []
 
@@ -393,6 +395,19 @@ def fingerprint(meta: dict[str, Any]) -> str:
     table."""
     rest = {name: value for name, value in meta.items() if name != "fingerprint"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def flagged(table: pa.Table, names: Sequence[str], column: str = "flags") -> np.ndarray:
+    """A mask of the rows of samples.parquet whose list of texts has one of these; `flat` is also
+    flat:V1."""
+    lists = table[column].combine_chunks()
+    texts = pc.list_flatten(lists)
+    kinds = pc.replace_substring_regex(texts, ":.*", "")
+    wanted = pa.array(names, pa.string())
+    is_named = np.asarray(pc.or_(pc.is_in(texts, wanted), pc.is_in(kinds, wanted)))
+    found = np.zeros(len(table), bool)
+    found[np.asarray(pc.list_parent_indices(lists))[is_named]] = True
+    return found
 
 
 def waveform(crop: np.ndarray) -> tuple[int, int]:
