@@ -31,7 +31,8 @@ import numpy as np
 from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.counter import MAX_SIZE, RandomStream, bits, permute
-from omnilead.engine.data.patients import validation_split
+from omnilead.engine.data.patients import once, validation_split
+from omnilead.engine.data.where import holds
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096
@@ -91,11 +92,12 @@ class DatasetRows:
         halves: int | None = None,
         hold_out: float = 0.0,
         held: bool = False,
+        where: str | None = None,
         rows: np.ndarray | None = None,
     ) -> "DatasetRows":
         """Select the rows of a role (Dataset.select), or the given ones; halves=2 drops crops
         whose second half is empty. `hold_out`: leave out that share of the patients, or with
-        `held` keep only them (patients.validation_split)."""
+        `held` keep only them (patients.validation_split). `where`: data.where."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # only zarr
             starts = range(0, len(dataset), SHARD_CROPS)
@@ -113,11 +115,20 @@ class DatasetRows:
             masks.append(dataset.column("halves") >= halves)
         if hold_out:
             masks.append(validation_split(dataset, hold_out)[held])
+        if where:
+            masks.append(once(dataset, where, holds))
         for keep in masks:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
-            asked: dict[str, Any] = {"pretrain": pretrain, "dx": dx, "identity": identity}
-            asked |= {"halves": halves, "data.hold_out": hold_out or None, "held": held or None}
+            asked = {
+                "pretrain": pretrain,
+                "dx": dx,
+                "identity": identity,
+                "halves": halves,
+                "data.hold_out": hold_out or None,
+                "held": held or None,
+                "data.where": where,
+            }
             text = ", ".join(
                 f"{key}={value!r}" for key, value in asked.items() if value is not None
             )

@@ -79,6 +79,10 @@ class TrainingTask(ABC):
         """For run.json: `chance`, the value of each curve when guessing (validation:
         valid/NAME); `validation`, how validation differs from training."""
 
+    @abstractmethod
+    def left_out(self) -> str:
+        """How many crops data.where leaves out, to be appended to a sentence."""
+
     def facts(self) -> dict[str, Any]:
         """Further facts that must not change when a run is resumed."""
         sums = {
