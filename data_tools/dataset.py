@@ -397,16 +397,13 @@ def fingerprint(meta: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def flagged(table: pa.Table, names: Sequence[str], column: str = "flags") -> np.ndarray:
-    """A mask of the rows of samples.parquet whose list of texts has one of these; `flat` is also
-    flat:V1."""
-    lists = table[column].combine_chunks()
-    texts = pc.list_flatten(lists)
-    kinds = pc.replace_substring_regex(texts, ":.*", "")
-    wanted = pa.array(names, pa.string())
-    is_named = np.asarray(pc.or_(pc.is_in(texts, wanted), pc.is_in(kinds, wanted)))
+def flagged(table: pa.Table, names: Sequence[str]) -> np.ndarray:
+    """A mask of the rows of samples.parquet that have one of these flags; `flat`: of any lead."""
+    flags = table["flags"].combine_chunks()
     found = np.zeros(len(table), bool)
-    found[np.asarray(pc.list_parent_indices(lists))[is_named]] = True
+    rows = np.asarray(pc.list_parent_indices(flags))
+    kinds = pc.replace_substring_regex(pc.list_flatten(flags), ":.*", "")
+    found[rows[np.asarray(pc.is_in(kinds, pa.array(names, pa.string())))]] = True
     return found
 
 

@@ -254,16 +254,17 @@ class Order:
         """The `count` crops that follow the first `crops_seen` of the run."""
         return self._at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
-    def drawn(self, crops_seen: int) -> list[np.ndarray]:
-        """The rows of each dataset that are among the first `crops_seen` crops of the run."""
-        masks = [np.zeros(rows.shard_first[-1], bool) for rows in self.rows]
+    def drawn(self, crops_seen: int, exact: bool = True) -> list[np.ndarray]:
+        """How often each crop of each dataset is among the first `crops_seen` of the run; unless
+        `exact`, not 0 if it is."""
+        times = [np.zeros(rows.shard_first[-1], np.int32) for rows in self.rows]
         for start in range(0, crops_seen, COUNTED):
             places = self.places(start, min(COUNTED, crops_seen - start))
-            for d, mask in enumerate(masks):
-                mask[places.row[places.dataset == d]] = True
-            if sum(int(mask.sum()) for mask in masks) == sum(map(len, self.rows)):
+            for d, counts in enumerate(times):
+                counts += np.bincount(places.row[places.dataset == d], minlength=len(counts))
+            if not exact and sum(map(np.count_nonzero, times)) == sum(map(len, self.rows)):
                 break  # later epochs draw the same rows again
-        return [np.flatnonzero(mask) for mask in masks]
+        return times
 
     def batch(self, step: int) -> Places:
         return self.slice(step, 0, 1)

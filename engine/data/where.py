@@ -1,14 +1,14 @@
 """data.where: which crops a run uses, as an expression over columns of samples.parquet and of a label table.
 
     age >= 18 and not flags.einthoven
-    sex == "F" and source in ["ptb-xl", "georgia"] and not missing_leads.V1
+    sex == "F" and source in ["ptb-xl", "georgia"]
     18 <= age < 60 or age is None
 
     holds(dataset, "age >= 18")        # bool [crops]
 
-Columns are compared with numbers and texts; flags.NAME and missing_leads.NAME are true where the list
-has it. As in SQL, what is compared with a missing value is unknown, as is its `not`, and a crop is
-used only if the whole is true. Nothing is executed: what is not listed here is an error.
+Columns are compared with numbers and texts; flags.NAME is whether a crop has the flag. As in SQL, what
+is compared with a missing value is unknown, as is its `not`, and a crop is used only if the whole is
+true. Nothing is executed: what is not listed here is an error.
 """
 
 import ast
@@ -19,13 +19,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.constants import CROP_FLAGS, LEADS
+from omnilead.data_tools.constants import CROP_FLAGS
 from omnilead.data_tools.dataset import COLUMNS, Dataset, flagged
 from omnilead.engine.common import ConfigError
 
 MAX_CHARACTERS = 500  # also bounds how deep an expression is
 USE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'
-ITEMS = [f"flags.{flag}" for flag in CROP_FLAGS] + [f"missing_leads.{lead}" for lead in LEADS]
+FLAGS = [f"flags.{flag}" for flag in CROP_FLAGS]
 FUNCTIONS: dict[type[ast.AST], Any] = {
     ast.And: pc.and_kleene,
     ast.Or: pc.or_kleene,
@@ -100,11 +100,11 @@ class _Rows:
     def column(self, name: str) -> pa.Array:
         of_labels = self.cells.column_names
         own = [field.name for field in COLUMNS if not pa.types.is_nested(field.type)]
-        known = [*of_labels, *own, *ITEMS]
+        known = [*of_labels, *own, *FLAGS]
         if name not in known:
             raise ValueError(f"no column {name!r}, only {', '.join(known)}")
-        if name in ITEMS:
-            column, _, item = name.partition(".")
-            return pa.array(flagged(self.dataset.table([column]), [item], column))
+        if name in FLAGS:
+            flag = name.removeprefix("flags.")
+            return pa.array(flagged(self.dataset.table(["flags"]), [flag]))
         table = self.cells if name in of_labels else self.dataset.table([name])
         return table[name].combine_chunks()

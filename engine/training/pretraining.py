@@ -271,11 +271,15 @@ class PretrainTask(TrainingTask):
 
     @staticmethod
     def uses(
-        config: Config, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
+        config: Config,
+        state: dict[str, Any],
+        run: Path,
+        datasets: Sequence[Dataset],
+        exact: bool = False,
     ) -> list[tuple[Dataset, np.ndarray, str]]:
         order = order_of(config.loader, datasets, **training_roles(config))
-        drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
-        return [(dataset, rows, "unlabelled") for dataset, rows in drawn]
+        drawn = zip(datasets, order.drawn(state["crops_seen"], exact), strict=True)
+        return [(dataset, times, "unlabelled") for dataset, times in drawn]
 
     @staticmethod
     def exports(config: Config, name: str) -> bool:

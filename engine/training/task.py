@@ -111,10 +111,14 @@ class TrainingTask(ABC):
     @staticmethod
     @abstractmethod
     def uses(
-        config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
+        config: Any,
+        state: dict[str, Any],
+        run: Path,
+        datasets: Sequence[Dataset],
+        exact: bool = False,
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        """The crops that the checkpoint's weights have seen: rows of a dataset, and their use
-        (engine.data.seen)."""
+        """What the checkpoint's weights have seen: how often each crop of a dataset (Order.drawn),
+        and its use (engine.data.seen)."""
 
     @staticmethod
     def exports(config: Any, name: str) -> bool:

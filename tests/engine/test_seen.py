@@ -109,7 +109,7 @@ def test_a_damaged_record_is_one_line(whole, damage, tmp_path):
 
 
 def test_the_crops_of_a_part_of_an_epoch(monkeypatch):
-    """The rows that were drawn, for one dataset and for two with weights."""
+    """How often each crop was drawn, for one dataset and for two with weights."""
     monkeypatch.setattr(order, "COUNTED", 7)
     one = DatasetRows.among("one", [40], np.arange(0, 40, 2))
     two = DatasetRows.among("two", [9])
@@ -120,8 +120,12 @@ def test_the_crops_of_a_part_of_an_epoch(monkeypatch):
     ):
         made = Order(rows, 4, seed=3, weights=weights)
         places = made.places(0, crops)
-        for d, drawn in enumerate(made.drawn(crops)):
-            assert drawn.tolist() == np.unique(places.row[places.dataset == d]).tolist()
+        for d, times in enumerate(made.drawn(crops)):
+            drawn, counts = np.unique(places.row[places.dataset == d], return_counts=True)
+            assert np.flatnonzero(times).tolist() == drawn.tolist()
+            assert times[drawn].tolist() == counts.tolist()
+            once = made.drawn(crops, exact=False)[d]
+            assert np.array_equal(once > 0, times > 0) and (once <= times).all()
 
 
 def test_pre_training_on_all_is_told_by_whatever_tests_it(whole, base, quick, tmp_path):  # noqa: F811

@@ -15,7 +15,6 @@ ROWS = {
     "pretrain": [True, True, True, False, False],
     "halves": [2, 2, 1, 2, 2],
     "flags": [[], ["flat:V1"], ["einthoven", "flat:I"], ["large"], []],
-    "missing_leads": [["V1"], [], [], [], ["V2", "V1"]],
 }
 
 
@@ -52,7 +51,6 @@ def rows(where, cells=None):
         ("not pretrain and halves == 2", [3, 4]),
         ("flags.flat", [1, 2]),
         ("not flags.flat and not flags.large", [0, 4]),
-        ("missing_leads.V1 and source == 'b'", [4]),
         ("  source\t!= 'a' ", [2, 3, 4]),
     ],
 )
