@@ -36,7 +36,6 @@ from omnilead.engine.data.where import holds
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096
-COUNTED = 2**20  # positions at a time in Order.drawn
 
 
 class OrderError(ConfigError):
@@ -254,16 +253,24 @@ class Order:
         """The `count` crops that follow the first `crops_seen` of the run."""
         return self._at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
-    def drawn(self, crops_seen: int, exact: bool = True) -> list[np.ndarray]:
-        """How often each crop of each dataset is among the first `crops_seen` of the run; unless
-        `exact`, not 0 if it is."""
-        times = [np.zeros(rows.shard_first[-1], np.int32) for rows in self.rows]
-        for start in range(0, crops_seen, COUNTED):
-            places = self.places(start, min(COUNTED, crops_seen - start))
-            for d, counts in enumerate(times):
-                counts += np.bincount(places.row[places.dataset == d], minlength=len(counts))
-            if not exact and sum(map(np.count_nonzero, times)) == sum(map(len, self.rows)):
-                break  # later epochs draw the same rows again
+    def drawn(self, crops_seen: int) -> list[np.ndarray]:
+        """How often each crop of each dataset is among the first `crops_seen` of the run."""
+        times = []
+        cycle, place = divmod(crops_seen, sum(self._quotas))
+        for d, rows in enumerate(self.rows):
+            quota, size = self._quotas[d], self._epoch_crops(d)
+            mine = _dealt(place, quota, sum(self._quotas[d:]))
+            place -= mine
+            epochs, begun = divmod(cycle * quota + mine, size)
+            counts = np.full(len(rows), epochs, np.int32)
+            counts[self._index(d, np.full(begun, epochs), np.arange(begun))] += 1
+            if size < len(rows):
+                dropped = np.arange(size, len(rows))
+                for epoch in range(epochs):
+                    counts[self._index(d, np.full(len(dropped), epoch), dropped)] -= 1
+            of_crops = np.zeros(rows.shard_first[-1], np.int32)
+            of_crops[rows.row(np.arange(len(rows)))] = counts
+            times.append(of_crops)
         return times
 
     def batch(self, step: int) -> Places:
@@ -293,11 +300,13 @@ class Order:
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
             mine = np.flatnonzero(dataset == d)
-            # a dataset of its own drops the incomplete last batch of an epoch
-            size = self.crops_per_epoch if len(self.rows) == 1 else len(rows)
-            epoch[mine], i = np.divmod(turn[mine], size)
+            epoch[mine], i = np.divmod(turn[mine], self._epoch_crops(d))
             row[mine] = rows.row(self._index(d, epoch[mine], i))
         return Places(dataset, row, epoch)
+
+    def _epoch_crops(self, dataset: int) -> int:
+        """A dataset of its own drops the incomplete last batch of an epoch."""
+        return self.crops_per_epoch if len(self.rows) == 1 else len(self.rows[dataset])
 
     def _index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
         rows = self.rows[dataset]

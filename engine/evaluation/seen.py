@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow import csv
 
 from omnilead.data_tools.dataset import COLUMNS
-from omnilead.data_tools.spreadsheet import without_formulas
+from omnilead.data_tools.spreadsheet import as_csv
 from omnilead.engine.commandline import write_result
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.seen import USES, hashes_of, use_of
@@ -60,9 +59,9 @@ def table_of(
     if out:
         if not tables:
             raise ConfigError(f"--out {out}: of which ECGs? Add --data DATASET")
-        text = pa.BufferOutputStream()
-        csv.write_csv(without_formulas(pa.concat_tables(tables)), text)
-        write_result(out, text.getvalue().to_pybytes().decode(), "--out")
+        table = pa.concat_tables(tables)
+        rows = zip(*table.to_pydict().values(), strict=True)
+        write_result(out, as_csv([table.column_names, *rows]), "--out")
 
 
 def of_run(path: Path) -> tuple[dict[str, Any], pa.Table, dict[str, np.ndarray]]:
@@ -70,7 +69,7 @@ def of_run(path: Path) -> tuple[dict[str, Any], pa.Table, dict[str, np.ndarray]]
     state = checkpoint.read_state(path)
     task: type[TrainingTask] = FinetuneTask if "task" in state["config"] else PretrainTask
     config = saved_config(path, state, task.settings)
-    return state, *seen_until(path.parent.parent, config, state, task, exact=True)
+    return state, *seen_until(path.parent.parent, config, state, task)
 
 
 def compared(

@@ -521,11 +521,7 @@ class FinetuneTask(TrainingTask):
 
     @staticmethod
     def uses(
-        config: FinetuneConfig,
-        state: Facts,
-        run: Path,
-        datasets: Sequence[Dataset],
-        exact: bool = False,
+        config: FinetuneConfig, state: Facts, run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, Array, str]]:
         if (run / LABELS).exists():  # the table itself may have changed
             config = config.model_copy(
@@ -536,7 +532,7 @@ class FinetuneTask(TrainingTask):
         labels = with_windows(labels_of(config, datasets), datasets, model_input)
         order = order_of(config.loader, datasets, **training_roles(labels, datasets, model_input))
         used = []
-        for n, times in enumerate(order.drawn(state["crops_seen"], exact)):
+        for n, times in enumerate(order.drawn(state["crops_seen"])):
             used.append((datasets[n], times, "labelled"))
             if state.get("best"):
                 used.append((datasets[n], labels.split[n] == SPLITS.index("valid"), "selected"))

@@ -42,7 +42,7 @@ def read_export(run: Path, task: type[TrainingTask]) -> Export:
 
 
 def seen_until(
-    run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask], exact: bool = False
+    run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]
 ) -> tuple[pa.Table, dict[str, np.ndarray]]:
     """What the weights of a checkpoint have seen, their start included; and how often each crop was
     drawn (Order.drawn), by the fingerprint of its dataset."""
@@ -52,7 +52,7 @@ def seen_until(
         datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
         if [dataset.fingerprint for dataset in datasets] != state["datasets"]:
             raise ConfigError(f"{', '.join(config.data.datasets)}: not the data of this run")
-        for dataset, times, use in task.uses(config, state, run, datasets, exact):
+        for dataset, times, use in task.uses(config, state, run, datasets):
             records.append(seen.seen_in(dataset, np.flatnonzero(times), use))
             if use != "selected":
                 drawn[dataset.fingerprint] = times

@@ -271,14 +271,10 @@ class PretrainTask(TrainingTask):
 
     @staticmethod
     def uses(
-        config: Config,
-        state: dict[str, Any],
-        run: Path,
-        datasets: Sequence[Dataset],
-        exact: bool = False,
+        config: Config, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
         order = order_of(config.loader, datasets, **training_roles(config))
-        drawn = zip(datasets, order.drawn(state["crops_seen"], exact), strict=True)
+        drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
         return [(dataset, times, "unlabelled") for dataset, times in drawn]
 
     @staticmethod

@@ -111,11 +111,7 @@ class TrainingTask(ABC):
     @staticmethod
     @abstractmethod
     def uses(
-        config: Any,
-        state: dict[str, Any],
-        run: Path,
-        datasets: Sequence[Dataset],
-        exact: bool = False,
+        config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
         """What the checkpoint's weights have seen: how often each crop of a dataset (Order.drawn),
         and its use (engine.data.seen)."""
