@@ -37,7 +37,8 @@ def table_of(
         data = data or state["config"]["data"]["datasets"]
     else:
         with model_folder(model) as (folder, _):
-            state, seen = document_of(folder / CONFIG).get("trained", {}), seen_by(folder)
+            trained, seen = document_of(folder / CONFIG).get("trained"), seen_by(folder)
+        state = trained if isinstance(trained, dict) else {}
     people, unknown = seen["patient"].to_numpy(), seen["hash"].to_numpy() < 0
     yield (
         f"{model}, step {state.get('step', 'unknown')}: has seen {(~people & ~unknown).sum():,} "
