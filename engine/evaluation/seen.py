@@ -30,24 +30,16 @@ def table_of(
     model: str, data: Sequence[str] | None, out: Path | None, anonymous: bool
 ) -> Iterator[str]:
     """Lines that say it; `out`: a CSV file to write."""
-    path = checkpoint.newest(Path(model), checkpoint.warn)
-    times: dict[str, np.ndarray] = {}
-    if path:
-        state, seen, times = of_run(path)
-        data = data or state["config"]["data"]["datasets"]
-    else:
-        with model_folder(model) as (folder, _):
-            trained, seen = document_of(folder / CONFIG).get("trained"), seen_by(folder)
-        state = trained if isinstance(trained, dict) else {}
+    step, seen, datasets, times = trained_on(model)
     people, unknown = seen["patient"].to_numpy(), seen["hash"].to_numpy() < 0
     yield (
-        f"{model}, step {state.get('step', 'unknown')}: has seen {(~people & ~unknown).sum():,} "
+        f"{model}, step {step}: has seen {(~people & ~unknown).sum():,} "
         f"waveforms of {people.sum():,} patients (records where they are unknown)"
     )
     if unknown.any():
         yield "it is not known what else it was trained on: what is not seen here may be"
     tables = []
-    for url in data or ():
+    for url in data or datasets:
         options = EcgOptions((url,), anonymous=anonymous)
         dataset, drawn = dataset_of(options), None
         if dataset:
@@ -65,12 +57,20 @@ def table_of(
         write_result(out, as_csv([table.column_names, *rows]), "--out")
 
 
-def of_run(path: Path) -> tuple[dict[str, Any], pa.Table, dict[str, np.ndarray]]:
-    """Of a checkpoint: its state, what it has seen, and how often each crop was drawn, by dataset."""
+def trained_on(model: str) -> tuple[Any, pa.Table, Sequence[str], dict[str, np.ndarray]]:
+    """Until which step, and on what; of a run also its datasets, and how often each crop was drawn,
+    by dataset."""
+    path = checkpoint.newest(Path(model), checkpoint.warn)
+    if path is None:
+        with model_folder(model) as (folder, _):
+            trained = document_of(folder / CONFIG).get("trained")
+            step = trained.get("step") if isinstance(trained, dict) else "unknown"
+            return step, seen_by(folder), [], {}
     state = checkpoint.read_state(path)
     task: type[TrainingTask] = FinetuneTask if "task" in state["config"] else PretrainTask
-    config = saved_config(path, state, task.settings)
-    return state, *seen_until(path.parent.parent, config, state, task)
+    config: Any = saved_config(path, state, task.settings)
+    seen, times = seen_until(Path(model), config, state, task)
+    return state["step"], seen, config.data.datasets, times
 
 
 def compared(
