@@ -27,10 +27,9 @@ from omnilead.data_tools.build import (
     as_parquet,
     assign_roles,
     finish,
-    flagged,
     records_of,
 )
-from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
 from omnilead.data_tools.plan import make_plan
 from omnilead.data_tools.prepare import IMPLAUSIBLE
 from omnilead.data_tools.record import LEADS, EcgRecord, Header, class_row
@@ -77,7 +76,7 @@ def end_of_build(root: Path, out: Path) -> Dataset:
         os.link(part, out / ".build" / part.name)
     names = [f"{part.stem}.tar" for part in parts]
     sources = [{"name": name, "licence": "", "seen": 0, "dropped_s": 0.0} for name in SOURCES]
-    recipe = {"plan": "paper", "seed": 0, "pseudonyms": None} | PAPER_SOURCES.to_meta()
+    recipe = {"plan": "paper", "seed": 0, "pseudonyms": None} | PAPER_SOURCES.to_meta("paper")
     options = ShardOptions(str(out), quiet=True)
     return finish(PlanFacts(names, sources, []), LocalFolder(str(out)), recipe, options)
 
@@ -206,7 +205,7 @@ def roles(url: str) -> Job:
     while True:
         dataset = Dataset.open(url)
         records = records_of(dataset.table)
-        doubtful = flagged(dataset.table(["flags"]), IMPLAUSIBLE)
+        doubtful = flagged(dataset.table(["flags"]), [IMPLAUSIBLE])
         assign_roles(records, doubtful, "paper", 0)
         del records
         yield 1

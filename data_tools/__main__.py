@@ -31,6 +31,7 @@ from omnilead.data_tools.cli import (
     say,
     tell,
 )
+from omnilead.data_tools.constants import CROP_FLAGS, IMPLAUSIBLE
 from omnilead.data_tools.errors import DataError, ReadError, printable
 from omnilead.data_tools.pseudonyms import read_key
 
@@ -168,9 +169,11 @@ SHARD: dict[str, Option] = {
     "--id-sources": NAMES | {"help": "sources for gallery and probe (ptb-xl)"},
     "--pretrain-sources": NAMES
     | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
-    "--pretrain-implausible": {
-        "action": "store_true",
-        "help": "also pre-train on records whose scale seems wrong",
+    "--leave-out-flags": {
+        "metavar": "FLAG,FLAG",
+        "default": IMPLAUSIBLE,
+        "help": f"crops with one of these flags are not for pre-training: {', '.join(CROP_FLAGS)}, or "
+        "none (implausible)",
     },
     "--id-share": SHARE
     | {"help": "largest share of a source's patients in gallery and probe (0.15)"},
@@ -323,7 +326,7 @@ def shard(
     dx_sources: Sequence[str] | None = None,
     id_sources: Sequence[str] | None = None,
     pretrain_sources: Sequence[str] | None = None,
-    pretrain_implausible: bool = False,
+    leave_out_flags: str = IMPLAUSIBLE,
     id_share: float | None = None,
     seed: int = 0,
     workers: int | None = None,
@@ -342,7 +345,7 @@ def shard(
         plan,
         {"dx": dx_sources, "id": id_sources, "pretrain": pretrain_sources},
         id_share,
-        pretrain_implausible,
+        leave_out_flags,
     )
     key = read_key(pseudonymize) if pseudonymize else None
     opened = _open_sources(
@@ -399,9 +402,9 @@ def _role_sources(
     plan: str,
     named: "dict[str, Sequence[str] | None]",
     id_share: float | None,
-    implausible: bool,
+    flags: str,
 ) -> "RoleSources":
-    """Which sources may have which roles. `named`: by task, those that the user names."""
+    """Which sources and crops may have which roles. `named`: by task, those that the user names."""
     from omnilead.data_tools.splits import RoleSources
 
     chosen: dict[str, Any] = {}
@@ -416,7 +419,13 @@ def _role_sources(
             f"--plan all uses everything for pre-training, so {given} has no effect: use --plan "
             "paper"
         )
-    return RoleSources(**chosen, implausible=implausible)
+    leave_out = [] if flags == "none" else sorted(set(flags.split(",")))
+    if unknown := [flag for flag in leave_out if flag not in CROP_FLAGS]:
+        raise DataError(
+            f"--leave-out-flags {flags}: no flag is called {unknown[0]!r}: use "
+            f"{', '.join(CROP_FLAGS)}, or none"
+        )
+    return RoleSources(**chosen, leave_out=tuple(leave_out))
 
 
 def _notes_of(sources: "list[Source]") -> list[str]:

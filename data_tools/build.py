@@ -44,13 +44,13 @@ from omnilead.data_tools.dataset import (
     STORE,
     Dataset,
     fingerprint,
+    flagged,
     label_names,
     waveform,
 )
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError, one_line
 from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
 from omnilead.data_tools.prepare import (
-    IMPLAUSIBLE,
     IMPLAUSIBLE_AMPLITUDE,
     SPEC,
     SPEC_HASH,
@@ -142,8 +142,7 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
         recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
         recipe |= {"contents": [identity for identity, _ in marks], "pseudonyms": mark}
         recipe["base"] = None  # in the hash since version 1
-        recipe |= {"pretrain_implausible": True} if options.role_sources.implausible else {}
-        recipe |= {} if options.plan == "all" else options.role_sources.to_meta()
+        recipe |= options.role_sources.to_meta(options.plan)
         if out.exists(META):
             return _same(Dataset.open(options.out), recipe)
         if not plan.shards:
@@ -178,9 +177,11 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     """Return the finished dataset; an error if it was made with another recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
         formats = finished.meta["formats"]
-        usual = {"pretrain_implausible": False}
-        old = usual | finished.meta | {"format": "both" if len(formats) > 1 else formats[0]}
+        left_out = RoleSources.from_meta(finished.meta).leave_out
+        old = finished.meta | {"format": "both" if len(formats) > 1 else formats[0]}
+        old["leave_out_flags"] = list(left_out)
         changed = []
+        usual = {"leave_out_flags": list(PAPER_SOURCES.leave_out)}
         for name, value in (usual | recipe).items():
             if name not in ("contents", "base") and old.get(name) != value:
                 changed.append(f"{name} was {old.get(name)}, not {value}")
@@ -430,7 +431,8 @@ def finish(
     planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
 ) -> Dataset:
     """Reads the parts several times: all rows at once would take gigabytes."""
-    shards, rejects, doubtful, numbers = _shard_facts(out, planned)
+    facts = _shard_facts(out, planned, options.role_sources.leave_out)
+    shards, rejects, doubtful, left_out, numbers = facts
     rejects += _hidden(planned.rejects, options.pseudonym_key)
     if not len(doubtful):
         raise _all_refused(out, rejects)
@@ -458,6 +460,8 @@ def finish(
         "rejects": {"bytes": len(refused), "sha256": hashlib.sha256(refused).hexdigest()},
         "shards": shards,
     }
+    if "leave_out_flags" in recipe:
+        meta["left_out"] = left_out
     out.write(dataset.REJECTS, refused)
     meta["fingerprint"] = fingerprint(meta)
     write_card(out, meta, Counter(reason for _, _, reason, _ in set(rejects)), FLAGS)
@@ -467,21 +471,24 @@ def finish(
 
 
 def _shard_facts(
-    out: Folder, planned: PlanFacts
-) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, pa.Table]:
-    """For dataset.json and rejects.csv; a mask of the crops of an implausible amplitude; and the
-    columns that are small enough to keep."""
+    out: Folder, planned: PlanFacts, leave_out: tuple[str, ...]
+) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, dict[str, int], pa.Table]:
+    """For dataset.json and rejects.csv; a mask of the crops with a flag of `leave_out`, and how many
+    have each; and the columns that are small enough to keep."""
     shards = []
     rejects: list[Reject] = []
+    left_out = dict.fromkeys(leave_out, 0)
     doubtful = []
     numbers = []
     for part in _parts(out, planned):
         facts = json.loads(part.schema.metadata[b"omnilead"])
         shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
         rejects += [tuple(reject) for reject in facts["rejects"]]
-        doubtful.append(flagged(part, IMPLAUSIBLE))
+        doubtful.append(flagged(part, leave_out))
+        for flag in leave_out:
+            left_out[flag] += int(flagged(part, [flag]).sum())
         numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
-    return shards, rejects, np.concatenate(doubtful), pa.concat_tables(numbers)
+    return shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers)
 
 
 def _write_roles(
@@ -579,7 +586,7 @@ def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
         meta[name] = SPEC[name]
     meta["preprocessing"] = SPEC
     meta["preprocessing_sha256"] = SPEC_HASH
-    for name in ("seed", "plan", "id_share", "role_sources", "pretrain_implausible"):
+    for name in ("seed", "plan", "id_share", "role_sources", "leave_out_flags"):
         if name in recipe:
             meta[name] = recipe[name]
     return meta | {"recipe": recipe_hash(recipe), "pseudonyms": recipe["pseudonyms"]}
@@ -711,16 +718,6 @@ def records_of(read: Callable[[list[str]], pa.Table]) -> splits.Records:
     )
 
 
-def flagged(table: pa.Table, flag: str) -> np.ndarray:
-    """A mask of the rows of samples.parquet that have this flag."""
-    flags = table["flags"].combine_chunks()
-    found = np.zeros(len(table), bool)
-    rows = np.asarray(pc.list_parent_indices(flags))
-    is_flag = np.asarray(pc.equal(pc.list_flatten(flags), flag))
-    found[rows[is_flag]] = True
-    return found
-
-
 def assign_roles(
     records: splits.Records,
     doubtful: np.ndarray,
@@ -728,14 +725,11 @@ def assign_roles(
     seed: int,
     sources: RoleSources = PAPER_SOURCES,
 ) -> pa.Table:
-    """The columns pretrain, dx_role and id_role. `doubtful`: the crops of an implausible
-    amplitude."""
+    """The columns pretrain, dx_role and id_role. `doubtful`: the crops that are not for
+    pre-training."""
     roles = splits.assign(records, plan, seed, sources)
-    if not sources.implausible:
-        roles.pretrain[doubtful] = False
-        roles.identity[doubtful & np.isin(roles.identity, (splits.TRAIN, splits.VALID))] = (
-            splits.NONE
-        )
+    roles.pretrain[doubtful] = False
+    roles.identity[doubtful & np.isin(roles.identity, (splits.TRAIN, splits.VALID))] = splits.NONE
     if plan != "paper-split" and (found := splits.leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {found[0]}")
     names = pa.array([name or None for name in splits.ROLE_NAMES])

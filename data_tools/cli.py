@@ -40,6 +40,8 @@ MEMORY = (
     "Resource temporarily unavailable",
     "failed to map segment",
 )
+# Options that are gone, and what to type instead
+RENAMED = {"--pretrain-implausible": "--leave-out-flags none"}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -67,6 +69,8 @@ class Parser(argparse.ArgumentParser):
 
     def suggest(self, option: str, value: str) -> str:
         """What to write instead of an unknown option, or nothing."""
+        if option in RENAMED:
+            return RENAMED[option]
         near = difflib.get_close_matches(option, self._option_string_actions, 1)
         return near[0] if near else ""
 

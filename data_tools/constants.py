@@ -1,4 +1,4 @@
-"""What every ECG of a dataset has: twelve leads, crops of 10 s, a flag, and classes of diagnoses."""
+"""What every ECG of a dataset has: twelve leads, crops of 10 s, flags, and classes of diagnoses."""
 
 LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
 CROP_SAMPLES = 5000  # 10 s at 500 Hz
@@ -13,6 +13,8 @@ SYNTHETIC = "synthetic-"
 
 # The flag of the crops of a record whose source warns of an implausible amplitude
 IMPLAUSIBLE = "implausible"
+# All flags of crops (data_tools.prepare); `flat` stands for flat:I, flat:II, ...
+CROP_FLAGS = ("flat", "saturated", "large", "einthoven", IMPLAUSIBLE)
 
 # The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv:
 # abbreviation and SNOMED CT codes that are scored as this diagnosis

@@ -29,6 +29,7 @@ from typing import Annotated, Any, Literal
 import google_crc32c
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
@@ -117,6 +118,7 @@ class DatasetFacts(BaseModel, strict=True):
     plan: Literal["paper", "all", "paper-split"] = "all"
     id_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
+    leave_out_flags: list[str] = []
     roles: dict[str, Any] = {}
     sources: list[SourceFacts] = []
 
@@ -428,6 +430,16 @@ def fingerprint(meta: dict[str, Any]) -> str:
     table."""
     rest = {name: value for name, value in meta.items() if name != "fingerprint"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def flagged(table: pa.Table, names: Sequence[str]) -> np.ndarray:
+    """A mask of the rows of samples.parquet that have one of these flags; `flat`: of any lead."""
+    flags = table["flags"].combine_chunks()
+    found = np.zeros(len(table), bool)
+    rows = np.asarray(pc.list_parent_indices(flags))
+    kinds = pc.replace_substring_regex(pc.list_flatten(flags), ":.*", "")
+    found[rows[np.asarray(pc.is_in(kinds, pa.array(names, pa.string())))]] = True
+    return found
 
 
 def label_names(labels: list[bool]) -> list[str]:

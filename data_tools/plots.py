@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.build import flagged, records_of, rejects_of
-from omnilead.data_tools.dataset import Dataset, Ecg
+from omnilead.data_tools.build import records_of, rejects_of
+from omnilead.data_tools.dataset import Dataset, Ecg, flagged
 from omnilead.data_tools.prepare import HALF, IMPLAUSIBLE, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from omnilead.data_tools.resampling import FS_HZ
@@ -513,16 +513,18 @@ def notes(dataset: Dataset) -> Iterator[str]:
             f"patients unknown for {unknown:,} of {records:,} records: split by record, scores may "
             f"be too high; {_whose(without)}"
         )
-    implausible = int(flagged(table, IMPLAUSIBLE).sum())
-    if implausible and not RoleSources.from_meta(dataset.meta).implausible:
-        left_out = f"{implausible:,} crop{'s' * (implausible > 1)} left out of pre-training"
-        why = "no heart has such an amplitude (`implausible amplitude` in rejects.csv)"
-        yield (
-            f"{left_out}: {why}; if the scale in the files is right, --pretrain-implausible "
-            "includes them"
-        )
+    for flag in RoleSources.from_meta(dataset.meta).leave_out:
+        if not (count := int(flagged(table, [flag]).sum())):
+            continue
+        why = f"they have the flag {flag} (--leave-out-flags)"
+        if flag == IMPLAUSIBLE:
+            why = (
+                "no heart has such an amplitude (`implausible amplitude` in rejects.csv); if the "
+                "scale in the files is right, --leave-out-flags none includes them"
+            )
+        yield f"{count:,} crop{'s' * (count > 1)} left out of pre-training: {why}"
     crops = Counter(table["source"].to_pylist())
-    of_saturated = table["source"].filter(pa.array(flagged(table, "saturated")))
+    of_saturated = table["source"].filter(pa.array(flagged(table, ["saturated"])))
     for source, count in sorted(Counter(of_saturated.to_pylist()).items()):
         if count > crops[source] * MANY_SATURATED:
             yield (

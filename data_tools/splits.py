@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from omnilead.data_tools.constants import IMPLAUSIBLE
 from omnilead.data_tools.record import patient_source, real_source
 
 NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
@@ -43,8 +44,8 @@ class RoleSources:
     id: tuple[str, ...] = ("ptb-xl",)
     pretrain: tuple[str, ...] | None = None  # None: all but NOT_THE_PAPERS
     id_share: float = 0.15  # largest share of a source's patients in gallery and probe
-    # Whether records of an implausible amplitude are for pre-training, too
-    implausible: bool = False
+    # Crops with one of these flags are not for pre-training
+    leave_out: tuple[str, ...] = (IMPLAUSIBLE,)
 
     def pretrains(self, source: str) -> bool:
         """Whether a source is for pre-training; depends on this source only, so adding an archive
@@ -53,20 +54,31 @@ class RoleSources:
             return real_source(source) not in NOT_THE_PAPERS
         return is_named(source, self.pretrain) or "all" in self.pretrain
 
-    def to_meta(self) -> dict[str, Any]:
-        """Entries for dataset.json: `id_share`, and role sources that differ from the default."""
+    def to_meta(self, plan: str) -> dict[str, Any]:
+        """Entries for dataset.json: `id_share`, and whatever differs from the default. With the plan
+        `all`, sources have no roles of their own."""
+        meta: dict[str, Any] = {}
+        if self.leave_out != PAPER_SOURCES.leave_out:
+            meta["leave_out_flags"] = list(self.leave_out)
+        if plan == "all":
+            return meta
+        meta["id_share"] = self.id_share
         changed = {}
         for name in ("dx", "id", "pretrain"):
             value = getattr(self, name)
             if value != getattr(PAPER_SOURCES, name):
                 changed[name] = list(value)
-        return {"id_share": self.id_share} | ({"role_sources": changed} if changed else {})
+        if changed:
+            meta["role_sources"] = changed
+        return meta
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> "RoleSources":
         chosen = {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()}
-        implausible = meta.get("pretrain_implausible", cls.implausible)
-        return cls(**chosen, id_share=meta.get("id_share", cls.id_share), implausible=implausible)
+        # before there was a list: whether all flags are for pre-training
+        usual = () if meta.get("pretrain_implausible") else cls.leave_out
+        leave_out = tuple(meta.get("leave_out_flags", usual))
+        return cls(**chosen, id_share=meta.get("id_share", cls.id_share), leave_out=leave_out)
 
 
 PAPER_SOURCES = RoleSources()

@@ -25,7 +25,6 @@ from omnilead.data_tools import cluster
 from omnilead.data_tools.build import (
     FLAGS,
     assign_roles,
-    flagged,
     recipe_hash,
     records_of,
     rejects_of,
@@ -42,6 +41,7 @@ from omnilead.data_tools.dataset import (
     SAMPLES,
     STORE,
     Dataset,
+    flagged,
     label_names,
     waveform,
 )
@@ -50,7 +50,6 @@ from omnilead.data_tools.plan import Reject, make_plan
 from omnilead.data_tools.prepare import (
     CROP,
     HALF,
-    IMPLAUSIBLE,
     MAX_UV,
     SPEC,
     crop_count,
@@ -192,7 +191,7 @@ def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
 def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
     seed = dataset.meta["seed"]
     sources = RoleSources.from_meta(dataset.meta)
-    doubtful = flagged(dataset.table(["flags"]), IMPLAUSIBLE)
+    doubtful = flagged(dataset.table(["flags"]), sources.leave_out)
     try:
         again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources)
     except DatasetError as error:

@@ -84,6 +84,8 @@ class DataConfig(Section):
     train: RoleSelection = RoleSelection(pretrain=True)
     # for the validation loss; datasets without such crops are skipped
     valid: RoleSelection = RoleSelection(dx="valid")
+    # Train and validate only on crops for which this is true, such as age >= 18 and not flags.flat
+    where: str = ""
     # share of the patients of `train` kept for validation instead of `valid`
     hold_out: float = Field(default=0.0, ge=0, lt=1)
     anonymous: bool = False  # s3:// without credentials

@@ -41,6 +41,7 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
         "omnilead.engine.convert",
         "convert weights from and to fairseq-signals, from any PyTorch network, and to ONNX",
     ),
+    "seen": ("omnilead.engine.seen", "say which ECGs a model or a run was trained on"),
     "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
     "reproduce": ("omnilead.engine.reproduce.__main__", "reproduce the tables of the paper"),
 }

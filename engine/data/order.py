@@ -31,11 +31,11 @@ import numpy as np
 from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.counter import MAX_SIZE, RandomStream, bits, permute
-from omnilead.engine.data.patients import validation_split
+from omnilead.engine.data.patients import once, validation_split
+from omnilead.engine.data.where import holds
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096
-COUNTED = 2**20  # positions at a time in Order.drawn
 
 
 class OrderError(ConfigError):
@@ -91,11 +91,12 @@ class DatasetRows:
         halves: int | None = None,
         hold_out: float = 0.0,
         held: bool = False,
+        where: str | None = None,
         rows: np.ndarray | None = None,
     ) -> "DatasetRows":
         """Select the rows of a role (Dataset.select), or the given ones; halves=2 drops crops
         whose second half is empty. `hold_out`: leave out that share of the patients, or with
-        `held` keep only them (patients.validation_split)."""
+        `held` keep only them (patients.validation_split). `where`: data.where."""
         name, crops = dataset.root.url, [int(shard["crops"]) for shard in dataset.shards]
         if not crops:  # only zarr
             starts = range(0, len(dataset), SHARD_CROPS)
@@ -113,11 +114,20 @@ class DatasetRows:
             masks.append(dataset.column("halves") >= halves)
         if hold_out:
             masks.append(validation_split(dataset, hold_out)[held])
+        if where:
+            masks.append(once(dataset, where, holds))
         for keep in masks:
             numbers = np.flatnonzero(keep) if numbers is None else numbers[keep[numbers]]
         if numbers is not None and not len(numbers):
-            asked: dict[str, Any] = {"pretrain": pretrain, "dx": dx, "identity": identity}
-            asked |= {"halves": halves, "data.hold_out": hold_out or None, "held": held or None}
+            asked = {
+                "pretrain": pretrain,
+                "dx": dx,
+                "identity": identity,
+                "halves": halves,
+                "data.hold_out": hold_out or None,
+                "held": held or None,
+                "data.where": where,
+            }
             text = ", ".join(
                 f"{key}={value!r}" for key, value in asked.items() if value is not None
             )
@@ -244,15 +254,24 @@ class Order:
         return self._at(np.arange(crops_seen, crops_seen + count, dtype=np.int64))
 
     def drawn(self, crops_seen: int) -> list[np.ndarray]:
-        """The rows of each dataset that are among the first `crops_seen` crops of the run."""
-        masks = [np.zeros(rows.shard_first[-1], bool) for rows in self.rows]
-        for start in range(0, crops_seen, COUNTED):
-            places = self.places(start, min(COUNTED, crops_seen - start))
-            for d, mask in enumerate(masks):
-                mask[places.row[places.dataset == d]] = True
-            if sum(int(mask.sum()) for mask in masks) == sum(map(len, self.rows)):
-                break  # later epochs draw the same rows again
-        return [np.flatnonzero(mask) for mask in masks]
+        """How often each crop of each dataset is among the first `crops_seen` of the run."""
+        times = []
+        cycle, place = divmod(crops_seen, sum(self._quotas))
+        for d, rows in enumerate(self.rows):
+            quota, size = self._quotas[d], self._epoch_crops(d)
+            mine = _dealt(place, quota, sum(self._quotas[d:]))
+            place -= mine
+            epochs, begun = divmod(cycle * quota + mine, size)
+            counts = np.full(len(rows), epochs, np.int32)
+            counts[self._index(d, np.full(begun, epochs), np.arange(begun))] += 1
+            if size < len(rows):
+                dropped = np.arange(size, len(rows))
+                for epoch in range(epochs):
+                    counts[self._index(d, np.full(len(dropped), epoch), dropped)] -= 1
+            of_crops = np.zeros(rows.shard_first[-1], np.int32)
+            of_crops[rows.row(np.arange(len(rows)))] = counts
+            times.append(of_crops)
+        return times
 
     def batch(self, step: int) -> Places:
         return self.slice(step, 0, 1)
@@ -281,11 +300,13 @@ class Order:
         row, epoch = np.empty((2, len(position)), np.int64)
         for d, rows in enumerate(self.rows):
             mine = np.flatnonzero(dataset == d)
-            # a dataset of its own drops the incomplete last batch of an epoch
-            size = self.crops_per_epoch if len(self.rows) == 1 else len(rows)
-            epoch[mine], i = np.divmod(turn[mine], size)
+            epoch[mine], i = np.divmod(turn[mine], self._epoch_crops(d))
             row[mine] = rows.row(self._index(d, epoch[mine], i))
         return Places(dataset, row, epoch)
+
+    def _epoch_crops(self, dataset: int) -> int:
+        """A dataset of its own drops the incomplete last batch of an epoch."""
+        return self.crops_per_epoch if len(self.rows) == 1 else len(self.rows[dataset])
 
     def _index(self, dataset: int, epoch: np.ndarray, i: np.ndarray) -> np.ndarray:
         rows = self.rows[dataset]

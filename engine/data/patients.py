@@ -9,7 +9,7 @@ patient, every run holds out the same ones, and a larger share includes a smalle
 held-out crop are in neither set.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,8 +25,8 @@ OWNER = ("source", "patient", "record")
 PREFIX = 24  # bits
 HASHED = 65_536  # names that are Python objects at a time
 Split = tuple[np.ndarray, np.ndarray]
-# By share; kept as long as the dataset, because every validation asks again
-SPLITS: WeakKeyDictionary[Dataset, dict[float, Split]] = WeakKeyDictionary()
+# By data.hold_out or data.where; kept as long as the dataset, because every validation asks again
+CHOSEN: WeakKeyDictionary[Dataset, dict[float | str, Any]] = WeakKeyDictionary()
 
 
 def source_names(dataset: Dataset) -> list[str]:
@@ -44,15 +44,21 @@ def patient_source(source: pa.Array) -> pa.Array:
 
 def validation_split(dataset: Dataset, share: float) -> Split:
     """Masks of the training and the held-out crops, bool [crops] each."""
-    known = SPLITS.setdefault(dataset, {})
-    if share not in known:
-        known[share] = _validation_split(dataset, share)
-    return known[share]
+    split: Split = once(dataset, share, _validation_split)
+    return split
 
 
-def keep_split(dataset: Dataset, share: float, split: Split) -> None:
-    """The validation split as another process has found it."""
-    SPLITS.setdefault(dataset, {})[share] = split
+def once(dataset: Dataset, by: Any, choose: Callable[[Dataset, Any], Any]) -> Any:
+    """What choose(dataset, by) returned the first time."""
+    known = CHOSEN.setdefault(dataset, {})
+    if by not in known:
+        known[by] = choose(dataset, by)
+    return known[by]
+
+
+def keep(dataset: Dataset, by: float | str, chosen: Any) -> None:
+    """What `once` returns, as another process has found it."""
+    CHOSEN.setdefault(dataset, {})[by] = chosen
 
 
 def _validation_split(dataset: Dataset, share: float) -> Split:

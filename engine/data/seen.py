@@ -103,7 +103,7 @@ def uses(seen: pa.Table, dataset: Dataset, rows: np.ndarray) -> np.ndarray:
     """How each of these crops, or another of its patient, was used: an index of USES, -1 if not."""
     rows, place = np.unique(rows, return_inverse=True)
     people, _, waves = _hashes(dataset, rows)
-    used = np.maximum(_found(seen, True, people), _found(seen, False, waves))
+    used = np.maximum(use_of(seen, True, people), use_of(seen, False, waves))
     return np.asarray(used[place])
 
 
@@ -156,13 +156,19 @@ def _hashes(dataset: Dataset, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray,
     waves = []
     for part, wanted in parts_of(dataset, [*OWNER, "waveform"], [rows]):
         crops = part.filter(wanted)
-        names, _ = owners(crops)
-        people.append(_name_hashes(names))
+        of_people, of_waves = hashes_of(crops)
+        people.append(of_people)
         guessable.append(np.asarray(pc.is_in(crops["source"], pa.array(VENDORS))))
-        waves.append(_waveform_hashes(crops["waveform"].to_numpy()))
+        waves.append(of_waves)
     if dataset.meta.get("pseudonyms"):
         guessable = [np.zeros(len(rows), bool)]
     return np.concatenate(people), np.concatenate(guessable), np.concatenate(waves)
+
+
+def hashes_of(crops: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
+    """Of the patient and of the waveform of each crop."""
+    names, _ = owners(crops)
+    return _name_hashes(names), _waveform_hashes(crops["waveform"].to_numpy())
 
 
 def _name_hashes(names: pa.Array) -> np.ndarray:
@@ -177,7 +183,7 @@ def _waveform_hashes(words: np.ndarray) -> np.ndarray:
     return (mix(words.copy()) >> np.uint64(64 - BITS)).astype(np.int64)
 
 
-def _found(seen: pa.Table, patient: bool, hashes: np.ndarray) -> np.ndarray:
+def use_of(seen: pa.Table, patient: bool, hashes: np.ndarray) -> np.ndarray:
     """The use of each hash; -1 if it is not there."""
     kind = seen.filter(pc.equal(seen["patient"], patient))
     use = kind["use"].take(pc.index_in(pa.array(hashes), kind["hash"]))

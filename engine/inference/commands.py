@@ -297,7 +297,7 @@ def exit_code(
         return 130
     except OSError as error:
         failure = file_error(error, out, flag)
-    except (ConfigError, DataError, OutputError) as error:
+    except UserError as error:
         failure = error
     if rank == "0" or not isinstance(failure, ConfigError):
         of_rank = f"rank {rank}: " if ranks != "1" else ""

@@ -28,7 +28,7 @@ import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from omnilead.data_tools.cli import tell
-from omnilead.data_tools.dataset import META, Dataset
+from omnilead.data_tools.dataset import META, Dataset, waveform
 from omnilead.data_tools.hospital.files import ENDINGS, HospitalFiles
 from omnilead.data_tools.npz import ArrayError, npz_array, npz_names, open_npy
 from omnilead.data_tools.sources import (
@@ -45,6 +45,7 @@ from omnilead.data_tools.sources import (
     read_key,
 )
 from omnilead.engine.common import (
+    ALL,
     ARRAYS,
     LEADS,
     ConfigError,
@@ -337,6 +338,20 @@ def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead
             )
         else:
             raise ConfigError(f"--data {url}: does not exist")
+
+
+def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
+    """Each crop's record, as in Prepared, and waveform (data_tools.dataset.waveform)."""
+    crops: list[dict[str, Any]] = []
+    for record in records_of(options, Input(ALL, ALL)):
+        ecg = record.read()
+        if isinstance(ecg, ReadError):
+            skip(options, record.name, ecg, record.of_folder)
+            continue
+        crops += [ecg._asdict() | {"waveform": waveform(crop)[1]} for crop in ecg.crops_uv]
+    if not crops:
+        raise ConfigError(f"--data {options.data[0]}: no ECG can be read: give others")
+    return crops
 
 
 def array_files(url: str) -> list[Path]:

@@ -74,6 +74,9 @@ class FinetuneData(Section):
     """The task decides which crops are used: engine.tasks."""
 
     datasets: tuple[str, ...] = ()  # directories or s3:// URLs
+    # Train and validate only on crops for which this is true, such as age >= 18 and quality != "poor";
+    # columns are those of the label table, then those of samples.parquet
+    where: str = ""
     anonymous: bool = False  # s3:// without credentials
 
 

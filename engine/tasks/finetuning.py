@@ -162,7 +162,7 @@ def _class_targets(labels: TaskLabels, y_NK: Array, name: str) -> Targets:
 
 
 def labels_of(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels:
-    labels = read_task(config.task, datasets)
+    labels = read_task(config.task, datasets, config.data.where)
     columns = labels.table.column_names if labels.table else []
     if config.task.folds and ("fold" not in columns or not labels.task.folds):
         raise ConfigError(
@@ -319,6 +319,9 @@ class FinetuneTask(TrainingTask):
             candidates = micro_batch(self.config, self.ranks.world)[0] * self.ranks.world
             facts["train.micro_batch x ranks"] = candidates
         return facts
+
+    def left_out(self) -> str:
+        return self.labels.left_out
 
     def explained(self) -> Facts:
         differs = []
@@ -529,10 +532,10 @@ class FinetuneTask(TrainingTask):
         labels = with_windows(labels_of(config, datasets), datasets, model_input)
         order = order_of(config.loader, datasets, **training_roles(labels, datasets, model_input))
         used = []
-        for n, rows in enumerate(order.drawn(state["crops_seen"])):
-            used.append((datasets[n], rows, "labelled"))
+        for n, times in enumerate(order.drawn(state["crops_seen"])):
+            used.append((datasets[n], times, "labelled"))
             if state.get("best"):
-                used.append((datasets[n], labels.rows(n, "valid"), "selected"))
+                used.append((datasets[n], labels.split[n] == SPLITS.index("valid"), "selected"))
         return used
 
     @staticmethod
@@ -558,8 +561,8 @@ def training_roles(labels: TaskLabels, datasets: Sequence[Dataset], model_input:
             why = f"{dataset.root.url} has no crop with {what}: nothing to learn from"
             if labels.role == "dx":
                 why += f"; {DX_ROLES}"
-            raise ConfigError(f"{labels.name or 'data.datasets'}: {why}")
-    if not labels.role:
+            raise ConfigError(f"{labels.name or 'data.datasets'}: {why}{labels.left_out}")
+    if not labels.role or labels.left_out:
         return {"rows": rows}
     whole_crops = {"halves": 2} if model_input.needed_s > HALF_S else {}
     return {labels.role: "train"} | whole_crops

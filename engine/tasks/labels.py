@@ -36,11 +36,12 @@ from omnilead.data_tools.record_tables import (
 )
 from omnilead.engine.common import ConfigError, Facts, listed
 from omnilead.engine.data.patients import ids_of, owners_of, patient_source, uniforms
+from omnilead.engine.data.where import holds
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
 from omnilead.engine.tasks.kinds import OF_VALUES, Array
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
-TRAIN = 1
+TRAIN, TEST = 1, 3
 SPLIT_OF = {
     "": 0,
     "train": 1,
@@ -78,6 +79,8 @@ class TaskLabels:
     # By dataset [crops] int64: ids of those who must be in one split, patients (odd) or else records
     patients: list[Array] = field(default_factory=list)
     unknown: tuple[int, int] = (0, 0)  # labelled records without a patient, all labelled records
+    row: list[Array] = field(default_factory=list)  # by dataset, each crop's of `table`; -1: none
+    left_out: str = ""  # how many crops of train and valid data.where leaves out
 
     def rows(self, dataset: int, split: str) -> Array:
         return np.flatnonzero(self.split[dataset] == SPLITS.index(split))
@@ -134,10 +137,28 @@ class LabelTable(NamedTuple):
     remarks: list[str]
 
 
-def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
-    """Reads labels and splits; ConfigError if the table does not fit the task or the datasets."""
+def read_task(task: TaskConfig, datasets: Sequence[Dataset], where: str = "") -> TaskLabels:
+    """Reads labels and splits; ConfigError if the table does not fit the task or the datasets.
+    `where`: data.where, of what is in train and valid."""
     if task.kind == "identity" or not (task.labels or task.columns):
-        return _of_roles(task, datasets)
+        labels = _of_roles(task, datasets)
+    else:
+        labels = _of_columns(task, datasets, where)
+    if not where:
+        return labels
+    split, crops = [], 0
+    for n, dataset in enumerate(datasets):
+        cells = None
+        if labels.table:
+            cells = labels.table.take(pa.array(labels.row[n], mask=labels.row[n] < 0))
+        out_N = (labels.split[n] < TEST) & ~holds(dataset, where, cells)
+        crops += int((labels.split[n][out_N] > 0).sum())
+        split.append(np.where(out_N, np.int8(0), labels.split[n]))
+    left_out = f", data.where={where!r} leaves out {crops:,} crops"
+    return replace(labels, split=split, left_out=left_out)
+
+
+def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> TaskLabels:
     if task.kind == "survival" and not task.columns:
         task = replace(task, columns=TIMED)
     table = _joined(task, datasets) if task.labels else _own_columns(task, datasets)
@@ -155,9 +176,12 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     patients = ids_of(datasets, people.owner_N, people.known_N)
     used_cells = None
     if task.labels:
-        used = [name for name in table.cells.column_names if name in (*RESERVED, *task.columns)]
+        kept = (*RESERVED, *task.columns)
+        used = [name for name in table.cells.column_names if name in kept or name in where]
         used_cells = table.cells.select(used)
-    return TaskLabels(task, classes, y, split, remarks, table.name, used_cells, patients, unknown)
+    return TaskLabels(
+        task, classes, y, split, remarks, table.name, used_cells, patients, unknown, table.row
+    )
 
 
 def _known(task: TaskConfig, table: LabelTable, y: list[Array]) -> Array:

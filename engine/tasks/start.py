@@ -172,7 +172,11 @@ def read_settings(
     if guessed:
         task = guess(task)
     start, datasets = read_start(wanted.start, wanted.code), open_datasets(wanted)
-    crops = len(with_windows(read_task(task, datasets), datasets, start.input).of("train"))
+    crops = len(
+        with_windows(read_task(task, datasets, wanted.data.where), datasets, start.input).of(
+            "train"
+        )
+    )
     batch = choose_batch(first, crops, world)
     chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
     if length_given:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -37,22 +38,28 @@ def read_export(run: Path, task: type[TrainingTask]) -> Export:
     with distributed.process_restored():  # reading may import DeepSpeed
         every = full_weights(path)
     weights = {name: tensor for name, tensor in every.items() if task.exports(config, name)}
-    return Export(config, state, weights, seen_until(run, config, state, task))
+    return Export(config, state, weights, seen_until(run, config, state, task)[0])
 
 
-def seen_until(run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]) -> pa.Table:
-    """What the weights of a checkpoint have seen, their start included."""
+def seen_until(
+    run: Path, config: Any, state: dict[str, Any], task: type[TrainingTask]
+) -> tuple[pa.Table, dict[str, np.ndarray]]:
+    """What the weights of a checkpoint have seen, their start included; and how often each crop was
+    drawn (Order.drawn), by the fingerprint of its dataset."""
     records = [folder.seen_by(run)] if is_model(config.start) else []
+    drawn = {}
     try:
         datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
         if [dataset.fingerprint for dataset in datasets] != state["datasets"]:
             raise ConfigError(f"{', '.join(config.data.datasets)}: not the data of this run")
-        for dataset, rows, use in task.uses(config, state, run, datasets):
-            records.append(seen.seen_in(dataset, rows, use))
+        for dataset, times, use in task.uses(config, state, run, datasets):
+            records.append(seen.seen_in(dataset, np.flatnonzero(times), use))
+            if use != "selected":
+                drawn[dataset.fingerprint] = times
     except (ConfigError, DataError, OSError) as error:
-        warn(f"the exported model cannot say what it was trained on: {error}")
+        warn(f"{run}: cannot say what it was trained on: {error}")
         records.append(seen.UNKNOWN)
-    return seen.joined(records)
+    return seen.joined(records), drawn
 
 
 def best(run: Path) -> Path | None:

@@ -49,7 +49,7 @@ from omnilead.engine.training.task import (
 from omnilead.engine.training.validation import (
     PatientProbe,
     ValidationLoss,
-    hold_out_once,
+    choose_once,
     rows_of,
     training_roles,
 )
@@ -109,8 +109,7 @@ class PretrainTask(TrainingTask):
         self.inputs = PretrainInputs(
             config, patient_ids(datasets) if config.objective.needs_ids else None
         )
-        if config.data.hold_out:
-            hold_out_once(datasets, config.data.hold_out, ranks)
+        choose_once(datasets, config.data, ranks)
         self.held_out = ValidationLoss(config, datasets, ranks)
         self.probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
@@ -122,6 +121,15 @@ class PretrainTask(TrainingTask):
         self.flops_per_crop = encoder_flops(
             self.encoder, config.model, local, signals.samples, config.windows
         )
+
+    def left_out(self) -> str:
+        where, crops = self.config.data.where, 0
+        if not where:
+            return ""
+        for dataset in self.datasets:
+            every = rows_of(dataset, self.roles | {"where": None})
+            crops += len(every) - len(rows_of(dataset, self.roles))
+        return f", data.where={where!r} leaves out {crops:,} crops"
 
     def _refuse_leak(self) -> None:
         """For all ranks: the same names, gigabytes of them, would be compared by each."""
@@ -144,8 +152,8 @@ class PretrainTask(TrainingTask):
             ]
         if data.hold_out:
             raise ConfigError(
-                f"data.hold_out={data.hold_out}: selects no patient of these datasets: raise it, "
-                "or leave it out"
+                f"data.hold_out={data.hold_out}: selects no patient of these datasets"
+                f"{self.left_out()}: raise it, or leave it out"
             )
         role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
         return [
@@ -267,7 +275,7 @@ class PretrainTask(TrainingTask):
     ) -> list[tuple[Dataset, np.ndarray, str]]:
         order = order_of(config.loader, datasets, **training_roles(config))
         drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
-        return [(dataset, rows, "unlabelled") for dataset, rows in drawn]
+        return [(dataset, times, "unlabelled") for dataset, times in drawn]
 
     @staticmethod
     def exports(config: Config, name: str) -> bool:

@@ -79,6 +79,10 @@ class TrainingTask(ABC):
         """For run.json: `chance`, the value of each curve when guessing (validation:
         valid/NAME); `validation`, how validation differs from training."""
 
+    @abstractmethod
+    def left_out(self) -> str:
+        """How many crops data.where leaves out, to be appended to a sentence."""
+
     def facts(self) -> dict[str, Any]:
         """Further facts that must not change when a run is resumed."""
         sums = {
@@ -109,8 +113,8 @@ class TrainingTask(ABC):
     def uses(
         config: Any, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        """The crops that the checkpoint's weights have seen: rows of a dataset, and their use
-        (engine.data.seen)."""
+        """What the checkpoint's weights have seen: how often each crop of a dataset (Order.drawn),
+        and its use (engine.data.seen)."""
 
     @staticmethod
     def exports(config: Any, name: str) -> bool:

@@ -301,7 +301,8 @@ def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any)
     return (
         f"{config.run} {begins} on {ranks.world} x {ranks.device.type}: a model of "
         f"{parameters:,} parameters, {loader.steps_per_epoch} steps of {config.train.batch_crops} "
-        f"crops to go through the data once (for experts: {config.train.precision}, ZeRO "
+        f"crops to go through the data once{task.left_out()} (for experts: "
+        f"{config.train.precision}, ZeRO "
         f"{zero_stage(config)}, loader {loader.backend}, attention "
         f"{attention_backend(engine.module)})"
     )

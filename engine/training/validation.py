@@ -19,16 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.config import Config, RunConfig, candidates
+from omnilead.engine.config import Config, DataConfig, RunConfig, candidates
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
 from omnilead.engine.data.patients import (
-    keep_split,
+    keep,
     owner_names,
     patient_ids,
     validation_split,
 )
 from omnilead.engine.data.predict import CropBatch, predict
+from omnilead.engine.data.where import holds
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.objectives import (
     all_gather_no_grad,
@@ -67,19 +68,21 @@ def eval_mode(engine: Any) -> Iterator[None]:
 
 def training_roles(config: Config) -> dict[str, Any]:
     """Which crops pre-training draws, as arguments of engine.data.order.DatasetRows.of."""
-    roles: dict[str, Any] = {"halves": 2}
+    roles: dict[str, Any] = {"halves": 2, "where": config.data.where or None}
     roles |= {name: value for name, value in config.data.train if value is not None}
     if config.data.hold_out:
         roles["hold_out"] = config.data.hold_out
     return roles
 
 
-def hold_out_once(datasets: Sequence[Dataset], share: float, ranks: Ranks) -> None:
-    """The first rank chooses the held-out patients for all: ten million names take seconds of a core,
-    and the ranks of a machine share its cores."""
+def choose_once(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:
+    """The first rank chooses the held-out patients and the crops of data.where for all: ten million
+    names take seconds of a core, and the ranks of a machine share its cores."""
+    choices: list[tuple[Any, Any]] = [(data.hold_out, validation_split), (data.where, holds)]
     for dataset in datasets:
-        split = on_first_rank(ranks, partial(validation_split, dataset, share))
-        keep_split(dataset, share, split)
+        for by, choose in choices:
+            if by:
+                keep(dataset, by, on_first_rank(ranks, partial(choose, dataset, by)))
 
 
 def rows_of(dataset: Dataset, roles: dict[str, Any]) -> np.ndarray:
@@ -100,7 +103,7 @@ class ValidationLoss:
         if config.data.hold_out:
             self.roles = training_roles(config) | {"held": True}
         else:
-            self.roles = {**dict(config.data.valid), "halves": 2}
+            self.roles = dict(config.data.valid) | {"halves": 2, "where": config.data.where or None}
         counts = [len(rows_of(dataset, self.roles)) for dataset in datasets]
         self.datasets = [dataset for dataset, count in zip(datasets, counts, strict=True) if count]
         contrasted = config.objective.contrast > 0

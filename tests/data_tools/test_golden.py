@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from handmade import write_challenge
 
-from omnilead.data_tools.build import ShardOptions, assign_roles, flagged, records_of, shard
+from omnilead.data_tools.build import ShardOptions, assign_roles, records_of, shard
+from omnilead.data_tools.dataset import flagged
 from omnilead.data_tools.prepare import IMPLAUSIBLE, SPEC_HASH
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources, keyed_uniform
@@ -98,7 +99,7 @@ def test_roles_never_change(plan, seed, everybody, default, made):
         (RoleSources(pretrain=("all",), id_share=1.0), everybody),
         (RoleSources(), default),
     ):
-        doubtful = flagged(made.table(["flags"]), IMPLAUSIBLE)
+        doubtful = flagged(made.table(["flags"]), [IMPLAUSIBLE])
         given = assign_roles(records_of(made.table), doubtful, plan, seed, sources)
         assert digest(json.dumps(given.to_pylist())) == roles
 

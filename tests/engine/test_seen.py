@@ -18,7 +18,7 @@ from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.sources import open_sources
 from omnilead.engine.common import ConfigError
-from omnilead.engine.data import order, seen
+from omnilead.engine.data import seen
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.patients import patient_ids, validation_split
 from omnilead.engine.interop.hub import published
@@ -108,20 +108,29 @@ def test_a_damaged_record_is_one_line(whole, damage, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_the_crops_of_a_part_of_an_epoch(monkeypatch):
-    """The rows that were drawn, for one dataset and for two with weights."""
-    monkeypatch.setattr(order, "COUNTED", 7)
-    one = DatasetRows.among("one", [40], np.arange(0, 40, 2))
-    two = DatasetRows.among("two", [9])
-    for rows, weights, crops in (
-        ((one,), None, 12),
-        ((one, two), (3.0, 1.0), 20),
-        ((two,), None, 99),
-    ):
-        made = Order(rows, 4, seed=3, weights=weights)
+ONE = DatasetRows.among("one", [15, 15, 10], np.arange(0, 40, 2))
+TWO = DatasetRows.among("two", [9])
+
+
+@pytest.mark.parametrize("block_shards", [0, 1, 2])
+@pytest.mark.parametrize(
+    "rows, weights",
+    [
+        ((ONE,), None),
+        ((TWO,), None),
+        ((ONE, TWO), None),
+        ((ONE, TWO), (3.0, 1.0)),
+        ((TWO, ONE, TWO), (0.1, 7, 1)),
+    ],
+)
+def test_how_often_each_crop_was_drawn(rows, weights, block_shards):
+    """In a part of an epoch and in many."""
+    made = Order(rows, 6, seed=3, weights=weights, block_shards=block_shards)
+    for crops in (0, 6, 12, 18, 30, 96, 120, 600):
         places = made.places(0, crops)
-        for d, drawn in enumerate(made.drawn(crops)):
-            assert drawn.tolist() == np.unique(places.row[places.dataset == d]).tolist()
+        for d, times in enumerate(made.drawn(crops)):
+            of_dataset = places.row[places.dataset == d]
+            assert times.tolist() == np.bincount(of_dataset, minlength=len(times)).tolist()
 
 
 def test_pre_training_on_all_is_told_by_whatever_tests_it(whole, base, quick, tmp_path):  # noqa: F811

@@ -1,0 +1,110 @@
+"""data.where: which crops a run uses, as an expression over columns of samples.parquet and of a label table.
+
+    age >= 18 and not flags.einthoven
+    sex == "F" and source in ["ptb-xl", "georgia"]
+    18 <= age < 60 or age is None
+
+    holds(dataset, "age >= 18")        # bool [crops]
+
+Columns are compared with numbers and texts; flags.NAME is whether a crop has the flag. As in SQL, what
+is compared with a missing value is unknown, as is its `not`, and a crop is used only if the whole is
+true. Nothing is executed: what is not listed here is an error.
+"""
+
+import ast
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from omnilead.data_tools.constants import CROP_FLAGS
+from omnilead.data_tools.dataset import COLUMNS, Dataset, flagged
+from omnilead.engine.common import ConfigError
+
+MAX_CHARACTERS = 500  # also bounds how deep an expression is
+USE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'
+FLAGS = [f"flags.{flag}" for flag in CROP_FLAGS]
+FUNCTIONS: dict[type[ast.AST], Any] = {
+    ast.And: pc.and_kleene,
+    ast.Or: pc.or_kleene,
+    ast.Not: pc.invert,
+    ast.USub: pc.negate,
+    ast.Eq: pc.equal,
+    ast.NotEq: pc.not_equal,
+    ast.Lt: pc.less,
+    ast.LtE: pc.less_equal,
+    ast.Gt: pc.greater,
+    ast.GtE: pc.greater_equal,
+}
+
+
+def holds(dataset: Dataset, where: str, cells: pa.Table | None = None) -> np.ndarray:
+    """Of which crops the expression is true. `cells`: columns of a label table, which come before
+    the dataset's; a row for each crop."""
+    try:
+        if len(where) > MAX_CHARACTERS:
+            raise ValueError(f"has more than {MAX_CHARACTERS} characters")
+        truth = _Rows(dataset, cells).value(ast.parse(where.strip(), mode="eval").body)
+        if not isinstance(truth, pa.BooleanArray):
+            raise ValueError(f"is not true or false of each crop: {USE}")
+    except (SyntaxError, ValueError, OverflowError, pa.ArrowException) as error:
+        why = str(error).splitlines()[0]
+        if isinstance(error, SyntaxError):
+            why = f"not understood at character {error.offset}: {USE}"
+        raise ConfigError(f"data.where={where[:MAX_CHARACTERS]!r}: {why}") from None
+    return np.asarray(pc.fill_null(truth, False))
+
+
+class _Rows:
+    def __init__(self, dataset: Dataset, cells: pa.Table | None) -> None:
+        self.dataset, self.cells = dataset, cells or pa.table({})
+
+    def value(self, node: ast.expr) -> Any:
+        """Of each crop, or a constant; null: unknown."""
+        match node:
+            case ast.Constant(bool() | int() | float() | str() as value):
+                return pa.scalar(value)
+            case ast.Name(name):
+                return self.column(name)
+            case ast.Attribute(ast.Name(name), item):
+                return self.column(f"{name}.{item}")
+            case ast.UnaryOp(ast.Not() | ast.USub() as op, part):
+                return FUNCTIONS[type(op)](self.value(part))
+            case ast.BoolOp(op, parts):
+                return reduce(FUNCTIONS[type(op)], map(self.value, parts))
+            case ast.Compare(left, ops, others):
+                return reduce(pc.and_kleene, map(self.compared, [left, *others], ops, others))
+        raise ValueError(f"{ast.unparse(node)} cannot be used: {USE}")
+
+    def compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
+        match op, right:
+            case ast.NotIn(), _:
+                return pc.invert(self.compared(left, ast.In(), right))
+            case ast.In(), ast.List([_, *_] as values):
+                equal = (self.compared(left, ast.Eq(), value) for value in values)
+                return reduce(pc.or_kleene, equal)
+            case ast.Is(), ast.Constant(None):
+                return pc.is_null(self.value(left))
+            case ast.IsNot(), ast.Constant(None):
+                return pc.is_valid(self.value(left))
+        if type(op) not in FUNCTIONS:
+            raise ValueError(f"{ast.unparse(right)} cannot be used after is or in: {USE}")
+        sides = [self.value(left), self.value(right)]
+        if sum(pa.types.is_string(side.type) for side in sides) == 1:
+            # numbers in a label table are texts
+            sides = [pc.cast(side, pa.float64()) for side in sides]
+        return FUNCTIONS[type(op)](*sides)
+
+    def column(self, name: str) -> pa.Array:
+        of_labels = self.cells.column_names
+        own = [field.name for field in COLUMNS if not pa.types.is_nested(field.type)]
+        known = [*of_labels, *own, *FLAGS]
+        if name not in known:
+            raise ValueError(f"no column {name!r}, only {', '.join(known)}")
+        if name in FLAGS:
+            flag = name.removeprefix("flags.")
+            return pa.array(flagged(self.dataset.table(["flags"]), [flag]))
+        table = self.cells if name in of_labels else self.dataset.table([name])
+        return table[name].combine_chunks()
