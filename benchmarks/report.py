@@ -26,6 +26,7 @@ from benchmarks.tables import (
     device_of,
     machine,
     markdown,
+    times_library,
     times_recreation,
     times_step,
 )
@@ -164,6 +165,8 @@ BARS = (
         "ingest", TAR, times_recreation, 10),
     Bar(f"lead masking, torch, one thread, {LOADER}",
         "loader", f"^RLM{ONE_THREAD}", times_recreation, 10, "cpu"),
+    Bar("lead masking, torch, one thread, times the fastest of other libraries",
+        "loader", f"^RLM{ONE_THREAD}", times_library, 2.5, "cpu"),
     Bar(f"noise, torch, one thread, {LOADER}",
         "loader", rf"^physio\S*{ONE_THREAD}", times_recreation, 15, "cpu"),
     Bar("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",

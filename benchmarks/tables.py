@@ -63,6 +63,13 @@ def times_recreation(name: str, results: dict[str, Result]) -> float:
     return per_cpu(results[name]) / max(per_cpu(results[peer]) for peer in peers)
 
 
+def times_library(name: str, results: dict[str, Result]) -> float:
+    """The speed per CPU-second, relative to the fastest other library's with lead masking; NaN if
+    there is none."""
+    others = [per_cpu(results[other]) for other in results if other.endswith(" in a DataLoader")]
+    return per_cpu(results[name]) / max(others, default=nan)
+
+
 def loader(part: Part) -> Iterator[str]:
     yield from rates(part)
     yield (
