@@ -29,12 +29,8 @@ def from_bytes(name: str, item: Any) -> torch.Tensor:
 
 
 def write_npy(dataset: Path, place: Path) -> None:
-    shape = (len(Dataset.open(str(dataset))), *CROP_SHAPE)
     with place.open("wb") as file:
-        header = {"descr": "<i2", "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(file, header)
-        for crop in crops_of(dataset):
-            file.write(crop.tobytes())
+        np.save(file, np.stack(list(crops_of(dataset))))
 
 
 def read_npy(place: Path) -> Opened:
@@ -97,7 +93,7 @@ def write_mosaicml(dataset: Path, place: Path) -> None:
 def read_mosaicml(place: Path) -> Opened:
     from streaming import StreamingDataset
 
-    data = StreamingDataset(local=str(place), shuffle=True, batch_size=1)
+    data = StreamingDataset(local=str(place), shuffle=True, batch_size=256)
     return data, lambda item: torch.from_numpy(item["ecg"])
 
 

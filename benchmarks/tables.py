@@ -75,13 +75,14 @@ def loader(part: Part) -> Iterator[str]:
     yield (
         "omnilead cuts white noise from a fixed bank of normal numbers at random places; the "
         "re-creation draws it anew. Only our loader verifies crc32c, once per crop, in the first "
-        "epoch. The re-creation's files are four times as large; if caches hold all of them, it is "
+        "epoch. Rows of a DataLoader have our conversion to millivolts, but for the one by batch. "
+        "The re-creation's files are four times as large; if caches hold all of them, it is "
         "twice as fast and the ratios are half of these (LOG.md)."
     )
 
 
 def step(part: Part) -> Iterator[str]:
-    """MFU is relative to the rate of the matrix product; ratios are to the re-creation with the
+    """Ratios are to the re-creation with the
     same number of crops. Older records do not say what computed the attention."""
     results, figure, rows = part["results"], clock(part), []
     traced = any("attention" in result for result in results.values())
@@ -104,6 +105,7 @@ def step(part: Part) -> Iterator[str]:
     head += " | peak memory | attention" if traced else " | peak memory"
     yield markdown(f"| | {head} |", rows)
     yield (
+        "MFU: model FLOPs utilisation, here as a share of the matrix product's rate. "
         "fairseq-signals as released does not run under bf16 autocast: that row is a re-creation "
         "with this fixed."
     )
