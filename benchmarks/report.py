@@ -1,6 +1,6 @@
 """Make tables and pictures from the records. Incomplete records are refused.
 
-    python -m benchmarks.report    rewrite benchmarks/RESULTS.md, results/*.png, and README.md's table
+    python -m benchmarks.report    rewrite RESULTS.md, results/*.png, and the tables of EVIDENCE.md and ../README.md
 
 The newest record of each benchmark and kind of device counts. On the same day, a record of its own
 comes before a part of a suite, which has fewer cases. A reduced record (--only, another --model,
@@ -26,6 +26,7 @@ from benchmarks.tables import (
     device_of,
     machine,
     markdown,
+    times_library,
     times_recreation,
     times_step,
 )
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parents[1]
 DIAGNOSES = ("diagnosis", "ptbxl-superdiagnostic")  # tasks in the figure of the evidence
 RESULTS = ROOT / "benchmarks" / "results"
 TABLES, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
+EVIDENCE, FOLD = ROOT / "benchmarks" / "EVIDENCE.md", RESULTS / "sources" / "fold10.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
 OF_RECORD = ("format", "date", "git", "hardware", "versions")
 TEN_MILLION = 10_000_000
@@ -164,6 +166,8 @@ BARS = (
         "ingest", TAR, times_recreation, 10),
     Bar(f"lead masking, torch, one thread, {LOADER}",
         "loader", f"^RLM{ONE_THREAD}", times_recreation, 10, "cpu"),
+    Bar("lead masking, torch, one thread, times the fastest of other libraries",
+        "loader", f"^RLM{ONE_THREAD}", times_library, 2.5, "cpu"),
     Bar(f"noise, torch, one thread, {LOADER}",
         "loader", rf"^physio\S*{ONE_THREAD}", times_recreation, 15, "cpu"),
     Bar("crops a second to a GPU from tar, lead masking, batches of 256 and 1024, 4 threads",
@@ -257,16 +261,30 @@ def published(part: Part) -> Iterator[str]:
     yield tables.note(part)
 
 
-def readme(parts: Sequence[Part]) -> str:
-    """README.md with the figure and some rows of the evidence for pre-training between the
-    marks."""
+def filled(page: Path, text: str) -> str:
+    """A page with this text between the marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
+
+
+def evidence_page(parts: Sequence[Part]) -> str:
+    """EVIDENCE.md with the figure and some rows of the evidence for pre-training."""
     table = ""
     if part := newest(parts).get(("evidence", "cpu")):
         figure = "![AUROC against crops seen in pre-training](results/crops.png)"
         table = "\n\n".join([figure, tables.headline(part), tables.note(part)])
-    table = table.replace("](results/", "](benchmarks/results/")
-    before, _, rest = README.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}"
+    return filled(EVIDENCE, table)
+
+
+def official_fold() -> Part:
+    """What `omnilead bench` wrote about PTB-XL's official test fold."""
+    return {"results": {"real": json.loads(FOLD.read_text())}}
+
+
+def readme() -> str:
+    """README.md with the figure and the table of the official test fold."""
+    figure = "![AUROC on PTB-XL's official test fold](benchmarks/results/fold10.png)"
+    return filled(README, f"{figure}\n\n{tables.headline(official_fold())}")
 
 
 def picture_of(part: Part) -> str:
@@ -352,14 +370,16 @@ def main() -> int:
         print(f"benchmarks.report: {error}", file=sys.stderr)
         return 2
     TABLES.write_text(whole(parts))
-    README.write_text(readme(parts))
+    EVIDENCE.write_text(evidence_page(parts))
+    README.write_text(readme())
+    figures = {"fold10.png": share_chart(official_fold())}
     for part in newest(parts).values():
         if part["benchmark"] == "evidence":
-            figures = {picture_of(part): share_chart(part)}
+            figures[picture_of(part)] = share_chart(part)
             if document := part["results"].get(tables.BY_CROPS):
                 figures["crops.png"] = crop_curves(document)
-            for name, figure in figures.items():
-                figure.savefig(RESULTS / name, dpi=120, metadata={"Software": None})
+    for name, figure in figures.items():
+        figure.savefig(RESULTS / name, dpi=120, metadata={"Software": None})
     return 0
 
 

@@ -39,6 +39,7 @@ from omnilead.engine.common import ConfigError, write_whole
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     "numpy scipy pyarrow zarr wfdb google-crc32c torch deepspeed webdataset "
+    "datasets litdata mosaicml-streaming "
     "nvidia-dali-cuda130 nvidia-dali-cuda120"
 )
 GPU_FACTS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")

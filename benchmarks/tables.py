@@ -63,18 +63,26 @@ def times_recreation(name: str, results: dict[str, Result]) -> float:
     return per_cpu(results[name]) / max(per_cpu(results[peer]) for peer in peers)
 
 
+def times_library(name: str, results: dict[str, Result]) -> float:
+    """The speed per CPU-second, relative to the fastest other library's with lead masking; NaN if
+    there is none."""
+    others = [per_cpu(results[other]) for other in results if other.endswith(" in a DataLoader")]
+    return per_cpu(results[name]) / max(others, default=nan)
+
+
 def loader(part: Part) -> Iterator[str]:
     yield from rates(part)
     yield (
         "omnilead cuts white noise from a fixed bank of normal numbers at random places; the "
         "re-creation draws it anew. Only our loader verifies crc32c, once per crop, in the first "
-        "epoch. The re-creation's files are four times as large; if caches hold all of them, it is "
+        "epoch. Rows of a DataLoader have our conversion to millivolts, but for the one by batch. "
+        "The re-creation's files are four times as large; if caches hold all of them, it is "
         "twice as fast and the ratios are half of these (LOG.md)."
     )
 
 
 def step(part: Part) -> Iterator[str]:
-    """MFU is relative to the rate of the matrix product; ratios are to the re-creation with the
+    """Ratios are to the re-creation with the
     same number of crops. Older records do not say what computed the attention."""
     results, figure, rows = part["results"], clock(part), []
     traced = any("attention" in result for result in results.values())
@@ -97,6 +105,7 @@ def step(part: Part) -> Iterator[str]:
     head += " | peak memory | attention" if traced else " | peak memory"
     yield markdown(f"| | {head} |", rows)
     yield (
+        "MFU: model FLOPs utilisation, here as a share of the matrix product's rate. "
         "fairseq-signals as released does not run under bf16 autocast: that row is a re-creation "
         "with this fixed."
     )

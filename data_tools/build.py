@@ -307,7 +307,7 @@ class _ShardWriter:
         self.tar = tar
         self.key = options.pseudonym_key
         self.all_pretrain = options.plan == "all"
-        self.implausible = options.role_sources.implausible
+        self.leave_out = set(options.role_sources.leave_out)
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
@@ -333,8 +333,9 @@ class _ShardWriter:
         text = json.dumps(facts).removesuffix("}").encode() + b", "
         roles = roles_text(False, None, None)
         if self.all_pretrain:
-            pretrain = self.implausible or IMPLAUSIBLE not in row["flags"]
-            text, roles = text + roles_text(pretrain, None, None), b""
+            kinds = {flag.partition(":")[0] for flag in row["flags"]}
+            text += roles_text(not kinds & self.leave_out, None, None)
+            roles = b""
         member = f"{source}-{name}-{part:03d}"
         row["crc32c"] = crc
         row["waveform"] = hashed

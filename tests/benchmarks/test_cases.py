@@ -3,12 +3,13 @@
 import json
 import sys
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import e2e, embed, huge, ingest, loader, measure, run, scaling, start
+from benchmarks import e2e, embed, huge, ingest, libraries, loader, measure, run, scaling, start
 from benchmarks.measure import CaseError, call_fresh
 
 
@@ -115,18 +116,41 @@ def test_every_case_of_an_ingest_runs(tmp_path):
     assert min(units.values()) > 0 and units["read: omnilead"] == facts["records"]
 
 
-def test_other_loaders_end_with_the_same_crops(dataset, tmp_path):
+def test_the_re_creation_ends_with_masked_halves(dataset, tmp_path):
     for row in range(8):
         loader.write_halves(dataset, row, tmp_path)
     batch = next(loader.fairseq_like(tmp_path, "RLM", 4))["source"]
     assert batch.shape == (8, 12, 2500) and 0.2 < (batch == 0).all(-1).float().mean() < 0.8
     noisy = next(loader.fairseq_like(tmp_path, "physio3+RLM", 4))["source"]
     assert noisy.dtype == batch.dtype and noisy.isfinite().all()
-    crop = dataset.read(0)
-    halves = loader._halves_with_rlm(loader._decode({"ecg": crop.tobytes()})[None]).numpy()
-    mv = (crop / np.float32(1000)).reshape(12, 2, 2500).swapaxes(0, 1)
-    masked = (halves == 0).all(-1)[..., None]
-    np.testing.assert_allclose(halves, np.where(masked, 0, mv), rtol=1e-6)
+
+
+MODULES = {"Hugging Face datasets": "datasets", "mosaicml-streaming": "streaming"}
+
+
+@pytest.mark.filterwarnings("default")  # of the libraries
+@pytest.mark.parametrize(
+    "make, name",
+    [(loader.npy_by_batch, "memory-mapped .npy")]
+    + [(loader.library, name) for name in libraries.LIBRARIES],
+)
+def test_other_libraries_end_with_the_same_crops(make, name, dataset, tmp_path):
+    """Each batch has other crops of the dataset, half of whose leads are masked."""
+    if name in (*MODULES, "litdata"):
+        pytest.importorskip(MODULES.get(name, name))
+    folder, place = Path(dataset.root.url), tmp_path / "crops"
+    libraries.LIBRARIES[name][0](folder, place)
+    crops = np.stack([dataset.read(row) for row in range(len(dataset))]) / np.float32(1000)
+    seen = []
+    for batch in islice(make(place, name, 4), 2):
+        assert batch.shape == (8, 12, 2500)
+        for pair in batch.numpy().reshape(4, 2, 12, 2500).swapaxes(1, 2):
+            masked = (pair == 0).all(-1, keepdims=True)
+            expected = np.where(masked, 0, crops.reshape(-1, 12, 2, 2500))
+            same = np.isclose(pair, expected, rtol=1e-6).all((1, 2, 3))
+            assert same.any() and 0 < masked.mean() < 1
+            seen.append(same.argmax())
+    assert len(set(seen)) > 6 and seen != sorted(seen)
 
 
 def test_a_loader_without_a_batch_is_an_error():

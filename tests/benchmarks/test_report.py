@@ -1,4 +1,4 @@
-"""Every figure in README.md and RESULTS.md comes from a record, and incomplete records are
+"""Every figure in README.md, EVIDENCE.md and RESULTS.md comes from a record, and incomplete records are
 refused."""
 
 import itertools
@@ -20,7 +20,8 @@ def loaded(folder, name, text):
 
 def test_readme_and_results_match_the_records():
     parts = report.every()
-    assert report.README.read_text() == report.readme(parts)
+    assert report.README.read_text() == report.readme()
+    assert report.EVIDENCE.read_text() == report.evidence_page(parts)
     assert report.TABLES.read_text() == report.whole(parts)
     linked = re.findall(r"\]\(([^)#:]+)[)#]", report.TABLES.read_text())
     assert len(linked) > 10 and all((report.TABLES.parent / link).exists() for link in linked)

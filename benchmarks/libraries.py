@@ -1,0 +1,120 @@
+"""Other libraries' ways to keep crops and to read them in a shuffled order, each the fastest that was
+found (LOG.md): the formats that `benchmarks.loader` measures beside ours.
+
+`write_NAME(dataset, place)` stores the crops; `read_NAME(place)` returns what a DataLoader takes, and
+a function from an item to its int16 samples.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnilead.data_tools.dataset import CROP_SHAPE, Dataset
+
+SAMPLES = CROP_SHAPE[0] * CROP_SHAPE[1]
+Opened = tuple[Any, Callable[[Any], torch.Tensor]]
+
+
+def crops_of(dataset: Path) -> Iterator[np.ndarray]:
+    opened = Dataset.open(str(dataset))
+    return map(opened.read, range(len(opened)))
+
+
+def from_bytes(name: str, item: Any) -> torch.Tensor:
+    return torch.frombuffer(item[name], dtype=torch.int16)
+
+
+def write_npy(dataset: Path, place: Path) -> None:
+    with place.open("wb") as file:
+        np.save(file, np.stack(list(crops_of(dataset))))
+
+
+def read_npy(place: Path) -> Opened:
+    return np.load(place, mmap_mode="r"), torch.from_numpy
+
+
+def write_hugging_face(dataset: Path, place: Path) -> None:
+    """As bytes: columns of numbers take four times as long to read."""
+    from datasets import Features, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    with ArrowWriter(path=str(place), features=Features(ecg=Value("binary"))) as writer:
+        for crop in crops_of(dataset):
+            writer.write({"ecg": crop.tobytes()})
+        writer.finalize()
+
+
+def read_hugging_face(place: Path) -> Opened:
+    import datasets
+
+    return datasets.Dataset.from_file(str(place)), partial(from_bytes, "ecg")
+
+
+def samples_of(dataset: str, row: int) -> torch.Tensor:
+    return torch.from_numpy(Dataset.open(dataset).read(row).flatten())
+
+
+def write_litdata(dataset: Path, place: Path) -> None:
+    """As blocks of a stream of numbers, which it maps into memory; tensors take 1.7 times as
+    long."""
+    import litdata
+
+    litdata.optimize(
+        partial(samples_of, str(dataset)),
+        list(range(len(Dataset.open(str(dataset))))),
+        str(place),
+        chunk_bytes="64MB",
+        num_workers=1,
+        item_loader=litdata.TokensLoader(SAMPLES),
+        verbose=False,
+    )
+
+
+def read_litdata(place: Path) -> Opened:
+    import litdata
+
+    blocks = litdata.TokensLoader(SAMPLES)
+    data = litdata.StreamingDataset(str(place), item_loader=blocks, shuffle=True)
+    return data, torch.Tensor.contiguous
+
+
+def write_mosaicml(dataset: Path, place: Path) -> None:
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(place), columns={"ecg": "ndarray:int16:12,5000"}) as writer:
+        for crop in crops_of(dataset):
+            writer.write({"ecg": crop})
+
+
+def read_mosaicml(place: Path) -> Opened:
+    from streaming import StreamingDataset
+
+    data = StreamingDataset(local=str(place), shuffle=True, batch_size=256)
+    return data, lambda item: torch.from_numpy(item["ecg"])
+
+
+def write_nothing(dataset: Path, place: Path) -> None:
+    """webdataset reads our shards."""
+    place.symlink_to(dataset / "shards")
+
+
+def read_webdataset(place: Path) -> Opened:
+    """With its usual shuffle buffer."""
+    import webdataset
+
+    shards = sorted(map(str, place.glob("*.tar")))
+    stream = webdataset.WebDataset(shards, shardshuffle=100, seed=0).shuffle(1000)
+    return stream, partial(from_bytes, "ecg")
+
+
+LIBRARIES = {
+    "memory-mapped .npy": (write_npy, read_npy),
+    "Hugging Face datasets": (write_hugging_face, read_hugging_face),
+    "litdata": (write_litdata, read_litdata),
+    "mosaicml-streaming": (write_mosaicml, read_mosaicml),
+    "webdataset": (write_nothing, read_webdataset),
+}
