@@ -197,7 +197,7 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
 def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions) -> None:
     """Build the missing shards."""
     if options.plan == "all":  # they have their roles at once
-        roles = f" all {options.role_sources.implausible}"
+        roles = f" all {' '.join(options.role_sources.leave_out)}"
         contents = [content + roles for content in contents]
     written = set(out.names(".build"))  # by an interrupted run
     left = [
@@ -444,9 +444,7 @@ def finish(
     if options.format != "zarr":
         _write_roles(out, shards, roles, options)
     if options.format != "tar":
-        crops = _columns(out, planned, ["shard", "offset", "crc32c"])
-        how = options.workers, options.cluster, options.quiet
-        shard_writers.write_zarr(crops, shards, out, *how)
+        _write_zarr(out, planned, shards, options)
     if options.format == "zarr":
         shards = []
     _remove_leftovers(out, options.format, shards)
@@ -490,6 +488,14 @@ def _shard_facts(
             left_out[flag] += int(flagged(part, [flag]).sum())
         numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
     return shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers)
+
+
+def _write_zarr(
+    out: Folder, planned: PlanFacts, shards: list[dict[str, Any]], options: ShardOptions
+) -> None:
+    crops = _columns(out, planned, ["shard", "offset", "crc32c"])
+    how = options.workers, options.cluster, options.quiet
+    shard_writers.write_zarr(crops, shards, out, *how)
 
 
 def _write_roles(
