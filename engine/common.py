@@ -34,9 +34,11 @@ from omnilead.data_tools.storage import write_whole as write_whole
 ARRAYS = (".npy", ".npz")
 File = str | os.PathLike[str]
 Facts = dict[str, Any]  # by name, as in a JSON object
-# Files in RUN: training writes them, engine.report.run_report reads them
+# Files in RUN: training writes them, engine.report.run_report and engine.status read them
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
+PROMETHEUS = "metrics.prom"
+LOCK = ".lock"  # held while a process trains
 REPORT = "report.html"
 LARGEST = 1e12  # larger numbers cannot be steps, losses, rates or seconds
 LABELS = "labels.parquet"  # the label table that a run was fine-tuned on

@@ -43,7 +43,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.utils._pytree import tree_leaves
 
 from omnilead.data_tools.cli import UserError, is_memory, tell
-from omnilead.engine.common import locked_by_another, sync, write_whole
+from omnilead.engine.common import LOCK, locked_by_another, sync, write_whole
 from omnilead.engine.config import TrainConfig
 from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
@@ -52,7 +52,6 @@ BEST = "best"
 MANIFEST = "manifest.json"
 STATE = "state.json"
 UNIVERSAL = "universal"
-LOCK = ".lock"
 # written by DeepSpeed's conversion, which a kill may interrupt
 LATEST_UNIVERSAL = "latest_universal"
 RESTORE = "restore the file, or begin a new run with --out NEW"

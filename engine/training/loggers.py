@@ -19,9 +19,10 @@ import json
 import math
 import os
 import platform
+import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +33,7 @@ import yaml  # type: ignore[import-untyped]
 from tqdm.auto import tqdm
 
 from omnilead.data_tools.cli import in_notebook, say
-from omnilead.engine.common import METRICS, VALID, VALIDATION, write_whole
+from omnilead.engine.common import METRICS, PROMETHEUS, VALID, VALIDATION, write_whole
 from omnilead.engine.config import RunConfig, TrainConfig
 
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
@@ -96,6 +97,12 @@ class RunLogger:
         step, validated = done
         self.keys, self.total, self.first_step = keys, total, step
         self.started_s = time.perf_counter()
+        self.prometheus = run / PROMETHEUS
+        self.gauges: dict[str, float] = {
+            "steps": total,
+            "started_at_seconds": time.time(),
+            "first_step": step,
+        }
         run.mkdir(parents=True, exist_ok=True)
         write_whole(run / "config.yaml", yaml.safe_dump(config.tree(), sort_keys=False))
         write_whole(run / "run.json", json.dumps(facts | environment(), indent=1) + "\n")
@@ -153,6 +160,10 @@ class RunLogger:
             if not k.endswith("step") and v is not None and _is_finite(v)
         }
         self._each(lambda service: service.log(shown, int(line["step"])))
+        self.gauges |= shown | {"logged_at_seconds": time.time()}
+        if name == METRICS:
+            self.gauges["step"] = line["step"]
+            write_gauges(self.prometheus, self.gauges)
 
     def _each(self, call: Callable[[Service], None]) -> None:
         for name, service in list(self.services.items()):
@@ -164,6 +175,18 @@ class RunLogger:
                     f"{' '.join(str(error).split())[:200]}"
                 )
                 del self.services[name]
+
+
+def write_gauges(path: Path, gauges: Mapping[str, float]) -> None:
+    """For the textfile collector of Prometheus' node_exporter, in the OpenMetrics format."""
+    run = json.dumps(path.parent.resolve().name, ensure_ascii=False)  # escaped as the format asks
+    lines = []
+    for name, value in gauges.items():
+        metric = "omnilead_" + re.sub(r"\W", "_", name, flags=re.ASCII)
+        lines += [f"# TYPE {metric} gauge", f"{metric}{{run={run}}} {value}"]
+    temporary = path.with_suffix(".new")  # the collector reads *.prom
+    temporary.write_text("\n".join([*lines, "# EOF\n"]))
+    os.replace(temporary, path)  # not synced to the disk: a crash may lose it
 
 
 def _is_finite(value: Any) -> bool:

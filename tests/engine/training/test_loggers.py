@@ -120,6 +120,31 @@ def test_both_services_get_every_curve_and_continue_after_a_kill(services, tmp_p
     assert services[0].runs[-1] == "wandb-2"
 
 
+def test_numbers_for_prometheus(tmp_path):
+    """In the text format, which has no NaN here, and never half a file."""
+    folder = tmp_path / 'a "run"'
+    to = logger(folder, config())
+    to.log_validation({"step": 1, "loss": 0.5, "score": float("nan")})
+    log(to, 2, loss=0.25)
+    to.close()
+    *lines, end = (folder / "metrics.prom").read_text().splitlines()
+    assert end == "# EOF" and sorted(path.name for path in folder.glob("metrics.*")) == [
+        "metrics.jsonl",
+        "metrics.prom",
+    ]
+    values = {}
+    for kind, sample in zip(lines[::2], lines[1::2], strict=True):
+        labelled, value = sample.split("} ")
+        name = labelled.removesuffix(r'{run="a \"run\""')
+        assert kind == f"# TYPE {name} gauge" and name.isidentifier()
+        values[name.removeprefix("omnilead_")] = float(value)
+    at_s = values.pop("started_at_seconds"), values.pop("logged_at_seconds")
+    assert 0 <= at_s[1] - at_s[0] < 600
+    assert (
+        values == {"steps": 3, "first_step": 0, "step": 2, "loss": 0.25, "valid_loss": 0.5} | OTHERS
+    )
+
+
 def test_a_service_that_fails_does_not_end_a_training(services, tmp_path, capsys):
     to = logger(tmp_path / "run", config("wandb", "mlflow"))
     services[0].broken = True
@@ -153,7 +178,8 @@ def test_without_services_only_files_are_written_and_nan_is_null(tmp_path):
     to.close()
     assert [(row["loss"], row["lr"], row["mfu"]) for row in rows(tmp_path)] == [(None, None, 0.1)]
     assert rows(tmp_path, "validation.jsonl") == []
-    names = {"config.yaml", "run.json", "metrics.jsonl", "validation.jsonl", "validation.cut.jsonl"}
+    names = {"config.yaml", "run.json", "metrics.jsonl", "metrics.prom"}
+    names |= {"validation.jsonl", "validation.cut.jsonl"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "run.json").read_text())["versions"]
 

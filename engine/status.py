@@ -1,0 +1,173 @@
+"""Show in one screen how a training stands: step, loss, speed, where the time goes, the last
+checkpoint, and the time left.
+
+    omnilead status RUN
+    watch -n 10 omnilead status RUN
+
+It reads RUN's files only, so it can be asked on any machine that sees them, while the training runs
+and afterwards.
+"""
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from omnilead.data_tools.cli import echo, tell
+from omnilead.engine.commandline import command_parser, interruptible
+from omnilead.engine.common import (
+    LOCK,
+    METRICS,
+    PROMETHEUS,
+    VALIDATION,
+    ConfigError,
+    Facts,
+    label_of,
+    locked_by_another,
+    number,
+    read_rows,
+)
+
+NAME = "omnilead status"
+RECENT_S = 60.0
+SILENT_S = 300.0  # without a line; compiling and validating take less on most machines
+
+
+def spans(rows: list[Facts]) -> list[tuple[float, float]]:
+    """Crops and seconds of training between each line and the one before it, without validation."""
+    found, before = [], 0.0
+    for row in rows:
+        crops, rate = number(row.get("crops_seen")) - before, number(row.get("crops_per_s"))
+        before += crops
+        found.append((crops, crops / rate) if rate > 0 else (math.nan, math.nan))
+    return [(crops, seconds) for crops, seconds in found if seconds > 0]
+
+
+def speed(measured: list[tuple[float, float]]) -> float:
+    seconds = sum(seconds for _, seconds in measured)
+    return sum(crops for crops, _ in measured) / seconds if seconds else math.nan
+
+
+def last_minute(measured: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    seconds = 0.0
+    for i in reversed(range(len(measured))):
+        seconds += measured[i][1]
+        if seconds >= RECENT_S:
+            return measured[i:]
+    return measured
+
+
+def gauges(run: Path) -> dict[str, float]:
+    """What the training last wrote for Prometheus; empty for a run of an earlier version."""
+    path = run / PROMETHEUS
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    pattern = re.compile(r"^omnilead_(\w+)\{.*\} ([-+.e\d]+)$", re.MULTILINE)
+    return {name: float(value) for name, value in pattern.findall(text)}
+
+
+def is_training(run: Path) -> bool:
+    """Whether a process on this machine trains here."""
+    try:
+        with open(run / LOCK, "rb") as lock:
+            return locked_by_another(lock, str(run))
+    except FileNotFoundError:
+        return False
+
+
+def last_checkpoint(latest: Path) -> str:
+    if not latest.is_file():
+        return "none yet"
+    age_s = time.time() - latest.stat().st_mtime
+    return f"{latest.read_text().strip()}, {timedelta(seconds=int(age_s))} ago"
+
+
+def screen(run: Path) -> Iterator[tuple[str, str]]:
+    if not (run / METRICS).is_file():
+        raise ConfigError(f"{run}: no {METRICS}: give the folder of a pretrain or finetune run")
+    rows, _ = read_rows(run / METRICS)
+    if not rows:
+        raise ConfigError(f"{run / METRICS}: has no step yet: wait for the first line")
+    row, step = rows[-1], rows[-1]["step"]
+    total = json.loads((run / "run.json").read_text())["steps"]
+    training = is_training(run)
+    yield "run", f"{run}: {state(run, training, step, total)}"
+    done = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
+    yield "step", f"{done}, epoch {number(row['epoch']):.2f}"
+    yield from losses(row, read_rows(run / VALIDATION)[0])
+    recent = speed(last_minute(spans(rows)))
+    yield "speed", rates(row, rows, recent)
+    yield "time", where_it_goes(gauges(run), row, rows)
+    yield "checkpoint", last_checkpoint(run / "checkpoints" / "latest")
+    if number(row["skipped_steps"]) > 0:
+        yield "skipped", f"{row['skipped_steps']:,} steps whose loss or gradient was not finite"
+    if step < total and recent > 0:
+        seconds = (total - step) * row["crops_seen"] / step / recent
+        yield "left", f"{timedelta(seconds=int(seconds))} of training, besides validation"
+    silent_s = time.time() - (run / METRICS).stat().st_mtime
+    if training and silent_s > SILENT_S:
+        yield (
+            "silent",
+            f"no line for {timedelta(seconds=int(silent_s))}: does it validate, or hang?",
+        )
+
+
+def rates(row: Facts, rows: list[Facts], recent: float) -> str:
+    overall, used = speed(spans(rows)), 100 * number(row["mfu"])
+    text = f"{recent:,.1f} crops/s in the last minute of training, {overall:,.1f} over the run"
+    return f"{text}, MFU {used:.1f} %"
+
+
+def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
+    parts = [f"{number(row['loss']):.4f}"]
+    for name, value in row.items():
+        if name.startswith("loss_") and value is not None:
+            parts.append(f"{name[5:]} {value:.4g}")
+    yield "loss", ", ".join(parts)
+    for held_out in validations[-1:]:
+        scores = []
+        for name, value in held_out.items():
+            if name not in ("step", "crops_seen"):
+                scores.append(f"{label_of(name)} {number(value):.4g}")
+        yield "validation", f"{', '.join(scores)} at step {held_out['step']:,}"
+
+
+def state(run: Path, training: bool, step: int, total: int) -> str:
+    if training:
+        return "training"
+    if step == total and (run / "model").is_dir():
+        return "finished"
+    return "not training on this machine; the same command resumes it"
+
+
+def where_it_goes(now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
+    """Shares of the time; what the loader does meanwhile is in RUN/metrics.prom and TensorBoard."""
+    text = f"{number(row['data_wait_pct']):.1f} % of training waits for data"
+    since = [one for one in rows if one["step"] > now.get("first_step", math.inf)]
+    elapsed_s = now.get("logged_at_seconds", 0.0) - now.get("started_at_seconds", 0.0)
+    if since and elapsed_s > 0:
+        trained_s = sum(seconds for _, seconds in spans(rows)[-len(since) :])
+        rest = max(0.0, 1 - trained_s / elapsed_s)
+        text += f"; {100 * rest:.0f} % of the time since the start is validation and the like"
+    return text
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser("status", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    run = parser.parse_args(arguments).run
+    try:
+        for name, text in screen(run):
+            echo(f"{name:<11} {text}")
+    except (ConfigError, OSError, ValueError, LookupError, TypeError) as error:
+        tell(f"{NAME}: {' '.join(str(error).split())}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    interruptible(NAME)
+    sys.exit(main())
