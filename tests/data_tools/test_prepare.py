@@ -75,7 +75,7 @@ def test_leads_are_placed_by_name_and_absent_ones_are_listed():
 
 def test_records_are_cut_from_their_start_and_remainders_follow_the_rule():
     x = ecg(2 * CROP + HALF + 100)
-    counts = {HALF - 1: 0, 2 * CROP + HALF - 1: 2, x.shape[1]: 3}
+    counts = {HALF - 1: 0, HALF: 1, 2 * CROP + HALF - 1: 2, x.shape[1]: 3}
     assert {samples: crop_count(samples, 500.0) for samples in counts} == counts
     assert dropped_samples(x.shape[1], 500.0) == 100
     facts, out = prepared(x, 2, invalid=-32768)

@@ -251,6 +251,13 @@ def test_rows_of_a_dataset_follow_its_roles(dataset):
         DatasetRows.of(dataset, dx="tset", halves=2)
 
 
+def test_after_a_row_comes_the_next_selected_one():
+    """It replaces a row that cannot be read."""
+    some, every = (DatasetRows.among("d", [10], rows) for rows in (np.array([2, 5, 9]), None))
+    assert [some.after(row) for row in (2, 3, 5, 9)] == [5, 5, 9, 2]
+    assert [every.after(row) for row in (2, 9)] == [3, 0]
+
+
 def test_a_zarr_store_has_shards_of_its_storage_objects(dataset):
     rows = DatasetRows.of(Dataset(dataset.root, dataset.meta | {"shards": [], "crops": 2500}))
     assert rows.shard(np.array([0, 1023, 1024, 2499])).tolist() == [0, 0, 1, 2]
