@@ -163,7 +163,8 @@ class RunLogger:
         self.gauges |= shown | {"logged_at_seconds": time.time()}
         if name == METRICS:
             self.gauges["step"] = line["step"]
-            write_gauges(self.prometheus, self.gauges)
+            with suppress(FileNotFoundError):  # RUN was moved: the next checkpoint says so
+                write_gauges(self.prometheus, self.gauges)
 
     def _each(self, call: Callable[[Service], None]) -> None:
         for name, service in list(self.services.items()):
