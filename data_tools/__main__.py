@@ -7,7 +7,7 @@
   omnilead labels ptbxl SRC --out DIR                 write an archive's published labels for fine-tuning
 
 `python -m omnilead` is the same program. SRC and DATASET may be folders or s3:// addresses (with
-AWS_ENDPOINT_URL and the usual AWS credentials).
+AWS_ENDPOINT_URL and the usual AWS credentials), SRC also a .zip or a folder of these, read in place.
 """
 
 import argparse
@@ -151,7 +151,7 @@ SHARD: dict[str, Option] = {
     "sources": {
         "metavar": "SRC",
         "nargs": "+",
-        "help": "folder or s3:// address of an archive",
+        "help": "folder, .zip or s3:// address of an archive",
     },
     "--out": {"metavar": "DATASET", "required": True, "help": "where to write the dataset"},
     "--source": SOURCE,
@@ -581,7 +581,7 @@ def _show(options: argparse.Namespace) -> int:
         if file.exists() and not file.is_file():
             raise DataError(f"--png {file}: exists and is not a regular file: choose another path")
         plots.picture_kind(file)
-    if Path(options.what).is_file() or options.what.endswith(".hea"):
+    if Path(options.what).is_file() or options.what.endswith(".hea") or ".zip/" in options.what:
         if options.crop is not None:
             raise DataError(
                 f"--crop {options.crop}: {options.what} is a record, not a dataset: leave out "
@@ -631,12 +631,12 @@ def _record_figure(path: str) -> Any:
     from omnilead.data_tools.resampling import FS_HZ
     from omnilead.data_tools.sources.base import read_safely
     from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
-    from omnilead.data_tools.storage import folder
+    from omnilead.data_tools.zip_folder import folder_or_zip
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
     try:
         kind: type[Source] = WfdbFolder if path.endswith(".hea") else HospitalFiles
-        source = kind(folder(place.parent))
+        source = kind(folder_or_zip(place.parent))
         if isinstance(record := read_safely(source.read, place.name), ReadError):
             raise record
         seconds = record.signal.shape[1] / record.fs_hz

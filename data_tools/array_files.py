@@ -19,10 +19,12 @@ import numpy as np
 from omnilead.data_tools.errors import DataError, ReadError, StorageError, one_line
 from omnilead.data_tools.npz import npz_array, npz_names, open_npy
 from omnilead.data_tools.storage import Folder
+from omnilead.data_tools.zip_folder import is_in_zip
 
 ENDINGS = (".npy", ".npz", ".zarr", ".h5", ".hdf5")
 MAX_CHUNK = 64 * 2**20  # a chunk is always decompressed as a whole
 MAX_META = 2**20
+LOCAL_ONLY = "copy arrays to a local disk first, and unpack those in a zip"
 ZARR_META = ("zarr.json", ".zarray")
 # Codecs that only compute. Others may do anything: one of zarr's unpickles
 CODECS = {"blosc", "bytes", "crc32c", "gzip", "lz4", "sharding_indexed", "shuffle", "transpose"}
@@ -32,8 +34,8 @@ NO_CODECS = {"regular", "default", "v2"}  # grids and names of chunks, which zar
 
 def path_inside(root: Folder, name: str) -> Path:
     """The path of what lies in the folder itself, not behind a link or `..`."""
-    if root.remote:
-        raise StorageError(f"{root.url}/{name}: copy arrays to a local disk first")
+    if root.remote or is_in_zip(root, name):
+        raise StorageError(f"{root.url}/{name}: {LOCAL_ONLY}")
     place = root.path(name)
     if os.path.realpath(place) != place or not os.path.exists(place):
         raise ReadError("not a regular file", name)

@@ -71,11 +71,11 @@ from omnilead.data_tools.sources.wfdb_archives import (
 from omnilead.data_tools.storage import (
     Folder,
     dataset_folder,
-    folder,
     prefetch,
     write_errors,
     write_whole,
 )
+from omnilead.data_tools.zip_folder import archive_folder
 
 RENAMED = ("source", "record", "patient")
 UNKNOWN = -1  # in columns of 0 and 1; columns of measurements use NaN
@@ -166,8 +166,7 @@ def write_labels(
     if archive == "table":
         table = with_pseudonyms(url, key)
     else:
-        root = folder(url, anonymous)
-        root.children()  # raises if there is no such folder
+        root, _ = archive_folder(url, anonymous)  # raises if there is no such folder
     if not place.remote:
         with write_errors(place.url, "tables"):
             os.makedirs(place.url, exist_ok=True)

@@ -118,8 +118,11 @@ class LocalFolder:
             os.close(file)
 
     def read_range(self, name: str, start: int, size: int) -> bytes:
-        with open(self.path(name), "rb", buffering=0) as file:
-            return os.pread(file.fileno(), size, start)
+        file = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.pread(file, size, start)
+        finally:
+            os.close(file)
 
     def view(self, name: str, limit: int) -> memoryview:
         """A whole file, memory-mapped; its size does not matter then."""
@@ -164,11 +167,12 @@ class LocalFolder:
             if entry.is_dir(follow_symlinks=False):
                 yield from self.names(prefix + entry.name)
 
-    def children(self) -> list[str]:
+    def children(self, under: str = "") -> list[str]:
+        place = self.path(under) if under else self.url
         try:
-            return sorted(os.listdir(self.url))
+            return sorted(os.listdir(place))
         except OSError as error:
-            raise StorageError(f"cannot list {self.url}: {error.strerror}") from None
+            raise StorageError(f"cannot list {place}: {error.strerror}") from None
 
     def write(self, name: str, data: bytes) -> None:
         temporary = self.workdir() / "tmp" / f"{os.path.basename(name)}.{os.getpid()}"
@@ -353,13 +357,14 @@ class RemoteFolder:
             found: list[str] = self._retry(under, lambda: self.fs.find(self.path(under)))
         except FileNotFoundError:
             return
-        yield from sorted((name.removeprefix(root) for name in found), key=_local_order)
+        yield from sorted((name.removeprefix(root) for name in found), key=local_order)
 
-    def children(self) -> list[str]:
+    def children(self, under: str = "") -> list[str]:
+        place = self.path(under)
         try:
-            found: list[str] = self._retry("", lambda: self.fs.ls(self.url, detail=False))
+            found: list[str] = self._retry(under, lambda: self.fs.ls(place, detail=False))
         except FileNotFoundError:
-            raise StorageError(f"cannot list {self.url}: it does not exist") from None
+            raise StorageError(f"cannot list {place}: it does not exist") from None
         return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
 
     def write(self, name: str, data: bytes) -> None:
@@ -420,7 +425,7 @@ def dataset_folder(url: str | os.PathLike[str], anonymous: bool = False) -> Fold
     return place
 
 
-def _local_order(name: str) -> list[tuple[bool, str]]:
+def local_order(name: str) -> list[tuple[bool, str]]:
     """Sort key for the order of LocalFolder.names: the files of a folder come before its
     subfolders."""
     *folders, file = name.split("/")

@@ -10,7 +10,6 @@ given, the files that look like ECGs and that it does not read are counted in th
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -38,6 +37,7 @@ from omnilead.data_tools.sources.wfdb_archives import (
     WfdbFolder,
 )
 from omnilead.data_tools.storage import Folder, folder
+from omnilead.data_tools.zip_folder import archive_folder, folder_below
 
 __all__ = [
     "ARCHIVES",
@@ -84,8 +84,7 @@ def open_sources(
     `private`: no message names a file. `hospital`: the class that reads a hospital's files, whose
     name and formats are kinds, too; without it they are not looked for. `arrays`: the fs_hz, unit
     and leads of arrays."""
-    root = folder(url, anonymous, private)
-    names = root.children()
+    root, names = archive_folder(url, anonymous, private)
     if not names:
         raise StorageError(f"{root.url}: the folder is empty")
     if kind == "auto":
@@ -148,13 +147,13 @@ def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Sourc
     for name in names:
         if name in read or (root.remote and looks_like_file(name)):
             continue
-        below = folder(root.path(name), anonymous, root.private)
+        below = folder_below(root, name, anonymous)
         with suppress(StorageError):  # not a folder, or one that may not be listed
             found += _archives(below, below.children())
     if found:
         return found
     challenge = PhysioNet2021(root)
-    if root.url.rsplit("/", 1)[-1] in PLACES and challenge.has_records():
+    if root.url.rsplit("/", 1)[-1].removesuffix(".zip") in PLACES and challenge.has_records():
         return [challenge]
     plain = WfdbFolder(root)
     return [plain] if next(plain.keys(), None) else []
@@ -205,8 +204,7 @@ class LeftOut:
             self._search("")
 
     def _search(self, place: str) -> None:
-        below = replace(self.root, url=self.root.path(place)) if place else self.root
-        for name in below.children():
+        for name in self.root.children(place):
             path = f"{place}/{name}" if place else name
             if path in self.read:
                 continue

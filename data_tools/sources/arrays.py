@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from omnilead.data_tools.array_files import (
     ENDINGS,
+    LOCAL_ONLY,
     array_errors,
     arrays_in,
     open_array,
@@ -51,6 +52,7 @@ from omnilead.data_tools.record_tables import as_text, read_cells
 from omnilead.data_tools.resampling import rate_ratio
 from omnilead.data_tools.sources.base import Source, cached, path_name, record_stem
 from omnilead.data_tools.storage import Folder
+from omnilead.data_tools.zip_folder import is_in_zip
 
 YAML, MAX_YAML = "arrays.yaml", 2**16
 COLUMNS = {"record", "patient", "age", "sex", "index", "fs_hz"}
@@ -220,8 +222,8 @@ def _mv_per_step(unit: str) -> float:
 
 
 def _read_facts(root: Folder, words: Any) -> ArrayFacts:
-    if root.remote:
-        raise DataError("copy arrays to a local disk first")
+    if root.remote or is_in_zip(root):
+        raise DataError(LOCAL_ONLY)
     described = root.exists(YAML)
     if described:
         if words:

@@ -276,7 +276,7 @@ class PhysioNet2021(WfdbSource):
 @lru_cache(maxsize=256)  # a folder has a thousand records
 def _database(url: str, place: str) -> str | None:
     """The database of a folder. The root may itself be a database or one of its folders."""
-    parts = [*url.split("/")[-2:], *place.split("/")]
+    parts = [*url.replace(".zip", "").split("/")[-2:], *place.split("/")]
     return next((part for part in reversed(parts) if part in PLACES), None)
 
 

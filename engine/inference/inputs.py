@@ -330,7 +330,7 @@ def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead
             kind = "wfdb" if url.endswith(".hea") else "hospital"
             source = open_sources(folder or "/", kind, options.anonymous, hospital=HospitalFiles)[0]
             yield _of_source(source, key, url, source.root.stamp(key))
-        elif "://" in url or Path(url).is_dir():
+        elif "://" in url or Path(url).is_dir() or url.lower().endswith(".zip"):
             yield from _of_archive(url, options, model_input)
         elif exists:
             raise ConfigError(

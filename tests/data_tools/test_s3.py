@@ -351,6 +351,16 @@ def test_broken_records_are_refused_as_on_a_disk(s3, small, tmp_path):
     assert all(path.stem in rejects.decode() for path in (first, second, third))
 
 
+def test_a_zip_gives_the_same_bytes_as_on_a_disk(s3, small, right, tmp_path):
+    """Alone, and in a folder."""
+    shutil.make_archive(str(tmp_path / "zips" / "z"), "zip", small)
+    upload(tmp_path / "zips", f"{BUCKET}/zips")
+    build(f"{BUCKET}/zips/z.zip", f"{BUCKET}/made", format="both")
+    assert s3_files(f"{BUCKET}/made") == files(Path(right.root.url))
+    build(f"{BUCKET}/zips", f"{BUCKET}/made2", format="both")
+    assert s3_files(f"{BUCKET}/made2") == files(Path(right.root.url))
+
+
 def test_wrong_addresses_fail(s3, small, shell, tmp_path):
     nothing = f"{BUCKET}/nothing"
     for url in ("s3://no-such-bucket/x", nothing, "s3://", "s3:///x", "nosuch://x/y", "http://"):
