@@ -120,6 +120,15 @@ def test_flags_are_told_from_refusals(small, tmp_path):
     assert "Nothing was refused" in section(card_of(made), "Refused, repaired, flagged")
 
 
+def test_an_empty_licence_is_an_unknown_one(made, tmp_path):
+    sources = [source | {"licence": ""} for source in made.meta["sources"]]
+    write_card(folder(tmp_path), made.meta | {"sources": sources}, Counter(), FLAGS)
+    card = (tmp_path / CARD).read_text()
+    assert {row[1] for row in cells(section(card, "Sources and licences"))[2:]} == {"unknown"}
+    assert card.count("no permission") == 1
+    assert yaml.safe_load(card.split("---\n")[1])["license"] == ["unknown"]
+
+
 def test_synthetic_crops_are_called_synthetic(small, tmp_path):
     made = build(small, tmp_path, plan="paper-split")
     card = card_of(made)
