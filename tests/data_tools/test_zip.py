@@ -1,6 +1,5 @@
 """Zip archives as input: the same bytes as the unpacked archive, and every bound."""
 
-import os
 import pickle
 import shutil
 import stat
@@ -171,7 +170,7 @@ def test_arrays_are_refused(shell, tmp_path):
 
 @pytest.fixture
 def three(tmp_path):
-    """A zip of three records, one line of which is damaged by a test."""
+    """A zip of three records, a part of which is damaged by a test."""
     for number in range(3):
         write_challenge(tmp_path / "made", f"E{number:05d}", ecg(seed=number))
     return lambda method=zipfile.ZIP_DEFLATED: zipped(
@@ -207,7 +206,7 @@ def test_a_flipped_byte_in_a_member_is_a_refusal(three, method, tmp_path):
     [
         (8, b"\1", "encrypted"),
         (10, b"\x0c", "zip compression"),  # bzip2
-        (24, struct.pack("<L", 119_000), "signal file size"),  # larger than its entry says
+        (24, struct.pack("<L", 119_000), "damaged zip"),  # larger than its entry says
         (24, struct.pack("<L", 300_000), "file too large"),
         (16, b"\0\0\0\0", "damaged zip"),
         (38, struct.pack("<L", (stat.S_IFLNK | 0o777) << 16), "not a regular file"),
@@ -217,9 +216,7 @@ def test_a_member_that_is_not_read_is_a_refusal(three, at, new, reason, tmp_path
     path = three()
     place, _ = entry_of(path, "E00001.mat")
     overwrite(path, place + at, new)
-    found = rejected(build(path, tmp_path / "out"))
-    assert found[0][0] == "E00001" and len(found) == 1
-    assert found[0][1] in (reason, "damaged zip")
+    assert rejected(build(path, tmp_path / "out")) == [("E00001", reason)]
 
 
 def one_member(path, name, data=b"x", twice=False):
@@ -267,8 +264,6 @@ def test_truncated_or_damaged_directories_stop_the_run(three, shell, tmp_path):
     (tmp_path / "all/good.zip").write_bytes(whole)
     (tmp_path / "all/bad.zip").write_bytes(whole[:-30])
     assert "bad.zip" in shell.error("shard", tmp_path / "all", "--out", tmp_path / "out")
-    path.write_bytes(whole)
-    os.truncate(path, 0)
     assert not (tmp_path / "out").exists()
 
 
