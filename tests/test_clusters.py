@@ -176,7 +176,7 @@ def test_two_nodes_under_deepspeed(shell, dataset, tmp_path):
 
 
 def test_shard_on_the_workers_of_a_job(shell, archive, dataset, tmp_path):
-    words = [archive, "--out", tmp_path / "made", "--format", "both", "--id-share", "1"]
+    words = [tmp_path / "made", archive, "--format", "both", "--id-share", "1"]
     words += ["--pretrain-sources", "all"]
     assert shell("shard.sbatch", *words, SLURM_NTASKS="4").wait(HANG_S) == 0, log(tmp_path)
     assert Dataset.open(str(tmp_path / "made")).fingerprint == dataset.fingerprint
