@@ -1,0 +1,242 @@
+"""docs/clusters.md: its scripts run as they stand, with stand-ins for Slurm's programs."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from omnilead.data_tools.dataset import Dataset
+from tests.engine.training.ranks import STILL, run, settings
+from tests.parsers import parse
+from tests.waiting import HANG_S, until
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "clusters.md").read_text()
+BLOCKS = dict(re.findall(r"```\w+\n(?=(?:#![^\n]*\n)?# (\S+)\n)(.*?)```", PAGE, re.DOTALL))
+# A task for each node, or as many as SLURM_NTASKS; with --kill-on-bad-exit one that fails ends the others
+SRUN = """
+import os, signal, subprocess, sys, time
+words, strict = sys.argv[1:], "--kill-on-bad-exit=1" in sys.argv
+while words[0].startswith("-"):
+    del words[0]
+tasks = []
+for rank in range(int(os.environ.get("SLURM_NTASKS") or os.environ["SLURM_NNODES"])):
+    own = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)}
+    tasks.append(subprocess.Popen(words, env=os.environ | own))
+def stop(number, _):
+    for task in tasks:
+        task.send_signal(number)
+signal.signal(signal.SIGTERM, stop)
+codes = [None]
+while None in codes:
+    time.sleep(0.05)
+    codes = [task.poll() for task in tasks]
+    if strict and any(codes):
+        time.sleep(0.5)
+        stop(signal.SIGTERM, None)
+        codes = [task.wait() for task in tasks]
+sys.exit(max(map(abs, codes)))
+"""
+SCONTROL = """
+import os, sys
+if sys.argv[1:] == ["show", "hostnames", "nodes[0-1]"]:
+    print("localhost\\nlocalhost-2")
+else:
+    open("requeued", "a").write(" ".join(sys.argv[1:]) + "\\n")
+"""
+# The ranks wait before a step until the file `gate` allows it
+GATE = """
+import os, time
+from pathlib import Path
+if "RANK" in os.environ and "GATE" in os.environ:
+    from omnilead.engine.training.loop import Loop
+    def gated(self, batch, step=Loop._step):
+        gate = Path(os.environ["GATE"])
+        while self.progress.step >= int(gate.read_text() or 0) and not self.terminated:
+            time.sleep(0.01)
+        return step(self, batch)
+    Loop._step = gated
+"""
+MODULES = {"torchrun": "torch.distributed.run", "dask": "dask", "omnilead": "omnilead"}
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Starts a script of the page, which ends with the test."""
+    programs, running = tmp_path / "bin", []
+    programs.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (programs / name).write_text(f"#!{sys.executable}\n{text.lstrip()}")
+    for name, module in MODULES.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(GATE)
+    paths = [str(tmp_path / "site"), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    common = {
+        **os.environ,
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": ":".join([*paths, str(ROOT)]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "nodes[0-1]",
+        "SLURM_GPUS_ON_NODE": "1",
+        "SLURM_JOB_ID": str(free_port()),
+    }
+
+    def start(script, *words, out="out.txt", **env):
+        (tmp_path / script).write_text(BLOCKS[script])
+        with open(tmp_path / out, "a") as log:
+            command = ["bash", script, *map(str, words)]
+            running.append(
+                subprocess.Popen(
+                    command,
+                    cwd=tmp_path,
+                    env=common | env | {"STARTED_BY": f"{os.getpid()}-{id(command)}"},
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+        return running[-1]
+
+    yield start
+    for process in running:
+        kill_all(process)
+
+
+def kill_all(process):
+    """With all that it has started, also in sessions of their own, as torchrun's ranks are."""
+    mark = b"STARTED_BY=%d-%d" % (os.getpid(), id(process.args))
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+    process.wait()
+
+
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port():
+    """The script's for a job of this number: below those that systems give away."""
+    return next(port for port in range(20000 + os.getpid() % 9000, 30000) if not listens(port))
+
+
+def tiny(folder, dataset, name="run", **changes):
+    return settings(folder, dataset.root.url, name, **STILL, **changes)
+
+
+def log(folder, name="out.txt"):
+    return (folder / name).read_text()
+
+
+def rows(folder, name="run"):
+    path = folder / name / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_job_is_stopped_before_its_time_limit_requeued_and_goes_on(shell, dataset, tmp_path):
+    words, gate = tiny(tmp_path, dataset, train__steps=5), tmp_path / "gate"
+    gate.write_text("2")
+    job = shell("pretrain.sbatch", *words, GATE=str(gate))
+    until(lambda: len(rows(tmp_path)) == 2 or job.poll() is not None)
+    os.kill(job.pid, signal.SIGUSR1)  # to the batch shell alone, as with B:
+    assert job.wait(HANG_S) != 0, log(tmp_path)
+    assert (tmp_path / "requeued").read_text().startswith("requeue "), log(tmp_path)
+    saved = (tmp_path / "run" / "checkpoints" / "latest").read_text()
+    assert re.search("[2-4]$", saved.strip()), saved
+    gate.write_text("99")
+    assert shell("pretrain.sbatch", *words, GATE=str(gate)).wait(HANG_S) == 0, log(tmp_path)
+    output = log(tmp_path)
+    assert "2 x cpu" in output and "resumes after step" in output
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert len((tmp_path / "requeued").read_text().splitlines()) == 1
+
+
+def test_two_nodes_under_deepspeed(shell, dataset, tmp_path):
+    words = tiny(tmp_path, dataset, train__steps=1)
+    assert shell("deepspeed.sbatch", *words).wait(HANG_S) == 0, log(tmp_path)
+    assert "2 x cpu" in log(tmp_path)
+    (hosts,) = tmp_path.glob("hosts-*")
+    assert hosts.read_text() == "localhost slots=1\nlocalhost-2 slots=1\n"
+
+
+def test_shard_on_the_workers_of_a_job(shell, archive, dataset, tmp_path):
+    words = [tmp_path / "made", archive, "--format", "both", "--id-share", "1"]
+    words += ["--pretrain-sources", "all"]
+    assert shell("shard.sbatch", *words, SLURM_NTASKS="4").wait(HANG_S) == 0, log(tmp_path)
+    assert Dataset.open(str(tmp_path / "made")).fingerprint == dataset.fingerprint
+    assert "Registered to:" in log(tmp_path)
+    assert not list(tmp_path.glob("scheduler-*"))
+
+
+def test_a_node_that_dies_and_returns_changes_no_loss(shell, dataset, tmp_path):
+    """2 ranks, 1, 2 again. The gate decides in which steps."""
+    steps, gate = 8, tmp_path / "gate"
+    port = free_port()
+    soon = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    how = {
+        "HEAD": f"localhost:{port}",
+        "NODES": "1:2",
+        "GPUS": "1",
+        "RDZV": soon,
+        "LOGLEVEL": "INFO",
+    }
+    words = tiny(tmp_path, dataset, train__steps=steps, train__save_every_steps=1)
+    gate.write_text("0")
+    how["GATE"] = str(gate)
+    first = shell("elastic.sh", *words, out="first.txt", **how)
+    until(lambda: listens(port))  # the first keeps the rendezvous
+    lost = shell("elastic.sh", *words, out="second.txt", **how)
+    names = "first.txt", "second.txt", "third.txt"
+    until(lambda: "2 x cpu" in "".join(log(tmp_path, name) for name in names[:2]))
+    gate.write_text("3")
+    until(lambda: len(rows(tmp_path)) == 3 or first.poll() is not None)
+    assert first.poll() is None, log(tmp_path, "first.txt")
+    kill_all(lost)
+    gate.write_text("5")
+    until(lambda: len(rows(tmp_path)) == 5 or first.poll() is not None)
+    assert first.poll() is None, log(tmp_path, "first.txt")
+    back = shell("elastic.sh", *words, out="third.txt", **how)
+    until(lambda: "Detected 1 new nodes" in log(tmp_path, "first.txt"))
+    gate.write_text("99")
+    codes = [first.wait(HANG_S), back.wait(HANG_S)]
+    output = "".join(log(tmp_path, name) for name in names)
+    assert codes == [0, 0], output
+    assert output.count("2 x cpu") >= 2 and "1 x cpu" in output and "resumes after step" in output
+    run(tmp_path, tiny(tmp_path, dataset, "whole", train__steps=steps)).good()
+    two, one = rows(tmp_path), rows(tmp_path, "whole")
+    for key in ("step", "crops_seen"):
+        assert [row[key] for row in two] == [row[key] for row in one]
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose([row[key] for row in two], [row[key] for row in one], rtol=1e-4)
+
+
+def test_the_job_of_kubernetes_is_complete_and_its_command_parses():
+    service, job = yaml.safe_load_all(BLOCKS["job.yaml"])
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    args = get_args_parser().parse_args(container["command"][1:])
+    assert spec["completionMode"] == "Indexed" and container["command"][0] == "torchrun"
+    assert args.nnodes == str(spec["completions"]) == str(spec["parallelism"])
+    assert int(args.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert args.shutdown_timeout < pod["terminationGracePeriodSeconds"]
+    host = f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert args.rdzv_endpoint == f"{host}:29500" and pod["subdomain"] == service["metadata"]["name"]
+    assert args.training_script == "omnilead.engine.pretrain"
+    assert parse("pretrain", args.training_script_args).out == "/data/RUN"
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
