@@ -73,7 +73,7 @@ def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
         place = work / name
         with suppress(CaseError):  # its case will say so
             call_fresh(write, folder, place)
-        arguments = (library, place, name, len(dataset), 256, seconds)
+        arguments = (batches_of, place, name, len(dataset), 256, seconds)
         cases[f"RLM: {name} in a DataLoader"] = (peer, arguments)
         if write is write_npy:
             arguments = (npy_by_batch, *arguments[1:])
@@ -200,7 +200,7 @@ def epochs(data: Any, batch: int, **options: Any) -> Iterator[Any]:
             raise CaseError(f"too few crops for a batch of {batch}: use more --records")
 
 
-def library(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
+def batches_of(place: Path, name: str, batch: int) -> Iterator[torch.Tensor]:
     """Batches of one of LIBRARIES."""
     data, crop_of = LIBRARIES[name][1](place)
     shuffle = not isinstance(data, torch.utils.data.IterableDataset)  # which shuffle themselves

@@ -8,6 +8,7 @@ It reads RUN's files only, so it can be asked on any machine that sees them, whi
 and afterwards.
 """
 
+import fcntl
 import json
 import math
 import re
@@ -27,7 +28,6 @@ from omnilead.engine.common import (
     ConfigError,
     Facts,
     label_of,
-    locked_by_another,
     number,
     read_rows,
 )
@@ -70,12 +70,16 @@ def gauges(run: Path) -> dict[str, float]:
 
 
 def is_training(run: Path) -> bool:
-    """Whether a process on this machine trains here."""
+    """Whether a process on this machine trains here. The lock that asks is shared, so that nobody
+    who asks at the same time takes the other for a training."""
     try:
         with open(run / LOCK, "rb") as lock:
-            return locked_by_another(lock, str(run))
-    except FileNotFoundError:
-        return False
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock file, or a file system without locks
+        pass
+    return False
 
 
 def last_checkpoint(latest: Path) -> str:

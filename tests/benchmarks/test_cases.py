@@ -132,7 +132,7 @@ MODULES = {"Hugging Face datasets": "datasets", "mosaicml-streaming": "streaming
 @pytest.mark.parametrize(
     "make, name",
     [(loader.npy_by_batch, "memory-mapped .npy")]
-    + [(loader.library, name) for name in libraries.LIBRARIES],
+    + [(loader.batches_of, name) for name in libraries.LIBRARIES],
 )
 def test_other_libraries_end_with_the_same_crops(make, name, dataset, tmp_path):
     """Each batch has other crops of the dataset, half of whose leads are masked."""

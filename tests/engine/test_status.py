@@ -72,7 +72,10 @@ def test_whether_it_trains_has_finished_or_is_silent(run, capsys):
         at = time.time() - status.SILENT_S - 1
         os.utime(run / METRICS, (at, at))
         assert shown(run, capsys)["silent"].startswith("no line for 0:05:0")
-    assert "silent" not in shown(run, capsys)
+    with open(run / LOCK) as lock:  # held by somebody who asks the same
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        screen = shown(run, capsys)
+    assert "silent" not in screen and "not training" in screen["run"]
     (run / "model").mkdir()
     (run / "run.json").write_text(json.dumps({"steps": 100}))
     screen = shown(run, capsys)
