@@ -634,6 +634,11 @@ def _record_figure(path: str) -> Any:
     from omnilead.data_tools.zip_folder import folder_or_zip
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
+    if place.suffix.lower() == ".zip":
+        raise DataError(
+            f"{path} is an archive: show one of its records, {path}/FOLDER/RECORD.hea, or first "
+            f"`omnilead shard {path} --out DATASET`"
+        )
     try:
         kind: type[Source] = WfdbFolder if path.endswith(".hea") else HospitalFiles
         source = kind(folder_or_zip(place.parent))

@@ -59,9 +59,10 @@ def test_killed_over_and_over(small, tmp_path):
 
 
 def test_killing_a_run_also_ends_its_worker_processes(small, tmp_path):
-    """Kill the whole group, then only the parent: its workers must not keep writing where the next
-    run writes."""
-    assert _script("workers", small, tmp_path, 1) == {"kills": 2, "orphans": 0}
+    """Kill the whole group, then only the parent: its workers, here reading a zip, must not keep
+    writing where the next run writes."""
+    source = shutil.make_archive(str(tmp_path / "z"), "zip", small)
+    assert _script("workers", source, tmp_path, 1) == {"kills": 2, "orphans": 0}
 
 
 def test_a_second_run_is_refused_until_the_first_ends(small, shell, tmp_path):

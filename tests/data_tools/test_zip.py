@@ -155,6 +155,7 @@ def test_labels_and_show(small, shell, tmp_path):
     assert files(tmp_path / "out") == files(tmp_path / "right")
     header = next(name for name in opened(source).names() if name.endswith(".hea"))
     assert "12 leads" in shell.run("show", f"{source}/{header}")[0]
+    assert f"show one of its records, {source}/" in shell.error("show", source)
 
 
 def test_arrays_are_refused(shell, tmp_path):
