@@ -121,6 +121,7 @@ class ShardOptions:
     quiet: bool = False
 
 
+@cluster.reused_processes()
 def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     """Build the dataset, or finish an interrupted build."""
     out = dataset_folder(options.out)

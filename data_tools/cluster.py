@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 ATTEMPTS = 5  # for a task that fails on a Dask worker: another worker may have more disk space
 CONNECT_S, WORKERS_S = 10, 60
+_pools: ContextVar[dict[int, ProcessPoolExecutor] | None] = ContextVar("pools", default=None)
 
 
 def run(
@@ -44,17 +46,45 @@ def run(
     return _on_processes(function, chain(first, queue), workers)
 
 
-def _on_processes(
-    function: Callable[[Task], Result], queue: Iterator[Task], workers: int
-) -> Iterator[Result]:
+@contextmanager
+def reused_processes() -> Iterator[None]:
+    """In this block, calls of `run` share their processes: starting one takes a CPU-second."""
+    pools: dict[int, ProcessPoolExecutor] = {}
+    token = _pools.set(pools)
+    try:
+        yield
+    finally:
+        _pools.reset(token)
+        for pool in pools.values():
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+    pools = _pools.get()
+    if pools and workers in pools:
+        yield pools[workers]
+        return
     spawn = multiprocessing.get_context("spawn")
     try:
-        executor = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
+        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
     except OSError as error:  # semaphores are not available
         raise StorageError(
             f"/dev/shm: {error.strerror}: allow this user to write there, or use --workers 1"
         ) from None
-    with executor as pool:
+    if pools is not None:
+        pools[workers] = pool
+        yield pool
+        return
+    with pool:
+        yield pool
+
+
+def _on_processes(
+    function: Callable[[Task], Result], queue: Iterator[Task], workers: int
+) -> Iterator[Result]:
+    pending: set[Future[Result]] = set()
+    with _processes(workers) as pool:
 
         def submit(count: int) -> set[Future[Result]]:
             taken = list(islice(queue, count))
@@ -78,7 +108,8 @@ def _on_processes(
                 "a worker process died (out of memory?): run the same command again to continue"
             ) from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for future in pending:
+                future.cancel()
 
 
 def _start_worker() -> None:

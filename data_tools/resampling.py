@@ -8,7 +8,6 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
-from scipy.signal import firwin, upfirdn
 
 from omnilead.data_tools.errors import ReadError
 
@@ -32,6 +31,8 @@ def rate_ratio(fs_hz: float) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _filter(up: int, down: int) -> np.ndarray:
+    from scipy.signal import firwin  # half a second, which archives at 500 Hz need not wait for
+
     half = TAPS_PER_PHASE * max(up, down)
     taps: np.ndarray = (
         firwin(2 * half + 1, 1.0 / max(up, down), window=("kaiser", KAISER_BETA)) * up
@@ -42,6 +43,8 @@ def _filter(up: int, down: int) -> np.ndarray:
 def resample(x: np.ndarray, up: int, down: int) -> np.ndarray:
     """Resample; output k is at source time k * down / up. Edge values pad the signal, to avoid a
     step at its start and end."""
+    from scipy.signal import upfirdn
+
     taps = _filter(up, down)
     reach = -(-(len(taps) // 2) // up)
     reach += -reach % down  # to a whole number of phases

@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from omnilead.data_tools.constants import IMPLAUSIBLE
 from omnilead.data_tools.record import patient_source, real_source
@@ -131,6 +129,9 @@ class Records:
     def group(self) -> np.ndarray:
         """The group of each record: connected components, with edges between records of a patient
         and between records with the same waveform."""
+        from scipy.sparse import coo_array  # a fifth of a second, not for workers
+        from scipy.sparse.csgraph import connected_components
+
         known = np.flatnonzero(self.owner >= 0)
         one, other = _equal(self.owner[known])
         crop, same = _equal(self.waveform)

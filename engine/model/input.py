@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
-from scipy.signal import butter, sosfilt
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
@@ -327,6 +326,8 @@ def band_passed(x: Tensor, band_hz: tuple[float, float]) -> Tensor:
 def _response(
     band_hz: tuple[float, float], samples: int, length: int, device: torch.device
 ) -> Tensor:
+    from scipy.signal import butter, sosfilt  # half a second, for models with a filter only
+
     impulse = np.zeros(samples)
     impulse[0] = 1.0
     sos = butter(BAND_ORDER, band_hz, "bandpass", fs=FS_HZ, output="sos")

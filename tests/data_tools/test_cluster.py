@@ -42,6 +42,22 @@ def right(small, many_small_tasks, tmp_path_factory):
     return files(out)
 
 
+def test_a_build_starts_its_processes_once(small, right, tmp_path, monkeypatch):
+    pools = []
+
+    def counted(*how, **more):
+        pools.append(executor(*how, **more))
+        return pools[-1]
+
+    executor = cluster.ProcessPoolExecutor
+    monkeypatch.setattr(cluster, "ProcessPoolExecutor", counted)
+    build(small, tmp_path / "out", format="both", workers=2)
+    assert files(tmp_path / "out") == right
+    assert len(pools) == 1
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pools[0].submit(len, "")
+
+
 @pytest.fixture
 def dask(tmp_path_factory):
     """A scheduler and two workers, each a process of its own, as on a real cluster. -> address, the
