@@ -88,6 +88,8 @@ class DataConfig(Section):
     where: str = ""
     # share of the patients of `train` kept for validation instead of `valid`
     hold_out: float = Field(default=0.0, ge=0, lt=1)
+    # train once on crops of the same waveform: on the first, in the order of `datasets`
+    dedup: bool = False
     anonymous: bool = False  # s3:// without credentials
 
 
