@@ -428,8 +428,8 @@ def check(config: RunConfig, world: int) -> None:
     micro_batch(config, world)
     problems = [
         (
-            not config.run or "://" in config.run,
-            f"run={config.run!r}: must be a local folder: --set run=runs/first",
+            not config.run,
+            "run='': name a folder: --set run=runs/first",
         ),
         (not datasets, "data.datasets=[]: name a dataset: --data DATASET"),
         (
