@@ -38,9 +38,11 @@ from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.splits import PAPER_SOURCES
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.data_tools.verify import verify
+from omnilead.engine.config import build
 from omnilead.engine.data import leakage, seen
 from omnilead.engine.data.counter import mix
 from omnilead.engine.data.patients import validation_split
+from omnilead.engine.training.validation import first_of_each_waveform
 
 MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
 SOURCES = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
@@ -148,6 +150,7 @@ def jobs(dataset: Dataset) -> Cases:
     return {
         "all crops: data.hold_out": (hold_out, (url,)),
         "all crops: leakage across two datasets": (leaks, (url,)),
+        "all crops: data.dedup": (copies, (url,)),
         "all crops: what a model has seen": (seen_by_a_model, (url,)),
         "all crops: planning": (plan, (len(dataset),)),
         "all crops: roles": (roles, (url,)),
@@ -179,6 +182,14 @@ def leaks(url: str) -> Job:
         trained = [dataset.select(pretrain=True) for dataset in both]
         held = [leakage.held_out(dataset) for dataset in both]
         leakage.refuse_leak(both, trained, held)
+        yield 1
+
+
+def copies(url: str) -> Job:
+    dataset = opened(url)
+    yield 0
+    while True:
+        first_of_each_waveform(build({"data": {"datasets": [url]}}), [dataset])
         yield 1
 
 

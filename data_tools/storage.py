@@ -381,12 +381,15 @@ class RemoteFolder:
         return memoryview(whole)
 
     def publish(self, path: Path, name: str) -> None:
+        self.upload(path, name)
+        path.unlink()
+
+    def upload(self, path: Path, name: str) -> None:
         self._retry(name, lambda: self.fs.put_file(str(path), self.path(name)))
         if (size := self.size(name)) != path.stat().st_size:
             raise StorageError(
                 f"{self.path(name)}: {size} of {path.stat().st_size} bytes arrived: run again"
             )
-        path.unlink()
 
     def workdir(self) -> Path:
         mark = hashlib.sha256(self.url.encode()).hexdigest()[:16]

@@ -88,6 +88,8 @@ class DataConfig(Section):
     where: str = ""
     # share of the patients of `train` kept for validation instead of `valid`
     hold_out: float = Field(default=0.0, ge=0, lt=1)
+    # train once on crops of the same waveform: on the first, in the order of `datasets`
+    dedup: bool = False
     anonymous: bool = False  # s3:// without credentials
 
 
@@ -426,8 +428,8 @@ def check(config: RunConfig, world: int) -> None:
     micro_batch(config, world)
     problems = [
         (
-            not config.run or "://" in config.run,
-            f"run={config.run!r}: must be a local folder: --set run=runs/first",
+            not config.run,
+            "run='': name a folder: --set run=runs/first",
         ),
         (not datasets, "data.datasets=[]: name a dataset: --data DATASET"),
         (

@@ -14,9 +14,10 @@ In a clone of the repository `deepspeed engine/pretrain.py` is the same program,
 engine/pretrain.py` in one process.
 
 RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and
-finally model/, report.html. Started again with the same RUN, training resumes from the last
-checkpoint: bit for bit with the same number of ranks; with another number, batches are the same and
-losses are equal to rounding. An error names data or settings that have changed. SIGTERM or Ctrl-C:
+finally model/, report.html. A RUN on s3:// is uploaded after every checkpoint. Started again with the
+same RUN, training resumes from the last checkpoint: bit for bit with the same number of ranks; with
+another number, batches are the same and losses are equal to rounding. An error names data or
+settings that have changed. SIGTERM or Ctrl-C:
 stops after the micro-batch with a checkpoint of the last whole step, exit 0 or 130. Exit 2: a
 setting or a file is wrong. Exit 1: the run failed. In Python:
 
@@ -58,7 +59,7 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
     from omnilead.engine import run
     from omnilead.engine.common import environment
     from omnilead.engine.config import check
-    from omnilead.engine.training import checkpoint, distributed, tracking, train
+    from omnilead.engine.training import bucket, checkpoint, distributed, tracking, train
     from omnilead.engine.training.loop import Loop
 
     check(config, environment()[1])
@@ -92,7 +93,8 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
         finished = train.run_loop(loop, profiler, opened)
     if finished:
         run.finish(folder, task_class)
-    elif loop.interrupted_at_s is not None:
+    bucket.send(config.run, folder, config.train.keep, last=True)
+    if not finished and loop.interrupted_at_s is not None:
         raise KeyboardInterrupt("interrupted: run it again to resume")
     return finished
 

@@ -24,7 +24,7 @@ from omnilead.engine.common import (
     environment,
     read_rows,
 )
-from omnilead.engine.training import distributed
+from omnilead.engine.training import bucket, distributed
 from omnilead.engine.training.checkpoint import CheckpointError, WriteError
 from omnilead.engine.training.loop import TrainError
 from omnilead.engine.training.task import TrainingTask
@@ -145,4 +145,4 @@ def run_from_python(
         raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error
     if not finished:
         raise KeyboardInterrupt(f"{os.fspath(out)}: stopped: the same call resumes")
-    return TrainingRun(Path(out))
+    return TrainingRun(bucket.working_folder(os.fspath(out)))

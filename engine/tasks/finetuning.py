@@ -70,6 +70,7 @@ from omnilead.engine.tasks.start import (
     select_leads,
     with_windows,
 )
+from omnilead.engine.training.bucket import working_folder
 from omnilead.engine.training.checkpoint import newest
 from omnilead.engine.training.distributed import Ranks, on_first_rank
 from omnilead.engine.training.export import is_model, signals_of
@@ -373,7 +374,7 @@ class FinetuneTask(TrainingTask):
         if self.config.task.head == "start":
             model.head.load_state_dict(self.start.head_weights)
         means = self.kind == "identity" and self.config.task.class_vectors == "means"
-        if means and newest(Path(self.config.run)) is None:
+        if means and newest(working_folder(self.config.run)) is None:
             self._begin_at_means(model.to(self.ranks.device))
         return model
 

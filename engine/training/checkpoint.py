@@ -30,7 +30,7 @@ import re
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -102,7 +102,15 @@ class Writer:
     """Writes checkpoints in a thread, one at a time. All ranks call the methods at the same
     step."""
 
-    def __init__(self, run: Path, ranks: Ranks, settings: TrainConfig) -> None:
+    def __init__(
+        self,
+        run: Path,
+        ranks: Ranks,
+        settings: TrainConfig,
+        upload: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`upload`: called by the thread when a checkpoint is written."""
+        self.upload = upload
         self.root, self.ranks, self.settings = run / "checkpoints", ranks, settings
         self.ends_s = math.inf  # nothing is written after it
         self.pending: Future[None] | None = None
@@ -175,6 +183,7 @@ class Writer:
             write_whole(path / f".rank{self.ranks.rank}.json", json.dumps(note))
             if self.ranks.first:
                 _publish(path, state, self._all_notes(path), self.settings.keep)
+        self.upload()
 
     def _all_notes(self, path: Path) -> dict[str, Any]:
         found: dict[str, Any] = {}

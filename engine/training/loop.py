@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from omnilead.engine.data.loader import Batch, Loader, State
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.patients import source_names
 from omnilead.engine.model.objectives import sum_over_ranks
-from omnilead.engine.training import checkpoint
+from omnilead.engine.training import bucket, checkpoint
 from omnilead.engine.training.distributed import MaxOverRanks, Ranks
 from omnilead.engine.training.inputs import some_crops
 from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops
@@ -98,7 +99,8 @@ class Loop:
         self.asked_to_stop = MaxOverRanks(self.ranks)
         self.asked_to_save = MaxOverRanks(self.ranks)
         self.loader_state = State()  # after the last whole step
-        self.writer = checkpoint.Writer(self.run, self.ranks, t)
+        upload = partial(bucket.send, self.config.run, self.run, t.keep)
+        self.writer = checkpoint.Writer(self.run, self.ranks, t, upload)
         self.saved = replace(self.progress)
         self.saved_at_s = time.monotonic()
 

@@ -50,6 +50,7 @@ from omnilead.engine.training.validation import (
     PatientProbe,
     ValidationLoss,
     choose_once,
+    first_of_each_waveform,
     rows_of,
     training_roles,
 )
@@ -110,11 +111,14 @@ class PretrainTask(TrainingTask):
             config, patient_ids(datasets) if config.objective.needs_ids else None
         )
         choose_once(datasets, config.data, ranks)
+        kept, self.copies, copied = on_first_rank(ranks, self._without_copies)
+        if config.data.dedup:
+            self.roles = {"rows": kept}
         self.held_out = ValidationLoss(config, datasets, ranks)
         self.probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
             on_first_rank(ranks, self._refuse_leak)
-        self.remarks = self._validation_remarks()
+        self.remarks = [*self._validation_remarks(), *copied]
         self.start = read_weights(config) if config.start else None
         if self.start:
             self.kept = {SEEN: as_bytes(self.start.seen)}
@@ -123,19 +127,35 @@ class PretrainTask(TrainingTask):
         )
 
     def left_out(self) -> str:
-        where, crops = self.config.data.where, 0
-        if not where:
-            return ""
-        for dataset in self.datasets:
-            every = rows_of(dataset, self.roles | {"where": None})
-            crops += len(every) - len(rows_of(dataset, self.roles))
-        return f", data.where={where!r} leaves out {crops:,} crops"
+        data, roles = self.config.data, training_roles(self.config)
+        text = ""
+        if data.where:
+            crops = 0
+            for dataset in self.datasets:
+                every = rows_of(dataset, roles | {"where": None})
+                crops += len(every) - len(rows_of(dataset, roles))
+            text = f", data.where={data.where!r} leaves out {crops:,} crops"
+        if data.dedup:
+            text += f", data.dedup leaves out {self.copies:,} copies"
+        return text
+
+    def _without_copies(self) -> tuple[list[np.ndarray], int, list[str]]:
+        """For all ranks: the crops that data.dedup trains on, how many it leaves out, and a remark
+        if it is not set."""
+        kept, copies = first_of_each_waveform(self.config, self.datasets)
+        if self.config.data.dedup:
+            return kept, copies, []
+        remark = (
+            f"{copies:,} of {copies + sum(map(len, kept)):,} crops for pre-training have the waveform "
+            "of another one (data.dedup=true leaves them out)"
+        )
+        return [], copies, [remark] if copies else []
 
     def _refuse_leak(self) -> None:
         """For all ranks: the same names, gigabytes of them, would be compared by each."""
         trained, held = [], []
         for dataset in self.datasets:
-            trained.append(rows_of(dataset, self.roles))
+            trained.append(rows_of(dataset, training_roles(self.config)))
             validated = rows_of(dataset, self.held_out.roles)
             held.append(np.union1d(held_out(dataset), validated))
         refuse_leak(self.datasets, trained, held)
@@ -273,7 +293,10 @@ class PretrainTask(TrainingTask):
     def uses(
         config: Config, state: dict[str, Any], run: Path, datasets: Sequence[Dataset]
     ) -> list[tuple[Dataset, np.ndarray, str]]:
-        order = order_of(config.loader, datasets, **training_roles(config))
+        roles = training_roles(config)
+        if config.data.dedup:
+            roles = {"rows": first_of_each_waveform(config, datasets)[0]}
+        order = order_of(config.loader, datasets, **roles)
         drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
         return [(dataset, times, "unlabelled") for dataset, times in drawn]
 

@@ -21,7 +21,7 @@ from omnilead.engine.config import RunConfig, build, deepspeed_json, zero_stage
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.model.encoder import Encoder, attention_backend
 from omnilead.engine.model.encoders import CODE
-from omnilead.engine.training import checkpoint, distributed
+from omnilead.engine.training import bucket, checkpoint, distributed
 from omnilead.engine.training.checkpoint import CheckpointError
 from omnilead.engine.training.distributed import on_first_rank
 from omnilead.engine.training.loggers import RunLogger
@@ -100,7 +100,7 @@ class Resumed:
 
 
 def make_folder(name: str) -> Path:
-    run = Path(name)
+    run = bucket.working_folder(name)
     mend = "choose another with --out RUN"
     if (run / META).exists() or (run.parent / META).exists():
         raise ConfigError(f"{name}: is a dataset, or lies in one: {mend}")
@@ -211,12 +211,11 @@ def how_it_stopped(loop: Loop) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def write_files(run: Path, task: TrainingTask, new: bool) -> None:
+def write_files(run: Path, task: TrainingTask) -> None:
     """Code and labels, without which the run's model could not be exported."""
-    if new and task.code:
+    for name, content in task.code.items():
         (run / CODE).mkdir(exist_ok=True)
-        for name, content in task.code.items():
-            write_whole(run / CODE / name, content)
+        write_whole(run / CODE / name, content)
     for name, content in task.kept.items():
         write_whole(run / name, content)
 
@@ -227,7 +226,7 @@ def make_engine(task: TrainingTask, run: Path, resumed: Resumed | None) -> tuple
     if resumed and universal:
         distributed.on_first_rank(task.ranks, lambda: checkpoint.to_universal(resumed.path))
     if task.ranks.first:
-        write_files(run, task, resumed is None)
+        write_files(run, task)
     engine, adam = initialize(task, universal)
     if resumed:
         checkpoint.load(engine, resumed.path, universal)
@@ -312,6 +311,7 @@ def find_checkpoint(task: TrainingTask, run: Path) -> Resumed | None:
     """The newest whole checkpoint, if there is one. ConfigError if it is another run's, or if data
     or settings that shape the training have changed."""
     ranks = task.ranks
+    on_first_rank(ranks, lambda: bucket.fetch(task.config.run, run))
     path = on_first_rank(ranks, lambda: checkpoint.newest(run, checkpoint.warn))
     if path is None:
         return None

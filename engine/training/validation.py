@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.common import ConfigError
 from omnilead.engine.config import Config, DataConfig, RunConfig, candidates
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows, OrderError
@@ -73,6 +74,36 @@ def training_roles(config: Config) -> dict[str, Any]:
     if config.data.hold_out:
         roles["hold_out"] = config.data.hold_out
     return roles
+
+
+def first_of_each_waveform(
+    config: Config, datasets: Sequence[Dataset]
+) -> tuple[list[np.ndarray], int]:
+    """The crops of each dataset that data.dedup trains on, and how many it leaves out. A waveform's
+    64 bits are the checksums of two parts of it, from which that of the whole, crc32c, follows: to
+    compare it as well would tell nothing more. That any two of 10**7 different crops share their
+    bits has a chance of 3 in 10**6."""
+    rows: list[np.ndarray] = []
+    waveforms = []
+    for dataset in datasets:
+        chosen = DatasetRows.of(dataset, **training_roles(config))
+        rows.append(chosen.row(np.arange(len(chosen))))
+        waveforms.append(dataset.column("waveform")[rows[-1]])
+    waveform_N = np.concatenate(waveforms)
+    is_first_N = np.zeros(len(waveform_N), bool)
+    is_first_N[np.unique(waveform_N, return_index=True)[1]] = True
+    ends = np.cumsum([len(some) for some in rows])
+    kept = []
+    for dataset, some, is_first in zip(
+        datasets, rows, np.split(is_first_N, ends[:-1]), strict=True
+    ):
+        kept.append(some[is_first])
+        if config.data.dedup and not is_first.any():
+            raise ConfigError(
+                f"data.dedup=true: all {len(some):,} crops of {dataset.root.url} for pre-training are "
+                "in the datasets before it too: leave it out"
+            )
+    return kept, int((~is_first_N).sum())
 
 
 def choose_once(datasets: Sequence[Dataset], data: DataConfig, ranks: Ranks) -> None:

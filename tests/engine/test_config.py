@@ -150,7 +150,6 @@ def test_precision_auto_follows_the_hardware(
         ("train.micro_batch=1 objective.form=authors", 2, f"train.micro_batch=1: {ALONE}"),
         (f"{STAGE_3} train.compile=layers", 1, "train.compile=layers"),
         ("run=''", 1, "run=''"),
-        ("run=s3://bucket/run", 1, "run='s3://bucket/run': must be a local folder"),
     ],
 )
 def test_contradictory_settings_are_one_line(overrides, world, says):

@@ -1,0 +1,180 @@
+"""A run in object storage (--out s3://bucket/run): training writes to a working folder on a local
+disk, which is uploaded after every checkpoint.
+
+    run = working_folder(url)
+    fetch(url, run)                   # downloads the newest checkpoint, unless the one here is as new
+    send(url, run, keep)              # after each checkpoint, by the thread that wrote it
+    send(url, run, keep, last=True)   # at the end: what cannot be uploaded is an error
+
+A kill at any moment leaves a checkpoint in the bucket that can be resumed from: manifest.json is
+uploaded after the other files of a checkpoint, `latest` after both.
+"""
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from omnilead.data_tools.cli import say
+from omnilead.data_tools.dataset import META, DataError
+from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.storage import RemoteFolder
+from omnilead.engine.common import LOCK, METRICS, VALIDATION, ConfigError, environment, write_whole
+from omnilead.engine.training import checkpoint
+from omnilead.engine.training.checkpoint import BEST, LATEST, MANIFEST, STATE, step_of
+
+ROOT = "checkpoints"
+Files = dict[str, list[str]]  # of checkpoints, by the names of these
+
+
+def place_of(url: str) -> RemoteFolder | None:
+    return RemoteFolder(url.rstrip("/")) if "://" in url else None
+
+
+def working_folder(run: str) -> Path:
+    """Where training writes; the same for every start on this machine."""
+    place = place_of(run)
+    return place.workdir() / "run" / Path(run).name if place else Path(run)
+
+
+def fetch(url: str, run: Path) -> None:
+    place, root = place_of(url), run / ROOT
+    if not place:
+        return
+    say(f"{url}: the working folder is {run}, uploaded after every checkpoint")
+    if place.exists(META):
+        raise ConfigError(f"{url}: is a dataset: choose another with --out RUN")
+    try:
+        place.write(LOCK, b"")  # whether it can be written is seen before training
+    except FileNotFoundError as error:
+        raise ConfigError(f"{url}: {error}: make the bucket, or choose another") from None
+    there = {name: files for name, files in _steps(place).items() if MANIFEST in files}
+    here = checkpoint.named(root, LATEST)
+    if here and checkpoint.fault(here):
+        here = None
+    name = _newest(place, there, root, here)
+    if not name:
+        return
+    for best in _named(place, BEST, there):
+        if best == name or not _download(place, there[best], root / best):
+            write_whole(root / BEST, best)
+    for file in (METRICS, VALIDATION):
+        if place.exists(file):
+            _get(place, file, run / file)
+    write_whole(root / LATEST, name)
+
+
+def _newest(place: RemoteFolder, there: Files, root: Path, here: Path | None) -> str:
+    """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
+    is here counts, or there is none."""
+    if here and not there:
+        checkpoint.warn(f"{place.url}: has no checkpoint: {here} counts")
+    for name in dict.fromkeys([*_named(place, LATEST, there), *there]):
+        if here and step_of(here) >= step_of(Path(name)):
+            return ""
+        why = _download(place, there[name], root / name)
+        if not why:
+            return name
+        checkpoint.warn(f"{place.url}: {why}")
+    if there and not here:
+        raise checkpoint.CheckpointError(f"{place.url}: no checkpoint is whole: use --out NEW")
+    return ""
+
+
+def send(url: str, run: Path, keep: int, last: bool = False) -> None:
+    """What the bucket lacks of the newest and the best checkpoint, and all other files. Without
+    it training goes on, but an error ends it. Of all ranks, the first one sends."""
+    place = place_of(url)
+    if not place or environment()[0]:
+        return
+    try:
+        _send(place, run, keep)
+    except (DataError, OSError) as error:
+        text = f"cannot upload: {error}: all is in {run}: "
+        if last:
+            raise checkpoint.WriteError(
+                f"{text}run the same command again on this machine"
+            ) from None
+        checkpoint.warn(f"{text}training goes on, and the next checkpoint tries again")
+
+
+def _send(place: RemoteFolder, run: Path, keep: int) -> None:
+    pointers = {}
+    for pointer in (BEST, LATEST):
+        if path := checkpoint.named(run / ROOT, pointer):
+            pointers[pointer] = path
+            _send_checkpoint(place, path)
+    for file in run.rglob("*"):
+        name = file.relative_to(run)
+        if file.is_file() and name.parts[0] != ROOT:
+            with suppress(FileNotFoundError):  # it was temporary
+                # not `upload`: training may write to it at the same time
+                place.write(name.as_posix(), file.read_bytes())
+    for pointer, path in pointers.items():
+        place.write(f"{ROOT}/{pointer}", path.name.encode())
+    if LATEST in pointers:
+        _prune(place, pointers, keep)
+
+
+def _steps(place: RemoteFolder) -> Files:
+    """The checkpoints in the bucket with the names of their files, the newest first."""
+    found: Files = {}
+    for file in map(Path, place.names(ROOT)):
+        if step_of(file.parent) >= 0 and len(file.parts) == 3 and not file.name.startswith("."):
+            found.setdefault(file.parent.name, []).append(file.name)
+    return dict(sorted(found.items(), key=lambda item: -step_of(Path(item[0]))))
+
+
+def _named(place: RemoteFolder, pointer: str, complete: Files) -> list[str]:
+    with suppress(ReadError):  # there is none
+        name = place.read(f"{ROOT}/{pointer}", 1000).decode(errors="replace").strip()
+        return [name] if name in complete else []
+    return []
+
+
+def _download(place: RemoteFolder, files: list[str], path: Path) -> str | None:
+    """What is wrong with it, if anything is."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    for file in sorted(files, key=lambda file: file == MANIFEST):
+        _get(place, f"{ROOT}/{path.name}/{file}", path / file)
+    if why := checkpoint.fault(path):
+        shutil.rmtree(path)
+    return why
+
+
+def _get(place: RemoteFolder, name: str, path: Path) -> None:
+    size, part = place.size(name), checkpoint.CHUNK_BYTES
+    with open(path, "wb") as file:
+        for start in range(0, size, part):
+            file.write(place.read_range(name, start, min(part, size - start)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _send_checkpoint(place: RemoteFolder, path: Path) -> None:
+    """Only the files that the bucket does not have yet."""
+    there = f"{ROOT}/{path.name}"
+    manifest, before = json.loads((path / MANIFEST).read_text()), {}
+    with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
+        before = dict(json.loads(place.read(f"{there}/{MANIFEST}", checkpoint.CHUNK_BYTES)))
+    changed = [name for name in manifest if manifest[name] != before.get(name)]
+    if changed == [STATE]:  # amended: the new manifest lists the old file as well
+        changed = [MANIFEST, STATE]
+    elif changed:
+        place.remove(f"{there}/{MANIFEST}")
+        changed.append(MANIFEST)
+    for name in changed:
+        place.upload(path / name, f"{there}/{name}")
+
+
+def _prune(place: RemoteFolder, pointers: dict[str, Path], keep: int) -> None:
+    """As in the working folder; also what an upload left unfinished."""
+    last = step_of(pointers[LATEST])
+    steps = {name: files for name, files in _steps(place).items() if step_of(Path(name)) <= last}
+    complete = [name for name, files in steps.items() if MANIFEST in files]
+    for name in steps:
+        if name not in [*complete[:keep], *(path.name for path in pointers.values())]:
+            place.remove(f"{ROOT}/{name}/{MANIFEST}")
+            place.remove(f"{ROOT}/{name}")
