@@ -87,7 +87,7 @@ def test_what_is_measured_said_and_kept(cases, tmp_path, monkeypatch, capsys, go
             record = json.loads(path.read_text())
             results = [result for part in record["parts"] for result in part["results"]]
             line = f"{path.name}: {results}, left out: {record['left_out']}\n"
-            said += [line] * (line not in said)
+            said.extend([line] * (line not in said))
 
     for _ in range(3):
         ran("start", a="")
