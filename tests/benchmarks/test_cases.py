@@ -1,83 +1,70 @@
 """Benchmarks of whole commands, on small data: the loop, ranks, embeddings, the start, loaders."""
 
+import importlib
 import json
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import e2e, embed, huge, ingest, loader, measure, run, scaling, start
-from benchmarks.measure import CaseError, call_fresh
+from benchmarks import e2e, huge, loader, measure, run, start
+from benchmarks.measure import CaseError
 
 
-def loop_run(dataset, tiny, tmp_path, **changes):
-    how = {"model": tiny, "batch": 4, "steps": 2, "threads": 1} | changes
-    return e2e.LoopRun(dataset.root.url, str(tmp_path / "run"), **how)
+POSITIVE = ("per_s", "per_cpu_s", "bare_per_s", "stall_pct", "share_pct")
+CASES = (
+    "ingest --records 100",
+    "embed --records 10 --batch 4 --model {model}",
+    "e2e --records 100 --batch 4 --steps 2 --model {model}",
+    "scaling --huge 3000 --batch 4 --steps 1 --model {model}",
+)
 
 
-def last_line(run):
-    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-
-
-def test_the_loop_is_measured_against_the_bare_step(dataset, tiny, tmp_path):
-    measured = call_fresh(e2e.compare, loop_run(dataset, tiny, tmp_path))
-    assert measured["backend"] == "torch" and measured["repeats"] == 3
-    # held and loaded, two steps a turn, a warm-up and three turns
-    assert last_line(tmp_path / "run")["step"] == 2 * 2 * (1 + 3)
-    # the one that was timed
-    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-16"
-    assert 0 < measured["stall_pct"]["median"] < 100
-    assert measured["per_s"]["median"] > 0 and measured["checkpoint_s"] > 0
-
-
-@pytest.mark.parametrize(("device", "overhead"), [("cpu", 10), ("cuda", 20)])
-def test_overhead_is_computed_from_adjacent_turns(device, overhead):
-    """Whatever the machine's drift; in CPU-seconds, on a GPU in seconds."""
-    rows = {}
-    for side, cpu_s, wall_s in (("bare", 1.0, 2.0), ("held", 1.05, 2.2), ("loaded", 1.1, 2.4)):
-        rows[side] = []
-        for drift in (1, 5, 2):
-            row = {"units": 128, "wall_s": drift * wall_s, "cpu_s": drift * cpu_s}
-            rows[side].append(row | {"waited_s": 0.02 * drift * wall_s})
-    result = e2e.figures({"rows": rows, "backend": "torch"}, device)
-    assert result["overhead_pct"] == pytest.approx(
-        {"median": overhead, "low": overhead, "high": overhead}
+@pytest.mark.parametrize("words", CASES, ids=lambda words: words.split()[0])
+def test_what_each_case_does(words, tiny, tmp_path, monkeypatch, golden):
+    """Units of work, or the figures that it measures itself; the last steps of the runs, and what is
+    left."""
+    monkeypatch.setattr(measure, "LEAST_REPEATS", 1)
+    options = run.parse([*words.format(model=tiny).split(), "--repeats", "1"])
+    facts, cases = importlib.import_module(f"benchmarks.{options.benchmark}").prepare(
+        tmp_path, options
     )
-    ratio = 1.1 / 1.05 if device == "cpu" else 2.4 / 2.2
-    assert result["loader_pct"]["median"] == pytest.approx(100 * (ratio - 1))
-    assert result["stall_pct"]["median"] == pytest.approx(2.0)
-    assert result["per_cpu_s"]["high"] == pytest.approx(128 / 1.1)
-    assert result["bare_per_s"]["high"] == pytest.approx(64) and result["backend"] == "torch"
+    said = [", ".join(facts)]
+    for name, result, reason in measure.run_cases(cases, 1):
+        done = result.get("units") or [*result, result.get("backend")]
+        said.append(f"{name}: {reason or done}")
+        assert all(value["low"] > 0 for key, value in result.items() if key in POSITIVE)
+    for path in sorted(tmp_path.glob("run*/metrics.jsonl")):
+        last = json.loads(path.read_text().splitlines()[-1])
+        saved = (path.parent / "checkpoints" / "latest").read_text()
+        said.append(
+            f"{path.parent.name}: {last['step']}, {last['crops_seen']} crops, saved {saved}"
+        )
+    said += sorted(path.name for path in tmp_path.iterdir())
+    golden(f"{options.benchmark}.txt", "\n".join([*said, ""]).replace(tiny, "MODEL"))
 
 
-def test_two_ranks(dataset, tiny, tmp_path):
-    measured = scaling.ranks(loop_run(dataset, tiny, tmp_path, steps=1), 2)
-    assert measured["batch"] == 4 and measured["per_cpu_s"]["low"] > 0
-    last = last_line(tmp_path / "run-2")
-    assert last["crops_seen"] == 8 * (last["step"] + 1)  # the first batch was put aside
+def test_overhead_is_computed_from_adjacent_turns(golden):
+    """Whatever the machine's drift; in CPU-seconds, on a GPU in seconds."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        rows = {}
+        for side, cpu_s, wall_s in (("bare", 1.0, 2.0), ("held", 1.05, 2.2), ("loaded", 1.1, 2.4)):
+            rows[side] = []
+            for drift in (1, 5, 2):
+                row = {"units": 128, "wall_s": drift * wall_s, "cpu_s": drift * cpu_s}
+                rows[side].append(row | {"waited_s": 0.02 * drift * wall_s})
+        found[device] = e2e.figures({"rows": rows, "backend": "torch"}, device)
+    rounded = json.loads(json.dumps(found), parse_float=lambda text: round(float(text), 6))
+    golden("overhead.json", json.dumps(rounded, indent=1) + "\n")
 
 
 def test_a_dataset_of_zeros(tmp_path):
     dataset = huge.make(tmp_path / "zeros", 3000)
     assert len(dataset) == 3000 and not dataset.read(2999).any()
-    assert next(scaling.first_batch(dataset.root.url)) == 1.0
     roles = dataset.meta["roles"]
     assert roles["pretrain"] and roles["dx"]["test"] and roles["id"]["probe"]
-    for job, arguments in huge.jobs(dataset).values():
-        steps = job(*arguments)
-        assert [next(steps), next(steps), next(steps)] == [0, 1, 1]
-
-
-def test_embedding_is_measured_against_the_encoder_alone(tiny, tmp_path):
-    options = run.parse(["embed", "--model", tiny, "--records", "10", "--batch", "4"])
-    facts, cases = embed.prepare(tmp_path, options)
-    assert list(cases)[-1] == f"arrays, 250 Hz: {tiny}, 4 crops" and facts["crops"] > 0
-    function, arguments = cases[f"arrays, 250 Hz: {tiny}, 4 crops"]
-    result = call_fresh(function, *arguments)
-    assert result["share_pct"]["median"] > 0 and result["repeats"] == 3
-    assert (tmp_path / "out.parquet").stat().st_size > 0
 
 
 COMMAND = """
@@ -107,12 +94,6 @@ def test_loader_throughput_counts_whole_batches(dataset):
     measure.timed(loader.ours, given, 1, (sent := []).append)
     (sample,) = sent
     assert sample["units"] > 0 and sample["units"] % 16 == 0
-
-
-def test_every_case_of_an_ingest_runs(tmp_path):
-    facts, cases = ingest.prepare(tmp_path, Namespace(records=100))
-    units = {name: next(function(*arguments)) for name, (function, arguments) in cases.items()}
-    assert min(units.values()) > 0 and units["read: omnilead"] == facts["records"]
 
 
 def test_other_loaders_end_with_the_same_crops(dataset, tmp_path):
