@@ -11,7 +11,6 @@ import pytest
 from benchmarks import e2e, huge, loader, measure, run, start
 from benchmarks.measure import CaseError
 
-
 POSITIVE = ("per_s", "per_cpu_s", "bare_per_s", "stall_pct", "share_pct")
 CASES = (
     "ingest --records 100",
