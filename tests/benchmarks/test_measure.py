@@ -16,6 +16,7 @@ from tests.waiting import until
 
 
 def works(units):
+    yield {"attention": "math"}
     while True:
         yield units
 
