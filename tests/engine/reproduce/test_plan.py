@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ pretrain/w2v-1 pretrain/cmsc-1 pretrain/w2v_cmsc-1
 """
 
 
+@cache
 def plan(*numbers, scale="paper", seeds=3, out="/out", **choice):
     chosen = [tables()[number] for number in numbers]
     return make_plan(chosen, ReproductionScale.read(scale), DATA, Path(out), seeds, **choice)
