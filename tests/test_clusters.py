@@ -197,6 +197,7 @@ def rows(folder, name="run"):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_a_job_is_stopped_before_its_time_limit_requeued_and_goes_on(shell, dataset, tmp_path):
     words, gate = tiny(tmp_path, dataset, train__steps=5), tmp_path / "gate"
     gate.write_text("2")

@@ -120,6 +120,7 @@ def foreign_models(folder, dataset):
         torch.testing.assert_close(own(x_RLT), outputs(net))
 
 
+@pytest.mark.slow
 def test_weights_of_other_programs_are_converted_as_documented(dataset, tmp_path):
     run_in(tmp_path, foreign_models, dataset.root.url)
     for name in ("embeddings.parquet", "predictions.csv", "FOUNDER/ecgfounder.py", "founder.onnx"):

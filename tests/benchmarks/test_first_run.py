@@ -17,6 +17,7 @@ def in_this_process(monkeypatch):
     monkeypatch.setattr(Loop, "train", Loop.train)  # which `train` replaces
 
 
+@pytest.mark.slow
 def test_every_check(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(tiny).parent)
     words = f"{tmp_path} --model tiny.yaml --batch 4 --crops 150 --seconds 1 --only"

@@ -95,6 +95,7 @@ def write_table(path, dataset, **columns):
     write_csv(pa.table({"record": records, **cells}), path)
 
 
+@pytest.mark.slow
 def test_every_row_and_its_differences_in_every_file(out, found):
     rows, gaps, scores = found["rows"], found["differences"], metrics_of(found)
     identified = {key[0] for key in scores if key[1] == "identification"}

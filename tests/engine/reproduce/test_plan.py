@@ -75,6 +75,7 @@ def test_a_plan_has_all_cells_and_every_job_once():
     assert len(two.cells) == 5 * 2 * 5 - 2 and "w2v_cmsc_rlm-1/" not in str(list(two.jobs))
     assert two.starts["starts/random-2.yaml"]["model"]["leads"] == 2
     ordered = every.timed(seconds_per_crop=1)
+    assert every.jobs["finetune/w2v-12/diagnosis-12-seed0"].needs == ("pretrain/w2v-12",)
     models = {job.name for job in ordered if job.kind == "pretrain"}
     assert models == set(MODELS.split())
     cells = every.cells

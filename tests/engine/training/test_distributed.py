@@ -116,6 +116,7 @@ def hang(told):
     die()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["dies", "hangs"])
 def test_a_rank_that_dies_or_hangs_ends_the_run_in_time_and_it_resumes(fate, training, tmp_path):
     how = {"train__timeout_s": 500, "train__save_every_steps": 1}
