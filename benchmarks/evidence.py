@@ -24,9 +24,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, tables
+from benchmarks import program_parser, report, tables
 from benchmarks.run import environment
-from omnilead.data_tools.cli import Parser, say
+from omnilead.data_tools.cli import say
 from omnilead.engine.commandline import positive, read_yaml
 from omnilead.engine.common import ConfigError, find_config, write_whole
 from omnilead.engine.inference.commands import exit_code
@@ -52,11 +52,7 @@ SCORES = {  # results of the record, and the steps that they come from
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        "python -m benchmarks.evidence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("evidence", __doc__)
     add = parser.add_argument
     add("plan", metavar="PLAN", help="smoke, cpu, gpu, or a file like those in configs/evidence")
     add("--out", type=Path, required=True, metavar="DIR", help="for datasets, runs and scores")

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 import omnilead
+from benchmarks import program_parser
 from benchmarks.measure import say
 from benchmarks.trials import named
-from omnilead.data_tools.cli import Parser
 from omnilead.data_tools.dataset import CLASSES, Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.evaluation.bench import (
@@ -52,11 +52,7 @@ RANDOM = "random"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        "python -m benchmarks.finetuned",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("finetuned", __doc__)
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
     parser.add_argument("--task", required=True, metavar="TASK")
     parser.add_argument("--leads", default="12", metavar="L", help="that the models are shown (12)")

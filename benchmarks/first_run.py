@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import omnilead
+from benchmarks import program_parser
 from benchmarks.e2e import LoopRun, precision, pretrain
 from benchmarks.measure import CaseError, call_fresh, make_dataset, say
 from benchmarks.run import environment
-from omnilead.data_tools.cli import Parser
 from omnilead.data_tools.splits import RoleSources
 from omnilead.engine.commandline import positive
 from omnilead.engine.reproduce.jobs import read_json, write_json
@@ -37,11 +37,7 @@ Check = tuple[str, float, Callable[[], Found]]  # name, time limit in seconds, f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        "python -m benchmarks.first_run",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = program_parser("first_run", __doc__)
     add = parser.add_argument
     add("dir", metavar="DIR", type=Path)
     add("--device", choices=("cpu", "cuda"), default="cpu")

@@ -7,7 +7,6 @@ comes before a part of a suite, which has fewer cases. A reduced record (--only,
 ...) counts only if there is no other.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks import tables
+from benchmarks import program_parser, tables
 from benchmarks.tables import (
     Part,
     Result,
@@ -30,7 +29,6 @@ from benchmarks.tables import (
     times_recreation,
     times_step,
 )
-from omnilead.data_tools.cli import Parser
 from omnilead.engine.report import bench_report
 
 ROOT = Path(__file__).parents[1]
@@ -358,11 +356,7 @@ def _crop_curves(axes: Axes, rows: list[Result]) -> None:
 
 
 def main() -> int:
-    parser = Parser(
-        "python -m benchmarks.report",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = program_parser("report", __doc__)
     parser.parse_args()
     try:
         parts = every()

@@ -30,9 +30,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from benchmarks import measure
+from benchmarks import measure, program_parser
 from benchmarks.measure import BUG, OUT_OF_TIME, CaseError, say
-from omnilead.data_tools.cli import Parser
 from omnilead.engine.commandline import positive, writable
 from omnilead.engine.common import ConfigError, write_whole
 
@@ -251,11 +250,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(
-        "python -m benchmarks.run",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = program_parser("run", __doc__)
     add = parser.add_argument
     add("benchmark", choices=NAMES, metavar="BENCHMARK")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: not ingest, scaling")

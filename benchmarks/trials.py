@@ -6,7 +6,6 @@ NAME is PREFIX-RATE; other runs are left out. OUT is a copy of the best run, wit
 its run.json says what was tried.
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omnilead.data_tools.cli import Parser
+from benchmarks import program_parser
 from omnilead.engine.common import ConfigError
 from omnilead.engine.inference.commands import exit_code
 from omnilead.engine.reproduce.jobs import read_json, write_json
@@ -23,11 +22,7 @@ NOT_COPIED = shutil.ignore_patterns("checkpoints", "tensorboard", ".*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        "python -m benchmarks.trials",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = program_parser("trials", __doc__)
     parser.add_argument("runs", nargs="+", metavar="NAME=RUN")
     parser.add_argument("--of", required=True, metavar="PREFIX", help="of the names")
     parser.add_argument("--out", type=Path, required=True)

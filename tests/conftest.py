@@ -34,8 +34,16 @@ with contextlib.suppress(ImportError):  # may be missing where only the GPU test
 REAL = Path(__file__).parents[2] / "shared"
 
 
+def pytest_configure(config):
+    """xdist gives out files as they stand, not first those of most tests."""
+    config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items):
-    """Skip GPU tests if there is no GPU; import torch only if such a test was collected."""
+    """Files with slow tests come first, so that no worker is left alone with one at the end. Skip GPU
+    tests if there is no GPU; import torch only if such a test was collected."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu:
         import torch

@@ -2,12 +2,17 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
+import threading
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +21,10 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.engine.training.loop import Loop
+from tests.engine.training.launching import launch
 from tests.engine.training.ranks import STILL, run, settings
+from tests.forks import started
 from tests.parsers import parse
 from tests.waiting import HANG_S, until
 
@@ -54,20 +62,54 @@ if sys.argv[1:] == ["show", "hostnames", "nodes[0-1]"]:
 else:
     open("requeued", "a").write(" ".join(sys.argv[1:]) + "\\n")
 """
-# The ranks wait before a step until the file `gate` allows it
-GATE = """
-import os, time
-from pathlib import Path
-if "RANK" in os.environ and "GATE" in os.environ:
-    from omnilead.engine.training.loop import Loop
-    def gated(self, batch, step=Loop._step):
+# Instead of an interpreter that imports PyTorch: this test forks the launcher, with its words and environment
+LAUNCHER = """
+import json, os, signal, socket, sys
+tests = socket.socket(socket.AF_UNIX)
+tests.connect(os.environ["TESTS"])
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, _: tests.send(b"%d\\n" % number))
+told = os.path.basename(sys.argv[0]), sys.argv[1:], os.getcwd(), os.readlink("/proc/self/fd/1"), dict(os.environ)
+tests.sendall(json.dumps(told).encode() + b"\\n")
+sys.exit(int(tests.makefile().readline()))
+"""
+
+
+def launched(launcher, words, folder):
+    """The ranks wait before a step until the file `GATE` allows it."""
+    os.chdir(folder)
+    for name in logging.root.manager.loggerDict:  # which had no LOGLEVEL when they were imported
+        if "torch.distributed.elastic" in name:
+            logging.getLogger(name).setLevel(os.environ.get("LOGLEVEL", "WARNING"))
+    step = Loop._step
+
+    def gated(self, batch):
         gate = Path(os.environ["GATE"])
         while self.progress.step >= int(gate.read_text() or 0) and not self.terminated:
             time.sleep(0.01)
         return step(self, batch)
-    Loop._step = gated
-"""
-MODULES = {"torchrun": "torch.distributed.run", "dask": "dask", "omnilead": "omnilead"}
+
+    if "GATE" in os.environ:
+        Loop._step = gated
+    launch(launcher, words)
+
+
+class Forks(socketserver.StreamRequestHandler):
+    """Forks what a LAUNCHER asks for, passes its signals on, and tells how it ended."""
+
+    one_at_a_time = threading.Lock()  # starting a process looks after all others
+
+    def handle(self):
+        launcher, words, folder, out, env = json.loads(self.rfile.readline())
+        with self.one_at_a_time:
+            process = started(launched, launcher, words, folder, out=out, env=env)
+        while process.sentinel not in wait([process.sentinel, self.connection]):
+            number = self.rfile.readline()
+            os.kill(process.pid, int(number or signal.SIGKILL))
+        with self.one_at_a_time:
+            process.join()
+        with contextlib.suppress(OSError):  # nobody listens
+            self.wfile.write(b"%d\n" % abs(process.exitcode))
 
 
 @pytest.fixture
@@ -75,21 +117,24 @@ def shell(tmp_path):
     """Starts a script of the page, which ends with the test."""
     programs, running = tmp_path / "bin", []
     programs.mkdir()
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
-        (programs / name).write_text(f"#!{sys.executable}\n{text.lstrip()}")
-    for name, module in MODULES.items():
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+    made = {"srun": SRUN, "scontrol": SCONTROL, "torchrun": LAUNCHER, "deepspeed": LAUNCHER}
+    for name, text in made.items():
+        (programs / name).write_text(f"#!{sys.executable} -S\n{text.lstrip()}")
+    for name in ("dask", "omnilead"):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {name} "$@"\n')
     for program in programs.iterdir():
         program.chmod(0o755)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(GATE)
-    paths = [str(tmp_path / "site"), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    paths = [*filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    forks = socketserver.ThreadingUnixStreamServer(str(tmp_path / "tests"), Forks)
+    serving = threading.Thread(target=forks.serve_forever)
+    serving.start()
     common = {
         **os.environ,
         "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": ":".join([*paths, str(ROOT)]),
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
+        "TESTS": forks.server_address,
         "SLURM_NNODES": "2",
         "SLURM_JOB_NODELIST": "nodes[0-1]",
         "SLURM_GPUS_ON_NODE": "1",
@@ -114,10 +159,13 @@ def shell(tmp_path):
     yield start
     for process in running:
         kill_all(process)
+    forks.shutdown()
+    serving.join()
+    forks.server_close()
 
 
 def kill_all(process):
-    """With all that it has started, also in sessions of their own, as torchrun's ranks are."""
+    """With all that it has started; a LAUNCHER's forks die with it."""
     mark = b"STARTED_BY=%d-%d" % (os.getpid(), id(process.args))
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -149,6 +197,7 @@ def rows(folder, name="run"):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_a_job_is_stopped_before_its_time_limit_requeued_and_goes_on(shell, dataset, tmp_path):
     words, gate = tiny(tmp_path, dataset, train__steps=5), tmp_path / "gate"
     gate.write_text("2")

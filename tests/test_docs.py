@@ -28,6 +28,7 @@ from tests.parsers import parse
 DOCS = Path(__file__).parents[1] / "docs"
 README = DOCS.parent / "data_tools" / "README.md"
 FEW = "train.steps=2 train.epochs=null train.batch_crops=4 train.precision=fp32 train.compile=eager"
+SMALL = "model.conv=[[8,4],[8,4],[8,1]] model.width=16 model.layers=1 model.heads=2 model.ffn=32 model.position_groups=2"
 
 
 def run_in(folder, program, *arguments):
@@ -86,7 +87,8 @@ def run_commands(page, dataset="DATASET"):
             exec(words[0], {})
             continue
         if words[0] in ("pretrain", "finetune"):
-            for setting in FEW.split():
+            ours = words[0] == "pretrain" and "model.encoder" not in line
+            for setting in [*FEW.split(), *(SMALL.split() if ours else ())]:
                 words += ["--set", setting]
         assert main(words) == 0, line
 
@@ -118,6 +120,7 @@ def foreign_models(folder, dataset):
         torch.testing.assert_close(own(x_RLT), outputs(net))
 
 
+@pytest.mark.slow
 def test_weights_of_other_programs_are_converted_as_documented(dataset, tmp_path):
     run_in(tmp_path, foreign_models, dataset.root.url)
     for name in ("embeddings.parquet", "predictions.csv", "FOUNDER/ecgfounder.py", "founder.onnx"):

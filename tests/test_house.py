@@ -200,6 +200,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_sharding_and_pretraining_do_without_any_room(archive, tmp_path):
     """What a room would have added is left out, with a note."""
     rooms = ",".join(f"omnilead.{room}" for room in sorted(ROOMS))

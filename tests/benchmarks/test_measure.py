@@ -16,6 +16,7 @@ from tests.waiting import until
 
 
 def works(units):
+    yield {"attention": "math"}
     while True:
         yield units
 
@@ -36,48 +37,36 @@ def measures_itself(value):
     return {"value": value}
 
 
-def outcome(cases, repeats=3, at_once=False):
-    """The last result of each case that has one, and why others were left out."""
-    results, left_out = {}, {}
-    given = {name: (case, (10.0,)) for name, case in cases.items()}
-    for name, result, reason in run_cases(given, repeats, at_once):
-        (results if result else left_out)[name] = result or reason
-    return results, left_out
+def test_cases_take_turns_in_processes_of_their_own(capsys, golden):
+    """One that fails does not affect others; a bug is told from what a machine cannot do."""
+    functions = (works, fails, works, measures_itself, dies, has_a_bug)
+    cases = {name: (case, (10.0,)) for name, case in zip("abcdef", functions, strict=True)}
+    for at_once in (False, True):
+        for name, result, reason in run_cases(cases, 3, at_once):
+            print(f"{name}: {reason or list(result)}, {result.get('repeats')}", file=sys.stderr)
+            rate = result.get("per_s", dict.fromkeys(("low", "median", "high"), 1))
+            assert 0 < rate["low"] <= rate["median"] <= rate["high"]
+            assert result.get("units", 10) == 10
+    golden("measure.txt", capsys.readouterr().err)
 
 
-def test_cases_take_turns_in_processes_of_their_own(capsys):
-    results, left_out = outcome({"a": works, "b": works, "c": measures_itself})
-    lines = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["a", "b", "c", "a", "b", "a", "b"] and not left_out
-    assert results["c"] == {"value": 10.0} and results["a"]["repeats"] == 3
-    assert results["b"]["units"] == 10
-    rate = results["a"]["per_s"]
-    assert 0 < rate["low"] <= rate["median"] <= rate["high"]
+LATE = measure.OUT_OF_TIME
 
 
-def test_a_failing_case_does_not_affect_others():
-    """A bug is told from what a machine cannot do."""
-    results, left_out = outcome({"a": fails, "b": works, "c": dies, "d": has_a_bug}, at_once=True)
-    assert set(results) == {"b"} and results["b"]["repeats"] == 3
-    bug = left_out.pop("d")
-    assert left_out == {"a": "MemoryError: no room for this", "c": "its process died"}
-    assert bug.startswith(f"{measure.BUG}AttributeError: module 'numpy' has no attribute")
-
-
-@pytest.mark.parametrize(("enough", "kept"), [(7, {"a": 4, "b": 3}), (5, {"a": 3}), (4, {})])
+@pytest.mark.parametrize(("enough", "kept"), [(7, [4, 3]), (5, [3, LATE]), (4, [LATE, LATE])])
 def test_measurements_before_the_deadline_are_kept(enough, kept, monkeypatch):
     """There is time for some repeats; three are enough for a spread."""
     left = iter(range(enough))
 
     def instead(*arguments, rows):
         if next(left, None) is None:
-            raise CaseError(measure.OUT_OF_TIME)
+            raise CaseError(LATE)
         rows.append({"units": 1.0, "wall_s": 1.0, "cpu_s": 1.0})
 
     monkeypatch.setattr(measure, "call_fresh", instead)
-    results, left_out = outcome({"a": works, "b": works}, 9)
-    assert {name: result["repeats"] for name, result in results.items()} == kept
-    assert left_out == {name: measure.OUT_OF_TIME for name in "ab" if name not in kept}
+    cases = dict.fromkeys("ab", (works, ()))
+    found = {name: reason or result["repeats"] for name, result, reason in run_cases(cases, 9)}
+    assert found == dict(zip("ab", kept, strict=True))
 
 
 def sends_and_dies(send):
@@ -128,14 +117,13 @@ def test_sides_are_measured_in_alternating_order():
         return lambda: called.append(name) or {"waited_s": 1.0}
 
     rows = measure.take_turns({"a": side("a"), "b": side("b")}, 3, 5.0)
-    assert called == list("ba" + "ab" + "ba" + "ab")  # the first two are not counted
+    assert called == list("baabbaab")  # the first two are not counted
     assert [len(rows[name]) for name in "ab"] == [3, 3]
     assert set(rows["a"][0]) == {"units", "wall_s", "cpu_s", "waited_s"}
 
 
 def test_the_interval_of_a_median():
     """Between two of the values, by the binomial distribution; of few, the lowest and highest."""
-    assert measure.interval([3, 1, 2]) == {"median": 2, "low": 1, "high": 3}
     # of 8, the 2nd to the 7th would be 93 %
-    lows = [measure.interval(range(n))["low"] for n in (5, 6, 8, 9, 60)]
-    assert lows == [0, 0, 0, 1, 21] and measure.interval(range(60))["high"] == 38
+    assert [measure.interval(range(n))["low"] for n in (3, 5, 8, 9)] == [0, 0, 0, 1]
+    assert measure.interval(range(60)) == {"median": 29.5, "low": 21, "high": 38}

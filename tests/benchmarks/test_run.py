@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
@@ -21,19 +22,17 @@ SPREAD = {"median": 2.0, "low": 1.0, "high": 3.0}
 RESULT = {"seconds": SPREAD, "cpu_seconds": SPREAD, "repeats": 3}
 
 
-def result(_):
+def case(text):
+    if text:
+        raise CaseError(text)
     return RESULT
-
-
-def fails(text):
-    raise CaseError(text)
 
 
 @pytest.fixture
 def cases(tmp_path, monkeypatch):
     """Replaces the cases of the benchmark `start`, of which a suite consists; records go to
     tmp_path / "results"."""
-    made = {"first step: a": (result, ("",))}
+    made = {"first step: a": (case, ("",))}
     prepare = SimpleNamespace(prepare=lambda work, options: (INPUT, made))
     monkeypatch.setitem(sys.modules, "benchmarks.start", prepare)
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -71,18 +70,48 @@ def test_a_wrong_option_is_a_one_line_error_before_any_work(words, named, cases,
     assert not list((tmp_path / "results").glob("*"))
 
 
-def test_records_are_never_overwritten(cases, tmp_path, capsys):
+def test_what_is_measured_said_and_kept(cases, tmp_path, monkeypatch, capsys, golden):
+    """Records are never overwritten. A suite continues where it stopped: what failed waits until all
+    others had their turn, and a bug fails the command. Another record is not continued."""
+    monkeypatch.chdir(tmp_path)
+    os.environ["OMNILEAD_REVISION"] = "1"
+    said, damaged = [], tmp_path / "damaged"
+
+    def ran(words, **reasons):
+        cases.clear()
+        for name, reason in reasons.items():
+            cases[f"first step: {name}"] = (case, (reason,) if reason is not None else ())
+        code = run.main(words.split())
+        said.extend([f"$ {words}\n", *capsys.readouterr()[::-1], f"{code}\n"])
+        for path in sorted(tmp_path.rglob("*.json")):
+            record = json.loads(path.read_text())
+            results = [result for part in record["parts"] for result in part["results"]]
+            line = f"{path.name}: {results}, left out: {record['left_out']}\n"
+            said.extend([line] * (line not in said))
+
     for _ in range(3):
-        assert run.main(["start"]) == 0
-    first, *others = sorted(path.stem for path in (tmp_path / "results").iterdir())
-    assert others == [f"{first}-2", f"{first}-3"]
-    assert "| first step: a | 2 | 1 to 3 | 2 |" in capsys.readouterr().out
-    (part,) = report.newest(report.every(tmp_path / "results")).values()
-    assert part["results"] == {"first step: a": RESULT}
+        ran("start", a="")
+    assert len(report.every(tmp_path / "results")) == 3
+    ran("start --out out.json", a="no luck")
+    ran("start --out none.json --only b", a="")
+    ran("suite --out record.json", a="", b="no luck", c=None)  # c has a bug
+    ran("suite --out record.json --stages start --minutes 9", a="measured again", b="", c="")
+    ran("suite --out record.json", a="", b="", c="", d="all cases are there")
+    for reasons in ((measure.OVER_TIME, measure.OUT_OF_TIME), ("", "")):
+        ran("suite --out late.json", **dict(zip(("slow", "b"), reasons, strict=True)))
+    os.environ["OMNILEAD_REVISION"] = "2"
+    ran("suite --out record.json", a="")
+    for text in ("{", "[1]"):
+        damaged.write_text(text)
+        ran("suite --out damaged", a="")
+    monkeypatch.setattr(run, "LEAST_S", 61)
+    ran("suite --out new.json --minutes 1", a="")
+    text = re.sub(r"start_\S+_20[\d-]{8}", "start_MACHINE_DATE", "".join(said))
+    golden("run.txt", re.sub(r"in \d+ s", "in 0 s", text).replace(str(tmp_path), "DIR"))
 
 
 def test_a_record_that_cannot_be_written_is_printed(cases, monkeypatch, capsys):
-    cases["first step: b"] = (result, ("",))  # measured, although the first cannot be saved
+    cases["first step: b"] = (case, ("",))  # measured, although the first cannot be saved
     monkeypatch.setattr(run, "write_whole", mock.Mock(side_effect=OSError(28, "No space left")))
     assert run.main(["start"]) == 1
     out, error = capsys.readouterr()
@@ -106,90 +135,20 @@ def test_ctrl_c_is_one_line_and_ends_the_case(cases, capsys):
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("start", "first step: a: no luck"),
-        ("start --only b", "matches none"),
-        ("suite --minutes 1", "start: stopped: out of time"),
-    ],
-)
-def test_without_a_result_nothing_is_published(words, why, cases, monkeypatch, capsys):
-    cases["first step: a"] = (fails, ("no luck",))
-    if "minutes" in words:
-        monkeypatch.setattr(run, "LEAST_S", 61)
-    assert run.main(words.split()) == 1
-    error = capsys.readouterr().err
-    assert why in error and "nothing was measured" in error
-
-
 def test_a_record_has_all_facts(monkeypatch, capsys):
     facts = run.environment()
     assert len(facts["git"]["commit"]) == 40 and facts["hardware"]["cores"] == os.cpu_count()
     assert {"python", "torch", "deepspeed", "numpy"} <= set(facts["versions"])
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setenv("OMNILEAD_REVISION", "1" * 40)
-    assert run.environment()["git"] == {"commit": "1" * 40, "dirty": None}
-    assert not capsys.readouterr().err
-    monkeypatch.delenv("OMNILEAD_REVISION")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     row = "NVIDIA H200, 570.1, 143771 MiB, 700.00 W, 1980 MHz"
     monkeypatch.setattr(run, "said", lambda program, *_: row if program == "nvidia-smi" else "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("OMNILEAD_REVISION", "1" * 40)
     facts = run.environment()
-    assert facts["git"]["commit"] == "unknown" and facts["hardware"]["short"] == "nvidia-h200"
+    assert facts["git"] == {"commit": "1" * 40, "dirty": None}
+    assert facts["hardware"]["short"] == "nvidia-h200" and not capsys.readouterr().err
+    monkeypatch.delenv("OMNILEAD_REVISION")
+    assert run.environment()["git"]["commit"] == "unknown"
     assert "neither git nor OMNILEAD_REVISION says which commit" in capsys.readouterr().err
-
-
-def test_a_suite_continues_where_it_stopped(cases, tmp_path):
-    """What failed is tried again after all others; a bug fails the command, and what the other
-    cases measured is not lost."""
-    out = tmp_path / "record.json"
-    words = ["suite", "--out", str(out)]
-    cases["first step: b"] = (fails, ("no luck",))
-    cases["first step: c"] = (result, ())  # a TypeError
-    assert run.main(words) == 1
-    left_out = json.loads(out.read_text())["left_out"]
-    assert left_out.pop("start: first step: c").startswith("bug: TypeError")
-    assert left_out == {"start: first step: b": "no luck"}
-    (part,) = report.load(out)
-    assert set(part["results"]) == {"first step: a"} and "first step: b" in part["left_out"]
-    cases["first step: a"] = (fails, ("measured again",))
-    cases |= dict.fromkeys(("first step: b", "first step: c"), (result, ("",)))
-    assert run.main([*words, "--stages", "start", "--minutes", "9"]) == 0
-    (part,) = report.load(out)
-    assert set(part["results"]) == set(cases) and part["left_out"] == {}
-    cases["first step: d"] = (fails, ("all cases are there",))
-    assert run.main(words) == 0
-
-
-def test_what_failed_before_waits_until_all_others_had_their_turn(cases, tmp_path, monkeypatch):
-    measured = []
-
-    def call_fresh(timed, case, arguments, repeats, rows):
-        measured.append(arguments[0])
-        if arguments[0] == "slow" and len(measured) < 3:
-            raise CaseError(measure.OVER_TIME)
-        if arguments[0] == "b" and len(measured) < 3:
-            raise CaseError(measure.OUT_OF_TIME)
-        return RESULT
-
-    monkeypatch.setattr(measure, "call_fresh", call_fresh)
-    cases.clear()
-    cases |= {f"first step: {name}": (result, (name,)) for name in ("slow", "b")}
-    for _ in range(2):
-        run.main(["suite", "--out", str(tmp_path / "record.json")])
-    # Again at the end of its command if it ran over its limit, in the next if there was no time
-    assert measured == ["slow", "b", "slow", "b"]
-
-
-def test_another_record_is_not_continued(cases, tmp_path, capsys):
-    words = ["suite", "--out", str(tmp_path / "record.json")]
-    assert run.main(words) == 0
-    os.environ["OMNILEAD_REVISION"] = "2" * 40
-    for text in ("", "{", "[1]"):  # of another revision, and damaged
-        (tmp_path / "record.json").write_text(text or (tmp_path / "record.json").read_text())
-        assert run.main(words) == 2
-        assert "record.json: is not a record of this command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", run.SUITES)

@@ -1,7 +1,6 @@
 """The re-creation of the authors' step gives our loss and gradients for the same weights and draws;
 what is compared."""
 
-import argparse
 import re
 import shlex
 import warnings
@@ -35,24 +34,16 @@ def test_the_recreation_gives_our_loss_and_gradients(changes, tiny):
     step.set_up(BASE)
     config = replace(step.config_of(tiny).model, **changes)
     model, sides = step.both_sides(config, pairs=3)
-    losses, gradients = [], []
-    for side in sides:
-        model.zero_grad()
-        losses.append(loss := side())
-        loss.backward()
-        gradients.append({name: grad(p) for name, p in model.named_parameters()})
+    losses = [side() for side in sides]
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
-    mine, theirs = gradients
-    largest = max(float(each.abs().max()) for each in theirs.values())
-    for name, expected in theirs.items():
-        scale = float(expected.abs().max())
+    names, weights = zip(*model.named_parameters(), strict=True)
+    both = [torch.autograd.grad(loss, weights, materialize_grads=True) for loss in losses]
+    largest = max(float(each.abs().max()) for each in both[1])
+    for name, mine, theirs in zip(names, *both, strict=True):
+        scale = float(theirs.abs().max())
         if scale < 1e-6 * largest:  # zero but for rounding
             scale = largest
-        assert float((mine[name] - expected).abs().max()) <= 1e-4 * scale, name
-
-
-def grad(p):
-    return torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        assert float((mine - theirs).abs().max()) <= 1e-4 * scale, name
 
 
 def test_masks_are_the_authors():
@@ -104,15 +95,14 @@ def test_the_bare_step_never_waits(tiny):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("difference", [2e-4, float("nan")])
-def test_nothing_is_timed_while_the_sides_disagree(difference, tiny, monkeypatch):
-    monkeypatch.setattr(step, "call_fresh", lambda *_: difference)
-    options = argparse.Namespace(device="cpu", model=tiny, batch=2, steps=None)
-    with pytest.raises(step.CaseError, match="nothing was timed"):
-        step.prepare(Path(), options)
+def test_nothing_is_timed_while_the_sides_disagree(tiny, monkeypatch):
+    options = run.parse(["step", "--model", tiny])
+    for difference in (2e-4, float("nan")):
+        monkeypatch.setattr(step, "call_fresh", lambda *_, found=difference: found)
+        with pytest.raises(step.CaseError, match="nothing was timed"):
+            step.prepare(Path(), options)
     monkeypatch.setattr(step, "call_fresh", lambda *_: 5e-5)
-    facts, cases = step.prepare(Path(), options)
-    assert facts["loss_difference"] == 5e-5 and len(cases) == 2 + 2 + 3
+    assert step.prepare(Path(), options)[0]["loss_difference"] == 5e-5
 
 
 ASKED = [pytest.param("cpu", "flash")]
@@ -144,18 +134,14 @@ def test_an_attention_that_a_device_does_not_have_is_no_bug(compiled):
         attend(q, q, q)
 
 
-def test_a_gpus_suite_begins_with_the_papers_batch_by_layers_and_by_step():
-    options = run.parse([*shlex.split(run.SUITES["cuda"][0]), "--device", "cuda"])
-    assert options.benchmark == "step"
-    base = replace(BASE, precision="bf16", device="cuda", compiled="layers")
-    names = [each.name for each in step.runs(base, step.BATCHES["cuda"])]
-    first = [name for name in names if re.search(options.only, name)]
-    of_512 = [f"omnilead: bf16, {how} compiled, 512 crops" for how in ("layers", "step")]
-    assert first[:3] == ["matrix product: bf16", *of_512]
-    assert first[3:5] == [
-        f"omnilead: bf16, layers compiled, {name} attention, 512 crops" for name in step.ATTENTION
-    ]
-    assert all(name.endswith("512 crops") for name in first[1:])
+@pytest.mark.parametrize("device", step.BATCHES)
+def test_the_order_of_cases(device, golden):
+    """+: those of a suite's first stage. A GPU's are what decides the defaults."""
+    options = run.parse([*shlex.split(run.SUITES[device][0]), "--device", device])
+    base = replace(BASE, precision="bf16", device=device, compiled=step.COMPILED[device])
+    names = [each.name for each in step.runs(base, step.BATCHES[device])]
+    marks = ["+" if re.search(options.only or "", name) else "-" for name in names]
+    golden(f"step_{device}.txt", "".join(map("{} {}\n".format, marks, names)))
 
 
 @pytest.mark.gpu

@@ -111,6 +111,7 @@ def fatal(archive, out, victim="", **settings):
     shard(open_sources(str(archive), "fatal:Fatal"), options)
 
 
+@pytest.mark.slow
 def test_dask_with_a_dying_worker_makes_the_same_bytes(small, right, tmp_path, dask):
     address, (_, *workers) = dask
     fatal(small, tmp_path, cluster=address)

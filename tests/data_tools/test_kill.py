@@ -51,6 +51,7 @@ if __name__ in ("__main__", "__mp_main__"):  # the victims and their workers: ma
     LocalFolder.write = write_or_hang
 
 
+@pytest.mark.slow
 def test_killed_over_and_over(small, tmp_path):
     during = _script("storm", small, tmp_path, KILLS)
     assert sum(during.values()) >= KILLS

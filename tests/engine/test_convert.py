@@ -440,6 +440,7 @@ def test_files_of_weights_that_are_none(tmp_path, capsys):
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_exported_plugin_takes_any_number_of_windows(tmp_path, capsys):
     """Its class need not take other lengths. One that takes the batch for a constant is one line."""
     for rows in ("x.shape[0]", "len(x)"):
@@ -470,17 +471,22 @@ def alone(folder):
     conversion.embed_alone()
 
 
-def forked(command, cwd, **_):
+@pytest.fixture
+def forked(monkeypatch):
     """Instead of an interpreter of its own, which test_conversion.py starts."""
-    said = Path(cwd, "said")
-    process = started(alone, cwd, out=said)
-    process.join()
-    return subprocess.CompletedProcess(command, process.exitcode, stderr=said.read_text())
+
+    def run(command, cwd, **_):
+        said = Path(cwd, "said")
+        process = started(alone, cwd, out=said)
+        process.join()
+        return subprocess.CompletedProcess(command, process.exitcode, stderr=said.read_text())
+
+    monkeypatch.setattr(subprocess, "run", run)
 
 
-def test_a_constructor_must_not_load_weights(tmp_path, capsys, monkeypatch):
+@pytest.mark.usefixtures("forked")
+def test_a_constructor_must_not_load_weights(tmp_path, capsys):
     """Neither the same ones, nor those of another file, which the model folder would need."""
-    monkeypatch.setattr(subprocess, "run", forked)
     loads = f"        self.load_state_dict(torch.load({str(tmp_path / 'w.pt')!r}))\n"
     source = NET.replace(LAST, LAST + loads)
     why = "still that of the freshly built class"

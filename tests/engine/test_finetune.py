@@ -187,6 +187,7 @@ def test_two_ranks_recognise_patients_as_one_does(tuned, tune, base, tmp_path):
     assert f"cannot resume: start changed from {base} to " in elsewhere.one_line()
 
 
+@pytest.mark.slow
 def test_training_with_layer_decay(tuned, tune, dataset, base, tmp_path):
     """Each weight moves by its own rate; clipping is of the norm of all groups; exact resume."""
     how = {"encoder__layer_decay": 0.5, "encoder__activation_dropout": 0.0}

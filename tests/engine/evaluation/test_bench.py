@@ -32,6 +32,7 @@ from omnilead.engine.report.bench_report import KEYS
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import TaskLabels
 from tests.conftest import save_model
+from tests.engine.evaluate.conftest import make_quick
 
 RNG = np.random.default_rng(0)
 LEADS, TASKS = ["V2,I"], ["sex", "age", "identification"]
@@ -40,10 +41,9 @@ LEADS, TASKS = ["V2,I"], ["sex", "age", "identification"]
 @pytest.fixture(scope="module", autouse=True)
 def few_resamples():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "RESAMPLES", 20)
+        make_quick(patch)
         patch.setattr("omnilead.engine.evaluation.metrics.FEW", 3)
-        patch.setattr(embedders, "DRAWS", 2)
-        patch.setattr(probe, "EPOCHS", 2)
+        patch.setattr(probe, "STRENGTHS", probe.STRENGTHS[::6])
         yield
 
 
@@ -95,6 +95,7 @@ def write_table(path, dataset, **columns):
     write_csv(pa.table({"record": records, **cells}), path)
 
 
+@pytest.mark.slow
 def test_every_row_and_its_differences_in_every_file(out, found):
     rows, gaps, scores = found["rows"], found["differences"], metrics_of(found)
     identified = {key[0] for key in scores if key[1] == "identification"}

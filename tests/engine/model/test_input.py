@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,10 +21,12 @@ from omnilead.engine.data.augmenter import crop_key
 from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.model.input import Input
+from omnilead.engine.report import run_report
 from omnilead.engine.training.continuing import read_settings, read_weights
 from omnilead.engine.training.inputs import PretrainInputs
 from tests.conftest import save_model
 from tests.engine.evaluate.conftest import quick  # noqa: F401
+from tests.engine.training.ranks import drawn_nothing
 
 TEN = {"window_s": 10.0, "fs_hz": 100.0, "scale": "zscore"}
 SHORT = {"window_s": 2.5, "band_hz": [0.5, 40.0]}
@@ -195,7 +198,8 @@ def test_an_ecg_without_a_whole_window_is_refused(dataset, tmp_path):
 
 
 def run(*words):
-    assert main([str(word) for word in words]) == 0
+    with mock.patch.object(run_report, "build", drawn_nothing):
+        assert main([str(word) for word in words]) == 0
 
 
 @pytest.mark.parametrize(("config", "contrast"), [(TEN, 0), (SHORT, 1)], ids=["ten", "short"])

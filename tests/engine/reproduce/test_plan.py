@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ pretrain/w2v-1 pretrain/cmsc-1 pretrain/w2v_cmsc-1
 """
 
 
+@cache
 def plan(*numbers, scale="paper", seeds=3, out="/out", **choice):
     chosen = [tables()[number] for number in numbers]
     return make_plan(chosen, ReproductionScale.read(scale), DATA, Path(out), seeds, **choice)
@@ -73,6 +75,7 @@ def test_a_plan_has_all_cells_and_every_job_once():
     assert len(two.cells) == 5 * 2 * 5 - 2 and "w2v_cmsc_rlm-1/" not in str(list(two.jobs))
     assert two.starts["starts/random-2.yaml"]["model"]["leads"] == 2
     ordered = every.timed(seconds_per_crop=1)
+    assert every.jobs["finetune/w2v-12/diagnosis-12-seed0"].needs == ("pretrain/w2v-12",)
     models = {job.name for job in ordered if job.kind == "pretrain"}
     assert models == set(MODELS.split())
     cells = every.cells

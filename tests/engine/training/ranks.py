@@ -3,11 +3,12 @@ forked from one that has imported everything."""
 
 import contextlib
 import gc
-import importlib
+import importlib.metadata
 import json
 import os
 import time
 from dataclasses import dataclass
+from functools import cache
 from unittest import mock
 
 import torch
@@ -29,8 +30,7 @@ train: {steps: 4, batch_crops: 8, precision: fp32, lr: 1e-3, validate_every: 2, 
 """
 EXACT = ["step", "crops_seen", "epoch", "loss", "loss_local", "loss_global", "lr", "grad_norm"]
 EXACT += ["gumbel_tau", "accuracy_local"]
-
-
+VERSION = cache(importlib.metadata.version)
 STILL = {f"model__{name}dropout": 0 for name in ("", "attention_", "input_", "feature_")}
 
 
@@ -73,6 +73,17 @@ def train(arguments, before=None):
     return importlib.import_module(f"omnilead.engine.{command}").main(arguments)
 
 
+def without_charts(arguments, before):
+    """In a process of its own."""
+    run_report.build = drawn_nothing
+    return train(arguments, before)
+
+
+def drawn_nothing(*_):
+    """The charts are most of a tiny run's time."""
+    return ""
+
+
 def nothing():
     """For `before`: a process of its own, with nothing patched."""
 
@@ -84,7 +95,8 @@ def start(tmp, arguments, world=1, before=None, **env):
         "MASTER_PORT": str(free_port()),
     } | env
     ranks = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-    return [started(train, list(arguments), before, out=tmp / "out.txt", env=env) for env in ranks]
+    words, out = list(arguments), tmp / "out.txt"
+    return [started(without_charts, words, before, out=out, env=env) for env in ranks]
 
 
 def wait(tmp, processes):
@@ -107,9 +119,9 @@ def run(tmp, arguments, world=1, before=None, **env):
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(out),
         mock.patch.dict(os.environ),
-        # Of all that the tests have imported; and the charts: most of a tiny run's time
-        mock.patch.object(gc, "collect"),
-        mock.patch.object(run_report, "build", return_value=""),
+        mock.patch.object(gc, "collect"),  # of all that the tests have imported
+        mock.patch.object(importlib.metadata, "version", VERSION),
+        mock.patch.object(run_report, "build", drawn_nothing),
     ):
         code = train(arguments)
     return Ended([code], (tmp / "out.txt").read_text())

@@ -73,6 +73,7 @@ def one_line(error):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
     dataset, training, tmp_path
 ):

@@ -1,15 +1,11 @@
 """Several ranks: equal to one, resumed on another number, lost, on several nodes each with its own
 launcher."""
 
-import ctypes
 import os
 import re
-import runpy
 import shutil
 import socket
 import subprocess
-import sys
-import traceback
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch.distributed as dist
+from launching import launch
 from ranks import STILL, column, free_port, rows, run, settings
 
 from omnilead.engine.common import ConfigError
@@ -25,9 +22,7 @@ from omnilead.engine.training import distributed
 from tests.forks import started
 from tests.waiting import HANG_S, until
 
-CLONE_NEWNET = 0x40000000  # of setns: a network namespace
 SCRIPT = str(Path(__file__).parents[3] / "engine" / "pretrain.py")
-OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 PARTS = ["loss", "loss_local", "loss_global", "loss_diversity", "loss_features", "grad_norm"]
 PARTS += ["code_perplexity"]
 VALIDATED = {"train__validate_every": 2, "train__valid_batches": 3}
@@ -121,6 +116,7 @@ def hang(told):
     die()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["dies", "hangs"])
 def test_a_rank_that_dies_or_hangs_ends_the_run_in_time_and_it_resumes(fate, training, tmp_path):
     how = {"train__timeout_s": 500, "train__save_every_steps": 1}
@@ -170,49 +166,6 @@ def test_ranks_that_look_for_others_at_a_loopback_address_need_an_interface(
     assert mend in line and capsys.readouterr().err == f"omnilead: {line}\n"
     assert ("GLOO_SOCKET_IFNAME" in line) == ("IFNAME" in mend)
     assert ("--master_port" in line) == ("port" in mend)
-
-
-class Forked(subprocess.Popen):
-    """`python ...` as a fork of this process, which has imported what it needs: what launchers
-    start."""
-
-    def _execute_child(
-        self, args, *options
-    ):  # executable, preexec, close_fds, pass_fds, cwd, env, ...
-        self.pid, self._child_created = os.fork(), True
-        if self.pid:
-            return
-        os.environ.clear()
-        os.environ.update(options[5])
-        sys.argv = [word for word in args[1:] if word != "-u"]
-        code = 1
-        try:
-            if sys.argv[0] == "-m":
-                del sys.argv[0]
-                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(sys.argv[0], run_name="__main__")
-            code = 0
-        except SystemExit as ended:
-            code = ended.code
-        except Exception:
-            traceback.print_exc()
-        finally:
-            os._exit(int(code or 0))
-
-
-def launch(launcher, arguments, namespace):
-    from deepspeed.launcher import runner
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
-
-    for name in OF_A_RANK:
-        os.environ.pop(name, None)
-    if namespace:
-        with open(f"/var/run/netns/{namespace}") as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
-    subprocess.Popen = subprocess_handler.Popen = Forked
-    (torchrun if launcher == "torchrun" else runner).main(arguments)
 
 
 @pytest.fixture
