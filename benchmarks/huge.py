@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.measure import Cases
-from omnilead.data_tools.build import (
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
+from omnilead.data_tools.finishing import (
     PlanFacts,
     ShardOptions,
     as_parquet,
@@ -29,7 +30,6 @@ from omnilead.data_tools.build import (
     finish,
     records_of,
 )
-from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
 from omnilead.data_tools.plan import make_plan
 from omnilead.data_tools.prepare import IMPLAUSIBLE
 from omnilead.data_tools.record import LEADS, EcgRecord, Header, class_row

@@ -33,8 +33,8 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 from tqdm import tqdm
 
-from omnilead.data_tools.build import as_parquet
 from omnilead.data_tools.errors import DataError, ReadError, StorageError, one_line, printable
+from omnilead.data_tools.finishing import as_parquet
 from omnilead.data_tools.pseudonyms import pseudonym
 from omnilead.data_tools.record import (
     CLASSES,

@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.build import records_of, rejects_of
 from omnilead.data_tools.dataset import Dataset, Ecg, flagged
+from omnilead.data_tools.finishing import records_of, rejects_of
 from omnilead.data_tools.prepare import HALF, IMPLAUSIBLE, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from omnilead.data_tools.resampling import FS_HZ

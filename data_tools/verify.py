@@ -22,16 +22,7 @@ import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster
-from omnilead.data_tools.build import (
-    FLAGS,
-    assign_roles,
-    recipe_hash,
-    records_of,
-    rejects_of,
-    role_counts,
-    row_of,
-    source_counts,
-)
+from omnilead.data_tools.build import row_of
 from omnilead.data_tools.dataset import (
     COLUMNS,
     CROP_BYTES,
@@ -46,6 +37,15 @@ from omnilead.data_tools.dataset import (
     waveform,
 )
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
+from omnilead.data_tools.finishing import (
+    FLAGS,
+    assign_roles,
+    recipe_hash,
+    records_of,
+    rejects_of,
+    role_counts,
+    source_counts,
+)
 from omnilead.data_tools.plan import Reject, make_plan
 from omnilead.data_tools.prepare import (
     CROP,

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from omnilead.data_tools.__main__ import main
-from omnilead.data_tools.build import ShardOptions, rejects_of, shard
+from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset, fingerprint
+from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.shard_writers import TarWriter
 from omnilead.data_tools.sources import open_sources

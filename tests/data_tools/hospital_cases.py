@@ -16,8 +16,8 @@ from handmade import crops_of, ecg, everything_in, found_in, write_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.build import rejects_of
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.hospital.base import Decoded
 from omnilead.data_tools.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.record import LEADS

@@ -17,11 +17,10 @@ import webdataset
 from handmade import build, ecg, files, write_challenge
 from pyarrow import parquet
 
-from omnilead.data_tools import build as data_tools_build
-from omnilead.data_tools import plan
-from omnilead.data_tools.build import rejects_of
+from omnilead.data_tools import finishing, plan
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, StorageError
+from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.plan import permutation
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.shard_writers import member_header
@@ -307,7 +306,7 @@ def test_row_groups_of_any_size_hold_the_same_rows(small, tmp_path, monkeypatch)
     """Neither the end of a shard nor that of a batch is a border for the other."""
     whole = build(small, tmp_path / "whole", format="both")
     monkeypatch.setattr(plan, "SHARD_CROPS", 4)
-    monkeypatch.setattr(data_tools_build, "ROW_GROUP", 6)
+    monkeypatch.setattr(finishing, "ROW_GROUP", 6)
     made = build(small, tmp_path / "made", format="both")
     groups = parquet.ParquetFile(f"{made.root.url}/samples.parquet")
     rows = [groups.metadata.row_group(i).num_rows for i in range(groups.num_row_groups)]

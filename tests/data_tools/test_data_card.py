@@ -10,10 +10,11 @@ import yaml
 from handmade import build, ecg, files, found_in, write_challenge
 from twins import write_mimic
 
-from omnilead.data_tools.build import FLAGS, ShardOptions, rejects_of, shard
+from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.data_card import CARD, CROISSANT, write_card
 from omnilead.data_tools.dataset import COLUMNS
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.finishing import FLAGS, rejects_of
 from omnilead.data_tools.record import LEADS, EcgRecord
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.sources.base import Source

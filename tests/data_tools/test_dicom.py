@@ -19,7 +19,7 @@ from hospital_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.build import FLAGS
+from omnilead.data_tools.finishing import FLAGS
 from omnilead.data_tools.hospital.dicom import MAX_DEPTH
 from omnilead.data_tools.record import LEADS
 

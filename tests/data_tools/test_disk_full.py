@@ -8,8 +8,7 @@ import subprocess
 import pytest
 from handmade import build, files, without_roles
 
-from omnilead.data_tools import build as data_tools_build
-from omnilead.data_tools import plan
+from omnilead.data_tools import finishing, plan
 from omnilead.data_tools.__main__ import main, synth
 from omnilead.data_tools.data_card import CARD
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES
@@ -97,10 +96,10 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_no_wrong_file(
             fill(place, 0)
         return write_samples(*arguments)
 
-    write_samples = data_tools_build._write_samples
+    write_samples = finishing._write_samples
     with monkeypatch.context() as patch:
         patch.setattr(LocalFolder, "write", write_at_last)
-        patch.setattr(data_tools_build, "_write_samples", samples_at_last)
+        patch.setattr(finishing, "_write_samples", samples_at_last)
         error = shell.error(*command(small, out))
     for words in (os.strerror(errno.ENOSPC), str(out), "writing"):
         assert words in error

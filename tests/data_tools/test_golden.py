@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from handmade import write_challenge
 
-from omnilead.data_tools.build import ShardOptions, assign_roles, records_of, shard
+from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import flagged
+from omnilead.data_tools.finishing import assign_roles, records_of
 from omnilead.data_tools.prepare import IMPLAUSIBLE, SPEC_HASH
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources, keyed_uniform

@@ -23,9 +23,9 @@ from test_muse_xml import X, muse
 
 from omnilead.data_tools import storage
 from omnilead.data_tools.__main__ import _record_figure, main
-from omnilead.data_tools.build import rejects_of
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError, StorageError
+from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.record import LEADS, VENDORS
 from omnilead.data_tools.sources import open_sources

@@ -30,9 +30,10 @@ from twins import (
     write_table,
 )
 
-from omnilead.data_tools.build import ShardOptions, rejects_of, shard
+from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.record import LEADS, EcgRecord
 from omnilead.data_tools.sources import Source, open_sources
 from omnilead.data_tools.sources.code15 import Code15

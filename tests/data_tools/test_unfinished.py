@@ -8,8 +8,7 @@ import shutil
 import pytest
 from handmade import build, files, flip
 
-from omnilead.data_tools import build as data_tools_build
-from omnilead.data_tools import plan, shard_writers
+from omnilead.data_tools import finishing, plan, shard_writers
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DatasetError, StorageError
 from omnilead.data_tools.splits import RoleSources
@@ -100,14 +99,14 @@ def test_a_build_killed_among_its_roles_is_finished(written, roles, small, tmp_p
 def test_a_shard_damaged_before_it_has_roles_is_rebuilt_by_the_next_run(
     small, unfinished, tmp_path, monkeypatch
 ):
-    write = data_tools_build._write_roles
+    write = finishing._write_roles
 
     def write_into_damaged(*arguments):
         flip(tmp_path / "out/shards/00001.tar", 70_000)
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_tools_build, "_write_roles", write_into_damaged)
+        patch.setattr(finishing, "_write_roles", write_into_damaged)
         with pytest.raises(DatasetError, match=r"shards/00001\.tar: fails its crc32c: run again"):
             build(small, tmp_path / "out", format="both")
     build(small, tmp_path / "out", format="both")
@@ -117,7 +116,7 @@ def test_a_shard_damaged_before_it_has_roles_is_rebuilt_by_the_next_run(
 def test_a_build_for_pre_training_alone_has_its_roles_at_once(small, tmp_path, monkeypatch):
     """The shards of a killed build with another plan are not kept."""
     with monkeypatch.context() as patch:
-        patch.setattr(data_tools_build, "_write_roles", no_space)
+        patch.setattr(finishing, "_write_roles", no_space)
         with pytest.raises(StorageError, match="killed"):
             build(small, tmp_path / "out")
         patch.undo()

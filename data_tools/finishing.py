@@ -1,0 +1,480 @@
+"""The end of a build: roles of all records, tables, the zarr copy, the data card, and dataset.json
+last.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from tqdm.auto import tqdm
+
+from omnilead.data_tools import cluster, dataset, shard_writers, splits
+from omnilead.data_tools.data_card import write_card
+from omnilead.data_tools.dataset import (
+    COLUMNS,
+    META,
+    STORE,
+    Dataset,
+    fingerprint,
+    flagged,
+)
+from omnilead.data_tools.errors import DatasetError, ReadError, StorageError, one_line
+from omnilead.data_tools.plan import Reject, ShardPlan
+from omnilead.data_tools.prepare import (
+    IMPLAUSIBLE_AMPLITUDE,
+    SPEC,
+    SPEC_HASH,
+)
+from omnilead.data_tools.pseudonyms import pseudonym
+from omnilead.data_tools.record import SYNTHETIC
+from omnilead.data_tools.shard_writers import (
+    ROLES_WIDTH,
+    extended,
+    part_name,
+    roles_text,
+    shard_name,
+)
+from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
+from omnilead.data_tools.spreadsheet import as_csv, unquoted
+from omnilead.data_tools.storage import (
+    Folder,
+    write_errors,
+)
+
+DIGEST_BYTES = 32  # at the end of a part
+SYNTHETIC_LICENCE = "CC0-1.0"
+ROW_GROUP = 65_536
+FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
+    "lead not measured",
+    "flat lead",
+    "saturated",
+    "large",
+    "einthoven",
+    "checksum differs",
+    "first value differs",
+    "diagnosis without a code",
+    "not in ptbxl_database.csv",
+    IMPLAUSIBLE_AMPLITUDE,
+    "shorter than stated",
+    "SOP class",
+    "further waveforms",
+    "channel status",
+    "no calibration pulse",
+    "inverted lead",
+)
+FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
+_SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ShardOptions:
+    out: str
+    plan: str = "paper"
+    seed: int = 0
+    role_sources: RoleSources = PAPER_SOURCES
+    format: str = "tar"
+    workers: int = 1
+    cluster: str | None = None
+    pseudonym_key: bytes | None = None
+    patients: str | None = None  # a table that names them
+    quiet: bool = False
+
+
+def read_part(out: Folder, name: str) -> pa.Table:
+    """The part of a shard; a ReadError if its sha256 differs."""
+    data = memoryview(out.read(part_name(name), 2**30))
+    body, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    if hashlib.sha256(body).digest() != digest:
+        raise ReadError(
+            "fails its sha256",
+            f"{out.url}/{part_name(name)}: run the same command again to rebuild it",
+        )
+    # pq.read_table would read in threads of arrow, which release `body` later. If the program is
+    # just ending, they abort it
+    return pq.ParquetFile(pa.BufferReader(body)).read(use_threads=False)
+
+
+def whole_tar(out: Folder, facts: dict[str, Any]) -> memoryview:
+    """The tar as it was written, whichever roles it has by now; else a ReadError."""
+    tar = out.view(f"shards/{facts['name']}", facts["bytes"])
+    crc = begin = 0
+    for start in facts["roles_at"]:
+        crc = extended(crc, tar[begin:start])
+        begin = start + ROLES_WIDTH
+    if extended(crc, tar[begin:]) != facts["crc32c"]:
+        raise ReadError("fails its crc32c")
+    return tar
+
+
+def as_parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd", row_group_size=ROW_GROUP)
+    return bytes(sink.getvalue())
+
+
+def recipe_hash(recipe: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+
+class PlanFacts(NamedTuple):
+    """What the end of a build needs of its plan."""
+
+    shards: list[str]  # their names
+    sources: list[dict[str, Any]]  # name, licence, seen, dropped_s
+    rejects: list[Reject]
+
+    @classmethod
+    def of(cls, plan: ShardPlan) -> "PlanFacts":
+        sources = []
+        for name, seen in plan.seen.items():
+            licence, dropped_s = plan.facts(name)
+            if name.startswith(SYNTHETIC):
+                licence = SYNTHETIC_LICENCE
+            facts = {"name": name, "licence": licence, "seen": seen, "dropped_s": dropped_s}
+            sources.append(facts)
+        return cls([shard_name(i) for i in range(plan.shards)], sources, plan.rejects)
+
+
+def finish(
+    planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
+) -> Dataset:
+    """Reads the parts several times: all rows at once would take gigabytes."""
+    facts = _shard_facts(out, planned, options.role_sources.leave_out)
+    shards, rejects, doubtful, left_out, numbers = facts
+    rejects += hidden(planned.rejects, options.pseudonym_key)
+    if not len(doubtful):
+        raise all_refused(out, rejects)
+    records = records_of(partial(_columns, out, planned, known=numbers))
+    sources = _source_facts(planned, records)
+    roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources)
+    del records, numbers
+    if options.format != "zarr":
+        _write_roles(out, shards, roles, options)
+    if options.format != "tar":
+        _write_zarr(out, planned, shards, options)
+    if options.format == "zarr":
+        shards = []
+    _remove_leftovers(out, options.format, shards)
+    samples = _write_samples(out, planned, roles, bool(shards))
+    refused = _rejects_csv(rejects)
+    meta = _settings(recipe) | {
+        "crops": len(roles),
+        "sources": sources,
+        "roles": role_counts(roles),
+        "formats": FORMATS[options.format],
+        "samples": samples,
+        "rejects": {"bytes": len(refused), "sha256": hashlib.sha256(refused).hexdigest()},
+        "shards": shards,
+    }
+    if "leave_out_flags" in recipe:
+        meta["left_out"] = left_out
+    out.write(dataset.REJECTS, refused)
+    meta["fingerprint"] = fingerprint(meta)
+    write_card(out, meta, Counter(reason for _, _, reason, _ in set(rejects)), FLAGS)
+    out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
+    out.remove(".build")
+    return Dataset.open(options.out)
+
+
+def _shard_facts(
+    out: Folder, planned: PlanFacts, leave_out: tuple[str, ...]
+) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, dict[str, int], pa.Table]:
+    """For dataset.json and rejects.csv; a mask of the crops with a flag of `leave_out`, and how many
+    have each; and the columns that are small enough to keep."""
+    shards = []
+    rejects: list[Reject] = []
+    left_out = dict.fromkeys(leave_out, 0)
+    doubtful = []
+    numbers = []
+    for part in _parts(out, planned):
+        facts = json.loads(part.schema.metadata[b"omnilead"])
+        shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
+        rejects += [tuple(reject) for reject in facts["rejects"]]
+        doubtful.append(flagged(part, leave_out))
+        for flag in leave_out:
+            left_out[flag] += int(flagged(part, [flag]).sum())
+        numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
+    return shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers)
+
+
+def _write_zarr(
+    out: Folder, planned: PlanFacts, shards: list[dict[str, Any]], options: ShardOptions
+) -> None:
+    crops = _columns(out, planned, ["shard", "offset", "crc32c"])
+    how = options.workers, options.cluster, options.quiet
+    shard_writers.write_zarr(crops, shards, out, *how)
+
+
+def _write_roles(
+    out: Folder, shards: list[dict[str, Any]], roles: pa.Table, options: ShardOptions
+) -> None:
+    """Write the roles into the shards that were built without, which gives them their sha256."""
+    begins = np.cumsum([0, *(shard["crops"] for shard in shards)]).tolist()
+    tasks = (
+        (shard["name"], roles.slice(begin, shard["crops"]).to_pylist())
+        for begin, shard in zip(begins, shards, strict=False)
+        if shard["sha256"] is None
+    )
+    done = cluster.run(partial(write_roles, out), tasks, options.workers, options.cluster)
+    quiet = options.quiet or options.plan == "all"
+    sums = dict(tqdm(done, "roles", len(shards), disable=quiet))
+    for shard in shards:
+        shard["sha256"] = sums.get(shard["name"], shard["sha256"])
+
+
+def write_roles(out: Folder, task: tuple[str, list[dict[str, Any]]]) -> tuple[str, str]:
+    """Write the roles of a shard's crops into its JSON. -> its name and its sha256."""
+    name, rows = task
+    try:
+        facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
+        tar = whole_tar(out, facts)
+    except ReadError as error:
+        out.remove(part_name(name))
+        raise DatasetError(
+            f"{out.url}/shards/{name}: {error.reason}: run again to rebuild the file"
+        ) from None
+    texts = [roles_text(*row.values()) for row in rows]
+    tar = out.patch(f"shards/{name}", tar, list(zip(facts["roles_at"], texts, strict=True)))
+    return name, hashlib.sha256(tar).hexdigest()
+
+
+def _parts(out: Folder, planned: PlanFacts) -> Iterator[pa.Table]:
+    return (read_part(out, name) for name in planned.shards)
+
+
+def _columns(
+    out: Folder, planned: PlanFacts, names: list[str], known: pa.Table | None = None
+) -> pa.Table:
+    """Columns of all parts; those of `known` have been read."""
+    if known and set(names) <= set(known.column_names):
+        return known.select(names)
+    return pa.concat_tables(
+        part.select(names).replace_schema_metadata() for part in _parts(out, planned)
+    )
+
+
+def _write_samples(
+    out: Folder, planned: PlanFacts, roles: pa.Table, has_shards: bool
+) -> dict[str, Any]:
+    """Write the parts with their roles as samples.parquet, by row groups."""
+    temporary = out.workdir() / "tmp" / f"{dataset.SAMPLES}.{os.getpid()}"
+    try:
+        with write_errors(out.url, dataset.SAMPLES):
+            with pq.ParquetWriter(temporary, COLUMNS, compression="zstd") as writer:
+                for group in _row_groups(_parts(out, planned), roles):
+                    rows = group if has_shards else _without_shards(group)
+                    writer.write_table(rows, ROW_GROUP)
+            size = temporary.stat().st_size
+            with open(temporary, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        out.publish(temporary, dataset.SAMPLES)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return {"bytes": size, "sha256": digest}
+
+
+def _row_groups(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]:
+    """The rows of samples.parquet, ROW_GROUP at a time."""
+    left = COLUMNS.empty_table()
+    begin = 0
+    for part in parts:
+        part = part.replace_schema_metadata().cast(COLUMNS)
+        of_part = roles.slice(begin, len(part))
+        begin += len(part)
+        for name in of_part.column_names:
+            place = COLUMNS.get_field_index(name)
+            part = part.set_column(place, COLUMNS.field(name), of_part[name])
+        left = pa.concat_tables([left, part])
+        while len(left) >= ROW_GROUP:
+            yield left.slice(0, ROW_GROUP)
+            left = left.slice(ROW_GROUP)
+    if len(left):
+        yield left
+
+
+def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The part of dataset.json that says how it was made."""
+    meta: dict[str, Any] = {"format_version": dataset.FORMAT_VERSION}
+    meta["format_minor"] = dataset.FORMAT_MINOR
+    for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
+        meta[name] = SPEC[name]
+    meta["preprocessing"] = SPEC
+    meta["preprocessing_sha256"] = SPEC_HASH
+    for name in ("seed", "plan", "id_share", "role_sources", "leave_out_flags"):
+        if name in recipe:
+            meta[name] = recipe[name]
+    return meta | {"recipe": recipe_hash(recipe), "pseudonyms": recipe["pseudonyms"]}
+
+
+def _without_shards(table: pa.Table) -> pa.Table:
+    """With zarr only, the row number is the address."""
+    for name in ("shard", "offset"):
+        field = COLUMNS.field(name)
+        absent = pa.array(np.full(len(table), -1), field.type)
+        table = table.set_column(COLUMNS.get_field_index(name), field, absent)
+    return table
+
+
+def _remove_leftovers(out: Folder, form: str, shards: list[dict[str, Any]]) -> None:
+    """Remove what killed runs with other sources or options left."""
+    if form == "zarr":
+        out.remove("shards")
+    ours = {shard["name"].removesuffix(".tar") for shard in shards}
+    for name in list(out.names("shards")):
+        found = _SHARD_FILE.fullmatch(name)
+        if found and found[1] not in ours:
+            out.remove(name)
+    if form == "tar" and out.exists(f"{STORE}/zarr.json"):
+        out.remove(STORE)
+
+
+def hidden(rejects: list[Reject], key: bytes | None) -> list[Reject]:
+    """With a key: names as pseudonyms, and no details, which may have names of files."""
+    if key is None:
+        return rejects
+    return [
+        (source, pseudonym(key, "r", source, name), reason, "")
+        for source, name, reason, _ in rejects
+    ]
+
+
+def _rejects_csv(rejects: list[Reject]) -> bytes:
+    return as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
+
+
+def rejects_of(made: Dataset) -> list[Reject]:
+    """The rows of a dataset's rejects.csv: (source, record, reason, detail)."""
+    url, facts = made.root.url, made.meta.get("rejects")
+    if not facts:
+        raise DatasetError(f"{url}/{dataset.META}: has no entry `rejects`: build the dataset again")
+    try:
+        data = made.root.read(dataset.REJECTS, facts["bytes"])
+        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            raise ValueError("fails its sha256")
+        _, *rows = csv.reader(io.StringIO(data.decode()))
+        return [
+            (source, record, reason, detail)
+            for source, record, reason, detail in (map(unquoted, row) for row in rows)
+        ]
+    except (ReadError, ValueError, csv.Error) as error:
+        raise DatasetError(
+            one_line(f"{url}/{dataset.REJECTS}: {error}: restore the file")
+        ) from None
+
+
+def all_refused(out: Folder, rejects: list[Reject]) -> StorageError:
+    """The error if no record can be used. Writes rejects.csv, and names the most common reasons,
+    each with its first file."""
+    out.write(dataset.REJECTS, _rejects_csv(rejects))
+    refusals = [reject for reject in rejects if reject[2] not in FLAGS]
+    examples = []
+    for reason, _ in Counter(reason for _, _, reason, _ in refusals).most_common(3):
+        detail = next(detail for _, _, why, detail in refusals if why == reason)
+        examples.append(f"{reason} ({detail})" if detail else reason)
+    return StorageError(
+        f"no record can be used: {', '.join(examples)}: {out.url}/{dataset.REJECTS} lists all of "
+        "them"
+    )
+
+
+def _source_facts(planned: PlanFacts, records: splits.Records) -> list[dict[str, Any]]:
+    counts = source_counts(records)
+    facts = []
+    for of in planned.sources:
+        crops, used = counts.get(of["name"], (0, 0))
+        seen = of["seen"]
+        one = {
+            "name": of["name"],
+            "licence": of["licence"],
+            "records": {"seen": seen, "used": used, "refused": seen - used},
+            "crops": crops,
+            "dropped_s": of["dropped_s"],
+        }
+        facts.append(one)
+    return facts
+
+
+def source_counts(records: splits.Records) -> dict[str, tuple[int, int]]:
+    """The number of crops and of records by source."""
+    kinds = len(records.source_names)
+    crops = np.bincount(records.source[records.crop_record], minlength=kinds).tolist()
+    used = np.bincount(records.source, minlength=kinds).tolist()
+    return dict(zip(records.source_names, zip(crops, used, strict=True), strict=True))
+
+
+def records_of(read: Callable[[list[str]], pa.Table]) -> splits.Records:
+    """The records that rows of samples.parquet belong to. `read` reads some of its columns: all that
+    are needed would not fit into a gigabyte for ten million rows."""
+    table = read(["source", "record"])
+    sources = table["source"].unique()
+    codes = pc.index_in(table["source"], sources).to_numpy().astype(np.int16)
+    labels = pc.binary_join_element_wise(table["source"], table["record"], "/")
+    crop_record = splits.numbered(labels)
+    del labels
+    first = np.empty(crop_record.max(initial=-1) + 1, np.int32)
+    first[crop_record[::-1]] = np.arange(len(table), dtype=np.int32)[::-1]
+    order = np.argsort(first)
+    first = first[order]
+    place = np.empty(len(first), np.int32)
+    place[order] = np.arange(len(first))
+    del order
+    names = table["record"].combine_chunks().take(pa.array(first))
+    del table
+    patients = read(["patient"])["patient"].combine_chunks().take(pa.array(first))
+    return splits.Records(
+        codes[first],
+        tuple(sources.to_pylist()),
+        names,
+        patients,
+        place[crop_record],  # in the order of their first rows
+        read(["start_s"])["start_s"].to_numpy(),
+        read(["waveform"])["waveform"].to_numpy(),
+    )
+
+
+def assign_roles(
+    records: splits.Records,
+    doubtful: np.ndarray,
+    plan: str,
+    seed: int,
+    sources: RoleSources = PAPER_SOURCES,
+) -> pa.Table:
+    """The columns pretrain, dx_role and id_role. `doubtful`: the crops that are not for
+    pre-training."""
+    roles = splits.assign(records, plan, seed, sources)
+    roles.pretrain[doubtful] = False
+    roles.identity[doubtful & np.isin(roles.identity, (splits.TRAIN, splits.VALID))] = splits.NONE
+    if plan != "paper-split" and (found := splits.leaks(records, roles)):
+        raise DatasetError(f"leakage between roles: {found[0]}")
+    names = pa.array([name or None for name in splits.ROLE_NAMES])
+    return pa.table(
+        {
+            "pretrain": roles.pretrain,
+            "dx_role": names.take(pa.array(roles.dx)),
+            "id_role": names.take(pa.array(roles.identity)),
+        }
+    )
+
+
+def role_counts(table: pa.Table) -> dict[str, Any]:
+    def count(column: str) -> dict[str, int]:
+        values = pc.value_counts(table[column].drop_null()).to_pylist()
+        return dict(sorted((value["values"], value["counts"]) for value in values))
+
+    return {
+        "pretrain": pc.sum(table["pretrain"], min_count=0).as_py(),
+        "dx": count("dx_role"),
+        "id": count("id_role"),
+    }
