@@ -3,6 +3,7 @@
   omnilead synth  OUT --patients 100                  make a synthetic archive in a real archive's layout
   omnilead shard  SRC [SRC ...] --out DATASET         make a dataset; after an interruption, run it again
   omnilead verify DATASET [--archive SRC] [--fast]    check every byte; exit 0 only if there are no findings
+  omnilead remove DATASET --patients FILE             remove patients who withdrew their consent
   omnilead show   DATASET|RECORD [--png FILE]         print a summary, plot 12 leads
   omnilead labels ptbxl SRC --out DIR                 write an archive's published labels for fine-tuning
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 RESUME = {
     "shard": ": run the same command again to continue",
+    "remove": ": run the same command again to continue",
     "synth": ": delete {out} and run it again",
 }
 # The option that says where a command writes, and its name in Python
@@ -188,6 +190,10 @@ SHARD: dict[str, Option] = {
         "help": "replace record and patient ids with keyed hashes",
     },
     "--anonymous": ANONYMOUS,
+    "--append": {
+        "action": "store_true",
+        "help": "add the new records of SRC to DATASET, with its settings and as a new version",
+    },
     "--strict": {"action": "store_true", "help": "exit 2 if any record was refused"},
 }
 VERIFY: dict[str, Option] = {
@@ -211,6 +217,19 @@ VERIFY: dict[str, Option] = {
         "help": "the key file that the dataset was made with, for --archive",
     },
     "--anonymous": ANONYMOUS,
+}
+REMOVE: dict[str, Option] = {
+    "dataset": VERIFY["dataset"],
+    "--patients": {
+        "metavar": "FILE",
+        "required": True,
+        "help": "one on each line, as the dataset names them: PATIENT, or SOURCE/PATIENT",
+    },
+    "--pseudonymize": {
+        "metavar": "KEYFILE",
+        "help": "the key file of the dataset, if FILE has the ids from before",
+    },
+    "--workers": WORKERS,
 }
 SHOW: dict[str, Option] = {
     "what": {
@@ -266,6 +285,13 @@ def _parser() -> argparse.ArgumentParser:
             "dataset --archive archive",
         ),
         (
+            "remove",
+            _remove,
+            REMOVE,
+            "remove patients from a dataset, and search every byte for them",
+            "dataset --patients withdrawn.txt",
+        ),
+        (
             "show",
             _show,
             SHOW,
@@ -282,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser = Parser("omnilead", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="synth|shard|verify|show|labels"
+        dest="command", required=True, metavar="synth|shard|verify|remove|show|labels"
     )
     for name, run, options, text, example in table:
         epilog = f"example: omnilead {name} {example}"
@@ -333,6 +359,7 @@ def shard(
     cluster: str | None = None,
     pseudonymize: str | None = None,
     anonymous: bool = False,
+    append: bool = False,
     strict: bool = False,
 ) -> "Dataset":
     """Makes a dataset from archives, as `omnilead shard`, or finishes one that was interrupted.
@@ -341,12 +368,6 @@ def shard(
     stderr. A DataError says in one line what is wrong."""
     from omnilead.data_tools import build
 
-    roles = _role_sources(
-        plan,
-        {"dx": dx_sources, "id": id_sources, "pretrain": pretrain_sources},
-        id_share,
-        leave_out_flags,
-    )
     key = read_key(pseudonymize) if pseudonymize else None
     opened = _open_sources(
         _paths(sources),
@@ -364,10 +385,16 @@ def shard(
             format=format,
             workers=workers or CORES,
             cluster=cluster,
-            role_sources=roles,
+            role_sources=_role_sources(
+                plan,
+                {"dx": dx_sources, "id": id_sources, "pretrain": pretrain_sources},
+                id_share,
+                leave_out_flags,
+            ),
             pseudonym_key=key,
             patients=patients,
             quiet=not interactive(),
+            append=append,
         ),
     )
     if strict:
@@ -566,6 +593,18 @@ def _verify(parsed: argparse.Namespace) -> int:
     seconds = time.monotonic() - started
     echo(f"{options['dataset']}: {len(dataset):,} crops, {result}; {seconds:.1f} s")
     return 1 if found else 0
+
+
+def _remove(parsed: argparse.Namespace) -> int:
+    from omnilead.data_tools.removal import remove
+
+    url, key = parsed.dataset, read_key(parsed.pseudonymize) if parsed.pseudonymize else None
+    made = remove(url, parsed.patients, key, parsed.workers, not interactive())
+    echo(f"{url}: version {made.version}, {len(made):,} crops are left; every byte was searched")
+    echo(
+        "which models have seen them: omnilead seen RUN/model --data FILES, with files of their ECGs"
+    )
+    return 0
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -41,24 +41,26 @@ from omnilead.data_tools.dataset import (
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from omnilead.data_tools.finishing import (
     PlanFacts,
-    all_refused,
     as_parquet,
     finish,
     hidden,
+    nothing_to_add,
     read_part,
     recipe_hash,
+    rejects_of,
+    settle,
     whole_tar,
 )
 from omnilead.data_tools.finishing import (
     ShardOptions as ShardOptions,
 )
-from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
+from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan, member_hash
 from omnilead.data_tools.prepare import (
     Crop,
     flags_of,
     prepare_crop,
 )
-from omnilead.data_tools.pseudonyms import key_mark, pseudonym
+from omnilead.data_tools.pseudonyms import key_mark, pseudonym, removal_mark
 from omnilead.data_tools.record import EcgRecord, class_row
 from omnilead.data_tools.shard_writers import (
     MAX_INDEX,
@@ -95,27 +97,66 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
                     f"{out.url} is not empty ({files[0]}, ...) and is not a dataset: choose "
                     "another --out"
                 )
-    with nullcontext() if out.exists(META) else _locked(out):
-        how = options.workers, options.cluster, options.quiet, options.patients
-        plan = make_plan(sources, options.seed, *how)
-        mark = key_mark(options.pseudonym_key)
-        marks = [plan.shard(i)[1:] for i in range(plan.shards)]
-        recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
-        recipe |= {"contents": [identity for identity, _ in marks], "pseudonyms": mark}
-        recipe["base"] = None  # in the hash since version 1
-        recipe |= options.role_sources.to_meta(options.plan)
-        if out.exists(META):
-            return _same(Dataset.open(options.out), recipe)
-        if not plan.shards:
-            raise all_refused(out, hidden(plan.rejects, options.pseudonym_key))
-        _build(plan, [content + (mark or "") for _, content in marks], out, options)
-        planned = PlanFacts.of(plan)
-        del plan  # a gigabyte of ten million records
-        return finish(planned, out, recipe, options)
+    if options.append:
+        Dataset.open(options.out)  # before a folder is made
+    # A finished dataset may lie where nobody can write
+    finished = out.exists(META) and not out.exists(".build") and not options.append
+    with nullcontext() if finished else locked(out):
+        return _planned_and_built(sources, options, out)
+
+
+def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder) -> Dataset:
+    before = known = None
+    if options.append:
+        before = to_change(options.out)
+        known = _records_of(before)
+        options = replace(options, removed=frozenset(before.meta.get("removed", ())))
+    how = options.workers, options.cluster, options.quiet, options.patients
+    plan = make_plan(sources, options.seed, *how, options.pseudonym_key, known)
+    mark = key_mark(options.pseudonym_key)
+    marks = [plan.shard(i)[1:] for i in range(plan.shards)]
+    recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
+    recipe |= {"contents": [identity for identity, _ in marks], "pseudonyms": mark}
+    recipe["base"] = None  # in the hash since version 1
+    recipe |= options.role_sources.to_meta(options.plan)
+    if out.exists(META) and not before:
+        return _same(Dataset.open(options.out), recipe)
+    if before and (changed := _changed(before, recipe)):
+        raise DataError(f"--append: {changed}: give the options that {out.url} was made with")
+    if not plan.shards:
+        return nothing_to_add(out, hidden(plan.rejects, options.pseudonym_key), before)
+    first = next_number(before) if before else 0
+    _build(plan, [content + (mark or "") for _, content in marks], out, options, first)
+    planned = PlanFacts.of(plan, first, before)
+    del plan  # a gigabyte of ten million records
+    return finish(planned, out, recipe, options, before)
+
+
+def to_change(url: str) -> Dataset:
+    before = Dataset.open(url)
+    if "zarr" in before.meta["formats"] or before.meta["plan"] == "paper-split":
+        raise DataError(
+            f"{url} has a zarr copy or roles by crop (--plan paper-split), so nothing can be appended "
+            "or removed: build it again"
+        )
+    return before
+
+
+def next_number(before: Dataset) -> int:
+    """Of a new shard."""
+    return 1 + max(int(shard["name"].removesuffix(".tar")) for shard in before.shards)
+
+
+def _records_of(made: Dataset) -> np.ndarray:
+    """Hashes of the records that a dataset has or has refused, ascending."""
+    hashes = {member_hash(source, name) for source, name, *_ in rejects_of(made)}
+    for part in made.parts(["source", "record"]):
+        hashes.update(map(member_hash, *(column.to_pylist() for column in part.columns)))
+    return np.array(sorted(hashes), np.uint64)
 
 
 @contextmanager
-def _locked(out: Folder) -> Iterator[None]:
+def locked(out: Folder) -> Iterator[None]:
     """Let only one run write to a folder; it first removes the temporary files of killed runs."""
     place = out.workdir()
     with open(place / "lock", "wb") as lock:
@@ -133,38 +174,46 @@ def _locked(out: Folder) -> Iterator[None]:
 def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     """Return the finished dataset; an error if it was made with another recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
-        formats = finished.meta["formats"]
-        left_out = RoleSources.from_meta(finished.meta).leave_out
-        old = finished.meta | {"format": "both" if len(formats) > 1 else formats[0]}
-        old["leave_out_flags"] = list(left_out)
-        changed = []
-        usual = {"leave_out_flags": list(PAPER_SOURCES.leave_out)}
-        for name, value in (usual | recipe).items():
-            if name not in ("contents", "base") and old.get(name) != value:
-                changed.append(f"{name} was {old.get(name)}, not {value}")
-        what = ", ".join(changed) or "from other input or options"
+        what = _changed(finished, recipe) or "from other input or options"
         raise DatasetError(
             f"{finished.root.url} is already finished ({what}): choose another --out"
         )
-    if finished.root.exists(".build"):  # the build was killed between its last two steps
-        finished.root.remove(".build")
+    if finished.root.exists(".build"):  # a build was killed, perhaps that of another version
+        settle(finished)
     return finished
 
 
-def _build(plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions) -> None:
-    """Build the missing shards."""
+def _changed(finished: Dataset, recipe: dict[str, Any]) -> str:
+    """Which settings differ from those it was made with."""
+    formats = finished.meta["formats"]
+    left_out = RoleSources.from_meta(finished.meta).leave_out
+    old = finished.meta | {"format": "both" if len(formats) > 1 else formats[0]}
+    old["leave_out_flags"] = list(left_out)
+    changed = []
+    usual = {"leave_out_flags": list(PAPER_SOURCES.leave_out)}
+    for name, value in (usual | recipe).items():
+        if name not in ("contents", "base") and old.get(name) != value:
+            changed.append(f"{name} was {old.get(name)}, not {value}")
+    return ", ".join(changed)
+
+
+def _build(
+    plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions, first: int = 0
+) -> None:
+    """Build the missing shards. `first`: the number of the first."""
     if options.plan == "all":  # they have their roles at once
         roles = f" all {' '.join(options.role_sources.leave_out)}"
         contents = [content + roles for content in contents]
     written = set(out.names(".build"))  # by an interrupted run
-    left = [
-        (i, content) for i, content in enumerate(contents) if part_name(shard_name(i)) in written
-    ]
+    left = []
+    for number, content in enumerate(contents, first):
+        if part_name(shard_name(number)) in written:
+            left.append((number, content))
     checked = cluster.run(partial(_finished, out), left, options.workers, options.cluster)
     quiet = options.quiet or not left
     finished = set(tqdm(checked, "checking finished shards", len(left), disable=quiet))
-    missing = [i for i in range(plan.shards) if i not in finished]
-    tasks = ((i, plan.shard(i).crops, contents[i]) for i in missing)
+    missing = [i for i in range(plan.shards) if first + i not in finished]
+    tasks = ((first + i, plan.shard(i).crops, contents[i]) for i in missing)
     build = partial(build_shard, out, plan.sources, options)
     made = cluster.run(build, tasks, options.workers, options.cluster)
     done = plan.shards - len(missing)
@@ -242,6 +291,7 @@ class _ShardWriter:
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
+        self.removed = options.removed
 
     def add(self, path: str, label: str, part: int, record: EcgRecord | ReadError) -> None:
         """Add crop number `part` of a record. `label`: its source/name."""
@@ -250,6 +300,10 @@ class _ShardWriter:
         try:
             if isinstance(record, ReadError):
                 raise record
+            patient = shown_patient(self.key, source, record.patient)
+            if self.removed and removal_mark(source, patient) in self.removed:
+                name, path = removal_mark(source, plain), ""
+                raise ReadError("patient was removed")
             if part == 0:
                 self._note(source, name, record.warnings)
             crop = prepare_crop(record, part, self.samples)
@@ -257,8 +311,8 @@ class _ShardWriter:
         except ReadError as error:
             self._note(source, name, [(error.reason, located(path, error.detail))])
             return
-        self._note(source, name, _flags(crop))
         crc, hashed = waveform(self.samples)
+        self._note(source, name, _flags(crop))
         facts = row | {"crc32c": f"{crc:08x}", "waveform": f"{hashed:016x}"}
         facts["label_names"] = label_names(row["labels"])
         text = json.dumps(facts).removesuffix("}").encode() + b", "

@@ -7,6 +7,7 @@ module.
             rejects.csv       every record, lead or crop that was refused, repaired or flagged
             shards/00000.tar  <key>.ecg = int16 [12, 5000] in microvolts, <key>.json; .idx for DALI
             store.zarr/       optional copy: int16 [crops, 12, 5000]
+            versions/1/       tables of an earlier version, whose shards are among those of the newest
 
 `Dataset.open` reads only dataset.json. Columns are read on demand; crops are read by offset and
 checked against their crc32c.
@@ -14,6 +15,7 @@ checked against their crc32c.
     dataset = Dataset.open("DATASET")
     ecg = dataset[0]    # an Ecg with ecg.signal_mv, ecg.record, ecg.age, ecg.labels
     dataset.torch("pretrain")    # for other programs, by role; also webdataset, zarr
+    Dataset.open("DATASET", version=1)    # as it was before something was appended
 """
 
 import hashlib
@@ -51,6 +53,7 @@ FORMAT_MINOR = 1
 CLASSES = ABBREVIATIONS  # the columns of `labels`
 SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
+VERSIONS = "versions"
 MAX_META = 256 * 2**20
 GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
 
@@ -104,6 +107,12 @@ class SourceFacts(BaseModel, strict=True):
     dropped_s: float
 
 
+class VersionFacts(BaseModel, strict=True):
+    what: Literal["shard", "append", "remove"]
+    crops: NonNegativeInt
+    fingerprint: str = ""  # absent of the version that dataset.json describes
+
+
 class DatasetFacts(BaseModel, strict=True):
     """The fields of dataset.json that readers rely on. Those with a default may be absent: not
     every reader needs them."""
@@ -121,6 +130,7 @@ class DatasetFacts(BaseModel, strict=True):
     leave_out_flags: list[str] = []
     roles: dict[str, Any] = {}
     sources: list[SourceFacts] = []
+    versions: list[VersionFacts] = []  # up to this one; absent of the first
 
 
 class Meta(dict[str, Any]):
@@ -166,10 +176,40 @@ class Dataset:
     meta: dict[str, Any]
 
     @classmethod
-    def open(cls, url: str, anonymous: bool = False) -> "Dataset":
-        root = dataset_folder(url, anonymous)
+    def open(
+        cls,
+        url: str,
+        anonymous: bool = False,
+        version: int | str | None = None,
+        begun_with: Sequence[str] = (),
+    ) -> "Dataset":
+        """`version`: its number or its fingerprint; None: the newest, or the one of which
+        `begun_with` has the fingerprint."""
+        newest = cls.at(dataset_folder(url, anonymous), META)
+        for earlier in newest.earlier:
+            if earlier in begun_with:
+                version = earlier
+        return newest if version is None else newest.in_version(version)
+
+    def in_version(self, version: int | str) -> "Dataset":
+        """This dataset in another version."""
+        if version in (self.version, self.fingerprint):
+            return self
+        number = self.earlier.index(version) + 1 if version in self.earlier else version
+        if number not in range(self.oldest, self.version):
+            raise DatasetError(
+                f"{self.root.url}: version {number} cannot be opened or trained on, only "
+                f"{self.oldest} to {self.version}: a removal of patients ended earlier ones; use "
+                "the newest, for a training with --out NEW"
+            )
+        return self.at(self.root, f"{VERSIONS}/{number}/{META}")
+
+    @classmethod
+    def at(cls, root: Folder, name: str) -> "Dataset":
+        """`name`: that of dataset.json."""
+        url = root.url
         try:
-            meta = json.loads(root.read(META, MAX_META))
+            meta = json.loads(root.read(name, MAX_META))
         except ReadError as error:
             hint = (
                 "not a dataset, or an unfinished one: `omnilead shard SRC --out DATASET` makes or "
@@ -177,12 +217,12 @@ class Dataset:
             )
             raise DatasetError(
                 f"{url}: no {META} ({hint})"
-                if error.reason == "missing file"
+                if error.reason == "missing file" and name == META
                 else f"{url}: {error}"
             ) from None
         except (ValueError, RecursionError) as error:
             raise DatasetError(
-                one_line(f"{url}/{META}: not JSON ({error}): restore the file")
+                one_line(f"{url}/{name}: not JSON ({error}): restore the file")
             ) from None
         version = meta.get("format_version") if isinstance(meta, dict) else None
         if version != FORMAT_VERSION:
@@ -192,7 +232,7 @@ class Dataset:
             )
         if meta.get("fingerprint") != fingerprint(meta):
             raise DatasetError(
-                f"{url}/{META}: the fingerprint does not match the contents: edited by hand? "
+                f"{url}/{name}: the fingerprint does not match the contents: edited by hand? "
                 "restore the file"
             )
         try:
@@ -200,7 +240,7 @@ class Dataset:
         except ValidationError as error:
             wrong = error.errors()[0]["loc"][0]
             raise DatasetError(
-                f"{url}/{META}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file"
+                f"{url}/{name}: {wrong} is not valid in version {FORMAT_VERSION}: restore the file"
             ) from None
         counts = {shard["name"]: shard["crops"] for shard in meta["shards"]}
         stored = len(meta["shards"]), sum(shard["crops"] for shard in meta["shards"])
@@ -211,7 +251,7 @@ class Dataset:
                 f"{stored[0]} shards with {stored[1]} crops, {meta['crops']} crops in all, "
                 f"formats {meta['formats']}"
             )
-            raise DatasetError(f"{url}/{META}: contradicts itself ({facts}): restore the file")
+            raise DatasetError(f"{url}/{name}: contradicts itself ({facts}): restore the file")
         return cls(root, Meta(meta))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -252,6 +292,26 @@ class Dataset:
     def minor(self) -> int:
         """The minor version of its format."""
         return int(self.meta.get("format_minor", 0))
+
+    @property
+    def version(self) -> int:
+        return len(self.meta.get("versions", ())) or 1
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that can be opened: a removal ends those before it."""
+        versions = enumerate(self.meta.get("versions", ()), 1)
+        return max((number for number, one in versions if one["what"] == "remove"), default=1)
+
+    @property
+    def earlier(self) -> list[str]:
+        """The fingerprints of the versions before this one."""
+        return [one["fingerprint"] for one in self.meta.get("versions", ())[:-1]]
+
+    def place(self, name: str) -> str:
+        """Where a table lies: those of an earlier version were kept."""
+        kept = f"{VERSIONS}/{self.version}/{name}"
+        return kept if self.root.exists(kept) else name
 
     @property
     def shards(self) -> list[dict[str, Any]]:
@@ -317,21 +377,21 @@ class Dataset:
     def _samples(self) -> pq.ParquetDataset:
         """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file
         stays in memory."""
-        facts, file = self.meta["samples"], f"{self.root.url}/{SAMPLES}"
-        source: Any = file
+        facts, name = self.meta["samples"], self.place(SAMPLES)
+        file = f"{self.root.url}/{name}"
         if self.root.remote:
-            data = self.root.read(SAMPLES, facts["bytes"])
-            source, digest = io.BytesIO(data), hashlib.sha256(data)
-        else:
-            with open(file, "rb") as opened:
-                digest = hashlib.file_digest(opened, "sha256")
+            source: Any = io.BytesIO(self.root.read(name, facts["bytes"]))
+            digest = hashlib.sha256(source.getbuffer())
+        else:  # stays this file when another version takes its place
+            source = pa.memory_map(file)
+            digest = hashlib.sha256(source.read_buffer())
         if digest.hexdigest() != facts["sha256"]:
             raise DatasetError(f"{file}: fails its sha256: restore the file")
         return pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
 
     @contextmanager
     def _arrow_errors(self) -> Iterator[None]:
-        file = f"{self.root.url}/{SAMPLES}"
+        file = f"{self.root.url}/{self.place(SAMPLES)}"
         try:
             yield
         except FileNotFoundError:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +22,13 @@ import pyarrow.parquet as pq
 from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster, dataset, shard_writers, splits
+from omnilead.data_tools.cli import tell
 from omnilead.data_tools.data_card import write_card
 from omnilead.data_tools.dataset import (
     COLUMNS,
     META,
     STORE,
+    VERSIONS,
     Dataset,
     fingerprint,
     flagged,
@@ -74,6 +77,8 @@ FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     "no calibration pulse",
     "inverted lead",
 )
+ROLES = ["pretrain", "dx_role", "id_role"]
+_NAMED = pa.array([name or None for name in splits.ROLE_NAMES])
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
 
@@ -90,6 +95,8 @@ class ShardOptions:
     pseudonym_key: bytes | None = None
     patients: str | None = None  # a table that names them
     quiet: bool = False
+    append: bool = False
+    removed: frozenset[str] = frozenset()  # marks of patients, from the dataset that is extended
 
 
 def read_part(out: Folder, name: str) -> pa.Table:
@@ -136,66 +143,132 @@ class PlanFacts(NamedTuple):
     rejects: list[Reject]
 
     @classmethod
-    def of(cls, plan: ShardPlan) -> "PlanFacts":
-        sources = []
+    def of(cls, plan: ShardPlan, first: int = 0, before: Dataset | None = None) -> "PlanFacts":
+        """`first`: the number of the first shard; `before`: has these sources as well."""
+        sources = {}
         for name, seen in plan.seen.items():
             licence, dropped_s = plan.facts(name)
             if name.startswith(SYNTHETIC):
                 licence = SYNTHETIC_LICENCE
             facts = {"name": name, "licence": licence, "seen": seen, "dropped_s": dropped_s}
-            sources.append(facts)
-        return cls([shard_name(i) for i in range(plan.shards)], sources, plan.rejects)
+            sources[name] = facts
+        for one in before.meta["sources"] if before else ():
+            facts = sources.setdefault(one["name"], one | {"seen": 0, "dropped_s": 0.0})
+            facts["seen"] += one["records"]["seen"]
+            facts["dropped_s"] = round(facts["dropped_s"] + one["dropped_s"], 3)
+        names = [shard_name(first + i) for i in range(plan.shards)]
+        return cls(names, [sources[name] for name in sorted(sources)], plan.rejects)
 
 
 def finish(
-    planned: PlanFacts, out: Folder, recipe: dict[str, Any], options: ShardOptions
+    planned: PlanFacts,
+    out: Folder,
+    recipe: dict[str, Any],
+    options: ShardOptions,
+    before: Dataset | None = None,
 ) -> Dataset:
-    """Reads the parts several times: all rows at once would take gigabytes."""
-    facts = _shard_facts(out, planned, options.role_sources.leave_out)
-    shards, rejects, doubtful, left_out, numbers = facts
+    """Reads the parts several times: all rows at once would take gigabytes. `before`: a dataset that
+    is extended; its rows, roles and shards stay, in front of the new ones."""
+    leave_out = options.role_sources.leave_out
+    shards, rejects, doubtful, numbers = _shard_facts(out, planned, leave_out)
     rejects += hidden(planned.rejects, options.pseudonym_key)
     if not len(doubtful):
-        raise all_refused(out, rejects)
-    records = records_of(partial(_columns, out, planned, known=numbers))
-    sources = _source_facts(planned, records)
-    roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources)
+        return nothing_to_add(out, rejects, before)
+    records = records_of(partial(_columns, out, planned, known=numbers, before=before))
+    sources = source_facts(planned.sources, records)
+    stand, count = before and before.table(ROLES), len(before or ())
+    doubtful = np.append(np.zeros(count, bool), doubtful)
+    roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources, stand)
+    new = roles.slice(count)
     del records, numbers
     if options.format != "zarr":
-        _write_roles(out, shards, roles, options)
+        _write_roles(out, shards, new, options)
     if options.format != "tar":
         _write_zarr(out, planned, shards, options)
     if options.format == "zarr":
         shards = []
-    _remove_leftovers(out, options.format, shards)
-    samples = _write_samples(out, planned, roles, bool(shards))
+    rows = with_roles(_parts(out, planned), new, before)
+    meta = _settings(recipe)
+    if before:
+        rows = chain(map(pa.table, before.parts(COLUMNS.names)), rows)
+        rejects += rejects_of(before)
+        shards = before.shards + shards
+        meta = dict(before.meta)
+    elif not shards:
+        rows = map(_without_shards, rows)
+    meta |= {"sources": sources, "formats": FORMATS[options.format]}
+    _remove_leftovers(out, meta["formats"], shards)
+    return settle(write_tables(out, meta, rows, rejects, shards, roles, before))
+
+
+def write_tables(
+    out: Folder,
+    meta: dict[str, Any],
+    rows: Iterable[pa.Table],
+    rejects: list[Reject],
+    shards: list[dict[str, Any]],
+    roles: pa.Table,
+    before: Dataset | None = None,
+    what: str = "append",
+) -> Dataset:
+    """Write what is not in the shards, dataset.json last. `meta`: what it says besides; `before`: this
+    is another version of it, whose tables are kept."""
+    if before:
+        for name in (dataset.SAMPLES, dataset.REJECTS, META):
+            if before.place(name) == name:
+                out.write(f"{VERSIONS}/{before.version}/{name}", out.read(name, 2**40))
+        versions = meta.get("versions") or [{"what": "shard", "crops": len(before)}]
+        last = versions[-1] | {"fingerprint": meta.pop("fingerprint")}
+        meta["versions"] = [*versions[:-1], last, {"what": what, "crops": len(roles)}]
+    samples, left_out = _write_samples(out, rows, meta.get("leave_out_flags", ()))
     refused = _rejects_csv(rejects)
-    meta = _settings(recipe) | {
+    meta |= {
         "crops": len(roles),
-        "sources": sources,
+        "sources": meta.pop("sources"),
         "roles": role_counts(roles),
-        "formats": FORMATS[options.format],
+        "formats": meta.pop("formats"),
         "samples": samples,
         "rejects": {"bytes": len(refused), "sha256": hashlib.sha256(refused).hexdigest()},
         "shards": shards,
     }
-    if "leave_out_flags" in recipe:
+    if "leave_out_flags" in meta:
         meta["left_out"] = left_out
     out.write(dataset.REJECTS, refused)
     meta["fingerprint"] = fingerprint(meta)
     write_card(out, meta, Counter(reason for _, _, reason, _ in set(rejects)), FLAGS)
     out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
-    out.remove(".build")
-    return Dataset.open(options.out)
+    return Dataset.open(out.url)
+
+
+def settle(made: Dataset) -> Dataset:
+    """Remove the traces of the build, of killed ones, and versions before a removal."""
+    _remove_leftovers(made.root, made.meta["formats"], made.shards)
+    for number in range(1, made.oldest):
+        made.root.remove(f"{VERSIONS}/{number}")
+    made.root.remove(".build")
+    return made
+
+
+def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, Any]]) -> None:
+    """Remove what killed runs with other sources or options left."""
+    if "tar" not in formats:
+        out.remove("shards")
+    ours = {shard["name"].removesuffix(".tar") for shard in shards}
+    for name in list(out.names("shards")):
+        found = _SHARD_FILE.fullmatch(name)
+        if found and found[1] not in ours:
+            out.remove(name)
+    if "zarr" not in formats and out.exists(f"{STORE}/zarr.json"):
+        out.remove(STORE)
 
 
 def _shard_facts(
     out: Folder, planned: PlanFacts, leave_out: tuple[str, ...]
-) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, dict[str, int], pa.Table]:
-    """For dataset.json and rejects.csv; a mask of the crops with a flag of `leave_out`, and how many
-    have each; and the columns that are small enough to keep."""
+) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, pa.Table]:
+    """For dataset.json and rejects.csv; a mask of the crops with a flag of `leave_out`; and the columns
+    that are small enough to keep."""
     shards = []
     rejects: list[Reject] = []
-    left_out = dict.fromkeys(leave_out, 0)
     doubtful = []
     numbers = []
     for part in _parts(out, planned):
@@ -203,10 +276,8 @@ def _shard_facts(
         shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
         rejects += [tuple(reject) for reject in facts["rejects"]]
         doubtful.append(flagged(part, leave_out))
-        for flag in leave_out:
-            left_out[flag] += int(flagged(part, [flag]).sum())
         numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
-    return shards, rejects, np.concatenate(doubtful), left_out, pa.concat_tables(numbers)
+    return shards, rejects, np.concatenate(doubtful), pa.concat_tables(numbers)
 
 
 def _write_zarr(
@@ -255,48 +326,68 @@ def _parts(out: Folder, planned: PlanFacts) -> Iterator[pa.Table]:
 
 
 def _columns(
-    out: Folder, planned: PlanFacts, names: list[str], known: pa.Table | None = None
+    out: Folder,
+    planned: PlanFacts,
+    names: list[str],
+    known: pa.Table | None = None,
+    before: Dataset | None = None,
 ) -> pa.Table:
-    """Columns of all parts; those of `known` have been read."""
+    """Columns of all rows; those of `known` have been read from the parts."""
+    old = [before.table(names)] if before else []
     if known and set(names) <= set(known.column_names):
-        return known.select(names)
-    return pa.concat_tables(
-        part.select(names).replace_schema_metadata() for part in _parts(out, planned)
-    )
+        return pa.concat_tables([*old, known.select(names)])
+    new = (part.select(names).replace_schema_metadata() for part in _parts(out, planned))
+    return pa.concat_tables(chain(old, new))
 
 
 def _write_samples(
-    out: Folder, planned: PlanFacts, roles: pa.Table, has_shards: bool
-) -> dict[str, Any]:
-    """Write the parts with their roles as samples.parquet, by row groups."""
+    out: Folder, rows: Iterable[pa.Table], leave_out: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Write samples.parquet by row groups. -> also how many crops have each flag of `leave_out`."""
+    left_out = dict.fromkeys(leave_out, 0)
     temporary = out.workdir() / "tmp" / f"{dataset.SAMPLES}.{os.getpid()}"
     try:
         with write_errors(out.url, dataset.SAMPLES):
             with pq.ParquetWriter(temporary, COLUMNS, compression="zstd") as writer:
-                for group in _row_groups(_parts(out, planned), roles):
-                    rows = group if has_shards else _without_shards(group)
-                    writer.write_table(rows, ROW_GROUP)
+                for group in _row_groups(rows):
+                    writer.write_table(group, ROW_GROUP)
+                    for flag in left_out:
+                        left_out[flag] += int(flagged(group, [flag]).sum())
             size = temporary.stat().st_size
             with open(temporary, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         out.publish(temporary, dataset.SAMPLES)
     finally:
         temporary.unlink(missing_ok=True)
-    return {"bytes": size, "sha256": digest}
+    return {"bytes": size, "sha256": digest}, left_out
 
 
-def _row_groups(parts: Iterable[pa.Table], roles: pa.Table) -> Iterator[pa.Table]:
-    """The rows of samples.parquet, ROW_GROUP at a time."""
-    left = COLUMNS.empty_table()
+def with_roles(
+    parts: Iterable[pa.Table], roles: pa.Table, before: Dataset | None = None
+) -> Iterator[pa.Table]:
+    """The rows of shards, which come after those of `before`."""
     begin = 0
-    for part in parts:
+    for number, part in enumerate(parts, len(before.shards) if before else 0):
         part = part.replace_schema_metadata().cast(COLUMNS)
         of_part = roles.slice(begin, len(part))
         begin += len(part)
-        for name in of_part.column_names:
-            place = COLUMNS.get_field_index(name)
-            part = part.set_column(place, COLUMNS.field(name), of_part[name])
-        left = pa.concat_tables([left, part])
+        shard = pa.array(np.full(len(part), number, np.int32))
+        yield replaced(part, of_part.append_column("shard", shard))
+
+
+def replaced(table: pa.Table, columns: pa.Table) -> pa.Table:
+    """With other values of some columns."""
+    for name in columns.column_names:
+        place = COLUMNS.get_field_index(name)
+        table = table.set_column(place, COLUMNS.field(name), columns[name])
+    return table
+
+
+def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """ROW_GROUP at a time."""
+    left = COLUMNS.empty_table()
+    for some in rows:
+        left = pa.concat_tables([left, some])
         while len(left) >= ROW_GROUP:
             yield left.slice(0, ROW_GROUP)
             left = left.slice(ROW_GROUP)
@@ -320,24 +411,9 @@ def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _without_shards(table: pa.Table) -> pa.Table:
     """With zarr only, the row number is the address."""
-    for name in ("shard", "offset"):
-        field = COLUMNS.field(name)
-        absent = pa.array(np.full(len(table), -1), field.type)
-        table = table.set_column(COLUMNS.get_field_index(name), field, absent)
-    return table
-
-
-def _remove_leftovers(out: Folder, form: str, shards: list[dict[str, Any]]) -> None:
-    """Remove what killed runs with other sources or options left."""
-    if form == "zarr":
-        out.remove("shards")
-    ours = {shard["name"].removesuffix(".tar") for shard in shards}
-    for name in list(out.names("shards")):
-        found = _SHARD_FILE.fullmatch(name)
-        if found and found[1] not in ours:
-            out.remove(name)
-    if form == "tar" and out.exists(f"{STORE}/zarr.json"):
-        out.remove(STORE)
+    absent = np.full(len(table), -1)
+    columns = {name: pa.array(absent, COLUMNS.field(name).type) for name in ("shard", "offset")}
+    return replaced(table, pa.table(columns))
 
 
 def hidden(rejects: list[Reject], key: bytes | None) -> list[Reject]:
@@ -360,7 +436,7 @@ def rejects_of(made: Dataset) -> list[Reject]:
     if not facts:
         raise DatasetError(f"{url}/{dataset.META}: has no entry `rejects`: build the dataset again")
     try:
-        data = made.root.read(dataset.REJECTS, facts["bytes"])
+        data = made.root.read(made.place(dataset.REJECTS), facts["bytes"])
         if hashlib.sha256(data).hexdigest() != facts["sha256"]:
             raise ValueError("fails its sha256")
         _, *rows = csv.reader(io.StringIO(data.decode()))
@@ -374,27 +450,36 @@ def rejects_of(made: Dataset) -> list[Reject]:
         ) from None
 
 
-def all_refused(out: Folder, rejects: list[Reject]) -> StorageError:
-    """The error if no record can be used. Writes rejects.csv, and names the most common reasons,
-    each with its first file."""
+def nothing_to_add(out: Folder, rejects: list[Reject], before: Dataset | None) -> Dataset:
+    """If no record can be used: the dataset as it was, or an error, and rejects.csv. Names the most
+    common reasons, each with its first file."""
+    why = _reasons(rejects)
+    if before:
+        tell(
+            f"note: of {len(set(rejects)):,} new records none is added to {out.url}: {why or 'none is new'}"
+        )
+        return settle(before)
     out.write(dataset.REJECTS, _rejects_csv(rejects))
+    raise StorageError(
+        f"no record can be used: {why}: {out.url}/{dataset.REJECTS} lists all of them"
+    )
+
+
+def _reasons(rejects: list[Reject]) -> str:
     refusals = [reject for reject in rejects if reject[2] not in FLAGS]
     examples = []
     for reason, _ in Counter(reason for _, _, reason, _ in refusals).most_common(3):
         detail = next(detail for _, _, why, detail in refusals if why == reason)
         examples.append(f"{reason} ({detail})" if detail else reason)
-    return StorageError(
-        f"no record can be used: {', '.join(examples)}: {out.url}/{dataset.REJECTS} lists all of "
-        "them"
-    )
+    return ", ".join(examples)
 
 
-def _source_facts(planned: PlanFacts, records: splits.Records) -> list[dict[str, Any]]:
+def source_facts(sources: list[dict[str, Any]], records: splits.Records) -> list[dict[str, Any]]:
     counts = source_counts(records)
     facts = []
-    for of in planned.sources:
+    for of in sources:
         crops, used = counts.get(of["name"], (0, 0))
-        seen = of["seen"]
+        seen = of["seen"] if "seen" in of else used + of["records"]["refused"]
         one = {
             "name": of["name"],
             "licence": of["licence"],
@@ -450,22 +535,27 @@ def assign_roles(
     plan: str,
     seed: int,
     sources: RoleSources = PAPER_SOURCES,
+    old: pa.Table | None = None,
 ) -> pa.Table:
     """The columns pretrain, dx_role and id_role. `doubtful`: the crops that are not for
-    pre-training."""
-    roles = splits.assign(records, plan, seed, sources)
+    pre-training; `old`: the roles of the first crops, which stay."""
+    if old is None or plan == "all":
+        roles = splits.assign(records, plan, seed, sources)
+    else:
+        codes = [pc.index_in(old[name], _NAMED).to_numpy().astype(np.int8) for name in ROLES[1:]]
+        stand = splits.CropRoles(old["pretrain"].to_numpy(), *codes)
+        roles, torn = splits.extended(records, stand, seed, sources)
+        if torn:
+            tell(
+                f"note: {torn:,} appended records link records whose roles exclude each other: they "
+                "have no role"
+            )
     roles.pretrain[doubtful] = False
     roles.identity[doubtful & np.isin(roles.identity, (splits.TRAIN, splits.VALID))] = splits.NONE
-    if plan != "paper-split" and (found := splits.leaks(records, roles)):
+    if old is None and plan != "paper-split" and (found := splits.leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {found[0]}")
-    names = pa.array([name or None for name in splits.ROLE_NAMES])
-    return pa.table(
-        {
-            "pretrain": roles.pretrain,
-            "dx_role": names.take(pa.array(roles.dx)),
-            "id_role": names.take(pa.array(roles.identity)),
-        }
-    )
+    named = _NAMED.take(pa.array(roles.dx)), _NAMED.take(pa.array(roles.identity))
+    return pa.table([roles.pretrain, *named], ROLES)
 
 
 def role_counts(table: pa.Table) -> dict[str, Any]:

@@ -7,11 +7,11 @@ records fit into one machine's memory.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b, sha256
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,10 +20,11 @@ import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster
-from omnilead.data_tools.cli import keep_freed_memory
+from omnilead.data_tools.cli import keep_freed_memory, tell
 from omnilead.data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from omnilead.data_tools.errors import ReadError, StorageError, printable
 from omnilead.data_tools.prepare import SPEC_HASH, crop_count, dropped_samples
+from omnilead.data_tools.pseudonyms import pseudonym
 from omnilead.data_tools.record import Header
 from omnilead.data_tools.record_tables import patients_of, read_patients
 from omnilead.data_tools.resampling import FS_HZ
@@ -161,17 +162,16 @@ def make_plan(
     dask: str | None = None,
     quiet: bool = True,
     patients: str | None = None,
+    key: bytes | None = None,
+    known: np.ndarray | None = None,
 ) -> ShardPlan:
-    """Read all headers in parallel and plan the shards. `patients`: a table that names them."""
+    """Read all headers in parallel and plan the shards. `patients`: a table that names them; `known`:
+    ascending member_hash of records to leave out, with pseudonyms by this key."""
     sources = tuple(sources)
     people = read_patients(patients) if patients else None  # before hours of reading
-    scanned = _Scanned()
-    scans = cluster.run(_scan, _chunks(sources), workers, dask)
-    with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
-        for scan in _in_order(scans):
-            scanned.add(scan)
-            bar.update(scan.seen.total())
-    if not scanned.seen:
+    scans = cluster.run(partial(_scan, key), _chunks(sources), workers, dask)
+    scanned = _read_headers(scans, key, known, quiet)
+    if scanned is None:
         raise _no_records(sources)
     keys, labels = scanned.keys.column(), scanned.labels.column()
     numbers = np.frombuffer(scanned.numbers, NUMBERS)
@@ -197,6 +197,21 @@ def make_plan(
         seen,
         _with_unique_names(refused, labels, again),
     )
+
+
+def _read_headers(
+    scans: Iterable[_Scan], key: bytes | None, known: np.ndarray | None, quiet: bool
+) -> _Scanned | None:
+    """None if there are no records."""
+    scanned, every = _Scanned(), 0
+    with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
+        for scan in _in_order(scans):
+            scanned.add(scan if known is None else _unknown(scan, key, known))
+            every += scan.seen.total()
+            bar.update(scan.seen.total())
+    if left_out := every - scanned.seen.total():
+        tell(f"note: {left_out:,} records are left out: the dataset has or has refused them")
+    return scanned if every else None
 
 
 def _in_order(scans: Iterable[_Scan]) -> Iterator[_Scan]:
@@ -274,7 +289,7 @@ def _chunks(sources: tuple[Source, ...]) -> Iterator[tuple[int, int, Source, lis
             number += 1
 
 
-def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
+def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Scan:
     keep_freed_memory()
     number, archive, source, keys = task
     usable: list[str] = []
@@ -299,8 +314,8 @@ def _scan(task: tuple[int, int, Source, list[str]]) -> _Scan:
                 error = refusal
         seen[filed] += 1
         refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
-    members = [_hash(label.replace("/", "-").encode()) for label in labels]
-    arrays = np.array(numbers, NUMBERS), np.array(members, np.uint64)
+    members = _hashes((label.split("/") for label in labels), secret)
+    arrays = np.array(numbers, NUMBERS), members
     return _Scan(number, usable, labels, *arrays, refused, seen)
 
 
@@ -318,6 +333,31 @@ def _numbers(header: Header) -> tuple[int, int, int, int]:
     fingerprint = _hash(header.fingerprint + f"{header.samples} {header.fs_hz}".encode())
     dropped = dropped_samples(header.samples, header.fs_hz)
     return crops, dropped, fingerprint, _hash(header.stamp)
+
+
+def member_hash(source: str, name: str) -> int:
+    """Of a record's name in a tar."""
+    return _hash(f"{source}-{name}".encode())
+
+
+def _hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarray:
+    hashes = [member_hash(one[0], pseudonym(key, "r", one[0], one[1])) for one in names]
+    return np.array(hashes, np.uint64)
+
+
+def _unknown(scan: _Scan, key: bytes | None, known: np.ndarray) -> _Scan:
+    """What is not known of a chunk."""
+
+    def is_new(hashes: np.ndarray) -> np.ndarray:
+        at = np.searchsorted(known[:-1], hashes)
+        return np.asarray(known[at] != hashes)
+
+    new = is_new(scan.members)
+    refused = list(compress(scan.refused, is_new(_hashes((one[1] for one in scan.refused), key))))
+    labels = list(compress(scan.labels, new))
+    seen = [label.partition("/")[0] for label in labels] + [one[1][0] for one in refused]
+    columns = (scan.numbers[new], scan.members[new], refused, Counter(seen))
+    return _Scan(scan.number, list(compress(scan.keys, new)), labels, *columns)
 
 
 def _hash(words: bytes) -> int:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from omnilead.data_tools.errors import StorageError
+from omnilead.data_tools.record import patient_source
 
 
 def read_key(path: str) -> bytes:
@@ -49,3 +50,20 @@ def pseudonym(key: bytes | None, kind: str, source: str, name: str) -> str:
 def key_mark(key: bytes | None) -> str | None:
     """Identifies a key without disclosing it."""
     return blake2b(b"omnilead pseudonyms", key=key, digest_size=8).hexdigest() if key else None
+
+
+def other_key(mark: str | None, key: bytes | None) -> str:
+    """What is wrong if a dataset with this mark was not made with the key."""
+    if key and not mark:
+        return "the dataset's names are not pseudonyms: leave out --pseudonymize"
+    if mark != key_mark(key):
+        return (
+            "the dataset's names are pseudonyms: to compare, use --pseudonymize with the same "
+            "KEYFILE"
+        )
+    return ""
+
+
+def removal_mark(source: str, patient: str | None) -> str:
+    """By which a removed patient is known when the archive still has them."""
+    return pseudonym(b"omnilead removed", "p", patient_source(source), patient or "")

@@ -144,6 +144,20 @@ class Records:
         found: np.ndarray = connected_components(edges, directed=False)[1]
         return found
 
+    def some(self, keep: np.ndarray) -> "Records":
+        """Those of a mask."""
+        crops = keep[self.crop_record]
+        chosen = pa.array(keep)
+        return Records(
+            self.source[keep],
+            self.source_names,
+            self.names.filter(chosen),
+            self.patients.filter(chosen),
+            (np.cumsum(keep, dtype=np.int32) - 1)[self.crop_record[crops]],
+            self.crop_start[crops],
+            self.waveform[crops],
+        )
+
     def label(self, record: int) -> str:
         return f"{self.source_names[self.source[record]]}/{self.names[record]}"
 
@@ -217,6 +231,19 @@ def leaks(records: Records, roles: CropRoles) -> list[str]:
     """Describe every kind of leakage of patients or waveforms between roles; empty for a clean
     split."""
     group = records.group[records.crop_record]
+    found = []
+    for kind, leaking in _leaking(group, roles).items():
+        if leaking.any():
+            record = records.crop_record[np.flatnonzero(group == np.flatnonzero(leaking)[0])[0]]
+            found.append(
+                f"{int(leaking.sum())} patients or waveforms in {kind}, for example that of "
+                f"{records.label(record)}"
+            )
+    return found
+
+
+def _leaking(group: np.ndarray, roles: CropRoles) -> dict[str, np.ndarray]:
+    """By kind of leakage, which groups have it. `group`: that of each crop."""
     size = int(group.max()) + 1 if len(group) else 0
 
     def has(mask: np.ndarray) -> np.ndarray:
@@ -227,22 +254,67 @@ def leaks(records: Records, roles: CropRoles) -> list[str]:
         has(roles.identity == role) for role in (TRAIN, VALID, GALLERY, PROBE)
     )
     tested, pretrain = gallery | probe, has(roles.pretrain)
-    kinds = {
+    return {
         "two of diagnosis train, valid and test": np.sum(dx, axis=0) > 1,
         "pre-training and diagnosis valid or test": pretrain & (dx[1] | dx[2]),
         "pre-training and gallery or probe": pretrain & tested,
         "identification train or valid, and gallery or probe": (id_train | id_valid) & tested,
         "identification train and valid": id_train & id_valid,
     }
-    found = []
-    for kind, leaking in kinds.items():
-        if leaking.any():
-            record = records.crop_record[np.flatnonzero(group == np.flatnonzero(leaking)[0])[0]]
-            found.append(
-                f"{int(leaking.sum())} patients or waveforms in {kind}, for example that of "
-                f"{records.label(record)}"
-            )
-    return found
+
+
+def _torn(group: np.ndarray, roles: CropRoles) -> np.ndarray:
+    """Which groups have roles that exclude each other."""
+    return np.asarray(np.any(list(_leaking(group, roles).values()), axis=0))
+
+
+def extended(
+    records: Records, old: CropRoles, seed: int, sources: RoleSources
+) -> tuple[CropRoles, int]:
+    """The roles when records were added behind those whose crops have the roles `old`, which stay. A
+    new record has the roles of its group; in a group without any they are drawn. Where roles of a
+    group exclude each other, because new records link it, these have none. -> also how many."""
+    of_crop, known = records.crop_record, len(old.dx)
+    group = records.group[of_crop]
+    every = []
+    of_group = []
+    for values in vars(old).values():
+        every.append(np.concatenate([values, np.zeros(len(group) - known, values.dtype)]))
+        of_group.append(np.zeros(len(records.names), np.int8))
+        np.maximum.at(of_group[-1], group[:known], values)
+    roles = CropRoles(*every)
+    pretrain, dx, identity = of_group
+    torn = _torn(group, roles)[records.group]
+    bound = (pretrain | dx | identity)[records.group] > 0
+    new = np.arange(len(torn)) > of_crop[:known].max()
+    fresh = new & ~bound
+    if fresh.any():
+        drawn = vars(assign(records.some(fresh), "paper", seed, sources)).values()
+        for values, theirs in zip(every, drawn, strict=True):
+            values[fresh[of_crop]] = theirs
+    heirs = (new & bound & ~torn)[of_crop]
+    theirs = CropRoles(*(values[group[heirs]] for values in of_group))
+    inherited = vars(_inherited(records, heirs, theirs, sources)).values()
+    for values, some in zip(every, inherited, strict=True):
+        values[heirs] = some
+    return roles, int((new & torn).sum())
+
+
+def _inherited(
+    records: Records, heirs: np.ndarray, theirs: CropRoles, sources: RoleSources
+) -> CropRoles:
+    """The roles of these crops. `theirs`: what roles their groups have."""
+    whose = records.crop_record[heirs]
+    in_dx = records.is_from(*sources.dx)[whose]
+    pretrain = (theirs.dx <= TRAIN) & (theirs.identity <= VALID)
+    pretrain &= _pretrains(records, sources)[whose]
+    dx = np.maximum(theirs.dx, TRAIN)
+    identity = np.maximum(theirs.identity, TRAIN)
+    return CropRoles(
+        pretrain,
+        np.where(in_dx, dx, NONE),
+        np.where(pretrain, identity, NONE),
+    )
 
 
 def _train_valid_test(chance: np.ndarray) -> np.ndarray:

@@ -39,6 +39,7 @@ from omnilead.data_tools.dataset import (
 from omnilead.data_tools.errors import ChunkError, DatasetError, ReadError, one_line
 from omnilead.data_tools.finishing import (
     FLAGS,
+    ROLES,
     assign_roles,
     recipe_hash,
     records_of,
@@ -55,7 +56,7 @@ from omnilead.data_tools.prepare import (
     crop_count,
     prepare_crop,
 )
-from omnilead.data_tools.pseudonyms import key_mark, pseudonym
+from omnilead.data_tools.pseudonyms import other_key, pseudonym, removal_mark
 from omnilead.data_tools.record import LEADS, EcgRecord, class_row
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import (
@@ -66,12 +67,11 @@ from omnilead.data_tools.shard_writers import (
     member,
     member_header,
 )
-from omnilead.data_tools.sources.base import Source, read_safely
+from omnilead.data_tools.sources.base import Source, read_safely, shown_patient
 from omnilead.data_tools.splits import Records, RoleSources
 from omnilead.data_tools.zarr_reader import decode, index_bytes
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
-ROLES = ["pretrain", "dx_role", "id_role"]
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = (
     "patient",
@@ -108,6 +108,10 @@ def verify(
     rejects: list[Reject] = []
     try:
         rejects = rejects_of(dataset)
+        for version in range(dataset.oldest, dataset.version):
+            old = dataset.in_version(version)
+            old.table(["halves"])
+            rejects_of(old)
     except DatasetError as error:
         found.append(str(error))
     records = records_of(dataset.table)
@@ -117,7 +121,7 @@ def verify(
     begins = np.searchsorted(dataset.column("shard"), np.arange(len(dataset.shards) + 1))
     if dataset.shards and begins[-1] != len(dataset):
         return [*found, f"{SAMPLES}: {len(dataset) - begins[-1]} rows of no shard in {META}"]
-    rows = enumerate(_pieces(dataset, COLUMNS.names, begins))
+    rows = enumerate(pieces(dataset, COLUMNS.names, begins))
     checks = cluster.run(partial(check_shard, dataset, fast), rows, workers)
     bar = {"total": len(dataset.shards), "unit": " shards", "desc": "shards", "disable": quiet}
     for findings in tqdm(checks, **bar):
@@ -141,7 +145,7 @@ def _check_columns(dataset: Dataset) -> None:
         raise DatasetError(f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s")
 
 
-def _pieces(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator[pa.Table]:
+def pieces(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator[pa.Table]:
     """The rows from each of `begins` to the next."""
     batches = dataset.parts(columns)
     held = pa.schema([COLUMNS.field(name) for name in columns]).empty_table()
@@ -192,8 +196,13 @@ def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
     seed = dataset.meta["seed"]
     sources = RoleSources.from_meta(dataset.meta)
     doubtful = flagged(dataset.table(["flags"]), sources.leave_out)
+    # What an earlier version gave stays; without those who were removed, it cannot be drawn again
+    stand = None
+    if versions := dataset.meta.get("versions"):
+        stays = versions[-1 if versions[-1]["what"] == "remove" else -2]["crops"]
+        stand = dataset.table(ROLES).slice(0, stays)
     try:
-        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources)
+        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources, stand)
     except DatasetError as error:
         yield f"{SAMPLES}: {error}"
     else:
@@ -350,7 +359,7 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
     begins = np.minimum(np.arange(len(blocks) + 1) * chunks.block, len(dataset))
     rows = (
         (i, piece)
-        for i, piece in enumerate(_pieces(dataset, CONTENT_COLUMNS, begins))
+        for i, piece in enumerate(pieces(dataset, CONTENT_COLUMNS, begins))
         if chunks.name(i) in files
     )
     checks = cluster.run(partial(check_object, dataset, fast), rows, workers)
@@ -407,7 +416,7 @@ def _compare_archive(
 ) -> list[str]:
     """Prepare every record of the archive again and compare samples and columns with the dataset,
     bit for bit."""
-    if other := _other_key(dataset, key):
+    if other := other_key(dataset.meta["pseudonyms"], key):
         return [other]
     table = dataset.table()
     rows: dict[tuple[str, str], dict[int, int]] = {}
@@ -424,7 +433,10 @@ def _compare_archive(
             name = pseudonym(key, "r", record.source, record.name)
             if parts := rows.pop((record.source, name), None):
                 found += _compare_record(dataset, table, record, name, parts, key)
-            elif (record.source, name) not in known:
+            elif (record.source, name) not in known and (
+                removal_mark(record.source, shown_patient(key, record.source, record.patient))
+                not in dataset.meta.get("removed", ())
+            ):
                 found.append(
                     f"{record.source}/{name} is in the archive, but neither in {SAMPLES} nor in "
                     f"{REJECTS}"
@@ -449,17 +461,6 @@ def _readable(archive: Source, patients: dict[str, str], quiet: bool) -> Iterato
         if isinstance(record, EcgRecord):
             patient = patients.get(f"{record.source}/{record.name}", record.patient)
             yield replace(record, patient=patient)
-
-
-def _other_key(dataset: Dataset, key: bytes | None) -> str:
-    if key and not dataset.meta["pseudonyms"]:
-        return "the dataset's names are not pseudonyms: leave out --pseudonymize"
-    if dataset.meta["pseudonyms"] != key_mark(key):
-        return (
-            "the dataset's names are pseudonyms: to compare, use --pseudonymize with the same "
-            "KEYFILE"
-        )
-    return ""
 
 
 def _compare_record(

@@ -22,6 +22,7 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     "synth": ("omnilead.data_tools.__main__ synth", "make a synthetic archive"),
     "shard": ("omnilead.data_tools.__main__ shard", "make a dataset from archives"),
     "verify": ("omnilead.data_tools.__main__ verify", "check every byte of a dataset"),
+    "remove": ("omnilead.data_tools.__main__ remove", "remove patients from a dataset"),
     "show": ("omnilead.data_tools.__main__ show", "print or draw a dataset, a crop or a record"),
     "labels": (
         "omnilead.data_tools.__main__ labels",

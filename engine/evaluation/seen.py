@@ -43,6 +43,8 @@ def table_of(
         options = EcgOptions((url,), anonymous=anonymous)
         dataset, drawn = dataset_of(options), None
         if dataset:
+            for version in times.keys() & {*dataset.earlier}:
+                dataset = dataset.in_version(version)
             crops, drawn = dataset.table(CROPS.names), times.get(dataset.fingerprint)
         else:
             crops = pa.Table.from_pylist(crops_of_files(options), CROPS)

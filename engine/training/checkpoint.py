@@ -32,7 +32,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -337,6 +337,15 @@ def _complete(root: Path) -> list[Path]:
         path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file()
     )
     return sorted(complete, key=step_of, reverse=True)
+
+
+def data_of(run: Path) -> list[str]:
+    """The fingerprints of the datasets that a run was begun with; none without a checkpoint."""
+    for path in _complete(run / "checkpoints"):
+        with suppress(CheckpointError):  # resuming says what is wrong
+            datasets: list[str] = read_state(path)["datasets"]
+            return datasets
+    return []
 
 
 def fault(path: Path) -> str | None:

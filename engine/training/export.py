@@ -49,7 +49,10 @@ def seen_until(
     records = [folder.seen_by(run)] if is_model(config.start) else []
     drawn = {}
     try:
-        datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
+        datasets = [
+            Dataset.open(url, config.data.anonymous, begun_with=state["datasets"])
+            for url in config.data.datasets
+        ]
         if [dataset.fingerprint for dataset in datasets] != state["datasets"]:
             raise ConfigError(f"{', '.join(config.data.datasets)}: not the data of this run")
         for dataset, times, use in task.uses(config, state, run, datasets):

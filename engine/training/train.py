@@ -117,7 +117,11 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
             f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set "
             "data.datasets=[DATASET]"
         )
-    datasets = [Dataset.open(url, config.data.anonymous) for url in config.data.datasets]
+    begun_with = checkpoint.data_of(Path(config.run))
+    datasets = [
+        Dataset.open(url, config.data.anonymous, begun_with=begun_with)
+        for url in config.data.datasets
+    ]
     names = " and ".join(dataset.root.url for dataset in datasets)
     if len({dataset.fingerprint for dataset in datasets}) < len(datasets):
         raise ConfigError(
@@ -162,6 +166,12 @@ def make_logger(
 def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> None:
     """The first lines of a run."""
     say(heading(task, loader, progress, engine))
+    for dataset in task.datasets:
+        if dataset.place(META) != META:
+            say(
+                f"{dataset.root.url}: the run goes on with version {dataset.version}, on which it "
+                "was begun; a new run uses the newest"
+            )
     for remark in task.remarks:
         say(remark)
 

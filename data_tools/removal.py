@@ -1,0 +1,167 @@
+"""Remove patients from a dataset, who withdrew their consent: another version of it, without them.
+
+    remove("DATASET", "withdrawn.txt")
+
+Shards that hold them are written again under new names, without their crops and copies of these;
+other rows keep their content and roles. When dataset.json has switched, what holds them is deleted,
+earlier versions too, and every byte is checked. Run again, a run that was killed is finished.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from omnilead.data_tools.build import locked, next_number, to_change
+from omnilead.data_tools.cli import tell
+from omnilead.data_tools.dataset import COLUMNS, META, VERSIONS, Dataset
+from omnilead.data_tools.errors import DataError, DatasetError
+from omnilead.data_tools.finishing import (
+    ROLES,
+    records_of,
+    rejects_of,
+    replaced,
+    settle,
+    source_facts,
+    with_roles,
+    write_tables,
+)
+from omnilead.data_tools.pseudonyms import other_key, removal_mark
+from omnilead.data_tools.record import patient_source
+from omnilead.data_tools.shard_writers import BLOCK, index_name, index_of, shard_name
+from omnilead.data_tools.sources.base import shown_patient
+from omnilead.data_tools.spreadsheet import unquoted
+from omnilead.data_tools.storage import Folder
+from omnilead.data_tools.verify import pieces, verify
+
+SHOWN = 3  # names in a message
+SHORTEST = 5  # characters of a patient that is searched in texts: 17 may be anything
+
+
+def remove(
+    url: str, patients: str, key: bytes | None = None, workers: int = 1, quiet: bool = True
+) -> Dataset:
+    """`patients`: a file with one on each line."""
+    lines = Path(patients).read_text("utf-8-sig", "replace").splitlines()
+    wanted = [unquoted(line.partition(",")[0].strip()) for line in lines]
+    with locked(Dataset.open(url).root):
+        made = before = to_change(url)
+        file = f"{VERSIONS}/{made.version - 1}/{META}"
+        if made.oldest == made.version and made.root.exists(file):
+            before = Dataset.at(made.root, file)  # a killed run has not deleted it
+        owners = _owners(before)
+        people = _found(before, set(owners.unique().to_pylist()), wanted, key)
+        theirs = pc.is_in(owners, pa.array(people))
+        table = before.table(["record", "waveform"])
+        lost = np.asarray(pc.is_in(table["waveform"], table["waveform"].filter(theirs).unique()))
+        names = {*table["record"].filter(theirs).to_pylist()}
+        names |= {one for one in wanted if len(one) >= SHORTEST}
+        if made is before:
+            made = _without(before, people, lost, names)
+        settle(made)
+    tell(
+        f"note: {lost.sum():,} crops are removed, {pc.sum(theirs).as_py():,} of them by their names"
+    )
+    if found := verify(made, workers=workers, quiet=quiet):
+        raise DatasetError(f"{url}: of {len(found)} findings after the removal: {found[0]}")
+    return made
+
+
+def _owners(made: Dataset) -> pa.Array:
+    """SOURCE/PATIENT of each crop, with the source as of patients; null where unknown."""
+    table = made.table(["source", "patient"])
+    names = table["source"].unique()
+    sources = pa.array(map(patient_source, names.to_pylist()))
+    of_crops = sources.take(pc.index_in(table["source"], names).combine_chunks())
+    return pc.binary_join_element_wise(of_crops, table["patient"].combine_chunks(), "/")
+
+
+def _found(made: Dataset, there: set[str], wanted: list[str], key: bytes | None) -> list[str]:
+    """SOURCE/PATIENT of those that are `there`, in the dataset; says who is not."""
+    if key and (wrong := other_key(made.meta["pseudonyms"], key)):
+        raise DataError(wrong)
+    people: set[str] = set()
+    missing = []
+    for name in sorted({*wanted} - {"", "patient"}):
+        source, _, who = name.rpartition("/")
+        sources = [source] if source else [one["name"] for one in made.meta["sources"]]
+        ids = {f"{patient_source(one)}/{shown_patient(key, one, who)}" for one in sources}
+        if len(ids & there) > 1:
+            raise DataError(f"patient {name}: write which: {' or '.join(sorted(ids & there))}")
+        people |= ids & there
+        if not ids & there:
+            missing.append(name)
+    if missing:
+        shown = ", ".join(missing[:SHOWN]) + ", ..." * (len(missing) > SHOWN)
+        tell(f"note: {len(missing):,} of these patients are not in the dataset: {shown}")
+    if not people:
+        raise DataError(
+            f"none of the patients is in {made.root.url}, or no more: nothing is removed; "
+            "`omnilead verify` checks every byte"
+        )
+    return sorted(people)
+
+
+def _without(before: Dataset, people: list[str], lost: np.ndarray, names: set[str]) -> Dataset:
+    """`lost`: a mask of the crops to remove; `names`: what no line of rejects.csv may have."""
+    if lost.all():
+        raise DataError(f"{before.root.url}: no crop would be left: delete the whole dataset")
+
+    def left(columns: list[str]) -> pa.Table:
+        return before.table(columns).filter(pa.array(~lost))
+
+    rejects = []
+    for reject in rejects_of(before):
+        words = re.findall(r"[A-Za-z0-9_-]+", f"{reject[1]} {reject[3]}")
+        if names.isdisjoint(words):
+            rejects.append(reject)
+    marks = {removal_mark(*one.split("/", 1)) for one in people}
+    meta = before.meta | {
+        "sources": source_facts(before.meta["sources"], records_of(left)),
+        "removed": sorted({*before.meta.get("removed", ()), *marks}),
+    }
+    roles, shards = left(ROLES), list[dict[str, Any]]()
+    rows = with_roles(_rows(before, lost, shards), roles)
+    return write_tables(before.root, meta, rows, rejects, shards, roles, before, "remove")
+
+
+def _rows(before: Dataset, lost: np.ndarray, shards: list[dict[str, Any]]) -> Iterator[pa.Table]:
+    """The rows that are left, by shard. Writes these shards, and adds what dataset.json says of
+    them."""
+    number = next_number(before)
+    numbers = np.arange(len(before.shards) + 1)
+    begins = np.searchsorted(before.column("shard"), numbers)
+    keeps = np.split(~lost, begins[1:-1])
+    every = zip(before.shards, pieces(before, COLUMNS.names, begins), keeps, strict=True)
+    for facts, rows, keep in every:
+        if keep.any() and not keep.all():
+            facts, offset = _write(before.root, facts, rows["offset"].to_numpy(), keep, number)
+            rows = replaced(rows.filter(pa.array(keep)), pa.table({"offset": offset}))
+            number += 1
+        if keep.any():
+            shards.append(facts)
+            yield rows
+
+
+def _write(
+    out: Folder, old: dict[str, Any], offset: np.ndarray, keep: np.ndarray, number: int
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Write a shard without some crops as another one. -> also where the others are."""
+    source, name = f"shards/{old['name']}", shard_name(number)
+    data = out.view(source, old["bytes"])
+    if hashlib.sha256(data).hexdigest() != old["sha256"]:
+        raise DatasetError(f"{out.url}/{source}: fails its sha256: restore the file")
+    begin = offset - BLOCK
+    size = np.diff(begin, append=len(data) - 2 * BLOCK)[keep]
+    crops = [data[a : a + b] for a, b in zip(begin[keep], size, strict=True)]
+    tar = b"".join([*crops, bytes(2 * BLOCK)])
+    offset = np.cumsum(size) - size + BLOCK
+    out.write(f"shards/{name}", tar)
+    out.write(index_name(name), index_of(memoryview(tar), offset.tolist()).encode())
+    facts = {"name": name, "crops": len(crops), "bytes": len(tar)}
+    return facts | {"sha256": hashlib.sha256(tar).hexdigest()}, offset

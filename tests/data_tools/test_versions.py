@@ -1,0 +1,449 @@
+"""Appending records to a dataset and removing patients from one: what stood stays, a kill leaves a
+whole dataset, and no byte of those who were removed is left."""
+
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+import pytest
+from handmade import build, ecg, files, flip
+
+from omnilead.data_tools import plan
+from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, Dataset
+from omnilead.data_tools.errors import DataError, DatasetError
+from omnilead.data_tools.finishing import rejects_of
+from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.removal import remove
+from omnilead.data_tools.sources.base import Source
+from omnilead.data_tools.storage import LocalFolder
+from omnilead.data_tools.synthetic.archive import synthesise
+from omnilead.data_tools.verify import verify
+from tests.forks import at_functions, death_at
+
+KILLS, SEED = 16, 43
+ROOT = Path(__file__).parents[2]
+ROLES = ["source", "record", "start_s", "pretrain", "dx_role", "id_role"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_shards():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SHARD_CROPS", 4)
+        patch.setattr(os, "fsync", int)  # no power fails here
+        yield
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    out = tmp_path_factory.mktemp("more") / "archive"
+    synthesise(out, patients=3, two_sessions=1, seed=8, progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def old(small, small_shards, tmp_path_factory):
+    out = tmp_path_factory.mktemp("old") / "out"
+    build(small, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def grown(old, more, tmp_path_factory):
+    out = tmp_path_factory.mktemp("grown") / "out"
+    shutil.copytree(old, out)
+    build(more, out, append=True)
+    return out
+
+
+@pytest.fixture(scope="module")
+def withdrawn(grown, tmp_path_factory):
+    """Of the first version and of the second."""
+    patients = [one for one in Dataset.open(str(grown)).column("patient") if one]
+    file = tmp_path_factory.mktemp("file") / "withdrawn.txt"
+    file.write_text(f"patient\n{patients[0]}\nsynthetic-ptb-xl/{patients[-1]},1\n")
+    return file
+
+
+class Listed(Source):
+    """name: (source, patient, seed of the signal)"""
+
+    name = "listed"
+
+    def __init__(self, **records):
+        super().__init__(LocalFolder("/"))
+        self.records = records
+
+    def keys(self):
+        return iter(self.records)
+
+    def read(self, key):
+        source, patient, seed = self.records[key]
+        return EcgRecord(key, ecg(seed=seed), 500.0, LEADS, "uV", source=source, patient=patient)
+
+
+def listed(out, append=False, options=(), **records):
+    how = ShardOptions(str(out), quiet=True, append=append, **dict(options))
+    return shard([Listed(**records)], how)
+
+
+def roles_of(made):
+    rows = made.table(ROLES).to_pylist()
+    return {row["record"]: (row["pretrain"], row["dx_role"], row["id_role"]) for row in rows}
+
+
+def test_an_append_keeps_what_stood(old, grown, small, more, tmp_path):
+    before, after = files(old), files(grown)
+    shards = {name: data for name, data in before.items() if name.startswith("shards/")}
+    assert shards.items() < after.items()
+    for name in (META, SAMPLES, REJECTS):
+        assert after[f"versions/1/{name}"] == before[name]
+    made, first = Dataset.open(str(grown)), Dataset.open(str(grown), version=1)
+    count = len(first)
+    assert made.version == 2 and count < len(made) and verify(made) == []
+    rows = made.table()
+    assert rows.slice(0, count).equals(Dataset.open(str(old)).table()) and first.table().equals(
+        rows.slice(0, count)
+    )
+    assert Dataset.open(str(grown), version=first.fingerprint).version == 1
+    sources = {one["name"]: one["records"] for one in made.meta["sources"]}
+    assert sum(one["seen"] for one in sources.values()) == len(
+        set(zip(made.column("source"), made.column("record"), strict=True))
+    )
+    shutil.copytree(old, tmp_path / "again")
+    build(more, tmp_path / "again", append=True, workers=2)
+    assert files(tmp_path / "again") == after
+
+
+def test_nothing_new_changes_nothing(old, small, shell, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(old, out)
+    _, said = shell.run("shard", small, "--out", out, "--append", "--workers", 1)
+    assert "15 records are left out" in said and "none is added" in said
+    assert files(out) == files(old)
+    _, said = shell.run("shard", small, "--out", out, "--workers", 1)
+    assert files(out) == files(old)
+
+
+def test_new_records_take_the_roles_of_their_people(tmp_path):
+    """Whatever these are: of known patients, of copies under another name, and of both."""
+    people = {f"d{i}": ("georgia", None, i) for i in range(40)}
+    people |= {f"p{i}": ("ptb-xl", f"who{i}", 100 + i) for i in range(40)}
+    people |= {f"q{i}": ("ptb-xl", f"who{i}", 200 + i) for i in range(12)}
+    made = listed(tmp_path, **people)
+    old = roles_of(made)
+    tests = [name for name, role in old.items() if role[1] == "test"]
+    assert {role[1] for role in old.values()} >= {"train", "valid", "test"}
+    assert {role[2] for role in old.values()} >= {"gallery", "probe", "train", "valid"}
+    new = {
+        f"copy_{name}": ("georgia", None, seed)
+        for name, (_, _, seed) in people.items()
+        if name[0] == "d"
+    }
+    new |= {f"other_{name}": ("ningbo", None, seed) for name, (_, _, seed) in people.items()}
+    new |= {f"again_{i}": ("ptb-xl", f"who{i}", 300 + i) for i in range(40)}
+    new["bridge"] = ("ptb-xl", "who20", people[tests[0]][2])
+    new["behind"] = ("ptb-xl", "who20", 999)
+    new |= {f"new{i}": ("georgia", None, 400 + i) for i in range(40)}
+    grown = listed(tmp_path, True, **new)
+    now = roles_of(grown)
+    assert {name: now[name] for name in old} == old and verify(grown) == []
+    for name, role in old.items():
+        if name[0] == "d" and name != tests[0]:
+            assert now[f"copy_{name}"] == role
+        if (name != tests[0] and name != "p20" and role[1] in ("valid", "test")) or role[2] in (
+            "gallery",
+            "probe",
+        ):
+            assert now[f"other_{name}"] == (False, None, None)
+    for i in range(40):
+        held = i != 20 and {old[f"{x}{i}"][2] for x in "pq" if f"{x}{i}" in old} & {
+            "gallery",
+            "probe",
+        }
+        trains = (True, None, old[f"p{i}"][2])
+        assert now[f"again_{i}"] == ((False, None, None) if held or i == 20 else trains)
+    nobody = (False, None, None)
+    assert now["bridge"] == now["behind"] == now[f"copy_{tests[0]}"] == nobody
+    assert {now[f"new{i}"][1] for i in range(40)} == {"train", "valid", "test"}
+
+
+def test_other_settings_and_formats_are_refused(small, more, old, shell, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(old, out)
+    append = ("shard", more, "--out", out, "--append", "--workers", 1)
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    (tmp_path / "key").chmod(0o600)
+    for options, says in (
+        (("--seed", 3), "seed was 0, not 3"),
+        (("--plan", "all"), "plan was paper, not all"),
+        (("--format", "both"), "format was tar, not both"),
+        (("--pretrain-sources", "all"), "role_sources was None"),
+        (("--leave-out-flags", "flat"), "leave_out_flags was ['implausible'], not ['flat']"),
+        (("--pseudonymize", tmp_path / "key"), "pseudonyms was None"),
+    ):
+        assert says in shell.error(*append, *options)
+    both = build(small, tmp_path / "both", format="both").root.url
+    assert "has a zarr copy" in shell.error("shard", more, "--out", both, "--append")
+    (tmp_path / "w").write_text("anyone\n")
+    assert "has a zarr copy" in shell.error("remove", both, "--patients", tmp_path / "w")
+    assert "no dataset.json" in shell.error("shard", more, "--out", tmp_path / "no", "--append")
+    assert not (tmp_path / "no").exists()
+    flip(out / SAMPLES, 300)
+    assert "samples.parquet: fails its sha256" in shell.error(*append)
+    assert "none of the patients" in shell.error("remove", old, "--patients", tmp_path / "w")
+
+
+def test_with_pseudonyms(small, more, tmp_path):
+    key = {"pseudonym_key": b"k" * 32}
+    made = build(small, tmp_path / "out", **key)
+    grown = build(more, tmp_path / "out", append=True, **key)
+    assert len(grown) > len(made) and verify(grown) == []
+    again = build(more, tmp_path / "out", append=True, **key)
+    assert again.fingerprint == grown.fingerprint
+    (tmp_path / "w").write_text("syn7_10001\nsyn8_10001\n")
+    left = remove(str(tmp_path / "out"), str(tmp_path / "w"), key["pseudonym_key"])
+    assert len(left) < len(grown) and verify(left) == []
+
+
+def fails_at(monkeypatch, at):
+    """The `at`-th change of the disk fails before it is made. -> how many there were."""
+    calls = []
+
+    def counted(name):
+        real = getattr(LocalFolder, name)
+
+        def call(self, *arguments):
+            calls.append(name)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            return real(self, *arguments)
+
+        monkeypatch.setattr(LocalFolder, name, call)
+
+    for name in ("write", "publish", "patch", "remove"):
+        counted(name)
+    return calls
+
+
+def changes(out, archive, file):
+    """An append to a dataset, and a removal from one that has grown."""
+    return partial(build, archive, out, append=True), partial(remove, str(out), str(file))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_killed_before_any_write_the_old_version_is_whole(
+    which, old, grown, more, withdrawn, tmp_path, monkeypatch
+):
+    begin, right = (old, grown)[which], tmp_path / "right"
+    shutil.copytree(begin, right)
+    with monkeypatch.context() as patch:
+        calls = fails_at(patch, 0)
+        changes(right, more, withdrawn)[which]()
+    was = Dataset.open(str(begin))
+    for at in range(1, len(calls) + 1):
+        out = tmp_path / str(at)
+        shutil.copytree(begin, out)
+        with monkeypatch.context() as patch:
+            fails_at(patch, at)
+            with pytest.raises(KeyboardInterrupt):
+                changes(out, more, withdrawn)[which]()
+        found = Dataset.open(str(out))
+        assert found.table().equals(was.table()) or found.version > was.version
+        found.read(0), rejects_of(found)
+        if found.version == was.version or which == 0:
+            changes(out, more, withdrawn)[which]()
+        elif (out / ".build").exists():
+            build(more, out, append=True)
+        assert files(out) == files(right), at
+        shutil.rmtree(out)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("at", [SAMPLES, REJECTS, META, "README.md"])
+def test_a_full_disk_leaves_the_old_version(
+    at, which, old, grown, more, withdrawn, tmp_path, monkeypatch
+):
+    out, real = tmp_path / "out", os.replace
+
+    def full(source, to):
+        if str(to) == str(out / at):
+            raise OSError(28, os.strerror(28))
+        real(source, to)
+
+    shutil.copytree((old, grown)[which], out)
+    was = Dataset.open(str(out)).table()
+    change = changes(out, more, withdrawn)[which]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises((DataError, OSError), match="No space left"):
+            change()
+    assert Dataset.open(str(out)).table().equals(was)
+    assert verify(change()) == []
+
+
+def test_a_second_run_is_refused(grown, more, withdrawn, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(grown, out)
+    (out / ".build/tmp").mkdir(parents=True)
+    with open(out / ".build/lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for change in (*changes(out, more, withdrawn), partial(build, more, out)):
+            with pytest.raises(DataError, match="another run is writing there"):
+                change()
+
+
+def test_no_byte_of_those_who_are_removed_is_left(grown, more, small, withdrawn, shell, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(grown, out)
+    before = Dataset.open(str(out))
+    names = withdrawn.read_text().replace("synthetic-ptb-xl/", "").replace(",1", "").split()[1:]
+    theirs = [row for row, one in enumerate(before.column("patient")) if one in names]
+    crops = [before.read(row).tobytes() for row in theirs]
+    records = [before[row].record for row in theirs]
+    assert len(theirs) == 4 and all(
+        any(crop in data for data in files(out).values()) for crop in crops
+    )
+    said, notes = shell.run("remove", out, "--patients", withdrawn, "--workers", 1)
+    assert "version 3" in said and "omnilead seen" in said and "4 crops are removed" in notes
+    for name, data in files(out).items():
+        for needle in (*crops, *(word.encode() for word in (*names, *records))):
+            assert needle not in data, name
+    made = Dataset.open(str(out))
+    rows = before.table().take([row for row in range(len(before)) if row not in theirs])
+    moved = ["shard", "offset"]
+    assert made.table().drop_columns(moved).equals(rows.drop_columns(moved))
+    assert verify(made) == [] and not list(out.glob("versions/*"))
+    for version in (1, 2, before.fingerprint):
+        with pytest.raises(DatasetError, match="a removal of patients ended earlier ones"):
+            Dataset.open(str(out), version=version)
+    assert "none of the patients" in shell.error("remove", out, "--patients", withdrawn)
+    # They do not come back, and whoever is new can come
+    was = files(out)
+    _, said = shell.run("shard", small, more, "--out", out, "--append", "--workers", 1)
+    was.pop(".build/lock")
+    assert "patient was removed" in said and files(out) == was
+    synthesise(tmp_path / "third", patients=2, seed=9, progress=False)
+    _, said = shell.run(
+        "shard", small, tmp_path / "third", "--out", out, "--append", "--workers", 1
+    )
+    grown_again = Dataset.open(str(out))
+    assert grown_again.version == 4 and verify(grown_again) == []
+    assert not set(names) & set(grown_again.column("patient"))
+    text = (out / REJECTS).read_text()
+    assert "patient was removed" in text and not any(record in text for record in records)
+    shell.run("verify", out, "--archive", small, more, tmp_path / "third", "--workers", 1)
+
+
+def test_copies_go_too_and_names_that_clash_are_asked_for(tmp_path):
+    made = listed(
+        tmp_path / "out",
+        a=("ptb-xl", "one", 1),
+        b=("georgia", None, 1),
+        c=("georgia", "one", 2),
+        d=("ningbo", None, 3),
+    )
+    file = tmp_path / "w"
+    file.write_text("one\n")
+    with pytest.raises(DataError, match="write which: georgia/one or ptb-xl/one"):
+        remove(made.root.url, str(file))
+    file.write_text("ptb-xl/one\nnobody\n")
+    assert sorted(remove(made.root.url, str(file)).column("record")) == ["c", "d"]
+    file.write_text("georgia/one\n")
+    flip(next(iter(Path(made.root.url).glob("shards/*.tar"))), 2000)
+    with pytest.raises(DatasetError, match="fails its sha256"):
+        remove(made.root.url, str(file))
+    assert len(Dataset.open(made.root.url).table()) == 2
+
+
+def test_damaged_tables_of_earlier_versions_are_found(grown, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(grown, out)
+    flip(out / "versions/1" / SAMPLES, 300)
+    assert "versions/1/samples.parquet: fails its sha256" in str(
+        verify(Dataset.open(str(out)), fast=True)
+    )
+
+
+def test_killed_over_and_over(small, more, old, grown, withdrawn, tmp_path):
+    """SIGKILL at random calls of an append and of a removal, each run again until it ends."""
+    command = [sys.executable, __file__, more, old, withdrawn, tmp_path]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    run = subprocess.run(
+        list(map(str, command)), env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert run.returncode == 0 and json.loads(run.stdout.splitlines()[-1]) >= KILLS
+
+
+def forked(call):
+    child = os.fork()
+    if not child:
+        try:
+            call()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def counted(call, notes):
+    calls = iter(range(10**9))
+    at_functions(partial(next, calls))
+    call()
+    sys.setprofile(None)
+    notes.write_text(str(next(calls)))
+
+
+def dies(call, change):
+    at_functions(death_at(call))
+    change()
+
+
+def opens(out):
+    made = Dataset.open(str(out))
+    made.table()
+    rejects_of(made)
+
+
+def storm(more, old, file, root):
+    rng, kills = random.Random(SEED), 0
+    right = root / "right"
+    shutil.copytree(old, right)
+    states, lengths = [], []
+    for which in (0, 1):
+        assert forked(partial(counted, changes(right, more, file)[which], root / "calls")) == 0
+        states.append(files(right))
+        lengths.append(int((root / "calls").read_text()))
+    while kills < KILLS:
+        out = root / "out"
+        shutil.copytree(old, out)
+        for which in (0, 1):
+            code = -1
+            while code:
+                change, call = changes(out, more, file)[which], rng.randint(1, lengths[which])
+                code = forked(partial(dies, call, change))
+                kills += code != 0
+                assert code in (0, -signal.SIGKILL) or Dataset.open(str(out)).version == 3
+                assert forked(partial(opens, out)) == 0
+                if code == 3:  # it had come to its end
+                    code = 0
+            if (out / ".build").exists():
+                forked(partial(build, more, out, append=True))
+            assert files(out) == states[which]
+        shutil.rmtree(out)
+    return kills
+
+
+if __name__ == "__main__":
+    plan.SHARD_CROPS, os.fsync = 4, int
+    print(json.dumps(storm(*map(Path, sys.argv[1:]))))
