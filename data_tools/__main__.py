@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
             "remove",
             _remove,
             REMOVE,
-            "remove patients from a dataset, and search every byte for them",
+            "remove patients from a dataset, and check every byte",
             "dataset --patients withdrawn.txt",
         ),
         (
@@ -600,7 +600,7 @@ def _remove(parsed: argparse.Namespace) -> int:
 
     url, key = parsed.dataset, read_key(parsed.pseudonymize) if parsed.pseudonymize else None
     made = remove(url, parsed.patients, key, parsed.workers, not interactive())
-    echo(f"{url}: version {made.version}, {len(made):,} crops are left; every byte was searched")
+    echo(f"{url}: version {made.version}, {len(made):,} crops are left; every byte was checked")
     echo(
         "which models have seen them: omnilead seen RUN/model --data FILES, with files of their ECGs"
     )

@@ -391,15 +391,14 @@ class Dataset:
 
     @contextmanager
     def _arrow_errors(self) -> Iterator[None]:
-        file = f"{self.root.url}/{self.place(SAMPLES)}"
         try:
             yield
-        except FileNotFoundError:
-            raise DatasetError(f"{file}: missing: restore the file") from None
         except pa.ArrowMemoryError:
             raise
         except (OSError, pa.ArrowException, ReadError) as error:
-            raise DatasetError(one_line(f"{file}: {error}: restore the file")) from None
+            why = "missing" if isinstance(error, FileNotFoundError) else error
+            file = f"{self.root.url}/{self.place(SAMPLES)}"
+            raise DatasetError(one_line(f"{file}: {why}: restore the file")) from None
 
     def column(self, name: str) -> np.ndarray:
         values: np.ndarray = self.table([name])[name].to_numpy()

@@ -117,7 +117,7 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
             f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set "
             "data.datasets=[DATASET]"
         )
-    begun_with = checkpoint.data_of(Path(config.run))
+    begun_with = checkpoint.data_of(bucket.working_folder(config.run))
     datasets = [
         Dataset.open(url, config.data.anonymous, begun_with=begun_with)
         for url in config.data.datasets
