@@ -13,10 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow.csv import write_csv
+from safetensors.torch import load_file, save_file
 
 import omnilead
 from omnilead.__main__ import main
 from omnilead.engine.common import ALL, ConfigError, parse_leads
+from omnilead.engine.common import LEADS as LEADS_OF
 from omnilead.engine.evaluation import bench, embedders, probe
 from omnilead.engine.evaluation.bench import ProbedRecords, drawn, resampled, unlike, whitening
 from omnilead.engine.evaluation.metrics import (
@@ -26,6 +28,7 @@ from omnilead.engine.evaluation.metrics import (
     weighted_measures,
 )
 from omnilead.engine.evaluation.probe import ProbeData, linear
+from omnilead.engine.model.folder import seal
 from omnilead.engine.model.input import Input
 from omnilead.engine.report import bench_report
 from omnilead.engine.report.bench_report import KEYS
@@ -213,6 +216,51 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     assert omnilead.load(head).input.seen == parse_leads(LEADS[0])
     one = omnilead.bench(models[:1], tasks=[task], labels=str(path), **again)  # the table itself
     assert metrics_of(one) == metrics_of(found)
+
+
+def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, capsys):
+    """On the embedding, measurements and the mean beat of each window; whole, and safe to load."""
+    head, how = tmp_path / "head", {"reader": "boosted", **again}
+    found = omnilead.bench(models[:1], tasks=["sex"], head=str(head), **how)
+    linear = omnilead.bench(models[:1], tasks=["sex"], **again)
+    rows = [metrics_of(one)["first", "sex", *LEADS, 1, 0] for one in (found, linear)]
+    assert rows[0] != rows[1]
+    model = omnilead.load(head)
+    assert model.readout == ("mean", "rhythm", "waveform") and model.head.depth > 0
+    scored = omnilead.evaluate(head, data=dataset.root.url, task="sex", leads=LEADS[0])
+    assert scored["record"]["metrics"]["auroc"] > 0.4 and scored["record"]["intervals"]["auroc"]
+    with pytest.warns(UserWarning, match="lack leads"):
+        table = omnilead.predict(head, data=dataset.root.url, leads=LEADS[0])
+    ecg = dataset[0]
+    leads = [LEADS_OF.index(name) for name in ("I", "V2")]
+    one = model.predict(ecg.signal_mv[leads], 500, ["I", "V2"])
+    row = table.column("record").to_pylist().index(ecg.record)
+    name = model.classes[0]
+    assert one[name] == pytest.approx(table.column(name)[row].as_py(), abs=1e-4)
+    assert main(["convert", "to-onnx", str(head), str(tmp_path / "x.onnx")]) == 0
+    assert "its boosted trees are left out" in capsys.readouterr().err
+    place = head / "model.safetensors"
+    weights = load_file(place)
+    weights["head.child"][0] = 10**9
+    save_file(weights, place)
+    seal(head, json.loads((head / "config.json").read_text()))
+    with pytest.raises(ConfigError, match=r"model\.safetensors: head\.child: is out of range"):
+        omnilead.load(head)
+
+
+def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypatch, capsys):
+    for module in (bench, embedders):
+        monkeypatch.setattr(module, "installed", lambda: False)
+    monkeypatch.setattr(bench, "ROCKET_CROPS", 1)
+    found = omnilead.bench(models[:1], tasks=["sex"], **again)
+    assert not {"boosted features", "MiniRocket + ridge"} & {row["model"] for row in found["rows"]}
+    notes = [note for note in found["notes"] if "left out" in note]
+    assert notes == [
+        "boosted features: left out: lightgbm is not installed: pip install 'omnilead[bench]'",
+        "MiniRocket + ridge: left out: there are more than 1 crops.",
+    ]
+    with pytest.raises(ConfigError, match="boosted: lightgbm is not installed"):
+        omnilead.bench(models[:1], tasks=["sex"], reader="boosted", **again)
 
 
 def test_identification_equals_a_direct_computation(out, found, dataset):
