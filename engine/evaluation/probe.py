@@ -153,8 +153,8 @@ def _card(labels: TaskLabels, readout: Readout, made: str, data: ProbeData) -> s
     people = len(np.unique(data.patient_N))
     return (
         f"# ECG {labels.task.name}: {made} on a frozen encoder\n\nThe encoder is read out as "
-        f"{'+'.join(readout)}; {made} was fitted on labelled ECGs of {people:,} people, which "
-        f"cross-validation held out in turn. config.json says what data trained both. {unknown}"
+        f"{'+'.join(readout)}. The head, {made}, was fitted on labelled ECGs of {people:,} people, "
+        f"whom cross-validation held out in turn to choose it and its thresholds. config.json says what data trained both. {unknown}"
         "This is not a medical device: whatever is built on it must be validated for its use and its "
         "population.\n"
     )
