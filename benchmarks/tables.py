@@ -12,7 +12,13 @@ from omnilead.engine.report import bench_report
 Part = dict[str, Any]
 Result = dict[str, Any]
 Columns = dict[str, Callable[[Result], str]]  # a cell by the result of its row's case
-BASELINES = ("random weights", "mean beat", "measurements", "MiniRocket + ridge", "boosted features")
+BASELINES = (
+    "random weights",
+    "mean beat",
+    "measurements",
+    "MiniRocket + ridge",
+    "boosted features",
+)
 HEADLINE = (
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 0.1),
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 1.0),

@@ -154,7 +154,8 @@ def _card(labels: TaskLabels, readout: Readout, made: str, data: ProbeData) -> s
     return (
         f"# ECG {labels.task.name}: {made} on a frozen encoder\n\nThe encoder is read out as "
         f"{'+'.join(readout)}. The head, {made}, was fitted on labelled ECGs of {people:,} people, "
-        f"whom cross-validation held out in turn to choose it and its thresholds. config.json says what data trained both. {unknown}"
+        "whom cross-validation held out in turn to choose it and its thresholds. config.json says "
+        f"what data trained both. {unknown}"
         "This is not a medical device: whatever is built on it must be validated for its use and its "
         "population.\n"
     )
