@@ -20,7 +20,7 @@ help:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip==26.3
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	    --editable ".[cu13,cluster,s3,formats,hub,onnx]" --group test --group lint
+	    --editable ".[cu13,cluster,s3,formats,hub,onnx,bench]" --group test --group lint
 	@touch $@
 
 test: .venv/installed

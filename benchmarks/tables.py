@@ -12,7 +12,13 @@ from omnilead.engine.report import bench_report
 Part = dict[str, Any]
 Result = dict[str, Any]
 Columns = dict[str, Callable[[Result], str]]  # a cell by the result of its row's case
-BASELINES = ("random weights", "mean beat", "measurements")
+BASELINES = (
+    "random weights",
+    "mean beat",
+    "measurements",
+    "MiniRocket + ridge",
+    "boosted features",
+)
 HEADLINE = (
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 0.1),
     ("real", "ptbxl-superdiagnostic", "auroc", "12", 1.0),
@@ -201,6 +207,8 @@ def headline(part: Part) -> str:
     """The rows of the evidence for README.md. Names that end in a number are seeds of one
     config."""
     body = []
+    models = {row["model"] for result in part["results"].values() for row in result["rows"]}
+    baselines = [name for name in BASELINES if name in models]  # older records have fewer
     for where, task, metric, leads, share in HEADLINE:
         document = part["results"].get(where, {"rows": (), "differences": ()})
         asked = {"task": task, "leads": leads, "share": share}
@@ -209,8 +217,8 @@ def headline(part: Part) -> str:
             continue
         model = next(iter(rows))
         cells = []
-        for name in (model, *BASELINES):
-            row = rows.get(name)  # older records have no measurements
+        for name in (model, *baselines):
+            row = rows.get(name)
             cells.append(scored(row["metrics"][metric], row["intervals"][metric]) if row else "")
         prefix, _, seed = model.rpartition("-")
         seeds = []
@@ -227,7 +235,7 @@ def headline(part: Part) -> str:
             what += f", {100 * share:g} % of labels"
         count = rows[model]["n"]
         body.append([f"{where}: {what}, {bench_report.MAIN[metric]} (n = {count:,})", *cells])
-    return markdown(f"| | pre-trained | {' | '.join(BASELINES)} | pre-trained minus random |", body)
+    return markdown(f"| | pre-trained | {' | '.join(baselines)} | pre-trained minus random |", body)
 
 
 def scored(value: float, ends: Sequence[float], sign: str = "") -> str:

@@ -4,10 +4,11 @@ and identification.
     omnilead bench --models A=RUN B=hf://org/name --data DATASET --tasks sex identification --leads 12 1 --out OUT
     omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
     omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --noise 0 1 --out OUT      trained on A, tested on B
-    omnilead bench --models small --data DATASET --tasks my.csv --out OUT --head MODEL     a model for omnilead predict
+    omnilead bench --models small --data DATASET --tasks my.csv --reader boosted --head MODEL --out OUT    for omnilead predict
 
 Baselines are included: five draws of random weights of each architecture, and what needs no
-training, the mean beat and measurements of the signal. NAME=RUN,RUN,... averages the scores of runs
+pre-training: the mean beat, measurements of the signal, gradient boosting on both (extra `bench`),
+and MiniRocket. NAME=RUN,RUN,... averages the scores of runs
 of several seeds. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the embeddings.
 Run again after an interruption or with more tasks, the command computes only what is missing.
 Without a terminal, a line on stderr says when a model is done. How to compare fairly:
@@ -80,7 +81,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--data",
         required=True,
         metavar="DATASET",
-        help="probes are fitted on train, chosen on valid, scored on test",
+        help="probes are fitted on train and valid, scored on test",
     )
     add(
         "--test-data",
@@ -118,7 +119,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=[1.0],
         metavar="S",
-        help="share of training patients with labels (1)",
+        help="share of the patients of train and valid with labels (1)",
     )
     add(
         "--noise",
@@ -137,11 +138,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="folder for the results and the embeddings",
     )
     add(
-        "--head",
-        default="",
-        metavar="MODEL",
-        help="write the model with its probe as a linear head",
+        "--reader",
+        choices=["linear", "boosted"],
+        default="linear",
+        help="what reads the embeddings of the models: a linear probe or gradient boosting (linear)",
     )
+    add("--head", default="", metavar="MODEL", help="write the model with its probe as a head")
     add("--seed", type=int, default=0, help="seed of the random weights (0)")
     add_machine(parser)
     return parser.parse_args(arguments)

@@ -4,11 +4,11 @@
     found["rows"][0]            # model, task, leads, share, noise, metrics, intervals, n, patients, draws, per_class, left_out
     found["differences"][0]     # model, against, task, leads, share, noise, metric, difference, interval
 
-Baselines are random weights of the same architectures, and the mean beat and measurements, which need
-no training.
-A probe is fitted on a share of the training patients, chosen on all of valid and scored on test,
-with one row per record. A smaller share is a subset of a larger one; small shares are drawn several
-times and averaged over the draws. Intervals (95 %) and differences use the same bootstrap resamples
+Baselines are random weights of the same architectures, and what needs no pre-training: the mean beat,
+measurements, gradient boosting on both, and MiniRocket.
+A probe is fitted on a share of the patients of train and valid, and scored on test, with one row per
+record. A smaller share is a subset of a larger one; small shares are drawn several times and
+averaged over the draws. Intervals (95 %) and differences use the same bootstrap resamples
 of test patients, and of draws, for all models. Only test records and probes of identification get
 noise. Identification compares the first 5 s, by cosine and after whitening by the covariance within
 records.
@@ -37,13 +37,18 @@ from omnilead.engine.data import counter
 from omnilead.engine.data.leakage import overlap
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.data.seen import seen_in
+from omnilead.engine.evaluation.boosted import INSTALL, installed
 from omnilead.engine.evaluation.embedders import (
+    BOOSTED,
+    READERS,
+    ROCKET,
     Compared,
     Embedder,
     Vectors,
     embedded,
     name_and_folders,
     reading,
+    rocket,
     rows_to_compare,
 )
 from omnilead.engine.evaluation.metrics import (
@@ -84,6 +89,7 @@ from omnilead.engine.tasks.labels import OWN_COLUMNS, TaskLabels, data_records, 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")
 RESAMPLES = 1000
+ROCKET_CROPS = 20_000  # MiniRocket keeps 80 kB of each
 DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
 WITHIN = 4096  # pre-training crops that the covariance within records is estimated from
 LIMITS = {"share": (1e-4, 1.0), "noise": (0.0, 20.0)}
@@ -94,6 +100,7 @@ DEFAULTS = {
     "test_labels": "",
     "fit_leads": "",
     "seed": 0,
+    "reader": "linear",
     "head": "",
     "code": False,
     "anonymous": False,
@@ -120,10 +127,17 @@ class ProbedRecords(NamedTuple):
             / np.add.reduceat(halves_B, self.begins)[:, None]
         )
 
+    def windows(self, vectors: Vectors) -> tuple[Array, Array]:
+        """Embeddings of all windows, and the record of each."""
+        _, halves_B, c_BSD = vectors.of(self.rows)
+        there_BS = np.arange(c_BSD.shape[1]) < halves_B[:, None]
+        record_B = np.searchsorted(self.begins, np.arange(len(self.rows)), "right") - 1
+        return c_BSD[there_BS], np.repeat(record_B, halves_B)
+
 
 class ProbedTask(NamedTuple):
     labels: TaskLabels
-    parts: tuple[ProbedRecords, ProbedRecords, ProbedRecords]  # train, valid, test
+    parts: tuple[ProbedRecords, ProbedRecords]  # train with valid, test
     draws: dict[float, list[Array]]  # by share: the drawn training records
     used: dict[
         float, Array
@@ -158,7 +172,7 @@ class Work(NamedTuple):
     @property
     def test_rows(self) -> Array:
         """Crops that are embedded with noise."""
-        rows = [task.parts[2].rows for task in self.tasks.values()]
+        rows = [task.parts[1].rows for task in self.tasks.values()]
         if self.persons:
             rows.append(self.persons.probe)
         return np.unique(np.concatenate(rows))
@@ -168,7 +182,7 @@ class Work(NamedTuple):
         """Crops that are embedded without noise."""
         rows: dict[Dataset, list[Array]] = {self.fitted: [], self.tested: []}  # may be one key
         for task in self.tasks.values():
-            rows[self.fitted] += [part.rows for part in task.parts[:2]]
+            rows[self.fitted].append(task.parts[0].rows)
         rows[self.tested].append(self.test_rows)
         if self.persons:
             rows[self.fitted].append(self.persons.within)
@@ -190,9 +204,9 @@ def bench(
     compared_rows = rows_to_compare(models, args)
     args.widest = widest_input(compared_rows)
     work = planned(data, tasks, sorted(set(share)), sorted(set(noise)), args)
-    if args.head:
-        require_one_probe(compared_rows, work, args)
+    require_one_probe(compared_rows, work, args)
     notes = remarks(compared_rows, args, work)  # refuses bad input early
+    compared_rows = affordable(compared_rows, work, notes)
     scores: Found = {}
     for number, row in enumerate(compared_rows, 1):
         for lead in args.leads:
@@ -263,8 +277,14 @@ def planned(
 
 def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Found:
     """The scores of a row that is shown these leads: means over its members."""
-    each = [scores_of(row, member, lead, work, folder) for member in row.members]
     found: Found = {}
+    if not work.tasks and not row.identifies:
+        return found
+    members = row.members
+    if not members:
+        task = next(iter(work.tasks.values()))
+        members = [(rocket(work.fitted, task.parts[0].rows, work.fit_leads or lead),)]
+    each = [scores_of(row, member, lead, work, folder) for member in members]
     for key, (facts, _) in each[0].items():
         samples: Samples = {}
         # Every row draws its own members
@@ -332,7 +352,7 @@ def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
                 f"recorded in them{args.widest.too_short}."
             )
     # Which models have seen the patients that they are tested on
-    tested = {name: (task.parts[2].rows, task.patient_B) for name, task in work.tasks.items()}
+    tested = {name: (task.parts[1].rows, task.patient_B) for name, task in work.tasks.items()}
     if persons := work.persons:
         crops = np.concatenate([persons.gallery, persons.probe])
         tested[IDENTIFICATION] = crops, persons.patient_B
@@ -344,8 +364,21 @@ def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
     return list(dict.fromkeys(notes))  # members of a row have the same notes
 
 
+def affordable(rows: list[Compared], work: Work, notes: list[str]) -> list[Compared]:
+    """The rows that this machine can make; notes say which are left out."""
+    if not installed():
+        notes.append(f"{BOOSTED}: left out: {INSTALL}")
+    crops = sum(len(np.unique(rows)) for rows in work.clean_rows.values())
+    if crops <= ROCKET_CROPS:
+        return rows
+    notes.append(f"{ROCKET}: left out: there are more than {ROCKET_CROPS:,} crops.")
+    return [row for row in rows if row.members]
+
+
 def require_one_probe(rows: Sequence[Compared], work: Work, args: Namespace) -> None:
     """ConfigError unless --head can be written: one probe, fitted on known labels of every class."""
+    if not args.head:
+        return
     require_free(Path(args.head), "--head")
     leads = [args.fit_leads] if args.fit_leads else args.leads
     models = [row for row in rows if row.random not in ("", row.name)]
@@ -363,33 +396,42 @@ def require_one_probe(rows: Sequence[Compared], work: Work, args: Namespace) -> 
     if unknown_K.any():
         names = ", ".join(np.array(task.labels.classes)[unknown_K])
         raise ConfigError(
-            f"{task.labels.name}: no record of the split train has a known label in {names}: leave "
+            f"{task.labels.name}: no record of train and valid has a known label in {names}: leave "
             "the column out, or fill in its cells"
         )
 
 
 def save_head(text: str, row: Compared, work: Work, args: Namespace, folder: Path) -> None:
-    """Writes the model `text` with its probe as a linear head, fitted on all labels of train."""
+    """Writes the model `text` with its probe as a head, fitted on all labels of train and valid; a
+    boosted one on windows, since a model scores these, with the measurements and the mean beat."""
     (task,), ((embedder, *_),) = work.tasks.values(), row.members
     model: Any = embedder.model
     readout = model.readout_of(args.readout)
-    train, valid, _ = task.parts
+    if args.reader == "boosted":
+        more = [part for part in ("rhythm", "waveform") if part not in readout]
+        readout = model.readout_of("+".join([*readout, *more]))
+    train = task.parts[0]
     leads = args.fit_leads or args.leads[0]
-    rows = np.concatenate([train.rows, valid.rows])
     # The model will measure rhythm itself, in its own leads
-    vectors = embedded([reading(embedder, readout)], work.fitted, rows, 0.0, leads, folder)
-    train_ND, valid_ND = train.means(vectors), valid.means(vectors)
-    data = ProbeData(train_ND, train.y_NK, valid_ND, valid.y_NK, valid_ND, task.kind)
-    fitted = [
-        seen_in(work.fitted, np.sort(train.rows), "labelled"),
-        seen_in(work.fitted, np.sort(valid.rows), "selected"),
-    ]
+    vectors = embedded([reading(embedder, readout)], work.fitted, train.rows, 0.0, leads, folder)
+    x_ND, record_N = train.means(vectors), np.arange(len(train.y_NK))
+    if args.reader == "boosted":
+        x_ND, record_N = train.windows(vectors)
+    data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], x_ND[:1], task.kind)
+    fitted = seen_in(work.fitted, np.sort(train.rows), "labelled")
     if embedder.precision == "bf16":  # its weights were rounded
         model = load(name_and_folders(text)[1][0], args.code)
     out = Path(args.head)
     with writing(out, "--head"):
         save_with_head(
-            model, embedder.input.limited_to(leads), readout, task.labels, data, fitted, out
+            model,
+            embedder.input.limited_to(leads),
+            readout,
+            task.labels,
+            READERS[args.reader],
+            data,
+            fitted,
+            out,
         )
 
 
@@ -409,7 +451,7 @@ def task_to_probe(
         labels, parts, patient_B = _labels_and_parts(word, fitted, tested, args)
     except ConfigError as error:
         raise ConfigError(f"--tasks {word}: {error}") from None
-    train, _, test = parts
+    train, test = parts
     kind = labels.task.kind
     draws = {share: list(drawn(train.patient_N, share)) for share in shares}
     used: dict[float, Array] = {}
@@ -436,9 +478,9 @@ def task_to_probe(
 
 def _labels_and_parts(
     word: str, fitted: Dataset, tested: Dataset, args: Namespace
-) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords, ProbedRecords], Array]:
-    """The labels of the fitted dataset; the records of train, valid and test; the patients of the
-    tested dataset's crops."""
+) -> tuple[TaskLabels, tuple[ProbedRecords, ProbedRecords], Array]:
+    """The labels of the fitted dataset; the records of train with valid, and of test; the patients of
+    the tested dataset's crops."""
     task = _task_named(word, args)
     labels = labels_to_probe(fitted, task)
     test_labels = labels
@@ -447,18 +489,17 @@ def _labels_and_parts(
         columns, classes = labels.task.columns, labels.task.classes
         test_task = replace(task, columns=columns, classes=classes, labels=url)
         test_labels = read_task(test_task, [tested])
-    train = records_of(fitted, labels, "train", args)
-    valid = records_of(fitted, labels, "valid", args)
-    test = records_of(tested, test_labels, "test", args)
+    train = records_of(fitted, labels, ("train", "valid"), args)
+    test = records_of(tested, test_labels, ("test",), args)
     require_unlike(test_labels, "test", tested)
     if tested is not fitted:
-        shared = overlap(fitted, np.union1d(train.rows, valid.rows), tested, test.rows)
+        shared = overlap(fitted, np.sort(train.rows), tested, test.rows)
         if shared:
             labels.remarks.append(
                 f"Possible leakage: {shared} is in train or valid of --data and in test of "
                 "--test-data."
             )
-    return labels, (train, valid, test), test_labels.patients[0]
+    return labels, (train, test), test_labels.patients[0]
 
 
 def _task_named(word: str, args: Namespace) -> TaskConfig:
@@ -497,13 +538,15 @@ def table_of(folder: str, word: str) -> str:
     return next((str(path) for path in paths if folder and path.is_file()), "")
 
 
-def records_of(dataset: Dataset, labels: TaskLabels, split: str, args: Namespace) -> ProbedRecords:
-    rows = labels.rows(0, split)
+def records_of(
+    dataset: Dataset, labels: TaskLabels, splits: Sequence[str], args: Namespace
+) -> ProbedRecords:
+    rows = np.concatenate([labels.rows(0, split) for split in splits])
     rows = rows[measured(dataset, args)[rows]]
     if not len(rows):
         raise ConfigError(
             f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split "
-            f"{split}"
+            f"{splits[0]}"
         )
     record_B = data_records([dataset]).key_of_crop
     rows = rows[np.argsort(record_B[rows], kind="stable")]
@@ -557,15 +600,15 @@ def probe_scores(
     task: ProbedTask, fit: Vectors, tests: Mapping[float, Vectors], method: Probe
 ) -> Iterator[tuple[Any, Scored]]:
     """Scores for each share and level of noise, averaged over the draws of the share."""
-    train, valid, test = task.parts
-    x_ND, valid_ND = train.means(fit), valid.means(fit)
+    train, test = task.parts
+    x_ND = train.means(fit)
     tests_ND = np.concatenate([test.means(vectors) for vectors in tests.values()])
     for share, draws in task.draws.items():
         used_K = task.used[share]
         means: list[Facts] = [{} for _ in tests]
         for rows, weight_B in weighted(draws):
             data = ProbeData(
-                x_ND[rows], train.y_NK[rows], valid_ND, valid.y_NK, tests_ND, task.kind
+                x_ND[rows], train.y_NK[rows], train.patient_N[rows], tests_ND, task.kind
             )
             scores_NK = probed_scores(data, used_K, method)
             for mean, part_NK in zip(means, np.split(scores_NK, len(tests)), strict=True):
@@ -580,10 +623,7 @@ def probed_scores(data: ProbeData, used_K: Array, method: Probe) -> Array:
     """Scores of the used classes. Exclusive classes are solved together, also those that are not
     scored."""
     solved_K = np.ones_like(used_K) if data.kind == "multiclass" else used_K
-    data = data._replace(
-        labels_NK=data.labels_NK[:, solved_K],
-        valid_labels_NK=data.valid_labels_NK[:, solved_K],
-    )
+    data = data._replace(labels_NK=data.labels_NK[:, solved_K])
     return fit_scaled(method, data).scores_NK[:, used_K[solved_K]]
 
 
@@ -593,7 +633,7 @@ def add_weighted(sums: Facts, samples: Samples, weight_B: Array) -> None:
 
 
 def probe_facts(task: ProbedTask, share: float, samples: Samples) -> Facts:
-    test, draws, used_K = task.parts[2], task.draws[share], task.used[share]
+    test, draws, used_K = task.parts[1], task.draws[share], task.used[share]
     names, people = np.array(task.labels.classes), np.unique(test.patient_N)
     used = names[used_K].tolist()
     per_class = {}

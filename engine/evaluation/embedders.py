@@ -33,8 +33,10 @@ from omnilead.engine.data.augmentations.noise import PAPER_NOISE, AmplitudeMv
 from omnilead.engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.predict import CropBatch, dataset_batches, predict
+from omnilead.engine.evaluation.boosted import INSTALL, boosted, installed
 from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.evaluation.probe import Probe, linear, network
+from omnilead.engine.evaluation.minirocket import MiniRocket
+from omnilead.engine.evaluation.probe import Probe, least_squares, linear
 from omnilead.engine.inference import mean_beat
 from omnilead.engine.inference import readout as readouts
 from omnilead.engine.inference.commands import prepare_model
@@ -45,7 +47,10 @@ from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
 
 RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
-NETWORK = f"{MEAN_BEAT}, two-layer network"
+BOOSTED, ROCKET = "boosted features", "MiniRocket + ridge"
+READERS = {"linear": linear, "boosted": boosted}
+ROCKET_HZ = 100.0
+ROCKET_CROPS = 64  # that give its thresholds
 DRAWS = 5  # of random weights: their scores differ by as much as 0.02
 BLOCK = 4096  # crops in a file
 
@@ -67,7 +72,8 @@ class Compared(NamedTuple):
     """What is compared, under one name."""
 
     name: str
-    # The scores of the members are averaged; the embeddings within a member are joined
+    # The scores of the members are averaged; the embeddings within a member are joined. MiniRocket
+    # has none before data are known
     members: list[tuple[Embedder, ...]]
     random: str = ""  # the row of random weights of the same architecture
     members_of: str = ""  # the row whose members these are, too; "": its own
@@ -99,22 +105,42 @@ class Vectors(NamedTuple):
 
 def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
     """`models`: folders, NAME=FOLDER, or NAME=FOLDER,FOLDER for runs of several seeds. Random
-    weights follow the first model of their architecture; what needs no training is last."""
+    weights follow the first model of their architecture; what needs no training is last. Without
+    LightGBM, no row is boosted."""
+    if args.reader == "boosted" and not installed():
+        raise ConfigError(f"--reader boosted: {INSTALL}")
     beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
     measured = _measured(MEASURED, mean_beat.measurements)
-    rows = _model_rows(models, measured, args)
+    rows = [row._replace(probe=READERS[args.reader]) for row in _model_rows(models, measured, args)]
     both = []
     for row in rows:
         if row.trained:
             joined = [(beat, *member) for member in row.members]
             name = f"{MEAN_BEAT} + {row.name}"
-            both.append(Compared(name, joined, members_of=row.name, identifies=False))
+            both.append(
+                row._replace(
+                    name=name, members=joined, random="", members_of=row.name, identifies=False
+                )
+            )
     untrained = [
         Compared(MEAN_BEAT, [(beat,)]),
-        Compared(NETWORK, [(beat,)], probe=network, identifies=False),
         Compared(MEASURED, [(measured,)], identifies=False),
+        Compared(ROCKET, [], probe=least_squares, identifies=False),
     ]
+    if installed():
+        row = Compared(BOOSTED, [(beat, measured)], probe=boosted, identifies=False)
+        untrained.append(row)
     return [*rows, *untrained, *both]
+
+
+def rocket(dataset: Dataset, rows: Array, leads: str) -> Embedder:
+    """MiniRocket of these leads, with thresholds from some of these crops."""
+    whole = Input(ALL, ALL, fs_hz=ROCKET_HZ)
+    shown = whole.limited_to(leads)
+    (batch,) = dataset_batches(dataset, [np.unique(rows)[:ROCKET_CROPS]])
+    windows_RLT = shown.windows(torch.from_numpy(batch.uv_BLT), batch.halves_B)
+    features = MiniRocket(windows_RLT, shown.seen)
+    return Embedder(ROCKET, f"{ROCKET} {features.digest}", whole, features)
 
 
 def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> list[Compared]:
@@ -122,7 +148,7 @@ def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> l
     random_of: dict[str, str] = {}  # by architecture, the name of its row of random weights
     for text in models:
         name, folders = name_and_folders(text)
-        if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, NETWORK):
+        if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, BOOSTED, ROCKET):
             raise ConfigError(
                 f"--models {text}: the name {name!r} is taken: write NAME={folders[0]}"
             )

@@ -1,20 +1,22 @@
 """Linear probes of frozen embeddings, and a model with one as its head.
 
-    fit = fit_scaled(linear, ProbeData(train_ND, labels_NK, valid_ND, valid_labels_NK, test_ND))
+    fit = fit_scaled(linear, ProbeData(train_ND, labels_NK, patient_N, test_ND))
     fit.scores_NK                        # of the test rows
-    save_with_head(model, shown, readout, labels, data, seen, Path("MODEL"))
+    save_with_head(model, shown, readout, labels, linear, data, seen, Path("MODEL"))
 
-Each record is one row, the mean over its halves. Probes are fitted on train, chosen on valid and
-scored on test. Linear: a logistic regression for each class, softmax for exclusive classes, ridge
-regression for values, Cox regression for survival. Features and values are standardised by the
-training rows. The penalty minimises the mean squared error of probabilities or values on the valid
-rows, which is defined even for a class without positives; in survival, the partial likelihood.
+Each record is one row, the mean over its halves. Linear: a logistic regression for each class,
+softmax for exclusive classes, ridge regression for values, Cox regression for survival. Features
+and values are standardised by the training rows. The penalty is chosen by cross-validation over
+the patients of the training rows: it minimises the mean squared error of probabilities or values
+of those held out, which is defined even for a class without positives; in survival, the partial
+likelihood.
 
 Axes: N rows, D width of an embedding, K classes. Labels that are NaN are unknown.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ from omnilead.engine.data.seen import joined
 from omnilead.engine.evaluation.metrics import Array
 from omnilead.engine.inference.readout import Readout
 from omnilead.engine.inference.trained_model import TrainedModel
+from omnilead.engine.inference.trees import Trees
 from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
@@ -41,32 +44,38 @@ from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task, unknow
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
 STRENGTHS = (3e2, 1e2, 3e1, 1e1, 3.0, 1.0, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
 LIMITS = {"maxiter": 1000, "ftol": 1e-10, "gtol": 1e-6}
-
-# Of the network of two layers
-HIDDEN = 128
-DECAYS = (0.01, 0.1, 1.0)
-EPOCHS = 40
-BATCH = 64
+FOLDS = 5  # of cross-validation
+MANY = 5000  # rows, of which one fold is enough
+WORSE = 0.05  # than the least error of a fold: weaker penalties are not tried
 
 
 class ProbeData(NamedTuple):
     train_ND: Array
     labels_NK: Array
-    valid_ND: Array
-    valid_labels_NK: Array
+    patient_N: Array
     test_ND: Array
     kind: str = "multilabel"
+
+    def of(self, rows: Array, test_rows: Array) -> "ProbeData":
+        """Some of the training rows, others of which are tested."""
+        return ProbeData(
+            self.train_ND[rows],
+            self.labels_NK[rows],
+            self.patient_N[rows],
+            self.train_ND[test_rows],
+            self.kind,
+        )
 
 
 class ProbeFit(NamedTuple):
     scores_NK: Array  # probabilities or values of the test rows
-    chosen: float
-    error: float  # on the valid rows
+    chosen: float = 0.0  # the penalty of a linear probe
     # Of the linear probe: intercepts, then one row per dimension
     weights_DK: Array = np.zeros((0, 0))
     # Of regression: value = output * scale + center
     center_K: Array = np.zeros(0)
     scale_K: Array = np.zeros(0)
+    trees: Trees | None = None  # of boosting
 
 
 Probe = Callable[[ProbeData], ProbeFit]
@@ -77,15 +86,13 @@ def labels_to_probe(dataset: Dataset, task: TaskConfig) -> TaskLabels:
     if task.kind == "identity":
         raise ConfigError("is of patients: use identification, without a table")
     labels = read_task(task, [dataset])
-    for split in ("train", "valid"):
-        if not len(labels.rows(0, split)):
-            mend = "a probe needs train, valid, test"
-            if labels.role == "dx":
-                mend += f"; {DX_ROLES}"
-            name = labels.name or dataset.root.url
-            raise ConfigError(f"{name}: no record is in the split {split}: {mend}")
-        if split == "train" or task.kind == "survival":
-            require_unlike(labels, split, dataset)
+    if not len(labels.rows(0, "train")):
+        mend = "a probe needs train and test"
+        if labels.role == "dx":
+            mend += f"; {DX_ROLES}"
+        name = labels.name or dataset.root.url
+        raise ConfigError(f"{name}: no record is in the split train: {mend}")
+    require_unlike(labels, "train", dataset)
     return labels
 
 
@@ -103,26 +110,24 @@ def save_with_head(
     shown: Input,
     readout: Readout,
     labels: TaskLabels,
+    probe: Probe,
     data: ProbeData,
-    fitted: Sequence[pa.Table],
+    fitted: pa.Table,
     out: Path,
 ) -> None:
-    """Writes the model with the linear probe as its head, for `omnilead predict` and `evaluate`.
+    """Writes the model with the probe as its head, for `omnilead predict` and `evaluate`.
     `shown`: the leads that the probe was fitted on; `fitted`: its crops (engine.data.seen)."""
-    fit = fit_scaled(linear, data._replace(test_ND=data.valid_ND))
+    fit = fit_scaled(probe, data)
     task = labels.task
     head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels.facts}
     head["definition"] = {**head["definition"], "head": ""}
     if task.kind == "regression":
         head |= {"center": fit.center_K.tolist(), "scale": fit.scale_K.tolist()}
     elif task.kind in WITH_THRESHOLDS:
-        head["thresholds"] = thresholds(data.valid_labels_NK, fit.scores_NK)
-    weights = {}
-    for name, tensor in model.encoder.state_dict().items():
-        weights[f"encoder.{name}"] = tensor
-    weights_DK = fit.weights_DK.astype(np.float32)
-    weights["head.weight"] = torch.from_numpy(weights_DK[1:].T.copy())
-    weights["head.bias"] = torch.from_numpy(weights_DK[0].copy())
+        head["thresholds"] = thresholds(*held_out(probe, data))
+    if fit.trees:
+        head["trees"] = [len(fit.trees.feature), len(fit.trees.root)]
+    modules = nn.ModuleDict({"encoder": model.encoder, "head": fit.trees or _layer(fit)})
     document = model.config | {
         "head": head,
         "readout": "+".join(readout),
@@ -130,18 +135,29 @@ def save_with_head(
         "trained": model.history | {"rlm": 0},
     }
     signals = model.preprocessing | {"seen": describe_leads(shown.seen).split(",")}
-    card, seen = _card(labels, readout, data), joined([model.seen, *fitted])
-    write(out, weights, document, signals, card, model.code, seen)
+    made = "boosted trees" if fit.trees else "a linear layer"
+    card, seen = _card(labels, readout, made, data), joined([model.seen, fitted])
+    write(out, modules.state_dict(), document, signals, card, model.code, seen)
 
 
-def _card(labels: TaskLabels, readout: Readout, data: ProbeData) -> str:
+def _layer(fit: ProbeFit) -> nn.Linear:
+    weights_KD = torch.from_numpy(fit.weights_DK.T).float()
+    layer = nn.Linear(weights_KD.shape[1] - 1, len(weights_KD))
+    layer.weight.data = weights_KD[:, 1:].contiguous()
+    layer.bias.data = weights_KD[:, 0].clone()
+    return layer
+
+
+def _card(labels: TaskLabels, readout: Readout, made: str, data: ProbeData) -> str:
     unknown = "".join(f"Labels: {remark}. " for remark in unknown_patients(labels.unknown))
+    people = len(np.unique(data.patient_N))
     return (
-        f"# ECG {labels.task.name}: a linear probe\n\nA frozen encoder, read out as "
-        f"{'+'.join(readout)}, and a linear layer fitted on {len(data.train_ND):,} records, its "
-        f"penalty chosen on {len(data.valid_ND):,} others. config.json says what data trained the "
-        f"encoder and the layer. {unknown}This is not a medical device: whatever is built on it must "
-        "be validated for its use and its population.\n"
+        f"# ECG {labels.task.name}: {made} on a frozen encoder\n\nThe encoder is read out as "
+        f"{'+'.join(readout)}. The head, {made}, was fitted on labelled ECGs of {people:,} people, "
+        "whom cross-validation held out in turn to choose it and its thresholds. config.json says "
+        f"what data trained both. {unknown}"
+        "This is not a medical device: whatever is built on it must be validated for its use and its "
+        "population.\n"
     )
 
 
@@ -174,23 +190,62 @@ def fit_scaled(fit: Probe, data: ProbeData) -> ProbeFit:
     center = np.nanmean(data.labels_NK, 0)
     deviation = np.nanstd(data.labels_NK, 0)
     scale = np.where(deviation > 0, deviation, 1.0)
-    labels = (data.labels_NK - center) / scale
-    valid_labels = (data.valid_labels_NK - center) / scale
-    fitted = fit(data._replace(labels_NK=labels, valid_labels_NK=valid_labels))
+    fitted = fit(data._replace(labels_NK=(data.labels_NK - center) / scale))
     scores_NK = fitted.scores_NK * scale + center
     return fitted._replace(scores_NK=scores_NK, center_K=center, scale_K=scale)
 
 
 def linear(data: ProbeData) -> ProbeFit:
+    """The fit with the penalty whose error is least on patients held out of the training rows; with a
+    single patient, the strongest."""
+    errors = []
+    for rest, held in folds(data.patient_N):
+        of_fold: list[float] = []
+        for fit in _penalties(data.of(rest, held)):
+            of_fold.append(_error(fit.scores_NK, data.labels_NK[held], data.kind) * len(held))
+            if of_fold[-1] > min(of_fold) + WORSE * abs(min(of_fold)):
+                break
+        errors.append(of_fold)
+    error = [sum(of) for of in zip(*errors, strict=False)]  # of the penalties tried in each fold
+    best = int(np.argmin(error or [0.0]))
+    return next(islice(_penalties(data), best, None))
+
+
+def least_squares(data: ProbeData) -> ProbeFit:
+    """Ridge regression also of classes, whose scores are no probabilities. For many features."""
+    if data.kind == "survival":
+        return linear(data)
+    return linear(data._replace(kind="regression"))
+
+
+def folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
+    """Training rows, and those of a fold of the patients. Of many rows, one fold alone."""
+    patients = np.random.default_rng(0).permutation(np.unique(patient_N))
+    count = min(FOLDS, len(patients))
+    if count < 2:
+        return
+    for fold in range(count if len(patient_N) <= MANY else 1):
+        held = np.isin(patient_N, patients[fold::count])
+        yield np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def held_out(probe: Probe, data: ProbeData) -> tuple[Array, Array]:
+    """Labels and scores of training rows by probes of other patients."""
+    labels, scores = [data.labels_NK[:0]], [data.labels_NK[:0]]
+    for rest, held in folds(data.patient_N):
+        labels.append(data.labels_NK[held])
+        scores.append(probe(data.of(rest, held)).scores_NK)
+    return np.concatenate(labels), np.concatenate(scores)
+
+
+def _penalties(data: ProbeData) -> Iterator[ProbeFit]:
     """Solves all classes together, by L-BFGS, in the basis of the principal components, which
     changes no solution."""
-    parts = standardised(data.train_ND, data.valid_ND, data.test_ND)
-    variance_D, basis_DD = np.linalg.eigh(parts[0].T @ parts[0])
-    basis_DC = basis_DD[:, variance_D > 1e-12 * variance_D[-1]]
-    train, valid, test = (x_ND @ basis_DC for x_ND in parts)
-    fits: list[ProbeFit] = []
-    classes = data.labels_NK.shape[1]
-    weights = np.zeros((train.shape[1] + 1, classes))
+    train, test = standardised(data.train_ND, data.test_ND)
+    basis_DC = principal(train)
+    train, test = train @ basis_DC, test @ basis_DC
+    mean_D, scale_D = moments(data.train_ND)
+    weights = np.zeros((train.shape[1] + 1, data.labels_NK.shape[1]))
     for strength in STRENGTHS:
         if data.kind == "regression":
             weights = ridge(train, data.labels_NK, strength)
@@ -198,23 +253,28 @@ def linear(data: ProbeData) -> ProbeFit:
             weights = proportional_hazards(train, data.labels_NK, strength, weights)
         else:
             weights = logistic(train, data.labels_NK, strength, weights, data.kind == "multiclass")
-        valid_NK = outputs(data.kind, valid, weights)
-        test_NK = outputs(data.kind, test, weights)
-        error = _error(valid_NK, data.valid_labels_NK, data.kind)
-        fits.append(ProbeFit(test_NK, strength, error, weights))
-    best = min(fits, key=lambda fit: fit.error)
-    mean_D, scale_D = moments(data.train_ND)
-    weights_DK = scale_D[:, None] * (basis_DC @ best.weights_DK[1:])
-    intercept_K = best.weights_DK[0] - mean_D @ weights_DK
-    return best._replace(weights_DK=np.vstack([intercept_K, weights_DK]))
+        weights_DK = scale_D[:, None] * (basis_DC @ weights[1:])
+        intercept_K = weights[0] - mean_D @ weights_DK
+        scores_NK = outputs(data.kind, test, weights)
+        yield ProbeFit(scores_NK, strength, np.vstack([intercept_K, weights_DK]))
+
+
+def principal(x_ND: Array) -> Array:
+    """The directions [D, C] in which these rows vary."""
+    wide = x_ND.shape[1] > len(x_ND)
+    variance, basis = np.linalg.eigh(x_ND @ x_ND.T if wide else x_ND.T @ x_ND)
+    kept = variance > 1e-12 * variance[-1]
+    if wide:
+        return np.asarray(x_ND.T @ (basis[:, kept] / np.sqrt(variance[kept])))
+    return np.asarray(basis[:, kept])
 
 
 def outputs(kind: str, x_ND: Array, weights_DK: Array) -> Array:
     """What a linear layer predicts; its first row of weights are the intercepts."""
-    return _linked(kind, x_ND @ weights_DK[1:] + weights_DK[0])
+    return linked(kind, x_ND @ weights_DK[1:] + weights_DK[0])
 
 
-def _linked(kind: str, z_NK: Array) -> Array:
+def linked(kind: str, z_NK: Array) -> Array:
     """Probabilities, or values."""
     if kind in OF_VALUES:
         return z_NK
@@ -229,15 +289,17 @@ def ridge(x_ND: Array, y_NK: Array, strength: float) -> Array:
     x_ND1 = np.insert(x_ND, 0, 1.0, axis=1)
     penalty = strength * np.eye(x_ND1.shape[1])
     penalty[0, 0] = 0
-    weights = []
-    for y_N in y_NK.T:
-        known = np.flatnonzero(~np.isnan(y_N))
-        n = len(known)
-        x = x_ND1[known]
+    weights = np.zeros((x_ND1.shape[1], y_NK.shape[1]))
+    known_NK = ~np.isnan(y_NK)
+    for pattern_N in np.unique(known_NK, axis=1).T:  # one system for all that are known of the same
+        if not (n := pattern_N.sum()):
+            continue
+        same = (known_NK == pattern_N[:, None]).all(0)
+        x = x_ND1[pattern_N]
         square = x.T @ x.copy() / n  # a matrix product: BLAS rounds x.T @ x otherwise
-        product = x.T @ y_N[known] / n
-        weights.append(np.linalg.solve(square + penalty, product))
-    return np.stack(weights, axis=1)
+        product = x.T @ y_NK[pattern_N][:, same] / n
+        weights[:, same] = np.linalg.solve(square + penalty, product)
+    return weights
 
 
 def proportional_hazards(x_ND: Array, y_N1: Array, strength: float, start: Array) -> Array:
@@ -322,58 +384,6 @@ def _independent_loss(z_NK: Tensor, y_NK: Tensor, known_NK: Tensor) -> tuple[Ten
     return loss_NK.sum(), z_NK.sigmoid()
 
 
-def network(data: ProbeData) -> ProbeFit:
-    """A network of two layers. Its weight decay and its number of epochs minimise the error on the
-    valid rows."""
-    parts = standardised(data.train_ND, data.valid_ND, data.test_ND)
-    train, valid, test = (torch.from_numpy(x_ND).float() for x_ND in parts)
-    labels_NK = torch.from_numpy(data.labels_NK.astype(np.float32))
-    known_NK = (~labels_NK.isnan()).float()
-    target_NK = labels_NK.nan_to_num()
-    fits: list[ProbeFit] = []
-    for decay in DECAYS:
-        generator = torch.Generator().manual_seed(0)
-        layers, last = _layers(train.shape[1], labels_NK.shape[1], generator)
-        if data.kind not in OF_VALUES:  # begins at the classes' frequencies
-            share_K = (target_NK.sum(0) + 0.5) / (known_NK.sum(0) + 1)
-            last.bias.data = share_K.logit()
-        adam = torch.optim.AdamW(layers.parameters(), lr=1e-3, weight_decay=decay)
-        for _ in range(EPOCHS):
-            for rows in torch.randperm(len(train), generator=generator).split(BATCH):
-                z_NK = layers(train[rows])
-                loss = _network_loss(data.kind, z_NK, target_NK[rows], known_NK[rows])
-                adam.zero_grad()
-                loss.backward()
-                adam.step()
-            with torch.no_grad():
-                valid_NK = _linked(data.kind, layers(valid).double().numpy())
-                test_NK = _linked(data.kind, layers(test).double().numpy())
-            error = _error(valid_NK, data.valid_labels_NK, data.kind)
-            fits.append(ProbeFit(test_NK, decay, error))
-    return min(fits, key=lambda fit: fit.error)
-
-
-def _layers(
-    width: int, outputs: int, generator: torch.Generator
-) -> tuple[nn.Sequential, nn.Linear]:
-    """The network, and its last layer."""
-    hidden, last = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, outputs)
-    nn.init.xavier_uniform_(hidden.weight, generator=generator)
-    nn.init.zeros_(hidden.bias)
-    nn.init.zeros_(last.weight)  # a random one is never quite unlearned from a few hundred records
-    nn.init.zeros_(last.bias)
-    return nn.Sequential(hidden, nn.GELU(), last), last
-
-
-def _network_loss(kind: str, z_NK: Tensor, y_NK: Tensor, known_NK: Tensor) -> Tensor:
-    if kind == "survival":
-        return event_loss(z_NK, y_NK)
-    if kind == "regression":
-        return ((z_NK - y_NK).square() * known_NK).sum() / len(z_NK)
-    loss = _exclusive_loss if kind == "multiclass" else _independent_loss
-    return loss(z_NK, y_NK, known_NK)[0] / len(z_NK)
-
-
 def standardised(train_ND: Array, *others: Array) -> tuple[Array, ...]:
     """Standardises by mean and standard deviation of the first; features that are constant there
     become zero."""
@@ -393,4 +403,5 @@ def moments(x_ND: Array) -> tuple[Array, Array]:
 def _error(scores_NK: Array, labels_NK: Array, kind: str) -> float:
     if kind == "survival":
         return event_loss(torch.from_numpy(scores_NK), torch.from_numpy(labels_NK)).item()
-    return float(np.nanmean(np.square(scores_NK - labels_NK)))
+    known_NK = ~np.isnan(labels_NK)
+    return float(np.square(scores_NK - labels_NK)[known_NK].sum() / max(known_NK.sum(), 1))

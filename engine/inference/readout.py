@@ -10,9 +10,10 @@ A read-out names one or more parts, joined by +:
     std       the standard deviation over tokens                                  D
     beats     the mean of the tokens at fixed times around the R peaks            len(BEATS_S) * D
     rhythm    rhythm, amplitudes and residuals, measured in the signal            len(MEASUREMENTS)
+    waveform  the median beat of each lead, of unit length over all leads         12 * BEAT
 
 The mean of tokens drops what diagnosis needs: the rhythm, and the amplitude, which the encoder's
-group norm removes. `rhythm` and `beats` are computed on the CPU, at about 900 segments
+group norm removes. The last three are computed on the CPU, at about 900 segments
 a second and core.
 """
 
@@ -24,7 +25,13 @@ from torch import Tensor
 
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.engine.common import ALL, LEADS, ConfigError
-from omnilead.engine.inference.mean_beat import MEASUREMENTS, measurements, r_peaks
+from omnilead.engine.inference.mean_beat import (
+    BEAT,
+    MEASUREMENTS,
+    mean_beats,
+    measurements,
+    r_peaks,
+)
 from omnilead.engine.model.encoder import pool
 
 PAPER = "mean"
@@ -35,6 +42,7 @@ WIDTHS: dict[str, Callable[[int], int]] = {
     "std": lambda width: width,
     "beats": lambda width: len(BEATS_S) * width,
     "rhythm": lambda width: len(MEASUREMENTS),
+    "waveform": lambda width: len(LEADS) * BEAT,
 }
 
 
@@ -50,7 +58,7 @@ def parsed(text: str) -> Readout:
 
 
 def measures_signal(readout: Readout) -> bool:
-    return "rhythm" in readout or "beats" in readout
+    return not {"rhythm", "beats", "waveform"}.isdisjoint(readout)
 
 
 def width_of(readout: Readout, width: int) -> int:
@@ -79,7 +87,10 @@ def read_out(readout: Readout, c_RND: Tensor, x_RLT: Tensor, leads: Sequence[int
         elif part == "beats":
             vectors.append(_beats(c_RND, signal))
         else:
-            vectors.append(torch.from_numpy(measurements(signal)).to(c_RND.device))
+            measured = measurements(signal)
+            if part == "waveform":
+                measured = mean_beats(signal)[:, : len(LEADS) * BEAT]
+            vectors.append(torch.from_numpy(measured).to(c_RND.device))
     return torch.cat(vectors, 1)
 
 

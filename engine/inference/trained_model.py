@@ -21,11 +21,11 @@ from dataclasses import field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ from omnilead.engine.inference.readout import (
     read_out,
     width_of,
 )
+from omnilead.engine.inference.trees import Trees
 from omnilead.engine.model.config import validated
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import build_encoder
@@ -92,6 +93,7 @@ NOT_FINITE = "the model's outputs are not finite: its weights are broken"
 THRESHOLD = 0.5
 NAMED = 8  # classes in its repr
 ModuleClass = type[nn.Module] | None
+Many = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
 Leads = str | Iterable[str]  # their names, as for engine.common.leads_in_order
 
 
@@ -109,6 +111,7 @@ class HeadInfo:
     unit: str = ""  # for regression; for survival, of the times
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[float, ...] = ()
+    trees: tuple[Many, Many] | None = None  # how many nodes and trees, of a boosted head
     # Settings of the task: labels, split, ...
     definition: Facts = field(default_factory=dict)
 
@@ -175,7 +178,7 @@ class TrainedModel(nn.Module):
         parts = parsed(text) if text else self.readout
         if measures_signal(parts) and not self.input.plain:
             raise ConfigError(
-                f"readout={text}: rhythm and beats need a model whose input is in millivolts at "
+                f"readout={text}: rhythm, beats and waveform need a model whose input is in millivolts at "
                 f"{FS_HZ:g} Hz, 5 s at a time and without a band: use mean or mean+std"
             )
         return parts
@@ -373,20 +376,28 @@ def load(
         kind = encoder or own_class(folder, config.encoder, code, "encoder")
         with torch.device("cpu" if config.encoder else "meta"):
             own: Any = build_encoder(config, kind=kind)
-            top: nn.Module | None = None
-            # Identification has no classes: its class vectors are not exported
-            if head_info and head_info.classes:
-                top = nn.Linear(width_of(readout, own.width), len(head_info.classes))
+            top = _head(head_info, width_of(readout, own.width))
         if head_info and (spec := str(head_info.definition.get("head") or "")):
             kind = head or own_class(folder, spec, code, "head")
             top = build_head(spec, own.width, len(head_info.classes), kind=kind)
         _load_weights(folder / WEIGHTS, own, top)
+        if isinstance(top, Trees):
+            with blaming(str(folder / WEIGHTS)):
+                top.check(width_of(readout, own.width))
         try:
             model = TrainedModel(own, top, document, preprocessing, digest)
         except ConfigError as error:
             raise LoadError(f"{folder / PREPROCESSING}: {error}") from None
         model.code, model.seen = code_in(folder), seen_by(folder)
         return model
+
+
+def _head(head: HeadInfo | None, width: int) -> nn.Module | None:
+    if head is None or not head.classes:  # class vectors of identification are not exported
+        return None
+    if head.trees:
+        return Trees(*head.trees, len(head.classes))
+    return nn.Linear(width, len(head.classes))
 
 
 def own_class(folder: Path, spec: str, code: bool, part: str) -> Any:

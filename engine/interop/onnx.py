@@ -7,7 +7,7 @@ The batch can have any size, and so can the segments, but for plugged-in encoder
 the window's. x is the output of `TrainedModel.segments`. The
 metadata has `preprocessing` (leads in order, rate, scale), `config` and `head` (classes,
 thresholds, unit of the scores) as JSON. The file is written only if onnxruntime reproduces
-PyTorch's numbers at several sizes.
+PyTorch's numbers at several sizes. Boosted trees are left out.
 """
 
 import json
@@ -23,9 +23,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from omnilead.data_tools.cli import tell
 from omnilead.engine.common import ConfigError, blaming
 from omnilead.engine.inference.readout import measures_signal
 from omnilead.engine.inference.trained_model import TrainedModel
+from omnilead.engine.inference.trees import Trees
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.encoders import file_of
 from omnilead.engine.model.folder import config_of
@@ -40,6 +42,8 @@ class Outputs(nn.Module):
     def __init__(self, model: TrainedModel) -> None:
         super().__init__()
         self.model = deepcopy(model).cpu().float().eval()
+        if isinstance(model.head, Trees):
+            self.model.head = None
         # With any length, torch.onnx thinks for minutes about each padding of a deep network
         self.any_length = file_of(config_of(model.config).encoder) is None
 
@@ -61,7 +65,9 @@ def to_onnx(model: TrainedModel, out: Path) -> float:
         raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'omnilead[onnx]'")
     if out.exists():
         raise ConfigError(f"{out}: exists: choose another name")
-    if model.head and measures_signal(model.readout):
+    if isinstance(model.head, Trees):
+        tell(f"note: {out}: its boosted trees are left out: the file has the embedding only")
+    elif model.head and measures_signal(model.readout):
         raise ConfigError(
             f"{out}: ONNX cannot measure rhythm and beats, which the head needs: fit it with "
             "`omnilead bench --head MODEL --readout mean+std`"
@@ -91,7 +97,7 @@ def export(outputs: Outputs, path: Path) -> None:
     model = outputs.model
     samples = model.input.samples
     x = torch.zeros(2, len(model.input.leads), samples)
-    names = ["embedding"] if model.head is None else ["embedding", "logits", "scores"]
+    names = ["embedding"] if outputs.model.head is None else ["embedding", "logits", "scores"]
     sizes = {0: torch.export.Dim("batch")}
     if outputs.any_length:
         sizes[2] = torch.export.Dim("samples", min=min(64, samples // 3))

@@ -20,7 +20,7 @@ from tests.conftest import save_model, save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401
 from tests.engine.test_mean_beat import REGULAR, ecg
 
-ALL_PARTS = "mean+std+beats+rhythm"
+ALL_PARTS = "mean+std+beats+rhythm+waveform"
 MV = np.stack([ecg(REGULAR), ecg(REGULAR, 30)]).astype(np.float32) / 1000
 
 

@@ -221,21 +221,21 @@ def test_another_split_of_the_same_data_is_leakage(whole, base, quick, tmp_path)
     assert leak in str(omnilead.evaluate(tmp_path / "tuned", data=url, labels=table)["remarks"])
 
 
-def test_validation_counts_as_selected(whole, base, quick, tmp_path):  # noqa: F811
-    """Whoever helped to choose the model is no test; scored as validation, nothing is said."""
+def test_a_probe_is_fitted_on_validation_too(whole, base, tmp_path):
+    """Cross-validation needs no second set. Whoever only helped to choose another model is no test
+    of it either."""
     table = labels(whole, tmp_path / "my.csv", [0, 1])
-    url = whole.root.url
-    save_probed(base, url, table, tmp_path / "probed")
-    told = "helped to choose the model in validation"
-    held = omnilead.evaluate(tmp_path / "probed", data=url, labels=table, role="valid")
-    assert told not in str(held["remarks"])
+    save_probed(base, whole.root.url, table, tmp_path / "probed")
     model = omnilead.load(tmp_path / "probed")
-    moved = labels(whole, tmp_path / "moved.csv", [0, 1], split=["test"])
-    remarks = str(omnilead.evaluate(tmp_path / "probed", data=url, labels=moved)["remarks"])
-    assert re.search(rf"Leakage: \d+ of the \d+ [\w ]+ that are scored here {told}", remarks)
     known = read_task(TaskConfig(kind="binary", labels=table), [whole])
-    for split, least in (("train", 2), ("valid", 1)):
-        assert (seen.uses(model.seen, whole, known.rows(0, split)) == least).all()
+    for split in ("train", "valid"):
+        rows = known.rows(0, split)
+        assert (seen.uses(model.seen, whole, rows) == seen.LABELLED).all()
+    chosen = seen.seen_in(whole, rows, "selected")
+    people = patient_ids([whole])[0] | 1
+    (note,) = seen.notes(chosen, [whole], [rows], [people], "scored here")
+    told = "that are scored here helped to choose the model in validation"
+    assert re.search(rf"Leakage: \d+ of the \d+ [\w ]+ {told}", note)
 
 
 def test_records_are_not_called_patients(whole, base):

@@ -13,10 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow.csv import write_csv
+from safetensors.torch import load_file, save_file
 
 import omnilead
 from omnilead.__main__ import main
 from omnilead.engine.common import ALL, ConfigError, parse_leads
+from omnilead.engine.common import LEADS as LEADS_OF
 from omnilead.engine.evaluation import bench, embedders, probe
 from omnilead.engine.evaluation.bench import ProbedRecords, drawn, resampled, unlike, whitening
 from omnilead.engine.evaluation.metrics import (
@@ -26,6 +28,7 @@ from omnilead.engine.evaluation.metrics import (
     weighted_measures,
 )
 from omnilead.engine.evaluation.probe import ProbeData, linear
+from omnilead.engine.model.folder import seal
 from omnilead.engine.model.input import Input
 from omnilead.engine.report import bench_report
 from omnilead.engine.report.bench_report import KEYS
@@ -100,7 +103,7 @@ def test_every_row_and_its_differences_in_every_file(out, found):
     rows, gaps, scores = found["rows"], found["differences"], metrics_of(found)
     identified = {key[0] for key in scores if key[1] == "identification"}
     assert identified == {"first", "random weights", "B", "random weights of B", "mean beat"}
-    assert len(scores) == len(rows) == 9 * (2 * 2 * 2) + 5 * 2
+    assert len(scores) == len(rows) == 10 * (2 * 2 * 2) + 5 * 2
     assert scores["first", "age", *LEADS, 1, 0].keys() == {"mae", "rmse", "r2", "pearson"}
     clean, noisy = (scores["mean beat", "identification", *LEADS, None, level] for level in (0, 1))
     assert min(clean.values()) > 0.2 and noisy != clean
@@ -167,14 +170,14 @@ def test_cached_embeddings_are_reused(again, found, models, monkeypatch, capsys)
     monkeypatch.setattr(embedders, "dataset_batches", counted)
     same = metrics_of(omnilead.bench(models, tasks=["identification"], **again))
     assert made == [] and len(same) == 5 and same.items() <= metrics_of(found).items()
-    said = [f"bench: {i} of 9 done: {name}" for i, name in enumerate(found["models"], 1)]
+    said = [f"bench: {i} of 10 done: {name}" for i, name in enumerate(found["models"], 1)]
     assert capsys.readouterr().err.splitlines() == said  # no terminal: a line for each model
     damaged = max(again["out"].rglob("*.npz"), key=lambda path: path.stat().st_size)
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-100])
     monkeypatch.setattr(bench, "interactive", lambda: True)
     omnilead.bench(models, tasks=TASKS, **again)
-    assert len(made) == 1 and damaged.read_bytes() == content
+    assert len(made) == 2 and damaged.read_bytes() == content
     assert " done: " not in capsys.readouterr().err
 
 
@@ -215,9 +218,54 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     assert metrics_of(one) == metrics_of(found)
 
 
+def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, capsys):
+    """On the embedding, measurements and the mean beat of each window; whole, and safe to load."""
+    head, how = tmp_path / "head", {"reader": "boosted", **again}
+    found = omnilead.bench(models[:1], tasks=["sex"], head=str(head), **how)
+    linear = omnilead.bench(models[:1], tasks=["sex"], **again)
+    rows = [metrics_of(one)["first", "sex", *LEADS, 1, 0] for one in (found, linear)]
+    assert rows[0] != rows[1]
+    model = omnilead.load(head)
+    assert model.readout == ("mean", "rhythm", "waveform") and model.head.depth > 0
+    scored = omnilead.evaluate(head, data=dataset.root.url, task="sex", leads=LEADS[0])
+    assert scored["record"]["metrics"]["auroc"] > 0.4 and scored["record"]["intervals"]["auroc"]
+    with pytest.warns(UserWarning, match="lack leads"):
+        table = omnilead.predict(head, data=dataset.root.url, leads=LEADS[0])
+    ecg = dataset[0]
+    leads = [LEADS_OF.index(name) for name in ("I", "V2")]
+    one = model.predict(ecg.signal_mv[leads], 500, ["I", "V2"])
+    row = table.column("record").to_pylist().index(ecg.record)
+    name = model.classes[0]
+    assert one[name] == pytest.approx(table.column(name)[row].as_py(), abs=1e-4)
+    assert main(["convert", "to-onnx", str(head), str(tmp_path / "x.onnx")]) == 0
+    assert "its boosted trees are left out" in capsys.readouterr().err
+    place = head / "model.safetensors"
+    weights = load_file(place)
+    weights["head.child"][0] = 10**9
+    save_file(weights, place)
+    seal(head, json.loads((head / "config.json").read_text()))
+    with pytest.raises(ConfigError, match=r"model\.safetensors: head\.child: is out of range"):
+        omnilead.load(head)
+
+
+def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypatch, capsys):
+    for module in (bench, embedders):
+        monkeypatch.setattr(module, "installed", lambda: False)
+    monkeypatch.setattr(bench, "ROCKET_CROPS", 1)
+    found = omnilead.bench(models[:1], tasks=["sex"], **again)
+    assert not {"boosted features", "MiniRocket + ridge"} & {row["model"] for row in found["rows"]}
+    notes = [note for note in found["notes"] if "left out" in note]
+    assert notes == [
+        "boosted features: left out: lightgbm is not installed: pip install 'omnilead[bench]'",
+        "MiniRocket + ridge: left out: there are more than 1 crops.",
+    ]
+    with pytest.raises(ConfigError, match="boosted: lightgbm is not installed"):
+        omnilead.bench(models[:1], tasks=["sex"], reader="boosted", **again)
+
+
 def test_identification_equals_a_direct_computation(out, found, dataset):
     """The probes have noise, the gallery has none."""
-    (beats,) = embedders.rows_to_compare([], Namespace(seed=3))[0].members[0]
+    (beats,) = embedders.rows_to_compare([], Namespace(seed=3, reader="linear"))[0].members[0]
     how = Namespace(shown=LEADS, widest=Input(ALL, ALL))
     of = bench.identities(dataset, dataset, how)
 
@@ -305,20 +353,20 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     x, every = c_BSD.mean(1), np.arange(200)
     y = (x @ RNG.normal(size=(5, 3)) + RNG.normal(size=(200, 3)) > 0).astype(np.float32)
     y[RNG.random(y.shape) < 0.1] = np.nan
-    train, valid, test = (
+    train, test = (
         ProbedRecords(rows, np.arange(len(rows)), y[rows], rows // 2)
-        for rows in np.split(every, [100, 140])
+        for rows in np.split(every, [140])
     )
     labels = TaskLabels(TaskConfig("made", "multilabel"), ("a", "b", "c"), [y], [])
-    draws = {0.2: list(drawn(train.patient_N, 0.2)), 1.0: [np.arange(100)]}
+    draws = {0.2: list(drawn(train.patient_N, 0.2)), 1.0: [np.arange(140)]}
     used = {0.2: np.array([True, False, True]), 1.0: np.ones(3, bool)}
     weight = resampled(test.patient_N)
-    task = bench.ProbedTask(labels, (train, valid, test), draws, used, weight, set(), {})
+    task = bench.ProbedTask(labels, (train, test), draws, used, weight, set(), {})
     vectors = embedders.Vectors(every, np.full(200, 2), c_BSD)
     for (share, _), (facts, samples) in bench.probe_scores(task, vectors, {0.0: vectors}, linear):
         direct, known = [], y[:, used[share]]
         for at in draws[share]:
-            data = ProbeData(x[at], known[at], x[100:140], known[100:140], x[140:])
+            data = ProbeData(x[at], known[at], at // 2, x[140:])
             direct.append(measure("multilabel", known[140:], linear(data).scores_NK))
         assert (facts["draws"], facts["left_out"]) == {0.2: (2, ["b"]), 1.0: (1, [])}[share]
         for name in ("auroc", "auprc"):
@@ -423,15 +471,15 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex age --head H", "but --tasks names 2: use one"),
         ("sex --head H --leads 12 1", "but --leads names 2: use one"),
         ("sex --head H --models B C", "but --models names 2: use one"),
-        ("gaps.csv --head H", "no record of the split train has a known label in well: leave"),
+        ("gaps.csv --head H", "no record of train and valid has a known label in well: leave"),
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
         ("sex --fit-leads 13", "leads='13': no lead is called"),
         ("same.csv", "same.csv: all labels of the split train are the same"),
         ("alive.csv", "alive.csv: no event in the split train: nothing to learn"),
-        ("unchosen.csv", "unchosen.csv: no event in the split valid: nothing to learn"),
-        ("trained.csv", "no record is in the split valid: a probe needs train, valid, test"),
+        ("trained.csv", "is in the split test"),
+        ("tested.csv", "no record is in the split train: a probe needs train and test"),
         ("few.csv --share 1 0.02", "--share 0.02 of"),
         ("few.csv --share 0.02", " records of test: no event in one of them: use a larger share"),
         ("folds.csv", "folds 1, 2: at least 3 are needed"),
@@ -458,12 +506,11 @@ def test_refusals_are_one_line(
     person = np.unique(dataset.column("patient")[first].astype(str), return_inverse=True)[1]
     split = np.array(["train", "valid", "test"])[person % 3]
     write_table(Path("few.csv"), dataset, time=[1, 2, 3], event=[1, 0, 0, 0], split=split)
-    died = (split != "valid").astype(int)
-    write_table(Path("unchosen.csv"), dataset, time=[1, 2, 3], event=died, split=split)
     ill = np.arange(len(split)) % 2
-    well = np.where(split == "train", "", 1 - ill)
+    well = np.where(split == "test", 1 - ill, "")
     write_table(Path("gaps.csv"), dataset, ill=ill, well=well, split=split)
     write_table(Path("trained.csv"), dataset, ill=ill, split="train")
+    write_table(Path("tested.csv"), dataset, ill=ill, split="test")
     write_table(Path("folds.csv"), dataset, ill=[0, 1], fold=[1, 2])
     given = ["--models", "B", "--data", dataset.root.url, "--out", "OUT", "--tasks"]
     assert main(["bench", *given, *words.split()]) == 2

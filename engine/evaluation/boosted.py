@@ -1,0 +1,135 @@
+"""Gradient boosting on the numbers of an ECG, by LightGBM (the extra `bench`).
+
+    fit = fit_scaled(boosted, ProbeData(train_ND, labels_NK, patient_N, test_ND))
+    fit.trees                                # engine.inference.trees
+
+One setting for few labels and for many, chosen on folds 1 to 7 of PTB-XL with 85 and 850 labelled
+ECGs (benchmarks/LOG.md): small trees that see a twentieth of the numbers each. A number that is
+missing (NaN, or 0) goes where it lowers the loss; if it was never missing, where most ECGs went.
+A class with fewer than FEW positives or negatives gets its base rate. Survival: the partial
+likelihood, with the diagonal of its curvature that a Poisson model has.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnilead.engine.common import Facts
+from omnilead.engine.evaluation.metrics import Array
+from omnilead.engine.evaluation.probe import ProbeData, ProbeFit, event_loss, linked
+from omnilead.engine.inference.trees import Trees
+
+ROUNDS = 400
+SETTINGS = {
+    "learning_rate": 0.03,
+    "num_leaves": 7,
+    "min_data_in_leaf": 5,
+    "lambda_l2": 1.0,
+    "seed": 0,
+    "deterministic": True,
+    "force_row_wise": True,
+    "verbose": -1,
+}
+SHARE, AT_LEAST = 0.05, 32  # of the numbers, that a tree sees
+FEW = 3
+OBJECTIVES = {"multiclass": "multiclass", "regression": "regression"}
+INSTALL = "lightgbm is not installed: pip install 'omnilead[bench]'"
+Node = dict[str, Any]  # of LightGBM's dump
+
+
+def installed() -> bool:
+    return find_spec("lightgbm") is not None
+
+
+def boosted(data: ProbeData) -> ProbeFit:
+    found: list[tuple[Node, int]] = []  # trees, and their outputs
+    x_ND = data.train_ND.astype(np.float32)
+    x_ND[x_ND == 0] = np.nan
+    if data.kind == "multiclass":
+        known_N = ~np.isnan(data.labels_NK).any(1)
+        y_N = data.labels_NK[known_N].argmax(1)
+        classes = data.labels_NK.shape[1]
+        found += _trees(x_ND[known_N], y_N, "multiclass", num_class=classes)
+    else:
+        for number, y_N in enumerate(data.labels_NK.T):
+            known_N = ~np.isnan(y_N)
+            y_N = y_N[known_N]
+            if data.kind not in ("regression", "survival"):
+                positives = y_N.sum()
+                if min(positives, len(y_N) - positives) < FEW:
+                    rate = (positives + 0.5) / (len(y_N) + 1)
+                    found.append(({"leaf_value": np.log(rate / (1 - rate))}, number))
+                    continue
+            found += [(tree, number) for tree, _ in _trees(x_ND[known_N], y_N, data.kind)]
+    trees = planted(found, data.labels_NK.shape[1]).check(x_ND.shape[1])
+    with torch.no_grad():
+        logits_NK = trees(torch.from_numpy(data.test_ND.astype(np.float32))).double().numpy()
+    return ProbeFit(linked(data.kind, logits_NK), trees=trees)
+
+
+def _trees(x_ND: Array, y_N: Array, kind: str, **more: Any) -> list[tuple[Node, int]]:
+    """The trees in their order; with several classes, one of each in turn."""
+    import lightgbm
+
+    share = min(1.0, max(SHARE, AT_LEAST / x_ND.shape[1]))
+    settings: Facts = {**SETTINGS, **more, "feature_fraction": share}
+    settings["num_threads"] = torch.get_num_threads()
+    settings["objective"] = OBJECTIVES.get(kind, "binary")
+    if kind == "survival":
+        settings["objective"] = _hazards
+    made = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), ROUNDS)
+    trees = made.dump_model()["tree_info"]
+    return [
+        (tree["tree_structure"], tree["tree_index"] % more.get("num_class", 1)) for tree in trees
+    ]
+
+
+def _hazards(risk_N: Array, data: Any) -> tuple[Array, Array]:
+    """The slope of the loss of the events, and its curvature."""
+    risk_N1 = torch.tensor(risk_N[:, None], requires_grad=True)
+    y_N1 = torch.from_numpy(data.get_label()[:, None].astype(np.float64))
+    event_N = (y_N1[:, 0] > 0).double()
+    loss = event_loss(risk_N1, y_N1) * event_N.sum()
+    (slope_N1,) = torch.autograd.grad(loss, risk_N1)
+    slope_N = slope_N1[:, 0]
+    return slope_N.numpy(), (slope_N + event_N).clamp_min(1e-6).numpy()
+
+
+def planted(found: list[tuple[Node, int]], outputs: int) -> Trees:
+    """Trees of LightGBM as ours."""
+    nodes: list[tuple[int, float, tuple[int, int, int], float]] = []
+    roots = [_plant(tree, nodes) for tree, _ in found]
+    feature, threshold, child, value = zip(*nodes, strict=True)
+    trees = Trees(len(nodes), len(roots), outputs)
+    tensors = {
+        "feature": torch.tensor(feature),
+        "threshold": torch.tensor(threshold),
+        "child": torch.tensor(child),
+        "value": torch.tensor(value),
+        "root": torch.tensor(roots),
+        "output": torch.tensor([output for _, output in found]),
+    }
+    trees.load_state_dict(tensors)
+    return trees
+
+
+def _plant(tree: Node, nodes: list[Any]) -> int:
+    """Appends a tree, its root first. Returns the root's place."""
+    at = len(nodes)
+    nodes.append((0, 0.0, (at, at, at), tree.get("leaf_value", 0.0)))
+    if "leaf_value" not in tree:
+        sides = tree["left_child"], tree["right_child"]
+        left, right = (_plant(side, nodes) for side in sides)
+        first = tree["default_left"]
+        if tree["missing_type"] != "NaN":
+            counts = [side.get("leaf_count", side.get("internal_count", 0)) for side in sides]
+            first = counts[0] >= counts[1]
+        # The same for every number in float32
+        threshold = np.float32(tree["threshold"])
+        if threshold > tree["threshold"]:
+            threshold = np.nextafter(threshold, np.float32(-np.inf))
+        child = left, right, left if first else right
+        nodes[at] = tree["split_feature"], float(threshold), child, 0.0
+    return at
