@@ -1,6 +1,7 @@
-"""Whose crops are whose: ids of patients, and the validation split data.hold_out.
+"""Whose crops are whose: ids of patients, their age and sex, and the validation split data.hold_out.
 
 patient_ids(datasets)[0]                             # int64 [crops]
+age_and_sex(datasets)[0]                             # float32 [crops, 2], NaN where unknown
 trained, held = validation_split(dataset, 0.05)      # bool [crops] each
 
 `validation_split` holds out patients (records where patients are unknown) for validation in a
@@ -18,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from omnilead.data_tools.constants import SYNTHETIC
 from omnilead.data_tools.dataset import VENDORS, Dataset
 
 KEY = b"omnilead data.hold_out"
@@ -153,6 +155,21 @@ def ids_of(
     ids_N = owner_N.astype(np.int64) << 1 | known_N
     ends = np.cumsum([len(dataset) for dataset in datasets])
     return np.split(ids_N, ends[:-1])
+
+
+def age_and_sex(datasets: Sequence[Dataset]) -> list[np.ndarray]:
+    """For each dataset, every crop's age in deviations from the mean, and 1 for a man, 0 for a woman:
+    float32 [crops, 2], NaN where unknown. Those of synthetic patients say nothing of their ECGs."""
+    found = []
+    for dataset in datasets:
+        table = dataset.table(["age", "sex", "source"])
+        age_N = table["age"].to_numpy() / 20 - 3  # 60 and 20 years: near those of most archives
+        is_man = pc.equal(table["sex"], "M").cast(pa.float32())
+        of_crops_N2 = np.stack([age_N, is_man], 1)
+        synthetic = pc.starts_with(table["source"], SYNTHETIC)
+        of_crops_N2[synthetic] = np.nan
+        found.append(of_crops_N2)
+    return found
 
 
 def uniforms(names: pa.Array) -> np.ndarray:

@@ -41,6 +41,7 @@ ENCODERS = {
     "": "omnilead.engine.model.encoder:Encoder",
     "resnet": "omnilead.engine.model.resnet:ResNet",
 }
+ATTRIBUTES = ("age", "sex")  # in the order of their heads
 # Global objectives: functions of pooled encodings, and classes (omnilead.engine.model.encoders)
 CONTRASTS = ("cmsc", "simclr", "3kg")
 OBJECTIVES = {"cpc": "omnilead.engine.model.cpc:PredictiveCoding"}
@@ -177,6 +178,8 @@ class ObjectiveConfig:
     gathered: bool = True  # take candidates and code usage from all ranks, with gradient
     # no gradient through the norm of global representations (CMSC's form `authors` never has it)
     detach_norm: bool = False
+    # weights of predicting age and sex, where the dataset knows them: {age: 1.0, sex: 1.0}
+    attributes: dict[Literal["age", "sex"], Weight] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         known = (*CONTRASTS, *OBJECTIVES)

@@ -210,6 +210,17 @@ def _hits(s_RMM: Tensor, s_RM: Tensor, drawn_RMM: Tensor, same_RMM: Tensor) -> T
     return (s_RM >= nearest_RM) & (s_RM > farthest_RM)
 
 
+def attribute_losses(logits_R2: Tensor, y_R2: Tensor) -> Tensor:
+    """Of age and of sex: the mean over the labels that all ranks know; 0 if there is none."""
+    known_R2 = y_R2.isfinite()
+    y_R2 = torch.where(known_R2, y_R2, 0.0)
+    age_R = F.smooth_l1_loss(logits_R2[:, 0], y_R2[:, 0], reduction="none")
+    sex_R = F.binary_cross_entropy_with_logits(logits_R2[:, 1], y_R2[:, 1], reduction="none")
+    loss_R2 = torch.where(known_R2, torch.stack([age_R, sex_R], 1), 0.0)
+    counts_2 = sum_over_ranks(known_R2.float().sum(0)).clamp(min=1)
+    return loss_R2.sum(0) * world_size() / counts_2
+
+
 def mean_over_rows(x_RM: Tensor, valid_RM: Tensor) -> Tensor:
     count_R1 = valid_RM.sum(1, keepdim=True).clamp(min=1)
     weight_RM = valid_RM / count_R1

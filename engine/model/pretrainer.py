@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from omnilead.engine.common import ConfigError
-from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
+from omnilead.engine.model.config import ATTRIBUTES, ModelConfig, ObjectiveConfig
 from omnilead.engine.model.draws import Draws, draw
 from omnilead.engine.model.encoder import Dropout, MaskedEncoder, pool
 from omnilead.engine.model.encoders import build_encoder, build_objective, initialise
 from omnilead.engine.model.objectives import (
+    attribute_losses,
     authors_cmsc_loss,
     diversity,
     local_loss,
@@ -113,6 +114,10 @@ class Pretrainer(nn.Module):
         self.plugin = (
             build_objective(objective, self.encoder, generator) if objective.plugged else None
         )
+        # likewise; drawn last: all other weights are the same without it
+        self.attributes = nn.Linear(self.encoder.width, 2) if objective.attributes else None
+        if self.attributes is not None:
+            initialise(self.attributes, generator)
 
     def forward(
         self,
@@ -120,25 +125,26 @@ class Pretrainer(nn.Module):
         keys_BS: Tensor | None = None,
         tau: Tensor | None = None,
         ids_B: Tensor | None = None,
+        attributes_B2: Tensor | None = None,
         draws: Draws | None = None,
     ) -> dict[str, Tensor]:
         """Losses and metrics, all scalars; only `loss` has a gradient.
 
         keys_BS: int64 keys for the random draws, unless `draws` (rows ordered by crop, then half)
         are given. tau: Gumbel temperature, a scalar tensor. ids_B: patients, for objectives that
-        need them (ObjectiveConfig.needs_ids). In eval mode codes are not sampled and there is no
-        dropout.
+        need them (ObjectiveConfig.needs_ids). attributes_B2: as of engine.data.patients.age_and_sex,
+        for ObjectiveConfig.attributes. In eval mode codes are not sampled and there is no dropout.
         """
         views, objective = x_BSLT.shape[1], self.objective
         x_RLT = x_BSLT.flatten(0, 1)
         parts: dict[str, Tensor] = {}
         loss = torch.zeros((), device=x_BSLT.device)
-        if self.local is None and self.plugin is None:
-            c_RND: Tensor = self.encoder(x_RLT)
-        elif self.local is not None:
+        if self.local is not None:
             parts, c_RND = self._local(x_RLT, keys_BS, tau, draws)
             for name in ("local", "diversity", "features"):
                 loss = loss + getattr(objective, name) * parts[f"loss_{name}"]
+        elif self.plugin is None or self.attributes is not None:
+            c_RND = self.encoder(x_RLT)
         if self.plugin is not None:
             own = self.plugged_losses(x_BSLT, keys_BS)
             parts |= {f"loss_{name}": value for name, value in own.items()}
@@ -147,7 +153,21 @@ class Pretrainer(nn.Module):
             g_BSD = self.pool(c_RND).unflatten(0, (-1, views))
             parts["loss_global"], parts["accuracy_global"] = self._global(g_BSD, ids_B)
             loss = loss + objective.contrast * parts["loss_global"]
+        if self.attributes is not None:
+            parts |= self._attributes(c_RND, attributes_B2)
+            for name, weight in objective.attributes.items():
+                loss = loss + weight * parts[f"loss_{name}"]
         return {"loss": loss} | {name: value.detach() for name, value in parts.items()}
+
+    def _attributes(self, c_RND: Tensor, attributes_B2: Tensor | None) -> dict[str, Tensor]:
+        if self.attributes is None or attributes_B2 is None:
+            raise ValueError("objective.attributes needs age and sex: pass attributes_B2")
+        y_R2 = attributes_B2.repeat_interleave(len(c_RND) // len(attributes_B2), 0)
+        logits_R2 = self.attributes(self.pool(c_RND).to(self.attributes.weight.dtype))
+        losses_2 = attribute_losses(logits_R2.float(), y_R2)
+        return {
+            f"loss_{name}": losses_2[ATTRIBUTES.index(name)] for name in self.objective.attributes
+        }
 
     def _local(
         self, x_RLT: Tensor, keys_BS: Tensor | None, tau: Tensor | None, draws: Draws | None

@@ -79,7 +79,7 @@ class StartingWeights:
             theirs |= their_heads
         elif heads:
             new.append("the heads of the local objective")
-        if any(name.startswith("plugin.") for name in own):
+        if any(name.startswith(("plugin.", "attributes.")) for name in own):
             new.append("the objective's own weights")
         new.append("the optimiser")
         model.load_state_dict({**own, **theirs})

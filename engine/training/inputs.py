@@ -1,18 +1,22 @@
 """The inputs of a training step.
 
-inputs = PretrainInputs(config, patients)      # once
+inputs = PretrainInputs(config, datasets)      # once
 arguments = inputs(batch, tau)                 # of engine.model.pretrainer.Pretrainer, each step
 some_crops(arguments, 0, 8)                    # those of a micro-batch
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.config import Config, RunConfig
 from omnilead.engine.data.augmenter import crop_key, to_device
 from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Batch
+from omnilead.engine.data.patients import age_and_sex, patient_ids
 from omnilead.engine.model.draws import row_keys
 
 # Tensors with one row per crop, scalars, and None for what is not given
@@ -41,25 +45,29 @@ def whole(x_BSLT: Tensor) -> Tensor:
 
 
 class PretrainInputs:
-    """Batches as arguments of engine.model.pretrainer.Pretrainer. `patients`: patient_ids of the
-    datasets, for an objective that needs them."""
+    """Batches as arguments of engine.model.pretrainer.Pretrainer. Of the datasets' tables it keeps
+    what the objective needs to know of each crop."""
 
-    def __init__(self, config: Config, patients: list[np.ndarray] | None) -> None:
+    def __init__(self, config: Config, datasets: Sequence[Dataset]) -> None:
         self.seed = config.train.seed
         self.dtype = dtype_of(config)
         self.signals = config.signals
         self.views = config.pipeline.views
-        self.patients = patients
+        objective = config.objective
+        self.patients = patient_ids(datasets) if datasets and objective.needs_ids else None
+        self.attributes = age_and_sex(datasets) if objective.attributes else []
 
     def __call__(self, batch: Batch, tau: Tensor | None = None) -> Arguments:
         x_BSLT = self.windows(batch)
         places, device = batch.places, x_BSLT.device
         windows = x_BSLT.shape[1]
         keys_BS = row_keys(self.seed, places.epoch, crop_key(places), windows)
-        ids_B = None
+        ids_B = attributes_B2 = None
         if self.patients:
             ids_B = to_device(places.of(self.patients), device)
-        return x_BSLT.to(self.dtype), to_device(keys_BS, device), tau, ids_B
+        if self.attributes:
+            attributes_B2 = to_device(places.of(self.attributes), device)
+        return x_BSLT.to(self.dtype), to_device(keys_BS, device), tau, ids_B, attributes_B2
 
     def windows(self, batch: Batch) -> Tensor:
         """x_BSLT: two windows side by side at a random place of each crop, or one; of two views of

@@ -20,9 +20,8 @@ from omnilead.engine.config import Config, candidates
 from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.data.leakage import held_out, refuse_leak
 from omnilead.engine.data.loader import Batch, order_of
-from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.data.seen import as_bytes
-from omnilead.engine.model.config import masked_share
+from omnilead.engine.model.config import ATTRIBUTES, masked_share
 from omnilead.engine.model.encoders import (
     cast_statistics,
     code_of,
@@ -107,9 +106,7 @@ class PretrainTask(TrainingTask):
         )
         self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         self.roles = training_roles(config)
-        self.inputs = PretrainInputs(
-            config, patient_ids(datasets) if config.objective.needs_ids else None
-        )
+        self.inputs = PretrainInputs(config, datasets)
         choose_once(datasets, config.data, ranks)
         kept, self.copies, copied = on_first_rank(ranks, self._without_copies)
         if config.data.dedup:
@@ -118,7 +115,7 @@ class PretrainTask(TrainingTask):
         self.probe = PatientProbe(config, datasets, ranks)
         if len(datasets) > 1:
             on_first_rank(ranks, self._refuse_leak)
-        self.remarks = [*self._validation_remarks(), *copied]
+        self.remarks = [*self._attribute_remarks(), *self._validation_remarks(), *copied]
         self.start = read_weights(config) if config.start else None
         if self.start:
             self.kept = {SEEN: as_bytes(self.start.seen)}
@@ -159,6 +156,19 @@ class PretrainTask(TrainingTask):
             validated = rows_of(dataset, self.held_out.roles)
             held.append(np.union1d(held_out(dataset), validated))
         refuse_leak(self.datasets, trained, held)
+
+    def _attribute_remarks(self) -> list[str]:
+        remarks = []
+        for name in self.config.objective.attributes:
+            labels_N2 = np.concatenate(self.inputs.attributes)
+            known = np.isfinite(labels_N2[:, ATTRIBUTES.index(name)]).mean()
+            self.keys = (*self.keys, f"loss_{name}")
+            if not known:
+                raise ConfigError(
+                    f"objective.attributes: {name} is known of no real ECG here: leave it out"
+                )
+            remarks.append(f"{name} is known of {known:.1%} of the crops")
+        return remarks
 
     def _validation_remarks(self) -> list[str]:
         data = self.config.data
@@ -298,11 +308,12 @@ class PretrainTask(TrainingTask):
             roles = {"rows": first_of_each_waveform(config, datasets)[0]}
         order = order_of(config.loader, datasets, **roles)
         drawn = zip(datasets, order.drawn(state["crops_seen"]), strict=True)
-        return [(dataset, times, "unlabelled") for dataset, times in drawn]
+        use = "labelled" if config.objective.attributes else "unlabelled"
+        return [(dataset, times, use) for dataset, times in drawn]
 
     @staticmethod
     def exports(config: Config, name: str) -> bool:
-        return not name.startswith("plugin.")
+        return not name.startswith(("plugin.", "attributes."))
 
     @staticmethod
     def card(config: Config, state: dict[str, Any]) -> tuple[str, list[str]]:
@@ -311,6 +322,7 @@ class PretrainTask(TrainingTask):
         if objective.local:
             names = ["local", "diversity", "features", "contrast"]
         terms = [f"{getattr(objective, n)} x {n}" for n in names if getattr(objective, n)]
+        terms += [f"{weight} x {name}" for name, weight in objective.attributes.items()]
         global_objective = portable(objective.method) if objective.contrast else "none"
         lines = [describe_encoder(config.model)]
         if config.start:
@@ -335,8 +347,9 @@ def examine_objective(
         x_BSLT = torch.randn(2, windows, model.config.leads, samples)
         x_BSLT[1, -1] = 0  # as RLM may give
         losses = own.plugged_losses(x_BSLT.to(dtype), torch.arange(2 * windows).view(2, -1))
-        if not losses or TAKEN & losses.keys():
-            names = ", ".join(sorted(TAKEN))
+        taken = TAKEN | model.objective.attributes.keys()
+        if not losses or taken & losses.keys():
+            names = ", ".join(sorted(taken))
             raise ConfigError(f"returns {list(losses)}: name one loss or more, and none {names}")
         for name, loss in losses.items():
             if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:

@@ -26,7 +26,6 @@ from omnilead.engine.data.order import DatasetRows, OrderError
 from omnilead.engine.data.patients import (
     keep,
     owner_names,
-    patient_ids,
     validation_split,
 )
 from omnilead.engine.data.predict import CropBatch, predict
@@ -141,8 +140,7 @@ class ValidationLoss:
         largest = candidates(config, ranks.world) if contrasted else config.train.batch_crops
         self.crops = min(largest, sum(counts)) if sum(counts) > contrasted else 0
         self.batches = min(config.train.valid_batches, sum(counts) // max(self.crops, 1))
-        needs_ids = self.crops and config.objective.needs_ids
-        self.inputs = PretrainInputs(config, patient_ids(self.datasets) if needs_ids else None)
+        self.inputs = PretrainInputs(config, self.datasets if self.crops else [])
 
     def trained_on(self) -> int:
         """How many of the validation crops are trained on as well."""

@@ -112,7 +112,7 @@ def test_training_sees_windows_of_the_crop_with_leads_masked_in_each(backend, co
     loader = Loader(settings.loader, [dataset], torch.device("cpu"), pretrain=True, halves=2)
     batch, _ = next(iter(loader))
     x_BSLT, of, places = (
-        PretrainInputs(settings, None).windows(batch),
+        PretrainInputs(settings, [dataset]).windows(batch),
         settings.signals,
         batch.places,
     )
@@ -145,7 +145,7 @@ def test_two_views_of_five_seconds_become_shorter(dataset):
     loader = Loader(settings.loader, [dataset], torch.device("cpu"), pretrain=True, halves=2)
     batch, _ = next(iter(loader))
     loader.close()
-    x_BSLT = PretrainInputs(settings, None).windows(batch)
+    x_BSLT = PretrainInputs(settings, [dataset]).windows(batch)
     sos = butter(2, SHORT["band_hz"], "bandpass", fs=500, output="sos")
     expected = sosfiltfilt(sos, batch.x_BSLT.double())[..., :1250] * batch.keep_BSL1
     np.testing.assert_allclose(x_BSLT, expected, atol=1e-5)

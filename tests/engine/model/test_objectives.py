@@ -1,5 +1,6 @@
 """Values and gradients of each objective equal the formula of its source."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 from omnilead.engine.model.cpc import PredictiveCoding
 from omnilead.engine.model.draws import count_negatives
 from omnilead.engine.model.objectives import (
+    attribute_losses,
     authors_cmsc_loss,
     diversity,
     local_loss,
@@ -142,6 +144,19 @@ def test_3kg_with_a_single_patient_is_zero_not_nan():
 def test_contrast_needs_two_views(views):
     with pytest.raises(ValueError, match="two views"):
         nt_xent(torch.randn(4, views, 8), 0.1, gathered=False)
+
+
+def test_age_and_sex_count_where_they_are_known():
+    logits_R2 = torch.tensor([[0.5, 2.0], [3.0, -1.0], [9.0, 9.0]], requires_grad=True)
+    y_R2 = torch.tensor([[0.0, 1.0], [1.0, torch.nan], [torch.nan, torch.inf]])
+    age, sex = attribute_losses(logits_R2, y_R2)
+    assert float(age.detach()) == pytest.approx((0.5**2 / 2 + (3 - 1 - 0.5)) / 2)
+    assert float(sex.detach()) == pytest.approx(math.log(1 + math.exp(-2)))
+    (grad_R2,) = torch.autograd.grad(age + sex, logits_R2)
+    assert ((grad_R2 != 0) == torch.tensor([[1, 1], [1, 0], [0, 0]])).all()
+    nothing = attribute_losses(logits_R2, torch.full_like(y_R2, torch.nan))
+    assert nothing.tolist() == [0, 0]
+    assert not torch.autograd.grad(nothing.sum(), logits_R2)[0].any()
 
 
 @torch.no_grad()

@@ -16,13 +16,18 @@ OBJECTIVES = {
     "w2v_cmsc": ObjectiveConfig(),
     "simclr": ObjectiveConfig(local=0, method="simclr"),
     "3kg": ObjectiveConfig(local=0, method="3kg"),
+    "attributes": ObjectiveConfig(local=0, attributes={"age": 1.0, "sex": 0.5}),
 }
+# The ranks know different numbers of them, the second no age at all
+NAN = torch.nan
+LABELS = [[0.5, 1.0], [-1.0, 0.0], [1.5, NAN], [NAN, NAN], [NAN, 0.0], [NAN, NAN]]
 
 
 def losses_and_gradients(name, part):
     model = seeded(objective=OBJECTIVES[name])
     ids = torch.tensor([0, 1, 2, 3, 0, 0])
-    out = model(waves(CROPS)[part], keys(CROPS)[part], torch.tensor(1.5), ids_B=ids[part])
+    more = {"ids_B": ids[part], "attributes_B2": torch.tensor(LABELS)[part]}
+    out = model(waves(CROPS)[part], keys(CROPS)[part], torch.tensor(1.5), **more)
     out["loss"].backward()
     losses = {name: value.detach() for name, value in out.items() if name != "masked"}
     return [losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}]

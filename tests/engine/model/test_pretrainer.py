@@ -126,6 +126,51 @@ def test_every_method_learns(objective):
     assert sum(losses[-5:]) < 0.85 * sum(losses[:5]), losses
 
 
+BOTH = {"age": 0.5, "sex": 2.0}
+LABELS = torch.tensor([[0.5, 1.0], [-1.0, torch.nan], [torch.nan, 0.0], [torch.nan, torch.nan]])
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"contrast": 0},
+        {},
+        {"local": 0, "method": "simclr"},
+        {"local": 0, "method": "3kg"},
+        {"local": 0, "method": "cpc", "options": {"steps": 2}},
+    ],
+    ids=["w2v", "w2v_cmsc", "simclr", "3kg", "cpc"],
+)
+def test_age_and_sex_are_losses_beside_every_objective(how, pure):
+    """They add to the loss, reach the encoder, and change neither other losses nor initial weights."""
+    config = replace(SMALL, causal=True, conv_norm="layer")
+    off = seeded(config, ObjectiveConfig(**how))
+    on = seeded(config, ObjectiveConfig(**how, attributes=BOTH))
+    if pure:
+        off, on = off.bfloat16(), on.bfloat16()
+    inputs = waves(4), keys(4), torch.tensor(2.0), torch.arange(4) // 2
+    without, out = off(*inputs), on(*inputs, LABELS)
+    for name in without.keys() - {"loss"}:
+        assert without[name].equal(out[name])
+    added = float((out["loss"] - without["loss"]).detach())
+    assert added == pytest.approx(float(0.5 * out["loss_age"] + 2 * out["loss_sex"]), abs=1e-5)
+    grads = torch.autograd.grad(out["loss"] - without["loss"], on.encoder.parameters())
+    before = torch.autograd.grad(off(*inputs)["loss"], off.encoder.parameters())
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not all(map(torch.allclose, grads, before))
+    for name, tensor in off.state_dict().items():
+        assert tensor.equal(on.state_dict()[name])
+
+
+def test_one_of_age_and_sex_and_who_forgets_them():
+    model = seeded(SMALL, ObjectiveConfig(local=0, attributes={"sex": 1.0}))
+    losses = model(waves(4), attributes_B2=LABELS)
+    assert "loss_sex" in losses and "loss_age" not in losses
+    with pytest.raises(ValueError, match="pass attributes_B2"):
+        model(waves(4))
+
+
 def test_an_objective_of_patients_asks_for_them():
     for objective in (ObjectiveConfig(local=0, method="3kg"), ObjectiveConfig(form="authors")):
         with pytest.raises(ValueError, match=f"{objective.method}.*{objective.form}.*pass ids_B"):

@@ -2,6 +2,7 @@
 another run."""
 
 import json
+import re
 import shutil
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +20,9 @@ from omnilead.engine import embed
 from omnilead.engine.commandline import overridden
 from omnilead.engine.common import ConfigError, merge
 from omnilead.engine.config import TrainConfig
+from omnilead.engine.data import patients
 from omnilead.engine.data.augmenter import ExtraAugmentation
+from omnilead.engine.data.seen import LABELLED, uses
 from omnilead.engine.interop.onnx import to_onnx
 from omnilead.engine.model.folder import LoadError
 from omnilead.engine.training.checkpoint import newest
@@ -193,6 +196,51 @@ def test_an_objective_with_weights_resumes_bit_for_bit(method, own, training, tm
     assert omnilead.load(whole).encoder.causal == (method == "cpc")  # no code is needed
     card = (whole / "model" / "README.md").read_text()
     assert ("causal transformer" in card) == (method == "cpc")
+
+
+def believe_the_synthetic():
+    """Labels of synthetic patients are taken for unknown, as they are unrelated to the ECGs."""
+    patients.SYNTHETIC = "no source"
+
+
+BOTH = {"objective__attributes": {"age": 1.0, "sex": 0.5}}
+
+
+def test_a_run_with_age_and_sex_resumes_on_any_ranks_and_exports_no_heads(
+    training, dataset, tmp_path
+):
+    train = partial(training, before=believe_the_synthetic, train__validate_every=2)
+    for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
+        ended = train(name, train__steps=steps, **BOTH).good()
+    assert re.search(r"age is known of [89]\d\.\d% of the crops\nsex is known of 9", ended)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    names = ["loss_age", "loss_sex"]
+    assert curve(whole, [*EXACT, *names]) == curve(parts, [*EXACT, *names])
+    assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
+    assert names[0] in rows(whole, "validation.jsonl")[0]
+    exported = weights(whole)
+    assert exported.keys() == weights(parts).keys()
+    assert all(exported[name].equal(weights(parts)[name]) for name in exported)
+    assert "attributes.weight" in full_weights(newest(whole))
+    assert not any(name.startswith("attributes.") for name in exported)
+    assert "1.0 x age, 0.5 x sex" in (whole / "model" / "README.md").read_text()
+    assert LABELLED in uses(omnilead.load(whole).seen, dataset, np.arange(len(dataset)))
+    changed = train("whole", train__steps=4).one_line()
+    assert "objective.attributes.age changed from 1.0 to None" in changed
+
+    for name, world in (("one", 1), ("two", 2)):
+        for steps in (1, 3):
+            train(name, world if steps == 3 else 1, **STILL, **BOTH, train__steps=steps).good()
+    for name in ("loss", *names, "grad_norm"):
+        one, two = (column(tmp_path / run, name) for run in ("one", "two"))
+        np.testing.assert_allclose(two, one, rtol=2e-5)
+    more = train("more", start=str(whole), **BOTH, train__steps=1).good()
+    assert "new: the objective's own weights, the optimiser" in more
+
+
+def test_age_and_sex_that_nobody_knows_are_an_error(training):
+    line = training(**BOTH).one_line()
+    assert "objective.attributes: age is known of no real ECG here: leave it out" in line
 
 
 def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
