@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.measure import Cases
+from omnilead.data_tools.build import shard
 from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
 from omnilead.data_tools.finishing import (
     PlanFacts,
@@ -128,12 +129,12 @@ class Headers(Source):
 
     name = "headers"
 
-    def __init__(self, records: int) -> None:
+    def __init__(self, rows: range) -> None:
         super().__init__(LocalFolder("/"))
-        self.records = records
+        self.rows = rows
 
     def keys(self) -> Iterator[str]:
-        for row in range(self.records):
+        for row in self.rows:
             source, name = named(row)
             yield f"training/{source}/g{row // 4000 + 1}/{name}"
 
@@ -156,6 +157,7 @@ def jobs(dataset: Dataset) -> Cases:
         "all crops: roles": (roles, (url,)),
         "all crops: finishing": (finishing, (url,)),
         "all crops: verify's tables": (tables_verified, (url,)),
+        "all crops: append 1,000": (append, (url,)),
     }
 
 
@@ -204,7 +206,7 @@ def seen_by_a_model(url: str) -> Job:
 def plan(records: int) -> Job:
     yield 0
     while True:
-        made = make_plan([Headers(records)], seed=0)
+        made = make_plan([Headers(range(records))], seed=0)
         for number in range(made.shards):
             made.shard(number)
         del made
@@ -227,6 +229,19 @@ def finishing(url: str) -> Job:
     yield 0
     while True:
         end_of_build(Path(url), out)
+        shutil.rmtree(out)
+        yield 1
+
+
+def append(url: str) -> Job:
+    out = Path(url, "more")
+    new = Headers(range(10**8, 10**8 + 1000))
+    yield 0
+    while True:
+        shutil.copytree(
+            url, out, copy_function=os.link, ignore=shutil.ignore_patterns("parts", "more")
+        )
+        shard([new], ShardOptions(str(out), append=True, quiet=True))
         shutil.rmtree(out)
         yield 1
 

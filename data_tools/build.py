@@ -149,10 +149,14 @@ def next_number(before: Dataset) -> int:
 
 def _records_of(made: Dataset) -> np.ndarray:
     """Hashes of the records that a dataset has or has refused, ascending."""
-    hashes = {member_hash(source, name) for source, name, *_ in rejects_of(made)}
-    for part in made.parts(["source", "record"]):
-        hashes.update(map(member_hash, *(column.to_pylist() for column in part.columns)))
-    return np.array(sorted(hashes), np.uint64)
+    refused = [member_hash(source, name) for source, name, *_ in rejects_of(made)]
+    hashes = [np.array(refused, np.uint64)]
+    for part in made.parts(
+        ["source", "record"]
+    ):  # as numbers of Python, they would take a gigabyte
+        names = (column.to_pylist() for column in part.columns)
+        hashes.append(np.fromiter(map(member_hash, *names), np.uint64, len(part)))
+    return np.unique(np.concatenate(hashes))
 
 
 @contextmanager
