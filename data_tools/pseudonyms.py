@@ -11,7 +11,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 from omnilead.data_tools.errors import StorageError
-from omnilead.data_tools.record import patient_source
 
 
 def read_key(path: str) -> bytes:
@@ -66,4 +65,6 @@ def other_key(mark: str | None, key: bytes | None) -> str:
 
 def removal_mark(source: str, patient: str | None) -> str:
     """By which a removed patient is known when the archive still has them."""
+    from omnilead.data_tools.record import patient_source  # NumPy: `shard --help` needs none
+
     return pseudonym(b"omnilead removed", "p", patient_source(source), patient or "")

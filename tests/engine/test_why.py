@@ -1,6 +1,5 @@
 """Where a model looks: attributions known by hand, that they add up, and what is refused."""
 
-import re
 from dataclasses import asdict
 
 import numpy as np
@@ -64,7 +63,7 @@ def test_they_add_up_for_the_shipped_model(dataset, tmp_path, capsys, monkeypatc
     change = found.output - found.of_zeros - found.measured
     assert found.measured != 0
     assert abs(found.a_RLT.sum().item() - change) <= 0.0101 * max(abs(change), 0.1)
-    assert re.search(rf"value {found.output:+.2f}, the mean over {len(x_RLT)} windows", said)
+    assert f"value {found.output:+.2f}, the mean over {len(x_RLT)} windows" in said
     assert (tmp_path / "a.png").stat().st_size > 10_000
     for change, says in (
         (["--why", "X"], "--why X: the model's outputs are M"),

@@ -362,6 +362,6 @@ def test_batches_from_staged_and_local_shards(ten, tmp_path):
                 assert np.array_equal(crop, one.read(row))
         links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
         opened = [os.path.realpath(link) for link in links]
-        assert sum(str(tmp_path / "local") in path for path in opened) == 2
+        assert sum(str(tmp_path / "local" / "shards") in path for path in opened) == 2
         # or the disk fills
         assert not any("/cache/" in path and ".tar" in path for path in opened)
