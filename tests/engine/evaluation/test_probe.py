@@ -14,6 +14,7 @@ from omnilead.engine.evaluation.probe import (
     least_squares,
     linear,
     logistic,
+    outputs,
     principal,
     proportional_hazards,
     ridge,
@@ -104,6 +105,9 @@ def test_a_noiseless_rule_is_learned_at_any_scale(unknown):
     y, patient = known(y, unknown), np.arange(1500)
     one = linear(ProbeData(train, y, patient, test))
     assert ((one.scores_NK > 0.5) == test_y).mean() > 0.97
+    # As a head of a model has it
+    of_head = outputs("multilabel", test, one.weights_DK)
+    np.testing.assert_allclose(of_head, one.scores_NK, atol=1e-6)
     other = linear(ProbeData(train * 100 - 3, y, patient, test * 100 - 3))
     np.testing.assert_allclose(one.scores_NK, other.scores_NK, atol=1e-6)
     trees = boosted(ProbeData(train, y, patient, test))
