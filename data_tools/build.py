@@ -89,7 +89,9 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     out = dataset_folder(options.out)
     if not out.remote and os.path.exists(out.url) and not os.path.isdir(out.url):
         raise DataError(f"--out {options.out}: is a file: choose a folder")
-    if not (out.exists(META) or out.exists(".build")):
+    complete = out.exists(META)
+    unfinished = out.exists(".build")
+    if not complete and not unfinished:
         with suppress(StorageError):  # the folder does not exist
             # rejects.csv is left if all records were refused
             if files := [name for name in out.children() if name != dataset.REJECTS]:
@@ -100,8 +102,8 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     if options.append:
         Dataset.open(options.out)  # before a folder is made
     # A finished dataset may lie where nobody can write
-    finished = out.exists(META) and not out.exists(".build") and not options.append
-    with nullcontext() if finished else locked(out):
+    untouched = complete and not unfinished and not options.append
+    with nullcontext() if untouched else locked(out):
         return _planned_and_built(sources, options, out)
 
 
@@ -151,9 +153,8 @@ def _records_of(made: Dataset) -> np.ndarray:
     """Hashes of the records that a dataset has or has refused, ascending."""
     refused = [member_hash(source, name) for source, name, *_ in rejects_of(made)]
     hashes = [np.array(refused, np.uint64)]
-    for part in made.parts(
-        ["source", "record"]
-    ):  # as numbers of Python, they would take a gigabyte
+    # As numbers of Python, ten million would take a gigabyte
+    for part in made.parts(["source", "record"]):
         names = (column.to_pylist() for column in part.columns)
         hashes.append(np.fromiter(map(member_hash, *names), np.uint64, len(part)))
     return np.unique(np.concatenate(hashes))
@@ -304,10 +305,11 @@ class _ShardWriter:
         try:
             if isinstance(record, ReadError):
                 raise record
-            patient = shown_patient(self.key, source, record.patient)
-            if self.removed and removal_mark(source, patient) in self.removed:
-                name, path = removal_mark(source, plain), ""
-                raise ReadError("patient was removed")
+            if self.removed:
+                patient = shown_patient(self.key, source, record.patient)
+                if removal_mark(source, patient) in self.removed:
+                    name, path = removal_mark(source, plain), ""
+                    raise ReadError("patient was removed")
             if part == 0:
                 self._note(source, name, record.warnings)
             crop = prepare_crop(record, part, self.samples)
@@ -315,8 +317,8 @@ class _ShardWriter:
         except ReadError as error:
             self._note(source, name, [(error.reason, located(path, error.detail))])
             return
-        crc, hashed = waveform(self.samples)
         self._note(source, name, _flags(crop))
+        crc, hashed = waveform(self.samples)
         facts = row | {"crc32c": f"{crc:08x}", "waveform": f"{hashed:016x}"}
         facts["label_names"] = label_names(row["labels"])
         text = json.dumps(facts).removesuffix("}").encode() + b", "

@@ -197,8 +197,12 @@ def finish(
     elif not shards:
         rows = map(_without_shards, rows)
     meta |= {"sources": sources, "formats": FORMATS[options.format]}
-    _remove_leftovers(out, meta["formats"], shards)
-    return settle(write_tables(out, meta, rows, rejects, shards, roles, before))
+    if before:
+        return settle(write_tables(out, meta, rows, rejects, shards, roles, before))
+    _remove_leftovers(out, meta["formats"], shards)  # before it is finished: readers list shards
+    made = write_tables(out, meta, rows, rejects, shards, roles)
+    out.remove(".build")
+    return made
 
 
 def write_tables(

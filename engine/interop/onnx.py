@@ -97,7 +97,7 @@ def export(outputs: Outputs, path: Path) -> None:
     model = outputs.model
     samples = model.input.samples
     x = torch.zeros(2, len(model.input.leads), samples)
-    names = ["embedding"] if outputs.model.head is None else ["embedding", "logits", "scores"]
+    names = ["embedding"] if model.head is None else ["embedding", "logits", "scores"]
     sizes = {0: torch.export.Dim("batch")}
     if outputs.any_length:
         sizes[2] = torch.export.Dim("samples", min=min(64, samples // 3))

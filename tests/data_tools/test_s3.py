@@ -179,7 +179,7 @@ def test_the_number_of_requests_is_small(s3, small):
     assert s3.count("HEAD", "[.](hea|mat)$") == 0
     assert s3.count("GET", "csv$") == 1
     others = s3.count("GET", "(ecg-bucket|archives)$") + s3.count("HEAD", "")
-    assert others <= 15 + 7 * len(made.shards)
+    assert others <= 12 + 7 * len(made.shards)
     s3.log.clear()
     again = Dataset.open(f"{BUCKET}/made")
     for row in range(5):
