@@ -197,12 +197,7 @@ def finish(
     elif not shards:
         rows = map(_without_shards, rows)
     meta |= {"sources": sources, "formats": FORMATS[options.format]}
-    if before:
-        return settle(write_tables(out, meta, rows, rejects, shards, roles, before))
-    _remove_leftovers(out, meta["formats"], shards)  # before it is finished: readers list shards
-    made = write_tables(out, meta, rows, rejects, shards, roles)
-    out.remove(".build")
-    return made
+    return settle(write_tables(out, meta, rows, rejects, shards, roles, before))
 
 
 def write_tables(
@@ -224,6 +219,8 @@ def write_tables(
         versions = meta.get("versions") or [{"what": "shard", "crops": len(before)}]
         last = versions[-1] | {"fingerprint": meta.pop("fingerprint")}
         meta["versions"] = [*versions[:-1], last, {"what": what, "crops": len(roles)}]
+    else:  # of a finished dataset, other programs read whatever lies in shards/
+        _remove_leftovers(out, meta["formats"], shards)
     samples, left_out = _write_samples(out, rows, meta.get("leave_out_flags", ()))
     refused = _rejects_csv(rejects)
     meta |= {
@@ -246,9 +243,10 @@ def write_tables(
 
 def settle(made: Dataset) -> Dataset:
     """Remove the traces of the build, of killed ones, and versions before a removal."""
-    _remove_leftovers(made.root, made.meta["formats"], made.shards)
-    for number in range(1, made.oldest):
-        made.root.remove(f"{VERSIONS}/{number}")
+    if made.version > 1:  # the first one has no leftovers
+        _remove_leftovers(made.root, made.meta["formats"], made.shards)
+        for number in range(1, made.oldest):
+            made.root.remove(f"{VERSIONS}/{number}")
     made.root.remove(".build")
     return made
 
