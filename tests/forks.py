@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 
 from tests.waiting import HANG_S
 
@@ -60,6 +61,19 @@ def _run(call, arguments, out, env):
     code = call(*arguments)
     sys.stdout.flush()
     os._exit(int(code or 0))
+
+
+def fork(call):
+    """Run it in a child of a process without threads. -> its exit code."""
+    child = os.fork()
+    if not child:
+        try:
+            call()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def at_functions(act):

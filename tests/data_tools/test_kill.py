@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from omnilead.data_tools.dataset import META, Dataset
 from omnilead.data_tools.errors import DatasetError
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.data_tools.verify import verify
-from tests.forks import at_functions, death_at
+from tests.forks import at_functions, death_at, fork
 from tests.waiting import HANG_S, until
 
 KILLS, SEED = 60, 20240229
@@ -122,19 +121,6 @@ def _script(*arguments):
 
 
 # The script
-
-
-def fork(call):
-    """Run it in a child. -> its exit code."""
-    child = os.fork()
-    if not child:
-        try:
-            call()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(3)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def at_files(out, act):

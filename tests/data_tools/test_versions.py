@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import traceback
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.data_tools.verify import verify
-from tests.forks import at_functions, death_at
+from tests.forks import at_functions, death_at, fork
 
 KILLS, SEED = 16, 43
 ROOT = Path(__file__).parents[2]
@@ -384,18 +383,6 @@ def test_killed_over_and_over(small, more, old, grown, withdrawn, tmp_path):
     assert run.returncode == 0 and json.loads(run.stdout.splitlines()[-1]) >= KILLS
 
 
-def forked(call):
-    child = os.fork()
-    if not child:
-        try:
-            call()
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(3)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def counted(call, notes):
     calls = iter(range(10**9))
     at_functions(partial(next, calls))
@@ -421,7 +408,7 @@ def storm(more, old, file, root):
     shutil.copytree(old, right)
     states, lengths = [], []
     for which in (0, 1):
-        assert forked(partial(counted, changes(right, more, file)[which], root / "calls")) == 0
+        assert fork(partial(counted, changes(right, more, file)[which], root / "calls")) == 0
         states.append(files(right))
         lengths.append(int((root / "calls").read_text()))
     while kills < KILLS:
@@ -431,14 +418,14 @@ def storm(more, old, file, root):
             code = -1
             while code:
                 change, call = changes(out, more, file)[which], rng.randint(1, lengths[which])
-                code = forked(partial(dies, call, change))
+                code = fork(partial(dies, call, change))
                 kills += code != 0
                 assert code in (0, -signal.SIGKILL) or Dataset.open(str(out)).version == 3
-                assert forked(partial(opens, out)) == 0
+                assert fork(partial(opens, out)) == 0
                 if code == 3:  # it had come to its end
                     code = 0
             if (out / ".build").exists():
-                forked(partial(build, more, out, append=True))
+                fork(partial(build, more, out, append=True))
             assert files(out) == states[which]
         shutil.rmtree(out)
     return kills
