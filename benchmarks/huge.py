@@ -3,8 +3,8 @@
     dataset = make(Path("huge"), 10_000_000)
     cases = jobs(dataset)                       # for benchmarks.measure.run_cases
 
-The tables are complete: parts as a build leaves them, roles, samples.parquet. The 9,766 shards are
-sparse files of zeros with matching checksums, so that reading is real while the 1.2 TB take no space
+The tables are complete: parts as a build leaves them, roles, samples.parquet. The 9,766 shards, but
+for the first, are sparse files of zeros with matching checksums, so that reading is real while the 1.2 TB take no space
 on the disk.
 """
 
@@ -15,12 +15,14 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import google_crc32c
 import numpy as np
 import pyarrow as pa
 
 from benchmarks.measure import Cases
+from omnilead.data_tools import removal
 from omnilead.data_tools.build import shard
 from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
 from omnilead.data_tools.finishing import (
@@ -34,7 +36,7 @@ from omnilead.data_tools.finishing import (
 from omnilead.data_tools.plan import make_plan
 from omnilead.data_tools.prepare import IMPLAUSIBLE
 from omnilead.data_tools.record import LEADS, EcgRecord, Header, class_row
-from omnilead.data_tools.shard_writers import index_name, part_name, shard_name
+from omnilead.data_tools.shard_writers import TarWriter, index_name, part_name, shard_name
 from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.splits import PAPER_SOURCES
 from omnilead.data_tools.storage import LocalFolder
@@ -61,9 +63,15 @@ def make(root: Path, crops: int) -> Dataset:
         rows = np.arange(number * SHARD_CROPS, min((number + 1) * SHARD_CROPS, crops))
         size = len(rows) * MEMBERS + 1024
         with open(root / "shards" / name, "wb") as file:
+            writer = TarWriter(file)
+            if number == 0:  # of which a removal reads the members
+                for row in rows:
+                    writer.add(str(row), bytes(CROP_BYTES), b"{}")
+                writer.close()
             file.truncate(size)
         (root / index_name(name)).touch()
-        facts = {"name": name, "crops": len(rows), "bytes": size, "sha256": "0" * 64}
+        digest = writer.sha256.hexdigest()
+        facts = {"name": name, "crops": len(rows), "bytes": size, "sha256": digest}
         facts |= {"rejects": []}
         part = as_parquet(table(rows).replace_schema_metadata({"omnilead": json.dumps(facts)}))
         place = root / "parts" / Path(part_name(name)).name
@@ -125,7 +133,7 @@ def table(rows: np.ndarray) -> pa.Table:
 
 
 class Headers(Source):
-    """An archive of which there are only the headers."""
+    """An archive of noise."""
 
     name = "headers"
 
@@ -139,7 +147,10 @@ class Headers(Source):
             yield f"training/{source}/g{row // 4000 + 1}/{name}"
 
     def read(self, key: str) -> EcgRecord:
-        return EcgRecord(self.header(key).name, np.zeros((12, 5000), np.int16), 500.0, LEADS)
+        header = self.header(key)
+        rng = np.random.default_rng(int(header.name.strip("AEHJRS")))
+        signal = rng.integers(-1000, 1000, (12, 5000), np.int16)
+        return EcgRecord(header.name, signal, 500.0, LEADS, "uV", source=header.source)
 
     def header(self, key: str) -> Header:
         _, source, _, name = key.split("/")
@@ -158,6 +169,7 @@ def jobs(dataset: Dataset) -> Cases:
         "all crops: finishing": (finishing, (url,)),
         "all crops: verify's tables": (tables_verified, (url,)),
         "all crops: append 1,000": (append, (url,)),
+        "all crops: remove a patient, unverified": (remove_one, (url,)),
     }
 
 
@@ -234,16 +246,34 @@ def finishing(url: str) -> Job:
 
 
 def append(url: str) -> Job:
-    out = Path(url, "more")
     new = Headers(range(10**8, 10**8 + 1000))
     yield 0
     while True:
-        shutil.copytree(
-            url, out, copy_function=os.link, ignore=shutil.ignore_patterns("parts", "more")
-        )
+        out = linked(url)
         shard([new], ShardOptions(str(out), append=True, quiet=True))
         shutil.rmtree(out)
         yield 1
+
+
+def remove_one(url: str) -> Job:
+    """Without the end, which reads every byte of the shards."""
+    file = Path(url, "patients.txt")
+    file.write_text("p00000000\n")
+    yield 0
+    while True:
+        out = linked(url)
+        with patch.object(removal, "verify", return_value=[]):
+            removal.remove(str(out), str(file))
+        shutil.rmtree(out)
+        yield 1
+
+
+def linked(url: str) -> Path:
+    """A copy that may be changed."""
+    out = Path(url, "copy")
+    left = shutil.ignore_patterns("parts", "copy", "patients.txt")
+    shutil.copytree(url, out, copy_function=os.link, ignore=left)
+    return out
 
 
 def tables_verified(url: str) -> Job:

@@ -110,7 +110,12 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
 def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder) -> Dataset:
     before = known = None
     if options.append:
-        before = to_change(options.out)
+        before = Dataset.open(options.out)
+        if "zarr" in before.meta["formats"] or before.meta["plan"] == "paper-split":
+            raise DataError(
+                f"{options.out} has a zarr copy or roles by crop (--plan paper-split), so nothing can be "
+                "appended: build it again"
+            )
         known = _records_of(before)
         options = replace(options, removed=frozenset(before.meta.get("removed", ())))
     how = options.workers, options.cluster, options.quiet, options.patients
@@ -132,16 +137,6 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
     planned = PlanFacts.of(plan, first, before)
     del plan  # a gigabyte of ten million records
     return finish(planned, out, recipe, options, before)
-
-
-def to_change(url: str) -> Dataset:
-    before = Dataset.open(url)
-    if "zarr" in before.meta["formats"] or before.meta["plan"] == "paper-split":
-        raise DataError(
-            f"{url} has a zarr copy or roles by crop (--plan paper-split), so nothing can be appended "
-            "or removed: build it again"
-        )
-    return before
 
 
 def next_number(before: Dataset) -> int:

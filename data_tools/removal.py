@@ -4,7 +4,8 @@
 
 Shards that hold them are written again under new names, without their crops and copies of these;
 other rows keep their content and roles. When dataset.json has switched, what holds them is deleted,
-earlier versions too, and every byte is checked. Run again, a run that was killed is finished.
+earlier versions and a zarr copy too, and every byte is checked. Run again, a run that was killed is
+finished.
 """
 
 import hashlib
@@ -17,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.build import locked, next_number, to_change
+from omnilead.data_tools.build import locked, next_number
 from omnilead.data_tools.cli import tell
-from omnilead.data_tools.dataset import COLUMNS, META, VERSIONS, Dataset
+from omnilead.data_tools.dataset import COLUMNS, META, STORE, VERSIONS, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError
 from omnilead.data_tools.finishing import (
     ROLES,
@@ -50,7 +51,12 @@ def remove(
     lines = Path(patients).read_text("utf-8-sig", "replace").splitlines()
     wanted = [unquoted(line.partition(",")[0].strip()) for line in lines]
     with locked(Dataset.open(url).root):
-        made = before = to_change(url)
+        made = before = Dataset.open(url)
+        if not made.shards:
+            raise DataError(
+                f"{url} has a zarr store and no shards, so nobody can be removed: build it again "
+                "without these patients"
+            )
         file = f"{VERSIONS}/{made.version - 1}/{META}"
         if made.oldest == made.version and made.root.exists(file):
             before = Dataset.at(made.root, file)  # a killed run has not deleted it
@@ -121,7 +127,10 @@ def _without(before: Dataset, people: list[str], lost: np.ndarray, names: set[st
         if names.isdisjoint(words):
             rejects.append(reject)
     marks = {removal_mark(*one.split("/", 1)) for one in people}
+    if "zarr" in before.meta["formats"]:
+        tell(f"note: {before.root.url}/{STORE} is deleted: in the shards is all that it had")
     meta = before.meta | {
+        "formats": ["tar"],
         "sources": source_facts(before.meta["sources"], records_of(left)),
         "removed": sorted({*before.meta.get("removed", ()), *marks}),
     }

@@ -17,7 +17,7 @@ from handmade import build, ecg, files, flip
 
 from omnilead.data_tools import plan
 from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, Dataset
+from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, STORE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError
 from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.record import LEADS, EcgRecord
@@ -192,8 +192,9 @@ def test_other_settings_and_formats_are_refused(small, more, old, shell, tmp_pat
         assert says in shell.error(*append, *options)
     both = build(small, tmp_path / "both", format="both").root.url
     assert "has a zarr copy" in shell.error("shard", more, "--out", both, "--append")
+    store = build(small, tmp_path / "store", format="zarr").root.url
     (tmp_path / "w").write_text("anyone\n")
-    assert "has a zarr copy" in shell.error("remove", both, "--patients", tmp_path / "w")
+    assert "no shards" in shell.error("remove", store, "--patients", tmp_path / "w")
     assert "no dataset.json" in shell.error("shard", more, "--out", tmp_path / "no", "--append")
     assert not (tmp_path / "no").exists()
     flip(out / SAMPLES, 300)
@@ -361,6 +362,19 @@ def test_copies_go_too_and_names_that_clash_are_asked_for(tmp_path):
     with pytest.raises(DatasetError, match="fails its sha256"):
         remove(made.root.url, str(file))
     assert len(Dataset.open(made.root.url).table()) == 2
+
+
+@pytest.mark.parametrize("how", [{"format": "both"}, {"plan": "paper-split", "format": "both"}])
+def test_a_removal_deletes_the_zarr_copy_and_keeps_roles(how, small, tmp_path, capsys):
+    before = build(small, tmp_path / "out", **how)
+    patient = next(one for one in before.column("patient") if one)
+    (tmp_path / "w").write_text(patient)
+    rows = [row for row, one in enumerate(before.column("patient")) if one != patient]
+    stay = before.table(ROLES).take(rows)
+    made = remove(before.root.url, str(tmp_path / "w"))
+    assert f"{STORE} is deleted" in capsys.readouterr().err
+    assert made.table(ROLES).equals(stay) and made.meta["formats"] == ["tar"]
+    assert not (tmp_path / "out" / STORE).exists() and verify(made) == []
 
 
 def test_damaged_tables_of_earlier_versions_are_found(grown, tmp_path):
