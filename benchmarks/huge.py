@@ -160,16 +160,16 @@ class Headers(Source):
 def jobs(dataset: Dataset) -> Cases:
     url = dataset.root.url
     return {
-        "all crops: data.hold_out": (hold_out, (url,)),
-        "all crops: leakage across two datasets": (leaks, (url,)),
-        "all crops: data.dedup": (copies, (url,)),
-        "all crops: what a model has seen": (seen_by_a_model, (url,)),
-        "all crops: planning": (plan, (len(dataset),)),
-        "all crops: roles": (roles, (url,)),
-        "all crops: finishing": (finishing, (url,)),
-        "all crops: verify's tables": (tables_verified, (url,)),
-        "all crops: append 1,000": (append, (url,)),
-        "all crops: remove a patient, unverified": (remove_one, (url,)),
+        "data.hold_out": (hold_out, (url,)),
+        "leakage across two datasets": (leaks, (url,)),
+        "data.dedup": (copies, (url,)),
+        "what a model has seen": (seen_by_a_model, (url,)),
+        "planning": (plan, (len(dataset),)),
+        "roles": (roles, (url,)),
+        "finishing": (finishing, (url,)),
+        "verify's tables": (tables_verified, (url,)),
+        "append 1,000": (append, (url,)),
+        "remove a patient, unverified": (remove_one, (url,)),
     }
 
 

@@ -189,11 +189,11 @@ BARS = (
         "scaling", "^open", seconds("per_s"), 10, at_most=True),
     Bar("10,000,000 crops: a rank's memory, MB", "scaling", "^open", memory, 1000, at_most=True),
     Bar("10,000,000 crops: CPU-seconds to hold patients out",
-        "scaling", "hold_out$", seconds("per_cpu_s"), 5, at_most=True),
+        "scaling", "^all.*hold_out$", seconds("per_cpu_s"), 5, at_most=True),
     Bar("10,000,000 crops: CPU-seconds to look for leakage across two datasets",
-        "scaling", "leakage", seconds("per_cpu_s"), 10, at_most=True),
+        "scaling", "^all.*leakage", seconds("per_cpu_s"), 10, at_most=True),
     Bar("10,000,000 crops: memory of planning, roles, finishing and verify's tables, MB",
-        "scaling", "planning$|roles$|finishing$|tables$", memory, 1500, at_most=True),
+        "scaling", "^all.*(planning|roles|finishing|tables)$", memory, 1500, at_most=True),
 )
 # fmt: on
 

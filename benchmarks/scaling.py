@@ -1,5 +1,5 @@
 """Ten million crops: time and memory from process start to a rank's first batch, and of the jobs
-that go over all of them (benchmarks.huge). Also two ranks against one on this machine: the same
+that go over all of them, a tenth, and a hundredth (benchmarks.huge). Also two ranks against one on this machine: the same
 number of crops for each, in CPU-seconds of both, as they share its cores.
 """
 
@@ -20,19 +20,25 @@ from benchmarks.measure import (
     reserved_port,
     spread,
 )
+from benchmarks.tables import SIZES
 from omnilead.data_tools.dataset import Dataset
 
 RANKS_S = 300  # a rank whose neighbour failed would wait for ever
 
 
 def prepare(work: Path, options: argparse.Namespace) -> tuple[Result, Cases]:
-    dataset = huge.make(work / "huge", options.huge or 10_000_000)
+    crops = options.huge or 10_000_000
+    jobs: Cases = {}
+    for size, share in SIZES.items():
+        dataset = huge.make(work / f"{share}", crops // share)
+        for name, case in huge.jobs(dataset).items():
+            jobs[f"{size}: {name}"] = case
     small = make_dataset(work, 200)
     facts = {"archive": "zeros", "ranks_archive": "synthetic", "ranks_dataset": small.fingerprint}
     loop = e2e.loop_run(options, work)
     cases: Cases = {
         "open to first batch: one rank of 8, batch 512": (first_batch, (dataset.root.url,)),
-        **huge.jobs(dataset),
+        **jobs,
         "1 ranks": (ranks, (loop, 1)),
         "2 ranks": (ranks, (loop, 2)),
     }

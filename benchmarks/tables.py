@@ -3,7 +3,7 @@ README.md."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import isnan, nan
+from math import isnan, log10, nan
 from typing import Any
 
 from benchmarks.measure import INTERVAL_FROM
@@ -29,6 +29,9 @@ HEADLINE = (
     ("synthetic", "identification", "accuracy_whitened", "1", None),
 )
 BY_CROPS = "real, by crops"  # a result of the evidence that has a figure instead of a table
+
+
+SIZES = {"a hundredth of the crops": 100, "a tenth of the crops": 10, "all crops": 1}
 
 
 def markdown(head: str, rows: Iterable[Sequence[str]]) -> str:
@@ -167,10 +170,19 @@ def scaling(part: Part) -> Iterator[str]:
         "peak memory": lambda result: f"{result['peak_mb']:.0f} MB",
     }
     yield cases(opened, columns)
-    jobs = {name: result for name, result in results.items() if name.startswith("all crops: ")}
-    if jobs:  # older records have none
-        columns["CPU-seconds"] = lambda result: number(1 / per_cpu(result))
-        yield cases(jobs, columns)
+    rows = []
+    for name in results:  # older records have no jobs
+        size, _, job = name.partition(": ")
+        if size == list(SIZES)[-1]:
+            of_sizes = [results.get(f"{size}: {job}") for size in SIZES]
+            cpu_s = [1 / per_cpu(result) if result else nan for result in of_sizes]
+            mb = [result["peak_mb"] if result else nan for result in of_sizes]
+            rows.append([job, *map(number, cpu_s), exponent(cpu_s), *map(number, mb), exponent(mb)])
+    if rows:
+        most = part["config"].get("huge") or 10_000_000
+        counts = " | ".join(f"{most // share:,}" for share in SIZES.values())
+        head = f"CPU-seconds of {counts} crops | exponent | peak MB of {counts} crops | exponent"
+        yield markdown(f"| the last tenfold gives the exponents | {head} |", rows)
     if "shuffle_quality" in part:
         columns = {
             "correlation of position and row": lambda facts: f"{facts['correlation']:.4f}",
@@ -281,6 +293,11 @@ def middle(figure: str) -> Callable[[Result], str]:
 
 def reach(figure: str) -> Callable[[Result], str]:
     return lambda result: f"{number(result[figure]['low'])} to {number(result[figure]['high'])}"
+
+
+def exponent(values: Sequence[float]) -> str:
+    """Of the number of crops, from a tenth of them to all."""
+    return f"{log10(values[-1] / values[-2]):.2f}"
 
 
 def percent(figure: str) -> Callable[[Result], str]:
