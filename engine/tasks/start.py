@@ -182,7 +182,10 @@ def read_settings(
     if length_given:
         del chosen["steps"], chosen["epochs"]
     chosen |= saved_training(wanted, chosen)
-    settled = build(merge({"train": chosen, "task": {"kind": task.kind}}, tree), FinetuneConfig)
+    own: Facts = {"train": chosen, "task": {"kind": task.kind}}
+    if start.weights is None:  # random convolutions are not worth freezing
+        own["encoder"] = {"feature_grad": 1.0}
+    settled = build(merge(own, tree), FinetuneConfig)
     if os.environ.get("RANK", "0") == "0":
         say(what_was_chosen(settled, crops, guessed))
     return settled

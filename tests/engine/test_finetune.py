@@ -648,6 +648,10 @@ def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypat
     assert (config.task.kind, config.task.name, t.batch_crops) == ("binary", "mine", crops // 10)
     assert t.validate_every == crops // t.batch_crops and t.steps == 40 * t.validate_every
     assert t.patience > 0 and t.lr == 1e-3
+    random = {**given, "start": str(CONFIGS / "pretrain" / "quickstart.yaml")}
+    frozen = {**random, "encoder.feature_grad": 0}
+    shares = [read_settings(None, one).encoder.feature_grad for one in (given, random, frozen)]
+    assert shares == [0, 1, 0]
     own = {"train.epochs": 2, "train.lr": 1e-4, "train.batch_crops": 4}
     capsys.readouterr()
     mine = read_settings(None, {**given, "task.columns": ["letter"], **own})
