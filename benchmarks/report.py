@@ -216,14 +216,16 @@ def judged(part: Part, bar: Bar) -> tuple[str, float]:
 
 def bars_table(parts: Sequence[Part]) -> str:
     """Each target and the figures of the newest record of each machine, or "not measured"."""
-    by_machine = {(part["benchmark"], device_of(part), machine(part)): part for part in parts}
-    newest_first = sorted(by_machine.values(), key=rank, reverse=True)
+    newest_first = sorted(parts, key=rank, reverse=True)
     rows = []
     for bar in BARS:
         heads = [bar.what, f"at {'most' if bar.at_most else 'least'} {bar.bar:,g}"]
+        shown = set()
         for part in newest_first:
             case, value = judged(part, bar)
-            if case:
+            where = device_of(part), machine(part)
+            if case and where not in shown:
+                shown.add(where)
                 figure = f"{value:,.4g}" if bar.met(value) else f"**missed: {value:,.4g}**"
                 link = f"[{case}](results/{part['file']})"
                 rows.append([*heads, figure, machine(part), link])

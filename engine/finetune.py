@@ -17,8 +17,8 @@ steps and learning rate are chosen to suit the data, with early stopping. Also u
 --module omnilead.engine.finetune` or torchrun (write --set start=RUN there, since torchrun takes
 --start for its own). OUT/ has the files of a pre-training, and labels.parquet, the columns of the
 table that were used; it resumes the same way. OUT/model/ is the best step by validation
-(train.best): `omnilead evaluate --model OUT ...` tests it. In Python: tuned =
-omnilead.finetune("RUN", data="DATASET", labels="my.csv", out="OUT") SIGTERM or Ctrl-C:
+(train.best): `omnilead evaluate --model OUT ...` tests it. In Python:
+`tuned = omnilead.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")`. SIGTERM or Ctrl-C
 stops after the micro-batch with a checkpoint of the last whole step, exit 0 or 130. Exit 2: a
 setting or a file is wrong. Exit 1: the run failed.
 """
