@@ -4,8 +4,8 @@
     cases = jobs(dataset)                       # for benchmarks.measure.run_cases
 
 The tables are complete: parts as a build leaves them, roles, samples.parquet. The 9,766 shards, but
-for the first, are sparse files of zeros with matching checksums, so that reading is real while the 1.2 TB take no space
-on the disk.
+for the first, are sparse files of zeros, so that reading is real while the 1.2 TB take no space on
+the disk.
 """
 
 import hashlib

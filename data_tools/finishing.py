@@ -245,6 +245,8 @@ def settle(made: Dataset) -> Dataset:
     """Remove the traces of the build, of killed ones, and versions before a removal."""
     if made.version > 1:  # the first one has no leftovers
         _remove_leftovers(made.root, made.meta["formats"], made.shards)
+        if "zarr" not in made.meta["formats"]:  # a killed removal leaves a part of it
+            made.root.remove(STORE)
         for number in range(1, made.oldest):
             made.root.remove(f"{VERSIONS}/{number}")
     made.root.remove(".build")
