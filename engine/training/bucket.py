@@ -7,11 +7,13 @@ disk, which is uploaded after every checkpoint.
     send(url, run, keep, last=True)   # at the end: what cannot be uploaded is an error
 
 A kill at any moment leaves a checkpoint in the bucket that can be resumed from: manifest.json is
-uploaded after the other files of a checkpoint, `latest` after both.
+uploaded after the other files of a checkpoint, `latest` after both. If another machine starts the
+same run, the first one ends at its next upload: it may be one that was given up.
 """
 
 import json
 import os
+import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +27,7 @@ from omnilead.engine.training import checkpoint
 from omnilead.engine.training.checkpoint import BEST, LATEST, MANIFEST, STATE, step_of
 
 ROOT = "checkpoints"
+OWN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
 Files = dict[str, list[str]]  # of checkpoints, by the names of these
 
 
@@ -46,7 +49,7 @@ def fetch(url: str, run: Path) -> None:
     if place.exists(META):
         raise ConfigError(f"{url}: is a dataset: choose another with --out RUN")
     try:
-        place.write(LOCK, b"")  # whether it can be written is seen before training
+        place.write(LOCK, OWN)  # whether it can be written is seen before training
     except FileNotFoundError as error:
         raise ConfigError(f"{url}: {error}: make the bucket, or choose another") from None
     there = {name: files for name, files in _steps(place).items() if MANIFEST in files}
@@ -100,6 +103,10 @@ def send(url: str, run: Path, keep: int, last: bool = False) -> None:
 
 
 def _send(place: RemoteFolder, run: Path, keep: int) -> None:
+    if place.exists(LOCK) and place.read(LOCK, len(OWN)) != OWN:
+        raise checkpoint.CheckpointError(
+            f"{place.url}: the run was started elsewhere as well, and goes on there: this one ends"
+        )
     pointers = {}
     for pointer in (BEST, LATEST):
         if path := checkpoint.named(run / ROOT, pointer):
@@ -107,7 +114,7 @@ def _send(place: RemoteFolder, run: Path, keep: int) -> None:
             _send_checkpoint(place, path)
     for file in run.rglob("*"):
         name = file.relative_to(run)
-        if file.is_file() and name.parts[0] != ROOT:
+        if file.is_file() and name.parts[0] not in (ROOT, LOCK):
             with suppress(FileNotFoundError):  # it was temporary
                 # not `upload`: training may write to it at the same time
                 place.write(name.as_posix(), file.read_bytes())

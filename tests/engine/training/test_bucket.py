@@ -17,6 +17,7 @@ from ranks import column, curve, run, settings, tuning
 
 from omnilead.data_tools import storage
 from omnilead.data_tools.storage import RemoteFolder
+from omnilead.engine.common import LOCK
 from omnilead.engine.training import bucket, checkpoint
 from omnilead.engine.training.distributed import Ranks
 from tests.waiting import until
@@ -262,6 +263,24 @@ def test_of_an_amended_checkpoint_only_progress_is_uploaded(store):
     assert [path.rpartition("/")[2] for path in put] == ["manifest.json", "state.json"]
     state = json.loads(store.fs.cat(f"{store.url}/checkpoints/step-2/state.json"))
     assert state["stale"] == 1
+
+
+def test_a_run_that_was_started_elsewhere_since_ends(store, whole, monkeypatch):
+    """It uploads nothing more, and the other goes on from what it had."""
+    send, calls = bucket._send, count()
+
+    def second(*arguments):
+        if next(calls) == 1:
+            store.fs.pipe(f"{store.url}/{LOCK}", b"another")
+        send(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "_send", second)
+        ended = store.train("a")
+    assert "started elsewhere as well" in ended.last_line(2)
+    assert store.latest() == "step-2" and store.steps() == {"step-2"}
+    assert "resumes after step 2" in store.train("b").good()
+    assert curve(store.folder("b")) == whole
 
 
 def test_a_bucket_that_cannot_be_used_is_one_line(store):
