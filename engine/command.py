@@ -11,11 +11,10 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from omnilead.data_tools.cli import say, show, tell
-from omnilead.engine.commandline import Parser, positive
+from omnilead.engine.commandline import Parser, positive, run_folder
 
 Shortcut = tuple[
     str, dict[str, Any]
@@ -88,7 +87,7 @@ def command(
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
             return show(schema(task_class.settings) + "\n")
         if args.export:
-            say(str(export(Path(args.export), task_class)))
+            say(str(export(args.export, task_class)))
         else:
             settings = [*_overrides(args, shortcuts), *args.set]
             train(task_class.read(args.config, settings), task_class, args.profile or 0)
@@ -127,7 +126,7 @@ def _parser(
         "continue training"
     )
     add("--profile", type=positive, metavar="N", help=traced)
-    add("--export", metavar="RUN", help="write RUN/model and exit")
+    add("--export", type=run_folder, metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
     # added by deepspeed's launcher; LOCAL_RANK is used instead
     add("--local_rank", type=int, help=argparse.SUPPRESS)

@@ -219,6 +219,15 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def run_folder(text: str) -> Path:
+    """An argparse type."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text}: give the run's working folder, which its first line names"
+        )
+    return Path(text)
+
+
 def leave(code: int) -> NoReturn:
     """Exits without shutting down the interpreter, where gloo threads that still hold tensors would
     raise SIGABRT."""

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from omnilead.data_tools.cli import echo, tell
-from omnilead.engine.commandline import command_parser, interruptible
+from omnilead.engine.commandline import command_parser, interruptible, run_folder
 from omnilead.engine.common import (
     LOCK,
     METRICS,
@@ -161,7 +161,7 @@ def where_it_goes(now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("status", __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("run", type=run_folder, metavar="RUN", help="the folder of a run")
     run = parser.parse_args(arguments).run
     try:
         for name, text in screen(run):

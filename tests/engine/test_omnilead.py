@@ -192,6 +192,13 @@ def test_export_and_schema_take_no_other_option(command, capsys):
     assert f"{command.split()[1]}: --export and --schema take no other option" in line
 
 
+@pytest.mark.parametrize("command", ["status s3://b/run", "finetune --export s3://b/run"])
+def test_a_run_in_a_bucket_is_read_in_its_working_folder(command, capsys):
+    with pytest.raises(SystemExit):
+        main(command.split())
+    assert "s3://b/run: give the run's working folder" in capsys.readouterr().err
+
+
 OUT_OF_PYTHON = {"help", "local_rank", "command", "run"}  # what only a command has
 FUNCTIONS = ("synth", "shard", "verify", "evaluate", "embed", "predict", "bench")
 
