@@ -24,8 +24,10 @@ from omnilead.data_tools import plan, shard_writers, storage
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import CROP_SHAPE, META, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, StorageError
+from omnilead.data_tools.removal import remove
 from omnilead.data_tools.sources import open_sources, wfdb_archives
 from omnilead.data_tools.storage import folder
+from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.reader import CropReader
 from omnilead.engine.data.staging import Staging
@@ -359,6 +361,18 @@ def test_a_zip_gives_the_same_bytes_as_on_a_disk(s3, small, right, tmp_path):
     assert s3_files(f"{BUCKET}/made") == files(Path(right.root.url))
     build(f"{BUCKET}/zips", f"{BUCKET}/made2", format="both")
     assert s3_files(f"{BUCKET}/made2") == files(Path(right.root.url))
+
+
+def test_a_dataset_grows_and_forgets_as_on_a_disk(s3, small, tmp_path):
+    synthesise(tmp_path / "more", patients=3, two_sessions=1, seed=8, progress=False)
+    made = []
+    for out in (str(tmp_path / "out"), f"{BUCKET}/out"):
+        build(small, out)
+        grown = build(tmp_path / "more", out, append=True)
+        (tmp_path / "w").write_text(grown.column("patient")[-1])
+        made.append(remove(out, str(tmp_path / "w")))
+    assert made[1].version == 3 and made[1].fingerprint == made[0].fingerprint
+    assert s3_files(f"{BUCKET}/out") == files(tmp_path / "out")
 
 
 def test_wrong_addresses_fail(s3, small, shell, tmp_path):
