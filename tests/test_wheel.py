@@ -25,10 +25,17 @@ assert not any(Path(entry).is_relative_to(sys.argv[1]) and ".venv" not in entry 
 assert len(tables()) == 4 and ReproductionScale.read("smoke").settings["pretrain"]["train.steps"] == 10
 print(len(list(CONFIGS.rglob("*.yaml"))))
 """
-TABLE = """
+# Commands, one after the other, in one process: each would import PyTorch again
+TOUR = """
+import sys
+from omnilead.__main__ import main
 from omnilead.data_tools.dataset import Dataset
-records = dict.fromkeys(Dataset.open("dataset").table(["record"])["record"].to_pylist())
-open("my.csv", "w").writelines(["record,label\\n", *(f"{record},{'abc'[i % 3]}\\n" for i, record in enumerate(records))])
+for line in sys.argv[1:]:
+    assert not main(line.split()), line
+    if line.startswith("shard"):
+        records = dict.fromkeys(Dataset.open("dataset").column("record"))
+        rows = [f"{record},{'abc'[i % 3]}\\n" for i, record in enumerate(records)]
+        open("my.csv", "w").writelines(["record,label\\n", *rows])
 """
 TINY = (
     "--set train.steps=6 --set train.batch_crops=8 --set train.validate_every=0 "
@@ -69,22 +76,29 @@ def test_a_tour_without_the_repository(environment, tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    def omnilead(line):
-        return run("omnilead", *line.split())
-
     configs = list((ROOT / "configs").rglob("*.yaml"))
     assert int(run("python", "-c", WHERE, str(ROOT))) == len(configs)
-    assert "  pretrain " in omnilead("--help")
-    omnilead("synth archive --patients 30")
-    omnilead("shard archive --out dataset --workers 1 --pretrain-sources all")
-    assert "all checks passed" in omnilead("verify dataset --archive archive --workers 1")
-    pretrain = "pretrain --config quickstart --data dataset --out RUN --profile 1"
-    done = omnilead(f"{pretrain} {TINY} {ON_CPU}")
-    assert "aten::" in done and "done: RUN/model, RUN/report.html" in done
-    run("python", "-c", TABLE)
+    assert "  pretrain " in run("omnilead", "--help")
+    run("omnilead", "synth", "archive", "--patients", "30")
+    pretrain = f"pretrain --config quickstart --data dataset --out RUN --profile 1 {TINY}"
     finetune = "finetune --start RUN --data dataset --labels my.csv --out OUT --set train.steps=4"
-    assert "my: the table looks like multiclass" in omnilead(f"{finetune} {ON_CPU}")
-    evaluate = "evaluate --model OUT --data dataset --labels my.csv --report page.html"
-    assert "auroc" in omnilead(evaluate)
-    predict = "predict --model OUT --data dataset --out predictions.csv"
-    assert " predictions of my (" in omnilead(predict)
+    said = run(
+        "python",
+        "-c",
+        TOUR,
+        "shard archive --out dataset --workers 1 --pretrain-sources all",
+        "verify dataset --archive archive --workers 1",
+        f"{pretrain} {ON_CPU}",
+        f"{finetune} {ON_CPU}",
+        "evaluate --model OUT --data dataset --labels my.csv --report page.html",
+        "predict --model OUT --data dataset --out predictions.csv",
+    )
+    for words in (
+        "all checks passed",
+        "aten::",
+        "done: RUN/model, RUN/report.html",
+        "my: the table looks like multiclass",
+        "auroc",
+        " predictions of my (",
+    ):
+        assert words in said
