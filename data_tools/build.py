@@ -33,6 +33,7 @@ from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import (
     COLUMNS,
     CROP_SHAPE,
+    FORMAT_MINOR,
     META,
     Dataset,
     label_names,
@@ -80,6 +81,7 @@ from omnilead.data_tools.storage import (
     write_errors,
 )
 
+REMOVED = "patient was removed"
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 
 
@@ -111,10 +113,14 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
     before = known = None
     if options.append:
         before = Dataset.open(options.out)
-        if "zarr" in before.meta["formats"] or before.meta["plan"] == "paper-split":
+        if (
+            "zarr" in before.meta["formats"]
+            or before.meta["plan"] == "paper-split"
+            or before.minor < FORMAT_MINOR
+        ):
             raise DataError(
-                f"{options.out} has a zarr copy or roles by crop (--plan paper-split), so nothing can be "
-                "appended: build it again"
+                f"{options.out} has a zarr copy, roles by crop (--plan paper-split) or shards without "
+                "roles, of an earlier omnilead, so nothing can be appended: build it again"
             )
         known = _records_of(before)
         options = replace(options, removed=frozenset(before.meta.get("removed", ())))
@@ -190,7 +196,7 @@ def _changed(finished: Dataset, recipe: dict[str, Any]) -> str:
     old = finished.meta | {"format": "both" if len(formats) > 1 else formats[0]}
     old["leave_out_flags"] = list(left_out)
     changed = []
-    usual = {"leave_out_flags": list(PAPER_SOURCES.leave_out)}
+    usual = {"leave_out_flags": list(PAPER_SOURCES.leave_out), "role_sources": None}
     for name, value in (usual | recipe).items():
         if name not in ("contents", "base") and old.get(name) != value:
             changed.append(f"{name} was {old.get(name)}, not {value}")
@@ -297,36 +303,42 @@ class _ShardWriter:
         """Add crop number `part` of a record. `label`: its source/name."""
         source, _, plain = label.partition("/")
         name = pseudonym(self.key, "r", source, plain)
+        notes: list[tuple[str, str]] = []
         try:
             if isinstance(record, ReadError):
                 raise record
-            if self.removed:
-                patient = shown_patient(self.key, source, record.patient)
-                if removal_mark(source, patient) in self.removed:
-                    name, path = removal_mark(source, plain), ""
-                    raise ReadError("patient was removed")
-            if part == 0:
-                self._note(source, name, record.warnings)
+            self._refuse_removed(source, shown_patient(self.key, source, record.patient))
+            notes += record.warnings if part == 0 else ()
             crop = prepare_crop(record, part, self.samples)
             row = row_of(source, name, record, crop, self.key)
+            crc, hashed = waveform(self.samples)
+            self._refuse_removed("", str(hashed))
         except ReadError as error:
-            self._note(source, name, [(error.reason, located(path, error.detail))])
+            if error.reason == REMOVED:
+                name, path, notes = removal_mark(source, plain), "", []
+            self._note(source, name, [*notes, (error.reason, located(path, error.detail))])
             return
-        self._note(source, name, _flags(crop))
-        crc, hashed = waveform(self.samples)
+        self._note(source, name, [*notes, *_flags(crop)])
         facts = row | {"crc32c": f"{crc:08x}", "waveform": f"{hashed:016x}"}
-        facts["label_names"] = label_names(row["labels"])
-        text = json.dumps(facts).removesuffix("}").encode() + b", "
-        roles = roles_text(False, None, None)
-        if self.all_pretrain:
-            kinds = {flag.partition(":")[0] for flag in row["flags"]}
-            text += roles_text(not kinds & self.leave_out, None, None)
-            roles = b""
         member = f"{source}-{name}-{part:03d}"
         row["crc32c"] = crc
         row["waveform"] = hashed
-        row["offset"] = self.tar.add(member, self.samples.data.cast("B"), text, roles)
+        row["offset"] = self.tar.add(member, self.samples.data.cast("B"), *self._text(facts))
         self.rows.append(row)
+
+    def _text(self, facts: dict[str, Any]) -> tuple[bytes, bytes]:
+        """A crop's JSON up to its roles, and these if they are written later."""
+        facts["label_names"] = label_names(facts["labels"])
+        text = json.dumps(facts).removesuffix("}").encode() + b", "
+        if not self.all_pretrain:
+            return text, roles_text(False, None, None)
+        kinds = {flag.partition(":")[0] for flag in facts["flags"]}
+        return text + roles_text(not kinds & self.leave_out, None, None), b""
+
+    def _refuse_removed(self, source: str, patient: str | None) -> None:
+        """Also a copy of a removed waveform, which may be without its patient: source is "" then."""
+        if self.removed and removal_mark(source, patient) in self.removed:
+            raise ReadError(REMOVED)
 
     def _note(self, source: str, name: str, notes: Iterable[tuple[str, str]]) -> None:
         """With a key without details, which may have names of files."""

@@ -177,6 +177,8 @@ def finish(
     records = records_of(partial(_columns, out, planned, known=numbers, before=before))
     sources = source_facts(planned.sources, records)
     stand, count = before and before.table(ROLES), len(before or ())
+    if before:
+        _check_patients(records, before)
     doubtful = np.append(np.zeros(count, bool), doubtful)
     roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources, stand)
     new = roles.slice(count)
@@ -198,6 +200,20 @@ def finish(
         rows = map(_without_shards, rows)
     meta |= {"sources": sources, "formats": FORMATS[options.format]}
     return settle(write_tables(out, meta, rows, rejects, shards, roles, before))
+
+
+def _check_patients(records: splits.Records, before: Dataset) -> None:
+    """An error if all records of a source had a patient, and none that is appended has."""
+    new = np.arange(len(records.names)) > records.crop_record[: len(before)].max()
+    for code, name in enumerate(records.source_names):
+        mine = records.source == code
+        old, added = (records.owner[mine & some] >= 0 for some in (~new, new))
+        if len(old) and len(added) and old.all() and not added.any():
+            settle(before)
+            raise DatasetError(
+                f"--append: patients of the new records of {name} are unknown, those of the others are "
+                "not, so one could be on both sides of a split: --patients FILE names them"
+            )
 
 
 def write_tables(
@@ -243,12 +259,11 @@ def write_tables(
 
 def settle(made: Dataset) -> Dataset:
     """Remove the traces of the build, of killed ones, and versions before a removal."""
-    if made.version > 1:  # the first one has no leftovers
-        _remove_leftovers(made.root, made.meta["formats"], made.shards)
-        if "zarr" not in made.meta["formats"]:  # a killed removal leaves a part of it
-            made.root.remove(STORE)
-        for number in range(1, made.oldest):
-            made.root.remove(f"{VERSIONS}/{number}")
+    _remove_leftovers(made.root, made.meta["formats"], made.shards)
+    if "zarr" not in made.meta["formats"]:  # a killed removal leaves a part of it
+        made.root.remove(STORE)
+    for number in range(1, made.oldest):
+        made.root.remove(f"{VERSIONS}/{number}")
     made.root.remove(".build")
     return made
 

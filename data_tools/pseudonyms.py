@@ -64,7 +64,7 @@ def other_key(mark: str | None, key: bytes | None) -> str:
 
 
 def removal_mark(source: str, patient: str | None) -> str:
-    """By which a removed patient is known when the archive still has them."""
+    """By which a removed patient, or with source "" a waveform, is known when an archive still has it."""
     from omnilead.data_tools.record import patient_source  # NumPy: `shard --help` needs none
 
     return pseudonym(b"omnilead removed", "p", patient_source(source), patient or "")

@@ -90,7 +90,7 @@ def read_table(url: str, of: str = "labels") -> pa.Table:
 
 def _csv(data: bytes, key: str) -> pa.Table:
     """The separator is the one that yields a column `key` in the header."""
-    text = _decoded(data)
+    text = decoded(data)
     for mark in (",", ";", "\t", ","):  # a comma if none yields it
         lines = io.StringIO(text, newline="")
         reader = csv.reader(lines, delimiter=mark)
@@ -117,7 +117,7 @@ def _csv(data: bytes, key: str) -> pa.Table:
     return pa.table(columns, names)
 
 
-def _decoded(data: bytes) -> str:
+def decoded(data: bytes) -> str:
     if data.startswith(b"PK"):
         raise DataError("it is a workbook or another archive: save the sheet as CSV UTF-8")
     utf16 = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))  # Excel's "Unicode text"
@@ -229,9 +229,7 @@ def read_patients(url: str) -> pa.Table:
     if "patient" not in cells.column_names:
         names = ", ".join(cells.column_names[:10])
         raise DataError(f"{url}: its columns are {names}: a column `patient` must name the people")
-    # as a dataset writes them
-    patient = pc.replace_substring_regex(cells["patient"], "[^A-Za-z0-9_-]+", "_")
-    return cells.drop_columns("patient").append_column("patient", patient)
+    return cells
 
 
 def patients_of(url: str, cells: pa.Table, keys: pa.Array) -> pa.Array:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from omnilead.data_tools.build import locked, next_number
 from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import COLUMNS, META, STORE, VERSIONS, Dataset
-from omnilead.data_tools.errors import DataError, DatasetError
+from omnilead.data_tools.errors import DataError, DatasetError, ReadError
 from omnilead.data_tools.finishing import (
     ROLES,
     records_of,
@@ -34,6 +34,7 @@ from omnilead.data_tools.finishing import (
 )
 from omnilead.data_tools.pseudonyms import other_key, removal_mark
 from omnilead.data_tools.record import patient_source
+from omnilead.data_tools.record_tables import WHOLE, decoded
 from omnilead.data_tools.shard_writers import BLOCK, index_name, index_of, shard_name
 from omnilead.data_tools.sources.base import shown_patient
 from omnilead.data_tools.spreadsheet import unquoted
@@ -48,8 +49,7 @@ def remove(
     url: str, patients: str, key: bytes | None = None, workers: int = 1, quiet: bool = True
 ) -> Dataset:
     """`patients`: a file with one on each line."""
-    lines = Path(patients).read_text("utf-8-sig", "replace").splitlines()
-    wanted = [unquoted(line.partition(",")[0].strip()) for line in lines]
+    wanted = _wanted(patients)
     with locked(Dataset.open(url).root):
         made = before = Dataset.open(url)
         if not made.shards:
@@ -64,11 +64,14 @@ def remove(
         people = _found(before, set(owners.unique().to_pylist()), wanted, key)
         theirs = pc.is_in(owners, pa.array(people))
         table = before.table(["record", "waveform"])
-        lost = np.asarray(pc.is_in(table["waveform"], table["waveform"].filter(theirs).unique()))
+        waves = table["waveform"].filter(theirs).unique()
+        lost = np.asarray(pc.is_in(table["waveform"], waves))
+        marks = {removal_mark(*one.split("/", 1)) for one in people}
+        marks |= {removal_mark("", str(one)) for one in waves.to_pylist()}
         names = {*table["record"].filter(theirs).to_pylist()}
         names |= {one for one in wanted if len(one) >= SHORTEST}
         if made is before:
-            made = _without(before, people, lost, names)
+            made = _without(before, marks, lost, names)
         settle(made)
     tell(
         f"note: {lost.sum():,} crops are removed, {pc.sum(theirs).as_py():,} of them by their names"
@@ -76,6 +79,16 @@ def remove(
     if found := verify(made, workers=workers, quiet=quiet):
         raise DatasetError(f"{url}: of {len(found)} findings after the removal: {found[0]}")
     return made
+
+
+def _wanted(file: str) -> list[str]:
+    """The first cell of each line."""
+    try:
+        text = decoded(Path(file).read_bytes())
+    except DataError as error:
+        raise DataError(f"--patients {file}: {error}") from None
+    cells = (re.split("[,;\t]", line)[0].strip().strip('"').strip() for line in text.splitlines())
+    return [re.sub(WHOLE, r"\1", unquoted(cell)) for cell in cells]
 
 
 def _owners(made: Dataset) -> pa.Array:
@@ -93,10 +106,13 @@ def _found(made: Dataset, there: set[str], wanted: list[str], key: bytes | None)
         raise DataError(wrong)
     people: set[str] = set()
     missing = []
+    every = {patient_source(one["name"]) for one in made.meta["sources"]}
     for name in sorted({*wanted} - {"", "patient"}):
-        source, _, who = name.rpartition("/")
-        sources = [source] if source else [one["name"] for one in made.meta["sources"]]
-        ids = {f"{patient_source(one)}/{shown_patient(key, one, who)}" for one in sources}
+        source, slash, who = name.partition("/")
+        sources = {patient_source(source)} & every
+        if not slash or not sources:
+            sources, who = every, name
+        ids = {f"{one}/{shown_patient(key, one, who)}" for one in sources}
         if len(ids & there) > 1:
             raise DataError(f"patient {name}: write which: {' or '.join(sorted(ids & there))}")
         people |= ids & there
@@ -113,8 +129,9 @@ def _found(made: Dataset, there: set[str], wanted: list[str], key: bytes | None)
     return sorted(people)
 
 
-def _without(before: Dataset, people: list[str], lost: np.ndarray, names: set[str]) -> Dataset:
-    """`lost`: a mask of the crops to remove; `names`: what no line of rejects.csv may have."""
+def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]) -> Dataset:
+    """`marks`: of those who must not come back; `lost`: a mask of the crops to remove; `names`: what no
+    line of rejects.csv may have."""
     if lost.all():
         raise DataError(f"{before.root.url}: no crop would be left: delete the whole dataset")
 
@@ -126,7 +143,6 @@ def _without(before: Dataset, people: list[str], lost: np.ndarray, names: set[st
         words = re.findall(r"[A-Za-z0-9_-]+", f"{reject[1]} {reject[3]}")
         if names.isdisjoint(words):
             rejects.append(reject)
-    marks = {removal_mark(*one.split("/", 1)) for one in people}
     if "zarr" in before.meta["formats"]:
         tell(f"note: {before.root.url}/{STORE} is deleted: in the shards is all that it had")
     meta = before.meta | {
@@ -162,9 +178,12 @@ def _write(
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Write a shard without some crops as another one. -> also where the others are."""
     source, name = f"shards/{old['name']}", shard_name(number)
-    data = out.view(source, old["bytes"])
-    if hashlib.sha256(data).hexdigest() != old["sha256"]:
-        raise DatasetError(f"{out.url}/{source}: fails its sha256: restore the file")
+    try:
+        data = out.view(source, old["bytes"])
+        if hashlib.sha256(data).hexdigest() != old["sha256"]:
+            raise ReadError("fails its sha256")
+    except ReadError as error:
+        raise DatasetError(f"{out.url}/{source}: {error.reason}: restore the file") from None
     begin = offset - BLOCK
     size = np.diff(begin, append=len(data) - 2 * BLOCK)[keep]
     crops = [data[a : a + b] for a, b in zip(begin[keep], size, strict=True)]

@@ -11,6 +11,7 @@ card is not checked, because it may be edited.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -433,10 +434,7 @@ def _compare_archive(
             name = pseudonym(key, "r", record.source, record.name)
             if parts := rows.pop((record.source, name), None):
                 found += _compare_record(dataset, table, record, name, parts, key)
-            elif (record.source, name) not in known and (
-                removal_mark(record.source, shown_patient(key, record.source, record.patient))
-                not in dataset.meta.get("removed", ())
-            ):
+            elif (record.source, name) not in known and not _was_removed(dataset, record, key):
                 found.append(
                     f"{record.source}/{name} is in the archive, but neither in {SAMPLES} nor in "
                     f"{REJECTS}"
@@ -445,6 +443,15 @@ def _compare_archive(
         return _absent(rows, "all ", "is this the archive?")
     found += _absent(rows, "", "pass all SRC of the dataset")
     return _first(found, "--archive")
+
+
+def _was_removed(dataset: Dataset, record: EcgRecord, key: bytes | None) -> bool:
+    crop = np.zeros(CROP_SHAPE, "<i2")
+    with suppress(ReadError):
+        prepare_crop(record, 0, crop)
+    patient = shown_patient(key, record.source, record.patient)
+    marks = {removal_mark(record.source, patient), removal_mark("", str(waveform(crop)[1]))}
+    return not marks.isdisjoint(dataset.meta.get("removed", ()))
 
 
 def _absent(rows: Iterable[tuple[str, str]], how_many: str, mend: str) -> list[str]:
@@ -486,6 +493,9 @@ def _compare_record(
                 yield f"{at}: the archive has no such crop: {error}"
             continue
         if part not in parts:
+            mark = removal_mark("", str(waveform(crop)[1]))
+            if mark in dataset.meta.get("removed", ()):
+                continue
             yield f"{at}: a crop of the archive is not in {SAMPLES}"
             continue
         row = table.slice(parts[part], 1).to_pylist()[0]

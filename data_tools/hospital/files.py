@@ -30,7 +30,7 @@ from omnilead.data_tools.hospital.base import Format, root_tag
 from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
 from omnilead.data_tools.resampling import rate_ratio
-from omnilead.data_tools.sources.base import FileSource, path_name, record_stem
+from omnilead.data_tools.sources.base import FileSource, hashed, path_name, plain_name, record_stem
 from omnilead.data_tools.storage import prefetch
 
 FORMATS: dict[str, Format] = {
@@ -113,7 +113,7 @@ class HospitalFiles(FileSource):
         if key.isascii() and not set("[]{}") & set(key):
             with suppress(ReadError):  # too long
                 return path_name(key, stem)
-        return _hashed(stem, key)
+        return hashed(stem, key)
 
     def source_of(self, key: str) -> str:
         return self._format_of_file(key) or self.name
@@ -191,14 +191,7 @@ def _patient(text: str | None) -> str | None:
     text = (text or "").strip()
     if not text or text.lower() in NOBODY or len(set(text)) < 2 <= len(text):
         return None
-    stem = record_stem(f"{text}.")
-    return text if stem == text else _hashed(stem, text)
-
-
-def _hashed(stem: str, text: str) -> str:
-    """A unique name of letters, digits, _ and - for a text that has other characters or is too
-    long."""
-    return f"{stem[:43]}_{sha256(text.encode(errors='surrogatepass')).hexdigest()[:20]}"
+    return plain_name(text)
 
 
 def changes(uv: np.ndarray) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from handmade import build, ecg, files, flip
+from handmade import as_minor_0, build, ecg, files, flip
 
 from omnilead.data_tools import plan
 from omnilead.data_tools.build import ShardOptions, shard
@@ -22,7 +22,8 @@ from omnilead.data_tools.errors import DataError, DatasetError
 from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.record import LEADS, EcgRecord
 from omnilead.data_tools.removal import remove
-from omnilead.data_tools.sources.base import Source
+from omnilead.data_tools.sources.base import Source, shown_patient
+from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.data_tools.verify import verify
@@ -202,6 +203,37 @@ def test_other_settings_and_formats_are_refused(small, more, old, shell, tmp_pat
     assert "none of the patients" in shell.error("remove", old, "--patients", tmp_path / "w")
 
 
+def test_what_the_dataset_was_made_with_may_not_be_left_out(tmp_path):
+    """Sources with roles, and a table of patients: whoever has a role would be drawn again."""
+    mine = {"role_sources": RoleSources(dx=("mine",))}
+    made = listed(tmp_path / "out", options=mine, a=("mine", "one", 1))
+    with pytest.raises(DataError, match=r"role_sources was \{'dx': .'mine'.\}, not None"):
+        listed(tmp_path / "out", append=True, b=("mine", "one", 2))
+    with pytest.raises(DataError, match="the new records of mine are unknown"):
+        listed(tmp_path / "out", append=True, options=mine, b=("mine", None, 2))
+    assert verify(Dataset.open(made.root.url)) == []
+    former = as_minor_0(made, tmp_path / "former")
+    with pytest.raises(DataError, match="shards without roles, of an earlier omnilead"):
+        listed(former.root.url, append=True, options=mine, b=("mine", "one", 2))
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_nothing_is_left_of_an_append_that_was_killed_and_given_up(append, tmp_path, monkeypatch):
+    made = listed(tmp_path, a=("ptb-xl", "one", 1))
+    was = files(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("omnilead.data_tools.build.finish", dies_at_once)
+        with pytest.raises(KeyboardInterrupt):
+            listed(tmp_path, append=True, b=("ptb-xl", "two", 2))
+    assert "not a part of the dataset" in str(verify(made))
+    listed(tmp_path, append=append, a=("ptb-xl", "one", 1))
+    assert files(tmp_path) == was
+
+
+def dies_at_once(*_):
+    raise KeyboardInterrupt
+
+
 def test_with_pseudonyms(small, more, tmp_path):
     key = {"pseudonym_key": b"k" * 32}
     made = build(small, tmp_path / "out", **key)
@@ -362,6 +394,56 @@ def test_copies_go_too_and_names_that_clash_are_asked_for(tmp_path):
     with pytest.raises(DatasetError, match="fails its sha256"):
         remove(made.root.url, str(file))
     assert len(Dataset.open(made.root.url).table()) == 2
+    next(iter(Path(made.root.url).glob("shards/*.tar"))).unlink()
+    with pytest.raises(DatasetError, match="tar: missing file: restore the file"):
+        remove(made.root.url, str(file))
+
+
+def test_copies_do_not_come_back_without_their_patient(tmp_path):
+    out, file = tmp_path / "out", tmp_path / "w"
+    records = {"a": ("ptb-xl", "one", 1), "b": ("georgia", None, 1), "c": ("georgia", None, 2)}
+    made = listed(out, **records)
+    file.write_text("one")
+    left = remove(made.root.url, str(file))
+    again = listed(out, append=True, **records, renamed=("ningbo", None, 1))
+    assert again.fingerprint == left.fingerprint and list(again.column("record")) == ["c"]
+    assert verify(again, [Listed(**records)]) == []
+    more = listed(out, append=True, **records, d=("georgia", None, 3))
+    assert sorted(more.column("record")) == ["c", "d"]
+    assert {reason for _, _, reason, _ in rejects_of(more)} == {"patient was removed"}
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_ids_of_other_characters_are_different_people(key, tmp_path):
+    ids = ["12.3", "12.4", "12", "7/9", "8/9", "x" * 65, "x" * 66]
+    records = {f"r{i}": ("arrays", one, i) for i, one in enumerate(ids)}
+    made = listed(tmp_path / "out", options={"pseudonym_key": key}, **records)
+    assert (
+        len(set(made.column("patient"))) == len(ids)
+        and verify(made, [Listed(**records)], key=key) == []
+    )
+    file = tmp_path / "w"
+    file.write_text(f"12.3\narrays/8/9\n{ids[-1]}")
+    stay = {shown_patient(key, "arrays", ids[i]) for i in (1, 2, 3, 5)}
+    assert {*remove(made.root.url, str(file), key).column("patient")} == stay
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        "patient\r\none\r\n".encode("utf-16"),
+        b'\xef\xbb\xbf"one";"A, B"\n',
+        b"one\tx\n",
+        b"none,x\none,y\n\none",
+    ],
+)
+def test_the_file_may_come_from_a_spreadsheet(data, tmp_path):
+    made = listed(tmp_path / "out", a=("arrays", "one", 1), b=("arrays", "10", 2))
+    (tmp_path / "w").write_bytes(data)
+    assert list(remove(made.root.url, str(tmp_path / "w")).column("record")) == ["b"]
+    (tmp_path / "w").write_bytes("10.0\nMüller".encode("cp1252"))
+    with pytest.raises(DataError, match="w: its text is not UTF-8"):
+        remove(made.root.url, str(tmp_path / "w"))
 
 
 @pytest.mark.parametrize("how", [{"format": "both"}, {"plan": "paper-split", "format": "both"}])
