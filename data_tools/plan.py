@@ -210,7 +210,9 @@ def _read_headers(
             every += scan.seen.total()
             bar.update(scan.seen.total())
     if left_out := every - scanned.seen.total():
-        tell(f"note: {left_out:,} records are left out: the dataset has or has refused them")
+        tell(
+            f"note: {left_out:,} records are left out: the dataset has or has refused these names; verify --archive compares"
+        )
     return scanned if every else None
 
 

@@ -51,7 +51,11 @@ INK, GREY, PAPER, GRID_1_MM, GRID_5_MM = "#14141c", "#75757d", "#fffcfb", "#f8dc
 # Differ in lightness, for any colour vision
 ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a")
 
-MANY_SATURATED = 0.01  # share of a source's crops
+# Flags that a few crops of a source may have; above this share, what to ask
+DOUBTS = {
+    "saturated": (0.01, f"exceed {MAX_UV // 1000} mV: is its unit"),
+    "einthoven": (0.5, "have limb leads that contradict each other: are its leads and layout"),
+}
 # Numbers of 5 s segments in Oh et al. 2022, section 5.1. They split by segment and exclude nothing:
 # see `--plan paper-split`
 PAPER_ROLES = {
@@ -524,13 +528,11 @@ def notes(dataset: Dataset) -> Iterator[str]:
             )
         yield f"{count:,} crop{'s' * (count > 1)} left out of pre-training: {why}"
     crops = Counter(table["source"].to_pylist())
-    of_saturated = table["source"].filter(pa.array(flagged(table, ["saturated"])))
-    for source, count in sorted(Counter(of_saturated.to_pylist()).items()):
-        if count > crops[source] * MANY_SATURATED:
-            yield (
-                f"{count:,} of {crops[source]:,} crops of {source} exceed {MAX_UV // 1000} mV: is "
-                "its unit right?"
-            )
+    for flag, (share, what) in DOUBTS.items():
+        of_flagged = table["source"].filter(pa.array(flagged(table, [flag])))
+        for source, count in sorted(Counter(of_flagged.to_pylist()).items()):
+            if count > crops[source] * share:
+                yield f"{count:,} of {crops[source]:,} crops of {source} {what} right?"
 
 
 def _role_notes(dataset: Dataset) -> Iterator[str]:

@@ -137,7 +137,7 @@ def as_text(cells: pa.Table) -> pa.Table:
     columns = []
     for name, column in zip(cells.column_names, text, strict=True):
         column = pc.if_else(pc.is_in(column, empty), None, column)
-        if name in ("patient", "patient_id"):
+        if name in ("patient", "patient_id", "index"):
             column = pc.replace_substring_regex(column, WHOLE, r"\1")
         columns.append(column)
     return pa.table(columns, cells.column_names)

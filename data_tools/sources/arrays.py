@@ -148,6 +148,18 @@ class ArraySource(Source):
             for row in range(count):
                 yield f"{part}#{row}"
 
+    def notes(self) -> list[str]:
+        """What was understood, as nothing contradicts a wrong rate, or rows in another order."""
+        facts = self.facts
+        text = f"{self.root.url}: ECGs are read as [{', '.join(facts.layout)}]"
+        with suppress(ReadError):  # `read` refuses it
+            shape = _open(self.root, _parts(self.root, facts.file)[0], facts).shape
+            if (fs_hz := as_number(facts.fs_hz)) > 0:
+                text += f", {shape[facts.layout.index('samples')] / fs_hz:g} s long"
+        if facts.table and facts.many and not facts.index:
+            text += "; the rows of the table are in the order of the ECGs"
+        return [text]
+
     def tables(self) -> bytes:
         table = self.facts.table and self.root.read(self.facts.table, MAX_TABLE)
         return f"{self.facts} {table!r}".encode()

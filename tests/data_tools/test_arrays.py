@@ -450,3 +450,22 @@ def test_an_npz_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
     write(tmp_path, np.zeros_like(MV), FACTS, "e.npz", "x")
     with pytest.raises(DataError, match=r"more than its \d+ bytes can hold"):
         opened(tmp_path)
+
+
+def test_what_was_understood_is_said(tmp_path, capsys):
+    """A wrong rate, rows in another order and leads that are ECGs contradict nothing."""
+    said = FACTS.replace("500", "250") + TABLE
+    shard(write(tmp_path / "a", MV, said), out=tmp_path / "1", workers=1)
+    assert (
+        "[ecgs, leads, samples], 20 s long; the rows of the table are in" in capsys.readouterr().err
+    )
+    index = write(tmp_path / "b", MV, said + "index: row\n")
+    (index / "t.csv").write_text(
+        "".join(f"{line}.0\n" for line in PEOPLE.splitlines()).replace("row.0", "row")
+    )
+    made = shard(index, out=tmp_path / "2", workers=1)
+    err = capsys.readouterr().err
+    assert len(set(made.column("record"))) == N and "20 s long\n" in err and "contradict" not in err
+    swapped = np.concatenate([MV, MV]).swapaxes(0, 1)
+    shard(write(tmp_path / "c", swapped), out=tmp_path / "3", workers=1)
+    assert "12 of 12 crops of arrays have limb leads that contradict" in capsys.readouterr().err
