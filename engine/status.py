@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from omnilead.data_tools.cli import echo, tell
+from omnilead.data_tools.cli import show, tell
 from omnilead.engine.commandline import command_parser, interruptible, run_folder
 from omnilead.engine.common import (
     LOCK,
@@ -164,12 +164,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=run_folder, metavar="RUN", help="the folder of a run")
     run = parser.parse_args(arguments).run
     try:
-        for name, text in screen(run):
-            echo(f"{name:<11} {text}")
+        lines = [f"{name:<11} {text}\n" for name, text in screen(run)]
     except (ConfigError, OSError, ValueError, LookupError, TypeError) as error:
         tell(f"{NAME}: {' '.join(str(error).split())}")
         return 2
-    return 0
+    return show("".join(lines))
 
 
 if __name__ == "__main__":

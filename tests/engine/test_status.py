@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -110,3 +112,11 @@ def test_a_damaged_run_is_one_line(run, capsys, name, content, says):
     assert status.main([str(run)]) == 2
     err = capsys.readouterr().err
     assert err.startswith("omnilead status: ") and says in err and err.count("\n") == 1
+
+
+def test_a_reader_who_leaves_is_no_error(run):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "omnilead", "status", run]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
