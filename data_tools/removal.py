@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.build import locked, next_number
 from omnilead.data_tools.cli import tell
-from omnilead.data_tools.dataset import COLUMNS, META, STORE, VERSIONS, Dataset
+from omnilead.data_tools.dataset import COLUMNS, STORE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError
 from omnilead.data_tools.finishing import (
     ROLES,
@@ -51,28 +51,25 @@ def remove(
     """`patients`: a file with one on each line."""
     wanted = _wanted(patients)
     with locked(Dataset.open(url).root):
-        made = before = Dataset.open(url)
+        made = Dataset.open(url)
         if not made.shards:
             raise DataError(
                 f"{url} has a zarr store and no shards, so nobody can be removed: build it again "
                 "without these patients"
             )
-        file = f"{VERSIONS}/{made.version - 1}/{META}"
-        if made.oldest == made.version and made.root.exists(file):
-            before = Dataset.at(made.root, file)  # a killed run has not deleted it
-        owners = _owners(before)
-        people = _found(before, set(owners.unique().to_pylist()), wanted, key)
-        theirs = pc.is_in(owners, pa.array(people))
-        table = before.table(["record", "waveform"])
+        owners = _owners(made)
+        people = _found(made, set(owners.unique().to_pylist()), wanted, key)
+        theirs = pc.is_in(owners, pa.array(people, pa.string()))
+        table = made.table(["record", "waveform"])
         waves = table["waveform"].filter(theirs).unique()
         lost = np.asarray(pc.is_in(table["waveform"], waves))
         marks = {removal_mark(*one.split("/", 1)) for one in people}
         marks |= {removal_mark("", str(one)) for one in waves.to_pylist()}
         names = {*table["record"].filter(theirs).to_pylist()}
         names |= {one for one in wanted if len(one) >= SHORTEST}
-        if made is before:
-            made = _without(before, marks, lost, names)
-        settle(made)
+        if people:
+            made = _without(made, marks, lost, names)
+        settle(made)  # also what a killed run has left
     tell(
         f"note: {lost.sum():,} crops are removed, {pc.sum(theirs).as_py():,} of them by their names"
     )
@@ -105,7 +102,8 @@ def _found(made: Dataset, there: set[str], wanted: list[str], key: bytes | None)
     if key and (wrong := other_key(made.meta["pseudonyms"], key)):
         raise DataError(wrong)
     people: set[str] = set()
-    missing = []
+    missing, before = [], 0
+    marks = set(made.meta.get("removed", ()))
     every = {patient_source(one["name"]) for one in made.meta["sources"]}
     for name in sorted({*wanted} - {"", "patient"}):
         source, slash, who = name.partition("/")
@@ -116,16 +114,19 @@ def _found(made: Dataset, there: set[str], wanted: list[str], key: bytes | None)
         if len(ids & there) > 1:
             raise DataError(f"patient {name}: write which: {' or '.join(sorted(ids & there))}")
         people |= ids & there
-        if not ids & there:
+        if ids & there:
+            continue
+        if marks.isdisjoint(removal_mark(*one.split("/", 1)) for one in ids):
             missing.append(name)
+        else:
+            before += 1
     if missing:
         shown = ", ".join(missing[:SHOWN]) + ", ..." * (len(missing) > SHOWN)
         tell(f"note: {len(missing):,} of these patients are not in the dataset: {shown}")
-    if not people:
-        raise DataError(
-            f"none of the patients is in {made.root.url}, or no more: nothing is removed; "
-            "`omnilead verify` checks every byte"
-        )
+    if before:
+        tell(f"note: {before:,} of these patients were removed before")
+    elif not people:
+        raise DataError(f"none of the patients is in {made.root.url}: nothing is removed")
     return sorted(people)
 
 

@@ -32,6 +32,7 @@ from omnilead.data_tools.dataset import (
     REJECTS,
     SAMPLES,
     STORE,
+    VERSIONS,
     Dataset,
     flagged,
     label_names,
@@ -190,6 +191,8 @@ def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
     strays = [name for name in dataset.root.names("shards") if name not in ours]
     if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
         strays.append(STORE)
+    old = (f"{VERSIONS}/{number}" for number in range(1, dataset.oldest))
+    strays += filter(dataset.root.exists, old)  # a killed removal is to be run again
     yield from _first([f"{name}: not a part of the dataset" for name in strays], "shards/")
 
 
