@@ -154,6 +154,12 @@ class PlanFacts(NamedTuple):
             sources[name] = facts
         for one in before.meta["sources"] if before else ():
             facts = sources.setdefault(one["name"], one | {"seen": 0, "dropped_s": 0.0})
+            if facts["licence"] != one["licence"]:
+                tell(
+                    f"note: the licence of {one['name']} stays {one['licence']}, although that of the new "
+                    f"records is {facts['licence']}"
+                )
+            facts["licence"] = one["licence"]
             facts["seen"] += one["records"]["seen"]
             facts["dropped_s"] = round(facts["dropped_s"] + one["dropped_s"], 3)
         names = [shard_name(first + i) for i in range(plan.shards)]

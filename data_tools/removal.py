@@ -8,6 +8,7 @@ earlier versions and a zarr copy too, and every byte is checked. Run again, a ru
 finished.
 """
 
+import csv
 import hashlib
 import re
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ from omnilead.data_tools.spreadsheet import unquoted
 from omnilead.data_tools.storage import Folder
 from omnilead.data_tools.verify import pieces, verify
 
-SHOWN = 3  # names in a message
+SHOWN = 20  # names in a message
 SHORTEST = 5  # characters of a patient that is searched in texts: 17 may be anything
 
 
@@ -79,13 +80,16 @@ def remove(
 
 
 def _wanted(file: str) -> list[str]:
-    """The first cell of each line."""
+    """The first cell of each line, or that below `patient`. A quote ends with its line."""
     try:
-        text = decoded(Path(file).read_bytes())
-    except DataError as error:
+        lines = decoded(Path(file).read_bytes()).splitlines()
+        mark = next((one for one in ";\t" if one in "".join(lines[:1])), ",")
+        rows = [next(csv.reader([line.strip()], delimiter=mark), [""]) for line in lines]
+    except (DataError, csv.Error) as error:
         raise DataError(f"--patients {file}: {error}") from None
-    cells = (re.split("[,;\t]", line)[0].strip().strip('"').strip() for line in text.splitlines())
-    return [re.sub(WHOLE, r"\1", unquoted(cell)) for cell in cells]
+    at = rows[0].index("patient") if rows and "patient" in rows[0] else 0
+    cells = (unquoted(row[at].strip()) for row in rows if len(row) > at)
+    return [re.sub(WHOLE, r"\1", cell) for cell in cells]
 
 
 def _owners(made: Dataset) -> pa.Array:

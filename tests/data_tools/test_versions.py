@@ -217,6 +217,18 @@ def test_what_the_dataset_was_made_with_may_not_be_left_out(tmp_path):
         listed(former.root.url, append=True, options=mine, b=("mine", "one", 2))
 
 
+def test_a_source_keeps_its_licence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Listed, "licence", "ODbL-1.0")
+    listed(tmp_path, a=("mine", None, 1))
+    monkeypatch.setattr(Listed, "licence", "CC0-1.0")
+    made = listed(tmp_path, append=True, b=("mine", None, 2))
+    assert [one["licence"] for one in made.meta["sources"]] == ["ODbL-1.0"]
+    assert (
+        "licence of mine stays ODbL-1.0, although that of the new records is CC0"
+        in capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("append", [False, True])
 def test_nothing_is_left_of_an_append_that_was_killed_and_given_up(append, tmp_path, monkeypatch):
     made = listed(tmp_path, a=("ptb-xl", "one", 1))
@@ -452,6 +464,7 @@ def test_ids_of_other_characters_are_different_people(key, tmp_path):
         "patient\r\none\r\n".encode("utf-16"),
         b'\xef\xbb\xbf"one";"A, B"\n',
         b"one\tx\n",
+        b'record,"patient"\n10,"one"\n"b, c",nobody\n',
         b"none,x\none,y\n\none",
     ],
 )
