@@ -270,6 +270,13 @@ def settle(made: Dataset) -> Dataset:
         made.root.remove(STORE)
     for number in range(1, made.oldest):
         made.root.remove(f"{VERSIONS}/{number}")
+    kept = f"{VERSIONS}/{made.version}"
+    if made.root.exists(kept):  # a killed run that is not continued had begun to write tables
+        rejects = rejects_of(made)
+        for name in (dataset.SAMPLES, dataset.REJECTS):
+            made.root.write(name, made.root.read(made.place(name), 2**40))
+        write_card(made.root, made.meta, Counter(one[2] for one in set(rejects)), FLAGS)
+        made.root.remove(kept)
     made.root.remove(".build")
     return made
 

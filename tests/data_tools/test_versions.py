@@ -230,11 +230,14 @@ def test_a_source_keeps_its_licence(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("append", [False, True])
-def test_nothing_is_left_of_an_append_that_was_killed_and_given_up(append, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", ["build.finish", "finishing.fingerprint", "finishing.write_card"])
+def test_nothing_is_left_of_an_append_that_was_killed_and_given_up(
+    append, at, tmp_path, monkeypatch
+):
     made = listed(tmp_path, a=("ptb-xl", "one", 1))
     was = files(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("omnilead.data_tools.build.finish", dies_at_once)
+        patch.setattr(f"omnilead.data_tools.{at}", dies_at_once)
         with pytest.raises(KeyboardInterrupt):
             listed(tmp_path, append=True, b=("ptb-xl", "two", 2))
     assert "not a part of the dataset" in str(verify(made))
