@@ -212,6 +212,16 @@ def test_what_the_dataset_was_made_with_may_not_be_left_out(tmp_path):
     with pytest.raises(DataError, match="the new records of mine are unknown"):
         listed(tmp_path / "out", append=True, options=mine, b=("mine", None, 2))
     assert verify(Dataset.open(made.root.url)) == []
+    some = {f"r{i}": ("mine", f"who{i}" if i % 3 else None, 9 + i) for i in range(9)}
+    listed(tmp_path / "some", options=mine, **some)
+    listed(tmp_path / "some", append=True, options=mine, b=("mine", None, 2))
+    with pytest.raises(DataError, match="the new records of mine are unknown"):
+        listed(
+            tmp_path / "some",
+            append=True,
+            options=mine,
+            **{f"s{i}": ("mine", None, 50 + i) for i in range(9)},
+        )
     former = as_minor_0(made, tmp_path / "former")
     with pytest.raises(DataError, match="shards without roles, of an earlier omnilead"):
         listed(former.root.url, append=True, options=mine, b=("mine", "one", 2))
