@@ -205,7 +205,7 @@ def finish(
     elif not shards:
         rows = map(_without_shards, rows)
     meta |= {"sources": sources, "formats": FORMATS[options.format]}
-    return settle(write_tables(out, meta, rows, rejects, shards, roles, before))
+    return settle(write_tables(out, meta, rows, rejects, shards, roles, before), not before)
 
 
 def _check_patients(records: splits.Records, before: Dataset) -> None:
@@ -264,20 +264,22 @@ def write_tables(
     return Dataset.open(out.url)
 
 
-def settle(made: Dataset) -> Dataset:
-    """Remove the traces of the build, of killed ones, and versions before a removal."""
-    _remove_leftovers(made.root, made.meta["formats"], made.shards)
-    if "zarr" not in made.meta["formats"]:  # a killed removal leaves a part of it
-        made.root.remove(STORE)
-    for number in range(1, made.oldest):
-        made.root.remove(f"{VERSIONS}/{number}")
-    kept = f"{VERSIONS}/{made.version}"
-    if made.root.exists(kept):  # a killed run that is not continued had begun to write tables
-        rejects = rejects_of(made)
-        for name in (dataset.SAMPLES, dataset.REJECTS):
-            made.root.write(name, made.root.read(made.place(name), 2**40))
-        write_card(made.root, made.meta, Counter(one[2] for one in set(rejects)), FLAGS)
-        made.root.remove(kept)
+def settle(made: Dataset, new: bool = False) -> Dataset:
+    """Remove the traces of the build, of killed ones, and versions before a removal. `new`: it has none of
+    these."""
+    if not new:
+        _remove_leftovers(made.root, made.meta["formats"], made.shards)
+        if "zarr" not in made.meta["formats"]:  # a killed removal leaves a part of it
+            made.root.remove(STORE)
+        for number in range(1, made.oldest):
+            made.root.remove(f"{VERSIONS}/{number}")
+        kept = f"{VERSIONS}/{made.version}"
+        if made.root.exists(kept):  # a killed run that is not continued had begun to write tables
+            rejects = rejects_of(made)
+            for name in (dataset.SAMPLES, dataset.REJECTS):
+                made.root.write(name, made.root.read(made.place(name), 2**40))
+            write_card(made.root, made.meta, Counter(one[2] for one in set(rejects)), FLAGS)
+            made.root.remove(kept)
     made.root.remove(".build")
     return made
 
