@@ -86,7 +86,9 @@ def end_of_build(root: Path, out: Path) -> Dataset:
     for part in parts:
         os.link(part, out / ".build" / part.name)
     names = [f"{part.stem}.tar" for part in parts]
-    sources = [{"name": name, "licence": "", "seen": 0, "dropped_s": 0.0} for name in SOURCES]
+    sources = [
+        {"name": name, "licence": "unknown", "seen": 0, "dropped_s": 0.0} for name in SOURCES
+    ]
     recipe = {"plan": "paper", "seed": 0, "pseudonyms": None} | PAPER_SOURCES.to_meta("paper")
     options = ShardOptions(str(out), quiet=True)
     return finish(PlanFacts(names, sources, []), LocalFolder(str(out)), recipe, options)
@@ -98,6 +100,10 @@ def named(row: int) -> tuple[str, str]:
     return source, f"{prefix}{row:08d}"
 
 
+def patient_of(source: str, row: int) -> str | None:
+    return f"p{row // 8:08d}" if source == "ptb-xl" else None
+
+
 def table(rows: np.ndarray) -> pa.Table:
     """Rows as a part has them; a record has one crop, and patients of PTB-XL two records."""
     count = len(rows)
@@ -106,7 +112,7 @@ def table(rows: np.ndarray) -> pa.Table:
         source, name = named(row)
         sources.append(source)
         names.append(name)
-        patients.append(f"p{row // 8:08d}" if source == "ptb-xl" else None)
+        patients.append(patient_of(source, row))
         diagnoses.append(DIAGNOSES[row % 3 == 0])
     columns: dict[str, Any] = {
         "shard": rows // SHARD_CROPS,
@@ -148,9 +154,11 @@ class Headers(Source):
 
     def read(self, key: str) -> EcgRecord:
         header = self.header(key)
-        rng = np.random.default_rng(int(header.name.strip("AEHJRS")))
-        signal = rng.integers(-1000, 1000, (12, 5000), np.int16)
-        return EcgRecord(header.name, signal, 500.0, LEADS, "uV", source=header.source)
+        row = int(header.name.strip("AEHJRS"))
+        signal = np.random.default_rng(row).integers(-1000, 1000, (12, 5000), np.int16)
+        patient = patient_of(header.source, row)
+        how = {"source": header.source, "patient": patient}
+        return EcgRecord(header.name, signal, 500.0, LEADS, "uV", **how)
 
     def header(self, key: str) -> Header:
         _, source, _, name = key.split("/")
