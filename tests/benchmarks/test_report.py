@@ -1,10 +1,12 @@
 """Every figure in README.md, EVIDENCE.md and RESULTS.md comes from a record, and incomplete records are
 refused."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+from matplotlib.text import Text
 
 from benchmarks import report, tables
 
@@ -33,14 +35,26 @@ def test_a_suites_record_becomes_tables(device, golden, tmp_path):
 
 
 def test_pictures_are_of_the_models(golden, tmp_path):
-    """A panel for each set of leads and share; a model of a single length is no curve."""
+    """A panel for each set of leads and share; a model of a single length is no curve. Below the
+    lowest panels is what crops cost."""
     part = loaded(tmp_path, SUITE)[-1]
-    by_crops, said = report.crop_curves(part["results"][tables.BY_CROPS]), []
+    by_crops, said = report.crop_curves(part["results"][tables.BY_CROPS], 100.0), []
     for axes in (*report.share_chart(part).axes, *by_crops.axes):
         ticks = [tick.get_text() for tick in axes.get_yticklabels()]
         said.append(f"\n{axes.get_title(loc='left')}: {axes.get_xlabel()}; {', '.join(ticks)}")
         said += [f"{line.get_label()} {line.get_xydata().round(4).tolist()}" for line in axes.lines]
+        for cost in axes.child_axes:
+            said.append(" ".join([cost.get_xlabel(), *map(Text.get_text, cost.get_xticklabels())]))
     golden("pictures.txt", "\n".join([*said, ""]))
+
+
+def test_the_line_of_boosted_features_has_the_labels_of_the_curves():
+    curves = report.newest(report.every())["evidence", "cpu"]["results"][tables.BY_CROPS]
+    labels = []
+    for document in curves, json.loads(report.BOOSTED.read_text()):
+        rows = document["rows"]
+        labels.append({(row["leads"], row["share"], row["labelled"], row["n"]) for row in rows})
+    assert labels[0] == labels[1]
 
 
 DAY = "2026-01-02"
