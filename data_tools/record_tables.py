@@ -37,6 +37,8 @@ PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_dat
 SHOWN = 3  # names in a message
 # 40,1 and also -0,5e-3, but neither 1,234,567 nor 1.234,5
 DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
+# More than a thousand, perhaps
+THOUSANDS = r"^[+-]?[1-9]\d{0,2}[.,]\d{3}$"
 WHOLE = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
 
 
@@ -112,9 +114,32 @@ def _csv(data: bytes, key: str) -> pa.Table:
     for name, column in zip(names, cells.columns, strict=True):
         column = pc.replace_substring_regex(column, QUOTED, r"\1")
         if mark != "," and _name(name) not in RESERVED:
+            _require_one_mark(name, pc.drop_null(pc.unique(column)))
             column = pc.replace_substring_regex(column, DECIMAL_COMMA, r"\1.\2")
         columns.append(column)
     return pa.table(columns, names)
+
+
+def _require_one_mark(name: str, values: pa.Array) -> None:
+    """Refuses 1.234 beside 12,5, and beside 987: it may mean 1234."""
+    like = {}
+    for what, pattern in (
+        ("point", r"^[+-]?\d*\.\d+$"),
+        ("comma", r"^[+-]?\d*,\d+$"),
+        ("thousands", THOUSANDS),
+        ("whole", r"^[+-]?\d{1,3}$"),
+    ):
+        like[what] = values.filter(pc.match_substring_regex(values, pattern)).to_pylist()
+    marked, other = like["point"] + like["comma"], like["whole"]
+    if like["point"] and like["comma"]:
+        other = like["comma"]
+    elif len(like["thousands"]) < len(marked):  # a decimal is among them
+        return
+    if marked and other:
+        raise DataError(
+            f"column {name!r} holds {marked[0]} and {other[0]}: write numbers without thousands "
+            "separators"
+        )
 
 
 def decoded(data: bytes) -> str:

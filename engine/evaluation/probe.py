@@ -39,7 +39,7 @@ from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.kinds import OF_VALUES, WITH_THRESHOLDS, cox, thresholds
-from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task, unknown_patients
+from omnilead.engine.tasks.labels import DX_ROLES, EMPTY, TaskLabels, read_task, unknown_patients
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
 STRENGTHS = (3e2, 1e2, 3e1, 1e1, 3.0, 1.0, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
@@ -165,11 +165,13 @@ def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:
     kind = labels.task.kind
     if unlike(kind, labels.y[0][labels.rows(0, split)]).any():
         return
-    what = f"all labels of the split {split} are the same"
+    what, mend = f"all labels of the split {split} are the same", ""
     if kind == "survival":
         what = f"no event in the split {split}"
+    elif kind not in OF_VALUES:
+        mend = f"; {EMPTY}"
     name = labels.name or dataset.root.url
-    raise ConfigError(f"{name}: {what}: nothing to learn or to score")
+    raise ConfigError(f"{name}: {what}: nothing to learn or to score{mend}")
 
 
 def unlike(kind: str, y_NK: Array) -> Array:

@@ -57,6 +57,7 @@ from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.tasks.labels import (
     DX_ROLES,
+    EMPTY,
     SPLITS,
     TRAIN,
     TaskLabels,
@@ -145,15 +146,16 @@ def _value_targets(labels: TaskLabels, y_NK: Array, name: str) -> Targets:
 def _class_targets(labels: TaskLabels, y_NK: Array, name: str) -> Targets:
     kind = labels.task.kind
     there_K = (y_NK > 0).any(0)
-    has = ""
+    has, mend = "", ""
     if not there_K.any():
         has = f"no positive of {named(labels, ~there_K)}"
-    elif kind == "binary" and not (y_NK == 0).any():
+    elif not (y_NK == 0).any():
         has = f"only positives of {named(labels, there_K)}"
+        mend = f"; {EMPTY}"
     elif kind == "multiclass" and there_K.sum() == 1:
         has = f"only {named(labels, there_K)}"
     if has:
-        raise ConfigError(f"{name}: the training split has {has}: nothing to tell apart")
+        raise ConfigError(f"{name}: the training split has {has}: nothing to tell apart{mend}")
     targets = Targets(labels.y, len(labels.classes))
     if not there_K.all():
         targets.remarks = [f"no positive examples in training: {named(labels, ~there_K)}"]

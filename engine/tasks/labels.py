@@ -61,6 +61,8 @@ DX_ROLES = "shard --dx-sources names the sources whose records have diagnosis ro
 FEW = 10  # a column of numbers with at most this many values holds classes
 MAX_VALUES = 100  # classes of multiclass, and folds
 RARE = 5  # fewer examples of a class teach it badly, or are a slip of the pen
+EMPTY = "an empty cell is unknown: write 0 where a label is absent"
+UNKNOWN = re.compile("-1|-?9+")  # codes that tables have for it
 # What looks like a number, read or not: 63, 1,5, 1.234,5, > 89
 NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
 
@@ -171,7 +173,7 @@ def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Ta
     task, split_N, remarks = _splits(task, table, datasets, known, people)
     unknown = _unknown(datasets, known, people)
     remarks = [*table.remarks, *remarks, *unknown_patients(unknown)]
-    remarks += _doubtful_classes(task, table, y_NK)
+    remarks += _doubtful_classes(task, table, y_NK) + _codes_of_unknown(task, table)
     split = by_dataset(np.where(known, split_N, 0).astype(np.int8), datasets)
     patients = ids_of(datasets, people.owner_N, people.known_N)
     used_cells = None
@@ -209,11 +211,35 @@ def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[
         if _alike(few, many) and records[few] < max(RARE, records[many] / 10):
             spelt = f"{few!r} ({records[few]:,} records) and {many!r} ({records[many]:,})"
             remarks.append(f"{task.labels}: are {spelt} the same class? They are trained as two")
+    negative = (y_NK[used] == 0).sum(0)
+    if never := [name for name, count in zip(classes, negative, strict=True) if not count]:
+        remarks.append(f"{task.labels}: no record is 0 in {listed(never, SHOWN)}: {EMPTY}")
     rarest_first = sorted(classes, key=records.__getitem__)
     rare = [f"{name} ({records[name]})" for name in rarest_first if records[name] < RARE]
     if rare:
         named = listed(rare, SHOWN)
         remarks.append(f"{task.labels}: fewer than {RARE} records are positive in {named}")
+    return remarks
+
+
+def _codes_of_unknown(task: TaskConfig, table: LabelTable) -> list[str]:
+    """Numbers such as -9 or 999, apart from all others."""
+    remarks = []
+    for name in task.columns:
+        values = pc.unique(table.cells[name]).drop_null().to_pylist()
+        if task.kind not in ("multiclass", "regression") or not _numbers(values) or len(values) < 3:
+            continue
+        numbers = sorted(map(float, values))
+        low, high = numbers[0], numbers[-1]
+        codes = [low] if low < 0 <= numbers[1] else []
+        if high - numbers[-2] > numbers[-2] - low:
+            codes.append(high)
+        remarks += [
+            f"{task.labels}: does {code:g} in column {name!r} mean unknown? Then leave these cells "
+            "empty"
+            for code in codes
+            if UNKNOWN.fullmatch(f"{code:g}")
+        ]
     return remarks
 
 
@@ -331,6 +357,13 @@ def guess(task: TaskConfig) -> TaskConfig:
     columns = _columns(task, task.labels, cells)
     values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns}
     text = [name for name in columns if not _numbers(values[name])]
+    of_two = [
+        name
+        for name in columns
+        if values[name] and all(value.lower() in BOOLEANS for value in values[name])
+    ]
+    others = of_two or [name for name in columns if name not in text]
+    odd = [name for name in columns if name not in others and values[name]]
     kind: TaskKind = "regression"
     if set(columns) == set(TIMED):
         return replace(task, kind="survival", columns=TIMED)
@@ -339,14 +372,15 @@ def guess(task: TaskConfig) -> TaskConfig:
     elif len(columns) == 1 and (text or len(values[columns[0]]) <= FEW):
         kind = "multiclass"
         _require_classes(f"{task.labels}: column {columns[0]!r}", values[columns[0]])
-    elif text:
-        others = [name for name in columns if name not in text]
+    elif odd:
         mend = f"leave it out: {choosing(others)}"
         if not others:
-            mend = f"for texts as classes, choose one column: {choosing(text[:1])}"
+            mend = (
+                f"for texts as classes, choose one column: {choosing(text[:1])}; else write 0 and 1"
+            )
         raise ConfigError(
-            f"{task.labels}: column {text[0]!r} holds texts such as {values[text[0]][0][:40]!r}, "
-            f"not 0, 1 or numbers: {mend}"
+            f"{task.labels}: column {odd[0]!r} holds {'texts' if odd[0] in text else 'numbers'} such "
+            f"as {values[odd[0]][0][:40]!r}, not {'0 and 1' if of_two else '0, 1 or numbers'}: {mend}"
         )
     return replace(task, kind=kind, columns=columns)
 

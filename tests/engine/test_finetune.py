@@ -618,7 +618,8 @@ def test_a_run_has_one_learning_rate(tune, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "cell", "says"),
     [
-        ("binary", "1", "has only positives of v: nothing to tell apart"),
+        ("binary", "1", "has only positives of v: nothing to tell apart; an empty cell is"),
+        ("multilabel", "1", "has only positives of v: nothing to tell apart; an empty cell is"),
         ("binary", "0", "has no positive of v: nothing to tell apart"),
         ("multiclass", "a", "the training split has only a: nothing to tell apart"),
         ("regression", "61", "all known values of v in the training split are equal"),

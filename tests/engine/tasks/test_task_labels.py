@@ -308,6 +308,50 @@ def test_decimal_commas_are_numbers_where_commas_do_not_separate(mark, tables):
 
 
 @pytest.mark.parametrize(
+    ("mark", "values", "says"),
+    [
+        ("\t", ["1,234", "987"], "holds 1,234 and 987: write numbers without thousands"),
+        (";", ["1.234", "987"], "holds 1.234 and 987: write"),
+        (";", ["12,5", "1.234"], "holds 1.234 and 12,5: write"),
+        (";", ["1,234", "0,125", "987"], ""),
+        (";", ["1.234", "2.345"], ""),
+    ],
+)
+def test_a_mark_of_thousands_is_not_taken_for_a_decimal_point(mark, values, says, tables):
+    path = tables.write("record|v", zip(tables.records, cycle(values), strict=False), mark)
+    if not says:
+        assert tables.read_file(kind="regression").y
+        return
+    with pytest.raises(ConfigError, match=f"column 'v' {says}"):
+        guess(TaskConfig(labels=path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "code"),
+    [
+        ("multiclass", "019", "9"),
+        ("multiclass", ["0", "1", "-9"], "-9"),
+        ("regression", [*map(str, range(40, 90)), "999"], "999"),
+        ("multiclass", "123456789", ""),
+        ("regression", ["-0.5", "1.5", "-9"], ""),
+        ("regression", ["85", "99", "30"], ""),
+    ],
+)
+def test_a_number_that_may_stand_for_unknown_is_named(kind, values, code, tables):
+    rows = zip(tables.records, cycle(values), strict=False)
+    remarks = " ".join(tables.read("record|v", rows, kind=kind).remarks)
+    assert (f"my.csv: does {code} in column 'v' mean unknown?" in remarks) == bool(code)
+    assert code or "mean unknown" not in remarks
+
+
+def test_a_label_without_a_0_is_named(tables):
+    """Many tables leave a cell empty where a diagnosis is absent."""
+    rows = zip(tables.records, cycle(["1", ""]), cycle("01"), strict=False)
+    remarks = tables.read("record|v|w", rows, kind="multilabel").remarks
+    assert any("no record is 0 in v: an empty cell is unknown: write 0" in r for r in remarks)
+
+
+@pytest.mark.parametrize(
     ("values", "says"),
     [
         (["40,1", "35,0"], "neither numbers nor classes: it holds '40,1' and '40,1'"),
@@ -331,6 +375,15 @@ def test_a_column_that_is_neither_numbers_nor_classes_is_refused(values, says, t
         assert read_task(TaskConfig("a", "multiclass", labels=path), [tables.dataset]).classes
     else:
         assert guess(TaskConfig(labels=path)).kind == "multiclass"
+
+
+def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
+    path = tables.write("record|AF|EF|none", [("a", "0", "40", ""), ("b", "1", "55", "")])
+    with pytest.raises(
+        ConfigError, match=r"column 'EF' holds numbers such as '40', not 0 and 1: .*AF"
+    ):
+        guess(TaskConfig(labels=path))
+    assert guess(TaskConfig(labels=path, columns=("AF", "none"))).kind == "multilabel"
 
 
 def test_misspelt_and_rare_classes_are_named(tables):
@@ -408,10 +461,11 @@ def test_names_in_a_table_do_not_control_the_terminal(tables, capsys):
 @pytest.mark.parametrize(
     ("columns", "mend"),
     [
-        ("af|note|age", "leave it out: --columns af age, or columns: [af, age]"),
+        ("af|note|age", "leave it out: --columns af, or columns: [af] in"),
+        ("note|age", "leave it out: --columns age, or columns: [age] in"),
         (
             "note|remark",
-            "for texts as classes, choose one column: --columns note, or columns: [note]",
+            "for texts as classes, choose one column: --columns note, or columns: [note] in",
         ),
     ],
 )
