@@ -108,6 +108,8 @@ def scoring_note(head: HeadInfo, windows: str, units: str) -> str:
         note += "The most probable class is predicted. "
     else:
         note += "A class is predicted where its probability is above its threshold. "
+    if head.kind == "multilabel":
+        note += "Accuracy: the share of which all labels are right. "
     return note + (
         "AUROC and other figures of classes are means over the classes for which they are defined; "
         "unknown labels are ignored."
