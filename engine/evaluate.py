@@ -8,12 +8,12 @@
 
 Classification: AUROC, AUPRC, Brier score, accuracy (all labels of an ECG right), F measure,
 sensitivity and specificity at the model's thresholds; for diagnosis also the CinC 2021 Challenge
-score. Regression: mean absolute error, RMSE, R2, Pearson r. Survival: Harrell's C-index. Each is given for halves of 5 s, as in the paper (or the
-model's windows), and for whole records. Identification: the share of probes whose most similar
-gallery crop (cosine) is of the same patient, and the same for random weights of the architecture;
-it also works for a model that was only pre-trained. Scores have 95 % intervals from a bootstrap
-over patients; those from fewer than 10
-positives or negatives are exact or left out.
+score. Regression: mean absolute error, RMSE, R2, Pearson r. Survival: Harrell's C-index. Each is
+given for halves of 5 s, as in the paper (or the model's windows), and for whole records.
+Identification: the share of probes whose most similar gallery crop (cosine) is of the same
+patient, and the same for random weights of the architecture; it also works for a model that was
+only pre-trained. Scores have 95 % intervals from a bootstrap over patients; those from fewer than
+10 positives or negatives are exact or left out.
 
 With --json F or --report F the outputs are kept in parts next to F until the scores are written:
 run the same command again to resume. Exit code 2: an argument or a file is wrong. Exit code 1:

@@ -218,7 +218,10 @@ def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[
     rare = [f"{name} ({records[name]})" for name in rarest_first if records[name] < RARE]
     if rare:
         named = listed(rare, SHOWN)
-        remarks.append(f"{task.labels}: fewer than {RARE} records are positive in {named}")
+        remarks.append(
+            f"{task.labels}: fewer than {RARE} records are positive in {named}: "
+            "too few to learn or to choose a threshold by"
+        )
     return remarks
 
 
