@@ -124,7 +124,10 @@ def integrated(score: Score, x_RLT: Tensor, steps: int) -> Tensor:
         part_RLT = (at**CROWDING * x_RLT).requires_grad_()
         output_R = score(part_RLT, x_RLT)
         if not output_R.requires_grad:
-            raise ConfigError("the model's output has no gradient: its code leaves PyTorch's graph")
+            raise ConfigError(
+                "the model's output has no gradient: it has boosted trees, or code that leaves "
+                "PyTorch's graph: use a linear head (docs/readouts.md)"
+            )
         total_RLT += (
             CROWDING * at ** (CROWDING - 1) * torch.autograd.grad(output_R.sum(), part_RLT)[0]
         )

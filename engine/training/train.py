@@ -21,6 +21,7 @@ from omnilead.engine.config import RunConfig, build, deepspeed_json, zero_stage
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.model.encoder import Encoder, attention_backend
 from omnilead.engine.model.encoders import CODE
+from omnilead.engine.model.folder import WEIGHTS
 from omnilead.engine.training import bucket, checkpoint, distributed
 from omnilead.engine.training.checkpoint import CheckpointError
 from omnilead.engine.training.distributed import on_first_rank
@@ -104,6 +105,8 @@ def make_folder(name: str) -> Path:
     mend = "choose another with --out RUN"
     if (run / META).exists() or (run.parent / META).exists():
         raise ConfigError(f"{name}: is a dataset, or lies in one: {mend}")
+    if (run / WEIGHTS).exists():
+        raise ConfigError(f"{name}: is a model, which the run would hide: {mend}")
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
