@@ -5,7 +5,7 @@
 
 The tables are complete: parts as a build leaves them, roles, samples.parquet. The 9,766 shards, but
 for the first, are sparse files of zeros, so that reading is real while the 1.2 TB take no space on
-the disk.
+the disk. The data tools run without PyTorch, as users run them: it would add 310 MB to their peaks.
 """
 
 import hashlib
@@ -41,11 +41,7 @@ from omnilead.data_tools.sources.base import Source
 from omnilead.data_tools.splits import PAPER_SOURCES
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.data_tools.verify import verify
-from omnilead.engine.config import build
-from omnilead.engine.data import leakage, seen
 from omnilead.engine.data.counter import mix
-from omnilead.engine.data.patients import validation_split
-from omnilead.engine.training.validation import first_of_each_waveform
 
 MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
 SOURCES = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
@@ -189,6 +185,8 @@ def opened(url: str) -> Dataset:
 
 
 def hold_out(url: str) -> Job:
+    from omnilead.engine.data.patients import validation_split
+
     dataset = opened(url)
     yield 0
     while True:
@@ -198,6 +196,8 @@ def hold_out(url: str) -> Job:
 
 def leaks(url: str) -> Job:
     """Twice the same: what its roles keep apart is compared in full and nothing is found."""
+    from omnilead.engine.data import leakage
+
     both = opened(url), opened(url)
     yield 0
     while True:
@@ -208,6 +208,9 @@ def leaks(url: str) -> Job:
 
 
 def copies(url: str) -> Job:
+    from omnilead.engine.config import build
+    from omnilead.engine.training.validation import first_of_each_waveform
+
     dataset = opened(url)
     yield 0
     while True:
@@ -216,6 +219,8 @@ def copies(url: str) -> Job:
 
 
 def seen_by_a_model(url: str) -> Job:
+    from omnilead.engine.data import seen
+
     yield 0
     while True:
         dataset = Dataset.open(url)
