@@ -181,6 +181,7 @@ def finish(
     if not len(doubtful):
         return nothing_to_add(out, rejects, before)
     records = records_of(partial(_columns, out, planned, known=numbers, before=before))
+    del numbers  # 160 MB of ten million crops, of which the records have copies
     sources = source_facts(planned.sources, records)
     stand, count = before and before.table(ROLES), len(before or ())
     if before:
@@ -188,7 +189,7 @@ def finish(
     doubtful = np.append(np.zeros(count, bool), doubtful)
     roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources, stand)
     new = roles.slice(count)
-    del records, numbers
+    del records
     if options.format != "zarr":
         _write_roles(out, shards, new, options)
     if options.format != "tar":
