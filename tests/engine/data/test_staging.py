@@ -278,7 +278,8 @@ def read_shards(tmp, url, shards, most, last_part):
 
     staging = Staging({0: through(dataset, slowly)[0]}, tmp / "cache", room(dataset, most), ())
     for shard in shards:
-        assert right(path_of(staging, shard), dataset, shard)
+        with held(staging, shard) as (path,):  # else the other process may evict it
+            assert right(path, dataset, shard)
 
 
 def start(ten, tmp, shards, most, last_part=-1):
