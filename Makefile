@@ -23,9 +23,8 @@ help:
 	    --editable ".[cu13,cluster,s3,formats,hub,onnx,bench]" --group test --group lint
 	@touch $@
 
-# A third of the tests' time is waiting for other processes, so two cores have work for three
 test: .venv/installed
-	$(RUN) -m pytest -n 3 --dist loadfile --max-worker-restart 0
+	$(RUN) -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 demo: .venv/installed
 	rm -rf demo
