@@ -43,6 +43,7 @@ from omnilead.data_tools.storage import Folder
 from omnilead.data_tools.verify import pieces, verify
 
 SHOWN = 20  # names in a message
+WORD = re.compile("[A-Za-z0-9_-]+")
 SHORTEST = 5  # characters of a patient that is searched in texts: 17 may be anything
 
 
@@ -67,7 +68,9 @@ def remove(
         marks = {removal_mark(*one.split("/", 1)) for one in people}
         marks |= {removal_mark("", str(one)) for one in waves.to_pylist()}
         names = {*table["record"].filter(theirs).to_pylist()}
-        names |= {one for one in wanted if len(one) >= SHORTEST}
+        for one in [*wanted, *people]:
+            ids = one, one.partition("/")[2]
+            names |= {text for text in ids if len(text) >= SHORTEST}
         if people:
             made = _without(made, marks, lost, names)
         settle(made)  # also what a killed run has left
@@ -80,16 +83,23 @@ def remove(
 
 
 def _wanted(file: str) -> list[str]:
-    """The first cell of each line, or that below `patient`. A quote ends with its line."""
+    """The first cell of each line, or that below `patient` or `patient_id`. A quote ends with its
+    line."""
     try:
-        lines = decoded(Path(file).read_bytes()).splitlines()
+        lines = list(filter(str.strip, decoded(Path(file).read_bytes()).splitlines()))
         mark = next((one for one in ";\t" if one in "".join(lines[:1])), ",")
-        rows = [next(csv.reader([line.strip()], delimiter=mark), [""]) for line in lines]
+        rows = []
+        for line in lines:
+            row = next(csv.reader([line], delimiter=mark, skipinitialspace=True), [])
+            rows.append([unquoted(cell.strip()) for cell in row])
     except (DataError, csv.Error) as error:
         raise DataError(f"--patients {file}: {error}") from None
-    at = rows[0].index("patient") if rows and "patient" in rows[0] else 0
-    cells = (unquoted(row[at].strip()) for row in rows if len(row) > at)
-    return [re.sub(WHOLE, r"\1", cell) for cell in cells]
+    header = [cell.lower() for cell in rows[0]] if rows else []
+    for name in ("patient", "patient_id"):
+        if name in header:
+            rows = [row[header.index(name) :] for row in rows[1:]]
+            break
+    return [re.sub(WHOLE, r"\1", row[0]) for row in rows if row]
 
 
 def _owners(made: Dataset) -> pa.Array:
@@ -109,7 +119,7 @@ def _found(made: Dataset, there: set[str], wanted: list[str], key: bytes | None)
     missing, before = [], 0
     marks = set(made.meta.get("removed", ()))
     every = {patient_source(one["name"]) for one in made.meta["sources"]}
-    for name in sorted({*wanted} - {"", "patient"}):
+    for name in sorted({*wanted} - {""}):
         source, slash, who = name.partition("/")
         sources = {patient_source(source)} & every
         if not slash or not sources:
@@ -144,9 +154,10 @@ def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]
         return before.table(columns).filter(pa.array(~lost))
 
     rejects = []
+    phrases = [name for name in names if not WORD.fullmatch(name)]
     for reject in rejects_of(before):
-        words = re.findall(r"[A-Za-z0-9_-]+", f"{reject[1]} {reject[3]}")
-        if names.isdisjoint(words):
+        text = f"{reject[1]} {reject[3]}"
+        if names.isdisjoint(WORD.findall(text)) and not any(one in text for one in phrases):
             rejects.append(reject)
     if "zarr" in before.meta["formats"]:
         tell(f"note: {before.root.url}/{STORE} is deleted: in the shards is all that it had")

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -471,6 +472,16 @@ def test_ids_of_other_characters_are_different_people(key, tmp_path):
     assert {*remove(made.root.url, str(file), key).column("patient")} == stay
 
 
+@pytest.mark.parametrize("who", ["who111", "who 1.1"])
+def test_no_line_of_rejects_names_them(who, tmp_path, monkeypatch):
+    read, note = Listed.read, ("SOP class", f"{shown_patient(None, '', who)}/x of {who}")
+    monkeypatch.setattr(Listed, "read", lambda *key: replace(read(*key), warnings=(note,)))
+    made = listed(tmp_path / "out", a=("mine", who, 1), b=("mine", "two", 2))
+    assert len(rejects_of(made)) == 2
+    (tmp_path / "w").write_text(f"mine/{who}")
+    assert rejects_of(remove(made.root.url, str(tmp_path / "w"))) == []
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -478,6 +489,8 @@ def test_ids_of_other_characters_are_different_people(key, tmp_path):
         b'\xef\xbb\xbf"one";"A, B"\n',
         b"one\tx\n",
         b'record,"patient"\n10,"one"\n"b, c",nobody\n',
+        b'10; Patient\n10; "one"\n',
+        b"ecg_id\tpatient_id\n10\n\tone\n",
         b"none,x\none,y\n\none",
     ],
 )
