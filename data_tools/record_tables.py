@@ -87,6 +87,12 @@ def read_table(url: str, of: str = "labels") -> pa.Table:
         )
     if not len(cells):
         raise DataError(f"{url}: has a header, but no rows: add a row for each ECG")
+    if "patient" in names:  # as a dataset writes them
+        from omnilead.data_tools.sources.base import plain_name  # its package imports this module
+
+        coded = cells["patient"].combine_chunks().dictionary_encode()
+        plain = pa.array(map(plain_name, coded.dictionary.to_pylist()), pa.string())
+        cells = cells.set_column(names.index("patient"), "patient", plain.take(coded.indices))
     return cells
 
 
@@ -138,7 +144,7 @@ def _require_one_mark(name: str, values: pa.Array) -> None:
     if marked and other:
         raise DataError(
             f"column {name!r} holds {marked[0]} and {other[0]}: write numbers without thousands "
-            "separators"
+            f"separators, decimals as {'1.0' if like['point'] else '1,0'}, or leave the column out"
         )
 
 

@@ -163,12 +163,13 @@ def _card(labels: TaskLabels, readout: Readout, made: str, data: ProbeData) -> s
 
 def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:
     kind = labels.task.kind
-    if unlike(kind, labels.y[0][labels.rows(0, split)]).any():
+    y_NK = labels.y[0][labels.rows(0, split)]
+    if unlike(kind, y_NK).any():
         return
     what, mend = f"all labels of the split {split} are the same", ""
     if kind == "survival":
         what = f"no event in the split {split}"
-    elif kind not in OF_VALUES:
+    elif kind in WITH_THRESHOLDS and (y_NK > 0).any():
         mend = f"; {EMPTY}"
     name = labels.name or dataset.root.url
     raise ConfigError(f"{name}: {what}: nothing to learn or to score{mend}")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import SequenceMatcher
 from hashlib import sha256
-from itertools import chain, combinations
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -212,7 +212,8 @@ def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[
             spelt = f"{few!r} ({records[few]:,} records) and {many!r} ({records[many]:,})"
             remarks.append(f"{task.labels}: are {spelt} the same class? They are trained as two")
     negative = (y_NK[used] == 0).sum(0)
-    if never := [name for name, count in zip(classes, negative, strict=True) if not count]:
+    never = [name for name, count in zip(classes, negative, strict=True) if not count]
+    if never and task.kind != "multiclass":
         remarks.append(f"{task.labels}: no record is 0 in {listed(never, SHOWN)}: {EMPTY}")
     rarest_first = sorted(classes, key=records.__getitem__)
     rare = [f"{name} ({records[name]})" for name in rarest_first if records[name] < RARE]
@@ -227,10 +228,12 @@ def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[
 
 def _codes_of_unknown(task: TaskConfig, table: LabelTable) -> list[str]:
     """Numbers such as -9 or 999, apart from all others."""
+    if not task.labels or task.kind not in ("multiclass", "regression"):
+        return []
     remarks = []
     for name in task.columns:
         values = pc.unique(table.cells[name]).drop_null().to_pylist()
-        if task.kind not in ("multiclass", "regression") or not _numbers(values) or len(values) < 3:
+        if len(values) < 3 or not _numbers(values):
             continue
         numbers = sorted(map(float, values))
         low, high = numbers[0], numbers[-1]
@@ -359,31 +362,32 @@ def guess(task: TaskConfig) -> TaskConfig:
     cells = _read(task.labels)
     columns = _columns(task, task.labels, cells)
     values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns}
-    text = [name for name in columns if not _numbers(values[name])]
-    of_two = [
-        name
-        for name in columns
-        if values[name] and all(value.lower() in BOOLEANS for value in values[name])
-    ]
-    others = of_two or [name for name in columns if name not in text]
-    odd = [name for name in columns if name not in others and values[name]]
+    filled = [name for name in columns if values[name]]
+    text = [name for name in filled if not _numbers(values[name])]
+    of_two = [name for name in filled if {value.lower() for value in values[name]} <= {*BOOLEANS}]
+    others: Sequence[str] = of_two or [name for name in columns if name not in text]
+    if {*TIMED} < {*columns}:
+        others = TIMED
+    odd = next((name for name in filled if name not in others), "")
     kind: TaskKind = "regression"
     if set(columns) == set(TIMED):
         return replace(task, kind="survival", columns=TIMED)
-    if all(value.lower() in BOOLEANS for value in chain.from_iterable(values.values())):
+    if of_two == filled:
         kind = "binary" if len(columns) == 1 else "multilabel"
     elif len(columns) == 1 and (text or len(values[columns[0]]) <= FEW):
         kind = "multiclass"
         _require_classes(f"{task.labels}: column {columns[0]!r}", values[columns[0]])
     elif odd:
         mend = f"leave it out: {choosing(others)}"
-        if not others:
+        if not text:
+            mend += "; or choose the kind: --kind regression"
+        elif not others:
             mend = (
                 f"for texts as classes, choose one column: {choosing(text[:1])}; else write 0 and 1"
             )
         raise ConfigError(
-            f"{task.labels}: column {odd[0]!r} holds {'texts' if odd[0] in text else 'numbers'} such "
-            f"as {values[odd[0]][0][:40]!r}, not {'0 and 1' if of_two else '0, 1 or numbers'}: {mend}"
+            f"{task.labels}: column {odd!r} holds {'texts' if odd in text else 'numbers'} such "
+            f"as {values[odd][0][:40]!r}, not {'0 and 1' if of_two else '0, 1 or numbers'}: {mend}"
         )
     return replace(task, kind=kind, columns=columns)
 

@@ -476,7 +476,11 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
         ("sex --fit-leads 13", "leads='13': no lead is called"),
-        ("same.csv", "same.csv: all labels of the split train are the same"),
+        ("same.csv", "nothing to learn or to score; an empty cell is unknown: write 0"),
+        (
+            "none.csv",
+            "none.csv: all labels of the split train are the same: nothing to learn or to score\n",
+        ),
         ("alive.csv", "alive.csv: no event in the split train: nothing to learn"),
         ("trained.csv", "is in the split test"),
         ("tested.csv", "no record is in the split train: a probe needs train and test"),
@@ -501,6 +505,7 @@ def test_refusals_are_one_line(
 ):  # fmt: skip
     monkeypatch.chdir(Path(models[1]).parent)
     write_table(Path("same.csv"), dataset, ill=1)
+    write_table(Path("none.csv"), dataset, ill=0)
     write_table(Path("alive.csv"), dataset, time=[1, 2, 3], event=0)
     first = np.unique(dataset.column("record"), return_index=True)[1]
     person = np.unique(dataset.column("patient")[first].astype(str), return_inverse=True)[1]

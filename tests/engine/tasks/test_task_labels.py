@@ -22,6 +22,7 @@ from omnilead.engine import finetune
 from omnilead.engine.common import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import guess, read_task
+from tests.data_tools.test_versions import listed
 
 Rows = Iterable[Sequence[Any]]
 
@@ -190,6 +191,18 @@ def test_age_and_sex_of_the_dataset_are_drawn_by_patient(dataset):
     assert (age.split[0] == sex.split[0])[both].all() and both.sum() > 50
 
 
+def test_a_patient_whose_id_has_other_characters_is_one_person(tmp_path):
+    """The dataset knows every second record's patient, the table the others'."""
+    who = [f"MRN {i // 2}/7" for i in range(60)]
+    records = {f"r{i}": ("dicom", who[i] if i % 2 else None, i) for i in range(60)}
+    rows = [f"r{i},{i // 2 % 2},{who[i]}\n" for i in range(60)]
+    (tmp_path / "my.csv").write_text("".join(["record,v,patient\n", *rows]))
+    task = TaskConfig(labels=str(tmp_path / "my.csv"), kind="binary")
+    made = listed(tmp_path / "out", **records)
+    split = dict(zip(made.column("record"), read_task(task, [made]).split[0], strict=True))
+    assert all(split[f"r{i}"] == split[f"r{i + 1}"] for i in range(0, 60, 2))
+
+
 def test_folds_splits_and_unknown_labels(dataset, tables):
     known = tables.by_fold("fold", str)
     assert known.task.folds == {"train": tuple("01234567"), "valid": ("8",), "test": ("9",)}
@@ -313,6 +326,8 @@ def test_decimal_commas_are_numbers_where_commas_do_not_separate(mark, tables):
         ("\t", ["1,234", "987"], "holds 1,234 and 987: write numbers without thousands"),
         (";", ["1.234", "987"], "holds 1.234 and 987: write"),
         (";", ["12,5", "1.234"], "holds 1.234 and 12,5: write"),
+        (";", ["4,125", "4"], "holds 4,125 and 4: .*, decimals as 1,0, or leave the column out"),
+        (";", ["4,125", "4,0"], ""),
         (";", ["1,234", "0,125", "987"], ""),
         (";", ["1.234", "2.345"], ""),
     ],
@@ -349,6 +364,9 @@ def test_a_label_without_a_0_is_named(tables):
     rows = zip(tables.records, cycle(["1", ""]), cycle("01"), strict=False)
     remarks = tables.read("record|v|w", rows, kind="multilabel").remarks
     assert any("no record is 0 in v: an empty cell is unknown: write 0" in r for r in remarks)
+    rows = zip(tables.records, cycle("a"), strict=False)
+    remarks = tables.read("record|v", rows, kind="multiclass", classes=("a", "b")).remarks
+    assert not any("is 0" in remark for remark in remarks)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +402,9 @@ def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
     ):
         guess(TaskConfig(labels=path))
     assert guess(TaskConfig(labels=path, columns=("AF", "none"))).kind == "multilabel"
+    tables.write("record|age|time|event", [("a", "61", "2.5", "0"), ("b", "70", "3", "1")])
+    with pytest.raises(ConfigError, match=r"'age' .*: --columns time event, .* --kind regression"):
+        guess(TaskConfig(labels=path))
 
 
 def test_misspelt_and_rare_classes_are_named(tables):
