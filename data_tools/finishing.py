@@ -594,13 +594,15 @@ def assign_roles(
     return pa.table([roles.pretrain, *named], ROLES)
 
 
-def role_counts(table: pa.Table) -> dict[str, Any]:
-    def count(column: str) -> dict[str, int]:
-        values = pc.value_counts(table[column].drop_null()).to_pylist()
-        return dict(sorted((value["values"], value["counts"]) for value in values))
+def value_counts(column: pa.ChunkedArray) -> dict[str, int]:
+    """How often each value occurs."""
+    values = pc.value_counts(column.drop_null()).to_pylist()
+    return dict(sorted((value["values"], value["counts"]) for value in values))
 
+
+def role_counts(table: pa.Table) -> dict[str, Any]:
     return {
         "pretrain": pc.sum(table["pretrain"], min_count=0).as_py(),
-        "dx": count("dx_role"),
-        "id": count("id_role"),
+        "dx": value_counts(table["dx_role"]),
+        "id": value_counts(table["id_role"]),
     }

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset, Ecg, flagged
-from omnilead.data_tools.finishing import records_of, rejects_of
+from omnilead.data_tools.finishing import records_of, rejects_of, value_counts
 from omnilead.data_tools.prepare import HALF, IMPLAUSIBLE, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from omnilead.data_tools.resampling import FS_HZ
@@ -527,10 +527,10 @@ def notes(dataset: Dataset) -> Iterator[str]:
                 "scale in the files is right, --leave-out-flags none includes them"
             )
         yield f"{count:,} crop{'s' * (count > 1)} left out of pre-training: {why}"
-    crops = Counter(table["source"].to_pylist())
+    crops = value_counts(table["source"])
     for flag, (share, what) in DOUBTS.items():
         of_flagged = table["source"].filter(pa.array(flagged(table, [flag])))
-        for source, count in sorted(Counter(of_flagged.to_pylist()).items()):
+        for source, count in value_counts(of_flagged).items():
             if count > crops[source] * share:
                 yield f"{count:,} of {crops[source]:,} crops of {source} {what} right?"
 

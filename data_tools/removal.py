@@ -74,9 +74,8 @@ def remove(
         if people:
             made = _without(made, marks, lost, names)
         settle(made)  # also what a killed run has left
-    tell(
-        f"note: {lost.sum():,} crops are removed, {pc.sum(theirs).as_py():,} of them by their names"
-    )
+    own = pc.sum(theirs).as_py()
+    tell(f"note: {own:,} crops are removed, and {lost.sum() - own:,} copies of them")
     if found := verify(made, workers=workers, quiet=quiet):
         raise DatasetError(f"{url}: of {len(found)} findings after the removal: {found[0]}")
     return made

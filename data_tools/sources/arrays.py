@@ -155,7 +155,8 @@ class ArraySource(Source):
         with suppress(ReadError):  # `read` refuses it
             shape = _open(self.root, _parts(self.root, facts.file)[0], facts).shape
             if (fs_hz := as_number(facts.fs_hz)) > 0:
-                text += f", {shape[facts.layout.index('samples')] / fs_hz:g} s long"
+                length_s = shape[facts.layout.index("samples")] / fs_hz
+                text += f", {length_s:g} s long in the first file{', padded' * bool(facts.padding)}"
         if facts.table and facts.many and not facts.index:
             text += "; the rows of the table are in the order of the ECGs"
         return [text]

@@ -457,7 +457,8 @@ def test_what_was_understood_is_said(tmp_path, capsys):
     said = FACTS.replace("500", "250") + TABLE
     shard(write(tmp_path / "a", MV, said), out=tmp_path / "1", workers=1)
     assert (
-        "[ecgs, leads, samples], 20 s long; the rows of the table are in" in capsys.readouterr().err
+        "[ecgs, leads, samples], 20 s long in the first file; the rows of"
+        in capsys.readouterr().err
     )
     index = write(tmp_path / "b", MV, said + "index: row\n")
     (index / "t.csv").write_text(
@@ -465,7 +466,11 @@ def test_what_was_understood_is_said(tmp_path, capsys):
     )
     made = shard(index, out=tmp_path / "2", workers=1)
     err = capsys.readouterr().err
-    assert len(set(made.column("record"))) == N and "20 s long\n" in err and "contradict" not in err
+    assert (
+        len(set(made.column("record"))) == N
+        and "20 s long in the first file\n" in err
+        and "contradict" not in err
+    )
     swapped = np.concatenate([MV, MV]).swapaxes(0, 1)
     shard(write(tmp_path / "c", swapped), out=tmp_path / "3", workers=1)
     assert "12 of 12 crops of arrays have limb leads that contradict" in capsys.readouterr().err

@@ -371,7 +371,11 @@ def test_no_byte_of_those_who_are_removed_is_left(grown, more, small, withdrawn,
         any(crop in data for data in files(out).values()) for crop in crops
     )
     said, notes = shell.run("remove", out, "--patients", withdrawn, "--workers", 1)
-    assert "version 3" in said and "omnilead seen" in said and "4 crops are removed" in notes
+    assert (
+        "version 3" in said
+        and "omnilead seen" in said
+        and "4 crops are removed, and 0 copies" in notes
+    )
     for name, data in files(out).items():
         for needle in (*crops, *(word.encode() for word in (*names, *records))):
             assert needle not in data, name
