@@ -3,6 +3,7 @@ disk, which is uploaded after every checkpoint.
 
     run = working_folder(url)
     fetch(url, run)                   # downloads the newest checkpoint, unless the one here is as new
+    claim(url)                        # unless the run was refused: another machine's ends
     send(url, run, keep)              # after each checkpoint, by the thread that wrote it
     send(url, run, keep, last=True)   # at the end: what cannot be uploaded is an error
 
@@ -48,10 +49,6 @@ def fetch(url: str, run: Path) -> None:
     say(f"{url}: the working folder is {run}, uploaded after every checkpoint")
     if place.exists(META):
         raise ConfigError(f"{url}: is a dataset: choose another with --out RUN")
-    try:
-        place.write(LOCK, OWN)  # whether it can be written is seen before training
-    except FileNotFoundError as error:
-        raise ConfigError(f"{url}: {error}: make the bucket, or choose another") from None
     there = {name: files for name, files in _steps(place).items() if MANIFEST in files}
     here = checkpoint.named(root, LATEST)
     if here and checkpoint.fault(here):
@@ -66,6 +63,18 @@ def fetch(url: str, run: Path) -> None:
         if place.exists(file):
             _get(place, file, run / file)
     write_whole(root / LATEST, name)
+
+
+def claim(url: str) -> None:
+    """Once it is known that training goes on here: whoever else does so ends. Whether the bucket can be
+    written is seen before training."""
+    place = place_of(url)
+    if not place:
+        return
+    try:
+        place.write(LOCK, OWN)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{url}: {error}: make the bucket, or choose another") from None
 
 
 def _newest(place: RemoteFolder, there: Files, root: Path, here: Path | None) -> str:

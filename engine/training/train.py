@@ -326,10 +326,12 @@ def find_checkpoint(task: TrainingTask, run: Path) -> Resumed | None:
     ranks = task.ranks
     on_first_rank(ranks, lambda: bucket.fetch(task.config.run, run))
     path = on_first_rank(ranks, lambda: checkpoint.newest(run, checkpoint.warn))
-    if path is None:
+    if path:
+        state = checkpoint.read_state(path)
+        refuse_changes(path, state, task)
+    on_first_rank(ranks, lambda: bucket.claim(task.config.run))
+    if not path:
         return None
-    state = checkpoint.read_state(path)
-    refuse_changes(path, state, task)
     loader_state = checkpoint.read_loader_state(path)
     universal = bool(state["zero_stage"]) and state["world"] != ranks.world
     return Resumed(path, state, loader_state, universal)

@@ -279,6 +279,8 @@ def test_a_run_that_was_started_elsewhere_since_ends(store, whole, monkeypatch):
         ended = store.train("a")
     assert "started elsewhere as well" in ended.last_line(2)
     assert store.latest() == "step-2" and store.steps() == {"step-2"}
+    store.train("c", train__lr=0.5).last_line(2)  # is refused, so it ends no other
+    assert store.fs.cat(f"{store.url}/{LOCK}") == b"another"
     assert "resumes after step 2" in store.train("b").good()
     assert curve(store.folder("b")) == whole
 
