@@ -153,10 +153,13 @@ def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]
         return before.table(columns).filter(pa.array(~lost))
 
     rejects = []
-    phrases = [name for name in names if not WORD.fullmatch(name)]
+    ends: dict[str, list[str]] = {}  # the names by their last words
+    for name in names:
+        ends.setdefault(["", *WORD.findall(name)][-1], []).append(name)
     for reject in rejects_of(before):
         text = f"{reject[1]} {reject[3]}"
-        if names.isdisjoint(WORD.findall(text)) and not any(one in text for one in phrases):
+        words = "", *WORD.findall(text)
+        if not any(name in text for word in words for name in ends.get(word, ())):
             rejects.append(reject)
     if "zarr" in before.meta["formats"]:
         tell(f"note: {before.root.url}/{STORE} is deleted: in the shards is all that it had")
