@@ -281,6 +281,7 @@ def settle(made: Dataset, new: bool = False) -> Dataset:
                 made.root.write(name, made.root.read(made.place(name), 2**40))
             write_card(made.root, made.meta, Counter(one[2] for one in set(rejects)), FLAGS)
             made.root.remove(kept)
+            tell(f"note: what a killed run began in {made.root.url} is undone; README.md is new")
     made.root.remove(".build")
     return made
 

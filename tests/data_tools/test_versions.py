@@ -243,7 +243,7 @@ def test_a_source_keeps_its_licence(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("append", [False, True])
 @pytest.mark.parametrize("at", ["build.finish", "finishing.fingerprint", "finishing.write_card"])
 def test_nothing_is_left_of_an_append_that_was_killed_and_given_up(
-    append, at, tmp_path, monkeypatch
+    append, at, tmp_path, monkeypatch, capsys
 ):
     made = listed(tmp_path, a=("ptb-xl", "one", 1))
     was = files(tmp_path)
@@ -254,6 +254,7 @@ def test_nothing_is_left_of_an_append_that_was_killed_and_given_up(
     assert "not a part of the dataset" in str(verify(made))
     listed(tmp_path, append=append, a=("ptb-xl", "one", 1))
     assert files(tmp_path) == was
+    assert ("is undone; README.md is new" in capsys.readouterr().err) == (at != "build.finish")
 
 
 def dies_at_once(*_):
