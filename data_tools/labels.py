@@ -44,6 +44,7 @@ from omnilead.data_tools.record import (
     clean_age,
     only_codes,
     parse_dx,
+    record_stem,
     synthetic_prefix,
 )
 from omnilead.data_tools.record_tables import PTBXL as PTBXL_NAME
@@ -53,7 +54,6 @@ from omnilead.data_tools.sources.base import (
     path_name,
     read_safely,
     read_table,
-    record_stem,
     shown_patient,
 )
 from omnilead.data_tools.sources.code15 import MAX_TABLE, TABLE

@@ -25,11 +25,11 @@ from omnilead.data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from omnilead.data_tools.errors import ReadError, StorageError, printable
 from omnilead.data_tools.prepare import SPEC_HASH, crop_count, dropped_samples
 from omnilead.data_tools.pseudonyms import pseudonym
-from omnilead.data_tools.record import Header
+from omnilead.data_tools.record import Header, record_stem
 from omnilead.data_tools.record_tables import patients_of, read_patients
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import MAX_NAME
-from omnilead.data_tools.sources.base import Source, links_in, located, read_safely, record_stem
+from omnilead.data_tools.sources.base import Source, links_in, located, read_safely
 from omnilead.data_tools.storage import prefetch
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 
 import numpy as np
 
@@ -108,6 +109,26 @@ class EcgRecord:
 def patient_source(source: str) -> str:
     """The namespace of a source's patient ids. All formats of hospitals' files share one."""
     return VENDORS[0] if source in VENDORS else source
+
+
+def plain_name(text: str) -> str:
+    """The text, or one with a hash if it is too long or has other characters than letters, digits, _
+    and -: two people must not become one."""
+    stem = record_stem(f"{text}.")
+    return text if stem == text else hashed(stem, text)
+
+
+def hashed(stem: str, text: str) -> str:
+    """A unique name of letters, digits, _ and - for a text that has other characters or is too
+    long."""
+    digest = sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return f"{stem[:43]}_{digest[:20]}"
+
+
+def record_stem(key: str, longest: int | None = 64) -> str:
+    return (
+        re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:longest] or "_"
+    )
 
 
 def real_source(source: str) -> str:

@@ -23,6 +23,7 @@ from pyarrow import parquet
 
 from omnilead.data_tools.cli import tell
 from omnilead.data_tools.errors import DataError, one_line
+from omnilead.data_tools.record import plain_name
 from omnilead.data_tools.spreadsheet import QUOTED, unquoted
 from omnilead.data_tools.storage import missing_package
 
@@ -88,8 +89,6 @@ def read_table(url: str, of: str = "labels") -> pa.Table:
     if not len(cells):
         raise DataError(f"{url}: has a header, but no rows: add a row for each ECG")
     if "patient" in names:  # as a dataset writes them
-        from omnilead.data_tools.sources.base import plain_name  # its package imports this module
-
         coded = cells["patient"].combine_chunks().dictionary_encode()
         plain = pa.array(map(plain_name, coded.dictionary.to_pylist()), pa.string())
         cells = cells.set_column(names.index("patient"), "patient", plain.take(coded.indices))

@@ -28,9 +28,17 @@ from omnilead.data_tools.hospital import (
 )
 from omnilead.data_tools.hospital.base import Format, root_tag
 from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt
-from omnilead.data_tools.record import EcgRecord, Header, clean_age, clean_sex
+from omnilead.data_tools.record import (
+    EcgRecord,
+    Header,
+    clean_age,
+    clean_sex,
+    hashed,
+    plain_name,
+    record_stem,
+)
 from omnilead.data_tools.resampling import rate_ratio
-from omnilead.data_tools.sources.base import FileSource, hashed, path_name, plain_name, record_stem
+from omnilead.data_tools.sources.base import FileSource, path_name
 from omnilead.data_tools.storage import prefetch
 
 FORMATS: dict[str, Format] = {

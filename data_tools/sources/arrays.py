@@ -46,11 +46,12 @@ from omnilead.data_tools.record import (
     clean_age,
     clean_sex,
     lead_rows,
+    record_stem,
     unit_name,
 )
 from omnilead.data_tools.record_tables import as_text, read_cells
 from omnilead.data_tools.resampling import rate_ratio
-from omnilead.data_tools.sources.base import Source, cached, path_name, record_stem
+from omnilead.data_tools.sources.base import Source, cached, path_name
 from omnilead.data_tools.storage import Folder
 from omnilead.data_tools.zip_folder import is_in_zip
 

@@ -22,7 +22,14 @@ import numpy as np
 from omnilead.data_tools.errors import ReadError, StorageError, printable
 from omnilead.data_tools.prepare import CROP, Crop, crop_count, flags_of, prepare_crop
 from omnilead.data_tools.pseudonyms import pseudonym
-from omnilead.data_tools.record import LEADS, EcgRecord, Header, patient_source
+from omnilead.data_tools.record import (
+    LEADS,
+    EcgRecord,
+    Header,
+    patient_source,
+    plain_name,
+    record_stem,
+)
 from omnilead.data_tools.storage import Folder
 
 P = ParamSpec("P")
@@ -170,26 +177,6 @@ def pseudonymised(key: bytes | None, ecg: Prepared) -> Prepared:
 
 def shown_patient(key: bytes | None, source: str, patient: str | None) -> str | None:
     return pseudonym(key, "p", patient_source(source), plain_name(patient)) if patient else None
-
-
-def plain_name(text: str) -> str:
-    """The text, or one with a hash if it is too long or has other characters than letters, digits, _
-    and -: two people must not become one."""
-    stem = record_stem(f"{text}.")
-    return text if stem == text else hashed(stem, text)
-
-
-def hashed(stem: str, text: str) -> str:
-    """A unique name of letters, digits, _ and - for a text that has other characters or is too
-    long."""
-    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-    return f"{stem[:43]}_{digest[:20]}"
-
-
-def record_stem(key: str, longest: int | None = 64) -> str:
-    return (
-        re.sub(r"[^A-Za-z0-9_-]+", "_", key.rsplit("/", 1)[-1].rsplit(".", 1)[0])[:longest] or "_"
-    )
 
 
 def path_name(key: str, stem: str) -> str:

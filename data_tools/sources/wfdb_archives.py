@@ -23,6 +23,7 @@ from omnilead.data_tools.record import (
     Header,
     clean_age,
     real_source,
+    record_stem,
     synthetic_prefix,
 )
 from omnilead.data_tools.sources.base import (
@@ -30,7 +31,6 @@ from omnilead.data_tools.sources.base import (
     cached,
     path_name,
     read_table,
-    record_stem,
     with_orphans,
 )
 from omnilead.data_tools.sources.wfdb import (
