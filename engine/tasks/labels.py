@@ -55,7 +55,8 @@ SPLIT_OF = {
 }
 TIMED = ("time", "event")  # columns of survival
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
-BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "no": 0, "1": 1, "1.0": 1, "true": 1, "yes": 1}
+WORDS = {"no": 0, "n": 0, "nein": 0, "negative": 0, "yes": 1, "y": 1, "ja": 1, "positive": 1}
+BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1} | WORDS
 INDEX = re.compile(r"|Unnamed: \d+")  # pandas' row numbers
 DX_ROLES = "shard --dx-sources names the sources whose records have diagnosis roles"
 FEW = 10  # a column of numbers with at most this many values holds classes
@@ -174,6 +175,7 @@ def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Ta
     unknown = _unknown(datasets, known, people)
     remarks = [*table.remarks, *remarks, *unknown_patients(unknown)]
     remarks += _doubtful_classes(task, table, y_NK) + _codes_of_unknown(task, table)
+    remarks += _words_read(task, table)
     split = by_dataset(np.where(known, split_N, 0).astype(np.int8), datasets)
     patients = ids_of(datasets, people.owner_N, people.known_N)
     used_cells = None
@@ -224,6 +226,15 @@ def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[
             "too few to learn or to choose a threshold by"
         )
     return remarks
+
+
+def _words_read(task: TaskConfig, table: LabelTable) -> list[str]:
+    """Which words were taken for 0 and which for 1."""
+    if task.kind in ("multiclass", "regression"):
+        return []
+    cells = {str(cell).lower() for name in task.columns for cell in table.cells[name].unique()}
+    said = [f"{word} is {value}" for word, value in WORDS.items() if word in cells]
+    return [f"{task.labels}: {', '.join(said)}"] if said else []
 
 
 def _codes_of_unknown(task: TaskConfig, table: LabelTable) -> list[str]:

@@ -90,8 +90,24 @@ def test_accepted_spellings_of_cells(mark, tables):
     value_of = dict(zip(tables.records, cycle(values), strict=False))
     expected = [value_of[name] for name in tables.dataset.column("record")]
     np.testing.assert_array_equal(known.y[0], np.array(expected, np.float32), strict=True)
-    (remark,) = known.remarks
+    remark, words = known.remarks
     assert remark.startswith("patients unknown for 60 of 180 records: split by record")
+    assert words == f"{tables.path}: no is 0, yes is 1"
+
+
+@pytest.mark.parametrize("words", ["ja nein", "Y N", "positive negative", "yes no"])
+@pytest.mark.parametrize("columns", [["af"], ["af", "lbbb"]])
+def test_words_for_yes_and_no_are_alike_in_one_and_in_several_columns(words, columns, tables):
+    yes, no = words.split()
+    rows = [
+        [name, *[yes if i % 3 else no for _ in columns]] for i, name in enumerate(tables.records)
+    ]
+    task = guess(TaskConfig(labels=tables.write(f"record|{'|'.join(columns)}", rows)))
+    assert task.kind == ("binary" if len(columns) == 1 else "multilabel")
+    known = read_task(task, [tables.dataset])
+    assert known.remarks[-1] == f"{tables.path}: {no.lower()} is 0, {yes.lower()} is 1"
+    expected = {name: i % 3 > 0 for i, name in enumerate(tables.records)}
+    assert known.y[0][:, 0].tolist() == [expected[name] for name in tables.dataset.column("record")]
 
 
 def test_the_patients_of_a_table_count_where_the_data_have_none(tables):
