@@ -11,6 +11,7 @@ record is named as in a dataset, or by its path in the archive.
 
 import csv
 import io
+import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from typing import NamedTuple
 
@@ -182,7 +183,8 @@ def find(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Found:
     record = cells["record"].combine_chunks()
     rows, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
     found = found[rows]
-    _refuse_ambiguous(url, record, rows, found, keys, targets)
+    hint = _in_subfolder(record, missing, names)
+    _refuse_ambiguous(url, record, rows, found, keys, targets, hint)
     row_of_key = np.full(len(keys), -1)
     row_of_key[found] = rows
     absent = ""
@@ -193,6 +195,7 @@ def find(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Found:
 
 def _targets(cells: pa.Table, targets: pa.Array, by_source: bool) -> np.ndarray:
     """For each row of a table, its index in `targets`; -1 if it is not among them. The first of
+        absent += hint
     FORMS that yields one counts."""
     record = cells["record"].combine_chunks()
     found = np.full(len(record), -1)
@@ -225,9 +228,10 @@ def _refuse_ambiguous(
     if not len(rows):
         here = ", ".join(map(str, record[:SHOWN].to_pylist()))
         there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
+    hint: str,
         raise DataError(
             f"{url}: none of its {len(record):,} records is in the data: it names {here}, the "
-            f"data {there}"
+            f"data {there}{hint}"
         )
     target = targets.dictionary_encode().indices.to_numpy()
     named = np.bincount(target[found], minlength=len(keys))
@@ -251,6 +255,17 @@ def _refuse_ambiguous(
 def some(positions: np.ndarray, names: pa.Array) -> str:
     shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
     return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"
+
+
+def _in_subfolder(record: pa.Array, missing: np.ndarray, names: pa.Array) -> str:
+    """What the first of these rows may mean that names a file of a subfolder without it."""
+    for row in missing[:SHOWN].tolist():
+        name = re.sub(ENDING[0], "", str(record[row]))
+        if len(there := names.filter(pc.ends_with(names, f"_{name}"))):
+            return (
+                f"; is {name} (row {row + 1}) {there[0]}? A name begins with the file's subfolder"
+            )
+    return ""
 
 
 def read_patients(url: str) -> pa.Table:

@@ -16,8 +16,8 @@ from pyarrow import parquet
 
 import omnilead
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.errors import UserError
-from omnilead.data_tools.record_tables import read_table
+from omnilead.data_tools.errors import DataError, UserError
+from omnilead.data_tools.record_tables import find, read_table
 from omnilead.engine import finetune
 from omnilead.engine.common import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
@@ -260,6 +260,19 @@ def test_records_missing_from_table_or_data_are_counted(tables):
     first, second, _ = tables.read("record|v", rows).remarks
     assert f"2 (X1, X2) of {len(tables.records) - 8} records are not in the data" in first
     assert f"/{tables.records[0]}" in second and "10 (" in second
+
+
+@pytest.mark.parametrize("others", [0, 5])
+def test_a_row_that_lacks_its_subfolder_is_named(others, tables):
+    """Of a file ward/A1.hea."""
+    names = pa.array([f"ward_{name}" for name in tables.records[:9]] + tables.records[9:])
+    table = pa.table({"record": ["", f"{tables.records[3]}.hea", *tables.records[9 : 9 + others]]})
+    says = rf"; is {tables.records[3]} \(row 2\) ward_{tables.records[3]}\? A name begins"
+    if not others:
+        with pytest.raises(DataError, match=says):
+            find("my.csv", table, names, names)
+        return
+    assert re.search(says, find("my.csv", table, names, names).missing)
 
 
 ONE = "record,v\n{0},1"
