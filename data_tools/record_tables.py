@@ -13,6 +13,7 @@ import csv
 import io
 import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import fsspec
@@ -51,13 +52,17 @@ class Found(NamedTuple):
     mostly: bool  # whether most of the table's records are missing
 
 
-def read_cells(url: str, of: str = "labels", key: str = "record") -> pa.Table:
+def read_cells(
+    url: str, of: str = "labels", key: str = "record", used: Sequence[str] = ()
+) -> pa.Table:
     """Reads all columns as text; names of reserved columns become lower case. `key`: a column that
-    the table must have."""
+    the table must have. `used`: columns that may hold numbers; none: all."""
     try:
         with fsspec.open(url, "rb").open() as file:
             data = file.read()
-        cells = parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data, key)
+        cells = (
+            parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data, key, used)
+        )
         cells = as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
     except pa.ArrowMemoryError:
         raise
@@ -76,9 +81,9 @@ def read_cells(url: str, of: str = "labels", key: str = "record") -> pa.Table:
     return cells
 
 
-def read_table(url: str, of: str = "labels") -> pa.Table:
+def read_table(url: str, of: str = "labels", used: Sequence[str] = ()) -> pa.Table:
     """A table that names records."""
-    cells = read_cells(url, of)
+    cells = read_cells(url, of, used=used)
     names = cells.column_names
     if PTBXL_TABLE.keys() <= set(names) and "record" not in names:
         names = [PTBXL_TABLE.get(name, name) for name in names]
@@ -96,7 +101,7 @@ def read_table(url: str, of: str = "labels") -> pa.Table:
     return cells
 
 
-def _csv(data: bytes, key: str) -> pa.Table:
+def _csv(data: bytes, key: str, used: Sequence[str]) -> pa.Table:
     """The separator is the one that yields a column `key` in the header."""
     text = decoded(data)
     for mark in (",", ";", "\t", ","):  # a comma if none yields it
@@ -119,7 +124,7 @@ def _csv(data: bytes, key: str) -> pa.Table:
     columns = []
     for name, column in zip(names, cells.columns, strict=True):
         column = pc.replace_substring_regex(column, QUOTED, r"\1")
-        if mark != "," and _name(name) not in RESERVED:
+        if mark != "," and _name(name) not in RESERVED and (not used or _name(name) in used):
             _require_one_mark(name, pc.drop_null(pc.unique(column)))
             column = pc.replace_substring_regex(column, DECIMAL_COMMA, r"\1.\2")
         columns.append(column)
@@ -190,12 +195,12 @@ def find(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Found:
     absent = ""
     if len(missing):
         absent = f"{some(missing, record)} of {len(record):,} records are not in the data"
+        absent += hint
     return Found(row_of_key, absent, len(missing) > len(rows))
 
 
 def _targets(cells: pa.Table, targets: pa.Array, by_source: bool) -> np.ndarray:
     """For each row of a table, its index in `targets`; -1 if it is not among them. The first of
-        absent += hint
     FORMS that yields one counts."""
     record = cells["record"].combine_chunks()
     found = np.full(len(record), -1)
@@ -223,12 +228,12 @@ def _refuse_ambiguous(
     found: np.ndarray,
     keys: pa.Array,
     targets: pa.Array,
+    hint: str,
 ) -> None:
     """`rows` of the table name the `targets` that are `found`."""
     if not len(rows):
         here = ", ".join(map(str, record[:SHOWN].to_pylist()))
         there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
-    hint: str,
         raise DataError(
             f"{url}: none of its {len(record):,} records is in the data: it names {here}, the "
             f"data {there}{hint}"
@@ -252,11 +257,6 @@ def _refuse_ambiguous(
         )
 
 
-def some(positions: np.ndarray, names: pa.Array) -> str:
-    shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
-    return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"
-
-
 def _in_subfolder(record: pa.Array, missing: np.ndarray, names: pa.Array) -> str:
     """What the first of these rows may mean that names a file of a subfolder without it."""
     for row in missing[:SHOWN].tolist():
@@ -266,6 +266,11 @@ def _in_subfolder(record: pa.Array, missing: np.ndarray, names: pa.Array) -> str
                 f"; is {name} (row {row + 1}) {there[0]}? A name begins with the file's subfolder"
             )
     return ""
+
+
+def some(positions: np.ndarray, names: pa.Array) -> str:
+    shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
+    return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"
 
 
 def read_patients(url: str) -> pa.Table:

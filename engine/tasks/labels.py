@@ -164,7 +164,7 @@ def read_task(task: TaskConfig, datasets: Sequence[Dataset], where: str = "") ->
 def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> TaskLabels:
     if task.kind == "survival" and not task.columns:
         task = replace(task, columns=TIMED)
-    table = _joined(task, datasets) if task.labels else _own_columns(task, datasets)
+    table = _joined(task, datasets, where) if task.labels else _own_columns(task, datasets)
     task = replace(task, columns=_columns(task, table.name, table.cells))
     task, classes, y_NK = _values(task, table)
     y_NK = np.append(y_NK, np.full((1, y_NK.shape[1]), np.nan, np.float32), axis=0)  # row -1
@@ -370,7 +370,7 @@ def choosing(columns: Sequence[str]) -> str:
 
 def guess(task: TaskConfig) -> TaskConfig:
     """Sets the kind that the label columns suggest."""
-    cells = _read(task.labels)
+    cells = _read(task)
     columns = _columns(task, task.labels, cells)
     values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns}
     filled = [name for name in columns if values[name]]
@@ -421,9 +421,10 @@ def _require_classes(column: str, values: Sequence[str]) -> None:
         )
 
 
-def _read(url: str) -> pa.Table:
+def _read(task: TaskConfig, where: str = "") -> pa.Table:
+    used = task.columns and (*task.columns, *re.findall(r"\w+", where))
     try:
-        return read_table(url)
+        return read_table(task.labels, used=used)
     except DataError as error:
         raise ConfigError(str(error)) from None
 
@@ -441,9 +442,9 @@ def _columns(task: TaskConfig, name: str, cells: pa.Table) -> tuple[str, ...]:
     return task.columns or every
 
 
-def _joined(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
+def _joined(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> LabelTable:
     """Finds the table's row for each crop by the name of its record."""
-    url, cells = task.labels, _read(task.labels)
+    url, cells = task.labels, _read(task, where)
     data = data_records(datasets)
     try:
         matches = find(url, cells, data.keys, data.names)

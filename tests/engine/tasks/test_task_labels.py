@@ -370,6 +370,15 @@ def test_a_mark_of_thousands_is_not_taken_for_a_decimal_point(mark, values, says
         guess(TaskConfig(labels=path))
 
 
+def test_only_columns_that_are_used_must_have_clear_numbers(tables):
+    rows = zip(tables.records, cycle("01"), cycle(["1.234", "12,5"]), strict=False)
+    tables.write("record|af|v", rows, ";")
+    chosen = TaskConfig("af", "binary", labels=str(tables.path), columns=("af",))
+    assert guess(chosen).kind == "binary" and tables.read_file(columns=("af",)).y
+    with pytest.raises(ConfigError, match=r"column 'v' holds 1\.234 and 12,5"):
+        read_task(chosen, [tables.dataset], where="v > 2")
+
+
 @pytest.mark.parametrize(
     ("kind", "values", "code"),
     [
