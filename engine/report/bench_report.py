@@ -86,7 +86,8 @@ def markdown(document: Row) -> str:
         table = score_table(document, rows, metric, several)
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         table.insert(1, ["-" * width for width in widths])
-        text += ["", f"## {task}: {MAIN[metric]}", "", _count(rows), ""]
+        lower = " (lower is better)" * bool(METRIC_OF[metric].lower_is_better)
+        text += ["", f"## {task}: {MAIN[metric]}{lower}", "", _count(rows), ""]
         for line in table:
             cells = [f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)]
             text.append(f"| {' | '.join(cells)} |")

@@ -133,7 +133,8 @@ def test_every_row_and_its_differences_in_every_file(out, found):
     numbers = [value for of in classes for value in of.values()]
     assert [float(line["value"]) for line in lines if line["class"]] == numbers
     text = (out / "bench.md").read_text()
-    assert "## identification: accuracy, whitened" in text and "| minus first" in text
+    assert "## identification: accuracy, whitened\n" in text and "| minus first" in text
+    assert "## age: mean absolute error (lower is better)\n" in text
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
