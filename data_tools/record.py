@@ -34,6 +34,11 @@ AGE_UNITS = {
     "days": 1 / 365.25,
     "hours": 1 / 8766,
 }  # in years
+# 45 Y, 45 years, 45,5
+YEARS = re.compile(
+    r"\s*(\d{1,3}(?:[.,]\d{1,2})?)\s*(?:y|yrs?|years?)?\s*", re.ASCII | re.IGNORECASE
+)
+SEXES = {"m": "M", "male": "M", "f": "F", "female": "F", "w": "F", "weiblich": "F"}
 # Before the names of synthetic records and patients, with the seed of `synth`: seeds share nobody
 SYNTHETIC_NAME = re.compile(r"syn\d+_", re.ASCII)
 MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}
@@ -184,11 +189,13 @@ def clean_age(value: object) -> float | None:
     """Age in years, or None. Ages over 89 (PTB-XL writes 300) become 90, because they could
     identify a person."""
     age = as_number(value)
+    if math.isnan(age) and (found := YEARS.fullmatch(str(value))):
+        age = float(found[1].replace(",", "."))
     return min(age, 90.0) if 0 <= age <= 300 else None
 
 
 def clean_sex(value: object) -> str | None:
-    return {"m": "M", "male": "M", "f": "F", "female": "F"}.get(str(value).strip().lower())
+    return SEXES.get(str(value).strip().lower())
 
 
 # SNOMED code -> index in CLASSES

@@ -63,6 +63,7 @@ UNITS = {
     311: (4, 3),
 }
 FLAC = (508, 516, 524)
+UNKNOWN = ("", "nan", "n/a", "unknown")  # age or sex, in comments
 MAX_FALLBACK_VALUES = 8_000_000  # because wfdb converts to int64
 
 _COMMENT = re.compile(r"#\s{0,8}(Age|Sex|Dx)\s{0,8}:(.*)", re.IGNORECASE)
@@ -93,6 +94,7 @@ class WfdbHeader:
     age: float | None
     sex: str | None
     dx: str
+    warnings: tuple[tuple[str, str], ...] = ()  # about the comments
 
 
 def peek(data: bytes) -> tuple[str, int, float, int]:
@@ -131,8 +133,25 @@ def parse_header(data: bytes) -> WfdbHeader:
         tuple(map(int, checksums)),
     )
     age, sex = clean_age(comments.get("age")), clean_sex(comments.get("sex"))
+    unread = []
+    for what, value in (("age", age), ("sex", sex)):
+        text = comments.get(what, "")
+        if value is None and text.lower() not in UNKNOWN:
+            # Longer ones may be a date of birth or a name
+            unread.append(
+                (f"{what} not understood", text if len(text) < 6 else "over 5 characters")
+            )
     return WfdbHeader(
-        name, fs_hz, samples, files, *columns, leads, age, sex, comments.get("dx", "")
+        name,
+        fs_hz,
+        samples,
+        files,
+        *columns,
+        leads,
+        age,
+        sex,
+        comments.get("dx", ""),
+        tuple(unread),
     )
 
 
@@ -259,7 +278,7 @@ def read_record(root: Folder, key: str, header: WfdbHeader, name: str, source: s
         signal, warnings = _read_with_wfdb(root, place, header), []
     bits = INVALID_BITS.get(header.formats[0])
     invalid = None if bits is None else -(2**bits)
-    rest = source, None, header.age, header.sex, parse_dx(header.dx), tuple(warnings)
+    rest = source, None, header.age, header.sex, parse_dx(header.dx), (*warnings, *header.warnings)
     return EcgRecord(
         name,
         signal,

@@ -1,11 +1,14 @@
 """Folders of WFDB records, in every format, read as `wfdb` reads them."""
 
+import re
+
 import numpy as np
 import pytest
 import wfdb
-from handmade import dat, ecg, write_files
+from handmade import dat, ecg, header, write_files
 from twins import FORMATS, crop_facts, read, write_wfdb
 
+from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
@@ -48,6 +51,17 @@ b.dat 16 200(0)/mmHg 16 0 0 0 0 ABP
     (record,) = WfdbFolder(folder(write_files(tmp_path, files)))
     np.testing.assert_array_equal(record.signal, x[:3])
     assert set(LEADS) - set(crop_facts(record)[0].missing) == {"II", "V1"}
+
+
+def test_shard_counts_ages_and_sexes_that_are_not_understood_with_an_example(tmp_path, capsys):
+    x, files = ecg(5000, 1), {}
+    for name, sex in (("a", "F"), ("b", "1"), ("c", "2")):
+        text = header(name, x, "16 1000(0)/mV 16 0", f"{name}.dat", comments=[f"# Sex: {sex}"])
+        files |= {f"{name}.hea": text, f"{name}.dat": dat(x)}
+    root = str(write_files(tmp_path / "src", files))
+    assert main(["shard", root, "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"(?m)^  sex not understood +2  such as b: 1$", said)
 
 
 def test_equal_names_in_subfolders_become_different_records(tmp_path):

@@ -80,18 +80,30 @@ def parsed(data):
         ("- - -", "# Age: NaN\n# Sex: Unknown\n# Dx: Unknown"),
         ("78.0 M 426783006", "#Age:78\n#Sex:M\n#Dx:426783006"),
         ("4.5 F 1,2", "#   age :  4.5 \n#\tSEX: female\n#DX : 1,,2,"),
+        ("45.0 F -", "# Age: 45 Y\n# Sex: W"),
+        ("45.5 F -", "# Age: 45,5\n# Sex: w"),
+        ("45.0 - -", "# Age: 045 years\n# Sex: 1"),
+        ("- - -", "# Age: 6 months\n# Sex: 2"),
         ("90.0 - 284470004", "# Age: 300\n# Sex: NaN\n# Dx: 284470004,284470004"),
         ("- - 164889003,426783006", "# Age: -4\n# Dx: AF,Normal"),
         ("- - -", "# Ageing: 5\n# note: Dx: 7\n# x Sex: M"),
         ("- - 1,2", "# Age: " + "9" * 5000 + "\n# Dx: " + "1," * 4000 + "2"),
         ("- - -", "#"),
     ],
-    ids=range(8),
+    ids=range(12),
 )
 def test_comments_give_age_sex_and_dx(said, comments):
     found = parsed(header(comments))
     codes = ",".join(only_codes(parse_dx(found.dx))[0])
     assert said == f"{found.age or '-'} {found.sex or '-'} {codes or '-'}"
+
+
+def test_ages_and_sexes_that_are_not_understood_are_said():
+    found = parsed(header("# Age: 12.03.1956\n# Sex: 1"))
+    long = ("age not understood", "over 5 characters")  # it may identify somebody
+    assert found.warnings == (long, ("sex not understood", "1"))
+    for unknown in ("# Age: NaN\n# Sex: Unknown", "# Age:\n# Sex:", "#", "# Age: 45 Y\n# Sex: W"):
+        assert not parsed(header(unknown)).warnings
 
 
 # A field, its text, and the columns that are then not those of a good header
