@@ -214,7 +214,7 @@ def _convert(
     needs."""
     leads, taken = list(rows), list(rows.values())
     first, last, lead_in = _needed(record, start, body.shape[1])
-    values, invalid = _millivolts(record, taken, first, last)
+    values, invalid = millivolts(record, taken, first, last)
     if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz counts as 500 Hz
         values = resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
     values *= 1000.0
@@ -227,7 +227,7 @@ def _convert(
     return missing, ["saturated"] if saturated else []
 
 
-def _millivolts(
+def millivolts(
     record: EcgRecord, taken: list[int], first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The samples first to last of these rows, 0 where they were not measured, and a mask of

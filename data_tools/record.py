@@ -177,6 +177,20 @@ def lead_rows(names: tuple[str, ...]) -> Mapping[int, int]:
     return rows
 
 
+def changes(uv: np.ndarray) -> bool:
+    """Whether a lead ever changes; if not, it was not connected."""
+    return bool(np.fmax.reduce(uv, initial=-np.inf) != np.fmin.reduce(uv, initial=np.inf))
+
+
+def with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Add missing limb leads by Einthoven's and Goldberger's equations if I and II were
+    measured."""
+    i, ii = (signals.get(lead, np.zeros(0)) for lead in ("I", "II"))
+    if len(i) != len(ii) or not len(i) or not (changes(i) and changes(ii)):
+        return signals
+    return {"III": ii - i, "aVR": -(i + ii) / 2, "aVL": i - ii / 2, "aVF": ii - i / 2} | signals
+
+
 def as_number(value: object) -> float:
     """NaN if the text is not a number."""
     try:

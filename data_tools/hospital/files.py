@@ -31,11 +31,13 @@ from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt
 from omnilead.data_tools.record import (
     EcgRecord,
     Header,
+    changes,
     clean_age,
     clean_sex,
     hashed,
     plain_name,
     record_stem,
+    with_limb_leads,
 )
 from omnilead.data_tools.resampling import rate_ratio
 from omnilead.data_tools.sources.base import FileSource, path_name
@@ -159,7 +161,7 @@ class HospitalFiles(FileSource):
                 "file too large", f"{len(data)} bytes of {kind}, {FORMATS[kind].max_bytes} at most"
             )
         found = FORMATS[kind].decode(data)
-        signals = _with_limb_leads({lead: uv for lead, uv in found.signals.items() if changes(uv)})
+        signals = with_limb_leads({lead: uv for lead, uv in found.signals.items() if changes(uv)})
         if len({len(uv) for uv in signals.values()}) != 1:
             raise ReadError(
                 "sample count",
@@ -200,17 +202,3 @@ def _patient(text: str | None) -> str | None:
     if not text or text.lower() in NOBODY or len(set(text)) < 2 <= len(text):
         return None
     return plain_name(text)
-
-
-def changes(uv: np.ndarray) -> bool:
-    """Whether a lead ever changes; if not, it was not connected."""
-    return bool(np.fmax.reduce(uv, initial=-np.inf) != np.fmin.reduce(uv, initial=np.inf))
-
-
-def _with_limb_leads(signals: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add missing limb leads by Einthoven's and Goldberger's equations if I and II were
-    measured."""
-    i, ii = (signals.get(lead, np.zeros(0)) for lead in ("I", "II"))
-    if len(i) != len(ii) or not len(i):
-        return signals
-    return {"III": ii - i, "aVR": -(i + ii) / 2, "aVL": i - ii / 2, "aVF": ii - i / 2} | signals

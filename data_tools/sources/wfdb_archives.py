@@ -13,18 +13,24 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 
+import numpy as np
+
 from omnilead.data_tools.errors import ReadError
+from omnilead.data_tools.prepare import millivolts
 from omnilead.data_tools.record import (
     HEART_AXIS_CODES,
     LEAD_INDEX,
+    LEADS,
     SCP_CODES,
     SYNTHETIC,
     EcgRecord,
     Header,
     clean_age,
+    lead_rows,
     real_source,
     record_stem,
     synthetic_prefix,
+    with_limb_leads,
 )
 from omnilead.data_tools.sources.base import (
     Source,
@@ -392,3 +398,16 @@ class WfdbFolder(WfdbSource):
 
     def check(self, header: WfdbHeader) -> None:
         """Accept any leads and files."""
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        """Add missing limb leads if I and II were measured, as for hospital files."""
+        rows = lead_rows(record.leads)
+        if not {0, 1} <= rows.keys() or {2, 3, 4, 5} <= rows.keys():
+            return record
+        mv, invalid = millivolts(record, list(rows.values()), 0, record.signal.shape[1])
+        mv[invalid] = np.nan
+        measured = {LEADS[lead]: mv[row] for row, lead in enumerate(rows)}
+        leads, signal = zip(*with_limb_leads(measured).items(), strict=True)
+        return dataclasses.replace(
+            record, signal=np.array(signal), leads=leads, gain=1.0, baseline=0.0, invalid=None
+        )

@@ -11,6 +11,7 @@ from twins import FORMATS, crop_facts, read, write_wfdb
 from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.sources.wfdb import parse_header, read_record
 from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
 from omnilead.data_tools.storage import folder
 
@@ -19,14 +20,41 @@ from omnilead.data_tools.storage import folder
 @pytest.mark.parametrize("form", FORMATS)
 def test_any_wfdb_format_is_read_as_wfdb_reads_it(tmp_path, form, leads):
     x = write_wfdb(tmp_path, "rec_1", form, leads)
-    record = read(WfdbFolder(folder(tmp_path)))["rec_1"]
+    source = WfdbFolder(folder(tmp_path))
+    found = read(source)["rec_1"]
+    record = read_record(source.root, "rec_1.hea", parse_header(source._text("rec_1.hea")), "", "")
     np.testing.assert_array_equal(record.signal, x)
     mv = (x - np.array(record.baseline)[:, None]) / np.array(record.gain)[:, None]
     right = wfdb.rdrecord(str(tmp_path / "rec_1")).p_signal.T
     np.testing.assert_array_equal(np.where(x == record.invalid, np.nan, mv), right)
-    assert (record.fs_hz, record.leads) == (360, leads)
+    assert (found.fs_hz, record.leads) == (360, leads)
     unmeasured = {"V6"} if form != "8" else set()
-    assert set(crop_facts(record)[0].missing) == set(LEADS) - set(leads) | unmeasured
+    crop, samples = crop_facts(found)
+    assert set(crop.missing) == unmeasured
+    if len(leads) == 12:  # not a copy of the numbers: the numbers
+        np.testing.assert_array_equal(found.signal, x)
+        return
+    measured, as_stored = crop_facts(record)
+    assert set(measured.missing) == {"III", "aVR", "aVL", "aVF"} | unmeasured
+    rest = [0, 1, *range(6, 12)]
+    np.testing.assert_array_equal(samples[rest], as_stored[rest])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_limb_leads_that_are_not_in_a_file_are_computed_if_i_and_ii_were_measured(tmp_path, flat):
+    x = ecg(5000, 1)
+    x[:2] *= not flat
+    kept = [1, 0, 3, *range(6, 12)]
+    for name, rows in (("all", range(12)), ("nine", kept)):
+        leads = [LEADS[row] for row in rows]
+        text = header(name, x[list(rows)], "16 1000(0)/mV 16 0", f"{name}.dat", leads=leads)
+        write_files(tmp_path, {f"{name}.hea": text, f"{name}.dat": dat(x[list(rows)])})
+    records = read(WfdbFolder(folder(tmp_path)))
+    (_, whole), (crop, samples) = crop_facts(records["all"]), crop_facts(records["nine"])
+    np.testing.assert_array_equal(samples[kept], whole[kept])
+    assert crop.missing == (("III", "aVL", "aVF") if flat else ())
+    if not flat:
+        assert np.abs(samples.astype(int) - whole).max() <= 1
 
 
 @pytest.mark.parametrize(("form", "leads"), [("212", 3), ("24", 2), ("80", 5)])
