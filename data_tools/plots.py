@@ -444,11 +444,11 @@ def describe(dataset: Dataset) -> str:
     ]
     rejects = rejects_of(dataset)
     reasons = Counter(reason for _, _, reason, _ in rejects)
-    example = {reason: f"{record}: {detail}" for _, record, reason, detail in reversed(rejects)}
+    example = {reason: f"{record} {detail}" for _, record, reason, detail in reversed(rejects)}
     said = "refused, repaired or flagged"
     lines.append(f"{said} (rejects.csv):" if reasons else f"nothing was {said}")
     for reason, count in reasons.most_common():
-        such_as = " ".join(example[reason].split())[:60].rstrip(":")
+        such_as = " ".join(example[reason].split())[:60]
         lines.append(f"  {reason:30}{count:8,}  such as {such_as}")
     return "\n".join(lines)
 

@@ -38,7 +38,7 @@ AGE_UNITS = {
 YEARS = re.compile(
     r"\s*(\d{1,3}(?:[.,]\d{1,2})?)\s*(?:y|yrs?|years?)?\s*", re.ASCII | re.IGNORECASE
 )
-SEXES = {"m": "M", "male": "M", "f": "F", "female": "F", "w": "F", "weiblich": "F"}
+SEXES = {"m": "M", "male": "M", "f": "F", "female": "F", "w": "F"}
 # Before the names of synthetic records and patients, with the seed of `synth`: seeds share nobody
 SYNTHETIC_NAME = re.compile(r"syn\d+_", re.ASCII)
 MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}

@@ -259,7 +259,7 @@ def _refuse_ambiguous(
 
 def _in_subfolder(record: pa.Array, missing: np.ndarray, names: pa.Array) -> str:
     """What the first of these rows may mean that names a file of a subfolder without it."""
-    for row in missing[:SHOWN].tolist():
+    for row in missing[:SHOWN]:
         name = re.sub(ENDING[0], "", str(record[row]))
         if len(there := names.filter(pc.ends_with(names, f"_{name}"))):
             return (

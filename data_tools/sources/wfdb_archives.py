@@ -402,12 +402,17 @@ class WfdbFolder(WfdbSource):
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         """Add missing limb leads if I and II were measured, as for hospital files."""
         rows = lead_rows(record.leads)
-        if not {0, 1} <= rows.keys() or {2, 3, 4, 5} <= rows.keys():
+        if len(rows) == 12 or not {0, 1} <= rows.keys():
             return record
         mv, invalid = millivolts(record, list(rows.values()), 0, record.signal.shape[1])
         mv[invalid] = np.nan
         measured = {LEADS[lead]: mv[row] for row, lead in enumerate(rows)}
-        leads, signal = zip(*with_limb_leads(measured).items(), strict=True)
+        signals = with_limb_leads(measured)
         return dataclasses.replace(
-            record, signal=np.array(signal), leads=leads, gain=1.0, baseline=0.0, invalid=None
+            record,
+            signal=np.array([*signals.values()]),
+            leads=tuple(signals),
+            gain=1.0,
+            baseline=0.0,
+            invalid=None,
         )

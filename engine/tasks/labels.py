@@ -230,7 +230,7 @@ def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[
 
 def _words_read(task: TaskConfig, table: LabelTable) -> list[str]:
     """Which words were taken for 0 and which for 1."""
-    if task.kind in ("multiclass", "regression"):
+    if task.kind == "multiclass":
         return []
     cells = {str(cell).lower() for name in task.columns for cell in table.cells[name].unique()}
     said = [f"{word} is {value}" for word, value in WORDS.items() if word in cells]
