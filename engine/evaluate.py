@@ -7,7 +7,8 @@
     torchrun --nproc-per-node 8 -m omnilead.engine.evaluate --model RUN --data DATASET --json F.json  # a GPU per rank
 
 Classification: AUROC, AUPRC, Brier score, accuracy (all labels of an ECG right), F measure,
-sensitivity and specificity at the model's thresholds; for diagnosis also the CinC 2021 Challenge
+sensitivity and specificity at the model's thresholds; with --role valid, from which score on 95 %
+of the positive records lie, and the specificity there; for diagnosis also the CinC 2021 Challenge
 score. Regression: mean absolute error, RMSE, R2, Pearson r. Survival: Harrell's C-index. Each is
 given for halves of 5 s, as in the paper (or the model's windows), and for whole records.
 Identification: the share of probes whose most similar gallery crop (cosine) is of the same

@@ -28,6 +28,7 @@ from scipy.optimize import minimize
 from scipy.special import expit, softmax
 from torch import Tensor, nn
 
+from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.data.seen import joined
@@ -38,7 +39,7 @@ from omnilead.engine.inference.trees import Trees
 from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import OF_VALUES, WITH_THRESHOLDS, cox, thresholds
+from omnilead.engine.tasks.kinds import OF_VALUES, WITH_THRESHOLDS, cox, sensitive, thresholds
 from omnilead.engine.tasks.labels import DX_ROLES, EMPTY, TaskLabels, read_task, unknown_patients
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
@@ -124,7 +125,10 @@ def save_with_head(
     if task.kind == "regression":
         head |= {"center": fit.center_K.tolist(), "scale": fit.scale_K.tolist()}
     elif task.kind in WITH_THRESHOLDS:
-        head["thresholds"] = thresholds(*held_out(probe, data))
+        scored = held_out(probe, data)
+        head["thresholds"] = thresholds(*scored)
+        for line in sensitive(*scored, labels.classes):
+            tell(f"{out}, by cross-validation: {line}")
     if fit.trees:
         head["trees"] = [len(fit.trees.feature), len(fit.trees.root)]
     modules = nn.ModuleDict({"encoder": model.encoder, "head": fit.trees or _layer(fit)})

@@ -65,7 +65,7 @@ from omnilead.engine.inference.trained_model import THRESHOLD, HeadInfo, Trained
 from omnilead.engine.model.config import validated
 from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import OF_VALUES
+from omnilead.engine.tasks.kinds import OF_VALUES, sensitive
 from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
@@ -167,6 +167,8 @@ class TaskResult:
             )
         if labels.dtype.kind == "f" and (unknown := int(np.isnan(labels).sum())):
             remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
+        if self.facts.get("role") == "valid" and self.head.thresholds:
+            remarks += sensitive(*self.of_records()[:2], self.head.classes)
         if half["patients"] == 1:
             remarks.append("All samples are from one patient: there are no intervals.")
         elif few_patients(self.head.kind, labels, self.patients_N):

@@ -131,3 +131,16 @@ def _threshold(y_N: Array, score_N: Array) -> float:
     f1[above == below] = -1
     best = int(f1.argmax())
     return float((above[best] + below[best]) / 2)
+
+
+def sensitive(y_NK: Array, scores_NK: Array, classes: tuple[str, ...]) -> list[str]:
+    """From which score of each class on 95 % of its positives lie, and the specificity there."""
+    said = []
+    for name, y_N, score_N in zip(classes, y_NK.T, scores_NK.T, strict=True):
+        positive, negative = np.sort(score_N[y_N > 0]), score_N[y_N == 0]
+        if len(positive) >= 20 and len(negative):  # of fewer, one is more than 5 %
+            lowest = positive[len(positive) // 20]
+            said.append(
+                f"{name}: 95 % sensitivity from {lowest:.4f} on, specificity {(negative < lowest).mean():.2f}"
+            )
+    return said

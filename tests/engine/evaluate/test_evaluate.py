@@ -19,6 +19,7 @@ from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluate import labels_of_run, main
 from omnilead.engine.evaluation import metrics, results
 from omnilead.engine.evaluation.metrics import challenge_score
+from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.model.folder import seal
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import read_task
@@ -233,6 +234,18 @@ def test_unknown_labels_thresholds_and_a_class_without_positives(
     assert document["thresholds"] == [0.7, 0.2] and classes["never"]["auroc"] is None
     assert noted(document, "1 of 2 classes have no positives: never.")
     assert noted(document, f"{(~known).sum()} of {y.size} labels are unknown")
+
+
+@pytest.mark.parametrize("role", ["valid", "test"])
+def test_the_score_that_finds_95_of_100_records_is_of_validation(role):
+    """A threshold chosen on test would be flattered there."""
+    y_N1 = (np.arange(80)[:, None] // 2 % 2).astype(float)  # two halves of 40 records
+    score_N1 = (np.arange(80)[:, None] % 2 + y_N1 + 1) / 4  # of a record, 0.375 or 0.625
+    records = [f"r{i // 2}" for i in range(80)]
+    head = HeadInfo("af", "binary", ("AF",), (0.5,))
+    result = results.TaskResult(y_N1, score_N1, records, records, {"role": role}, head=head)
+    line = "AF: 95 % sensitivity from 0.6250 on, specificity 1.00"
+    assert (line in result.remarks) == (role == "valid")
 
 
 def test_a_diagnosis_has_the_challenge_score_at_0_5_and_at_chosen_thresholds(

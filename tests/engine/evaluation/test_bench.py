@@ -219,6 +219,16 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     assert metrics_of(one) == metrics_of(found)
 
 
+def test_a_head_says_from_which_score_on_it_finds_95_of_100(
+    again, models, dataset, tmp_path, capsys
+):
+    path, head = tmp_path / "af.csv", tmp_path / "head"
+    write_table(path, dataset, af=[1, 0, 0, 1, 1])
+    omnilead.bench(models[:1], tasks=[str(path)], head=str(head), **again)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "sensitivity" in line)
+    assert line.startswith(f"{head}, by cross-validation: af: 95 % sensitivity from 0.")
+
+
 def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, capsys):
     """On the embedding, measurements and the mean beat of each window; whole, and safe to load."""
     head, how = tmp_path / "head", {"reader": "boosted", **again}

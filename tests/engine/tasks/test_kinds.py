@@ -1,11 +1,13 @@
 """Losses, weights and thresholds of each kind: unknown labels are ignored."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from omnilead.engine.tasks.kinds import balanced, cox, loss, right, thresholds, weights
+from omnilead.engine.tasks.kinds import balanced, cox, loss, right, sensitive, thresholds, weights
 
 NAN = float("nan")
 
@@ -68,6 +70,29 @@ def test_thresholds_have_the_highest_f1():
     for k in (0, 1):
         assert f1(k, found[k]) == max(f1(k, t) for t in np.linspace(-0.005, 1.005, 102))
     assert found[2] == 0.5
+
+
+@pytest.mark.parametrize("positives", [19, 20, 39, 40, 57])
+def test_the_score_that_95_of_100_positives_reach(positives):
+    """Unknown labels do not count; of fewer than 20 positives nothing is said."""
+    rng = np.random.default_rng(positives)
+    y_N = rng.permutation(np.repeat([1.0, 0.0, NAN], (positives, 30, 9)))
+    score_N = np.round(rng.normal(0.3 + 0.2 * np.nan_to_num(y_N), 0.1), 4)
+    no_negative_N = np.where(y_N == 0, NAN, y_N)
+    said = sensitive(np.stack([y_N, no_negative_N], 1), np.stack([score_N] * 2, 1), ("AF", "SR"))
+    if positives < 20:
+        assert not said
+        return
+    (line,) = said
+    name, threshold, specificity = re.fullmatch(
+        r"(\w+): 95 % sensitivity from ([\d.]+) on, specificity ([\d.]+)", line
+    ).groups()
+    assert name == "AF"
+    assert (score_N[y_N == 1] >= float(threshold)).mean() >= 0.95
+    assert (score_N[y_N == 1] > float(threshold)).mean() < 0.95
+    assert float(specificity) == pytest.approx(
+        (score_N[y_N == 0] < float(threshold)).mean(), abs=0.005
+    )
 
 
 def test_the_partial_likelihood_is_cox_and_breslows():
