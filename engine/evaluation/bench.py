@@ -213,8 +213,6 @@ def bench(
             scores.update(row_scores(row, lead, work, Path(out, "parts")))
         if not interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(compared_rows)} done: {row.name}")
-    if args.head:
-        save_head(models[0], compared_rows[0], work, args, Path(out, "parts"))
     random = {row.name: row.random for row in compared_rows}
     document = {
         "data": data,
@@ -227,6 +225,8 @@ def bench(
         "notes": notes,
         **compared(scores, random),
     }
+    if args.head:  # last: a run that is interrupted before can be run again
+        save_head(models[0], compared_rows[0], work, args, Path(out, "parts"))
     return dict(nullable(document))
 
 

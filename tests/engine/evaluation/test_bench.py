@@ -229,6 +229,15 @@ def test_a_head_says_from_which_score_on_it_finds_95_of_100(
     assert line.startswith(f"{head}, by cross-validation: af: 95 % sensitivity from 0.")
 
 
+def test_a_bench_with_a_head_that_was_interrupted_runs_again(again, models, tmp_path, monkeypatch):
+    how = {"tasks": ["sex"], "head": str(tmp_path / "head"), **again}
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "compared", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            omnilead.bench(models[:1], **how)
+    assert omnilead.bench(models[:1], **how) and omnilead.load(tmp_path / "head").head
+
+
 def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, capsys):
     """On the embedding, measurements and the mean beat of each window; whole, and safe to load."""
     head, how = tmp_path / "head", {"reader": "boosted", **again}
