@@ -4,7 +4,9 @@ The server starts with the first of them. A test process has only one, so all he
 listed here.
 """
 
+import contextlib
 import faulthandler
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -32,8 +34,10 @@ HEAVY = [
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "omnilead.data_tools.build",
     "omnilead.data_tools.verify",
+    "pyarrow.dataset",
     "distributed.cli.dask_worker",
     "distributed.cli.dask_scheduler",
+    "tests.unsynced",
     "tests.frozen",
 ]
 CONTEXT.set_forkserver_preload(HEAVY)
@@ -74,6 +78,15 @@ def fork(call):
             traceback.print_exc()
             os._exit(3)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def import_all(names):
+    """What a child has imported, so that the next ones need not."""
+    for name in names:
+        # Theirs who import them: _asyncio before asyncio breaks both
+        if not name.startswith("_"):
+            with contextlib.suppress(ImportError):  # Cython's own are no modules
+                importlib.import_module(name)
 
 
 def at_functions(act):

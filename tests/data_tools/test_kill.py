@@ -7,7 +7,6 @@ fast the machine is does not change where.
 """
 
 import contextlib
-import importlib
 import itertools
 import json
 import os
@@ -30,7 +29,8 @@ from omnilead.data_tools.dataset import META, Dataset
 from omnilead.data_tools.errors import DatasetError
 from omnilead.data_tools.storage import LocalFolder
 from omnilead.data_tools.verify import verify
-from tests.forks import at_functions, death_at, fork
+from tests import unsynced  # noqa: F401
+from tests.forks import at_functions, death_at, fork, import_all
 from tests.waiting import HANG_S, until
 
 KILLS, SEED = 60, 20240229
@@ -172,11 +172,7 @@ def reference(archive, out):
         shutil.rmtree(out, ignore_errors=True)
         assert fork(recorded) == 0
         functions, calls, modules = json.loads(notes.read_text())
-        for name in modules:
-            # Theirs who import them: _asyncio before asyncio breaks both
-            if not name.startswith("_"):
-                with contextlib.suppress(ImportError):  # Cython's own are no modules
-                    importlib.import_module(name)
+        import_all(modules)
     last = len(calls) - LAST_CALLS
     worst = [1 + i for i, event in enumerate(calls) if event == "os.rename" or i >= last]
     return functions, len(calls), worst
