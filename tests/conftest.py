@@ -14,8 +14,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Too little is compiled for a CPU to start a pool of compilers
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Nor to be worth a precompiled header: 7 s of CPU
-os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.sources import open_sources

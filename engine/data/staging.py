@@ -271,6 +271,8 @@ class Staging:
             order = [*chain(*self._current.values()), *self._coming]
         rank = {self._file(one): i for i, one in reversed(list(enumerate(order, 1)))}
         if not needed:
+            if key not in order:  # it was used meanwhile, without this thread
+                return False
             # those before it still need space of their own
             earlier = set(takewhile(lambda one: one != key, order))
             used += sum(self._bytes(one) for one in earlier if self._file(one).stem not in present)

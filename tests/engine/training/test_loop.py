@@ -108,11 +108,10 @@ def test_gradient_accumulation_equals_one_large_batch(training, tmp_path):
         np.testing.assert_allclose(four, one, rtol=2e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on a CPU")
-def test_compiled_equals_eager(training, tmp_path, monkeypatch):
-    """The whole step takes minutes: test_pretrainer.py traces it."""
-    monkeypatch.setenv("AOT_INDUCTOR_DEBUG_COMPILE", "1")  # C++ without optimisation
+@pytest.mark.gpu
+def test_compiled_equals_eager(training, tmp_path):
+    """For a CPU, where nothing is compiled unless asked for, it would take a minute: test_pretrainer.py
+    traces all of it."""
     small = {"model__layers": 1, "model__conv": [[8, 4], [8, 4]], "train__steps": 2}
     for how in ("eager", "layers"):
         training(how, before=nothing, **STILL, **small, train__compile=how).good()
