@@ -9,12 +9,14 @@ import pytest
 from benchmarks import first_run
 from benchmarks.measure import CaseError
 from omnilead.engine.training.loop import Loop
+from tests.engine.evaluate.conftest import make_quick
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
     monkeypatch.setattr(first_run, "call_fresh", lambda check, seconds: check())
     monkeypatch.setattr(Loop, "train", Loop.train)  # which `train` replaces
+    make_quick(monkeypatch)
 
 
 @pytest.mark.slow

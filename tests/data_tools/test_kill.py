@@ -33,7 +33,7 @@ from tests import unsynced  # noqa: F401
 from tests.forks import at_functions, death_at, fork, import_all
 from tests.waiting import HANG_S, until
 
-KILLS, SEED = 60, 20240229
+KILLS, SEED = 40, 20240229
 LAST_CALLS = 12
 ROOT = Path(__file__).parents[2]
 

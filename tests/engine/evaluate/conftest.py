@@ -12,7 +12,15 @@ from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.engine.evaluate import main
-from omnilead.engine.evaluation import bench, boosted, embedders, metrics, minirocket, results
+from omnilead.engine.evaluation import (
+    bench,
+    boosted,
+    embedders,
+    metrics,
+    minirocket,
+    probe,
+    results,
+)
 from omnilead.engine.inference import inputs
 from tests.conftest import save_model
 
@@ -53,9 +61,10 @@ def diagnostic(tmp_path_factory):
 
 
 def make_quick(patch):
-    """Few resamples, random weights, trees and features, and a part for each batch."""
+    """Few resamples, random weights, penalties, trees and features, and a part for each batch."""
     patch.setattr(bench, "RESAMPLES", 20)
     patch.setattr(embedders, "DRAWS", 2)
+    patch.setattr(probe, "STRENGTHS", probe.STRENGTHS[::6])
     patch.setattr(boosted, "ROUNDS", 5)
     patch.setattr(minirocket, "THRESHOLDS", 2)
     patch.setattr(inputs, "PART_BATCHES", 1)

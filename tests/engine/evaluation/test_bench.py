@@ -19,7 +19,7 @@ import omnilead
 from omnilead.__main__ import main
 from omnilead.engine.common import ALL, ConfigError, parse_leads
 from omnilead.engine.common import LEADS as LEADS_OF
-from omnilead.engine.evaluation import bench, embedders, probe
+from omnilead.engine.evaluation import bench, embedders
 from omnilead.engine.evaluation.bench import ProbedRecords, drawn, resampled, unlike, whitening
 from omnilead.engine.evaluation.metrics import (
     Classification,
@@ -46,7 +46,6 @@ def few_resamples():
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
         patch.setattr("omnilead.engine.evaluation.metrics.FEW", 3)
-        patch.setattr(probe, "STRENGTHS", probe.STRENGTHS[::6])
         yield
 
 

@@ -2,7 +2,6 @@
 on a draw."""
 
 import hashlib
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -64,15 +63,15 @@ def test_hashes_equal_those_of_engine_data_counter():
     assert np.array_equal(mixed.numpy().view(np.uint64), mix(state.copy()))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a compiler on a CPU")
+@pytest.mark.gpu  # for a CPU, where nothing is compiled unless asked for, it would take 20 s
 def test_compiled_hashes_are_the_same():
     """64-bit integers wrap in compiled code, too."""
 
     def draws(keys_R):
-        return hashed(keys_R[:, None], ModelStream.NEGATIVES, torch.arange(1000))
+        return hashed(keys_R[:, None], ModelStream.NEGATIVES, torch.arange(1000, device="cuda"))
 
-    assert torch.equal(torch.compile(draws, fullgraph=True, dynamic=False)(keys(6)), draws(keys(6)))
+    keys_R = keys(6).cuda()
+    assert torch.equal(torch.compile(draws, fullgraph=True, dynamic=False)(keys_R), draws(keys_R))
 
 
 def test_a_row_s_draws_do_not_depend_on_its_batch():
