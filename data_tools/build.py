@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -41,6 +41,7 @@ from omnilead.data_tools.dataset import (
 )
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from omnilead.data_tools.finishing import (
+    REMOVED,
     PlanFacts,
     as_parquet,
     finish,
@@ -81,7 +82,6 @@ from omnilead.data_tools.storage import (
     write_errors,
 )
 
-REMOVED = "patient was removed"
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 
 
@@ -137,7 +137,7 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
     if before and (changed := _changed(before, recipe)):
         raise DataError(f"--append: {changed}: give the options that {out.url} was made with")
     if not plan.shards:
-        return nothing_to_add(out, hidden(plan.rejects, options.pseudonym_key), before)
+        return nothing_to_add(out, hidden(plan.rejects, options), before)
     first = next_number(before) if before else 0
     _build(plan, [content + (mark or "") for _, content in marks], out, options, first)
     planned = PlanFacts.of(plan, first, before)
@@ -291,13 +291,13 @@ class _ShardWriter:
 
     def __init__(self, tar: TarWriter, options: ShardOptions) -> None:
         self.tar = tar
+        self.options = options
         self.key = options.pseudonym_key
         self.all_pretrain = options.plan == "all"
         self.leave_out = set(options.role_sources.leave_out)
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
-        self.removed = options.removed
 
     def add(self, path: str, label: str, part: int, record: EcgRecord | ReadError) -> None:
         """Add crop number `part` of a record. `label`: its source/name."""
@@ -315,10 +315,14 @@ class _ShardWriter:
             self._refuse_removed("", str(hashed))
         except ReadError as error:
             if error.reason == REMOVED:
-                name, path, notes = removal_mark(source, plain), "", []
-            self._note(source, name, [*notes, (error.reason, located(path, error.detail))])
+                notes = []
+            notes.append((error.reason, located(path, error.detail)))
+            refused = [(source, plain, *note) for note in notes]
+            self.rejects += hidden(refused, self.options)
             return
-        self._note(source, name, [*notes, *_flags(crop)])
+        # With a key without details, which may have names of files
+        for reason, detail in (*notes, *_flags(crop)):
+            self.rejects.append((source, name, reason, "" if self.key else detail))
         facts = row | {"crc32c": f"{crc:08x}", "waveform": f"{hashed:016x}"}
         member = f"{source}-{name}-{part:03d}"
         row["crc32c"] = crc
@@ -337,13 +341,9 @@ class _ShardWriter:
 
     def _refuse_removed(self, source: str, patient: str | None) -> None:
         """Also a copy of a removed waveform, which may be without its patient: source is "" then."""
-        if self.removed and removal_mark(source, patient) in self.removed:
+        removed = self.options.removed
+        if removed and removal_mark(source, patient) in removed:
             raise ReadError(REMOVED)
-
-    def _note(self, source: str, name: str, notes: Iterable[tuple[str, str]]) -> None:
-        """With a key without details, which may have names of files."""
-        for reason, detail in notes:
-            self.rejects.append((source, name, reason, "" if self.key else detail))
 
 
 def _part(number: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:

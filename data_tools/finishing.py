@@ -40,7 +40,7 @@ from omnilead.data_tools.prepare import (
     SPEC,
     SPEC_HASH,
 )
-from omnilead.data_tools.pseudonyms import pseudonym
+from omnilead.data_tools.pseudonyms import pseudonym, removal_mark
 from omnilead.data_tools.record import SYNTHETIC
 from omnilead.data_tools.shard_writers import (
     ROLES_WIDTH,
@@ -57,6 +57,7 @@ from omnilead.data_tools.storage import (
 )
 
 DIGEST_BYTES = 32  # at the end of a part
+REMOVED = "patient was removed"
 SYNTHETIC_LICENCE = "CC0-1.0"
 ROW_GROUP = 65_536
 FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
@@ -177,7 +178,7 @@ def finish(
     is extended; its rows, roles and shards stay, in front of the new ones."""
     leave_out = options.role_sources.leave_out
     shards, rejects, doubtful, numbers = _shard_facts(out, planned, leave_out)
-    rejects += hidden(planned.rejects, options.pseudonym_key)
+    rejects += hidden(planned.rejects, options)
     if not len(doubtful):
         return nothing_to_add(out, rejects, before)
     records = records_of(partial(_columns, out, planned, known=numbers, before=before))
@@ -453,14 +454,18 @@ def _without_shards(table: pa.Table) -> pa.Table:
     return replaced(table, pa.table(columns))
 
 
-def hidden(rejects: list[Reject], key: bytes | None) -> list[Reject]:
-    """With a key: names as pseudonyms, and no details, which may have names of files."""
-    if key is None:
-        return rejects
-    return [
-        (source, pseudonym(key, "r", source, name), reason, "")
-        for source, name, reason, _ in rejects
-    ]
+def hidden(rejects: list[Reject], options: ShardOptions) -> list[Reject]:
+    """With a key: names as pseudonyms, and no details, which may have names of files. Who was
+    removed has no name."""
+    key = options.pseudonym_key
+    shown = []
+    for source, name, reason, detail in rejects:
+        name = pseudonym(key, "r", source, name)
+        mark = removal_mark(source, name, "r")
+        if reason == REMOVED or mark in options.removed:
+            name, reason, detail = mark, REMOVED, ""
+        shown.append((source, name, reason, "" if key else detail))
+    return shown
 
 
 def _rejects_csv(rejects: list[Reject]) -> bytes:

@@ -10,6 +10,7 @@ import stat
 from hashlib import blake2b
 from pathlib import Path
 
+from omnilead.data_tools.constants import VENDORS
 from omnilead.data_tools.errors import StorageError
 
 
@@ -63,8 +64,11 @@ def other_key(mark: str | None, key: bytes | None) -> str:
     return ""
 
 
-def removal_mark(source: str, patient: str | None) -> str:
-    """By which a removed patient, or with source "" a waveform, is known when an archive still has it."""
+def removal_mark(source: str, name: str | None, kind: str = "p") -> str:
+    """By which a removed patient, or with source "" a waveform, is known when an archive still has it.
+    `kind`: r for a record."""
     from omnilead.data_tools.record import patient_source  # NumPy: `shard --help` needs none
 
-    return pseudonym(b"omnilead removed", "p", patient_source(source), patient or "")
+    if source == "hospital":  # a damaged file, of no known format any more
+        source = VENDORS[0]
+    return pseudonym(b"omnilead removed", kind, patient_source(source), name or "")

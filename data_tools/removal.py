@@ -33,6 +33,7 @@ from omnilead.data_tools.finishing import (
     with_roles,
     write_tables,
 )
+from omnilead.data_tools.plan import Reject
 from omnilead.data_tools.pseudonyms import other_key, removal_mark
 from omnilead.data_tools.record import patient_source
 from omnilead.data_tools.record_tables import WHOLE, decoded
@@ -152,15 +153,10 @@ def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]
     def left(columns: list[str]) -> pa.Table:
         return before.table(columns).filter(pa.array(~lost))
 
-    rejects = []
-    ends: dict[str, list[str]] = {}  # the names by their last words
-    for name in names:
-        ends.setdefault(["", *WORD.findall(name)][-1], []).append(name)
-    for reject in rejects_of(before):
-        text = f"{reject[1]} {reject[3]}"
-        words = "", *WORD.findall(text)
-        if not any(name in text for word in words for name in ends.get(word, ())):
-            rejects.append(reject)
+    gone = before.table(["source", "record"]).filter(pa.array(lost))
+    for source, record in zip(*gone.to_pydict().values(), strict=True):
+        marks.add(removal_mark(source, record, "r"))
+    rejects = _unnamed(rejects_of(before), names, marks)
     if "zarr" in before.meta["formats"]:
         tell(f"note: {before.root.url}/{STORE} is deleted: in the shards is all that it had")
     meta = before.meta | {
@@ -171,6 +167,22 @@ def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]
     roles, shards = left(ROLES), list[dict[str, Any]]()
     rows = with_roles(_rows(before, lost, shards), roles)
     return write_tables(before.root, meta, rows, rejects, shards, roles, before, "remove")
+
+
+def _unnamed(rejects: list[Reject], names: set[str], marks: set[str]) -> list[Reject]:
+    """Those without any of the names. Adds the marks of the others' records."""
+    left = []
+    ends: dict[str, list[str]] = {}  # the names by their last words
+    for name in names:
+        ends.setdefault(["", *WORD.findall(name)][-1], []).append(name)
+    for reject in rejects:
+        text = f"{reject[1]} {reject[3]}"
+        words = "", *WORD.findall(text)
+        if not any(name in text for word in words for name in ends.get(word, ())):
+            left.append(reject)
+        else:
+            marks.add(removal_mark(reject[0], reject[1], "r"))
+    return left
 
 
 def _rows(before: Dataset, lost: np.ndarray, shards: list[dict[str, Any]]) -> Iterator[pa.Table]:

@@ -19,9 +19,10 @@ from handmade import as_minor_0, build, ecg, files, flip
 from omnilead.data_tools import plan
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, STORE, Dataset
-from omnilead.data_tools.errors import DataError, DatasetError
+from omnilead.data_tools.errors import DataError, DatasetError, ReadError
 from omnilead.data_tools.finishing import rejects_of
-from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.pseudonyms import pseudonym
+from omnilead.data_tools.record import LEADS, EcgRecord, Header
 from omnilead.data_tools.removal import remove
 from omnilead.data_tools.sources.base import Source, shown_patient
 from omnilead.data_tools.splits import RoleSources
@@ -460,6 +461,44 @@ def test_copies_do_not_come_back_without_their_patient(tmp_path):
     more = listed(out, append=True, **records, d=("georgia", None, 3))
     assert sorted(more.column("record")) == ["c", "d"]
     assert {reason for _, _, reason, _ in rejects_of(more)} == {"patient was removed"}
+
+
+@pytest.mark.parametrize("in_plan", [True, False])
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_unreadable_files_of_those_who_are_removed_are_not_named(
+    key, in_plan, tmp_path, monkeypatch, capsys
+):
+    """Whether the header or the signal is, of a copy as well, and of a file that was refused before."""
+    out, file, read, how = tmp_path / "out", tmp_path / "w", Listed.read, {"pseudonym_key": key}
+    bad = ["second"]
+
+    def reads(source, name):
+        if name in bad:
+            raise ReadError("no lead", f"of {source.records[name][1]}")
+        return read(source, name)
+
+    monkeypatch.setattr(Listed, "read", reads)
+    monkeypatch.setattr(Listed, "source_of", lambda *_: "muse-xml" if key else "hospital")
+    records = {"theirs": ("muse-xml", "one_b", 1), "copied": ("muse-xml", None, 1)}
+    records |= {"second": ("muse-xml", "one_b", 3), "other": ("muse-xml", "two", 2)}
+    listed(out, options=how, **records)
+    file.write_text("one_b")
+    remove(str(out), str(file), key)
+    bad += ["theirs", "copied", "new"]
+    more = records | {"new": ("muse-xml", None, 4), "good": ("muse-xml", "two", 5)}
+    if not in_plan:
+        header = Header("", "muse-xml", 5000, 500.0)
+        monkeypatch.setattr(Listed, "header", lambda _, name: replace(header, name=name))
+    capsys.readouterr()
+    rows = rejects_of(listed(out, append=True, options=how, **more))
+    named = {row[1] for row in rows if row[2] == "no lead"}
+    # With a key, nobody knew whose the second was
+    unknown = ("new", "second") if key else ("new",)
+    assert named == {pseudonym(key, "r", "muse-xml", name) for name in unknown}
+    text = f"{rows} {capsys.readouterr()}"
+    for name in ("theirs", "copied"):
+        assert name not in text and pseudonym(key, "r", "muse-xml", name) not in text
+    assert {row[2] for row in rows} == {"no lead", "patient was removed"}
 
 
 @pytest.mark.parametrize("key", [None, b"k" * 32])
