@@ -288,7 +288,7 @@ def _parser() -> argparse.ArgumentParser:
             "remove",
             _remove,
             REMOVE,
-            "remove patients from a dataset, and check every byte",
+            "remove patients from a dataset, and check every byte; exit 0 only if it had them all",
             "dataset --patients withdrawn.txt",
         ),
         (
@@ -599,12 +599,12 @@ def _remove(parsed: argparse.Namespace) -> int:
     from omnilead.data_tools.removal import remove
 
     url, key = parsed.dataset, read_key(parsed.pseudonymize) if parsed.pseudonymize else None
-    made = remove(url, parsed.patients, key, parsed.workers, not interactive())
+    made, missing = remove(url, parsed.patients, key, parsed.workers, not interactive())
     echo(f"{url}: version {made.version}, {len(made):,} crops are left; every byte was checked")
     echo(
         "which models have seen them: omnilead seen RUN/model --data FILES, with files of their ECGs"
     )
-    return 0
+    return 1 if missing else 0
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Remove patients from a dataset, who withdrew their consent: another version of it, without them.
 
-    remove("DATASET", "withdrawn.txt")
+    dataset, missing = remove("DATASET", "withdrawn.txt")
 
 Shards that hold them are written again under new names, without their crops and copies of these;
 other rows keep their content and roles. When dataset.json has switched, what holds them is deleted,
@@ -50,8 +50,8 @@ SHORTEST = 5  # characters of a patient that is searched in texts: 17 may be any
 
 def remove(
     url: str, patients: str, key: bytes | None = None, workers: int = 1, quiet: bool = True
-) -> Dataset:
-    """`patients`: a file with one on each line."""
+) -> tuple[Dataset, int]:
+    """`patients`: a file with one on each line. -> also how many of them the dataset never had."""
     wanted = _wanted(patients)
     with locked(Dataset.open(url).root):
         made = Dataset.open(url)
@@ -61,7 +61,7 @@ def remove(
                 "without these patients"
             )
         owners = _owners(made)
-        people = _found(made, set(owners.unique().to_pylist()), wanted, key)
+        people, missing = _found(made, set(owners.unique().to_pylist()), wanted, key)
         theirs = pc.is_in(owners, pa.array(people, pa.string()))
         table = made.table(["record", "waveform"])
         waves = table["waveform"].filter(theirs).unique()
@@ -79,7 +79,7 @@ def remove(
     tell(f"note: {own:,} crops are removed, and {lost.sum() - own:,} copies of them")
     if found := verify(made, workers=workers, quiet=quiet):
         raise DatasetError(f"{url}: of {len(found)} findings after the removal: {found[0]}")
-    return made
+    return made, missing
 
 
 def _wanted(file: str) -> list[str]:
@@ -111,8 +111,10 @@ def _owners(made: Dataset) -> pa.Array:
     return pc.binary_join_element_wise(of_crops, table["patient"].combine_chunks(), "/")
 
 
-def _found(made: Dataset, there: set[str], wanted: list[str], key: bytes | None) -> list[str]:
-    """SOURCE/PATIENT of those that are `there`, in the dataset; says who is not."""
+def _found(
+    made: Dataset, there: set[str], wanted: list[str], key: bytes | None
+) -> tuple[list[str], int]:
+    """SOURCE/PATIENT of those that are `there`, in the dataset; says who is not. -> also how many."""
     if key and (wrong := other_key(made.meta["pseudonyms"], key)):
         raise DataError(wrong)
     people: set[str] = set()
@@ -141,7 +143,7 @@ def _found(made: Dataset, there: set[str], wanted: list[str], key: bytes | None)
         tell(f"note: {before:,} of these patients were removed before")
     elif not people:
         raise DataError(f"none of the patients is in {made.root.url}: nothing is removed")
-    return sorted(people)
+    return sorted(people), len(missing)
 
 
 def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]) -> Dataset:

@@ -370,7 +370,7 @@ def test_a_dataset_grows_and_forgets_as_on_a_disk(s3, small, tmp_path):
         build(small, out)
         grown = build(tmp_path / "more", out, append=True)
         (tmp_path / "w").write_text(grown.column("patient")[-1])
-        made.append(remove(out, str(tmp_path / "w")))
+        made.append(remove(out, str(tmp_path / "w"))[0])
     assert made[1].version == 3 and made[1].fingerprint == made[0].fingerprint
     assert s3_files(f"{BUCKET}/out") == files(tmp_path / "out")
 
