@@ -44,6 +44,7 @@ from omnilead.data_tools.finishing import (
     REMOVED,
     PlanFacts,
     as_parquet,
+    check_sample,
     finish,
     hidden,
     nothing_to_add,
@@ -139,7 +140,8 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
     if not plan.shards:
         return nothing_to_add(out, hidden(plan.rejects, options), before)
     first = next_number(before) if before else 0
-    _build(plan, [content + (mark or "") for _, content in marks], out, options, first)
+    contents = [content + (mark or "") for _, content in marks]
+    _build(plan, contents, out, options, first, before)
     planned = PlanFacts.of(plan, first, before)
     del plan  # a gigabyte of ten million records
     return finish(planned, out, recipe, options, before)
@@ -204,9 +206,18 @@ def _changed(finished: Dataset, recipe: dict[str, Any]) -> str:
 
 
 def _build(
-    plan: ShardPlan, contents: list[str], out: Folder, options: ShardOptions, first: int = 0
+    plan: ShardPlan,
+    contents: list[str],
+    out: Folder,
+    options: ShardOptions,
+    first: int = 0,
+    before: Dataset | None = None,
 ) -> None:
-    """Build the missing shards. `first`: the number of the first."""
+    """Build the missing ones of so many shards. `first`: the number of the first; `before`: the dataset
+    that they are for, if it has others."""
+    if before and len(contents) > 1:  # what is refused then should not cost hours
+        _build(plan, contents[:1], out, options, first)
+        check_sample(out, shard_name(first), before)
     if options.plan == "all":  # they have their roles at once
         roles = f" all {' '.join(options.role_sources.leave_out)}"
         contents = [content + roles for content in contents]
@@ -218,13 +229,18 @@ def _build(
     checked = cluster.run(partial(_finished, out), left, options.workers, options.cluster)
     quiet = options.quiet or not left
     finished = set(tqdm(checked, "checking finished shards", len(left), disable=quiet))
-    missing = [i for i in range(plan.shards) if first + i not in finished]
+    missing = [i for i in range(len(contents)) if first + i not in finished]
     tasks = ((first + i, plan.shard(i).crops, contents[i]) for i in missing)
     build = partial(build_shard, out, plan.sources, options)
     made = cluster.run(build, tasks, options.workers, options.cluster)
-    done = plan.shards - len(missing)
+    done = len(contents) - len(missing)
     for _ in tqdm(
-        made, total=plan.shards, initial=done, unit=" shards", desc="shards", disable=options.quiet
+        made,
+        total=len(contents),
+        initial=done,
+        unit=" shards",
+        desc="shards",
+        disable=options.quiet,
     ):
         pass
 

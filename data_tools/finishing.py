@@ -56,6 +56,7 @@ from omnilead.data_tools.storage import (
     write_errors,
 )
 
+SAMPLE = 100  # records, of which one has a patient if many have
 DIGEST_BYTES = 32  # at the end of a part
 REMOVED = "patient was removed"
 SYNTHETIC_LICENCE = "CC0-1.0"
@@ -210,14 +211,23 @@ def finish(
     return settle(write_tables(out, meta, rows, rejects, shards, roles, before), not before)
 
 
-def _check_patients(records: splits.Records, before: Dataset) -> None:
+def check_sample(out: Folder, shard: str, before: Dataset) -> None:
+    """An error if SAMPLE records of a source in this shard, one of many that are appended, show what
+    would be one at the end."""
+    read = partial(_columns, out, PlanFacts([shard], [], []), before=before)
+    _check_patients(records_of(read), before, SAMPLE)
+
+
+def _check_patients(records: splits.Records, before: Dataset, fewest: int = 1) -> None:
     """An error if records of a source had patients, and none that is appended has: by chance, fewer
-    than one in a hundred such appends would have none."""
+    than one in a hundred such appends would have none. `fewest`: of a source with less nothing is said."""
     new = np.arange(len(records.names)) > records.crop_record[: len(before)].max()
     for code, name in enumerate(records.source_names):
         mine = records.source == code
         old, added = (records.owner[mine & some] >= 0 for some in (~new, new))
-        if len(old) and not added.any() and (~old).mean() ** len(added) < 0.01:
+        if not len(old) or len(added) < fewest or added.any():
+            continue
+        if (~old).mean() ** len(added) < 0.01:
             settle(before)
             raise DatasetError(
                 f"--append: patients of the new records of {name} are unknown, those of others are "

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from handmade import as_minor_0, build, ecg, files, flip
 
-from omnilead.data_tools import plan
+from omnilead.data_tools import finishing, plan
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, STORE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError
@@ -227,6 +228,26 @@ def test_what_the_dataset_was_made_with_may_not_be_left_out(tmp_path):
     former = as_minor_0(made, tmp_path / "former")
     with pytest.raises(DataError, match="shards without roles, of an earlier omnilead"):
         listed(former.root.url, append=True, options=mine, b=("mine", "one", 2))
+
+
+@pytest.mark.parametrize(
+    ("sample", "patient", "built"), [(4, None, 4), (5, None, 12), (4, "who8", 12)]
+)
+def test_unknown_patients_are_refused_before_many_shards_are_built(
+    sample, patient, built, tmp_path, monkeypatch
+):
+    """Unless the sample is too small, or has a patient."""
+    made = listed(tmp_path, a=("mine", "who1", 1), b=("mine", "who2", 2), c=("other", "who1", 3))
+    was, read, keys = files(tmp_path), Listed.read, []
+    header = Header("", "mine", 5000, 500.0)
+    monkeypatch.setattr(Listed, "header", lambda _, name: replace(header, name=name))
+    monkeypatch.setattr(Listed, "read", lambda source, key: keys.append(key) or read(source, key))
+    monkeypatch.setattr(finishing, "SAMPLE", sample)
+    new = {f"n{i}": ("mine", patient if i % 4 else None, 9 + i) for i in range(12)}
+    with nullcontext() if patient else pytest.raises(DataError, match="of mine are unknown"):
+        listed(tmp_path, append=True, **new)
+    assert len(keys) == built and verify(Dataset.open(made.root.url)) == []
+    assert patient or files(tmp_path) == was
 
 
 def test_a_source_keeps_its_licence(tmp_path, monkeypatch, capsys):
