@@ -32,12 +32,14 @@ def table_of(
     """Lines that say it; `out`: a CSV file to write."""
     step, seen, datasets, times = trained_on(model)
     people, unknown = seen["patient"].to_numpy(), seen["hash"].to_numpy() < 0
+    has = "is known to have" if unknown.any() else "has"
     yield (
-        f"{model}, step {step}: has seen {(~people & ~unknown).sum():,} "
+        f"{model}, step {step}: {has} seen {(~people & ~unknown).sum():,} "
         f"waveforms of {people.sum():,} patients (records where they are unknown)"
     )
     if unknown.any():
-        yield "it is not known what else it was trained on: what is not seen here may be"
+        ask = f"; {model}/model may know more" if datasets else ""
+        yield f"it is not known what else it was trained on: what is not seen here may be{ask}"
     tables = []
     for url in data or datasets:
         options = EcgOptions((url,), anonymous=anonymous)

@@ -164,7 +164,9 @@ def test_fine_tuning_keeps_what_its_start_saw(run, whole, tmp_path, capsys):
 def test_what_is_unknown_and_what_is_wrong_is_one_line(run, whole, saved_model, tmp_path, capsys):
     code, said, _ = seen(capsys, saved_model(), "--data", whole.root.url)
     assert code == 0 and "it is not known what else it was trained on" in said
-    assert "has seen 0 waveforms of 0 patients" in said and counted(said)["unlabelled"] == (0, 0, 0)
+    assert "is known to have seen 0 waveforms of 0 patients" in said and counted(said)[
+        "unlabelled"
+    ] == (0, 0, 0)
     (tmp_path / "broken.hea").write_text("broken 12 500")
     wrong = partial(seen, capsys)
     for words, why in (
@@ -188,6 +190,7 @@ def test_a_run_whose_data_are_gone_says_so(whole, tmp_path, capsys):
     shutil.rmtree(copied)
     code, said, err = seen(capsys, tmp_path / "run", "--data", whole.root.url)
     assert code == 0 and "cannot say what it was trained on" in err
+    assert "is known to have seen 0 waveforms" in said and "run/model may know more" in said
     assert "it is not known what else" in said and counted(said)["unlabelled"] == (0, 0, 0)
     assert counted(before)["unlabelled"][0] > 0
     assert seen(capsys, tmp_path / "run" / "model", "--data", whole.root.url)[1] == before
