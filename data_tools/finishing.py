@@ -468,6 +468,8 @@ def hidden(rejects: list[Reject], options: ShardOptions) -> list[Reject]:
     """With a key: names as pseudonyms, and no details, which may have names of files. Who was
     removed has no name."""
     key = options.pseudonym_key
+    if key is None and not options.removed:
+        return rejects  # there may be millions
     shown = []
     for source, name, reason, detail in rejects:
         name = pseudonym(key, "r", source, name)
