@@ -120,7 +120,7 @@ NAMES: Option = {"metavar": "NAME", "nargs": "+"}
 SOURCE: Option = {"default": "auto", "metavar": "KIND", "help": f"format of SRC: {KINDS}"}
 PATIENTS: Option = {
     "metavar": "FILE",
-    "help": "who is the patient of which record: CSV or parquet with record,patient, or "
+    "help": "the patient of each record: CSV or parquet with columns record and patient, or "
     "ptbxl_database.csv",
 }
 ARRAYS: dict[str, Option] = {
@@ -129,15 +129,15 @@ ARRAYS: dict[str, Option] = {
         "metavar": "HZ",
         "help": "sampling rate of --source arrays without arrays.yaml",
     },
-    "--unit": {"help": "its unit: mV, uV, V, or how many microvolts one step is"},
-    "--leads": {"help": "its leads: 12, or their names in order, such as I,II,V1"},
+    "--unit": {"help": "unit of these arrays: mV, uV, V, or how many microvolts one step is"},
+    "--leads": {"help": "leads of these arrays: 12, or their names in order, such as I,II,V1"},
 }
 SYNTH: dict[str, Option] = {
     "out": {"metavar": "OUT", "help": "an empty or new folder"},
     "--patients": {
         "type": _number(int, 1),
         "default": 100,
-        "help": "PTB-XL patients, and as many other records (100)",
+        "help": "PTB-XL patients; in physionet2021 as many other records, too (100)",
     },
     "--two-sessions": SHARE
     | {"default": 0.11, "help": "share of PTB-XL patients with two recordings (0.11)"},
@@ -165,7 +165,9 @@ SHARD: dict[str, Option] = {
         "help": "storage format of the samples (tar)",
     },
     "--plan": PLAN
-    | {"help": "roles by patient, all for pre-training, or roles by crop, which leaks (paper)"},
+    | {
+        "help": "paper: roles by patient; all: all for pre-training; paper-split: roles by crop, which leaks (paper)"
+    },
     "--dx-sources": NAMES
     | {"help": "sources for diagnosis train, valid and test (cpsc_2018 georgia)"},
     "--id-sources": NAMES | {"help": "sources for gallery and probe (ptb-xl)"},
@@ -174,7 +176,7 @@ SHARD: dict[str, Option] = {
     "--leave-out-flags": {
         "metavar": "FLAG,FLAG",
         "default": IMPLAUSIBLE,
-        "help": f"crops with one of these flags are not for pre-training: {', '.join(CROP_FLAGS)}, or "
+        "help": f"leave crops with one of these flags out of pre-training: {', '.join(CROP_FLAGS)}, or "
         "none (implausible)",
     },
     "--id-share": SHARE
@@ -223,11 +225,11 @@ REMOVE: dict[str, Option] = {
     "--patients": {
         "metavar": "FILE",
         "required": True,
-        "help": "one on each line, as the dataset names them: PATIENT, or SOURCE/PATIENT",
+        "help": "a file with one patient on each line, as in the dataset: PATIENT or SOURCE/PATIENT",
     },
     "--pseudonymize": {
         "metavar": "KEYFILE",
-        "help": "the key file of the dataset, if FILE has the ids from before",
+        "help": "the key file of the dataset, if FILE has the original ids",
     },
     "--workers": WORKERS,
 }
@@ -274,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
             "shard",
             _shard,
             SHARD,
-            "make a dataset from archives, or finish one",
+            "make a dataset from archives, or finish an interrupted one",
             "archive --out dataset --workers 8",
         ),
         (
@@ -295,14 +297,14 @@ def _parser() -> argparse.ArgumentParser:
             "show",
             _show,
             SHOW,
-            "print or draw a dataset, one of its crops, or a record; where a model looks: show --why AF --help",
+            "print or draw a dataset, one of its crops, or a record; to draw where a model looks, see show --why AF --help",
             "dataset --crop 7 --png ecg.png",
         ),
         (
             "labels",
             _labels,
             LABELS,
-            "write an archive's published labels as tables, or your own with pseudonyms",
+            "write an archive's published labels as tables, or your own table with pseudonyms",
             "ptbxl archive --out labels",
         ),
     )

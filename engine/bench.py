@@ -6,13 +6,13 @@ and identification.
     omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --noise 0 1 --out OUT      trained on A, tested on B
     omnilead bench --models small --data DATASET --tasks my.csv --reader boosted --head MODEL --out OUT    for omnilead predict
 
-Baselines are included: five draws of random weights of each architecture, and what needs no
+Baselines are included: five draws of random weights of each architecture, and methods without
 pre-training: the mean beat, measurements of the signal, gradient boosting on both (extra `bench`),
-and MiniRocket. NAME=RUN,RUN,... averages the scores of runs
-of several seeds. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the embeddings.
-Run again after an interruption or with more tasks, the command computes only what is missing.
-Without a terminal, a line on stderr says when a model is done. How to compare fairly:
-docs/comparing.md. Exit code 2: an argument or a file is wrong.
+and MiniRocket. NAME=RUN,RUN,... averages the scores of runs with different seeds. OUT holds
+bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the embeddings. Run again after an
+interruption or with more tasks, the command computes only what is missing. Without a terminal, a
+line on stderr says when a model is done. How to compare fairly: docs/comparing.md. Exit code 2: an
+argument or a file is wrong.
 """
 
 import argparse
@@ -111,7 +111,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (12)',
     )
     add(
-        "--fit-leads", default="", metavar="L", help="leads of the labelled ECGs (those of --leads)"
+        "--fit-leads",
+        default="",
+        metavar="L",
+        help="leads that probes are fitted on (those of --leads)",
     )
     add(
         "--share",
@@ -119,7 +122,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=[1.0],
         metavar="S",
-        help="share of the patients of train and valid with labels (1)",
+        help="share of the patients of train and valid to fit on (1)",
     )
     add(
         "--noise",
@@ -127,7 +130,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         default=[0.0],
         metavar="N",
-        help="noise in test; 1: the paper's strength (0)",
+        help="noise added to test ECGs; 1: the paper's amplitude (0)",
     )
     add("--readout", **READOUT)
     add(
@@ -141,7 +144,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--reader",
         choices=["linear", "boosted"],
         default="linear",
-        help="what reads the embeddings of the models: a linear probe or gradient boosting (linear)",
+        help="what is fitted on embeddings: a linear probe or gradient boosting (linear)",
     )
     add("--head", default="", metavar="MODEL", help="write the model with its probe as a head")
     add("--seed", type=int, default=0, help="seed of the random weights (0)")

@@ -80,7 +80,7 @@ class RoleSelection(Section):
 
 
 class DataConfig(Section):
-    datasets: tuple[str, ...] = ()  # directories or s3:// URLs
+    datasets: tuple[str, ...] = ()  # folders or s3:// addresses
     train: RoleSelection = RoleSelection(pretrain=True)
     # for the validation loss; datasets without such crops are skipped
     valid: RoleSelection = RoleSelection(dx="valid")
@@ -124,15 +124,15 @@ class TrainConfig(Section):
     clip_norm: float = Field(default=0.0, ge=0)  # 0: no gradient clipping
     # stop after N non-finite steps in a row; checked when logging
     max_nonfinite: int = Field(default=10, ge=1, le=10**6)
-    seed: int = Field(default=0, ge=0, lt=2**63)  # of data order, augmentation and initial weights
+    seed: int = Field(default=0, ge=0, lt=2**63)  # for data order, augmentation, initial weights
     # deterministic GPU kernels; an operation that has none is an error that names it
     deterministic: bool = False
-    # besides metrics.jsonl
+    # loggers besides metrics.jsonl
     track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     log_every: int = Field(default=10, ge=1)  # steps
     validate_every: int = Field(default=0, ge=0)  # steps; 0: never
-    valid_batches: int = Field(default=16, ge=1)  # at most, per validation
-    # The metric that chooses the best checkpoint; None: the task's first validation metric
+    valid_batches: int = Field(default=16, ge=1)  # at most, in each validation
+    # the metric that chooses the best checkpoint; None: the task's first validation metric
     best: BestMetric | None = None
     # early stopping after this many validations in a row without improvement; 0: never
     patience: int = Field(default=0, ge=0)
@@ -143,7 +143,7 @@ class TrainConfig(Section):
     # minutes between checkpoints, which are written while training goes on
     save_every_minutes: float = Field(default=30.0, gt=0)
     keep: int = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
-    # of one device, for MFU; None: measured at the start
+    # peak TFLOP/s of one device, for MFU; None: measured at the start
     peak_tflops: float | None = Field(default=None, gt=0)
     # the run ends when a rank does not respond for this long
     timeout_s: float = Field(default=600.0, gt=0, le=1e6)

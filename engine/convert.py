@@ -17,8 +17,8 @@ mean 0 and standard deviation 1 in each lead of each record (fairseq-signals
 scripts/preprocess/ecg). auto follows the checkpoint's settings: layernorm (over all leads of 5 s)
 if they set normalize, zscore if one of their paths names ECG-FM or MIMIC-IV-ECG (printed), else
 millivolt. --fs: the sampling rate of the training signals, if the settings lack it (DeepECG-SSL:
-250). Inputs are resampled to it. If the settings state another rate, also those of pre-training in
-a fine-tuned checkpoint, --fs is used and the difference is printed.
+250). Inputs are resampled to it. If the settings (or those of the pre-training, in a fine-tuned
+checkpoint) state another rate, --fs is used and the difference is printed.
 
 from-torch: WEIGHTS is a state_dict, a checkpoint with one in it, or .safetensors. The class follows
 docs/extending.md; adapters for other layouts: docs/foreign_models.md. All of its weights must be in
@@ -125,7 +125,12 @@ def add_torch_options(sub: argparse.ArgumentParser) -> None:
         ("--options", str, "{}", "arguments of the class as YAML, such as '{width: 64}'"),
         ("--leads", str, "12", "leads of the training signals in order (12), or I,II,V2"),
         ("--window", float, 5.0, "length of the training signals in seconds (5)"),
-        ("--prefix", str, "", "names in the file begin with it, if several networks are in it"),
+        (
+            "--prefix",
+            str,
+            "",
+            "with what the names of the network begin, if the file holds several",
+        ),
     ):
         add(option, type=kind, default=default, help=text)
     add(

@@ -1,4 +1,4 @@
-"""Write the embeddings that a trained model gives ECGs, as parquet.
+"""Write a trained model's embeddings of ECGs as parquet.
 
     omnilead embed --model RUN --data DATASET --out F.parquet                  one row for each crop of 10 s
     omnilead embed --model RUN --data FOLDER A.hea B.dcm --out F.parquet       records, known archives, hospital files
@@ -9,10 +9,10 @@ Columns: source, record, patient, row (of the dataset), start_s, flags (as in sa
 `implausible` if the file probably states a wrong scale), embedding (fixed_size_list<float32>).
 What an embedding keeps of an ECG: --readout, docs/readouts.md. F.parquet is written in parts: run
 the same command again to resume; the result has the same bytes. .npy files, also in a folder, hold
-[leads, samples] or [ECGs, leads, samples]; .npz files hold any number of [leads, samples]. --leads:
-the leads shown to the model, others are zeros; for arrays, also the names of the rows. A folder's unreadable files are
-listed and left out. Exit code 2: an argument or a file is wrong. Exit code 1: computing or writing
-failed.
+[leads, samples] or [ECGs, leads, samples]; .npz files hold any number of [leads, samples]. --leads
+names the leads shown to the model, and the others are set to zero; for arrays it also names the
+rows. A folder's unreadable files are listed and left out. Exit code 2: an argument or a file is
+wrong. Exit code 1: computing or writing failed.
 """
 
 import argparse
@@ -33,12 +33,12 @@ from omnilead.engine.commandline import (
 PER = ("crop", "record", "half")
 PSEUDONYMS: Any = {
     "metavar": "KEYFILE",
-    "help": "of files: replace record and patient ids with keyed hashes, as `shard` does",
+    "help": "for files: replace record and patient ids with keyed hashes, as `shard` does",
 }
 READOUT: Any = {
     "default": "",
     "metavar": "R",
-    "help": "parts joined by +: mean, std, beats, rhythm (the model's own: config.json, readout)",
+    "help": "parts joined by +: mean, std, beats, rhythm, waveform (the model's own)",
 }
 
 

@@ -7,8 +7,8 @@
     torchrun --nproc-per-node 8 -m omnilead.engine.evaluate --model RUN --data DATASET --json F.json  # a GPU per rank
 
 Classification: AUROC, AUPRC, Brier score, accuracy (all labels of an ECG right), F measure,
-sensitivity and specificity at the model's thresholds; with --role valid, from which score on 95 %
-of the positive records lie, and the specificity there; for diagnosis also the CinC 2021 Challenge
+sensitivity and specificity at the model's thresholds; with --role valid, the score from
+which on 95 % of the positive records lie, and the specificity there; for diagnosis also the CinC 2021 Challenge
 score. Regression: mean absolute error, RMSE, R2, Pearson r. Survival: Harrell's C-index. Each is
 given for halves of 5 s, as in the paper (or the model's windows), and for whole records.
 Identification: the share of probes whose most similar gallery crop (cosine) is of the same
@@ -186,7 +186,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--labels",
         default="",
         metavar="CSV",
-        help="a table of labels, CSV or parquet, with the columns of the task (RUN's)",
+        help="a table of labels, CSV or parquet, with the columns of the task (the one that RUN keeps)",
     )
     add("--role", choices=("test", "valid"), default="test", help="the split to score (test)")
     add("--json", type=Path, metavar="F", help="write the scores as JSON")

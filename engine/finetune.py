@@ -13,14 +13,14 @@ config.
 
 Labels are 0 and 1, true and false, text or numbers; an empty cell is unknown. A column `fold` or
 `split` splits the records; without one, patients are split 8:1:1. Without --config, batch size,
-steps and learning rate are chosen to suit the data, with early stopping. Also under `deepspeed
---module omnilead.engine.finetune` or torchrun (write --set start=RUN there, since torchrun takes
---start for its own). OUT/ has the files of a pre-training, and labels.parquet, the columns of the
-table that were used; it resumes the same way. OUT/model/ is the best step by validation
+steps and learning rate are chosen to suit the data, with early stopping. It also runs under
+`deepspeed --module omnilead.engine.finetune` or torchrun (there write --set start=RUN, since
+torchrun takes --start as its own option). OUT/ has the files of a pre-training run, and
+labels.parquet, the columns of the table that were used; it resumes in the same way. OUT/model/ is the best step by validation
 (train.best): `omnilead evaluate --model OUT ...` tests it. In Python:
 `tuned = omnilead.finetune("RUN", data="DATASET", labels="my.csv", out="OUT")`. SIGTERM or Ctrl-C
-stops after the micro-batch with a checkpoint of the last whole step, exit 0 or 130. Exit 2: a
-setting or a file is wrong. Exit 1: the run failed.
+stops it after the micro-batch, with a checkpoint of the last whole step and exit code 0 or 130.
+Exit 2: a setting or a file is wrong. Exit 1: the run failed.
 """
 
 import sys

@@ -13,10 +13,9 @@ but they were not recorded, or are all zero), then, by the kind of task: for eac
 (probability) and AF_predicted (true above the threshold with the best F1 in validation, which can
 be far below 0.5; for 95 % sensitivity see `omnilead evaluate --role valid`); or `predicted` (the
 most probable class) and the probability of each class; or values such as age_years, or risk. The
-prediction of a record is the mean over its segments (5 s, or the model's window). A folder's
-unreadable files are listed and left out.
-Inputs and resuming work as in `omnilead embed`. Exit code 2: an argument or a file is wrong.
-Exit code 1: computing or writing failed.
+prediction of a record is the mean over its segments (5 s, or the model's window). Inputs,
+unreadable files and resuming are as in `omnilead embed`. Exit code 2: an argument or a file is
+wrong. Exit code 1: computing or writing failed.
 """
 
 import argparse

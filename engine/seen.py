@@ -2,17 +2,19 @@
 
     omnilead seen RUN                                    also how often each crop was drawn, up to the newest checkpoint
     omnilead seen RUN --out seen.csv                     a table with a row for each record
-    omnilead seen MODEL --data DATASET --out seen.csv    of RUN/model, a copy of it, small, s3://... or hf://org/name
+    omnilead seen MODEL --data DATASET --out seen.csv    MODEL: RUN/model, a copy of it, small, s3://... or hf://org/name
     omnilead seen MODEL --data A.hea B.dcm               whether it has seen these ECGs
 
 A run's order is computed again from its settings and data; if these are gone, ask RUN/model. A model
-has hashes alone: of waveforms, and of patients, or records where the patient is unknown, also of those
-that its starts were trained on. A waveform is found only if it is bit-identical. Hashes have 48 bits:
-with 10 million patients and as many waveforms, one stranger in 14 million is taken for seen.
+has only hashes, of waveforms and of patients (of records where the patient is unknown), including what
+the models that it was started from were trained on. A waveform is found only if it is bit-identical.
+Hashes have 48 bits: with 10 million patients and as many waveforms, one stranger in 14 million is taken
+for seen.
 
-Uses: unlabelled, in pre-training; selected, in validation, which chose the step; labelled, trained on with
-its label. Where there were several, the last counts. Columns of the table: source, record, patient, waveform
-(its use), owner (the use of the patient), times (how often the record's crops were drawn; empty if unknown).
+Uses: unlabelled, in pre-training; selected, in validation, which chose a step, a threshold or a penalty;
+labelled, trained on with its label. Of several uses, the last in this list counts. Columns of the table:
+source, record, patient, waveform (its use), owner (the use of the patient), times (how often
+the record's crops were drawn; empty if unknown).
 """
 
 import argparse
@@ -43,7 +45,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     models = "a run, a model folder, small, s3://... or hf://org/name"
     add("model", metavar="RUN|MODEL", help=models)
-    ecgs = "datasets, folders or files of ECGs (those of RUN)"
+    ecgs = "datasets, folders or files of ECGs (default: the data of RUN)"
     add("--data", nargs="+", metavar="DATASET|FILE", help=ecgs)
     add("--out", type=Path, metavar="F.csv", help="write a table with a row for each record")
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")

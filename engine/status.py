@@ -1,11 +1,11 @@
-"""Show in one screen how a training stands: step, loss, speed, where the time goes, the last
+"""Show the state of a training run on one screen: step, loss, speed, where the time goes, the last
 checkpoint, and the time left.
 
     omnilead status RUN
     watch -n 10 omnilead status RUN
 
-It reads RUN's files only, so it can be asked on any machine that sees them, while the training runs
-and afterwards.
+It only reads RUN's files, so it works on any machine that sees them, during training and
+afterwards.
 """
 
 import fcntl

@@ -31,7 +31,7 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     "pretrain": ("omnilead.engine.pretrain", "pre-train an encoder on a dataset"),
     "finetune": ("omnilead.engine.finetune", "fine-tune a pre-trained encoder on a task"),
     "report": ("omnilead.engine.report.__main__", "write RUN/report.html, at any time"),
-    "status": ("omnilead.engine.status", "show how a training stands, in one screen"),
+    "status": ("omnilead.engine.status", "show the state of a training run"),
     "evaluate": ("omnilead.engine.evaluate", "score a model on held-out ECGs"),
     "embed": ("omnilead.engine.embed", "write embeddings of ECGs as parquet"),
     "bench": ("omnilead.engine.bench", "compare models by linear probes on frozen embeddings"),

@@ -78,7 +78,7 @@ class PipelineConfig:
     on_corrupt: Literal["stop", "skip"] = "stop"
     threads: Annotated[int | None, Field(ge=1)] = None  # reading threads; None: 1, on a GPU 2
     read_ahead: Annotated[int, Field(ge=1)] = 2  # minimum number of prefetched batches
-    cache_dir: str | None = None  # local cache directory for datasets on s3://
+    cache_dir: str | None = None  # local cache folder for datasets on s3://
     cache_bytes: int = 100 * 2**30  # size limit of cache_dir
 
 

@@ -18,7 +18,7 @@ NAME = "omnilead report"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("report", __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     run = parser.parse_args(arguments).run
 
     from omnilead.engine.report.run_report import write_report

@@ -90,9 +90,7 @@ class StepLog:
 class RunFiles:
     def __init__(self, run: Path) -> None:
         if not (run / METRICS).is_file():
-            raise ConfigError(
-                f"{run}: no {METRICS}: give the directory of a run of omnilead pretrain or finetune"
-            )
+            raise ConfigError(f"{run}: no {METRICS}: give the folder of a pretrain or finetune run")
         self.name = run.resolve().name
         self.metrics = StepLog(run / METRICS)
         self.held_out = StepLog(run / VALIDATION)

@@ -24,33 +24,33 @@ Value = Annotated[str, AsText]  # folds: {train: [1, 2]}
 
 @dataclass(frozen=True, config=STRICT)
 class TaskConfig:
-    name: Name = "diagnosis"  # in results and file names
-    kind: TaskKind = "multilabel"  # of the labels
+    name: Name = "diagnosis"  # name in results and file names
+    kind: TaskKind = "multilabel"  # kind of the labels
     # CSV or parquet file. "": 26 diagnoses (multilabel), patients (identity), or `columns` of the
     # dataset
     labels: str = ""
-    # label columns; []: all but record, source, patient, fold, split. No table: age, sex. Of
-    # survival: the time, then the event (0: censored, 1); []: time, event
+    # label columns; []: all but record, source, patient, fold, split. Without a table: age, sex. For
+    # survival: the time, then the event (1, or 0: censored); []: time, event
     columns: tuple[Value, ...] = ()
-    classes: tuple[Value, ...] = ()  # of multiclass, in order; []: the values that occur, sorted
-    unit: Annotated[str, Field(max_length=32)] = ""  # of regression's values, of survival's times
+    classes: tuple[Value, ...] = ()  # multiclass, in order; []: the values that occur, sorted
+    unit: Annotated[str, Field(max_length=32)] = ""  # of regression values or survival times
     # column: by the table's `fold` or `split`; 8:1:1: drawn by patient; roles: the dataset's; auto:
     # column if there is one, else 8:1:1 with a table, roles without
     split: Literal["auto", "roles", "column", "8:1:1"] = "auto"
     # {train: [1, 2], valid: [3], test: [4]}; {}: the last fold is test, the one before it valid
     folds: dict[Literal["train", "valid", "test"], tuple[Value, ...]] = field(default_factory=dict)
-    # balanced: weights inverse to how frequent each class is; of binary, multilabel, multiclass
+    # balanced: weights inverse to class frequency; for binary, multilabel, multiclass
     class_weights: Literal["none", "balanced"] = "none"
-    # of ArcFace, the loss of identity
+    # scale of ArcFace, the loss of kind identity
     scale: Annotated[float, Field(ge=1, le=1e4)] | Literal["learned"] = 192.0
-    margin: Annotated[float, Field(ge=0, le=3)] = 1.0  # of ArcFace, in radians
+    margin: Annotated[float, Field(ge=0, le=3)] = 1.0  # margin of ArcFace, in radians
     # share of all steps over which the margin grows from 0
     margin_warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
-    # initial ones of ArcFace; means: mean embeddings of each class
+    # initial class vectors of ArcFace; means: the mean embedding of each class
     class_vectors: Literal["random", "means"] = "random"
-    # "": a linear layer of the mean over tokens; start: the linear layer and the read-out of
-    # `start`, a model of `omnilead bench --head`; attention: of means weighted by learnt queries; or
-    # your own file.py:Class(width, outputs), from mean encodings to logits
+    # "": a linear layer on the mean over tokens; start: the linear layer and the read-out of
+    # `start`, a model of `omnilead bench --head`; attention: a linear layer on means weighted by
+    # learnt queries; or your own file.py:Class(width, outputs), from the mean over tokens to logits
     head: str = ""
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class TaskConfig:
             )
         if self.class_weights != "none" and self.kind in ("regression", "survival", "identity"):
             raise ConfigError(
-                f"task.class_weights={self.class_weights!r}: kind {self.kind} is not weighed by class: "
+                f"task.class_weights={self.class_weights!r}: kind {self.kind} has no class weights: "
                 "use none"
             )
         assigned = [fold for folds in self.folds.values() for fold in folds]
@@ -73,7 +73,7 @@ class TaskConfig:
 class FinetuneData(Section):
     """The task decides which crops are used: engine.tasks."""
 
-    datasets: tuple[str, ...] = ()  # directories or s3:// URLs
+    datasets: tuple[str, ...] = ()  # folders or s3:// addresses
     # Train and validate only on crops for which this is true, such as age >= 18 and quality != "poor";
     # columns are those of the label table, then those of samples.parquet
     where: str = ""

@@ -465,7 +465,7 @@ def test_invalid_settings_are_one_line(tune, tuned, archive, tmp_path):
     ]
     for kind in ("regression", "survival", "identity"):
         weighed = {"task__kind": kind, "task__class_weights": "balanced"}
-        cases.append((f"kind {kind} is not weighed by class", weighed))
+        cases.append((f"kind {kind} has no class weights", weighed))
     for says, changes in cases:
         assert says in tune("diagnosis", "bad", **changes).one_line()
 
