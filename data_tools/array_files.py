@@ -59,7 +59,9 @@ def open_array(root: Folder, part: str, name: str) -> Any:
     with array_errors(part):
         if part.endswith(".npy"):
             if name:
-                raise ReadError("unexpected array shape", f"{part}: is one array, has no {name}")
+                raise ReadError(
+                    "unexpected array shape", f"{part}: is a single array, without {name}"
+                )
             return open_npy(path)
         if part.endswith(".npz"):
             return npz_array(path, name)

@@ -199,8 +199,8 @@ class Dataset:
         if number not in range(self.oldest, self.version):
             raise DatasetError(
                 f"{self.root.url}: version {number} cannot be opened or trained on, only "
-                f"{self.oldest} to {self.version}: a removal of patients ended earlier ones; use "
-                "the newest, for a training with --out NEW"
+                f"{self.oldest} to {self.version} (removing patients deletes earlier ones): use the "
+                "newest, and --out NEW for a run"
             )
         return self.at(self.root, f"{VERSIONS}/{number}/{META}")
 

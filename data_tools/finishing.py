@@ -292,7 +292,9 @@ def settle(made: Dataset, new: bool = False) -> Dataset:
                 made.root.write(name, made.root.read(made.place(name), 2**40))
             write_card(made.root, made.meta, Counter(one[2] for one in set(rejects)), FLAGS)
             made.root.remove(kept)
-            tell(f"note: what a killed run began in {made.root.url} is undone; README.md is new")
+            tell(
+                f"note: {made.root.url}: what a killed run began is undone; README.md is written again"
+            )
     made.root.remove(".build")
     return made
 
@@ -601,7 +603,7 @@ def assign_roles(
         roles, torn = splits.extended(records, stand, seed, sources)
         if torn:
             tell(
-                f"note: {torn:,} appended records link records whose roles exclude each other: they "
+                f"note: {torn:,} appended records link records whose roles exclude each other: these "
                 "have no role"
             )
     roles.pretrain[doubtful] = False

@@ -211,7 +211,7 @@ def _read_headers(
             bar.update(scan.seen.total())
     if left_out := every - scanned.seen.total():
         tell(
-            f"note: {left_out:,} records are left out: the dataset has or has refused these names; verify --archive compares"
+            f"note: {left_out:,} records are left out: the dataset has or has refused them; verify --archive compares them"
         )
     return scanned if every else None
 

@@ -78,7 +78,7 @@ def remove(
     own = pc.sum(theirs).as_py()
     tell(f"note: {own:,} crops are removed, and {lost.sum() - own:,} copies of them")
     if found := verify(made, workers=workers, quiet=quiet):
-        raise DatasetError(f"{url}: of {len(found)} findings after the removal: {found[0]}")
+        raise DatasetError(f"{url}: {len(found)} findings after the removal, first: {found[0]}")
     return made, missing
 
 
@@ -128,7 +128,9 @@ def _found(
             sources, who = every, name
         ids = {f"{one}/{shown_patient(key, one, who)}" for one in sources}
         if len(ids & there) > 1:
-            raise DataError(f"patient {name}: write which: {' or '.join(sorted(ids & there))}")
+            raise DataError(
+                f"patient {name}: several have this id: write {' or '.join(sorted(ids & there))}"
+            )
         people |= ids & there
         if ids & there:
             continue
@@ -160,7 +162,7 @@ def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]
         marks.add(removal_mark(source, record, "r"))
     rejects = _unnamed(rejects_of(before), names, marks)
     if "zarr" in before.meta["formats"]:
-        tell(f"note: {before.root.url}/{STORE} is deleted: in the shards is all that it had")
+        tell(f"note: {before.root.url}/{STORE} is deleted: the shards hold the same crops")
     meta = before.meta | {
         "formats": ["tar"],
         "sources": source_facts(before.meta["sources"], records_of(left)),

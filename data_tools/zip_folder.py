@@ -208,7 +208,7 @@ class ZipFolder(LocalFolder):
         return sorted(map(_path, keys))
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise StorageError(f"{self.url}: what is in a zip is only read: choose another folder")
+        raise StorageError(f"{self.url}: is in a zip, which is only read: choose another folder")
 
     size = read_range = write = publish = workdir = remove = _refuse
 
@@ -219,7 +219,9 @@ def _check(member: Member, name: str, limit: int) -> None:
     if member.method == ENCRYPTED:
         raise ReadError("encrypted", f"{name}: unpack the zip")
     if member.method not in (STORED, DEFLATED):
-        raise ReadError("zip compression", f"{name}: method {member.method}: unpack the zip")
+        raise ReadError(
+            "zip compression", f"{name}: compression method {member.method}: unpack the zip"
+        )
     if member.size > limit:
         raise ReadError("file too large", f"{name}: {member.size} bytes")
     if member.size > max(ANY_RATIO_BYTES, MAX_RATIO * member.packed):
@@ -258,7 +260,7 @@ def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
     tail = base.read_range(file, first, size - first)
     at = tail.rfind(b"PK\5\6")
     if at < 0:
-        raise ReadError("no zip, or its end is missing: download it again")
+        raise ReadError("not a zip, or its end is missing: download it again")
     end = first + at
     disk, start, here, count, length, begin, comment = END.unpack_from(tail, at)
     if at + END.size + comment != len(tail):

@@ -72,7 +72,7 @@ class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
         for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
             if (key.tag, key.value) in seen:
                 raise yaml.YAMLError(
-                    f"line {key.start_mark.line + 1}: the key {key.value[:40]!r} stands twice: "
+                    f"line {key.start_mark.line + 1}: the key {key.value[:40]!r} occurs twice: "
                     "remove one"
                 )
             seen.add((key.tag, key.value))

@@ -110,12 +110,12 @@ def screen(run: Path) -> Iterator[tuple[str, str]]:
         yield "skipped", f"{row['skipped_steps']:,} steps whose loss or gradient was not finite"
     if step < total and recent > 0:
         seconds = (total - step) * row["crops_seen"] / step / recent
-        yield "left", f"{timedelta(seconds=int(seconds))} of training, besides validation"
+        yield "left", f"{timedelta(seconds=int(seconds))} of training, without validation"
     silent_s = time.time() - (run / METRICS).stat().st_mtime
     if training and silent_s > SILENT_S:
         yield (
             "silent",
-            f"no line for {timedelta(seconds=int(silent_s))}: does it validate, or hang?",
+            f"nothing logged for {timedelta(seconds=int(silent_s))}: is it validating, or hanging?",
         )
 
 
@@ -155,7 +155,9 @@ def where_it_goes(now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
     if since and elapsed_s > 0:
         trained_s = sum(seconds for _, seconds in spans(rows)[-len(since) :])
         rest = max(0.0, 1 - trained_s / elapsed_s)
-        text += f"; {100 * rest:.0f} % of the time since the start is validation and the like"
+        text += (
+            f"; {100 * rest:.0f} % of the time since the start is validation, saving and the like"
+        )
     return text
 
 

@@ -288,7 +288,9 @@ def _completed(root: Folder, facts: ArrayFacts) -> ArrayFacts:
     known = {"leads", "samples"} <= axes <= {"ecgs", "leads", "samples", "1"}
     if not known or len(axes) < len(facts.layout):
         given = ", ".join(facts.layout)
-        raise DataError(f"layout: [{given}]: leads, samples, perhaps ecgs and 1, each axis once")
+        raise DataError(
+            f"layout: [{given}]: name each axis once: leads, samples and, if there, ecgs and 1"
+        )
     return facts
 
 
@@ -386,7 +388,9 @@ def _table(root: Folder, facts: ArrayFacts) -> ArrayTable:
         return ArrayTable(cells, _rows(cells["record"], facts.record))
     parts = _parts(root, facts.file)
     if len(parts) > 1:
-        raise DataError(f"table: for one file of many ECGs, but {facts.file} is {len(parts):,}")
+        raise DataError(
+            f"table: describes one file of many ECGs, but {facts.file} is {len(parts):,}"
+        )
     total = _count(root, parts[0], facts)
     if not facts.index:
         if len(cells) != total:
@@ -397,7 +401,9 @@ def _table(root: Folder, facts: ArrayFacts) -> ArrayTable:
         return ArrayTable(cells, None)
     rows = _rows(cells["index"], facts.index)
     if others := rows.keys() - set(map(str, range(total))):
-        raise DataError(f"index: {facts.index}: {min(others)} for {total:,} ECGs, counted from 0")
+        raise DataError(
+            f"index: {facts.index}: has {min(others)}, but {total:,} ECGs are counted from 0"
+        )
     return ArrayTable(cells, rows)
 
 
@@ -405,7 +411,7 @@ def _rows(column: pa.ChunkedArray, name: str) -> dict[str, int]:
     keys = column.fill_null("").to_pylist()
     rows = {key: row for row, key in enumerate(keys)}
     if len(rows) < len(keys):
-        raise DataError(f"{name}: has a value twice: {len(rows):,} in {len(keys):,} rows")
+        raise DataError(f"{name}: has a value twice: {len(rows):,} values in {len(keys):,} rows")
     return rows
 
 

@@ -49,8 +49,8 @@ TIE = 1e-12  # cosines in float64 closer than this are equal
 BINS = 10  # bins of probabilities, equally wide
 FEW = 10  # patients with the class, or without it
 TOO_FEW = (
-    f"Fewer than {FEW} patients with or without the class, in every class, or with the event: AUROC "
-    "and other metrics of classes and events"
+    f"No class has {FEW} patients with it and {FEW} without it, or fewer than {FEW} had the event: "
+    "AUROC and other metrics of classes and events"
 )
 BLOCK = 2**23  # similarities at a time, 64 MB
 

@@ -94,7 +94,7 @@ def compared(
         of_use = wave, records["waveform_max"].to_numpy(), owner[first]
         lines.append(f"{name:12}" + "".join(f"{(of == use).sum():12,}" for of in of_use))
     if times is not None:
-        lines.append(f"crops drawn: {times.sum():,}, each of them at most {times.max():,} times")
+        lines.append(f"crops drawn: {times.sum():,}, the same one at most {times.max():,} times")
     table = records.select(NAMED)
     for name in ("waveform", "owner"):
         uses = pa.array(["", *USES]).take(pc.add(records[f"{name}_max"], 1))

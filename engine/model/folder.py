@@ -220,7 +220,9 @@ def model_folder(path: str | os.PathLike[str]) -> Iterator[tuple[Path, str]]:
             )
         if folder == run and (run / CHECKPOINTS).is_dir():
             raise LoadError(f"{run}: has checkpoints but no model/ yet: run {export_command(run)}")
-        raise LoadError(f"{folder}: has no {WEIGHTS}: give RUN or RUN/model")
+        raise LoadError(
+            f"{folder}: has no {WEIGHTS}: give the folder of a finished run, or its model/"
+        )
     yield folder, check(folder)
 
 

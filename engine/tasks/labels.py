@@ -416,7 +416,7 @@ def _require_classes(column: str, values: Sequence[str]) -> None:
         )
     if unread and len(values) > FEW and all(value[0].isdigit() for value in values):
         raise ConfigError(
-            f"{column} holds numbers with something behind them, such as {values[0][:40]!r}: leave "
+            f"{column} holds numbers followed by something else, such as {values[0][:40]!r}: leave "
             "the unit out, or choose the kind: --kind multiclass"
         )
 
@@ -625,7 +625,7 @@ def _splits(
         remarks.append(f"{left_out:,} crops are left out: copies of ECGs in valid or test")
     if nowhere := int((known & (split == 0)).sum()):
         remarks.append(
-            f"{nowhere:,} crops are left out: their {columns[0]} is not for train, valid or test"
+            f"{nowhere:,} crops are left out: their {columns[0]} does not belong to train, valid or test"
         )
     return task, without_copies, remarks
 

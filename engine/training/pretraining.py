@@ -188,7 +188,7 @@ class PretrainTask(TrainingTask):
         role = ", ".join(f"{name}={value!r}" for name, value in data.valid if value is not None)
         return [
             f"no validation loss: too few crops have data.valid {role}; data.hold_out=0.1 holds "
-            "patients out for it, those whom a later 8:1:1 split tests"
+            "out patients for it, the same that fine-tuning's 8:1:1 split tests"
         ]
 
     def model(self, generator: torch.Generator) -> nn.Module:

@@ -128,8 +128,8 @@ def open_datasets(config: RunConfig) -> list[Dataset]:
     names = " and ".join(dataset.root.url for dataset in datasets)
     if len({dataset.fingerprint for dataset in datasets}) < len(datasets):
         raise ConfigError(
-            f"data.datasets: {names} are the same data: remove one; pipeline.weights says how "
-            "often each is seen"
+            f"data.datasets: {names} are the same data: remove one; to see a dataset more often, "
+            "set pipeline.weights"
         )
     if len({dataset.meta["preprocessing_sha256"] for dataset in datasets}) > 1:
         raise ConfigError(
@@ -172,8 +172,8 @@ def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any
     for dataset in task.datasets:
         if dataset.place(META) != META:
             say(
-                f"{dataset.root.url}: the run goes on with version {dataset.version}, on which it "
-                "was begun; a new run uses the newest"
+                f"{dataset.root.url}: the run goes on with version {dataset.version}, with which it "
+                "began; a new run uses the newest"
             )
     for remark in task.remarks:
         say(remark)
@@ -204,7 +204,7 @@ def estimate(loop: Loop) -> str:
     peak = "train.peak_tflops" if loop.config.train.peak_tflops else "a matrix product"
     return (
         f"estimate: {duration(steps * step_s)} on the CPU, {duration(step_s)} for each of "
-        f"{steps:,} steps, besides validation ({loop.task.flops_per_crop / 1e9:.3g} GFLOP per crop "
+        f"{steps:,} steps, without validation ({loop.task.flops_per_crop / 1e9:.3g} GFLOP per crop "
         f"at half the {loop.peak_flops / 1e9:.3g} GFLOP/s of {peak})"
     )
 

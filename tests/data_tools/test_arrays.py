@@ -287,7 +287,7 @@ REFUSED = [
     ("a: !!bool x", {}, MV, "is no YAML: 'x'"),
     ("[" * 9000, {}, MV, "is no YAML: "),
     ("#" * 70_000, {}, MV, "file too large: arrays.yaml"),
-    (FACTS.replace("500", "HZ"), {}, MV, "is one array, has no HZ"),
+    (FACTS.replace("500", "HZ"), {}, MV, "is a single array, without HZ"),
     (FACTS.replace("500", "0"), {}, MV, "sampling rate: 0.0 Hz: 50 to 2000"),
     (FACTS.replace("mV", "UNIT"), {}, MV, "unknown unit: 'UNIT'"),
     (FACTS.replace("mV", "0"), {}, MV, "unit: 0: write mV, uV"),
@@ -305,13 +305,18 @@ REFUSED = [
     (FACTS + "layout: leads leads samples\n", {}, MV, "each axis once"),
     (FACTS + "file: x.npy\n", {}, MV, "file: x.npy: there is no such file"),
     (FACTS + "file: ../t/e.npy\n", {}, MV, "not a regular file: ../t/e.npy"),
-    (FACTS + "dataset: x\n", {}, MV, "is one array, has no x"),
+    (FACTS + "dataset: x\n", {}, MV, "is a single array, without x"),
     (FACTS + "table: no.csv\npatient: who\n", {}, MV, "not a regular file: no.csv"),
     (FACTS + "table: t.csv\n", {}, MV, "add patient: and the name of its column"),
     (FACTS + "table: t.csv\npatient: x\n", {}, MV, "t.csv: no column x: it has id, who, years"),
     (FACTS + TABLE, {}, MV[:4], "t.csv: 6 rows for 4 ECGs: add index: "),
-    (FACTS + TABLE + "index: row\n", {}, MV[:4], "index: row: 4 for 4 ECGs, counted from 0"),
-    (FACTS + TABLE + "index: who\n", {}, MV, "who: has a value twice: 3 in 6 rows"),
+    (
+        FACTS + TABLE + "index: row\n",
+        {},
+        MV[:4],
+        "index: row: has 4, but 4 ECGs are counted from 0",
+    ),
+    (FACTS + TABLE + "index: who\n", {}, MV, "who: has a value twice: 3 values in 6 rows"),
     (FACTS + "table: t.csv\npatient: who\n", {}, MV[0], "record: add it"),
     (FACTS, {}, MV.astype("O"), "cannot be read as numbers"),
 ]
@@ -336,7 +341,7 @@ def test_other_refusals(tmp_path, capsys):
         with pytest.raises(DataError, match=error):
             opened(tmp_path / name, fs_hz=500, unit="mV", leads=12)
     write(tmp_path / "two", MV, FACTS + TABLE + "file: '*.npy'\n")
-    with pytest.raises(DataError, match=r"table: for one file of many ECGs, but .* is 2"):
+    with pytest.raises(DataError, match=r"table: describes one file of many ECGs, but .* is 2"):
         opened(tmp_path / "two")
     fsspec.filesystem("memory").pipe("/arrays/e.npy", b"x")
     with pytest.raises(DataError, match="copy arrays to a local disk"):

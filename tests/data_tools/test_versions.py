@@ -276,7 +276,9 @@ def test_nothing_is_left_of_an_append_that_was_killed_and_given_up(
     assert "not a part of the dataset" in str(verify(made))
     listed(tmp_path, append=append, a=("ptb-xl", "one", 1))
     assert files(tmp_path) == was
-    assert ("is undone; README.md is new" in capsys.readouterr().err) == (at != "build.finish")
+    assert ("is undone; README.md is written again" in capsys.readouterr().err) == (
+        at != "build.finish"
+    )
 
 
 def dies_at_once(*_):
@@ -409,7 +411,7 @@ def test_no_byte_of_those_who_are_removed_is_left(grown, more, small, withdrawn,
     assert made.table().drop_columns(moved).equals(rows.drop_columns(moved))
     assert verify(made) == [] and not list(out.glob("versions/*"))
     for version in (1, 2, before.fingerprint):
-        with pytest.raises(DatasetError, match="a removal of patients ended earlier ones"):
+        with pytest.raises(DatasetError, match="removing patients deletes earlier ones"):
             Dataset.open(str(out), version=version)
     was = files(out)
     _, said = shell.run("remove", out, "--patients", withdrawn, "--workers", 1)
@@ -461,7 +463,7 @@ def test_copies_go_too_and_names_that_clash_are_asked_for(tmp_path):
     )
     file = tmp_path / "w"
     file.write_text("one\n")
-    with pytest.raises(DataError, match="write which: georgia/one or ptb-xl/one"):
+    with pytest.raises(DataError, match="several have this id: write georgia/one or ptb-xl/one"):
         remove(made.root.url, str(file))
     file.write_text("ptb-xl/one\nnobody\n")
     left, missing = remove(made.root.url, str(file))

@@ -254,9 +254,9 @@ def test_a_hostile_file_is_one_line(content, tmp_path):
 
 def test_a_key_that_stands_twice_is_an_error(tmp_path):
     (tmp_path / "f.yaml").write_text("run: r\ntrain: {keep: 1, 'keep': 2}")
-    with pytest.raises(ConfigError, match=r"line 2: the key 'keep' stands twice: remove one$"):
+    with pytest.raises(ConfigError, match=r"line 2: the key 'keep' occurs twice: remove one$"):
         load(tmp_path / "f.yaml")
-    with pytest.raises(ConfigError, match=r"--set train: not valid YAML: .* 'lr' stands twice"):
+    with pytest.raises(ConfigError, match=r"--set train: not valid YAML: .* 'lr' occurs twice"):
         load("cmsc", [DATA, "train={lr: 1, lr: 1}"])
 
 

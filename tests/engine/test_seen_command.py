@@ -79,7 +79,7 @@ def test_a_run_says_how_often_each_record_was_drawn(run, whole, tmp_path, capsys
     assert times.sum() == STEPS * BATCH and times.max() > 1 and not times.all()
     code, said, _ = seen(capsys, run, "--out", tmp_path / "seen.csv")
     assert code == 0 and f"{run}, step {STEPS}: has seen" in said
-    assert f"crops drawn: {STEPS * BATCH}, each of them at most {times.max()} times" in said
+    assert f"crops drawn: {STEPS * BATCH}, the same one at most {times.max()} times" in said
     record = whole.column("record")
     expected = {name: int(times[record == name].sum()) for name in dict.fromkeys(record)}
     rows = rows_of(tmp_path / "seen.csv")

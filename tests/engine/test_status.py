@@ -60,10 +60,10 @@ def test_a_run_in_one_screen(run, capsys):
         "validation": "loss 4.75, AUROC 0.875 at step 50",
         "speed": "13.3 crops/s in the last minute of training, 10.0 over the run, MFU 30.0 %",
         # 110 s of the 220 s since it was resumed after step 25
-        "time": "1.2 % of training waits for data; 50 % of the time since the start is validation "
-        "and the like",
+        "time": "1.2 % of training waits for data; 50 % of the time since the start is validation, "
+        "saving and the like",
         "skipped": "2 steps whose loss or gradient was not finite",
-        "left": "0:06:00 of training, besides validation",
+        "left": "0:06:00 of training, without validation",
     }
 
 
@@ -73,7 +73,7 @@ def test_whether_it_trains_has_finished_or_is_silent(run, capsys):
         assert shown(run, capsys)["run"] == f"{run}: training"
         at = time.time() - status.SILENT_S - 1
         os.utime(run / METRICS, (at, at))
-        assert shown(run, capsys)["silent"].startswith("no line for 0:05:0")
+        assert shown(run, capsys)["silent"].startswith("nothing logged for 0:05:0")
     with open(run / LOCK) as lock:  # held by somebody who asks the same
         fcntl.flock(lock, fcntl.LOCK_SH)
         screen = shown(run, capsys)
@@ -91,7 +91,7 @@ def test_a_run_that_has_only_begun_and_one_of_an_earlier_version(run, capsys):
     screen = shown(run, capsys)
     assert "validation" not in screen and screen["checkpoint"] == "none yet"
     assert screen["time"] == "1.2 % of training waits for data"
-    assert screen["left"] == "0:26:36 of training, besides validation"
+    assert screen["left"] == "0:26:36 of training, without validation"
 
 
 @pytest.mark.parametrize(

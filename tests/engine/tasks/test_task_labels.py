@@ -235,7 +235,7 @@ def test_folds_splits_and_unknown_labels(dataset, tables):
     assert set(roles.rows(0, "valid")) == expected and roles.role == ""
     some = {0: "", 8: "valid", 9: "test"}
     remarks = " ".join(tables.by_fold("split", lambda fold: some.get(fold, "train")).remarks)
-    assert "crops are left out: their split is not for train, valid or test" in remarks
+    assert "crops are left out: their split does not belong to train, valid or test" in remarks
 
 
 @pytest.mark.parametrize("held_out", ["valid", "test"])
@@ -416,7 +416,7 @@ def test_a_label_without_a_0_is_named(tables):
         (["1.234,5", "> 89"], "it holds '1.234,5' and '1.234,5'"),
         (
             [f"{value} ms" for value in range(30)],
-            "numbers with something behind them, such as '0 ms",
+            "numbers followed by something else, such as '0 ms",
         ),
         (["1st degree", "2nd degree", "normal"], ""),
         (["1", "2", "3", ""], ""),

@@ -50,4 +50,4 @@ def test_a_run_goes_on_with_its_version_until_patients_are_removed(
     line = pretrain(tmp_path, str(out), "begun", train__steps=5, **how).one_line()
     assert "version 1 cannot be opened or trained on" in line and "--out NEW" in line
     assert main(["seen", str(tmp_path / "begun")]) == 0
-    assert "removal of patients" in capsys.readouterr().err
+    assert "removing patients" in capsys.readouterr().err
