@@ -301,7 +301,7 @@ REFUSED = [
     ),
     (FACTS, {}, MV[:, :8], r"\[6, 8, 5000\] with 12 leads fits neither layout: .* nor layout: "),
     (FACTS, {}, MV[:, None], r"shape \[6, 1, 12, 5000\]: name its axes, such as layout: "),
-    (FACTS + "layout: [ecgs, x]\n", {}, MV, r"layout: \[ecgs, x\]: leads, samples, "),
+    (FACTS + "layout: [ecgs, x]\n", {}, MV, r"layout: \[ecgs, x\]: name each axis once: leads"),
     (FACTS + "layout: leads leads samples\n", {}, MV, "each axis once"),
     (FACTS + "file: x.npy\n", {}, MV, "file: x.npy: there is no such file"),
     (FACTS + "file: ../t/e.npy\n", {}, MV, "not a regular file: ../t/e.npy"),
