@@ -6,7 +6,6 @@ import contextlib
 import os
 from dataclasses import asdict
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -164,7 +163,7 @@ def save_model(
 def save_probed(model, data, task, out, labels="", readout="", leads="12"):
     """Writes the model that `omnilead bench --head` writes, without the comparison. `task`: as for
     --tasks."""
-    from omnilead.engine.evaluation import bench, embedders, probe
+    from omnilead.engine.evaluation import bench, embedders
 
     how = {**bench.DEFAULTS, "labels": labels, "readout": readout, "head": str(out)}
     how = argparse.Namespace(**how, leads=[leads], shown=[leads])
@@ -172,5 +171,4 @@ def save_probed(model, data, task, out, labels="", readout="", leads="12"):
     how.widest = bench.widest_input(rows)
     work = bench.planned(data, [str(task)], [1.0], [0.0], how)
     bench.require_one_probe(rows, work, how)
-    with mock.patch.object(probe, "STRENGTHS", probe.STRENGTHS[::6]):
-        bench.save_head(str(model), rows[0], work, how, Path(f"{out}-parts"))
+    bench.save_head(str(model), rows[0], work, how, Path(f"{out}-parts"))
