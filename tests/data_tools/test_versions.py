@@ -598,6 +598,7 @@ def test_damaged_tables_of_earlier_versions_are_found(grown, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_killed_over_and_over(small, more, old, grown, withdrawn, tmp_path):
     """SIGKILL at random calls of an append and of a removal, each run again until it ends."""
     command = [sys.executable, __file__, more, old, withdrawn, tmp_path]

@@ -112,6 +112,7 @@ def whole(training, tmp_path):
     return curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_machine_that_has_nothing_resumes_from_the_bucket(world, store, training, tmp_path):
     how = {"train__validate_every": 1, "train__keep": 1}

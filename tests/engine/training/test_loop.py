@@ -232,6 +232,7 @@ def ended_as(run, keys=EXACT):
     return curve(run, keys), valid, state["best"], state["stale"], best, weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 2), (2, 3)])
 def test_a_run_stopped_in_any_step_and_validation_ends_as_if_nothing_had_happened(
     world, stage, training, tmp_path

@@ -97,6 +97,7 @@ def notebook(tmp, url):
     assert left() == before
 
 
+@pytest.mark.slow
 def test_several_in_one_process_equal_those_of_separate_ones(training, dataset, tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
     process = started(notebook, tmp_path, dataset.root.url, out=tmp_path / "log")
