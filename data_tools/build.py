@@ -44,7 +44,7 @@ from omnilead.data_tools.finishing import (
     REMOVED,
     PlanFacts,
     as_parquet,
-    check_sample,
+    check_patients,
     finish,
     hidden,
     nothing_to_add,
@@ -83,6 +83,7 @@ from omnilead.data_tools.storage import (
     write_errors,
 )
 
+SAMPLE = 100  # records, of which one has a patient if many have
 RECORDS_HELD = 8  # cached, so a long record with several crops in a shard is read once
 
 
@@ -217,7 +218,7 @@ def _build(
     that they are for, if it has others."""
     if before and len(contents) > 1:  # what is refused then should not cost hours
         _build(plan, contents[:1], out, options, first)
-        check_sample(out, shard_name(first), before)
+        check_patients(out, PlanFacts([shard_name(first)], [], []), before, SAMPLE)
     if options.plan == "all":  # they have their roles at once
         roles = f" all {' '.join(options.role_sources.leave_out)}"
         contents = [content + roles for content in contents]

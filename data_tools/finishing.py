@@ -56,7 +56,6 @@ from omnilead.data_tools.storage import (
     write_errors,
 )
 
-SAMPLE = 100  # records, of which one has a patient if many have
 DIGEST_BYTES = 32  # at the end of a part
 REMOVED = "patient was removed"
 SYNTHETIC_LICENCE = "CC0-1.0"
@@ -187,7 +186,7 @@ def finish(
     sources = source_facts(planned.sources, records)
     stand, count = before and before.table(ROLES), len(before or ())
     if before:
-        _check_patients(records, before)
+        check_patients(out, planned, before)
     doubtful = np.append(np.zeros(count, bool), doubtful)
     roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources, stand)
     new = roles.slice(count)
@@ -211,20 +210,16 @@ def finish(
     return settle(write_tables(out, meta, rows, rejects, shards, roles, before), not before)
 
 
-def check_sample(out: Folder, shard: str, before: Dataset) -> None:
-    """An error if SAMPLE records of a source in this shard, one of many that are appended, show what
-    would be one at the end."""
-    read = partial(_columns, out, PlanFacts([shard], [], []), before=before)
-    _check_patients(records_of(read), before, SAMPLE)
-
-
-def _check_patients(records: splits.Records, before: Dataset, fewest: int = 1) -> None:
+def check_patients(out: Folder, planned: PlanFacts, before: Dataset, fewest: int = 1) -> None:
     """An error if records of a source had patients, and none that is appended has: by chance, fewer
-    than one in a hundred such appends would have none. `fewest`: of a source with less nothing is said."""
-    new = np.arange(len(records.names)) > records.crop_record[: len(before)].max()
-    for code, name in enumerate(records.source_names):
-        mine = records.source == code
-        old, added = (records.owner[mine & some] >= 0 for some in (~new, new))
+    than one in a hundred such appends would have none. `fewest`: of a source with less nothing is
+    said. A record counts by its first crop."""
+    rows = _columns(out, planned, ["source", "patient", "start_s"], before=before)
+    first = pc.equal(rows["start_s"], 0).to_numpy()
+    known, new = rows["patient"].is_valid().to_numpy(), np.arange(len(rows)) >= len(before)
+    for name in rows["source"].unique().to_pylist():
+        mine = first & pc.equal(rows["source"], name).to_numpy()
+        old, added = known[mine & ~new], known[mine & new]
         if not len(old) or len(added) < fewest or added.any():
             continue
         if (~old).mean() ** len(added) < 0.01:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from handmade import as_minor_0, build, ecg, files, flip
 
-from omnilead.data_tools import finishing, plan
+from omnilead.data_tools import plan
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, STORE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError
@@ -242,7 +242,7 @@ def test_unknown_patients_are_refused_before_many_shards_are_built(
     header = Header("", "mine", 5000, 500.0)
     monkeypatch.setattr(Listed, "header", lambda _, name: replace(header, name=name))
     monkeypatch.setattr(Listed, "read", lambda source, key: keys.append(key) or read(source, key))
-    monkeypatch.setattr(finishing, "SAMPLE", sample)
+    monkeypatch.setattr("omnilead.data_tools.build.SAMPLE", sample)
     new = {f"n{i}": ("mine", patient if i % 4 else None, 9 + i) for i in range(12)}
     with nullcontext() if patient else pytest.raises(DataError, match="of mine are unknown"):
         listed(tmp_path, append=True, **new)
