@@ -1,10 +1,8 @@
-"""The rules of the code base: names, import directions, module sizes. See README, "Read these eight
-files first"."""
+"""The rules of the code base: names and import directions."""
 
 import ast
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -47,41 +45,9 @@ def test_no_module_shadows_the_standard_library(path):
     assert path.stem not in sys.stdlib_module_names
 
 
-# What a reader must hold in mind. Size counts in tokens, because lines can be packed.
-TOKENS_A_LINE = 11.5  # of a module: names, numbers, strings and operators on a line of code
-NODES = 420  # of a function's syntax tree
-ASSIGNED = 24  # names that a function assigns, arguments included
-LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
-
-
-def tokens_a_line(path):
-    docstrings = set()
-    for node in ast.walk(TREES[path]):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
-            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    tokens, lines = 0, set()
-    with tokenize.open(path) as file:
-        for token in tokenize.generate_tokens(file.readline):
-            if token.type in LAYOUT | {tokenize.COMMENT} or token.start[0] in docstrings:
-                continue
-            tokens += 1
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return tokens / len(lines) if len(lines) >= 20 else 0
-
-
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_modules_stay_readable(path):
-    assert ast.get_docstring(TREES[path]), "no docstring"
-    assert tokens_a_line(path) <= TOKENS_A_LINE, "one thing a line"
-    for function in ast.walk(TREES[path]):
-        if isinstance(function, ast.FunctionDef):
-            inside = list(ast.walk(function))
-            names = {node.arg for node in inside if isinstance(node, ast.arg)}
-            stored = [node for node in inside if isinstance(node, ast.Name)]
-            names |= {node.id for node in stored if isinstance(node.ctx, ast.Store)}
-            assert len(inside) <= NODES, f"{function.name}: too long: name its paragraphs"
-            assert len(names) <= ASSIGNED, f"{function.name}: has too many names"
+def test_each_module_says_what_it_is(path):
+    assert ast.get_docstring(TREES[path])
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
