@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def array_errors(part: str) -> Iterator[None]:
 
 def open_array(root: Folder, part: str, name: str) -> Any:
     """`name`: of the array in its file; "" where the file is one array."""
-    path = path_inside(root, part)
+    path, place = path_inside(root, part), f"{part}/{name}".rstrip("/")
     with array_errors(part):
         if part.endswith(".npy"):
             if name:
@@ -66,7 +67,7 @@ def open_array(root: Folder, part: str, name: str) -> Any:
         if part.endswith(".npz"):
             return npz_array(path, name)
         if part.endswith(".zarr"):
-            return _open_zarr(root, f"{part}/{name}".rstrip("/"))
+            return ZarrArray(_open_zarr(root, place), root.path(place), place)
         return open_hdf5(open_hdf5_file(root, part), part, name)
 
 
@@ -122,6 +123,32 @@ def open_hdf5(file: Any, part: str, name: str) -> Any:
         what = f"{part}: {found.name} {found.shape} in chunks of {found.chunks}"
         raise ReadError("unexpected HDF5 shape", what)
     return found
+
+
+class ZarrArray:
+    """Refuses to read what lies in a missing chunk file; zarr itself returns zeros for it."""
+
+    def __init__(self, array: Any, folder: str, name: str) -> None:
+        self.array, self.folder, self.name = array, folder, name
+        self.shape, self.dtype = array.shape, array.dtype
+        self.file_shape = array.shards or array.chunks
+
+    def __getitem__(self, selection: Any) -> Any:
+        axes = selection if isinstance(selection, tuple) else (selection,)
+        axes += (slice(None),) * (len(self.shape) - len(axes))
+        files = []
+        for index, length, size in zip(axes, self.shape, self.file_shape, strict=True):
+            if isinstance(index, slice):
+                first, stop, _ = index.indices(length)
+                files.append(range(first // size, -(-stop // size)))
+            else:
+                files.append(range(index // size, index // size + 1))
+        for numbers in product(*files):
+            file = self.array.metadata.encode_chunk_key(numbers)
+            if not os.path.isfile(f"{self.folder}/{file}"):
+                why = "if it was all zeros, save the array with write_empty_chunks"
+                raise ReadError("missing chunk", f"{self.name}/{file}: {why}")
+        return self.array[selection]
 
 
 def _open_zarr(root: Folder, place: str) -> Any:

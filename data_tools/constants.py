@@ -14,7 +14,7 @@ SYNTHETIC = "synthetic-"
 # The flag of the crops of a record whose source warns of an implausible amplitude
 IMPLAUSIBLE = "implausible"
 # All flags of crops (data_tools.prepare); `flat` stands for flat:I, flat:II, ...
-CROP_FLAGS = ("flat", "saturated", "large", "einthoven", IMPLAUSIBLE)
+CROP_FLAGS = ("flat", "saturated", "large", "zeros", "einthoven", IMPLAUSIBLE)
 
 # The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv:
 # abbreviation and SNOMED CT codes that are scored as this diagnosis

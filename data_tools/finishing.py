@@ -65,6 +65,7 @@ FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     "flat lead",
     "saturated",
     "large",
+    "zeros",
     "einthoven",
     "checksum differs",
     "first value differs",

@@ -54,6 +54,7 @@ ROLE_COLOURS = ("#2f6690", "#db963a", "#b3d4e6", "#7d7d88", "#d9d9d4", "#3d2c4a"
 # Flags that a few crops of a source may have; above this share, what to ask
 DOUBTS = {
     "saturated": (0.01, f"exceed {MAX_UV // 1000} mV: is its unit"),
+    "zeros": (0, "are zero in all leads for half a second or more: is that"),
     "einthoven": (0.5, "have limb leads that contradict each other: are its leads and layout"),
 }
 # Numbers of 5 s segments in Oh et al. 2022, section 5.1. They split by segment and exclude nothing:

@@ -502,6 +502,8 @@ def _compare_record(
             yield f"{at}: a crop of the archive is not in {SAMPLES}"
             continue
         row = table.slice(parts[part], 1).to_pylist()[0]
+        if "zeros" not in row["flags"]:  # datasets of earlier versions lack this flag
+            again["flags"] = [flag for flag in again["flags"] if flag != "zeros"]
         if waveform(crop)[0] != row["crc32c"] or not np.array_equal(
             dataset.read(parts[part]), crop
         ):

@@ -14,9 +14,11 @@ import yaml
 import zarr
 from handmade import crops_of, ecg, files, rejected, run_shard, run_verify
 
+from omnilead.data_tools import prepare
 from omnilead.data_tools.__main__ import main, shard
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import DataError, ReadError
+from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.prepare import CROP
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.record_tables import find, read_table
@@ -479,3 +481,61 @@ def test_what_was_understood_is_said(tmp_path, capsys):
     swapped = np.concatenate([MV, MV]).swapaxes(0, 1)
     shard(write(tmp_path / "c", swapped), out=tmp_path / "3", workers=1)
     assert "12 of 12 crops of arrays have limb leads that contradict" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("cut", ["ecgs", "samples"])
+def test_an_ecg_with_a_missing_chunk_is_refused(tmp_path, zarr_format, cut):
+    place = write(tmp_path / "a", MV)
+    (place / "e.npy").unlink()
+    chunks = (2, 12, 5000) if cut == "ecgs" else (1, 12, 2500)
+    store = {"store": place / "e.zarr", "data": MV, "chunks": chunks, "zarr_format": zarr_format}
+    zarr.create_array(**store)
+    names = {("ecgs", 2): "1.0.0", ("ecgs", 3): "c/1/0/0"}
+    names |= {("samples", 2): "2.0.1", ("samples", 3): "c/2/0/1"}
+    name = names[cut, zarr_format]
+    assert len(shard(place, out=tmp_path / "whole", plan="all", workers=1)) == N
+    (place / "e.zarr" / name).unlink()
+    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    lost = {"e_2", "e_3"} if cut == "ecgs" else {"e_2"}
+    assert rejected(made) == [(record, "missing chunk") for record in sorted(lost)]
+    assert {record for _, record in crops_of(made)} == {f"e_{row}" for row in range(N)} - lost
+    assert f"e.zarr/{name}: " in rejects_of(made)[0][3]
+
+
+def test_a_missing_chunk_of_shards_and_of_columns_is_no_zero(tmp_path):
+    place = write(tmp_path / "a", MV, FACTS + "dataset: x\nrecord: who\n")
+    (place / "e.npy").unlink()
+    group = zarr.create_group(place / "e.zarr")
+    group.create_array("x", data=MV, chunks=(1, 12, 2500), shards=(3, 12, 5000))
+    group.create_array("who", data=np.arange(1, N + 1), chunks=(4,))
+    (place / "e.zarr/x/c/1/0/0").unlink()
+    source = opened(place)
+    assert source.read("e.zarr#2").name == "3"
+    with pytest.raises(ReadError, match=r"missing chunk: e\.zarr/x/c/1/0/0: "):
+        source.read("e.zarr#3")
+    (place / "e.zarr/who/c/1").unlink()
+    with pytest.raises(DataError, match=r"missing chunk: e\.zarr/who/c/1: "):
+        opened(place.rename(tmp_path / "b"))
+
+
+def test_a_dataset_made_before_zeros_were_flagged_still_agrees_with_its_archive(
+    tmp_path, monkeypatch
+):
+    values = MV.copy()
+    values[1, :, 2500:] = 0
+    monkeypatch.setattr(prepare, "_has_zeros", lambda *_: False)
+    made = shard(write(tmp_path / "a", values), out=tmp_path / "out", plan="all", workers=1)
+    assert rejected(made) == []
+    monkeypatch.undo()
+    assert run_verify(tmp_path / "out", tmp_path / "a") == 0
+
+
+def test_zeros_in_all_leads_are_flagged_and_told(tmp_path, capsys):
+    values = MV.copy()
+    values[1, :, 2500:] = 0
+    made = shard(write(tmp_path / "a", values), out=tmp_path / "out", plan="all", workers=1)
+    assert rejected(made) == [("e_1", "zeros")]
+    said = "1 of 6 crops of arrays are zero in all leads for half a second or more: is that right?"
+    assert said in capsys.readouterr().err
+    assert run_verify(tmp_path / "out", tmp_path / "a") == 0

@@ -218,3 +218,27 @@ def test_impossible_rates_are_refused(fs_hz):
 def test_impossible_gains_are_refused(gain):
     with pytest.raises(ReadError, match="gain"):
         prepared(ecg(), gain=gain)
+
+
+@pytest.mark.parametrize(
+    ("start", "samples", "flagged"),
+    [(0, 250, True), (0, 249, False), (4750, 250, True), (333, 250, True), (333, 249, False)],
+)
+def test_half_a_second_of_zeros_in_all_leads_is_flagged(start, samples, flagged):
+    x = ecg()
+    x[:, start : start + samples] = 0
+    x[:, start + samples :] |= 2
+    assert ("zeros" in prepared(x)[0].flags) == flagged
+    x[7] = 4  # a flat lead, and one that was not measured
+    assert ("zeros" in prepared(x)[0].flags) == flagged
+    x[9, 5] = -32768
+    assert ("zeros" in prepared(x, invalid=-32768)[0].flags) == flagged
+    x[3, start + 100] = 1  # one sample of one lead
+    assert "zeros" not in prepared(x, invalid=-32768)[0].flags
+
+
+def test_zeros_of_another_rate_are_flagged_and_those_of_the_second_half_of_a_crop_are_not():
+    x = ecg(1000)
+    x[:, 300:400] = 0
+    assert "zeros" in prepared(x, fs_hz=100.0)[0].flags
+    assert prepared(ecg(3000))[0].flags == ()
