@@ -73,7 +73,13 @@ from omnilead.data_tools.shard_writers import (
     roles_text,
     shard_name,
 )
-from omnilead.data_tools.sources.base import Source, located, read_safely, shown_patient
+from omnilead.data_tools.sources.base import (
+    MISSING_FILE,
+    Source,
+    located,
+    read_safely,
+    shown_patient,
+)
 from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
 from omnilead.data_tools.storage import (
     Folder,
@@ -154,8 +160,13 @@ def next_number(before: Dataset) -> int:
 
 
 def _records_of(made: Dataset) -> np.ndarray:
-    """Hashes of the records that a dataset has or has refused, ascending."""
-    refused = [member_hash(source, name) for source, name, *_ in rejects_of(made)]
+    """Hashes of the records that a dataset has or has refused, ascending. Files that were missing may have
+    arrived."""
+    refused = [
+        member_hash(source, name)
+        for source, name, reason, _ in rejects_of(made)
+        if reason != MISSING_FILE
+    ]
     hashes = [np.array(refused, np.uint64)]
     # As numbers of Python, ten million would take a gigabyte
     for part in made.parts(["source", "record"]):

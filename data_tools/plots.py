@@ -26,6 +26,7 @@ from omnilead.data_tools.finishing import records_of, rejects_of, value_counts
 from omnilead.data_tools.prepare import HALF, IMPLAUSIBLE, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from omnilead.data_tools.resampling import FS_HZ
+from omnilead.data_tools.sources.base import MISSING_FILE, missing_note
 from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
 from omnilead.data_tools.storage import replaced
 
@@ -514,6 +515,12 @@ def notes(dataset: Dataset) -> Iterator[str]:
     """Warnings about problems that would appear in later commands."""
     if dataset.meta["plan"] != "all":
         yield from _role_notes(dataset)
+    missing: dict[str, list[str]] = {}
+    for source, name, reason, _ in rejects_of(dataset):
+        if reason == MISSING_FILE:
+            missing.setdefault(source, []).append(name)
+    for source, names in missing.items():
+        yield f"{missing_note(source, names)} rejects.csv lists them"
     table = dataset.table(["source", "record", "patient", "flags"])
     records = len(table.group_by(["source", "record"]).aggregate([]))
     without = table.filter(pc.is_null(table["patient"]))

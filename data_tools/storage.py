@@ -167,6 +167,18 @@ class LocalFolder:
             if entry.is_dir(follow_symlinks=False):
                 yield from self.names(prefix + entry.name)
 
+    def links(self, under: str = "") -> Iterator[str]:
+        """The links to folders below, which `names` does not follow, sorted."""
+        entries: list[os.DirEntry[str]] = []
+        with suppress(OSError):  # `names` says what cannot be listed
+            entries = sorted(os.scandir(self.path(under)), key=lambda entry: entry.name)
+        for entry in entries:
+            path = f"{under}/{entry.name}" if under else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from self.links(path)
+            elif entry.is_symlink() and entry.is_dir():
+                yield path
+
     def children(self, under: str = "") -> list[str]:
         place = self.path(under) if under else self.url
         try:
@@ -358,6 +370,9 @@ class RemoteFolder:
         except FileNotFoundError:
             return
         yield from sorted((name.removeprefix(root) for name in found), key=local_order)
+
+    def links(self, under: str = "") -> Iterator[str]:
+        return iter(())  # a bucket has none
 
     def children(self, under: str = "") -> list[str]:
         place = self.path(under)

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster
 from omnilead.data_tools.build import row_of
+from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import (
     COLUMNS,
     CROP_BYTES,
@@ -69,7 +70,13 @@ from omnilead.data_tools.shard_writers import (
     member,
     member_header,
 )
-from omnilead.data_tools.sources.base import Source, read_safely, shown_patient
+from omnilead.data_tools.sources.base import (
+    MISSING_FILE,
+    Source,
+    missing_note,
+    read_safely,
+    shown_patient,
+)
 from omnilead.data_tools.splits import Records, RoleSources
 from omnilead.data_tools.zarr_reader import decode, index_bytes
 
@@ -433,7 +440,8 @@ def _compare_archive(
     } | rows.keys()
     found: list[str] = []
     for archive in sources:
-        for record in _readable(archive, patients, quiet):
+        missing: list[str] = []
+        for record in _readable(archive, patients, quiet, missing):
             name = pseudonym(key, "r", record.source, record.name)
             if parts := rows.pop((record.source, name), None):
                 found += _compare_record(dataset, table, record, name, parts, key)
@@ -442,6 +450,9 @@ def _compare_archive(
                     f"{record.source}/{name} is in the archive, but neither in {SAMPLES} nor in "
                     f"{REJECTS}"
                 )
+        if missing:
+            root = archive.root
+            tell(f"note: {missing_note(root.url, missing, root.private)}")
     if len(rows) == records:  # whatever else it holds
         return _absent(rows, "all ", "is this the archive?")
     found += _absent(rows, "", "pass all SRC of the dataset")
@@ -465,12 +476,17 @@ def _absent(rows: Iterable[tuple[str, str]], how_many: str, mend: str) -> list[s
     return [f"{absent}, for example {names[0]}: {mend}"]
 
 
-def _readable(archive: Source, patients: dict[str, str], quiet: bool) -> Iterator[EcgRecord]:
+def _readable(
+    archive: Source, patients: dict[str, str], quiet: bool, missing: list[str]
+) -> Iterator[EcgRecord]:
+    """The records that can be read; the names of those whose files are missing are added to `missing`."""
     for item in tqdm(archive.keys(), unit=" records", desc="archive", disable=quiet):
         record = read_safely(archive.read, item)
         if isinstance(record, EcgRecord):
             patient = patients.get(f"{record.source}/{record.name}", record.patient)
             yield replace(record, patient=patient)
+        elif record.reason == MISSING_FILE:
+            missing.append(archive.name_for(item))
 
 
 def _compare_record(

@@ -195,6 +195,17 @@ class ZipFolder(LocalFolder):
             others = (name for name in self.base.names() if name not in files)
             yield from heapq.merge(others, *map(self.names, self.zips), key=local_order)
 
+    def links(self, under: str = "") -> Iterator[str]:
+        """In a zip, links whose names are like folders': it does not say where they lead."""
+        if self.zip_of(under)[0] is None:
+            yield from self.base.links(under)
+        for name in self.names(under):
+            found, path = self.zip_of(name)
+            if found and "." not in name.rpartition("/")[2]:
+                member = found.index.find(path)
+                if member and member.method == LINK:
+                    yield name
+
     def children(self, under: str = "") -> list[str]:
         found, path = self.zip_of(under)
         if found is None:

@@ -8,7 +8,7 @@ given, the files that look like ECGs and that it does not read are counted in th
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any
@@ -19,10 +19,12 @@ from omnilead.data_tools.plugins import blame, plugin
 from omnilead.data_tools.pseudonyms import key_mark, read_key
 from omnilead.data_tools.sources.arrays import ArraySource
 from omnilead.data_tools.sources.base import (
+    AbsentKey,
     FileSource,
     Prepared,
     Source,
     links_in,
+    missing_note,
     prepared,
     pseudonymised,
 )
@@ -41,12 +43,14 @@ from omnilead.data_tools.zip_folder import archive_folder, folder_below
 
 __all__ = [
     "ARCHIVES",
+    "AbsentKey",
     "DataError",
     "FileSource",
     "Prepared",
     "ReadError",
     "Source",
     "key_mark",
+    "missing_note",
     "open_sources",
     "prepared",
     "pseudonymised",
@@ -101,7 +105,9 @@ def open_sources(
     else:
         found = [ArraySource(root, arrays) if kind == "arrays" else _of_kind(root, kind, hospital)]
         # A reader of files looks at all of them; what one of the user's own reads, only he knows
-        if ":" not in kind and not isinstance(found[0], FileSource):
+        if ":" in kind or isinstance(found[0], FileSource):
+            found[0].left_out = LeftOut(root, [], besides, hospital).sentence()
+        else:
             found[0].left_out = LeftOut(root, found, besides, hospital).sentence(kind)
     if found:
         return found
@@ -194,10 +200,14 @@ class LeftOut:
         self.vendors: list[str] = []  # files with a hospital's endings
         self.links: list[str] = []
         self.unlisted: list[str] = []
-        self.opened = {source.root.url for source in sources}
+        self.opened = {source.root.url for source in sources} | {folder(url).url for url in besides}
         self.read = places_read(root, sources)
         for url in besides:
             self.read.add(folder(url).url.removeprefix(f"{root.url}/"))
+        for source in sources:
+            self._add_links(source.root, source.links())
+        if not sources:
+            self._add_links(root, root.links())
         if "" in self.read or not sources:  # all WFDB records are read
             self.places = [""]
         else:
@@ -218,13 +228,20 @@ class LeftOut:
     def _add_folder(self, path: str) -> None:
         place = self.root.path(path)
         if not self.root.remote and os.path.islink(place):
-            if os.path.isdir(place) and os.path.realpath(place) not in self.opened:
-                self.links.append(path)
+            if os.path.isdir(place):
+                self._add_links(self.root, [path])
             return
+        self._add_links(self.root, self.root.links(path))
         try:
             self._add(path, path, list(self.root.names(path)))
         except (StorageError, OSError):
             self.unlisted.append(path)
+
+    def _add_links(self, root: Folder, links: Iterable[str]) -> None:
+        for link in links:
+            place = root.path(link)
+            if os.path.realpath(place) not in self.opened:
+                self.links.append(place.removeprefix(f"{self.root.url}/"))
 
     def _add(self, place: str, path: str, names: Sequence[str]) -> None:
         """`names`: what is at `path`, for messages in the folder `place`."""

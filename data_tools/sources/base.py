@@ -12,7 +12,7 @@ import posixpath
 import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache, partial, wraps
 from itertools import groupby
 from typing import NamedTuple, ParamSpec, TypeVar
@@ -34,6 +34,30 @@ from omnilead.data_tools.storage import Folder
 
 P = ParamSpec("P")
 T = TypeVar("T")
+MISSING_FILE = "missing file"
+# PhysioNet's lists: the names of the records in a folder, or of its subfolders with a slash at the end
+RECORDS, MAX_RECORDS = "RECORDS", 2**28
+
+
+class AbsentKey(str):
+    """The key of a record that a table of the archive lists, although its file is missing."""
+
+    table: str
+
+
+def absent_key(path: str, table: str) -> AbsentKey:
+    key = AbsentKey(path)
+    key.table = table
+    return key
+
+
+def missing_note(place: str, names: Sequence[str], private: bool = False) -> str:
+    """A note on the records whose files are missing; "" if there are none."""
+    if not names:
+        return ""
+    count = f"{len(names):,} record{'s' * (len(names) > 1)}"
+    shown = "" if private else f" ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
+    return f"{place}: files of {count} are missing{shown}: is the copy complete?"
 
 
 class Source(ABC):
@@ -82,6 +106,11 @@ class Source(ABC):
         """The folders whose WFDB records it reads; "" is all."""
         return []
 
+    def links(self) -> Iterator[str]:
+        """Links to folders in what it reads, which it does not follow."""
+        for place in self.places():
+            yield from self.root.links(place)
+
     def source_of(self, key: str) -> str:
         """The database that a record belongs to; an archive may have several."""
         return self.name
@@ -124,6 +153,8 @@ def read_safely(call: Callable[[str], T], key: str) -> T | ReadError:
     try:
         if not key.isprintable():
             raise ReadError("file name", "not UTF-8, or with control characters")
+        if isinstance(key, AbsentKey):
+            raise ReadError(MISSING_FILE, f"in {key.table}")
         return call(key)
     except ReadError as error:
         return error
@@ -209,6 +240,37 @@ def with_orphans(names: Iterator[str], suffix: str) -> Iterator[str]:
             if dot + ending in (".hea", suffix):
                 has_header[stem] = has_header.get(stem, False) or ending == "hea"
         yield from (stem + (".hea" if has_header[stem] else suffix) for stem in has_header)
+
+
+def absent_records(
+    root: Folder, lists: Iterable[str], endings: tuple[str, ...], within: Collection[str] = ()
+) -> Iterator[AbsentKey]:
+    """The records and folders in these RECORDS files that are not there. `endings`: of a record's
+    files. `within`: only what is in one of these folders; none: everything."""
+    told = set()
+    for table in lists:
+        folder = posixpath.dirname(table)
+        there: set[str] | None = None
+        try:
+            lines = root.read(table, MAX_RECORDS).decode("utf-8", "replace").split("\n")
+        except ReadError as error:
+            raise StorageError(f"{root.url}: {error}") from None
+        for line in filter(None, map(str.strip, lines)):
+            path = posixpath.join(folder, line)
+            if path in told or (within and path.split("/")[0] not in within):
+                continue
+            if path.endswith("/"):
+                key = path.rstrip("/")
+                is_there = next(root.names(key), None) is not None
+            else:
+                key = f"{path}.hea"
+                if there is None:
+                    names = root.names(folder)
+                    there = {name.rpartition(".")[0] for name in names if name.endswith(endings)}
+                is_there = path in there
+            if not is_there:
+                told.add(path)
+                yield absent_key(key, table)
 
 
 def read_table(

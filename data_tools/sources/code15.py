@@ -19,7 +19,7 @@ from omnilead.data_tools.array_files import (
 )
 from omnilead.data_tools.errors import ReadError, StorageError
 from omnilead.data_tools.record import EcgRecord, Header, clean_age, pairs
-from omnilead.data_tools.sources.base import Source, cached, read_table
+from omnilead.data_tools.sources.base import Source, absent_key, cached, read_table
 from omnilead.data_tools.storage import Folder
 
 TABLE, MAX_TABLE, FS_HZ = "exams.csv", 512 * 2**20, 400.0
@@ -44,6 +44,7 @@ class Code15(Source):
         return TABLE in names and any(name.endswith(".hdf5") for name in names)
 
     def keys(self) -> Iterator[str]:
+        there: set[str] = set()
         for part in _parts(self.root):
             try:
                 exams = _open(self.root, part)[1]
@@ -51,7 +52,11 @@ class Code15(Source):
                 yield part  # one key for the whole part, which `read` refuses with the same error
                 continue
             for row in np.flatnonzero(exams):  # exam 0 is a filler at the end of a part
+                there.add(str(exams[row]))
                 yield f"{part.removesuffix('.hdf5')}#{row}"
+        for exam in _exams(self.root):
+            if exam not in there:
+                yield absent_key(exam, TABLE)
 
     def tables(self) -> bytes:
         return self.root.read(TABLE, MAX_TABLE)

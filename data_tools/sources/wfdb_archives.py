@@ -33,7 +33,10 @@ from omnilead.data_tools.record import (
     with_limb_leads,
 )
 from omnilead.data_tools.sources.base import (
+    RECORDS,
     Source,
+    absent_key,
+    absent_records,
     cached,
     path_name,
     read_table,
@@ -74,10 +77,15 @@ class WfdbSource(Source):
     """An archive of WFDB records; subclasses know the folder layout and the patients."""
 
     suffix = ".dat"
+    folders: frozenset[str] = frozenset()  # whose records a list in the root may name
 
     def keys(self) -> Iterator[str]:
-        for place in self.places():
-            yield from with_orphans(self.root.names(place), self.suffix)
+        places, lists = self.places(), []
+        if "" not in places and self.root.exists(RECORDS):
+            lists.append(RECORDS)
+        for place in places:
+            yield from with_orphans(_noting_lists(self.root.names(place), lists), self.suffix)
+        yield from absent_records(self.root, lists, (".hea", self.suffix), self.folders)
 
     def record_name(self, key: str, stem: str) -> str:
         return stem
@@ -126,6 +134,14 @@ class WfdbSource(Source):
             raise ReadError("signal file name", f"{header.files[0]} for {header.name}")
 
 
+def _noting_lists(names: Iterator[str], lists: list[str]) -> Iterator[str]:
+    """The names; those of RECORDS files are added to `lists`."""
+    for name in names:
+        if posixpath.basename(name) == RECORDS:
+            lists.append(name)
+        yield name
+
+
 class PtbXl(WfdbSource):
     """Its own release: `records500/<thousand>/<id>_hr.dat` and ptbxl_database.csv (patient, age,
     sex, SCP statements). If records500 is missing, `records100/<thousand>/<id>_lr.dat`, the same
@@ -142,7 +158,19 @@ class PtbXl(WfdbSource):
         return TABLE in names and bool(names & set(FOLDERS))
 
     def keys(self) -> Iterator[str]:
-        return with_orphans(self.root.names(self._folder()), ".dat")
+        absent = dict(_rows(self.root, TABLE))
+        for key in with_orphans(self.root.names(self._folder()), ".dat"):
+            absent.pop(ecg_id(self.name_for(key)), None)
+            yield key
+        for number, row in absent.items():
+            yield absent_key(self._path(number, row), TABLE)
+
+    def _path(self, number: str, row: dict[str, str]) -> str:
+        """Where the release has the header of an ecg_id."""
+        name = f"{synthetic_prefix(row['patient_id'])}{number:0>5}"
+        thousand = f"{number[:-3]:0>2}000"
+        ending = "hr" if self._folder() == FOLDERS[0] else "lr"
+        return f"{self._folder()}/{thousand}/{name}_{ending}.hea"
 
     def places(self) -> list[str]:
         return list(FOLDERS)  # also that of the same ECGs at the other rate
@@ -233,6 +261,7 @@ class PhysioNet2021(WfdbSource):
     name = "physionet2021"
     licence = "CC-BY-4.0"
     suffix = ".mat"
+    folders = frozenset({"training", *PLACES})
 
     @staticmethod
     def detect(names: set[str]) -> bool:
@@ -303,6 +332,7 @@ class EcgArrhythmia(WfdbSource):
     name = "ecg-arrhythmia"
     licence = "CC-BY-4.0"
     suffix = ".mat"
+    folders = frozenset({"WFDBRecords"})
 
     @staticmethod
     def detect(names: set[str]) -> bool:
@@ -321,6 +351,7 @@ class PhysioNet2011(WfdbSource):
 
     name = "physionet2011"
     licence = "ODC-By-1.0"
+    folders = frozenset({"set-a", "set-b"})
 
     @staticmethod
     def detect(names: set[str]) -> bool:
@@ -366,6 +397,10 @@ class MimicIvEcg(WfdbSource):
     def places(self) -> list[str]:
         return ["files"]
 
+    def links(self) -> Iterator[str]:
+        """None if there is the list, by which links are followed."""
+        return iter(()) if self.root.exists(LIST) else super().links()
+
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         found = _PATH.fullmatch(key.removesuffix(".hea"))
         return dataclasses.replace(record, patient=found[1] if found else None)
@@ -383,7 +418,14 @@ class WfdbFolder(WfdbSource):
     name = "wfdb"
 
     def keys(self) -> Iterator[str]:
-        return (name for name in self.root.names() if name.endswith(".hea"))
+        lists: list[str] = []
+        has_headers = False
+        for name in _noting_lists(self.root.names(), lists):
+            if name.endswith(".hea"):
+                has_headers = True
+                yield name
+        if has_headers:
+            yield from absent_records(self.root, lists, (".hea",))
 
     def places(self) -> list[str]:
         return [""]

@@ -32,6 +32,7 @@ from omnilead.data_tools.dataset import META, Dataset, waveform
 from omnilead.data_tools.hospital.files import ENDINGS, HospitalFiles
 from omnilead.data_tools.npz import ArrayError, npz_array, npz_names, open_npy
 from omnilead.data_tools.sources import (
+    AbsentKey,
     DataError,
     FileSource,
     Prepared,
@@ -39,6 +40,7 @@ from omnilead.data_tools.sources import (
     Source,
     UnknownArchive,
     key_mark,
+    missing_note,
     open_sources,
     prepared,
     pseudonymised,
@@ -381,10 +383,15 @@ def _of_archive(url: str, options: EcgOptions, model_input: Input) -> Iterator[R
         raise ConfigError(str(error).replace("set its format with --source", mend)) from None
     for source in sources:
         _tell([source.left_out])
+        missing = []
         for key in source.keys():  # noqa: SIM118 - no dictionary
+            if isinstance(key, AbsentKey):
+                missing.append(source.name_for(key))
+                continue
             stamp = source.root.stamp(key) or source.root.stamp(key.rpartition("#")[0])
             record = _of_source(source, key, f"{source.root.url}/{key}", stamp)
             yield record._replace(of_folder=True)
+        _tell([missing_note(source.root.url, missing, source.root.private)])
         if isinstance(source, FileSource):
             _tell(source.notes())
 

@@ -171,9 +171,10 @@ def test_unexpected_hdf5_is_refused_and_the_other_parts_are_read(tmp_path, chang
     write_code15(tmp_path, EXAMS)
     change(tmp_path / PART)
     made = build(tmp_path, tmp_path / "out", plan="all")
-    assert rejected(made) == [("exams_part0", reason)]
+    lost = [("1169160", "missing file"), ("168405", "missing file")]
+    assert rejected(made) == [*lost, ("exams_part0", reason)]
     assert {name for _, name in crops_of(made)} == {"2873686", "271011"}
-    assert made.meta["sources"][0]["records"] == {"seen": 3, "used": 2, "refused": 1}
+    assert made.meta["sources"][0]["records"] == {"seen": 5, "used": 2, "refused": 3}
     assert verify(made, open_sources(str(tmp_path))) == []
 
 

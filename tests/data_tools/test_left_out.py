@@ -1,6 +1,7 @@
 """Every ECG below a folder is read, or the folder is refused, whichever command opens it; only
 where the user chooses a format, the others are left out and counted."""
 
+import subprocess
 from pathlib import Path
 
 import fsspec
@@ -269,3 +270,56 @@ def test_no_command_leaves_out_half_of_a_folder(tmp_path, capsys):
         said = capsys.readouterr().err
         assert said.count(f"{src}: 1 WFDB record outside of physionet2021: ") == (code == 2), said
     assert Path(f"{out}.csv").read_text().count("\n") == 1 + 3
+
+
+def link(place, target):
+    """Twelve WFDB records of another folder, linked."""
+    if not target.exists():
+        plain(target, 12)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(target)
+
+
+@pytest.mark.parametrize("kind", ["wfdb", "hospital", "challenge", "ptb-xl", "muse-xml", "plug-in"])
+def test_a_linked_folder_is_named_wherever_it_is(tmp_path, kind, capsys):
+    src, elsewhere, options = tmp_path / "src", tmp_path / "elsewhere", []
+    inside = ("day 1/deep/more", "more")
+    if kind in ("wfdb", "plug-in"):
+        plain(src / "day 1")
+    elif kind in ("hospital", "muse-xml"):
+        write_files(src, {"day 1/one.xml": muse()})
+    elif kind == "challenge":
+        challenge(src / "training")
+        inside = ("training/georgia/g2", "other/g3")
+    else:
+        write_ptbxl(src, {1: {}})
+        inside = ("records500/01000", "more/deep")
+    if kind == "plug-in":
+        options = ["--source", "omnilead.data_tools.sources.wfdb_archives:WfdbFolder"]
+    elif kind == "muse-xml":
+        options = ["--source", kind]
+    for place in inside:
+        link(src / place, elsewhere)
+    note = f"{src}: does not follow linked folders: {', '.join(inside)}\n"
+    out = tmp_path / "out"
+    assert run_shard(src, out, *options) == 0
+    assert capsys.readouterr().err.count(note) == 1
+    assert main(["verify", str(out), "--archive", str(src), "--workers", "1", *options]) == 0
+    assert capsys.readouterr().err.count(note) == 1
+
+
+def test_a_linked_folder_that_is_given_too_is_not_named(tmp_path):
+    plain(tmp_path / "src")
+    link(tmp_path / "src/more", tmp_path / "elsewhere")
+    assert opened(tmp_path / "src", tmp_path / "src/more") == ([("wfdb", 1)], "")
+    assert opened(tmp_path / "src", tmp_path / "elsewhere") == ([("wfdb", 1)], "")
+    hidden = f"{tmp_path}/src: does not follow linked folders: 1 of its folders"
+    assert opened(tmp_path / "src", private=True) == ([("wfdb", 1)], hidden)
+
+
+def test_a_linked_folder_in_a_zip_is_named(tmp_path):
+    plain(tmp_path / "src")
+    link(tmp_path / "src/more", tmp_path / "elsewhere")
+    subprocess.run(["zip", "-qry", "src.zip", "src"], cwd=tmp_path, check=True)
+    note = "does not follow linked folders: more"
+    assert opened(tmp_path / "src.zip") == ([("wfdb", 1)], f"{tmp_path}/src.zip: {note}")

@@ -35,7 +35,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.record import LEADS, EcgRecord
-from omnilead.data_tools.sources import Source, open_sources
+from omnilead.data_tools.sources import AbsentKey, Source, open_sources
 from omnilead.data_tools.sources.code15 import Code15
 from omnilead.data_tools.sources.wfdb_archives import (
     TABLE_PLACES,
@@ -272,7 +272,10 @@ def test_real_records_are_the_same_at_100_and_500_hz(real_ecgs):
     more = real_ecgs.parent / "ecg2"
     (slow,) = open_sources(str(more / "ptbxl100"))
     originals = [*open_sources(str(more / "ptbxl500")), *open_sources(str(real_ecgs))]
-    fast = {one.name_for(key): (one, key) for one in originals for key in one.keys()}  # noqa: SIM118
+    fast = {}
+    for one in originals:
+        there = [key for key in one.keys() if not isinstance(key, AbsentKey)]  # noqa: SIM118
+        fast |= {one.name_for(key): (one, key) for key in there}
     alike = []
     for key in list(slow.keys())[::8]:
         if slow.name_for(key) in fast:
