@@ -40,6 +40,7 @@ from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt, 
 from omnilead.data_tools.record import (
     LEADS,
     MV_PER_UNIT,
+    SYNTHETIC,
     EcgRecord,
     Header,
     as_number,
@@ -56,6 +57,7 @@ from omnilead.data_tools.storage import Folder
 from omnilead.data_tools.zip_folder import is_in_zip
 
 YAML, MAX_YAML = "arrays.yaml", 2**16
+TABLES = (".csv", ".parquet")
 COLUMNS = {"record", "patient", "age", "sex", "index", "fs_hz"}
 NEEDED = {
     "fs_hz": "the sampling rate in Hz, or a column of the table",
@@ -160,7 +162,40 @@ class ArraySource(Source):
                 text += f", {length_s:g} s long in the first file{', padded' * bool(facts.padding)}"
         if facts.table and facts.many and not facts.index:
             text += "; the rows of the table are in the order of the ECGs"
-        return [text]
+        return [text, self._unread_table()]
+
+    def _unread_table(self) -> str:
+        """A note on a table with the array's name that is not read; "" if there is none."""
+        facts, root = self.facts, self.root
+        stem = _parts(root, facts.file)[0].rpartition(".")[0]
+        tables = [f"{stem}{ending}" for ending in TABLES if root.exists(f"{stem}{ending}")]
+        if facts.table or not tables:
+            return ""
+        if root.private:
+            return f"{root.url}: a table has the array's name and is not read: name it in {YAML}"
+        columns = []
+        with suppress(DataError):  # no table
+            columns = read_cells(root.path(tables[0]), "patients").column_names
+        words = {
+            "table": tables[0],
+            "patient": "patient_id" if "patient_id" in columns else "COLUMN",
+        }
+        words |= {name: name for name in ("record", "patient", "age", "sex") if name in columns}
+        if root.exists(YAML):
+            lines = "; ".join(f"{word}: {value}" for word, value in words.items())
+            mend = f"add to {YAML} the lines {lines}"
+        else:
+            leads = "12" if facts.leads == LEADS else f"[{', '.join(facts.leads)}]"
+            words = {
+                "file": facts.file,
+                "fs_hz": facts.fs_hz,
+                "unit": facts.unit,
+                "leads": leads,
+                **words,
+            }
+            facts_said = ", ".join(f"{word}: {value}" for word, value in words.items())
+            mend = f"instead of --fs, --unit and --leads write {YAML} with {{{facts_said}}}"
+        return f"{root.url}: {tables[0]} is not read: to use it, {mend}"
 
     def tables(self) -> bytes:
         table = self.facts.table and self.root.read(self.facts.table, MAX_TABLE)
@@ -258,6 +293,11 @@ def _read_facts(root: Folder, words: Any) -> ArrayFacts:
         word = str(first["loc"][0])
         mend = NEEDED.get(word, f"not one of {', '.join(ArrayFacts.model_fields)}")
         raise DataError(f"{YAML}: {word}: {first['msg']}: {mend}") from None
+    if facts.name.startswith(SYNTHETIC):
+        raise DataError(
+            f"name: {facts.name}: {SYNTHETIC}... are ECGs of nobody, made by `omnilead synth`: choose "
+            "another name"
+        )
     lead_rows(facts.leads)
     _mv_per_step(facts.unit)
     if "fs_hz" not in facts.columns:

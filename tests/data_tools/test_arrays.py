@@ -539,3 +539,50 @@ def test_zeros_in_all_leads_are_flagged_and_told(tmp_path, capsys):
     said = "1 of 6 crops of arrays are zero in all leads for half a second or more: is that right?"
     assert said in capsys.readouterr().err
     assert run_verify(tmp_path / "out", tmp_path / "a") == 0
+
+
+def test_how_to_use_a_table_with_the_arrays_name_is_said(tmp_path, capsys):
+    place = write(tmp_path / "a", MV, "")
+    place.joinpath("t.csv").rename(place / "e.csv")
+    text = PEOPLE.replace("id,who,years", "record,patient,age", 1)
+    (place / "e.csv").write_text(text)
+    words = ["--source", "arrays", "--fs", "500", "--unit", "mV", "--leads", "12"]
+    assert run_shard(place, tmp_path / "out", *words) == 0
+    said = capsys.readouterr().err
+    note = (
+        f"note: {place}: e.csv is not read: to use it, instead of --fs, --unit and --leads write "
+    )
+    assert said.count(note) == 1
+    told = said.split(f"{note}arrays.yaml with ")[1].split("\n")[0]
+    (place / "arrays.yaml").write_text(told)
+    assert run_shard(place, tmp_path / "with") == 0
+    made = Dataset.open(str(tmp_path / "with"))
+    assert "is not read" not in capsys.readouterr().err
+    assert {rows[0]["patient"] for rows in crops_of(made).values()} == {"p0", "p1", "p2"}
+    assert {name for _, name in crops_of(made)} == {f"r{row}" for row in range(N)}
+
+
+@pytest.mark.parametrize(("ending", "named"), [("parquet", "patient_id"), ("csv", "COLUMN")])
+def test_a_table_that_arrays_yaml_does_not_name_is_told(tmp_path, ending, named):
+    place = write(tmp_path / "a", MV)
+    people = pa.table(
+        {"exam": range(N), ("patient_id" if named == "patient_id" else "who"): range(N)}
+    )
+    if ending == "csv":
+        (place / "e.csv").write_text("exam,who\n1,2\n")
+    else:
+        pq.write_table(people, place / "e.parquet")
+    note = f"{place}: e.{ending} is not read: to use it, add to arrays.yaml the lines "
+    assert opened(place).notes()[1] == note + f"table: e.{ending}; patient: {named}"
+    private = ArraySource(folder(place, private=True)).notes()[1]
+    assert (
+        private == f"{place}: a table has the array's name and is not read: name it in arrays.yaml"
+    )
+
+
+def test_no_array_of_the_user_passes_as_synthetic(tmp_path):
+    place = write(tmp_path / "a", MV, FACTS + "name: synthetic-x\n")
+    with pytest.raises(
+        DataError, match=r"a: name: synthetic-x: synthetic-\.\.\. are ECGs of nobody"
+    ):
+        opened(place)
