@@ -1,16 +1,15 @@
 """The supported archives and their detection; what no source reads.
 
 `open_sources("ROOT")` looks at the names in ROOT and in its subfolders; ROOT may contain several
-archives, or WFDB records without one, and in any folders that these do not read a hospital's files.
-WFDB records beside an archive are an error: nobody knows whose patients they are. Where a kind is
-given, the files that look like ECGs and that it does not read are counted in the first source's
-`left_out`, so that no record vanishes without a word.
+archives, and in any folders that these do not read WFDB records and a hospital's files. WFDB records
+beside an archive are of unknown patients: the first source's `left_out` counts them. Where a kind is
+given, it counts the files that look like ECGs and that this kind does not read, so that no record
+vanishes without a word.
 """
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 
 from omnilead.data_tools.dataset import META
@@ -94,14 +93,15 @@ def open_sources(
     if kind == "auto":
         found = _detected(root, names, anonymous)
         left = LeftOut(root, found, besides, hospital)
+        read = tuple(dict.fromkeys(source.name for source in found))
         if left.wfdb:
-            raise DataError(left.refusal(found))
+            found.append(WfdbFolder(root, tuple(left.places)))
         if hospital:
             vendors = hospital(root, within=tuple(left.places))
             if next(vendors.keys(), None):
                 found.append(vendors)
         if found:
-            found[0].left_out = left.sentence()
+            found[0].left_out = left.sentence(archives=read)
     else:
         found = [ArraySource(root, arrays) if kind == "arrays" else _of_kind(root, kind, hospital)]
         # A reader of files looks at all of them; what one of the user's own reads, only he knows
@@ -196,7 +196,7 @@ class LeftOut:
         self.endings = hospital.endings if hospital else ()
         # Where a hospital's files may be: folders, and files that have one of its endings
         self.places: list[str] = []
-        self.wfdb: dict[str, list[str]] = {}  # headers by uppermost folder; "": in none
+        self.wfdb: list[str] = []  # headers
         self.vendors: list[str] = []  # files with a hospital's endings
         self.links: list[str] = []
         self.unlisted: list[str] = []
@@ -221,7 +221,7 @@ class LeftOut:
             if any(one.startswith(f"{path}/") for one in self.read):
                 self._search(path)
             elif name.lower().endswith((".hea", *self.endings)):
-                self._add(place, path, [path])
+                self._add(path, [path])
             elif not (self.root.remote and looks_like_file(name)):
                 self._add_folder(path)
 
@@ -233,7 +233,7 @@ class LeftOut:
             return
         self._add_links(self.root, self.root.links(path))
         try:
-            self._add(path, path, list(self.root.names(path)))
+            self._add(path, list(self.root.names(path)))
         except (StorageError, OSError):
             self.unlisted.append(path)
 
@@ -243,44 +243,28 @@ class LeftOut:
             if os.path.realpath(place) not in self.opened:
                 self.links.append(place.removeprefix(f"{self.root.url}/"))
 
-    def _add(self, place: str, path: str, names: Sequence[str]) -> None:
-        """`names`: what is at `path`, for messages in the folder `place`."""
+    def _add(self, path: str, names: Sequence[str]) -> None:
+        """`names`: what is at `path`."""
         if names:
             self.places.append(path)
         for name in names:
-            if name.lower().endswith(".hea"):
-                self.wfdb.setdefault(place, []).append(name)
+            if name.endswith(".hea"):
+                self.wfdb.append(name)
             elif name.lower().endswith(self.endings):
                 self.vendors.append(name)
 
-    def refusal(self, sources: Sequence[Source]) -> str:
-        """The error for WFDB records beside archives."""
-        archives = " and ".join(dict.fromkeys(source.name for source in sources))
-        count = sum(map(len, self.wfdb.values()))
-        records = f"{count:,} WFDB record{'s' * (count > 1)}"
-        leave = ""
-        for kind, archive in ARCHIVES.items():
-            if [type(source) for source in sources] == [archive]:
-                leave = f"; shard --source {kind} leaves {'them' if count > 1 else 'it'} out"
-        return f"{self.root.url}: {records} outside of {archives}{self._where()}{leave}"
-
-    def _where(self) -> str:
-        """Where the WFDB records are, and what to do."""
-        if self.root.private:
-            return ": give the folders that hold them as well"
-        parts = []
-        for place, names in list(self.wfdb.items())[:3]:
-            more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
-            mend = f"give {self.root.url}/{place} as well"
-            if place == "" or any(one.startswith(f"{place}/") for one in self.read):
-                mend = "move them to a folder of their own and give it as well"
-            parts.append(f"{names[0]}{more}: {mend}")
-        return f": {'; '.join(parts)}" + "; ..." * (len(self.wfdb) > 3)
-
-    def sentence(self, kind: str = "") -> str:
-        """A note on what is not read. `kind`: the source's, if the user chose it: then also files
-        that others would read."""
+    def sentence(self, kind: str = "", archives: Sequence[str] = ()) -> str:
+        """A note on what is not read, and on WFDB records beside these archives. `kind`: the source's,
+        if the user chose it: then also files that others would read."""
         said = []
+        if archives and self.wfdb:
+            records = "1 WFDB record"
+            if len(self.wfdb) > 1:
+                records = f"{len(self.wfdb):,} WFDB records"
+            more = ", ..." * (len(self.wfdb) > 1)
+            first = "" if self.root.private else f" ({self.wfdb[0]}{more})"
+            others = " and ".join(archives)
+            said.append(f"reads {records} outside of {others}, of unknown patients{first}")
         if self.unlisted:
             said.append(f"could not list {self._named(self.unlisted)}")
         if self.links:
@@ -296,7 +280,7 @@ class LeftOut:
     def _others(self) -> list[str]:
         if self.places == [""]:
             return [name for name in self.root.names() if name.lower().endswith(self.endings)]
-        return [*chain.from_iterable(self.wfdb.values()), *self.vendors]
+        return [*self.wfdb, *self.vendors]
 
     def _named(self, folders: Sequence[str]) -> str:
         if self.root.private:

@@ -66,7 +66,8 @@ class Source(ABC):
 
     name = ""
     licence = "unknown"
-    left_out = ""  # a note on the files that look like ECGs and that no source of the folder reads
+    # A note on what no source of the folder reads, and on WFDB records beside its archives
+    left_out = ""
     private = ""  # what in its records' names and ids tells who the patients are
 
     def __init__(self, root: Folder) -> None:

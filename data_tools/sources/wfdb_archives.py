@@ -12,6 +12,7 @@ import posixpath
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 
@@ -417,15 +418,25 @@ class WfdbFolder(WfdbSource):
 
     name = "wfdb"
 
+    def __init__(self, root: Folder, within: tuple[str, ...] = ("",)) -> None:
+        """`within`: only what is in these folders, or is one of these files, as other sources read the
+        rest."""
+        super().__init__(root)
+        self.within = within
+
     def keys(self) -> Iterator[str]:
         lists: list[str] = []
         has_headers = False
-        for name in _noting_lists(self.root.names(), lists):
+        names = chain.from_iterable(map(self._names, self.within))
+        for name in _noting_lists(names, lists):
             if name.endswith(".hea"):
                 has_headers = True
                 yield name
         if has_headers:
             yield from absent_records(self.root, lists, (".hea",))
+
+    def _names(self, place: str) -> Iterator[str]:
+        return iter([place]) if place.endswith(".hea") else self.root.names(place)
 
     def places(self) -> list[str]:
         return [""]
@@ -434,6 +445,8 @@ class WfdbFolder(WfdbSource):
         return path_name(key, stem)
 
     def notes(self) -> list[str]:
+        if self.within != ("",):
+            return []  # `left_out` tells of them
         why = "its WFDB records are read without tables of patients"
         mend = "if they belong to a known archive, pass that as SRC, or set --source"
         return [f"{self.root.url}: {why}: {mend}"]

@@ -1,5 +1,5 @@
-"""Every ECG below a folder is read, or the folder is refused, whichever command opens it; only
-where the user chooses a format, the others are left out and counted."""
+"""Every ECG below a folder is read, whichever command opens it; only where the user chooses a format,
+the others are left out and counted."""
 
 import subprocess
 from pathlib import Path
@@ -22,7 +22,6 @@ from twins import write_code15, write_mimic, write_ptbxl
 
 from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.errors import DataError
 from omnilead.data_tools.hospital.files import HospitalFiles
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.storage import LocalFolder
@@ -53,23 +52,14 @@ def opened(root, *besides, kind="auto", **options):
     return [(source.name, len(list(source.keys()))) for source in sources], "".join(noted)
 
 
-def refused(root, *besides, **options):
-    with pytest.raises(DataError) as error:
-        opened(root, *besides, **options)
-    return str(error.value)
-
-
-def test_records_beside_an_archive_are_refused_until_their_folder_is_given_too(tmp_path):
+def test_records_beside_an_archive_are_read_with_a_note(tmp_path):
     challenge(tmp_path / "training", records=3)
     plain(tmp_path / "mywfdb" / "day 1", 21)
     found = [("physionet2021", 3)]
-    what = f"{tmp_path}: 21 WFDB records outside of physionet2021: "
-    leave = "; shard --source physionet2021 leaves them out"
-    named = f"mywfdb/day 1/00000_hr.hea and 20 more: give {tmp_path}/mywfdb as well"
-    assert refused(tmp_path) == what + named + leave
-    assert (
-        refused(tmp_path, private=True) == f"{what}give the folders that hold them as well{leave}"
-    )
+    what = f"{tmp_path}: reads 21 WFDB records outside of physionet2021, of unknown patients"
+    both = [*found, ("wfdb", 21)]
+    assert opened(tmp_path) == (both, f"{what} (mywfdb/day 1/00000_hr.hea, ...)")
+    assert opened(tmp_path, private=True) == (both, what)
     assert opened(tmp_path, tmp_path / "mywfdb") == (found, "")
     assert opened(tmp_path / "mywfdb") == ([("wfdb", 21)], "")
 
@@ -143,7 +133,8 @@ def test_what_an_archive_reads_is_not_searched(tmp_path, monkeypatch):
         return names(self, under)
 
     monkeypatch.setattr(LocalFolder, "names", watched)
-    assert "mine/00000_hr.hea" in refused(tmp_path)
+    found = [("mimic-iv-ecg", 1), ("wfdb", 1)]
+    assert opened(tmp_path)[0] == found and "mine/00000_hr.hea" in opened(tmp_path)[1]
 
 
 def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path):
@@ -157,18 +148,17 @@ def test_every_archive_is_opened_and_only_the_rest_is_counted(tmp_path):
     places["code15"] = "code15"
     for place, name in places.items():
         assert opened(tmp_path / place)[0] == [(name, 1)]
-    error = refused(tmp_path)
-    assert error.removeprefix(f"{tmp_path}: 1 WFDB record outside of ").split(": ", 1)[1] == (
-        f"georgia/g1/E00000.hea: give {tmp_path}/georgia as well"
-    )
-    assert all(name in error for name in places.values())
+    found, note = opened(tmp_path)
+    assert dict(found) == dict.fromkeys([*places.values(), "wfdb"], 1)
+    assert note.startswith(f"{tmp_path}: reads 1 WFDB record outside of ")
+    assert note.endswith(", of unknown patients (georgia/g1/E00000.hea)")
+    assert all(name in note for name in places.values())
     found, note = opened(tmp_path, tmp_path / "georgia")
     assert (dict(found), note) == (dict.fromkeys(places.values(), 1), "")
     write_ptbxl(tmp_path / "copies" / "old", {1: {}})
     challenge(tmp_path / "ptb-xl" / "more")
-    error = refused(tmp_path, tmp_path / "georgia", tmp_path / "copies")
-    assert "ptb-xl/more/georgia/g1/E00000.hea: " in error
-    assert error.endswith(f"give {tmp_path}/ptb-xl/more as well")
+    found, note = opened(tmp_path, tmp_path / "georgia", tmp_path / "copies")
+    assert ("wfdb", 1) in found and note.endswith(" (ptb-xl/more/georgia/g1/E00000.hea)")
 
 
 @pytest.mark.parametrize(
@@ -242,9 +232,7 @@ def test_a_bucket_is_listed_by_its_uppermost_folders(tmp_path, monkeypatch):
         "find",
         lambda self, path, **options: listed.append(path) or find(self, path, **options),
     )
-    with pytest.raises(DataError) as error:
-        open_sources("memory://left")
-    assert "v1.0/mywfdb/00000_hr.hea: give memory://left/v1.0 as well" in str(error.value)
+    assert "(v1.0/mywfdb/00000_hr.hea)" in open_sources("memory://left")[0].left_out
     assert sorted(listed) == ["memory://left/training", "memory://left/v1.0"]
 
 
@@ -256,19 +244,21 @@ def test_no_command_leaves_out_half_of_a_folder(tmp_path, capsys):
     model = ["--model", str(save_model(tmp_path / "model", head=head)), "--data"]
     assert run_shard(src, out) == 0
     plain(tmp_path / "src" / "mywfdb")
-    for number, (run, code) in enumerate(
+    for number, (run, noted) in enumerate(
         (
-            (lambda: run_shard(src, f"{out}2"), 2),
-            (lambda: run_verify(out, src), 2),
-            (lambda: predict.main([*model, src, "--out", f"{out}.csv"]), 2),
-            (lambda: main(["shard", src, mine, "--out", f"{out}2", "--workers", "1"]), 0),
-            (lambda: main(["verify", f"{out}2", "--archive", src, mine, "--workers", "1"]), 0),
-            (lambda: predict.main([*model, src, mine, "--out", f"{out}.csv"]), 0),
+            (lambda: run_shard(src, f"{out}2"), True),
+            (lambda: run_verify(f"{out}2", src), True),
+            (lambda: predict.main([*model, src, "--out", f"{out}2.csv"]), True),
+            (lambda: main(["shard", src, mine, "--out", f"{out}3", "--workers", "1"]), False),
+            (lambda: main(["verify", f"{out}3", "--archive", src, mine, "--workers", "1"]), False),
+            (lambda: predict.main([*model, src, mine, "--out", f"{out}.csv"]), False),
         )
     ):
-        assert run() == code, number
+        assert run() == 0, number
         said = capsys.readouterr().err
-        assert said.count(f"{src}: 1 WFDB record outside of physionet2021: ") == (code == 2), said
+        assert said.count(f"{src}: reads 1 WFDB record outside of physionet2021, ") == noted, said
+    assert run_verify(out, src) == 1  # the dataset was made before
+    assert Path(f"{out}2.csv").read_text().count("\n") == 1 + 3
     assert Path(f"{out}.csv").read_text().count("\n") == 1 + 3
 
 
