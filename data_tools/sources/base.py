@@ -19,6 +19,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
+from omnilead.data_tools.cli import tell
 from omnilead.data_tools.errors import ReadError, StorageError, printable
 from omnilead.data_tools.prepare import CROP, Crop, crop_count, flags_of, prepare_crop
 from omnilead.data_tools.pseudonyms import pseudonym
@@ -255,7 +256,10 @@ def absent_records(
         try:
             lines = root.read(table, MAX_RECORDS).decode("utf-8", "replace").split("\n")
         except ReadError as error:
-            raise StorageError(f"{root.url}: {error}") from None
+            if error.reason != MISSING_FILE:  # not every archive has a list
+                why = f"a list {RECORDS}: {error.reason}" if root.private else error
+                tell(f"note: {root.url}: {why}: not compared with the files")
+            continue
         for line in filter(None, map(str.strip, lines)):
             path = posixpath.join(folder, line)
             if path in told or (within and path.split("/")[0] not in within):

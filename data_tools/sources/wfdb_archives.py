@@ -81,8 +81,8 @@ class WfdbSource(Source):
     folders: frozenset[str] = frozenset()  # whose records a list in the root may name
 
     def keys(self) -> Iterator[str]:
-        places, lists = self.places(), []
-        if "" not in places and self.root.exists(RECORDS):
+        places, lists = self.places(), list[str]()
+        if "" not in places:
             lists.append(RECORDS)
         for place in places:
             yield from with_orphans(_noting_lists(self.root.names(place), lists), self.suffix)

@@ -204,3 +204,13 @@ def test_a_file_called_records_in_a_folder_without_wfdb_is_no_list(tmp_path):
     write_files(tmp_path, {"RECORDS": "one\ntwo\n", "x/RECORDS": "three\n"})
     with pytest.raises(DataError, match="no known archive"):
         open_sources(str(tmp_path))
+
+
+def test_a_linked_list_is_said_not_to_be_read(tmp_path, capsys):
+    challenge(tmp_path / "a")
+    (tmp_path / "a/RECORDS").rename(tmp_path / "RECORDS")
+    (tmp_path / "a/RECORDS").symlink_to(tmp_path / "RECORDS")
+    assert run_shard(tmp_path / "a", tmp_path / "out") == 0
+    why = "not a regular file: RECORDS: a link, which is not followed: not compared with the files"
+    assert f"note: {tmp_path / 'a'}: {why}\n" in capsys.readouterr().err
+    assert rejected(Dataset.open(str(tmp_path / "out"))) == [("E00003", "missing file")]
