@@ -251,14 +251,18 @@ def _other_ecgs(
             bar.update(len(signals))
             expected = known.signals_of(members[begin : begin + len(signals)])
             for row, (signal, right) in enumerate(zip(signals, expected, strict=True), begin):
-                if signal == right:
-                    continue
                 path, label = keys[row].as_py(), labels[row].as_py()
                 source, _, name = label.partition("/")
                 error = signal
                 if not isinstance(error, ReadError):
+                    if error == right:
+                        continue
                     error = ReadError(READ_ALREADY, f"another {name} came first")
                     others.append(row)
+                elif (
+                    error.reason == MISSING_FILE
+                ):  # only a table or a header of the archive names it
+                    continue
                 refused[row] = _by_its_path(path, (source, name, error.reason, error.detail))
     if same := had.seen.total() - len(refused):
         tell(f"note: {same:,} records are left out: the dataset has them")
@@ -410,7 +414,7 @@ def _parted(scan: _Scan, known: KnownRecords) -> tuple[_Scan, _Scan]:
     new.numbers["dropped"][np.isin(new.members, known.refused)] = 0  # they were counted then
     hashes = member_hashes((reject for _, reject in scan.refused), known.key)
     for (path, reject), of_known_name in zip(scan.refused, known.has(hashes), strict=True):
-        if of_known_name and reject[2] == MISSING_FILE:  # only a table of the archive names it
+        if of_known_name and reject[2] == MISSING_FILE:  # as in _other_ecgs
             had.seen[reject[0]] += 1
             continue
         new.seen[reject[0]] += 1

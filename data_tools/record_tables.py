@@ -186,6 +186,8 @@ def _text_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Whole numbers without point and exponent, as long as they are exact."""
     if not pa.types.is_floating(column.type):
         return pc.cast(column, pa.string())
+    if column.type == pa.float16():  # which arrow cannot round
+        column = pc.cast(column, pa.float32())
     column = pc.if_else(pc.is_nan(column), None, column)
     exact = 2.0 ** (53 if column.type == pa.float64() else 24)
     whole = pc.and_(pc.equal(pc.floor(column), column), pc.less(pc.abs(column), exact))
