@@ -430,14 +430,14 @@ def _compare_archive(
         rows.setdefault((source, name), {})[round(start_s * FS_HZ) // CROP] = row
     records = len(rows)
     refused = {(source, name): reason for source, name, reason, _ in rejects if reason not in FLAGS}
-    stored = set(rows)
+    stored = {f"{source}-{name}" for source, name in rows}  # a-b/c and a/b-c have one name in a tar
     found: list[str] = []
     for archive in sources:
         for record in _readable(archive, patients, quiet):
             name = pseudonym(key, "r", record.source, record.name)
             if parts := rows.pop((record.source, name), None):
                 found += _compare_record(dataset, table, record, name, parts, key)
-            elif (record.source, name) in stored or _was_removed(dataset, record, key):
+            elif f"{record.source}-{name}" in stored or _was_removed(dataset, record, key):
                 continue
             elif (record.source, name) not in refused:
                 found.append(
