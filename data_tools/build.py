@@ -41,7 +41,6 @@ from omnilead.data_tools.dataset import (
 )
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError
 from omnilead.data_tools.finishing import (
-    REMOVED,
     PlanFacts,
     as_parquet,
     check_patients,
@@ -57,13 +56,14 @@ from omnilead.data_tools.finishing import (
 from omnilead.data_tools.finishing import (
     ShardOptions as ShardOptions,
 )
-from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan, member_hash
+from omnilead.data_tools.known import KnownRecords
+from omnilead.data_tools.plan import PlannedCrops, Reject, ShardPlan, make_plan
 from omnilead.data_tools.prepare import (
     Crop,
     flags_of,
     prepare_crop,
 )
-from omnilead.data_tools.pseudonyms import key_mark, pseudonym, removal_mark
+from omnilead.data_tools.pseudonyms import REMOVED, key_mark, pseudonym, refuse_removed
 from omnilead.data_tools.record import EcgRecord, class_row
 from omnilead.data_tools.shard_writers import (
     MAX_INDEX,
@@ -74,7 +74,6 @@ from omnilead.data_tools.shard_writers import (
     shard_name,
 )
 from omnilead.data_tools.sources.base import (
-    MISSING_FILE,
     Source,
     located,
     read_safely,
@@ -130,8 +129,8 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
                 f"{options.out} has a zarr copy, roles by crop (--plan paper-split) or shards without "
                 "roles, of an earlier omnilead, so nothing can be appended: build it again"
             )
-        known = _records_of(before)
-        options = replace(options, removed=frozenset(before.meta.get("removed", ())))
+        known = KnownRecords.of(before, rejects_of(before), options.pseudonym_key)
+        options = replace(options, removed=known.removed)
     how = options.workers, options.cluster, options.quiet, options.patients
     plan = make_plan(sources, options.seed, *how, options.pseudonym_key, known)
     mark = key_mark(options.pseudonym_key)
@@ -144,8 +143,8 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
         return _same(Dataset.open(options.out), recipe)
     if before and (changed := _changed(before, recipe)):
         raise DataError(f"--append: {changed}: give the options that {out.url} was made with")
-    if not plan.shards:
-        return nothing_to_add(out, hidden(plan.rejects, options), before)
+    if not plan.shards and not before:
+        return nothing_to_add(out, hidden(plan.rejects, options), None)
     first = next_number(before) if before else 0
     contents = [content + (mark or "") for _, content in marks]
     _build(plan, contents, out, options, first, before)
@@ -157,22 +156,6 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
 def next_number(before: Dataset) -> int:
     """Of a new shard."""
     return 1 + max(int(shard["name"].removesuffix(".tar")) for shard in before.shards)
-
-
-def _records_of(made: Dataset) -> np.ndarray:
-    """Hashes of the records that a dataset has or has refused, ascending. Files that were missing may have
-    arrived."""
-    refused = [
-        member_hash(source, name)
-        for source, name, reason, _ in rejects_of(made)
-        if reason != MISSING_FILE
-    ]
-    hashes = [np.array(refused, np.uint64)]
-    # As numbers of Python, ten million would take a gigabyte
-    for part in made.parts(["source", "record"]):
-        names = (column.to_pylist() for column in part.columns)
-        hashes.append(np.fromiter(map(member_hash, *names), np.uint64, len(part)))
-    return np.unique(np.concatenate(hashes))
 
 
 @contextmanager
@@ -335,12 +318,13 @@ class _ShardWriter:
         try:
             if isinstance(record, ReadError):
                 raise record
-            self._refuse_removed(source, shown_patient(self.key, source, record.patient))
+            patient = shown_patient(self.key, source, record.patient)
+            refuse_removed(self.options.removed, source, patient)
             notes += record.warnings if part == 0 else ()
             crop = prepare_crop(record, part, self.samples)
             row = row_of(source, name, record, crop, self.key)
             crc, hashed = waveform(self.samples)
-            self._refuse_removed("", str(hashed))
+            refuse_removed(self.options.removed, "", str(hashed))
         except ReadError as error:
             if error.reason == REMOVED:
                 notes = []
@@ -366,12 +350,6 @@ class _ShardWriter:
             return text, roles_text(False, None, None)
         kinds = {flag.partition(":")[0] for flag in facts["flags"]}
         return text + roles_text(not kinds & self.leave_out, None, None), b""
-
-    def _refuse_removed(self, source: str, patient: str | None) -> None:
-        """Also a copy of a removed waveform, which may be without its patient: source is "" then."""
-        removed = self.options.removed
-        if removed and removal_mark(source, patient) in removed:
-            raise ReadError(REMOVED)
 
 
 def _part(number: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:

@@ -8,6 +8,12 @@ CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES  # int16
 # hospitals' file formats, also their `source`
 VENDORS = ("muse-xml", "dicom", "philips-xml", "cardiosoft-xml", "hl7-aecg", "scp-ecg", "edf")
 
+# What tables have in cells without a value, in lower case; as a class some of them may be meant
+_MAYBE_MISSING = """
+na n/a n.a. #na #n/a <na> nan -nan nat null none nil unknown missing ? - .
+"""
+MAYBE_MISSING = frozenset(_MAYBE_MISSING.split())
+
 # Before the name of a synthetic database: nothing made from it can pass for the real one
 SYNTHETIC = "synthetic-"
 

@@ -40,8 +40,8 @@ from omnilead.data_tools.prepare import (
     SPEC,
     SPEC_HASH,
 )
-from omnilead.data_tools.pseudonyms import pseudonym, removal_mark
-from omnilead.data_tools.record import SYNTHETIC
+from omnilead.data_tools.pseudonyms import REMOVED, pseudonym, removal_mark
+from omnilead.data_tools.record import SYNTHETIC, patient_source
 from omnilead.data_tools.shard_writers import (
     ROLES_WIDTH,
     extended,
@@ -57,7 +57,6 @@ from omnilead.data_tools.storage import (
 )
 
 DIGEST_BYTES = 32  # at the end of a part
-REMOVED = "patient was removed"
 SYNTHETIC_LICENCE = "CC0-1.0"
 ROW_GROUP = 65_536
 FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
@@ -80,6 +79,7 @@ FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
     "inverted lead",
 )
 ROLES = ["pretrain", "dx_role", "id_role"]
+NAMES = ["source", "record"]
 _NAMED = pa.array([name or None for name in splits.ROLE_NAMES])
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
@@ -141,15 +141,17 @@ class PlanFacts(NamedTuple):
     """What the end of a build needs of its plan."""
 
     shards: list[str]  # their names
-    sources: list[dict[str, Any]]  # name, licence, seen, dropped_s
+    sources: list[dict[str, Any]]  # name, licence, dropped_s, seen (which an append counts later)
     rejects: list[Reject]
 
     @classmethod
     def of(cls, plan: ShardPlan, first: int = 0, before: Dataset | None = None) -> "PlanFacts":
         """`first`: the number of the first shard; `before`: has these sources as well."""
         sources = {}
+        licences = {one["name"]: one["licence"] for one in before.meta["sources"]} if before else {}
         for name, seen in plan.seen.items():
             licence, dropped_s = plan.facts(name)
+            licence = licence or licences.get(name, plan.sources[0].licence)
             if name.startswith(SYNTHETIC):
                 licence = SYNTHETIC_LICENCE
             facts = {"name": name, "licence": licence, "seen": seen, "dropped_s": dropped_s}
@@ -162,7 +164,6 @@ class PlanFacts(NamedTuple):
                     f"records is {facts['licence']}"
                 )
             facts["licence"] = one["licence"]
-            facts["seen"] += one["records"]["seen"]
             facts["dropped_s"] = round(facts["dropped_s"] + one["dropped_s"], 3)
         names = [shard_name(first + i) for i in range(plan.shards)]
         return cls(names, [sources[name] for name in sorted(sources)], plan.rejects)
@@ -181,9 +182,17 @@ def finish(
     shards, rejects, doubtful, numbers = _shard_facts(out, planned, leave_out)
     rejects += hidden(planned.rejects, options)
     if not len(doubtful):
-        return nothing_to_add(out, rejects, before)
+        if not before or not (news := _new_refusals(rejects, before)):
+            return nothing_to_add(out, rejects, before)
+        tell(f"note: no record is added to {out.url}, but {news:,} lines to its rejects.csv")
+        planned, shards = planned._replace(shards=[]), []
     records = records_of(partial(_columns, out, planned, known=numbers, before=before))
     del numbers  # 160 MB of ten million crops, of which the records have copies
+    if before:
+        rejects = _with_earlier(rejects, before, _parts(out, planned))
+        refused = {reject[:2] for reject in rejects if reject[2] not in FLAGS}
+        refused -= _with_crops(refused, chain(before.parts(NAMES), _parts(out, planned)))
+        _count_again(planned.sources, records, Counter(source for source, _ in refused))
     sources = source_facts(planned.sources, records)
     stand, count = before and before.table(ROLES), len(before or ())
     if before:
@@ -202,13 +211,55 @@ def finish(
     meta = _settings(recipe)
     if before:
         rows = chain(map(pa.table, before.parts(COLUMNS.names)), rows)
-        rejects += rejects_of(before)
         shards = before.shards + shards
         meta = dict(before.meta)
     elif not shards:
         rows = map(_without_shards, rows)
     meta |= {"sources": sources, "formats": FORMATS[options.format]}
     return settle(write_tables(out, meta, rows, rejects, shards, roles, before), not before)
+
+
+def _new_refusals(rejects: list[Reject], before: Dataset) -> int:
+    """How many lines say what no line of the dataset's rejects.csv says, but that in other words. That
+    those who were removed do not come back is no news."""
+    said = {reject[:3] for reject in rejects if reject[2] != REMOVED}
+    return len(said - {reject[:3] for reject in rejects_of(before)})
+
+
+def _with_earlier(
+    rejects: list[Reject], before: Dataset, parts: Iterable[pa.Table]
+) -> list[Reject]:
+    """With the lines of the version before, but for records that have been read again."""
+    earlier = rejects_of(before)
+    again = {reject[:2] for reject in rejects}
+    again |= _with_crops({reject[:2] for reject in earlier}, parts)
+    return [*rejects, *(reject for reject in earlier if reject[:2] not in again)]
+
+
+def _with_crops(
+    records: set[tuple[str, str]], parts: Iterable[pa.Table | pa.RecordBatch]
+) -> set[tuple[str, str]]:
+    """Those of the records that have crops in these parts of samples.parquet."""
+    if not records:
+        return set()
+    wanted = pa.array([f"{source}/{name}" for source, name in records])
+    found = set()
+    for part in parts:
+        labels = pc.binary_join_element_wise(part["source"], part["record"], "/")
+        for label in labels.filter(pc.is_in(labels, wanted)).to_pylist():
+            source, _, name = label.partition("/")
+            found.add((source, name))
+    return found
+
+
+def _count_again(
+    sources: list[dict[str, Any]], records: splits.Records, refused: Counter[str]
+) -> None:
+    """A record that was refused before is not another one when it is read again."""
+    counts = source_counts(records)
+    for one in sources:
+        _, used = counts.get(one["name"], (0, 0))
+        one["seen"] = used + refused[one["name"]]
 
 
 def check_patients(out: Folder, planned: PlanFacts, before: Dataset, fewest: int = 1) -> None:
@@ -315,8 +366,8 @@ def _shard_facts(
     that are small enough to keep."""
     shards = []
     rejects: list[Reject] = []
-    doubtful = []
-    numbers = []
+    doubtful = [np.zeros(0, bool)]
+    numbers = [COLUMNS.empty_table().select(["start_s", "waveform"])]
     for part in _parts(out, planned):
         facts = json.loads(part.schema.metadata[b"omnilead"])
         shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
@@ -507,8 +558,10 @@ def nothing_to_add(out: Folder, rejects: list[Reject], before: Dataset | None) -
     common reasons, each with its first file."""
     why = _reasons(rejects)
     if before:
+        records = {reject[:2] for reject in rejects}
         tell(
-            f"note: of {len(set(rejects)):,} new records none is added to {out.url}: {why or 'none is new'}"
+            f"note: of {len(records):,} records that are not in {out.url} none is added: "
+            f"{why or 'none is new'}"
         )
         return settle(before)
     out.write(dataset.REJECTS, _rejects_csv(rejects))
@@ -579,6 +632,15 @@ def records_of(read: Callable[[list[str]], pa.Table]) -> splits.Records:
         read(["start_s"])["start_s"].to_numpy(),
         read(["waveform"])["waveform"].to_numpy(),
     )
+
+
+def owners_of(made: Dataset) -> pa.Array:
+    """SOURCE/PATIENT of each crop, with the source as of patients; null where unknown."""
+    table = made.table(["source", "patient"])
+    names = table["source"].unique()
+    sources = pa.array(map(patient_source, names.to_pylist()))
+    of_crops = sources.take(pc.index_in(table["source"], names).combine_chunks())
+    return pc.binary_join_element_wise(of_crops, table["patient"].combine_chunks(), "/")
 
 
 def assign_roles(

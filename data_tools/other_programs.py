@@ -25,7 +25,7 @@ from omnilead.data_tools.cli import tell
 from omnilead.data_tools.constants import ABBREVIATIONS as CLASSES
 from omnilead.data_tools.constants import CROP_SHAPE
 from omnilead.data_tools.errors import DataError, DatasetError, one_line
-from omnilead.data_tools.record_tables import RESERVED, find, read_table
+from omnilead.data_tools.record_tables import RESERVED, find, missing_words, read_table
 
 ROLES: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
 ROLES |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}
@@ -99,6 +99,12 @@ def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
     """[crops, K], a column for each of the table's that are not reserved."""
     cells = read_table(url)
     names = [name for name in cells.column_names if name not in RESERVED]
+    for name in names:
+        words = missing_words(cells[name])
+        if count := pc.sum(words).as_py():
+            tell(f"note: {url}: column {name!r} holds words such as NA in {count:,} rows: unknown")
+            place = cells.column_names.index(name)
+            cells = cells.set_column(place, name, pc.if_else(words, None, cells[name]))
     try:
         y = np.stack([cells[name].cast(pa.float32()).to_numpy() for name in names], 1)
     except ValueError as error:  # also of arrow

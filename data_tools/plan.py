@@ -7,10 +7,10 @@ records fit into one machine's memory.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from itertools import compress, islice
 from typing import Any, NamedTuple
 
@@ -23,10 +23,15 @@ from omnilead.data_tools import cluster
 from omnilead.data_tools.cli import keep_freed_memory, tell
 from omnilead.data_tools.dataset import FORMAT_VERSION, SHARD_CROPS
 from omnilead.data_tools.errors import ReadError, StorageError, printable
+from omnilead.data_tools.known import (
+    KnownRecords,
+    hash_of,
+    member_hashes,
+    read_signals,
+)
 from omnilead.data_tools.prepare import SPEC_HASH, crop_count, dropped_samples
-from omnilead.data_tools.pseudonyms import pseudonym
 from omnilead.data_tools.record import Header, record_stem
-from omnilead.data_tools.record_tables import patients_of, read_patients
+from omnilead.data_tools.record_tables import patients_of, read_patients, some
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import MAX_NAME
 from omnilead.data_tools.sources.base import Source, links_in, located, read_safely
@@ -36,6 +41,7 @@ Reject = tuple[str, str, str, str]  # source, record, reason, detail
 # archive, key, label, patient that a table names, crop of the record
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
 SCAN_CHUNK = 2048
+READ_ALREADY, MISSING_FILE = "record read already", "missing file"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 NUMBERS = np.dtype(
     [
@@ -97,12 +103,13 @@ class ShardPlan:
         planned = list(zip(archives, keys, labels, patients, parts, strict=True))
         return PlannedShard(planned, identity.hexdigest(), content.hexdigest())
 
-    def facts(self, source: str) -> tuple[str, float]:
-        """Its licence, and the seconds of its records that are in no crop."""
+    def facts(self, source: str) -> tuple[str | None, float]:
+        """Its licence, None if no record can be used, and the seconds of its records that are in no
+        crop."""
         is_from = np.asarray(pc.starts_with(self.labels, f"{source}/"))
         records = self.numbers[is_from & (self.numbers["crops"] > 0)]
-        archive = self.sources[records["archive"][0] if len(records) else 0]
-        return archive.licence, round(int(records["dropped"].sum()) / FS_HZ, 3)
+        licence = self.sources[records["archive"][0]].licence if len(records) else None
+        return licence, round(int(records["dropped"].sum()) / FS_HZ, 3)
 
 
 class _Scan(NamedTuple):
@@ -163,16 +170,19 @@ def make_plan(
     quiet: bool = True,
     patients: str | None = None,
     key: bytes | None = None,
-    known: np.ndarray | None = None,
+    known: KnownRecords | None = None,
 ) -> ShardPlan:
-    """Read all headers in parallel and plan the shards. `patients`: a table that names them; `known`:
-    ascending member_hash of records to leave out, with pseudonyms by this key."""
+    """Read all headers in parallel and plan the shards. `patients`: a table that names them; `key`: of
+    pseudonyms; `known`: records that a dataset has, which are left out."""
     sources = tuple(sources)
     people = read_patients(patients) if patients else None  # before hours of reading
     scans = cluster.run(partial(_scan, key), _chunks(sources), workers, dask)
-    scanned = _read_headers(scans, key, known, quiet)
-    if scanned is None:
+    scanned, had = _read_headers(scans, known, quiet)
+    if not scanned.seen and not had.seen:
         raise _no_records(sources)
+    if known and had.seen:
+        scanned.refused += _other_ecgs(sources, had, known, workers, dask, quiet)
+    del had
     keys, labels = scanned.keys.column(), scanned.labels.column()
     numbers = np.frombuffer(scanned.numbers, NUMBERS)
     again = _again(np.frombuffer(scanned.members, np.uint64), labels)
@@ -200,20 +210,76 @@ def make_plan(
 
 
 def _read_headers(
-    scans: Iterable[_Scan], key: bytes | None, known: np.ndarray | None, quiet: bool
-) -> _Scanned | None:
-    """None if there are no records."""
-    scanned, every = _Scanned(), 0
+    scans: Iterable[_Scan], known: KnownRecords | None, quiet: bool
+) -> tuple[_Scanned, _Scanned]:
+    """The records, and those whose names are known."""
+    scanned, had = _Scanned(), _Scanned()
     with tqdm(unit=" records", desc="headers", disable=quiet) as bar:
         for scan in _in_order(scans):
-            scanned.add(scan if known is None else _unknown(scan, key, known))
-            every += scan.seen.total()
             bar.update(scan.seen.total())
-    if left_out := every - scanned.seen.total():
+            if known:
+                scan, of_known_names = _parted(scan, known)
+                had.add(of_known_names)
+            scanned.add(scan)
+    return scanned, had
+
+
+def _other_ecgs(
+    sources: tuple[Source, ...],
+    had: _Scanned,
+    known: KnownRecords,
+    workers: int,
+    dask: str | None,
+    quiet: bool,
+) -> list[tuple[str, Reject]]:
+    """The records that bear the name of another ECG of the dataset, or cannot be compared with it."""
+    keys, labels = had.keys.column(), had.labels.column()
+    archives = np.frombuffer(had.numbers, NUMBERS)["archive"]
+    members = np.frombuffer(had.members, np.uint64)
+
+    def chunk(begin: int) -> tuple[int, list[tuple[int, str, str]]]:
+        columns = (keys.slice(begin, SCAN_CHUNK), labels.slice(begin, SCAN_CHUNK))
+        texts = (column.to_pylist() for column in columns)
+        return begin, list(zip(archives[begin : begin + SCAN_CHUNK].tolist(), *texts, strict=True))
+
+    read = partial(read_signals, sources, known.removed, known.key)
+    chunks = map(chunk, range(0, len(keys), SCAN_CHUNK))
+    refused: dict[int, tuple[str, Reject]] = {}
+    others = []
+    with tqdm(total=len(keys), unit=" records", desc="comparing", disable=quiet) as bar:
+        for begin, signals in cluster.run(read, chunks, workers, dask):
+            bar.update(len(signals))
+            expected = known.signals_of(members[begin : begin + len(signals)])
+            for row, (signal, right) in enumerate(zip(signals, expected, strict=True), begin):
+                path, label = keys[row].as_py(), labels[row].as_py()
+                source, _, name = label.partition("/")
+                error = signal
+                if not isinstance(error, ReadError):
+                    if error == right:
+                        continue
+                    error = ReadError(READ_ALREADY, f"another {name} came first")
+                    others.append(row)
+                elif (
+                    error.reason == MISSING_FILE
+                ):  # only a table or a header of the archive names it
+                    continue
+                refused[row] = _by_its_path(path, (source, name, error.reason, error.detail))
+    if same := had.seen.total() - len(refused):
+        tell(f"note: {same:,} records are left out: the dataset has them")
+    if others:
+        shown = f"{len(others):,}" if known.key else some(np.sort(others), keys)
         tell(
-            f"note: {left_out:,} records are left out: the dataset has or has refused them; verify --archive compares them"
+            f"warning: {shown} of {had.seen.total():,} records of known names are other ECGs and "
+            "refused: rename their files and append them again"
         )
-    return scanned if every else None
+    return [refused[row] for row in sorted(refused)]
+
+
+def _by_its_path(path: str, reject: Reject) -> tuple[str, Reject]:
+    """The reject of a record whose name another one has."""
+    source, name, reason, detail = reject
+    shown = printable(path)
+    return path, (source, shown if shown != name else f"{name} again", reason, detail)
 
 
 def _in_order(scans: Iterable[_Scan]) -> Iterator[_Scan]:
@@ -264,7 +330,7 @@ def _read_already(
 ) -> Iterator[tuple[str, Reject]]:
     for row in again:
         source, _, name = labels[row].as_py().partition("/")
-        reject = source, name, "record read already", f"another {name} came first"
+        reject = source, name, READ_ALREADY, f"another {name} came first"
         yield keys[row].as_py(), reject
 
 
@@ -316,7 +382,7 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
                 error = refusal
         seen[filed] += 1
         refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
-    members = _hashes((label.split("/") for label in labels), secret)
+    members = member_hashes((label.split("/") for label in labels), secret)
     arrays = np.array(numbers, NUMBERS), members
     return _Scan(number, usable, labels, *arrays, refused, seen)
 
@@ -324,46 +390,42 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
 def _numbers(header: Header) -> tuple[int, int, int, int]:
     """The NUMBERS of a record besides its archive; a ReadError if it can have no place in a
     shard."""
-    name, source = header.name, header.source
-    if not (_NAME.fullmatch(name) and _NAME.fullmatch(source)):
-        raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
     crops = crop_count(header.samples, header.fs_hz)
+    check_name(header.source, header.name, crops)
     if not crops:
         raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
+    fingerprint = hash_of(header.fingerprint + f"{header.samples} {header.fs_hz}".encode())
+    dropped = dropped_samples(header.samples, header.fs_hz)
+    return crops, dropped, fingerprint, hash_of(header.stamp)
+
+
+def check_name(source: str, name: str, crops: int) -> None:
+    """A ReadError if the crops of a record can have no names in a shard."""
+    if not (_NAME.fullmatch(name) and _NAME.fullmatch(source)):
+        raise ReadError("record name", "letters, digits, _ and - only, 64 at most")
     if (length := len(f"{source}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
         raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
-    fingerprint = _hash(header.fingerprint + f"{header.samples} {header.fs_hz}".encode())
-    dropped = dropped_samples(header.samples, header.fs_hz)
-    return crops, dropped, fingerprint, _hash(header.stamp)
 
 
-def member_hash(source: str, name: str) -> int:
-    """Of a record's name in a tar."""
-    return _hash(f"{source}-{name}".encode())
+def _parted(scan: _Scan, known: KnownRecords) -> tuple[_Scan, _Scan]:
+    """The new records of a chunk, and those of known names."""
+    is_known = known.has(scan.members)
+    new, had = _taken(scan, ~is_known), _taken(scan, is_known)
+    new.numbers["dropped"][np.isin(new.members, known.refused)] = 0  # they were counted then
+    hashes = member_hashes((reject for _, reject in scan.refused), known.key)
+    for (path, reject), of_known_name in zip(scan.refused, known.has(hashes), strict=True):
+        if of_known_name and reject[2] == MISSING_FILE:  # as in _other_ecgs
+            had.seen[reject[0]] += 1
+            continue
+        new.seen[reject[0]] += 1
+        new.refused.append(_by_its_path(path, reject) if of_known_name else (path, reject))
+    return new, had
 
 
-def _hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarray:
-    hashes = [member_hash(one[0], pseudonym(key, "r", one[0], one[1])) for one in names]
-    return np.array(hashes, np.uint64)
-
-
-def _unknown(scan: _Scan, key: bytes | None, known: np.ndarray) -> _Scan:
-    """What is not known of a chunk."""
-
-    def is_new(hashes: np.ndarray) -> np.ndarray:
-        at = np.searchsorted(known[:-1], hashes)
-        return np.asarray(known[at] != hashes)
-
-    new = is_new(scan.members)
-    refused = list(compress(scan.refused, is_new(_hashes((one[1] for one in scan.refused), key))))
-    labels = list(compress(scan.labels, new))
-    seen = [label.partition("/")[0] for label in labels] + [one[1][0] for one in refused]
-    columns = (scan.numbers[new], scan.members[new], refused, Counter(seen))
-    return _Scan(scan.number, list(compress(scan.keys, new)), labels, *columns)
-
-
-def _hash(words: bytes) -> int:
-    return int.from_bytes(blake2b(words, digest_size=8).digest())
+def _taken(scan: _Scan, chosen: np.ndarray) -> _Scan:
+    keys, labels = (list(compress(texts, chosen)) for texts in (scan.keys, scan.labels))
+    seen = Counter(label.partition("/")[0] for label in labels)
+    return _Scan(scan.number, keys, labels, scan.numbers[chosen], scan.members[chosen], [], seen)
 
 
 def _with_unique_names(

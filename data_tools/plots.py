@@ -22,9 +22,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset, Ecg, flagged
-from omnilead.data_tools.finishing import records_of, rejects_of, value_counts
+from omnilead.data_tools.finishing import owners_of, records_of, rejects_of, value_counts
 from omnilead.data_tools.prepare import HALF, IMPLAUSIBLE, MAX_UV
 from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
+from omnilead.data_tools.record_tables import doubtful_patients
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.sources.base import MISSING_FILE, missing_note
 from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
@@ -529,6 +530,8 @@ def notes(dataset: Dataset) -> Iterator[str]:
             f"patients unknown for {unknown:,} of {records:,} records: split by record, scores may "
             f"be too high; {_whose(without)}"
         )
+    if doubt := doubtful_patients(owners_of(dataset)):
+        yield doubt
     for flag in RoleSources.from_meta(dataset.meta).leave_out:
         if not (count := int(flagged(table, [flag]).sum())):
             continue

@@ -11,7 +11,9 @@ from hashlib import blake2b
 from pathlib import Path
 
 from omnilead.data_tools.constants import VENDORS
-from omnilead.data_tools.errors import StorageError
+from omnilead.data_tools.errors import ReadError, StorageError
+
+REMOVED = "patient was removed"
 
 
 def read_key(path: str) -> bytes:
@@ -72,3 +74,9 @@ def removal_mark(source: str, name: str | None, kind: str = "p") -> str:
     if source == "hospital":  # a damaged file, of no known format any more
         source = VENDORS[0]
     return pseudonym(b"omnilead removed", kind, patient_source(source), name or "")
+
+
+def refuse_removed(removed: frozenset[str], source: str, patient: str | None) -> None:
+    """Also a copy of a removed waveform, which may be without its patient: source is "" then."""
+    if removed and removal_mark(source, patient) in removed:
+        raise ReadError(REMOVED)

@@ -6,6 +6,7 @@ an archive.
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,7 @@ import numpy as np
 from omnilead.data_tools.constants import ABBREVIATIONS as ABBREVIATIONS
 from omnilead.data_tools.constants import CLASSES as CLASSES
 from omnilead.data_tools.constants import LEADS as LEADS
+from omnilead.data_tools.constants import MAYBE_MISSING as MAYBE_MISSING
 from omnilead.data_tools.constants import SYNTHETIC as SYNTHETIC
 from omnilead.data_tools.constants import VENDORS as VENDORS
 from omnilead.data_tools.errors import ReadError
@@ -39,6 +41,8 @@ YEARS = re.compile(
     r"\s*(\d{1,3}(?:[.,]\d{1,2})?)\s*(?:y|yrs?|years?)?\s*", re.ASCII | re.IGNORECASE
 )
 SEXES = {"m": "M", "male": "M", "f": "F", "female": "F", "w": "F"}
+# What spreadsheets and floating-point columns make of a long number: 1.23457E+10
+ROUNDED = re.compile(r"\d(?:[.,]\d+)?[eE]\+\d+")
 # Before the names of synthetic records and patients, with the seed of `synth`: seeds share nobody
 SYNTHETIC_NAME = re.compile(r"syn\d+_", re.ASCII)
 MV_PER_UNIT = {"V": 1e3, "mV": 1.0, "uV": 1e-3, "nV": 1e-6}
@@ -117,10 +121,20 @@ def patient_source(source: str) -> str:
 
 
 def plain_name(text: str) -> str:
-    """The text, or one with a hash if it is too long or has other characters than letters, digits, _
-    and -: two people must not become one."""
+    """A patient's id as a dataset has it, however it was spelt: 7.0 is 7, and Unicode is composed. One
+    that is too long, or has other characters than letters, digits, _ and -, ends with a hash: two people
+    must not become one."""
+    text = re.sub(r"^(\d+)\.0+$", r"\1", unicodedata.normalize("NFC", text.strip()))
+    if ROUNDED.fullmatch(text):
+        raise ReadError("patient id", f"{text} lacks digits: save ids as text or whole numbers")
     stem = record_stem(f"{text}.")
     return text if stem == text else hashed(stem, text)
+
+
+def known_patient(text: str | None) -> str | None:
+    """As plain_name; None if the text says that the patient is unknown."""
+    text = (text or "").strip()
+    return None if not text or text.lower() in MAYBE_MISSING else plain_name(text)
 
 
 def hashed(stem: str, text: str) -> str:

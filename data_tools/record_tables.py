@@ -24,8 +24,8 @@ from pyarrow import csv as pa_csv
 from pyarrow import parquet
 
 from omnilead.data_tools.cli import tell
-from omnilead.data_tools.errors import DataError, one_line
-from omnilead.data_tools.record import plain_name
+from omnilead.data_tools.errors import DataError, ReadError, one_line
+from omnilead.data_tools.record import MAYBE_MISSING, known_patient
 from omnilead.data_tools.spreadsheet import QUOTED, unquoted
 from omnilead.data_tools.storage import missing_package
 
@@ -96,7 +96,10 @@ def read_table(url: str, of: str = "labels", used: Sequence[str] = ()) -> pa.Tab
         raise DataError(f"{url}: has a header, but no rows: add a row for each ECG")
     if "patient" in names:  # as a dataset writes them
         coded = cells["patient"].combine_chunks().dictionary_encode()
-        plain = pa.array(map(plain_name, coded.dictionary.to_pylist()), pa.string())
+        try:
+            plain = pa.array(map(known_patient, coded.dictionary.to_pylist()), pa.string())
+        except ReadError as error:
+            raise DataError(f"{url}: {error}") from None
         cells = cells.set_column(names.index("patient"), "patient", plain.take(coded.indices))
     return cells
 
@@ -118,7 +121,7 @@ def _csv(data: bytes, key: str, used: Sequence[str]) -> pa.Table:
     read = pa_csv.ReadOptions(column_names=names, skip_rows=reader.line_num)
     parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
     convert = pa_csv.ConvertOptions(
-        column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=True
+        column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True
     )
     cells = pa_csv.read_csv(pa.BufferReader(text.encode()), read, parse, convert)
     columns = []
@@ -168,15 +171,34 @@ def _name(column: str) -> str:
 
 
 def as_text(cells: pa.Table) -> pa.Table:
-    text = [pc.utf8_trim_whitespace(pc.cast(column, pa.string())) for column in cells.columns]
-    empty = pa.array(pa_csv.ConvertOptions().null_values)
+    """The cells as text; null where one is empty. A word such as NA is a text like any other."""
     columns = []
-    for name, column in zip(cells.column_names, text, strict=True):
-        column = pc.if_else(pc.is_in(column, empty), None, column)
-        if name in ("patient", "patient_id", "index"):
-            column = pc.replace_substring_regex(column, WHOLE, r"\1")
-        columns.append(column)
+    for name, column in zip(cells.column_names, cells.columns, strict=True):
+        text = pc.utf8_trim_whitespace(_text_of(column))
+        text = pc.if_else(pc.equal(text, ""), None, text)
+        if name == "index":
+            text = pc.replace_substring_regex(text, WHOLE, r"\1")
+        columns.append(text)
     return pa.table(columns, cells.column_names)
+
+
+def _text_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Whole numbers without point and exponent, as long as they are exact."""
+    if not pa.types.is_floating(column.type):
+        return pc.cast(column, pa.string())
+    if column.type == pa.float16():  # which arrow cannot round
+        column = pc.cast(column, pa.float32())
+    column = pc.if_else(pc.is_nan(column), None, column)
+    exact = 2.0 ** (53 if column.type == pa.float64() else 24)
+    whole = pc.and_(pc.equal(pc.floor(column), column), pc.less(pc.abs(column), exact))
+    digits = pc.cast(pc.cast(pc.if_else(whole, column, 0), pa.int64()), pa.string())
+    return pc.if_else(whole, digits, pc.cast(column, pa.string()))
+
+
+def missing_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Which cells hold a word, such as NA, that may mean that there is no value."""
+    words = pa.array(sorted(MAYBE_MISSING))
+    return pc.fill_null(pc.is_in(pc.utf8_lower(column), words), False)
 
 
 def find(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Found:
@@ -279,7 +301,37 @@ def read_patients(url: str) -> pa.Table:
     if "patient" not in cells.column_names:
         names = ", ".join(cells.column_names[:10])
         raise DataError(f"{url}: its columns are {names}: a column `patient` must name the people")
+    owners = cells["patient"]
+    if "source" in cells.column_names:
+        owners = pc.binary_join_element_wise(cells["source"], owners, "/")
+    if doubt := doubtful_patients(owners.combine_chunks()):
+        tell(f"warning: {url}: {doubt}")
     return cells
+
+
+def doubtful_patients(owners: pa.Array) -> str:
+    """Says which ids may be spellings of one; "" if none. `owners`: PATIENT or SOURCE/PATIENT."""
+    groups = alike(owners)
+    if not groups:
+        return ""
+    shown = ", ".join(" and ".join(group) for group in groups[:SHOWN])
+    return (
+        f"patients {shown}{', ...' * (len(groups) > SHOWN)} differ only in zeros or in case "
+        f"({len(groups):,} in all) and count as different people: if they are the same, write their "
+        "ids alike"
+    )
+
+
+def alike(owners: pa.Array) -> list[list[str]]:
+    """Ids that differ only in leading zeros or in case, together."""
+    ids = pc.drop_null(pc.unique(owners))
+    folded = pc.replace_substring_regex(pc.utf8_lower(ids), r"^((?:.*/)?)0+(\d+)$", r"\1\2")
+    code = folded.dictionary_encode().indices.to_numpy()
+    doubtful = np.flatnonzero(np.bincount(code, minlength=1)[code] > 1)
+    groups: dict[int, list[str]] = {}
+    for number, name in zip(code[doubtful], ids.take(pa.array(doubtful)).to_pylist(), strict=True):
+        groups.setdefault(number, []).append(name)
+    return [sorted(group) for group in groups.values()]
 
 
 def patients_of(url: str, cells: pa.Table, keys: pa.Array) -> pa.Array:

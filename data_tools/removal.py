@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ from omnilead.data_tools.dataset import COLUMNS, STORE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError
 from omnilead.data_tools.finishing import (
     ROLES,
+    owners_of,
     records_of,
     rejects_of,
     replaced,
@@ -36,7 +38,7 @@ from omnilead.data_tools.finishing import (
 from omnilead.data_tools.plan import Reject
 from omnilead.data_tools.pseudonyms import other_key, removal_mark
 from omnilead.data_tools.record import patient_source
-from omnilead.data_tools.record_tables import WHOLE, decoded
+from omnilead.data_tools.record_tables import alike, decoded
 from omnilead.data_tools.shard_writers import BLOCK, index_name, index_of, shard_name
 from omnilead.data_tools.sources.base import shown_patient
 from omnilead.data_tools.spreadsheet import unquoted
@@ -60,7 +62,7 @@ def remove(
                 f"{url} has a zarr store and no shards, so nobody can be removed: build it again "
                 "without these patients"
             )
-        owners = _owners(made)
+        owners = owners_of(made)
         people, missing = _found(made, set(owners.unique().to_pylist()), wanted, key)
         theirs = pc.is_in(owners, pa.array(people, pa.string()))
         table = made.table(["record", "waveform"])
@@ -70,8 +72,9 @@ def remove(
         marks |= {removal_mark("", str(one)) for one in waves.to_pylist()}
         names = {*table["record"].filter(theirs).to_pylist()}
         for one in [*wanted, *people]:
-            ids = one, one.partition("/")[2]
-            names |= {text for text in ids if len(text) >= SHORTEST}
+            for text in (one, one.partition("/")[2]):
+                if len(text) >= SHORTEST:
+                    names |= {text, normalize("NFC", text), normalize("NFD", text)}
         if people:
             made = _without(made, marks, lost, names)
         settle(made)  # also what a killed run has left
@@ -99,16 +102,7 @@ def _wanted(file: str) -> list[str]:
         if name in header:
             rows = [row[header.index(name) :] for row in rows[1:]]
             break
-    return [re.sub(WHOLE, r"\1", row[0]) for row in rows if row]
-
-
-def _owners(made: Dataset) -> pa.Array:
-    """SOURCE/PATIENT of each crop, with the source as of patients; null where unknown."""
-    table = made.table(["source", "patient"])
-    names = table["source"].unique()
-    sources = pa.array(map(patient_source, names.to_pylist()))
-    of_crops = sources.take(pc.index_in(table["source"], names).combine_chunks())
-    return pc.binary_join_element_wise(of_crops, table["patient"].combine_chunks(), "/")
+    return [row[0] for row in rows if row]
 
 
 def _found(
@@ -118,6 +112,7 @@ def _found(
     if key and (wrong := other_key(made.meta["pseudonyms"], key)):
         raise DataError(wrong)
     people: set[str] = set()
+    asked: set[str] = set()
     missing, before = [], 0
     marks = set(made.meta.get("removed", ()))
     every = {patient_source(one["name"]) for one in made.meta["sources"]}
@@ -132,6 +127,7 @@ def _found(
                 f"patient {name}: several have this id: write {' or '.join(sorted(ids & there))}"
             )
         people |= ids & there
+        asked |= ids
         if ids & there:
             continue
         if marks.isdisjoint(removal_mark(*one.split("/", 1)) for one in ids):
@@ -141,11 +137,27 @@ def _found(
     if missing:
         shown = ", ".join(missing[:SHOWN]) + ", ..." * (len(missing) > SHOWN)
         tell(f"note: {len(missing):,} of these patients are not in the dataset: {shown}")
+    _name_those_alike(asked, there - people)
     if before:
         tell(f"note: {before:,} of these patients were removed before")
     elif not people:
         raise DataError(f"none of the patients is in {made.root.url}: nothing is removed")
     return sorted(people), len(missing)
+
+
+def _name_those_alike(asked: set[str], left: set[str]) -> None:
+    """Says who stays and has an id like that of one who is to be removed. `left`: SOURCE/PATIENT of
+    those who stay, or None."""
+    stay = []
+    for group in alike(pa.array([*asked, *left], pa.string())):
+        if not asked.isdisjoint(group):
+            stay += [one for one in group if one in left]
+    if stay:
+        shown = ", ".join(stay[:SHOWN]) + ", ..." * (len(stay) > SHOWN)
+        tell(
+            f"warning: {len(stay):,} patients stay whose ids differ from those given only in zeros or "
+            f"in case: {shown}: if they are the same people, give these ids, too"
+        )
 
 
 def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]) -> Dataset:

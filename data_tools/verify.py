@@ -50,7 +50,8 @@ from omnilead.data_tools.finishing import (
     role_counts,
     source_counts,
 )
-from omnilead.data_tools.plan import Reject, make_plan
+from omnilead.data_tools.known import signal_of
+from omnilead.data_tools.plan import Reject, check_name, make_plan
 from omnilead.data_tools.prepare import (
     CROP,
     HALF,
@@ -60,7 +61,7 @@ from omnilead.data_tools.prepare import (
     prepare_crop,
 )
 from omnilead.data_tools.pseudonyms import other_key, pseudonym, removal_mark
-from omnilead.data_tools.record import LEADS, EcgRecord, class_row
+from omnilead.data_tools.record import LEADS, EcgRecord, class_row, known_patient
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import (
     BLOCK,
@@ -435,9 +436,8 @@ def _compare_archive(
     for row, (source, name, start_s) in enumerate(zip(*columns, strict=True)):
         rows.setdefault((source, name), {})[round(start_s * FS_HZ) // CROP] = row
     records = len(rows)
-    known = {
-        (source, name) for source, name, reason, _ in rejects if reason not in FLAGS
-    } | rows.keys()
+    refused = {(source, name): reason for source, name, reason, _ in rejects if reason not in FLAGS}
+    stored = {f"{source}-{name}" for source, name in rows}  # a-b/c and a/b-c have one name in a tar
     found: list[str] = []
     for archive in sources:
         missing: list[str] = []
@@ -445,10 +445,17 @@ def _compare_archive(
             name = pseudonym(key, "r", record.source, record.name)
             if parts := rows.pop((record.source, name), None):
                 found += _compare_record(dataset, table, record, name, parts, key)
-            elif (record.source, name) not in known and not _was_removed(dataset, record, key):
+            elif f"{record.source}-{name}" in stored or _was_removed(dataset, record, key):
+                continue
+            elif (record.source, name) not in refused:
                 found.append(
                     f"{record.source}/{name} is in the archive, but neither in {SAMPLES} nor in "
                     f"{REJECTS}"
+                )
+            elif _can_be_used(record):
+                found.append(
+                    f"{record.source}/{name} was refused ({refused[record.source, name]}), but can "
+                    "be read now: shard --append adds it"
                 )
         if missing:
             root = archive.root
@@ -459,11 +466,21 @@ def _compare_archive(
     return _first(found, "--archive")
 
 
+def _can_be_used(record: EcgRecord) -> bool:
+    try:
+        check_name(record.source, record.name, crop_count(record.signal.shape[1], record.fs_hz))
+        known_patient(record.patient)
+        signal_of(record, frozenset())
+        return True
+    except ReadError:
+        return False
+
+
 def _was_removed(dataset: Dataset, record: EcgRecord, key: bytes | None) -> bool:
-    crop = np.zeros(CROP_SHAPE, "<i2")
+    crop, patient = np.zeros(CROP_SHAPE, "<i2"), None
     with suppress(ReadError):
+        patient = shown_patient(key, record.source, record.patient)
         prepare_crop(record, 0, crop)
-    patient = shown_patient(key, record.source, record.patient)
     marks = {removal_mark(record.source, patient), removal_mark("", str(waveform(crop)[1]))}
     return not marks.isdisjoint(dataset.meta.get("removed", ()))
 

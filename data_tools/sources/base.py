@@ -27,8 +27,8 @@ from omnilead.data_tools.record import (
     LEADS,
     EcgRecord,
     Header,
+    known_patient,
     patient_source,
-    plain_name,
     record_stem,
 )
 from omnilead.data_tools.storage import Folder
@@ -199,7 +199,8 @@ def _prepare(source: Source, key: str) -> Prepared:
     starts, halves = tuple(crop.start_s for crop in crops), tuple(crop.halves for crop in crops)
     name = record.source or source.source_of(key)
     flags = tuple(flags_of(record, crop) for crop in crops)
-    return Prepared(name, record.name, record.patient, samples[: len(crops)], starts, halves, flags)
+    patient = known_patient(record.patient)
+    return Prepared(name, record.name, patient, samples[: len(crops)], starts, halves, flags)
 
 
 def pseudonymised(key: bytes | None, ecg: Prepared) -> Prepared:
@@ -209,7 +210,9 @@ def pseudonymised(key: bytes | None, ecg: Prepared) -> Prepared:
 
 
 def shown_patient(key: bytes | None, source: str, patient: str | None) -> str | None:
-    return pseudonym(key, "p", patient_source(source), plain_name(patient)) if patient else None
+    """A patient's id in a dataset; None if it is unknown."""
+    name = known_patient(patient)
+    return pseudonym(key, "p", patient_source(source), name) if name else None
 
 
 def path_name(key: str, stem: str) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.constants import CROP_FLAGS
+from omnilead.data_tools.constants import CROP_FLAGS, MAYBE_MISSING
 from omnilead.data_tools.dataset import COLUMNS, Dataset, flagged
 from omnilead.engine.common import ConfigError
 
@@ -55,6 +55,13 @@ def holds(dataset: Dataset, where: str, cells: pa.Table | None = None) -> np.nda
             why = f"not understood at character {error.offset}: {USE}"
         raise ConfigError(f"data.where={where[:MAX_CHARACTERS]!r}: {why}") from None
     return np.asarray(pc.fill_null(truth, False))
+
+
+def _without_words(values: Any) -> Any:
+    if not isinstance(values, pa.StringArray):
+        return values
+    words = pa.array(sorted(MAYBE_MISSING))
+    return pc.if_else(pc.is_in(pc.utf8_lower(values), words), None, values)
 
 
 class _Rows:
@@ -93,8 +100,8 @@ class _Rows:
             raise ValueError(f"{ast.unparse(right)} cannot be used after is or in: {USE}")
         sides = [self.value(left), self.value(right)]
         if sum(pa.types.is_string(side.type) for side in sides) == 1:
-            # numbers in a label table are texts
-            sides = [pc.cast(side, pa.float64()) for side in sides]
+            # numbers in a label table are texts, or words such as NA where there is none
+            sides = [pc.cast(_without_words(side), pa.float64()) for side in sides]
         return FUNCTIONS[type(op)](*sides)
 
     def column(self, name: str) -> pa.Array:

@@ -29,8 +29,10 @@ from omnilead.data_tools.record_tables import (
     RESERVED,
     SHOWN,
     as_text,
+    doubtful_patients,
     find,
     index_in,
+    missing_words,
     read_table,
     some,
 )
@@ -166,6 +168,10 @@ def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Ta
         task = replace(task, columns=TIMED)
     table = _joined(task, datasets, where) if task.labels else _own_columns(task, datasets)
     task = replace(task, columns=_columns(task, table.name, table.cells))
+    if task.kind != "multiclass" or task.classes:
+        table = _without_words(table, task.columns, task.classes)
+    folds = [name for name in ("fold", "split") if name in table.cells.column_names]
+    table = _without_words(table, folds)
     task, classes, y_NK = _values(task, table)
     y_NK = np.append(y_NK, np.full((1, y_NK.shape[1]), np.nan, np.float32), axis=0)  # row -1
     y = [y_NK[row] for row in table.row]
@@ -174,6 +180,7 @@ def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Ta
     task, split_N, remarks = _splits(task, table, datasets, known, people)
     unknown = _unknown(datasets, known, people)
     remarks = [*table.remarks, *remarks, *unknown_patients(unknown)]
+    remarks += _doubtful_patients(people, known)
     remarks += _doubtful_classes(task, table, y_NK) + _codes_of_unknown(task, table)
     remarks += _words_read(task, table)
     split = by_dataset(np.where(known, split_N, 0).astype(np.int8), datasets)
@@ -186,6 +193,32 @@ def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Ta
     return TaskLabels(
         task, classes, y, split, remarks, table.name, used_cells, patients, unknown, table.row
     )
+
+
+def _without_words(
+    table: LabelTable, names: Sequence[str], classes: Sequence[str] = ()
+) -> LabelTable:
+    """Words such as NA are empty cells in these columns, unless they are among the classes. Remarks say
+    so."""
+    cells, remarks = table.cells, list(table.remarks)
+    for place, name in enumerate(cells.column_names):
+        if name not in names:
+            continue
+        named = pc.is_in(cells[name], pa.array(classes, pa.string()))
+        is_word = pc.and_not(missing_words(cells[name]), named)
+        words = cells[name].filter(is_word)
+        if not len(words):
+            continue
+        cells = cells.set_column(place, name, pc.if_else(is_word, None, cells[name]))
+        remarks.append(
+            f"{table.name}: {_quoted(words)} in column {name!r} ({len(words):,} rows) is taken for an "
+            "empty cell, which is unknown: if it means something else, write that"
+        )
+    return table._replace(cells=cells, remarks=remarks)
+
+
+def _quoted(words: pa.ChunkedArray) -> str:
+    return listed([repr(word) for word in sorted(words.unique().to_pylist())], SHOWN)
 
 
 def _known(task: TaskConfig, table: LabelTable, y: list[Array]) -> Array:
@@ -292,11 +325,12 @@ def _of_roles(task: TaskConfig, datasets: Sequence[Dataset]) -> TaskLabels:
     split = _by_role(datasets, "id_role" if identity else "dx_role")
     people = People(*owners_of(datasets))
     patients = ids_of(datasets, people.owner_N, people.known_N)
+    doubtful = _doubtful_patients(people, np.concatenate(split) > 0)
     if identity:
-        return TaskLabels(task, (), patients, split, patients=patients)
+        return TaskLabels(task, (), patients, split, doubtful, patients=patients)
     y = [dataset.labels.astype(np.float32) for dataset in datasets]
     unknown = _unknown(datasets, np.concatenate(split) > 0, people)
-    remarks = unknown_patients(unknown)
+    remarks = unknown_patients(unknown) + doubtful
     return TaskLabels(task, CLASSES, y, split, remarks, patients=patients, unknown=unknown)
 
 
@@ -346,6 +380,13 @@ def unknown_patients(unknown: Sequence[int]) -> list[str]:
     ]
 
 
+def _doubtful_patients(people: People, known: Array) -> list[str]:
+    """`known`: the crops that have a label."""
+    owners = np.unique(people.owner_N[known & people.known_N])
+    doubt = doubtful_patients(people.names.take(pa.array(owners)))
+    return [doubt] if doubt else []
+
+
 def _own_columns(task: TaskConfig, datasets: Sequence[Dataset]) -> LabelTable:
     if unknown := [name for name in task.columns if name not in OWN_COLUMNS]:
         raise ConfigError(
@@ -372,7 +413,11 @@ def guess(task: TaskConfig) -> TaskConfig:
     """Sets the kind that the label columns suggest."""
     cells = _read(task)
     columns = _columns(task, task.labels, cells)
-    values = {name: pc.drop_null(cells[name]).unique().to_pylist() for name in columns}
+    values, words = {}, {}
+    for name in columns:
+        is_word = missing_words(cells[name])
+        values[name] = pc.drop_null(cells[name].filter(pc.invert(is_word))).unique().to_pylist()
+        words[name] = cells[name].filter(is_word)
     filled = [name for name in columns if values[name]]
     text = [name for name in filled if not _numbers(values[name])]
     of_two = [name for name in filled if {value.lower() for value in values[name]} <= {*BOOLEANS}]
@@ -399,6 +444,14 @@ def guess(task: TaskConfig) -> TaskConfig:
         raise ConfigError(
             f"{task.labels}: column {odd!r} holds {'texts' if odd in text else 'numbers'} such "
             f"as {values[odd][0][:40]!r}, not {'0 and 1' if of_two else '0, 1 or numbers'}: {mend}"
+        )
+    doubtful = [name for name in columns if len(words[name])]
+    if doubtful and kind != "multiclass":
+        name = doubtful[0]
+        raise ConfigError(
+            f"{task.labels}: {_quoted(words[name])} in column {name!r} ({len(words[name]):,} rows): is "
+            f"it unknown, or a class? Choose the kind: --kind {kind} if it is unknown, --kind multiclass "
+            "if it is a class (in a YAML task: kind)"
         )
     return replace(task, kind=kind, columns=columns)
 
@@ -526,8 +579,9 @@ def _one_hot(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str
     used = np.isin(np.arange(len(column)), np.concatenate(table.row))
     classes = task.classes
     if not classes:
-        of_data = pc.drop_null(column.filter(pa.array(used))).unique()
-        classes = tuple(_in_order(of_data.to_pylist()))
+        of_data = pc.drop_null(column.filter(pa.array(used)))
+        classes = tuple(_in_order(of_data.unique().to_pylist()))
+        _ask_of_words(table, name, of_data, classes)
     if len(classes) > MAX_VALUES:
         raise ConfigError(
             f"{table.name}: {name} has {len(classes):,} values: use at most {MAX_VALUES} classes"
@@ -540,6 +594,23 @@ def _one_hot(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str
     y_NK = (code[:, None] == np.arange(len(classes))).astype(np.float32)
     y_NK[code < 0] = np.nan
     return replace(task, classes=classes), classes, y_NK
+
+
+def _ask_of_words(table: LabelTable, name: str, cells: pa.Array, classes: Sequence[str]) -> None:
+    """An error if a class may be a word for a missing value: only the user knows."""
+    words = cells.filter(missing_words(cells))
+    if not len(words):
+        return
+    others = [one for one in classes if one not in words.unique().to_pylist()]
+    both, without = (
+        json.dumps(some, ensure_ascii=False) if len(some) <= FEW else "[...]"
+        for some in (list(classes), others)
+    )
+    raise ConfigError(
+        f"{table.name}: {_quoted(words)} in column {name!r} ({len(words):,} rows): is it a class, or "
+        f"unknown? Set task.classes, which names all classes: --set 'task.classes={both}' if it is "
+        f"one, --set 'task.classes={without}' if it is unknown"
+    )
 
 
 def _signed_times(task: TaskConfig, table: LabelTable) -> Array:

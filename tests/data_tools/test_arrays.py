@@ -165,6 +165,11 @@ def test_parquet_and_columns_beside_the_array(tmp_path):
     records = [ArraySource(folder(place)).read(f"e.h5#{row}") for row in range(N)]
     found = [(record.name, record.patient, record.fs_hz) for record in records]
     assert found == [(f"{100 + i}", f"p{i}", 250.0) for i in range(N)]
+    who = np.array([12345678901, 7, np.nan, 7, 7, 1e16])
+    place = write(tmp_path / "f", MV, words, "e.h5", "x", exam=ids, who=who, hz=np.full(N, 250.0))
+    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    assert set(made.table()["patient"].to_pylist()) == {"12345678901", "7", None}
+    assert rejected(made) == [("105", "patient id")]
     place = write(tmp_path / "p", MV, FACTS + "table: t.parquet\nrecord: id\npatient: who\n")
     pq.write_table(pa.table({"id": ids, "who": [1.0, None, 2.0] * 2}), place / "t.parquet")
     source = ArraySource(folder(place))

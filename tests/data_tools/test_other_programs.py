@@ -70,7 +70,7 @@ def test_labels_by_name_and_from_tables(dataset, tmp_path, capsys):
     lines = ["record,source,fold,ef,mi"]
     for number, row in enumerate(rows[:9]):
         names = table[row]["record"], table[row]["source"]
-        lines.append(",".join((*names, "1", str(40 + number), ("", "0", "1")[number % 3])))
+        lines.append(",".join((*names, "1", str(40 + number), ("NA", "0", "1")[number % 3])))
     lines += [
         f"{table[rows[20]]['record']},{table[rows[20]]['source']},1,,",
         "nobody,ptb-xl,1,50,1",
@@ -84,6 +84,7 @@ def test_labels_by_name_and_from_tables(dataset, tmp_path, capsys):
     for (_, y), row in zip(crops, crops.rows, strict=True):
         number = expected[names[row]]
         np.testing.assert_array_equal(y, [40 + number, (np.nan, 0, 1)[number % 3]])
+    assert "my.csv: column 'mi' holds words such as NA in 3 rows: unknown" in said
     assert "my.csv: 1 (nobody) of 11 records are not in the data" in said
     left = len(rows) - len(crops)
     assert f"{left:,} of {len(rows):,} crops of the role pretrain have no label" in said

@@ -10,6 +10,7 @@ from twins import write_code15, write_ptbxl
 
 from omnilead.data_tools.__main__ import shard, verify
 from omnilead.data_tools.errors import DataError
+from omnilead.data_tools.removal import remove
 
 NUMBERS = range(1, 31)
 PERSON = {number: number // 3 for number in NUMBERS}
@@ -109,6 +110,64 @@ def test_pseudonyms_of_named_patients(plain, tmp_path):
     assert verify(tmp_path / "out", archive=plain, **how) == []
 
 
+def test_one_id_in_several_spellings_is_one_patient(plain, tmp_path):
+    """Long numbers as floats, and Unicode that is composed or not."""
+    names = [f"00000_{n:05d}_hr" for n in NUMBERS]
+    out = {}
+    for kind, ids in (
+        ("int", pa.array([12345678901 + n % 2 for n in NUMBERS])),
+        ("float", pa.array([12345678901.0 + n % 2 for n in NUMBERS])),
+        ("text", pa.array([f"{12345678901 + n % 2}.0" for n in NUMBERS])),
+    ):
+        pq.write_table(pa.table({"record": names, "patient": ids}), tmp_path / kind)
+        how = {"plan": "all", "workers": 1, "patients": str(tmp_path / kind)}
+        out[kind] = patients_in(shard(plain, out=tmp_path / f"out_{kind}", **how))
+    assert out["int"] == out["float"] == out["text"]
+    assert set(out["int"].values()) == {"12345678901", "12345678902"}
+    rows = zip(names, ("M\u00fcller" if n % 2 else "Mu\u0308ller" for n in NUMBERS), strict=True)
+    table = write_who(tmp_path / "who.csv", rows)
+    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+    assert len(set(patients_in(made).values())) == 1
+    (tmp_path / "w").write_text("Mu\u0308ller\n")
+    with pytest.raises(DataError, match="no crop would be left"):
+        remove(made.root.url, str(tmp_path / "w"))
+
+
+def test_ids_that_differ_only_in_zeros_or_in_case_are_named(plain, tmp_path, capsys):
+    ids = ["007", "7", "ab1", "AB1", "07b", "7b"]
+    rows = [(f"00000_{n:05d}_hr", ids[n % len(ids)]) for n in NUMBERS]
+    table = write_who(tmp_path / "who.csv", rows)
+    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+    early, late = (one for one in capsys.readouterr().err.split("\n") if "zeros or in case" in one)
+    said = (
+        "007 and 7, AB1 and ab1 differ only in zeros or in case (2 in all) and count as different"
+    )
+    assert early.startswith(f"warning: {table}: patients {said} people")
+    assert "patients ptb-xl/007 and ptb-xl/7, " in late or "patients wfdb/007 and wfdb/7, " in late
+    (tmp_path / "w").write_text("7\nAB1\n")
+    left, _ = remove(made.root.url, str(tmp_path / "w"))
+    assert {"007", "ab1"} < set(left.column("patient")) and "7" not in left.column("patient")
+    source = left.column("source")[0]
+    assert (
+        "warning: 2 patients stay whose ids differ from those given only in zeros or in case: "
+        f"{source}/007, {source}/ab1: if they are the same people" in capsys.readouterr().err
+    )
+    (tmp_path / "w").write_text("0007\nB\n")
+    with pytest.raises(DataError, match="nothing is removed"):
+        remove(made.root.url, str(tmp_path / "w"))
+    assert f"zeros or in case: {source}/007" in capsys.readouterr().err
+
+
+def test_words_for_an_unknown_patient_are_nobody(plain, tmp_path, capsys):
+    """Not one person, who would join all of them."""
+    words = ["NA", "unknown", "nan", "", "?"]
+    rows = [(f"00000_{n:05d}_hr", words[n % 5] if n > 5 else "B") for n in NUMBERS]
+    table = write_who(tmp_path / "who.csv", rows)
+    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+    assert set(patients_in(made).values()) == {"B", None}
+    assert "patients unknown for 25 of 30 records" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -119,6 +178,7 @@ def test_pseudonyms_of_named_patients(plain, tmp_path):
             "none of its 1 records is in the data: it names A, the data 00000_",
         ),
         ("record,patient\n00000_00001_hr,A\n00000/00001_hr,B", "is in rows 1 and 2: keep one"),
+        ("record,patient\n00000_00001_hr,1.23457E+10", r"patient id: 1.23457E\+10 lacks digits"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(text, says, plain, tmp_path):

@@ -373,6 +373,8 @@ def test_a_changed_archive_is_found(tmp_path):
     rejects(f"{COLUMNS}georgia,E3,flat lead,x\n")(out)  # a flag excuses nothing
     assert found() == [missed]
     rejects(f"{COLUMNS}georgia,E3,gain,x\n")(out)
+    assert found() == ["georgia/E3 was refused (gain), but can be read now: shard --append adds it"]
+    write_challenge(place, "E3", ecg(2000, seed=3))
     assert found() == []
 
 

@@ -14,8 +14,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-from handmade import as_minor_0, build, ecg, files, flip
+from handmade import as_minor_0, build, ecg, files, flip, write_challenge
 
 from omnilead.data_tools import plan
 from omnilead.data_tools.build import ShardOptions, shard
@@ -596,6 +597,143 @@ def test_damaged_tables_of_earlier_versions_are_found(grown, tmp_path):
     assert "versions/1/samples.parquet: fails its sha256" in str(
         verify(Dataset.open(str(out)), fast=True)
     )
+
+
+def broken_at(*names):
+    """A `read` of Listed that refuses these records."""
+    read = Listed.read
+
+    def reads(source, name):
+        if name in names:
+            raise ReadError("missing file", f"{name}.dat")
+        return read(source, name)
+
+    return reads
+
+
+def counts_of(made):
+    (facts,) = made.meta["sources"]
+    return facts["records"]
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_another_ecg_of_a_known_name_is_refused_and_said(key, tmp_path, capsys):
+    how = {"pseudonym_key": key}
+    made = listed(tmp_path, options=how, a=("mine", "one", 1), b=("mine", "two", 2))
+    was = files(tmp_path)
+    capsys.readouterr()
+    other = {"a": ("mine", "three", 9), "b": ("mine", "two", 2)}
+    made = listed(tmp_path, True, how, **other)
+    said = capsys.readouterr().err
+    assert "note: 1 records are left out: the dataset has them" in said
+    shown = "1 (a)" if key is None else "1"
+    assert f"warning: {shown} of 2 records of known names are other ECGs and refused" in said
+    line = ("mine", pseudonym(key, "r", "mine", "a again"), "record read already")
+    (found,) = [one[:3] for one in rejects_of(made)]
+    assert found == line and made.version == 2 and len(made) == 2
+    assert counts_of(made) == {"seen": 3, "used": 2, "refused": 1}
+    assert verify(made) == [] and files(tmp_path) != was
+    again = listed(tmp_path, True, how, **other)
+    assert again.fingerprint == made.fingerprint
+    grown = listed(tmp_path, True, how, **other, c=("mine", "four", 4))
+    assert len(grown) == 3 and [one[:3] for one in rejects_of(grown)] == [line]
+    assert counts_of(grown) == {"seen": 4, "used": 3, "refused": 1} and verify(grown) == []
+
+
+def test_another_ecg_of_a_known_name_in_a_folder(small, tmp_path, shell):
+    """Also of a longer record, and beside a damaged file."""
+    for place, name, seed in (("one", "a", 1), ("one", "b", 2), ("two", "a", 3), ("two", "b", 2)):
+        write_challenge(tmp_path / place / "x", name, ecg(12_000, seed))
+    write_challenge(tmp_path / "three" / "x", "b", ecg(12_000, 2))
+    (tmp_path / "three" / "x" / "b.mat").write_bytes(b"")
+    out = tmp_path / "out"
+    shell.run("shard", tmp_path / "one", "--out", out, "--workers", 1)
+    _, said = shell.run("shard", tmp_path / "two", "--out", out, "--append", "--workers", 2)
+    assert "1 (x/a.hea) of 2 records of known names are other ECGs and refused: rename" in said
+    line = "wfdb,x/a.hea,record read already,x/a.hea: another x_a came first"
+    assert (out / REJECTS).read_text().split("\n")[1:-1] == [line]
+    shell.run("shard", tmp_path / "three", "--out", out, "--append", "--workers", 1)
+    lines = (out / REJECTS).read_text().split("\n")[1:-1]
+    assert lines[0] == line and lines[1].startswith("wfdb,x/b.hea,") and len(lines) == 2
+    shell.run("verify", out, "--archive", tmp_path / "one", "--workers", 1)
+
+
+def test_a_removed_patients_ecg_under_a_known_name_stays_unnamed(tmp_path):
+    made = listed(tmp_path / "out", a=("ptb-xl", "one", 1), b=("ptb-xl", "two", 2))
+    (tmp_path / "w").write_text("one")
+    remove(made.root.url, str(tmp_path / "w"))
+    made = listed(tmp_path / "out", True, b=("ptb-xl", "one", 5), c=("ptb-xl", "two", 3))
+    assert [one[2:] for one in rejects_of(made)] == [("patient was removed", "")]
+    assert not any(one[1] == "b" for one in rejects_of(made)) and verify(made) == []
+
+
+def test_a_copy_that_a_removal_took_does_not_make_it_another_ecg(tmp_path):
+    """Its other crops are still the dataset's."""
+    write_challenge(tmp_path / "in", "theirs", ecg(5000, 1))
+    both = np.concatenate([ecg(5000, 2), ecg(5000, 1)], axis=1)
+    write_challenge(tmp_path / "in", "other", both)
+    (tmp_path / "who.csv").write_text("record,patient\ntheirs,someone\nother,else\n")
+    how = {"patients": str(tmp_path / "who.csv")}
+    made = build(tmp_path / "in", tmp_path / "out", **how)
+    (tmp_path / "w").write_text("someone")
+    left, _ = remove(made.root.url, str(tmp_path / "w"))
+    again = build(tmp_path / "in", tmp_path / "out", append=True, **how)
+    assert len(left) == 1 and again.fingerprint == left.fingerprint
+
+
+@pytest.mark.parametrize("in_plan", [True, False])
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_a_refused_record_is_appended_once_it_can_be_read(key, in_plan, tmp_path, monkeypatch):
+    """Whether its header or its signal was refused; others are refused again."""
+    how, records = {"pseudonym_key": key}, {f"r{i}": ("listed", "who", i) for i in range(4)}
+    if in_plan:
+        header = Header("", "listed", 5000, 500.0)
+        monkeypatch.setattr(Listed, "header", lambda _, name: replace(header, name=name))
+    with monkeypatch.context() as patch:
+        patch.setattr(Listed, "read", broken_at("r1", "r2"))
+        made = listed(tmp_path, options=how, **records)
+        assert listed(tmp_path, True, how, **records).fingerprint == made.fingerprint
+        assert verify(made, [Listed(**records)], key=key) == []
+    assert counts_of(made) == {"seen": 4, "used": 2, "refused": 2}
+    monkeypatch.setattr(Listed, "read", broken_at("r2"))
+    r1, r2 = (pseudonym(key, "r", "listed", name) for name in ("r1", "r2"))
+    assert verify(made, [Listed(**records)], key=key) == [
+        f"listed/{r1} was refused (missing file), but can be read now: shard --append adds it"
+    ]
+    grown = listed(tmp_path, True, how, **records)
+    assert len(grown) == 3 and [one[:3] for one in rejects_of(grown)] == [
+        ("listed", r2, "missing file")
+    ]
+    assert counts_of(grown) == {"seen": 4, "used": 3, "refused": 1}
+    assert verify(grown, [Listed(**records)], key=key) == []
+    assert listed(tmp_path, True, how, **records).fingerprint == grown.fingerprint
+
+
+def test_the_table_of_an_archive_may_name_files_that_only_the_dataset_has(tmp_path, monkeypatch):
+    records = {f"r{i}": ("listed", "who", i) for i in range(3)}
+    made = listed(tmp_path, **records)
+    monkeypatch.setattr(Listed, "read", broken_at(*records))
+    assert listed(tmp_path, True, **records).fingerprint == made.fingerprint
+
+
+def test_an_append_that_only_refuses_is_killed_before_any_write(tmp_path, monkeypatch):
+    old, right = tmp_path / "old", tmp_path / "right"
+    listed(old, a=("mine", "one", 1))
+    new = {"a": ("mine", "two", 2)}
+    shutil.copytree(old, right)
+    with monkeypatch.context() as patch:
+        calls = fails_at(patch, 0)
+        listed(right, True, **new)
+    for at in range(1, len(calls) + 1):
+        out = tmp_path / str(at)
+        shutil.copytree(old, out)
+        with monkeypatch.context() as patch:
+            fails_at(patch, at)
+            with pytest.raises(KeyboardInterrupt):
+                listed(out, True, **new)
+        Dataset.open(str(out)).read(0)
+        listed(out, True, **new)
+        assert files(out) == files(right), at
 
 
 @pytest.mark.slow

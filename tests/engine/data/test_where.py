@@ -64,6 +64,10 @@ def test_columns_of_a_label_table_come_first_and_may_hold_numbers_as_text():
     assert rows("not quality > 1", cells) == [0, 3]
     assert rows("quality == '1' or quality == -3", cells) == [0, 3]
     assert rows("age >= 4 and halves == 2", cells) == [3, 4]
+    words = pa.table({"quality": ["1", "NA", None, "3", "none"]})
+    assert rows("quality > 0", words) == [0, 3]
+    assert rows("not quality > 1", words) == [0]
+    assert rows("quality == 'NA'", words) == [1]
     with pytest.raises(ConfigError, match="no column 'qualty', only quality, age, shard"):
         rows("qualty > 1", cells)
 

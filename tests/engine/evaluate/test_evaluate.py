@@ -202,7 +202,8 @@ def tables(data, tmp_path_factory):
 def test_exclusive_classes_equal_a_loop(data, tables, saved_model, evaluated):
     folder = saved_model(head=RHYTHM)
     document = evaluated(folder, "--labels", tables / "rhythm.csv")
-    task = TaskConfig("rhythm", "multiclass", labels=str(tables / "rhythm.csv"))
+    table = str(tables / "rhythm.csv")
+    task = TaskConfig("rhythm", "multiclass", labels=table, classes=tuple(NAMES))
     labels = read_task(task, [data])
     rows = labels.rows(0, "test")
     x, crops = halves_of(data, rows)

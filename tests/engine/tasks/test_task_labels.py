@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -84,13 +85,21 @@ def test_accepted_spellings_of_cells(mark, tables):
     for i, name in enumerate(tables.records):
         path = f"{'x/y/' * (i % 2)}{name}{'.hea' * (i % 3 == 0)}"
         rows.append((path, *cells[i % 5]))
-    task = guess(TaskConfig(labels=tables.write("Record |a, b|c", rows, mark, "utf-8-sig")))
-    assert task.kind == "multilabel" and task.columns == ("a, b", "c")
+    task = TaskConfig(labels=tables.write("Record |a, b|c", rows, mark, "utf-8-sig"))
+    with pytest.raises(
+        ConfigError, match=r"'nan' in column 'c' \(36 .* --kind multilabel if it is"
+    ):
+        guess(task)
     known = read_task(task, [tables.dataset])
+    assert known.task.columns == ("a, b", "c")
     value_of = dict(zip(tables.records, cycle(values), strict=False))
     expected = [value_of[name] for name in tables.dataset.column("record")]
     np.testing.assert_array_equal(known.y[0], np.array(expected, np.float32), strict=True)
-    remark, words = known.remarks
+    nan, remark, words = known.remarks
+    assert nan == (
+        f"{tables.path}: 'nan' in column 'c' (36 rows) is taken for an empty cell, which is unknown: if "
+        "it means something else, write that"
+    )
     assert remark.startswith("patients unknown for 60 of 180 records: split by record")
     assert words == f"{tables.path}: no is 0, yes is 1"
 
@@ -144,8 +153,7 @@ def test_a_parquet_table_and_a_source_where_names_clash(dataset, tmp_path):
     path, rows = str(tmp_path / "t.parquet"), dataset.table(["source", "record", "age"])
     words = pa.array(["NA", "null", "yes", "n/a"] * len(rows))[: len(rows)]
     parquet.write_table(rows.append_column("v", words), path)
-    # the same words are empty cells as in CSV
-    assert read_table(path)["v"].null_count == 3 * len(rows) // 4
+    assert read_table(path)["v"].to_pylist() == words.to_pylist()  # only what is empty is null
     records = rows.group_by(["source", "record"], use_threads=False).aggregate([("age", "min")])
     parquet.write_table(records.rename_columns(["source", "record", "age"]), path)
     known = read_task(TaskConfig(kind="regression", labels=path), [dataset])
@@ -411,8 +419,6 @@ def test_a_label_without_a_0_is_named(tables):
     ("values", "says"),
     [
         (["40,1", "35,0"], "neither numbers nor classes: it holds '40,1' and '40,1'"),
-        ([*map(str, range(30)), "unknown"], "neither numbers nor classes: it holds '0' and 'unkn"),
-        (["0", "1", "?"], "it holds '0' and '?': write numbers with a point and leave unknown"),
         (["1.234,5", "> 89"], "it holds '1.234,5' and '1.234,5'"),
         (
             [f"{value} ms" for value in range(30)],
@@ -536,3 +542,79 @@ def test_columns_of_texts_are_not_proposed(columns, mend, tables):
         ConfigError, match=f"'note' holds texts such as 'calm', .*: {re.escape(mend)}"
     ):
         guess(TaskConfig(labels=tables.write(f"record|{columns}", rows)))
+
+
+@pytest.mark.parametrize("word", ["NA", "null", "nan", "N/A", "none", "Unknown", "?"])
+def test_a_class_that_may_mean_a_missing_value_is_asked_about(word, tables):
+    """An empty cell is missing. Of a word only the user knows, who says it by naming the classes."""
+    values = dict(zip(tables.records, cycle([word, "AF", "", "SR"]), strict=False))
+    path = tables.write("record|v", values.items())
+    task = guess(TaskConfig(labels=path))
+    assert task.kind == "multiclass"
+    names = sorted([word, "AF", "SR"])
+    asked = rf"'{word}' in column 'v' (45 rows): is it a class, or unknown? .* --set 'task.classes="
+    asked = re.escape(asked).replace(r"\.\*", ".*") + re.escape(json.dumps(names))
+    with pytest.raises(ConfigError, match=asked):
+        read_task(task, [tables.dataset])
+    for classes in (tuple(names), ("AF", "SR")):
+        known = read_task(replace(task, classes=classes), [tables.dataset])
+        for name, y in zip(tables.dataset.column("record"), known.y[0], strict=True):
+            expected = [float(values[name] == one) for one in classes]
+            assert y.tolist() == expected if sum(expected) else np.isnan(y).all()
+        said = f"{word!r} in column 'v' (45 rows) is taken for an empty cell"
+        assert (said in " ".join(known.remarks)) == (word not in classes)
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind"),
+    [(["0", "1", "?"], "binary"), ([*map(str, range(30)), "NA"], "regression")],
+)
+def test_a_word_among_numbers_is_asked_about_and_then_unknown(cells, kind, tables):
+    values = dict(zip(tables.records, cycle(cells), strict=False))
+    task = TaskConfig(labels=tables.write("record|v", values.items()))
+    with pytest.raises(ConfigError, match=f"--kind {kind} if it is unknown, --kind multiclass if"):
+        guess(task)
+    known = read_task(replace(task, kind=kind), [tables.dataset])
+    expected = [values[name] for name in tables.dataset.column("record")]
+    expected = [float(cell) if cell.isdigit() else np.nan for cell in expected]
+    np.testing.assert_array_equal(known.y[0][:, 0], np.float32(expected))
+    assert any(f"{cells[-1]!r} in column 'v'" in remark for remark in known.remarks)
+
+
+def test_a_word_in_a_column_of_folds_is_no_fold(tables):
+    folds = ["1", "2", "3", "NA"]
+    rows = [(name, i % 2, folds[tables.fold_of[name] % 4]) for i, name in enumerate(tables.records)]
+    known = tables.read("record|v|fold", rows)
+    assert known.task.folds == {"train": ("1",), "valid": ("2",), "test": ("3",)}
+    assert any("'NA' in column 'fold'" in one for one in known.remarks)
+
+
+def test_patients_of_one_id_in_two_spellings_are_one_or_named(tables, tmp_path):
+    """A float, or Unicode that is not composed, is another spelling; zeros and case are a question."""
+    rows = tables.dataset.table(["source", "record", "patient"]).to_pylist()
+    source = {row["record"]: row["source"] for row in rows if row["patient"] is None}
+    most = max(source.values(), key=[*source.values()].count)
+    nameless = [name for name in source if source[name] == most]
+    ids = ["12345678901", "12345678901.0", "Mu\u0308ller", "M\u00fcller", "007", "7", "a1", "A1"]
+    whose = dict(zip(nameless, cycle(ids), strict=False))
+    given = [(name, i % 2, whose.get(name, "")) for i, name in enumerate(tables.records)]
+    known = tables.read("record|v|patient", given)
+    ids_of = dict(zip(tables.dataset.column("record"), known.patients[0].tolist(), strict=True))
+    people = {whose[name]: ids_of[name] for name in nameless}
+    assert people[ids[0]] == people[ids[1]] and people[ids[2]] == people[ids[3]]
+    assert len(set(people.values())) == 6
+    (doubt,) = [one for one in known.remarks if "differ only in zeros or in case" in one]
+    assert f"{most}/007 and {most}/7" in doubt and f"{most}/A1 and {most}/a1" in doubt
+
+
+def test_long_ids_in_a_column_of_floats(tmp_path):
+    ids = pa.array([12345678901.0, 7.0, None])
+    parquet.write_table(pa.table({"record": ids, "patient": ids}), tmp_path / "t.parquet")
+    cells = read_table(str(tmp_path / "t.parquet"))
+    assert cells["record"].to_pylist() == cells["patient"].to_pylist() == ["12345678901", "7", None]
+    for value, column in (("1.23457E+10", ["1.23457E+10"]), ("1.2", [12345678901234567890.0])):
+        parquet.write_table(pa.table({"record": ["a"], "patient": column}), tmp_path / "t.parquet")
+        with pytest.raises(
+            DataError, match=rf"patient id: {re.escape(value)}.* lacks digits: save"
+        ):
+            read_table(str(tmp_path / "t.parquet"))
