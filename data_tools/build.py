@@ -63,7 +63,7 @@ from omnilead.data_tools.prepare import (
     flags_of,
     prepare_crop,
 )
-from omnilead.data_tools.pseudonyms import key_mark, pseudonym, removal_mark
+from omnilead.data_tools.pseudonyms import key_mark, pseudonym
 from omnilead.data_tools.record import EcgRecord, class_row
 from omnilead.data_tools.shard_writers import (
     MAX_INDEX,
@@ -125,7 +125,7 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
                 "roles, of an earlier omnilead, so nothing can be appended: build it again"
             )
         known = _records_of(before)
-        options = replace(options, removed=frozenset(before.meta.get("removed", ())))
+        options = replace(options, removed=before.removed)
     how = options.workers, options.cluster, options.quiet, options.patients
     plan = make_plan(sources, options.seed, *how, options.pseudonym_key, known)
     mark = key_mark(options.pseudonym_key)
@@ -358,8 +358,7 @@ class _ShardWriter:
 
     def _refuse_removed(self, source: str, patient: str | None) -> None:
         """Also a copy of a removed waveform, which may be without its patient: source is "" then."""
-        removed = self.options.removed
-        if removed and removal_mark(source, patient) in removed:
+        if self.options.removed.has(source, patient):
             raise ReadError(REMOVED)
 
 

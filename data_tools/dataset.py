@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 import google_crc32c
@@ -35,7 +36,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from omnilead.data_tools.constants import ABBREVIATIONS, LEADS, SYNTHETIC
+from omnilead.data_tools.constants import ABBREVIATIONS, LEADS, PUBLIC, SYNTHETIC
 from omnilead.data_tools.constants import CROP_BYTES as CROP_BYTES
 from omnilead.data_tools.constants import CROP_SHAPE as CROP_SHAPE
 from omnilead.data_tools.constants import VENDORS as VENDORS
@@ -45,6 +46,7 @@ from omnilead.data_tools.errors import (
 from omnilead.data_tools.errors import DataError as DataError
 from omnilead.data_tools.errors import DatasetError as DatasetError
 from omnilead.data_tools.errors import ReadError, one_line
+from omnilead.data_tools.pseudonyms import Removed
 from omnilead.data_tools.storage import Folder, dataset_folder
 
 FORMAT_VERSION = 1
@@ -55,6 +57,7 @@ SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
 VERSIONS = "versions"
 MAX_META = 256 * 2**20
+NAME_KEY = b"omnilead name key"  # in the metadata of samples.parquet
 GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
 
 COLUMNS = pa.schema(
@@ -322,6 +325,37 @@ class Dataset:
         sources = self.meta.get("sources", ())
         return sum(one["crops"] for one in sources if one["name"].startswith(SYNTHETIC))
 
+    @property
+    def public_sources(self) -> list[str]:
+        """The sources whose names of records are no secret: published archives and synthetic ones."""
+        found = []
+        for source in self.meta.get("sources", ()):
+            name = source["name"]
+            published = PUBLIC.get(name.removeprefix(SYNTHETIC))
+            if published and (name.startswith(SYNTHETIC) or source["licence"] == published):
+                found.append(name)
+        return found
+
+    @cached_property
+    def name_key(self) -> bytes | None:
+        """The secret key under which models, and `removed` in dataset.json, keep hashes of names that are
+        not public; None if all are. It lies where the names are, in samples.parquet: that of another
+        version is stated there, else it is a hash of that file and of the shards, so that the same
+        archives give the same bytes."""
+        with self._arrow_errors():
+            stated = self._samples.fragments[0].physical_schema.metadata or {}
+        if NAME_KEY in stated:
+            return bytes(stated[NAME_KEY][:64])  # the longest key of BLAKE2b
+        if self.public_sources and len(self.public_sources) == len(self.meta["sources"]):
+            return None
+        hashed = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)
+        hashed.update(json.dumps(self.shards).encode())
+        return hashed.hexdigest().encode()
+
+    @property
+    def removed(self) -> Removed:
+        return Removed(frozenset(self.meta.get("removed", ())), self.name_key)
+
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given
         columns are decoded."""
@@ -375,6 +409,11 @@ class Dataset:
 
     @cached_property
     def _samples(self) -> pq.ParquetDataset:
+        source = pa.BufferReader(self._samples_bytes)
+        return pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
+
+    @cached_property
+    def _samples_bytes(self) -> pa.Buffer:
         """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file
         stays in memory."""
         facts = self.meta["samples"]
@@ -383,20 +422,19 @@ class Dataset:
             return bool(hashlib.sha256(data).hexdigest() == facts["sha256"])
 
         if self.root.remote:
-            data, name = b"", SAMPLES
+            remote, name = b"", SAMPLES
             with suppress(ReadError):  # the newest version needs no further request
-                data = self.root.read(SAMPLES, facts["bytes"])
-            if not right(data):
+                remote = self.root.read(SAMPLES, facts["bytes"])
+            if not right(remote):
                 name = self.place(SAMPLES)
-                data = self.root.read(name, facts["bytes"])
-            source: Any = io.BytesIO(data)
+                remote = self.root.read(name, facts["bytes"])
+            data = pa.py_buffer(remote)
         else:  # stays this file when another version takes its place
             name = self.place(SAMPLES)
-            source = pa.memory_map(f"{self.root.url}/{name}")
-            data = source.read_buffer()
+            data = pa.memory_map(f"{self.root.url}/{name}").read_buffer()
         if not right(data):
             raise DatasetError(f"{self.root.url}/{name}: fails its sha256: restore the file")
-        return pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
+        return data
 
     @contextmanager
     def _arrow_errors(self) -> Iterator[None]:
