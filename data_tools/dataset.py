@@ -19,7 +19,6 @@ checked against their crc32c.
 """
 
 import hashlib
-import io
 import json
 import operator
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from omnilead.data_tools.constants import ABBREVIATIONS, LEADS, PUBLIC, SYNTHETIC
+from omnilead.data_tools.constants import ABBREVIATIONS, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
 from omnilead.data_tools.constants import CROP_BYTES as CROP_BYTES
 from omnilead.data_tools.constants import CROP_SHAPE as CROP_SHAPE
 from omnilead.data_tools.constants import VENDORS as VENDORS
@@ -325,32 +324,48 @@ class Dataset:
         sources = self.meta.get("sources", ())
         return sum(one["crops"] for one in sources if one["name"].startswith(SYNTHETIC))
 
-    @property
-    def public_sources(self) -> list[str]:
-        """The sources whose names of records are no secret: published archives and synthetic ones."""
-        found = []
+    @cached_property
+    def public_sources(self) -> set[str]:
+        """Published archives, by name and licence, and synthetic ones."""
+        found = set()
         for source in self.meta.get("sources", ()):
             name = source["name"]
             published = PUBLIC.get(name.removeprefix(SYNTHETIC))
             if published and (name.startswith(SYNTHETIC) or source["licence"] == published):
-                found.append(name)
+                found.add(name)
         return found
+
+    def is_public(self, part: pa.RecordBatch) -> np.ndarray:
+        """Whether the name of each crop's patient, or of its record if the patient is unknown, is no
+        secret: an archive that names no patients got their ids from a table of the user."""
+        name_patients = [
+            name for name in self.public_sources if name.removeprefix(SYNTHETIC) in PUBLIC_PATIENTS
+        ]
+        is_known = pc.fill_null(pc.not_equal(part["patient"], ""), False)
+        of_patients = pc.is_in(part["source"], pa.array(name_patients, pa.string()))
+        of_records = pc.is_in(part["source"], pa.array(sorted(self.public_sources), pa.string()))
+        return pc.if_else(is_known, of_patients, of_records).to_numpy(zero_copy_only=False)
 
     @cached_property
     def name_key(self) -> bytes | None:
-        """The secret key under which models, and `removed` in dataset.json, keep hashes of names that are
-        not public; None if all are. It lies where the names are, in samples.parquet: that of another
-        version is stated there, else it is a hash of that file and of the shards, so that the same
-        archives give the same bytes."""
+        """The secret key under which models, and `removed` in dataset.json, keep hashes of names; None if all
+        names are public. It lies where the names are: samples.parquet states that of an earlier version,
+        else it is a hash of that file and of the shards, so that the same archives give the same bytes."""
         with self._arrow_errors():
             stated = self._samples.fragments[0].physical_schema.metadata or {}
         if NAME_KEY in stated:
             return bytes(stated[NAME_KEY][:64])  # the longest key of BLAKE2b
-        if self.public_sources and len(self.public_sources) == len(self.meta["sources"]):
+        sources = {source["name"] for source in self.meta.get("sources", ())}
+        parts = self.parts(["source", "patient"])
+        if (
+            sources
+            and sources <= self.public_sources
+            and all(map(np.all, map(self.is_public, parts)))
+        ):
             return None
-        hashed = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)
-        hashed.update(json.dumps(self.shards).encode())
-        return hashed.hexdigest().encode()
+        key = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)
+        key.update(json.dumps(self.shards).encode())
+        return key.hexdigest().encode()
 
     @property
     def removed(self) -> Removed:

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class ShardOptions:
     patients: str | None = None  # a table that names them
     quiet: bool = False
     append: bool = False
-    removed: Removed = Removed()  # of the dataset that is extended
+    removed: Removed = field(default_factory=Removed)  # of the dataset that is extended
 
 
 def read_part(out: Folder, name: str) -> pa.Table:
