@@ -344,7 +344,7 @@ class Dataset:
         is_known = pc.fill_null(pc.not_equal(part["patient"], ""), False)
         of_patients = pc.is_in(part["source"], pa.array(name_patients, pa.string()))
         of_records = pc.is_in(part["source"], pa.array(sorted(self.public_sources), pa.string()))
-        return pc.if_else(is_known, of_patients, of_records).to_numpy(zero_copy_only=False)
+        return np.asarray(pc.if_else(is_known, of_patients, of_records))
 
     @cached_property
     def name_key(self) -> bytes | None:
@@ -356,11 +356,11 @@ class Dataset:
         if NAME_KEY in stated:
             return bytes(stated[NAME_KEY][:64])  # the longest key of BLAKE2b
         sources = {source["name"] for source in self.meta.get("sources", ())}
-        parts = self.parts(["source", "patient"])
+        owners = self.parts(["source", "patient"])
         if (
             sources
             and sources <= self.public_sources
-            and all(map(np.all, map(self.is_public, parts)))
+            and all(self.is_public(part).all() for part in owners)
         ):
             return None
         key = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)

@@ -65,7 +65,7 @@ def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
         if dataset.name_key and not has_pseudonyms:
             secret = ~dataset.is_public(crops)
             of_people[secret] = _name_hashes(names.filter(pa.array(secret)), dataset.name_key)
-            is_keyed |= secret.any()
+            is_keyed |= bool(secret.any())
         people.append(of_people)
         waves.append(_waveform_hashes(crops["waveform"].to_numpy()))
     hashes = [*people, *waves]
@@ -81,7 +81,7 @@ def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
 def marks_of(dataset: Dataset) -> set[str]:
     """By which a model says under which key it has the names of this dataset that are not public."""
     mark = dataset.meta.get("pseudonyms") or key_mark(dataset.name_key)
-    return {mark} - {None}
+    return {mark} if mark else set()
 
 
 def marks(seen: pa.Table) -> set[str]:

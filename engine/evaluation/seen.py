@@ -61,7 +61,7 @@ def table_of(
         with_keys += [Dataset.open(url, anonymous) for url in datasets]
     keys, known = keys_of(with_keys), set[str]().union(*map(marks_of, with_keys))
     if pseudonymize:
-        known |= {key_mark(read_key(pseudonymize))}
+        known.add(str(key_mark(read_key(pseudonymize))))
     tables = []
     for url, dataset in opened.items():
         drawn = None
