@@ -45,7 +45,7 @@ from omnilead.data_tools.errors import (
 from omnilead.data_tools.errors import DataError as DataError
 from omnilead.data_tools.errors import DatasetError as DatasetError
 from omnilead.data_tools.errors import ReadError, one_line
-from omnilead.data_tools.pseudonyms import Removed
+from omnilead.data_tools.pseudonyms import Removed, key_mark
 from omnilead.data_tools.storage import Folder, dataset_folder
 
 FORMAT_VERSION = 1
@@ -366,6 +366,11 @@ class Dataset:
         key = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)
         key.update(json.dumps(self.shards).encode())
         return key.hexdigest().encode()
+
+    @property
+    def name_mark(self) -> str | None:
+        """Identifies the key of its pseudonyms, else its name_key, without disclosing it."""
+        return self.meta.get("pseudonyms") or key_mark(self.name_key)
 
     @property
     def removed(self) -> Removed:

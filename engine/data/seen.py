@@ -28,7 +28,6 @@ import pyarrow.parquet as pq
 
 from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.pseudonyms import key_mark
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.counter import mix
 from omnilead.engine.data.patients import OWNER, digests, owners, parts_of
@@ -80,8 +79,7 @@ def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
 
 def marks_of(dataset: Dataset) -> set[str]:
     """By which a model says under which key it has the names of this dataset that are not public."""
-    mark = dataset.meta.get("pseudonyms") or key_mark(dataset.name_key)
-    return {mark} if mark else set()
+    return {dataset.name_mark} if dataset.name_mark else set()
 
 
 def marks(seen: pa.Table) -> set[str]:

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import COLUMNS, Dataset
-from omnilead.data_tools.pseudonyms import key_mark, read_key
 from omnilead.data_tools.spreadsheet import as_csv
 from omnilead.engine.commandline import write_result
 from omnilead.engine.common import ConfigError
@@ -22,7 +21,7 @@ from omnilead.engine.data.seen import (
     unknown_keys,
     use_of,
 )
-from omnilead.engine.inference.inputs import EcgOptions, crops_of_files, dataset_of
+from omnilead.engine.inference.inputs import EcgOptions, crops_of_files, dataset_of, pseudonym_mark
 from omnilead.engine.model.folder import CONFIG, document_of, model_folder, seen_by
 from omnilead.engine.tasks.finetuning import FinetuneTask
 from omnilead.engine.training import checkpoint
@@ -61,7 +60,7 @@ def table_of(
         with_keys += [Dataset.open(url, anonymous) for url in datasets]
     keys, known = keys_of(with_keys), set[str]().union(*map(marks_of, with_keys))
     if pseudonymize:
-        known.add(str(key_mark(read_key(pseudonymize))))
+        known.add(pseudonym_mark(pseudonymize))
     tables = []
     for url, dataset in opened.items():
         drawn = None

@@ -340,6 +340,11 @@ def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead
             raise ConfigError(f"--data {url}: does not exist")
 
 
+def pseudonym_mark(keyfile: str) -> str:
+    """As in the dataset.json of a dataset with the pseudonyms of this key."""
+    return str(key_mark(read_key(keyfile)))
+
+
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
     """Each crop's record, as in Prepared, and waveform (data_tools.dataset.waveform)."""
     crops: list[dict[str, Any]] = []
