@@ -231,6 +231,10 @@ REMOVE: dict[str, Option] = {
         "metavar": "KEYFILE",
         "help": "the key file of the dataset, if FILE has the original ids",
     },
+    "--forget": {
+        "action": "store_true",
+        "help": "keep no hashes of those who were ever removed: --append can then bring them back",
+    },
     "--workers": WORKERS,
 }
 SHOW: dict[str, Option] = {
@@ -601,7 +605,8 @@ def _remove(parsed: argparse.Namespace) -> int:
     from omnilead.data_tools.removal import remove
 
     url, key = parsed.dataset, read_key(parsed.pseudonymize) if parsed.pseudonymize else None
-    made, missing = remove(url, parsed.patients, key, parsed.workers, not interactive())
+    how = parsed.workers, not interactive(), parsed.forget
+    made, missing = remove(url, parsed.patients, key, *how)
     echo(f"{url}: version {made.version}, {len(made):,} crops are left; every byte was checked")
     echo(
         "which models have seen them: omnilead seen RUN/model --data FILES, with files of their ECGs"

@@ -63,7 +63,7 @@ from omnilead.data_tools.prepare import (
     flags_of,
     prepare_crop,
 )
-from omnilead.data_tools.pseudonyms import REMOVED, key_mark, pseudonym, refuse_removed
+from omnilead.data_tools.pseudonyms import REMOVED, key_mark, pseudonym
 from omnilead.data_tools.record import EcgRecord, class_row
 from omnilead.data_tools.shard_writers import (
     MAX_INDEX,
@@ -130,7 +130,7 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
                 "roles, of an earlier omnilead, so nothing can be appended: build it again"
             )
         known = KnownRecords.of(before, rejects_of(before), options.pseudonym_key)
-        options = replace(options, removed=known.removed)
+        options = replace(options, removed=before.removed)
     how = options.workers, options.cluster, options.quiet, options.patients
     plan = make_plan(sources, options.seed, *how, options.pseudonym_key, known)
     mark = key_mark(options.pseudonym_key)
@@ -319,12 +319,12 @@ class _ShardWriter:
             if isinstance(record, ReadError):
                 raise record
             patient = shown_patient(self.key, source, record.patient)
-            refuse_removed(self.options.removed, source, patient)
+            self.options.removed.refuse(source, patient)
             notes += record.warnings if part == 0 else ()
             crop = prepare_crop(record, part, self.samples)
             row = row_of(source, name, record, crop, self.key)
             crc, hashed = waveform(self.samples)
-            refuse_removed(self.options.removed, "", str(hashed))
+            self.options.removed.refuse("", str(hashed))
         except ReadError as error:
             if error.reason == REMOVED:
                 notes = []

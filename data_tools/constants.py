@@ -17,6 +17,23 @@ MAYBE_MISSING = frozenset(_MAYBE_MISSING.split())
 # Before the name of a synthetic database: nothing made from it can pass for the real one
 SYNTHETIC = "synthetic-"
 
+# Archives that anybody can download, and their licence: names of their records are no secret
+PUBLIC = {
+    "chapman_shaoxing": "CC-BY-4.0",
+    "code15": "CC-BY-4.0",
+    "cpsc_2018": "CC-BY-4.0",
+    "cpsc_2018_extra": "CC-BY-4.0",
+    "georgia": "CC-BY-4.0",
+    "mimic-iv-ecg": "ODbL-1.0",
+    "ningbo": "CC-BY-4.0",
+    "physionet2011": "ODC-By-1.0",
+    "ptb": "CC-BY-4.0",
+    "ptb-xl": "CC-BY-4.0",
+    "st_petersburg_incart": "CC-BY-4.0",
+}
+# Those of them that name their patients; in the others, an id is from a table of the user's own
+PUBLIC_PATIENTS = ("code15", "mimic-iv-ecg", "ptb-xl")
+
 # The flag of the crops of a record whose source warns of an implausible amplitude
 IMPLAUSIBLE = "implausible"
 # All flags of crops (data_tools.prepare); `flat` stands for flat:I, flat:II, ...

@@ -19,13 +19,13 @@ checked against their crc32c.
 """
 
 import hashlib
-import io
 import json
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 import google_crc32c
@@ -35,7 +35,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from omnilead.data_tools.constants import ABBREVIATIONS, LEADS, SYNTHETIC
+from omnilead.data_tools.constants import ABBREVIATIONS, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
 from omnilead.data_tools.constants import CROP_BYTES as CROP_BYTES
 from omnilead.data_tools.constants import CROP_SHAPE as CROP_SHAPE
 from omnilead.data_tools.constants import VENDORS as VENDORS
@@ -45,6 +45,7 @@ from omnilead.data_tools.errors import (
 from omnilead.data_tools.errors import DataError as DataError
 from omnilead.data_tools.errors import DatasetError as DatasetError
 from omnilead.data_tools.errors import ReadError, one_line
+from omnilead.data_tools.pseudonyms import Removed, key_mark
 from omnilead.data_tools.storage import Folder, dataset_folder
 
 FORMAT_VERSION = 1
@@ -55,6 +56,7 @@ SHARD_CROPS = 1024
 META, SAMPLES, REJECTS, STORE = "dataset.json", "samples.parquet", "rejects.csv", "store.zarr"
 VERSIONS = "versions"
 MAX_META = 256 * 2**20
+NAME_KEY = b"omnilead name key"  # in the metadata of samples.parquet
 GROUPS_KEPT = 4  # row groups of samples.parquet, of 65,536 crops
 
 COLUMNS = pa.schema(
@@ -322,6 +324,58 @@ class Dataset:
         sources = self.meta.get("sources", ())
         return sum(one["crops"] for one in sources if one["name"].startswith(SYNTHETIC))
 
+    @cached_property
+    def public_sources(self) -> set[str]:
+        """Published archives, by name and licence, and synthetic ones."""
+        found = set()
+        for source in self.meta.get("sources", ()):
+            name = source["name"]
+            published = PUBLIC.get(name.removeprefix(SYNTHETIC))
+            if published and (name.startswith(SYNTHETIC) or source["licence"] == published):
+                found.add(name)
+        return found
+
+    def is_public(self, part: pa.RecordBatch) -> np.ndarray:
+        """Whether the name of each crop's patient, or of its record if the patient is unknown, is no
+        secret: an archive that names no patients got their ids from a table of the user."""
+        name_patients = [
+            name for name in self.public_sources if name.removeprefix(SYNTHETIC) in PUBLIC_PATIENTS
+        ]
+        is_known = pc.fill_null(pc.not_equal(part["patient"], ""), False)
+        of_patients = pc.is_in(part["source"], pa.array(name_patients, pa.string()))
+        of_records = pc.is_in(part["source"], pa.array(sorted(self.public_sources), pa.string()))
+        return np.asarray(pc.if_else(is_known, of_patients, of_records))
+
+    @cached_property
+    def name_key(self) -> bytes | None:
+        """The secret key under which models, and `removed` in dataset.json, keep hashes of names; None if all
+        names are public. It lies where the names are: samples.parquet states that of an earlier version,
+        else it is a hash of that file and of the shards, so that the same archives give the same bytes."""
+        with self._arrow_errors():
+            stated = self._samples.fragments[0].physical_schema.metadata or {}
+        if NAME_KEY in stated:
+            return bytes(stated[NAME_KEY][:64])  # the longest key of BLAKE2b
+        sources = {source["name"] for source in self.meta.get("sources", ())}
+        owners = self.parts(["source", "patient"])
+        if (
+            sources
+            and sources <= self.public_sources
+            and all(self.is_public(part).all() for part in owners)
+        ):
+            return None
+        key = blake2b(self._samples_bytes, key=NAME_KEY, digest_size=32)
+        key.update(json.dumps(self.shards).encode())
+        return key.hexdigest().encode()
+
+    @property
+    def name_mark(self) -> str | None:
+        """Identifies the key of its pseudonyms, else its name_key, without disclosing it."""
+        return self.meta.get("pseudonyms") or key_mark(self.name_key)
+
+    @property
+    def removed(self) -> Removed:
+        return Removed(frozenset(self.meta.get("removed", ())), self.name_key)
+
     def table(self, columns: Sequence[str] | None = None) -> pa.Table:
         """Rows of samples.parquet in shard order. Local files are memory-mapped; only the given
         columns are decoded."""
@@ -375,6 +429,11 @@ class Dataset:
 
     @cached_property
     def _samples(self) -> pq.ParquetDataset:
+        source = pa.BufferReader(self._samples_bytes)
+        return pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
+
+    @cached_property
+    def _samples_bytes(self) -> pa.Buffer:
         """samples.parquet, checked by sha256, since parquet misses some flipped bits. A remote file
         stays in memory."""
         facts = self.meta["samples"]
@@ -383,20 +442,19 @@ class Dataset:
             return bool(hashlib.sha256(data).hexdigest() == facts["sha256"])
 
         if self.root.remote:
-            data, name = b"", SAMPLES
+            remote, name = b"", SAMPLES
             with suppress(ReadError):  # the newest version needs no further request
-                data = self.root.read(SAMPLES, facts["bytes"])
-            if not right(data):
+                remote = self.root.read(SAMPLES, facts["bytes"])
+            if not right(remote):
                 name = self.place(SAMPLES)
-                data = self.root.read(name, facts["bytes"])
-            source: Any = io.BytesIO(data)
+                remote = self.root.read(name, facts["bytes"])
+            data = pa.py_buffer(remote)
         else:  # stays this file when another version takes its place
             name = self.place(SAMPLES)
-            source = pa.memory_map(f"{self.root.url}/{name}")
-            data = source.read_buffer()
+            data = pa.memory_map(f"{self.root.url}/{name}").read_buffer()
         if not right(data):
             raise DatasetError(f"{self.root.url}/{name}: fails its sha256: restore the file")
-        return pq.ParquetDataset(source, memory_map=True, schema=COLUMNS)
+        return data
 
     @contextmanager
     def _arrow_errors(self) -> Iterator[None]:

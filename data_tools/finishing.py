@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ from omnilead.data_tools.prepare import (
     SPEC,
     SPEC_HASH,
 )
-from omnilead.data_tools.pseudonyms import REMOVED, pseudonym, removal_mark
+from omnilead.data_tools.pseudonyms import REMOVED, Removed, pseudonym
 from omnilead.data_tools.record import SYNTHETIC, patient_source
 from omnilead.data_tools.shard_writers import (
     ROLES_WIDTH,
@@ -98,7 +98,7 @@ class ShardOptions:
     patients: str | None = None  # a table that names them
     quiet: bool = False
     append: bool = False
-    removed: frozenset[str] = frozenset()  # marks of patients, from the dataset that is extended
+    removed: Removed = field(default_factory=Removed)  # of the dataset that is extended
 
 
 def read_part(out: Folder, name: str) -> pa.Table:
@@ -303,7 +303,8 @@ def write_tables(
         meta["versions"] = [*versions[:-1], last, {"what": what, "crops": len(roles)}]
     else:  # of a finished dataset, other programs read whatever lies in shards/
         _remove_leftovers(out, meta["formats"], shards)
-    samples, left_out = _write_samples(out, rows, meta.get("leave_out_flags", ()))
+    name_key = before.name_key if before else None
+    samples, left_out = _write_samples(out, rows, meta.get("leave_out_flags", ()), name_key)
     refused = _rejects_csv(rejects)
     meta |= {
         "crops": len(roles),
@@ -438,14 +439,16 @@ def _columns(
 
 
 def _write_samples(
-    out: Folder, rows: Iterable[pa.Table], leave_out: Iterable[str]
+    out: Folder, rows: Iterable[pa.Table], leave_out: Iterable[str], name_key: bytes | None
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Write samples.parquet by row groups. -> also how many crops have each flag of `leave_out`."""
+    """Write samples.parquet by row groups. -> also how many crops have each flag of `leave_out`.
+    `name_key`: that of the version before, which stays (Dataset.name_key)."""
     left_out = dict.fromkeys(leave_out, 0)
+    schema = COLUMNS.with_metadata({dataset.NAME_KEY: name_key}) if name_key else COLUMNS
     temporary = out.workdir() / "tmp" / f"{dataset.SAMPLES}.{os.getpid()}"
     try:
         with write_errors(out.url, dataset.SAMPLES):
-            with pq.ParquetWriter(temporary, COLUMNS, compression="zstd") as writer:
+            with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
                 for group in _row_groups(rows):
                     writer.write_table(group, ROW_GROUP)
                     for flag in left_out:
@@ -517,14 +520,13 @@ def hidden(rejects: list[Reject], options: ShardOptions) -> list[Reject]:
     """With a key: names as pseudonyms, and no details, which may have names of files. Who was
     removed has no name."""
     key = options.pseudonym_key
-    if key is None and not options.removed:
+    if key is None and not options.removed.marks:
         return rejects  # there may be millions
     shown = []
     for source, name, reason, detail in rejects:
         name = pseudonym(key, "r", source, name)
-        mark = removal_mark(source, name, "r")
-        if reason == REMOVED or mark in options.removed:
-            name, reason, detail = mark, REMOVED, ""
+        if reason == REMOVED or options.removed.has(source, name, "r"):
+            name, reason, detail = options.removed.mark(source, name, "r"), REMOVED, ""
         shown.append((source, name, reason, "" if key else detail))
     return shown
 

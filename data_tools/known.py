@@ -11,7 +11,7 @@ from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset, waveform
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.prepare import crop_count, prepare_crop
-from omnilead.data_tools.pseudonyms import pseudonym, refuse_removed
+from omnilead.data_tools.pseudonyms import Removed, pseudonym
 from omnilead.data_tools.record import EcgRecord
 from omnilead.data_tools.sources.base import Source, read_safely, shown_patient
 from omnilead.data_tools.storage import prefetch
@@ -22,7 +22,7 @@ class KnownRecords:
     members: np.ndarray  # member_hash of each record, ascending
     signals: np.ndarray  # of each record, as signal_of
     refused: np.ndarray  # member_hash of each record in its rejects.csv
-    removed: frozenset[str]  # marks of patients and waveforms that must not come back
+    removed: Removed  # patients and waveforms that must not come back
     key: bytes | None  # of the dataset's pseudonyms
 
     @classmethod
@@ -40,8 +40,7 @@ class KnownRecords:
         members, first = np.unique(of_crops[order], return_index=True)
         signals = np.add.reduceat(np.concatenate(waveforms)[order], first)
         refused = member_hashes(rejects, None)  # they have their pseudonyms
-        removed = frozenset(made.meta.get("removed", ()))
-        return cls(members, signals, refused, removed, key)
+        return cls(members, signals, refused, made.removed, key)
 
     def has(self, members: np.ndarray) -> np.ndarray:
         """Which of these records the dataset has."""
@@ -73,7 +72,7 @@ def hash_of(words: bytes) -> int:
 
 def read_signals(
     sources: tuple[Source, ...],
-    removed: frozenset[str],
+    removed: Removed,
     key: bytes | None,
     task: tuple[int, list[tuple[int, str, str]]],
 ) -> tuple[int, list[int | ReadError]]:
@@ -89,7 +88,7 @@ def read_signals(
             return record
         source = label.partition("/")[0]
         try:
-            refuse_removed(removed, source, shown_patient(key, source, record.patient))
+            removed.refuse(source, shown_patient(key, source, record.patient))
             return signal_of(record, removed)
         except ReadError as error:
             return error
@@ -99,7 +98,7 @@ def read_signals(
     return number, list(found)
 
 
-def signal_of(record: EcgRecord, removed: frozenset[str]) -> int:
+def signal_of(record: EcgRecord, removed: Removed) -> int:
     """The sum of the waveform hashes of the crops that a dataset has of a record."""
     total = used = 0
     refusal = ReadError("too short")
@@ -108,7 +107,7 @@ def signal_of(record: EcgRecord, removed: frozenset[str]) -> int:
         try:
             prepare_crop(record, part, crop)
             hashed = waveform(crop)[1]
-            refuse_removed(removed, "", str(hashed))
+            removed.refuse("", str(hashed))
         except ReadError as error:
             refusal = error
         else:

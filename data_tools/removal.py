@@ -36,7 +36,7 @@ from omnilead.data_tools.finishing import (
     write_tables,
 )
 from omnilead.data_tools.plan import Reject
-from omnilead.data_tools.pseudonyms import other_key, removal_mark
+from omnilead.data_tools.pseudonyms import REMOVED, other_key
 from omnilead.data_tools.record import patient_source
 from omnilead.data_tools.record_tables import alike, decoded
 from omnilead.data_tools.shard_writers import BLOCK, index_name, index_of, shard_name
@@ -51,9 +51,15 @@ SHORTEST = 5  # characters of a patient that is searched in texts: 17 may be any
 
 
 def remove(
-    url: str, patients: str, key: bytes | None = None, workers: int = 1, quiet: bool = True
+    url: str,
+    patients: str,
+    key: bytes | None = None,
+    workers: int = 1,
+    quiet: bool = True,
+    forget: bool = False,
 ) -> tuple[Dataset, int]:
-    """`patients`: a file with one on each line. -> also how many of them the dataset never had."""
+    """`patients`: a file with one on each line; `forget`: keep no marks of anybody who was ever removed.
+    -> also how many of them the dataset never had."""
     wanted = _wanted(patients)
     with locked(Dataset.open(url).root):
         made = Dataset.open(url)
@@ -68,18 +74,21 @@ def remove(
         table = made.table(["record", "waveform"])
         waves = table["waveform"].filter(theirs).unique()
         lost = np.asarray(pc.is_in(table["waveform"], waves))
-        marks = {removal_mark(*one.split("/", 1)) for one in people}
-        marks |= {removal_mark("", str(one)) for one in waves.to_pylist()}
+        mark = made.removed.mark
+        marks = {mark(*one.split("/", 1)) for one in people}
+        marks |= {mark("", str(one)) for one in waves.to_pylist()}
         names = {*table["record"].filter(theirs).to_pylist()}
         for one in [*wanted, *people]:
             for text in (one, one.partition("/")[2]):
                 if len(text) >= SHORTEST:
                     names |= {text, normalize("NFC", text), normalize("NFD", text)}
-        if people:
-            made = _without(made, marks, lost, names)
+        if people or (forget and made.removed.marks):
+            made = _without(made, marks, lost, names, forget)
         settle(made)  # also what a killed run has left
     own = pc.sum(theirs).as_py()
     tell(f"note: {own:,} crops are removed, and {lost.sum() - own:,} copies of them")
+    if forget:
+        tell("note: no marks of removed patients are kept: --append can bring them back")
     if found := verify(made, workers=workers, quiet=quiet):
         raise DatasetError(f"{url}: {len(found)} findings after the removal, first: {found[0]}")
     return made, missing
@@ -114,7 +123,6 @@ def _found(
     people: set[str] = set()
     asked: set[str] = set()
     missing, before = [], 0
-    marks = set(made.meta.get("removed", ()))
     every = {patient_source(one["name"]) for one in made.meta["sources"]}
     for name in sorted({*wanted} - {""}):
         source, slash, who = name.partition("/")
@@ -130,10 +138,10 @@ def _found(
         asked |= ids
         if ids & there:
             continue
-        if marks.isdisjoint(removal_mark(*one.split("/", 1)) for one in ids):
-            missing.append(name)
-        else:
+        if any(made.removed.has(*one.split("/", 1)) for one in ids):
             before += 1
+        else:
+            missing.append(name)
     if missing:
         shown = ", ".join(missing[:SHOWN]) + ", ..." * (len(missing) > SHOWN)
         tell(f"note: {len(missing):,} of these patients are not in the dataset: {shown}")
@@ -160,9 +168,11 @@ def _name_those_alike(asked: set[str], left: set[str]) -> None:
         )
 
 
-def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]) -> Dataset:
+def _without(
+    before: Dataset, marks: set[str], lost: np.ndarray, names: set[str], forget: bool
+) -> Dataset:
     """`marks`: of those who must not come back; `lost`: a mask of the crops to remove; `names`: what no
-    line of rejects.csv may have."""
+    line of rejects.csv may have; `forget`: keep no marks."""
     if lost.all():
         raise DataError(f"{before.root.url}: no crop would be left: delete the whole dataset")
 
@@ -170,24 +180,29 @@ def _without(before: Dataset, marks: set[str], lost: np.ndarray, names: set[str]
         return before.table(columns).filter(pa.array(~lost))
 
     gone = before.table(["source", "record"]).filter(pa.array(lost))
-    for source, record in zip(*gone.to_pydict().values(), strict=True):
-        marks.add(removal_mark(source, record, "r"))
-    rejects = _unnamed(rejects_of(before), names, marks)
+    rejects, theirs = _unnamed(rejects_of(before), names)
+    records = [*zip(*gone.to_pydict().values(), strict=True), *(line[:2] for line in theirs)]
+    marks |= {before.removed.mark(source, record, "r") for source, record in records}
+    marks |= before.removed.marks
+    if forget:
+        marks = set()
+        rejects = [line for line in rejects if line[2] != REMOVED]  # its record is a mark
     if "zarr" in before.meta["formats"]:
         tell(f"note: {before.root.url}/{STORE} is deleted: the shards hold the same crops")
     meta = before.meta | {
         "formats": ["tar"],
         "sources": source_facts(before.meta["sources"], records_of(left)),
-        "removed": sorted({*before.meta.get("removed", ()), *marks}),
+        "removed": sorted(marks),
     }
     roles, shards = left(ROLES), list[dict[str, Any]]()
     rows = with_roles(_rows(before, lost, shards), roles)
     return write_tables(before.root, meta, rows, rejects, shards, roles, before, "remove")
 
 
-def _unnamed(rejects: list[Reject], names: set[str], marks: set[str]) -> list[Reject]:
-    """Those without any of the names. Adds the marks of the others' records."""
+def _unnamed(rejects: list[Reject], names: set[str]) -> tuple[list[Reject], list[Reject]]:
+    """Those without any of the names, and the others."""
     left = []
+    theirs = []
     ends: dict[str, list[str]] = {}  # the names by their last words
     for name in names:
         ends.setdefault(["", *WORD.findall(name)][-1], []).append(name)
@@ -197,8 +212,8 @@ def _unnamed(rejects: list[Reject], names: set[str], marks: set[str]) -> list[Re
         if not any(name in text for word in words for name in ends.get(word, ())):
             left.append(reject)
         else:
-            marks.add(removal_mark(reject[0], reject[1], "r"))
-    return left
+            theirs.append(reject)
+    return left, theirs
 
 
 def _rows(before: Dataset, lost: np.ndarray, shards: list[dict[str, Any]]) -> Iterator[pa.Table]:

@@ -409,15 +409,30 @@ class RemoteFolder:
     def workdir(self) -> Path:
         mark = hashlib.sha256(self.url.encode()).hexdigest()[:16]
         place = Path(tempfile.gettempdir(), f"omnilead-{os.getuid()}-{mark}")
-        place.mkdir(mode=0o700, exist_ok=True)
-        if place.stat().st_uid != os.getuid():
-            raise StorageError(f"{place} belongs to another user: set TMPDIR to another folder")
+        with suppress(FileExistsError):
+            place.mkdir(mode=0o700)
+        _check_own(place)
         (place / "tmp").mkdir(exist_ok=True)
         return place
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._retry(name, lambda: self.fs.rm(self.path(name), recursive=True))
+
+
+def _check_own(place: Path) -> None:
+    """A StorageError unless it is a folder that only this user can enter. Anybody can foresee the name
+    of a folder in /tmp and put a link there, to a folder whose files would then be removed."""
+    state = place.lstat()
+    if not stat.S_ISDIR(state.st_mode):
+        wrong = "is a link or a file"
+    elif state.st_uid != os.getuid():
+        wrong = "belongs to another user"
+    elif state.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        wrong = f"is open to other users ({stat.filemode(state.st_mode)})"
+    else:
+        return
+    raise StorageError(f"{place} {wrong}: remove it, or set TMPDIR to another folder")
 
 
 Folder = LocalFolder | RemoteFolder

@@ -60,7 +60,7 @@ from omnilead.data_tools.prepare import (
     crop_count,
     prepare_crop,
 )
-from omnilead.data_tools.pseudonyms import other_key, pseudonym, removal_mark
+from omnilead.data_tools.pseudonyms import Removed, other_key, pseudonym
 from omnilead.data_tools.record import LEADS, EcgRecord, class_row, known_patient
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import (
@@ -470,7 +470,7 @@ def _can_be_used(record: EcgRecord) -> bool:
     try:
         check_name(record.source, record.name, crop_count(record.signal.shape[1], record.fs_hz))
         known_patient(record.patient)
-        signal_of(record, frozenset())
+        signal_of(record, Removed())
         return True
     except ReadError:
         return False
@@ -481,8 +481,8 @@ def _was_removed(dataset: Dataset, record: EcgRecord, key: bytes | None) -> bool
     with suppress(ReadError):
         patient = shown_patient(key, record.source, record.patient)
         prepare_crop(record, 0, crop)
-    marks = {removal_mark(record.source, patient), removal_mark("", str(waveform(crop)[1]))}
-    return not marks.isdisjoint(dataset.meta.get("removed", ()))
+    removed = dataset.removed
+    return removed.has(record.source, patient) or removed.has("", str(waveform(crop)[1]))
 
 
 def _absent(rows: Iterable[tuple[str, str]], how_many: str, mend: str) -> list[str]:
@@ -529,8 +529,7 @@ def _compare_record(
                 yield f"{at}: the archive has no such crop: {error}"
             continue
         if part not in parts:
-            mark = removal_mark("", str(waveform(crop)[1]))
-            if mark in dataset.meta.get("removed", ()):
+            if dataset.removed.has("", str(waveform(crop)[1])):
                 continue
             yield f"{at}: a crop of the archive is not in {SAMPLES}"
             continue

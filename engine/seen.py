@@ -4,12 +4,15 @@
     omnilead seen RUN --out seen.csv                     a table with a row for each record
     omnilead seen MODEL --data DATASET --out seen.csv    MODEL: RUN/model, a copy of it, small, s3://... or hf://org/name
     omnilead seen MODEL --data A.hea B.dcm               whether it has seen these ECGs
+    omnilead seen MODEL --data DATASET B.dcm             or their patients: DATASET is what it was trained on
+    omnilead seen MODEL --data B.dcm --pseudonymize KEYFILE    the same, if DATASET was made with this key
 
 A run's order is computed again from its settings and data; if these are gone, ask RUN/model. A model
 has only hashes, of waveforms and of patients (of records where the patient is unknown), including what
 the models that it was started from were trained on. A waveform is found only if it is bit-identical.
-Hashes have 48 bits: with 10 million patients and as many waveforms, one stranger in 14 million is taken
-for seen.
+Patients of your own ECGs are found only with the key of their dataset: that of a KEYFILE, or the one which
+the dataset itself holds. Hashes have 48 bits: with 10 million patients and as many waveforms, one stranger
+in 14 million is taken for seen.
 
 Uses: unlabelled, in pre-training; selected, in validation, which chose a step, a threshold or a penalty;
 labelled, trained on with its label. Of several uses, the last in this list counts. Columns of the table:
@@ -48,6 +51,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     ecgs = "datasets, folders or files of ECGs (default: the data of RUN)"
     add("--data", nargs="+", metavar="DATASET|FILE", help=ecgs)
     add("--out", type=Path, metavar="F.csv", help="write a table with a row for each record")
+    key = "the key file of the dataset that the model was trained on, if DATA are files"
+    add("--pseudonymize", metavar="KEYFILE", help=key)
     add("--anonymous", action="store_true", help="read public s3:// data without credentials")
     return parser.parse_args(arguments)
 

@@ -4,15 +4,21 @@
     path.write_bytes(as_bytes(seen)); seen = read(path)
     notes(seen, [dataset], [rows], [patients], "scored here")     # sentences for whoever reads the scores
 
-The record lies in a model's folder, as seen.parquet. No name can be read from it, but whoever knows a patient's id or has an
-ECG can ask whether it is there. A waveform is found only if it is bit-identical: resampled, shifted
-or rescaled copies are not.
+The record lies in a model's folder, as seen.parquet. Whoever has an ECG can ask whether it is there, if it is
+bit-identical: resampled, shifted or rescaled copies are not found. A patient (a record where the patient is
+unknown) is hashed
+
+- openly, where names are public (Dataset.is_public) or are pseudonyms, which nobody can guess;
+- else with the key of the dataset (Dataset.name_key), which is never in a model's folder: so nobody finds a name
+  by trying all ids, and whoever has the dataset can ask.
+
+A mark of each key, from which the key does not follow, says by what else patients are known.
 
 The use of a crop: "unlabelled", in pre-training; "selected", in validation, which chose a step, a
 threshold or a penalty; "labelled", trained on with its label.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +26,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from omnilead.data_tools.dataset import VENDORS, Dataset
+from omnilead.data_tools.cli import tell
+from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data.counter import mix
 from omnilead.engine.data.patients import OWNER, digests, owners, parts_of
@@ -35,10 +42,11 @@ SCHEMA = pa.schema(
         ("hash", pa.int64()),  # ascending
         ("patient", pa.bool_()),  # else a waveform
         ("use", pa.int8()),  # index of USES
-        # A hospital's own id, which a list of ids would find: not for publication
+        # Of a name that may not be public, hashed openly by an earlier version: not for publication
         ("guessable", pa.bool_()),
     ]
 )
+MARKS = b"omnilead keys"  # in the file's metadata: a mark of each key; absent in earlier versions
 NOTHING = SCHEMA.empty_table()
 # Stands for all that a model may have seen before there was a record, or in another program
 UNKNOWN = pa.table({"hash": [-1], "patient": [False], "use": [0], "guessable": [False]}, SCHEMA)
@@ -46,14 +54,40 @@ UNKNOWN = pa.table({"hash": [-1], "patient": [False], "use": [0], "guessable": [
 
 def seen_in(dataset: Dataset, rows: np.ndarray, use: str) -> pa.Table:
     """The record of these crops of a dataset."""
-    people, guessable, waves = _hashes(dataset, rows)
+    people = []
+    waves = []
+    is_keyed = has_pseudonyms = bool(dataset.meta.get("pseudonyms"))
+    for part, wanted in parts_of(dataset, [*OWNER, "waveform"], [rows]):
+        crops = part.filter(wanted)
+        names, _ = owners(crops)
+        of_people = _name_hashes(names, KEY)
+        if dataset.name_key and not has_pseudonyms:
+            secret = ~dataset.is_public(crops)
+            of_people[secret] = _name_hashes(names.filter(pa.array(secret)), dataset.name_key)
+            is_keyed |= bool(secret.any())
+        people.append(of_people)
+        waves.append(_waveform_hashes(crops["waveform"].to_numpy()))
+    hashes = [*people, *waves]
     table = {
-        "hash": np.concatenate([people, waves]),
-        "patient": np.repeat([True, False], len(people)),
-        "use": np.full(2 * len(people), USES.index(use), np.int8),
-        "guessable": np.concatenate([guessable, np.zeros(len(waves), bool)]),
+        "hash": np.concatenate(hashes),
+        "patient": np.repeat([True, False], sum(map(len, people))),
+        "use": np.full(sum(map(len, hashes)), USES.index(use), np.int8),
+        "guessable": np.zeros(sum(map(len, hashes)), bool),
     }
-    return joined([pa.table(table, SCHEMA)])
+    return joined([_marked(pa.table(table, SCHEMA), marks_of(dataset) if is_keyed else set())])
+
+
+def marks_of(dataset: Dataset) -> set[str]:
+    """By which a model says under which key it has the names of this dataset that are not public."""
+    return {dataset.name_mark} if dataset.name_mark else set()
+
+
+def marks(seen: pa.Table) -> set[str]:
+    return {*(seen.schema.metadata or {}).get(MARKS, b"").decode().split()}
+
+
+def _marked(seen: pa.Table, keys: set[str]) -> pa.Table:
+    return seen.replace_schema_metadata({MARKS: " ".join(sorted(keys))})
 
 
 def joined(records: Sequence[pa.Table]) -> pa.Table:
@@ -70,7 +104,7 @@ def joined(records: Sequence[pa.Table]) -> pa.Table:
         "use": np.maximum.reduceat(use[order], first),
         "guessable": np.maximum.reduceat(guessable[order], first),
     }
-    return pa.table(table, SCHEMA)
+    return _marked(pa.table(table, SCHEMA), set[str]().union(*map(marks, records)))
 
 
 def as_bytes(seen: pa.Table) -> bytes:
@@ -88,22 +122,43 @@ def read(path: Path) -> pa.Table:
             raise ValueError("its columns are others")
         if not np.isin(seen["use"].to_numpy(), range(len(USES))).all():
             raise ValueError("a use is unknown")
+        marks(seen)
     except (OSError, ValueError, pa.ArrowException) as error:
         why = str(error).splitlines()[0]
         raise ConfigError(f"{path}: cannot be read: {why}: copy it again") from None
+    if MARKS not in (seen.schema.metadata or {}):  # nobody knows which of its names are public
+        place = seen.schema.get_field_index("guessable")
+        seen = seen.set_column(place, SCHEMA.field(place), seen["patient"])
+    if pc.any(seen["guessable"]).as_py():
+        tell(
+            f"note: {path}: has open hashes of patients, as earlier versions wrote them: whoever has a list of "
+            "ids can find them. Export its run again: omnilead pretrain|finetune --export RUN"
+        )
     return seen
 
 
 def publishable(seen: pa.Table) -> pa.Table:
-    """Without the hashes of ids that could be guessed."""
+    """Without the hashes of names that could be guessed."""
     return seen.filter(pc.invert(seen["guessable"]))
 
 
-def uses(seen: pa.Table, dataset: Dataset, rows: np.ndarray) -> np.ndarray:
-    """How each of these crops, or another of its patient, was used: an index of USES, -1 if not."""
+def uses(
+    seen: pa.Table, dataset: Dataset, rows: np.ndarray, besides: Sequence[Dataset] = ()
+) -> np.ndarray:
+    """How each of these crops, or another of its patient, was used: an index of USES, -1 if not.
+    `besides`: other datasets whose keys may be tried."""
     rows, place = np.unique(rows, return_inverse=True)
-    people, _, waves = _hashes(dataset, rows)
-    used = np.maximum(use_of(seen, True, people), use_of(seen, False, waves))
+    keys = keys_of([dataset, *besides])
+    people: list[list[np.ndarray]] = [[] for _ in keys]
+    waves = []
+    for part, wanted in parts_of(dataset, [*OWNER, "waveform"], [rows]):
+        of_people, of_waves = hashes_of(part.filter(wanted), keys)
+        for hashes, under_key in zip(people, of_people, strict=True):
+            hashes.append(under_key)
+        waves.append(of_waves)
+    used = use_of(seen, False, np.concatenate(waves))
+    for hashes in people:
+        used = np.maximum(used, use_of(seen, True, np.concatenate(hashes)))
     return np.asarray(used[place])
 
 
@@ -124,9 +179,12 @@ def notes(
             "It is not known what the model was trained on elsewhere: it may have seen patients "
             f"that are {where}."
         )
+    known = set[str]().union(*map(marks_of, datasets))
+    if known:
+        found += unknown_keys(seen, known)
     use, ids = [], []
     for dataset, some, of_crops in zip(datasets, rows, patients, strict=True):
-        use.append(uses(seen, dataset, some))
+        use.append(uses(seen, dataset, some, datasets))
         ids.append(of_crops[some])
     use_N = np.concatenate(use)
     people, place_N = np.unique(np.concatenate(ids), return_inverse=True)
@@ -148,32 +206,35 @@ def notes(
     return found
 
 
-def _hashes(dataset: Dataset, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of these crops in ascending order: a hash of the patient, whether it could be guessed, and a
-    hash of the waveform."""
-    people = []
-    guessable = []
-    waves = []
-    for part, wanted in parts_of(dataset, [*OWNER, "waveform"], [rows]):
-        crops = part.filter(wanted)
-        of_people, of_waves = hashes_of(crops)
-        people.append(of_people)
-        guessable.append(np.asarray(pc.is_in(crops["source"], pa.array(VENDORS))))
-        waves.append(of_waves)
-    if dataset.meta.get("pseudonyms"):
-        guessable = [np.zeros(len(rows), bool)]
-    return np.concatenate(people), np.concatenate(guessable), np.concatenate(waves)
+def unknown_keys(seen: pa.Table, known: set[str]) -> list[str]:
+    """A sentence, if a model knows patients by other keys than those with these marks."""
+    if marks(seen) <= known:
+        return []
+    return [
+        "The model was also trained on patients whose ids it knows by the key of another dataset: of "
+        "these, only bit-identical ECGs are recognised here."
+    ]
 
 
-def hashes_of(crops: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Of the patient and of the waveform of each crop."""
+def keys_of(datasets: Iterable[Dataset]) -> list[bytes]:
+    """All keys by which a model may know the patients of these datasets, the open one first."""
+    keys = [KEY]
+    for dataset in datasets:
+        if dataset.name_key and dataset.name_key not in keys:
+            keys.append(dataset.name_key)
+    return keys
+
+
+def hashes_of(crops: pa.RecordBatch, keys: Sequence[bytes]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Of the patient of each crop, under each key; and of its waveform."""
     names, _ = owners(crops)
-    return _name_hashes(names), _waveform_hashes(crops["waveform"].to_numpy())
+    people = [_name_hashes(names, key) for key in keys]
+    return people, _waveform_hashes(crops["waveform"].to_numpy())
 
 
-def _name_hashes(names: pa.Array) -> np.ndarray:
+def _name_hashes(names: pa.Array, key: bytes) -> np.ndarray:
     words = np.zeros((len(names), 8), np.uint8)
-    hashed = np.frombuffer(digests(names, KEY, BITS // 8), np.uint8)
+    hashed = np.frombuffer(digests(names, key, BITS // 8), np.uint8)
     words[:, -BITS // 8 :] = hashed.reshape(len(names), -1)
     return words.view(">i8")[:, 0].astype(np.int64)
 

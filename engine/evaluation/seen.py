@@ -1,6 +1,7 @@
 """What a model or a run has seen of datasets and files: engine.seen, the command."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.dataset import COLUMNS
+from omnilead.data_tools.dataset import COLUMNS, Dataset
 from omnilead.data_tools.spreadsheet import as_csv
 from omnilead.engine.commandline import write_result
 from omnilead.engine.common import ConfigError
-from omnilead.engine.data.seen import USES, hashes_of, use_of
-from omnilead.engine.inference.inputs import EcgOptions, crops_of_files, dataset_of
+from omnilead.engine.data.seen import (
+    USES,
+    hashes_of,
+    keys_of,
+    marks_of,
+    unknown_keys,
+    use_of,
+)
+from omnilead.engine.inference.inputs import EcgOptions, crops_of_files, dataset_of, pseudonym_mark
 from omnilead.engine.model.folder import CONFIG, document_of, model_folder, seen_by
 from omnilead.engine.tasks.finetuning import FinetuneTask
 from omnilead.engine.training import checkpoint
@@ -27,9 +35,13 @@ CROPS = pa.schema([COLUMNS.field(name) for name in (*NAMED, "waveform")])
 
 
 def table_of(
-    model: str, data: Sequence[str] | None, out: Path | None, anonymous: bool
+    model: str,
+    data: Sequence[str] | None,
+    out: Path | None,
+    anonymous: bool,
+    pseudonymize: str | None = None,
 ) -> Iterator[str]:
-    """Lines that say it; `out`: a CSV file to write."""
+    """Lines that say it; `out`: a CSV file to write; `pseudonymize`: a key file, for files."""
     step, seen, datasets, times = trained_on(model)
     people, unknown = seen["patient"].to_numpy(), seen["hash"].to_numpy() < 0
     has = "is known to have" if unknown.any() else "has"
@@ -40,17 +52,28 @@ def table_of(
     if unknown.any():
         ask = f"; {model}/model may know more" if datasets else ""
         yield f"it is not known what else it was trained on: what is not seen here may be{ask}"
+    options = EcgOptions((), anonymous=anonymous, pseudonymize=pseudonymize)
+    opened = {url: dataset_of(replace(options, data=(url,))) for url in data or datasets}
+    # The key of one dataset also finds its patients in others and in files
+    with_keys = [dataset for dataset in opened.values() if dataset]
+    if data and times:
+        with_keys += [Dataset.open(url, anonymous) for url in datasets]
+    keys, known = keys_of(with_keys), set[str]().union(*map(marks_of, with_keys))
+    if pseudonymize:
+        known.add(pseudonym_mark(pseudonymize))
     tables = []
-    for url in data or datasets:
-        options = EcgOptions((url,), anonymous=anonymous)
-        dataset, drawn = dataset_of(options), None
+    for url, dataset in opened.items():
+        drawn = None
         if dataset:
             for version in times.keys() & {*dataset.earlier}:
                 dataset = dataset.in_version(version)
             crops, drawn = dataset.table(CROPS.names), times.get(dataset.fingerprint)
         else:
-            crops = pa.Table.from_pylist(crops_of_files(options), CROPS)
-        table, lines = compared(seen, crops, drawn)
+            crops = crops_of_files(replace(options, data=(url,)))
+            crops = pa.Table.from_pylist(crops, CROPS)
+        table, lines = compared(seen, crops, drawn, keys)
+        if not dataset or marks_of(dataset):
+            lines += unknown_keys(seen, known)
         tables.append(table)
         yield from (f"\n{url}", *lines)
     if out:
@@ -78,11 +101,12 @@ def trained_on(model: str) -> tuple[Any, pa.Table, Sequence[str], dict[str, np.n
 
 
 def compared(
-    seen: pa.Table, crops: pa.Table, times: np.ndarray | None
+    seen: pa.Table, crops: pa.Table, times: np.ndarray | None, keys: Sequence[bytes]
 ) -> tuple[pa.Table, list[str]]:
     """A row for each record, and how many of each use there are."""
-    people, waves = hashes_of(crops.combine_chunks().to_batches()[0])
-    owner, wave = use_of(seen, True, people), use_of(seen, False, waves)
+    under_keys, waves = hashes_of(crops.combine_chunks().to_batches()[0], keys)
+    people, wave = under_keys[0], use_of(seen, False, waves)
+    owner = np.max([use_of(seen, True, hashes) for hashes in under_keys], axis=0)
     drawn = pa.nulls(len(crops), pa.int64()) if times is None else pa.array(times)
     each = [*(crops[name] for name in NAMED), wave, owner, drawn]
     most = [("waveform", "max"), ("owner", "max"), ("times", "sum")]

@@ -230,11 +230,6 @@ class OpenedData(NamedTuple):
 def open_data(options: EcgOptions, model_input: Input) -> OpenedData:
     dataset = dataset_of(options)
     if dataset is not None:
-        if options.pseudonymize:
-            raise ConfigError(
-                f"--pseudonymize {options.pseudonymize}: a dataset's names are those it was made "
-                "with: use it with `omnilead shard`"
-            )
         rows = np.arange(len(dataset))
         return OpenedData(
             {"data": dataset.fingerprint},
@@ -267,6 +262,11 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
         if len(options.data) > 1:
             raise ConfigError(
                 f"--data {' '.join(options.data)}: give one dataset, or files, but not both"
+            )
+        if options.pseudonymize:
+            raise ConfigError(
+                f"--pseudonymize {options.pseudonymize}: a dataset's names are those it was made "
+                "with: use it with `omnilead shard`"
             )
         return dataset
     return None
@@ -342,15 +342,22 @@ def records_of(options: EcgOptions, model_input: Input) -> Iterator[RecordToRead
             raise ConfigError(f"--data {url}: does not exist")
 
 
+def pseudonym_mark(keyfile: str) -> str:
+    """As in the dataset.json of a dataset with the pseudonyms of this key."""
+    return str(key_mark(read_key(keyfile)))
+
+
 def crops_of_files(options: EcgOptions) -> list[dict[str, Any]]:
     """Each crop's record, as in Prepared, and waveform (data_tools.dataset.waveform)."""
     crops: list[dict[str, Any]] = []
+    key = read_key(options.pseudonymize) if options.pseudonymize else None
     for record in records_of(options, Input(ALL, ALL)):
         ecg = record.read()
         if isinstance(ecg, ReadError):
             skip(options, record.name, ecg, record.of_folder)
             continue
-        crops += [ecg._asdict() | {"waveform": waveform(crop)[1]} for crop in ecg.crops_uv]
+        names = pseudonymised(key, ecg)._asdict()
+        crops += [names | {"waveform": waveform(crop)[1]} for crop in ecg.crops_uv]
     if not crops:
         raise ConfigError(f"--data {options.data[0]}: no ECG can be read: give others")
     return crops

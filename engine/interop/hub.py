@@ -177,7 +177,7 @@ def published(folder: Path, licence: str | None = None) -> dict[str, Path | byte
         public = publishable(record)
         files[SEEN] = as_bytes(public)
         if guessable := len(record) - len(public):
-            tell(f"note: {SEEN}: left out {guessable:,} hashes of a hospital's own ids of patients")
+            tell(f"note: {SEEN}: left out {guessable:,} open hashes of patients")
     digests = {
         name: hashlib.sha256(c if isinstance(c, bytes) else c.read_bytes()).hexdigest()
         for name, c in files.items()

@@ -21,7 +21,7 @@ from broken_server import STALL_S, Fault, Server
 from handmade import build, files
 
 from omnilead.data_tools import plan, shard_writers, storage
-from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.build import ShardOptions, locked, shard
 from omnilead.data_tools.dataset import CROP_SHAPE, META, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.removal import remove
@@ -317,6 +317,43 @@ def test_a_killed_upload_can_be_finished(s3, small, right, tmp_path, path):
     build(small, out, format="both")
     assert s3_files(out) == files(Path(right.root.url))
     assert list(tmp_path.glob("omnilead-*/*")) == []
+
+
+def test_the_working_folder_is_nobody_elses(tmp_path, monkeypatch):
+    """Its name can be foreseen: whoever puts a link there must not choose which files are removed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    place, victim = folder("s3://b/made"), tmp_path / "victim"
+    ours = place.workdir()
+    assert ours.parent == tmp_path and ours.stat().st_mode & 0o777 == 0o700
+    assert place.workdir() == ours  # of a run before
+    (victim / "tmp").mkdir(parents=True)
+    (victim / "tmp" / "thesis").write_text("unique")
+
+    def refused(why):
+        with (
+            pytest.raises(StorageError, match=f"{why}.*: remove it, or set TMPDIR") as caught,
+            locked(place),
+        ):
+            raise AssertionError
+        assert str(ours) in str(caught.value) and (victim / "tmp" / "thesis").exists()
+
+    shutil.rmtree(ours)
+    ours.symlink_to(victim)
+    refused("is a link or a file")
+    ours.unlink()
+    ours.symlink_to(tmp_path / "nowhere")
+    refused("is a link or a file")
+    ours.unlink()
+    ours.write_text("")
+    refused("is a link or a file")
+    ours.unlink()
+    ours.mkdir()
+    ours.chmod(0o777)
+    refused("is open to other users")
+    if os.getuid() == 0:  # only root can give a folder away
+        ours.chmod(0o700)
+        os.chown(ours, 12345, 12345)
+        refused("belongs to another user")
 
 
 def build_small(source, out):

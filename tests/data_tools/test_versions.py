@@ -22,8 +22,8 @@ from omnilead.data_tools import plan
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, STORE, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError
-from omnilead.data_tools.finishing import rejects_of
-from omnilead.data_tools.pseudonyms import pseudonym
+from omnilead.data_tools.finishing import REMOVED, rejects_of
+from omnilead.data_tools.pseudonyms import Removed, pseudonym
 from omnilead.data_tools.record import LEADS, EcgRecord, Header
 from omnilead.data_tools.removal import remove
 from omnilead.data_tools.sources.base import Source, shown_patient
@@ -491,6 +491,66 @@ def test_copies_do_not_come_back_without_their_patient(tmp_path):
     more = listed(out, append=True, **records, d=("georgia", None, 3))
     assert sorted(more.column("record")) == ["c", "d"]
     assert {reason for _, _, reason, _ in rejects_of(more)} == {"patient was removed"}
+
+
+def guessed(made, ids):
+    """Of which of these a stranger finds a mark who has the program and dataset.json."""
+    text = json.dumps(made.meta)
+    stranger = Removed()
+    return {one for one in ids for kind in "pr" if stranger.mark("clinic", one, kind) in text}
+
+
+def test_dataset_json_does_not_name_who_was_removed(tmp_path):
+    """By no list of ids or of records' names; nor does it hold the key of its marks. Whoever is removed
+    does not come back: under the open marks of earlier versions neither."""
+    out, file = tmp_path / "out", tmp_path / "w"
+    records = {str(100 + i): ("clinic", str(200 + i), i) for i in range(4)}
+    every = [*map(str, range(100, 300))]
+    listed(out, **records)
+    file.write_text("200")
+    left, _ = remove(str(out), str(file))
+    assert left.meta["removed"] and guessed(left, every) == set()
+    assert left.name_key.decode() not in (out / META).read_text()
+    more = records | {
+        "new": ("clinic", "200", 9),
+        "copy": ("clinic", "7", 0),
+        "next": ("clinic", "8", 8),
+    }
+    grown = listed(out, append=True, **more)
+    assert sorted(grown.column("record")) == ["101", "102", "103", "next"]
+    assert guessed(grown, every) == set()
+    file.write_text("200\n201")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Dataset, "removed", property(lambda made: Removed(frozenset(made.meta["removed"])))
+        )
+        old, _ = remove(str(out), str(file))
+    assert guessed(old, every) == {"101", "201"}
+    last = listed(out, append=True, **more, last=("clinic", "9", 7))
+    assert sorted(last.column("record")) == ["102", "103", "last", "next"]
+
+
+def test_nothing_is_kept_of_whom_the_user_forgets(tmp_path, shell):
+    """Nor of those who were removed before; they can come back."""
+    out, file = tmp_path / "out", tmp_path / "w"
+    records = {f"r{i}": ("clinic", f"who{i}", i) for i in range(4)}
+    listed(out, **records)
+    file.write_text("who0")
+    remove(str(out), str(file))
+    listed(out, append=True, **records, more=("clinic", "who7", 7))
+    assert REMOVED in (out / REJECTS).read_text()
+    file.write_text("who1")
+    said = shell.run("remove", out, "--patients", file, "--forget", "--workers", 1)
+    assert "no marks of removed patients are kept: --append can bring them back" in str(said)
+    left = Dataset.open(str(out))
+    assert left.meta["removed"] == [] and rejects_of(left) == [] and verify(left) == []
+    again = listed(out, append=True, **records)
+    assert sorted(again.column("record")) == ["more", "r0", "r1", "r2", "r3"]
+    file.write_text("who2")
+    remove(str(out), str(file))
+    remove(str(out), str(file), forget=True)  # was removed before
+    left = Dataset.open(str(out))
+    assert left.meta["removed"] == [] and len(left) == 4 and verify(left) == []
 
 
 @pytest.mark.parametrize("in_plan", [True, False])

@@ -3,25 +3,33 @@
 import re
 import shutil
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
+from handmade import ecg
 from ranks import finetune, pretrain
 
 import omnilead
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.removal import remove
 from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.sources.base import Source
+from omnilead.data_tools.storage import LocalFolder
 from omnilead.engine.common import ConfigError
 from omnilead.engine.data import seen
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.patients import patient_ids, validation_split
 from omnilead.engine.interop.hub import published
+from omnilead.engine.model.folder import document_of, seal
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import read_task
 from tests.conftest import save_probed
@@ -290,13 +298,173 @@ def test_the_record_is_part_of_the_folder(base, tmp_path):
         omnilead.load(folder)
 
 
-def test_a_hospitals_own_ids_are_not_published(whole, base, tmp_path, capsys, monkeypatch):
-    """They could be found from a list of ids, unless they are pseudonyms."""
-    monkeypatch.setattr(seen, "VENDORS", ("synthetic-ptb-xl",))
-    record = seen.seen_in(Dataset.open(whole.root.url), np.arange(len(whole)), "unlabelled")
-    public = seen.publishable(record)
-    assert 0 < len(public) < len(record) and public["patient"].to_numpy().any()
+class Clinic(Source):
+    """An ECG of each patient; without a name for the patient, of each record."""
+
+    name = "clinic"
+
+    def __init__(self, source, patients, seed=0, named=True, licence="unknown"):
+        super().__init__(LocalFolder("/"))
+        self.source, self.patients, self.seed, self.named = source, patients, seed, named
+        self.licence = licence
+
+    def keys(self):
+        return map(str, self.patients)
+
+    def read(self, key):
+        signal = ecg(seed=self.seed + int(key))
+        name = f"r{key}_{self.seed}" if self.named else key
+        patient = key if self.named else None
+        return EcgRecord(name, signal, 500.0, LEADS, "uV", source=self.source, patient=patient)
+
+
+def made_of(clinic, out, **options):
+    return shard([clinic], ShardOptions(str(out), workers=1, **ALL, **options))
+
+
+def asked(record, dataset):
+    """How many of the patients of a dataset are in a record."""
+    patients = record.filter(record["patient"])
+    return int((seen.uses(patients, dataset, np.arange(len(dataset))) >= 0).sum())
+
+
+def guessed(record, source, candidates):
+    """The names that a stranger finds who has the program and a model's record."""
+    names = pa.array([f"{source}/{one}" for one in candidates])
+    words = [seen._name_hashes(names, key) for key in (seen.KEY, b"omnilead removed")]
+    known = record["hash"].to_numpy()
+    return {candidates[i] for hashes in words for i in np.flatnonzero(np.isin(hashes, known))}
+
+
+IDS = [100_000 + 123 * n for n in range(16)]
+
+
+@pytest.fixture(scope="module")
+def clinics(tmp_path_factory):
+    """Datasets of 16 patients with ids of six digits, by source and whether patients are known."""
+    tmp = tmp_path_factory.mktemp("clinics")
+
+    @cache
+    def made(source, named=True):
+        return made_of(Clinic(source, IDS, named=named), tmp / f"{source}{named}")
+
+    return made
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["patients", "records"])
+@pytest.mark.parametrize("source", ["arrays", "wfdb", "clinic", "muse-xml", "ptb-xl", "synthetic"])
+def test_nobody_finds_names_from_a_model_folder(source, named, clinics, base, tmp_path, capsys):
+    """Of whatever source: an array, WFDB with --patients, a plug-in, a hospital's files, or one that only
+    bears the name of a published archive. The owner of the dataset can ask."""
+    dataset, candidates = clinics(source, named), list(range(100_000, 102_000))
+    record = seen.seen_in(dataset, np.arange(len(dataset)), "unlabelled")
     folder = Path(shutil.copytree(base / "model", tmp_path / "model"))
-    monkeypatch.setattr("omnilead.engine.interop.hub.seen_by", lambda folder: record)
-    assert len(published(folder)["seen.parquet"]) < len(seen.as_bytes(record))
-    assert "hashes of a hospital's own ids of patients" in capsys.readouterr().err
+    (folder / "seen.parquet").write_bytes(seen.as_bytes(record))
+    seal(folder, document_of(folder / "config.json"))
+    (tmp_path / "pushed").write_bytes(as_file(published(folder)["seen.parquet"]))
+    for path in (folder / "seen.parquet", tmp_path / "pushed"):
+        found = seen.read(path)
+        assert guessed(found, source, candidates) == set()
+        assert asked(found, dataset) == len(IDS) and found["patient"].to_numpy().sum() == len(IDS)
+    text = b"".join(file.read_bytes() for file in folder.iterdir())
+    assert not any(
+        key in text for key in (dataset.name_key, bytes.fromhex(dataset.name_key.decode()))
+    )
+    assert "open hashes" not in capsys.readouterr().err
+
+
+def as_file(content):
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def test_open_hashes_of_earlier_versions_are_read_and_not_published(
+    clinics, base, tmp_path, capsys
+):
+    dataset = clinics("clinic")
+    record = seen.seen_in(dataset, np.arange(len(dataset)), "unlabelled")
+    names = pa.array([f"clinic/{one}" for one in IDS])
+    waves = record.filter(pc.invert(record["patient"]))
+    people = {"hash": np.sort(seen._name_hashes(names, seen.KEY)), "patient": [True] * len(IDS)}
+    people |= {"use": [0] * len(IDS), "guessable": [False] * len(IDS)}
+    old = seen.joined([waves, pa.table(people, seen.SCHEMA)]).replace_schema_metadata(None)
+    folder = Path(shutil.copytree(base / "model", tmp_path / "model"))
+    (folder / "seen.parquet").write_bytes(seen.as_bytes(old))
+    seal(folder, document_of(folder / "config.json"))
+    found = omnilead.load(folder).seen
+    said = capsys.readouterr().err
+    assert said.count("has open hashes of patients, as earlier versions wrote them") == 1
+    assert guessed(found, "clinic", list(range(100_000, 102_000))) == set(IDS)
+    assert asked(found, dataset) == len(IDS)
+    grown = seen.joined([found, record])  # a model that was started from it
+    (tmp_path / "grown").write_bytes(seen.as_bytes(grown))
+    for record in (found, seen.read(tmp_path / "grown")):
+        assert guessed(seen.publishable(record), "clinic", IDS) == set()
+    (tmp_path / "pushed").write_bytes(as_file(published(folder)["seen.parquet"]))
+    assert "left out 16 open hashes of patients" in capsys.readouterr().err
+    assert not seen.read(tmp_path / "pushed")["patient"].to_numpy().any()
+    assert omnilead.load("small").seen["patient"].to_numpy().any()
+    assert capsys.readouterr().err.count("open hashes") == 0
+
+
+def test_patients_are_known_again_in_another_dataset_of_the_same_key(tmp_path):
+    """Other ECGs of the same patients, under the same KEYFILE, and of a published archive. Under another
+    key whoever tests the model is told that it cannot be known."""
+    several = {
+        "plain": ("clinic", {}),
+        "one": ("clinic", {"pseudonym_key": bytes(32)}),
+        "other": ("clinic", {"pseudonym_key": b"k" * 32}),
+        "public": ("ptb-xl", {}),
+    }
+    made = {}
+    for seed in (0, 1000):
+        for name, (source, options) in several.items():
+            clinic = Clinic(source, IDS, seed, licence="CC-BY-4.0")
+            made[name, seed] = made_of(clinic, tmp_path / f"{name}{seed}", **options)
+    told = {}
+    for name in several:
+        dataset = made[name, 0]
+        record = seen.seen_in(dataset, np.arange(len(dataset)), "labelled")
+        for other in several:
+            test, rows = made[other, 1000], np.arange(16)
+            of_crops = patient_ids([test])
+            notes = seen.notes(record, [test], [rows], of_crops, "scored here")
+            leaks = [note.split(" on ")[1][:2] for note in notes if "with labels" in note]
+            told[name, other] = (*leaks, *("key" for note in notes if "key of another" in note))
+    assert told == {
+        (one, other): ("16",)
+        if one == other != "plain"
+        else ("key",)
+        if "public" not in (one, other)
+        else ()
+        for one in several
+        for other in several
+    }
+
+
+def test_the_key_of_a_dataset_stays_in_its_versions(tmp_path):
+    out = tmp_path / "out"
+    first = made_of(Clinic("clinic", IDS), out)
+    record = seen.seen_in(first, np.arange(len(first)), "unlabelled")
+    more = made_of(Clinic("clinic", [*IDS[:4], 5], seed=1000), out, append=True)
+    theirs = np.flatnonzero(np.char.endswith(more.column("record").astype(str), "_1000"))
+    assert (seen.uses(record, more, theirs) >= 0).sum() == 4
+    (tmp_path / "who").write_text(f"{IDS[0]}")
+    left, _ = remove(str(out), str(tmp_path / "who"))
+    again = made_of(Clinic("clinic", [*IDS[:4], 6], seed=2000), out, append=True)
+    assert asked(record, left) == 15 + 3 and asked(record, again) == 15 + 3 + 3
+    assert Dataset.open(str(out)).name_key == first.name_key
+    assert made_of(Clinic("clinic", IDS), tmp_path / "same").name_key == first.name_key
+    assert made_of(Clinic("clinic", IDS[1:]), tmp_path / "fewer").name_key != first.name_key
+
+
+def test_a_key_does_not_begin_with_public_data(tmp_path):
+    """What is computed from a published archive alone is no secret of those who are appended."""
+    out, how = tmp_path / "out", {"licence": "CC-BY-4.0"}
+    public = made_of(Clinic("ptb-xl", IDS, **how), out)
+    assert public.name_key is None
+    assert made_of(Clinic("georgia", IDS, named=False, **how), tmp_path / "b").name_key is None
+    assert made_of(Clinic("georgia", IDS, **how), tmp_path / "c").name_key  # of the user's table
+    both = made_of(Clinic("clinic", IDS, seed=1000), out, append=True)
+    record = seen.seen_in(both, np.arange(len(both)), "unlabelled")
+    assert guessed(record, "ptb-xl", IDS) == set(IDS) and guessed(record, "clinic", IDS) == set()
+    assert asked(record, both) == 2 * len(IDS)

@@ -11,12 +11,17 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie there
 from ranks import finetune, pretrain
+from test_muse_xml import TRUTH, muse
 
 from omnilead.__main__ import main
 from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.hospital.files import HospitalFiles
+from omnilead.data_tools.pseudonyms import read_key
 from omnilead.data_tools.sources import open_sources
 from omnilead.engine.data.loader import order_of
 from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.data.seen import as_bytes, seen_in
+from omnilead.engine.model.folder import document_of, seal
 from omnilead.engine.training.checkpoint import newest, read_state
 from omnilead.engine.training.train import build
 from omnilead.engine.training.validation import training_roles
@@ -194,3 +199,47 @@ def test_a_run_whose_data_are_gone_says_so(whole, tmp_path, capsys):
     assert "it is not known what else" in said and counted(said)["unlabelled"] == (0, 0, 0)
     assert counted(before)["unlabelled"][0] > 0
     assert seen(capsys, tmp_path / "run" / "model", "--data", whole.root.url)[1] == before
+
+
+@pytest.mark.parametrize("pseudonyms", [False, True], ids=["own key", "KEYFILE"])
+def test_the_owner_asks_about_another_ecg_of_a_patient(pseudonyms, run, tmp_path, capsys):
+    """By the dataset that the model was trained on, or by the KEYFILE. Whoever has only the model and
+    the file does not learn it."""
+    for place, gain in (("old", 1.0), ("new", 0.5)):
+        (tmp_path / place).mkdir()
+        leads = {name: gain * uv for name, uv in TRUTH.items()}
+        (tmp_path / place / "a.xml").write_text(muse(leads))
+    key = tmp_path / "KEYFILE"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    secret = {"pseudonym_key": read_key(str(key))} if pseudonyms else {}
+    made = {}
+    for place in ("old", "new"):
+        options = ShardOptions(str(tmp_path / f"of_{place}"), **secret, **ALL)
+        sources = open_sources(str(tmp_path / place), hospital=HospitalFiles)
+        made[place] = shard(sources, options)
+    model = Path(shutil.copytree(run / "model", tmp_path / "model"))
+    record = seen_in(made["old"], np.arange(len(made["old"])), "labelled")
+    (model / "seen.parquet").write_bytes(as_bytes(record))
+    seal(model, document_of(model / "config.json"))
+    file, new, old = tmp_path / "new" / "a.xml", made["new"].root.url, made["old"].root.url
+    asks = {"file": [file], "dataset": [new]}
+    if pseudonyms:
+        asks["key"] = [file, "--pseudonymize", key]
+    else:
+        asks["both"] = [old, file]
+        asks["datasets"] = [new, old]
+    told = {}
+    for name, words in asks.items():
+        out = tmp_path / "out.csv"
+        code, said, _ = seen(capsys, model, "--data", *words, "--out", out)
+        assert code == 0
+        (row,) = [row for row in rows_of(out) if row["waveform"] == ""]
+        told[name] = row["owner"], "by the key of another dataset" in said
+    found, unknown = ("labelled", False), ("", True)
+    if pseudonyms:
+        assert told == {"file": unknown, "dataset": found, "key": found}
+        code, _, err = seen(capsys, model, "--data", new, "--pseudonymize", key)
+        assert code == 2 and "a dataset's names are those it was made with" in err
+    else:
+        assert told == {"file": unknown, "dataset": unknown, "both": found, "datasets": found}
