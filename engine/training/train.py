@@ -148,6 +148,7 @@ def make_loader(task: TrainingTask, resumed: Resumed | None) -> Loader:
         ranks.rank,
         ranks.world,
         resumed.loader_state if resumed else None,
+        reuse_batches=True,
         **task.roles,
     )
 
