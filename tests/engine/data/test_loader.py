@@ -95,7 +95,9 @@ def test_an_augmentation_may_draw_from_the_global_generators(threads, dataset, t
     resumed = some(loader(dataset, state=whole[1][1], augment=augment, threads=threads), 2)
     assert contents(whole[2:]) == contents(resumed)
     plain = some(loader(dataset, augment=AugmentConfig()), 4)
-    scales = [x.x_BSLT.norm() / y.x_BSLT.norm() for (x, _), (y, _) in zip(whole, plain, strict=True)]
+    scales = [
+        x.x_BSLT.norm() / y.x_BSLT.norm() for (x, _), (y, _) in zip(whole, plain, strict=True)
+    ]
     assert np.ptp(scales) > 0.01
 
 
