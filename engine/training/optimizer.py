@@ -30,7 +30,6 @@ from torch import Tensor
 
 from omnilead.engine.config import TrainConfig
 
-
 NORM_PART = 2**16  # numbers; a norm of so many is off by 4e-7
 
 
