@@ -174,18 +174,16 @@ def quiet_deepspeed() -> Any:
 
 
 def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
-    """ConfigError if DeepSpeed's engine has no function of this name with these arguments, which
-    is replaced here: another version would go on without what replaces it."""
+    """ConfigError if DeepSpeed's engine has no function of this name that takes these arguments.
+    It is replaced here, and another version might not call what replaces it."""
     try:
-        there = list(inspect.signature(attrgetter(name)(engine)).parameters)
+        inspect.signature(attrgetter(name)(engine)).bind(**dict.fromkeys(arguments))
     except (AttributeError, TypeError, ValueError):
-        there = None
-    if there != list(arguments):
         version = importlib.metadata.version("deepspeed")
         raise ConfigError(
             f"deepspeed {version}: has no {name}({', '.join(arguments)}), which training replaces: "
             "pip install deepspeed==0.19.8"
-        )
+        ) from None
 
 
 def lost_a_rank(error: Exception) -> bool:
