@@ -123,7 +123,7 @@ def ours(
     augment = AugmentConfig(rlm=0.5, noise=STAGES[stage][0])  # type: ignore[arg-type]
     config = LoaderConfig(backend=backend, batch_crops=batch, augment=augment, threads=threads)
     opened = Dataset.open(str(dataset))
-    loader = Loader(config, (opened,), torch.device(device))
+    loader = Loader(config, (opened,), torch.device(device), reuse_batches=True)  # as in training
     try:
         yield from pumped(iter(loader), batch, len(opened), seconds)
     finally:

@@ -53,7 +53,7 @@ def first_batch(dataset: str) -> Iterator[float]:
     from omnilead.engine.data.loader import Loader, LoaderConfig
 
     torch.set_num_threads(1)
-    how: dict[str, Any] = {"world": 8, "pretrain": True, "halves": 2}
+    how: dict[str, Any] = {"world": 8, "pretrain": True, "halves": 2, "reuse_batches": True}
     while True:
         opened = Dataset.open(dataset)
         loader = Loader(LoaderConfig(backend="torch"), (opened,), torch.device("cpu"), **how)

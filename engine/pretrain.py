@@ -16,10 +16,10 @@ engine/pretrain.py` in one process.
 RUN/ holds config.yaml, run.json, metrics.jsonl, validation.jsonl, tensorboard/, checkpoints/ and
 finally model/, report.html. A RUN on s3:// is uploaded after every checkpoint. Started again with the
 same RUN, training resumes from the last checkpoint: bit for bit with the same number of ranks; with
-another number, batches are the same and losses are equal to rounding. An error names data or
-settings that have changed. SIGTERM or Ctrl-C stops it after the micro-batch, with a checkpoint of
-the last whole step and exit code 0 or 130. Exit 2: a setting or a file is wrong. Exit 1: the run
-failed. In Python:
+another number it sees the same batches, but each rank draws its own dropout, so losses differ. An
+error names data or settings that have changed. SIGTERM or Ctrl-C stops it after the micro-batch,
+with a checkpoint of the last whole step and exit code 0 or 130. Exit 2: a setting or a file is
+wrong. Exit 1: the run failed. In Python:
 
     run = omnilead.pretrain("w2v_cmsc_rlm", data="DATASET", out="RUN", **{"train.steps": 1000})
 """

@@ -11,8 +11,9 @@ finds them.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -224,6 +225,22 @@ def _sums(stages: Sequence[Noise], p: Tensors, ops: TorchOps, crops: int) -> tor
     return waves
 
 
+@contextmanager
+def global_draws(seed: int, device: torch.device) -> Iterator[None]:
+    """Seeds the global generators of torch, numpy and Python, from which a library may draw, and
+    restores them."""
+    before = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(before[0])
+            random.setstate(before[1])
+
+
 class ExtraAugmentation:
     """Your own augmentation, `augment.extra: file.py:function`. The backend torch applies it after
     all others.
@@ -232,9 +249,9 @@ class ExtraAugmentation:
             gain = torch.rand(len(x_BSLT), 1, 1, 1, generator=generator, device=x_BSLT.device)
             return x_BSLT * (0.5 + gain)
 
-    Masked and missing leads stay zeros. The generator is seeded from the run's seed, the step and
-    the rank: a resumed run draws the same numbers; another number of ranks draws different ones, as
-    with dropout."""
+    Masked and missing leads stay zeros. The generator, and the global ones of torch, numpy and
+    Python, are seeded from the run's seed, the step and the rank: a resumed run draws the same
+    numbers; another number of ranks draws different ones, as with dropout."""
 
     def __init__(self, spec: str, seed: int, rank: int, device: torch.device) -> None:
         self.spec, self.seed, self.rank, self.generator = spec, seed, rank, torch.Generator(device)
@@ -242,11 +259,10 @@ class ExtraAugmentation:
             self.function = plugin(spec)
 
     def __call__(self, x_BSLT: torch.Tensor, step: int) -> torch.Tensor:
-        self.generator.manual_seed(
-            int(counter.bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1
-        )
+        seed = int(counter.bits(self.seed, RandomStream.EXTRA, step, self.rank)) >> 1
+        self.generator.manual_seed(seed)
         absent_BSL1 = ~x_BSLT.any(-1, keepdim=True)
-        with blaming(f"augment.extra={self.spec}"):
+        with blaming(f"augment.extra={self.spec}"), global_draws(seed, x_BSLT.device):
             y_BSLT: torch.Tensor = self.function(x_BSLT, self.generator)
             if (y_BSLT.shape, y_BSLT.dtype, y_BSLT.device) != (
                 x_BSLT.shape,

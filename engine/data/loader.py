@@ -98,8 +98,7 @@ class LoaderConfig(PipelineConfig):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    # float32 millivolts on the device; on a CPU (except dali) a buffer that later batches overwrite
-    x_BSLT: torch.Tensor
+    x_BSLT: torch.Tensor  # float32 millivolts on the device
     places: Places  # dataset, row and epoch of each crop
     skipped: tuple[BadCrop, ...] = ()  # unreadable crops that were replaced
     keep_BSL1: np.ndarray | None = None  # bool, with LoaderConfig.windows
@@ -194,10 +193,12 @@ class Loader:
         state: State | None = None,
         step: int = 0,
         rows: Sequence[np.ndarray] = (),
+        reuse_batches: bool = False,
         **roles: Any,
     ) -> None:
         """`step`: where to start without a `state`. Select crops by `rows` of each dataset, or by
-        `roles` as in DatasetRows.of."""
+        `roles` as in DatasetRows.of. `reuse_batches`: on a CPU, a batch may be overwritten when the
+        next one is asked for, which saves copying it."""
         self.config, self.device, self.rank, self.world = config, device, rank, world
         self.backend = self._chosen_backend()
         self.extra = None
@@ -207,6 +208,7 @@ class Loader:
         # fail early if the batch cannot be divided
         self.order.slice(0, rank, world, micro=config.micro_batch)
         self.crops = config.batch_crops // world
+        self.reuse_batches = reuse_batches
         self.recipe = self._recipe(datasets, rows, roles)
         self.step = step if state is None else resumed_step(state, self.recipe, config.batch_crops)
         measured = measured_leads(datasets) if config.augment.changes_zeros else None
@@ -304,7 +306,8 @@ class Loader:
                     x_BSLT, plan, report = next(made)
                 places = dataclasses.replace(plan.places, row=report.row)
                 for part in _slices(len(places), self.crops):
-                    yield Batch(x_BSLT[part], places[part], report.part(part).skipped)
+                    batch_BSLT = x_BSLT[part] if self.reuse_batches else x_BSLT[part].clone()
+                    yield Batch(batch_BSLT, places[part], report.part(part).skipped)
 
     def _read(self, in_use: int = 1) -> Generator[tuple[Planned, np.ndarray, Report], None, None]:
         """Batches as they are read, with the plan of the crops that they have."""

@@ -9,15 +9,18 @@
 A single process opens no port. DeepSpeed uses this process group.
 """
 
+import importlib.metadata
+import inspect
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -168,6 +171,19 @@ def quiet_deepspeed() -> Any:
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.utils.logger.setLevel(logging.ERROR)
     return deepspeed
+
+
+def require_function(engine: Any, name: str, arguments: Sequence[str]) -> None:
+    """ConfigError if DeepSpeed's engine has no function of this name that takes these arguments.
+    It is replaced here, and another version might not call what replaces it."""
+    try:
+        inspect.signature(attrgetter(name)(engine)).bind(**dict.fromkeys(arguments))
+    except (AttributeError, TypeError, ValueError):
+        version = importlib.metadata.version("deepspeed")
+        raise ConfigError(
+            f"deepspeed {version}: has no {name}({', '.join(arguments)}), which training replaces: "
+            "pip install deepspeed==0.19.8"
+        ) from None
 
 
 def lost_a_rank(error: Exception) -> bool:

@@ -148,6 +148,7 @@ def make_loader(task: TrainingTask, resumed: Resumed | None) -> Loader:
         ranks.rank,
         ranks.world,
         resumed.loader_state if resumed else None,
+        reuse_batches=True,
         **task.roles,
     )
 
@@ -270,7 +271,9 @@ def initialize(task: TrainingTask, universal: bool) -> tuple[Any, GuardedAdamW]:
         raise ConfigError(
             f"train.deepspeed={t.deepspeed!r}: DeepSpeed refuses it: {error}"[:300]
         ) from None
+    distributed.require_function(engine, "checkpoint_engine.save", ["state_dict", "path"])
     if stage == 3 and not adam.by_engine:
+        distributed.require_function(engine, "optimizer._get_norm_groups", [])
         # Its own look at the norm waits for the device in each step; the optimizer's does not
         engine.optimizer._get_norm_groups = lambda: [torch.zeros(())]
     compile_model(model, t.compile or ("eager" if stage == 3 else COMPILED[ranks.device.type]))

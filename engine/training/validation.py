@@ -163,7 +163,14 @@ class ValidationLoss:
         )
         share = math.ceil(self.batches / self.ranks.world)
         first = self.ranks.rank * share
-        loader = Loader(settings, self.datasets, self.ranks.device, step=first, **self.roles)
+        loader = Loader(
+            settings,
+            self.datasets,
+            self.ranks.device,
+            step=first,
+            reuse_batches=True,
+            **self.roles,
+        )
         sums: dict[str, Tensor] = {}
         try:
             with eval_mode(engine), torch.no_grad(), single_process():

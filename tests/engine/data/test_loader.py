@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import operator
+import random
 from itertools import count, islice
 from types import SimpleNamespace
 
@@ -54,6 +55,50 @@ def test_resuming_is_bit_exact_twice_and_across_an_epoch(backend, augment, datas
         state = parts[-1][1]
     assert contents(whole) == contents(parts)
     assert whole[0][1]["crops_seen"] == 16
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_batches_that_are_kept_stay_as_they_were(backend, dataset):
+    source = loader(dataset, backend, batch_crops=64)
+    kept = [(batch, digest(batch)) for batch, _ in islice(source, 6)]
+    source.close()
+    assert [digest(batch) for batch, _ in kept] == [as_loaded for _, as_loaded in kept]
+    for batch, _ in kept:  # torch.save writes the whole storage
+        held, own = batch.x_BSLT.untyped_storage().nbytes(), batch.x_BSLT.nbytes
+        assert held == own
+    source = loader(dataset, backend, batch_crops=64, reuse_batches=True)
+    assert [digest(batch) for batch, _ in islice(source, 6)] == [d for _, d in kept]
+    source.close()
+
+
+GLOBAL = """
+import random
+import numpy as np
+import torch
+
+def scaled(x_BSLT, generator):
+    return x_BSLT * (torch.rand(1) + np.random.rand() + random.random())
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_augmentation_may_draw_from_the_global_generators(threads, dataset, tmp_path):
+    """Of torch, numpy and Python, which resuming does not restore. Those outside stay as they are."""
+    (tmp_path / "mine.py").write_text(GLOBAL)
+    augment = AugmentConfig(extra=f"{tmp_path}/mine.py:scaled")
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    whole = some(loader(dataset, augment=augment), 4)
+    assert torch.get_rng_state().equal(before[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == before[1:]
+    for draw in (torch.rand, np.random.rand, lambda _: random.random()):
+        draw(1)
+    resumed = some(loader(dataset, state=whole[1][1], augment=augment, threads=threads), 2)
+    assert contents(whole[2:]) == contents(resumed)
+    plain = some(loader(dataset, augment=AugmentConfig()), 4)
+    scales = [
+        x.x_BSLT.norm() / y.x_BSLT.norm() for (x, _), (y, _) in zip(whole, plain, strict=True)
+    ]
+    assert np.ptp(scales) > 0.01
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

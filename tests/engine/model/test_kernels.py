@@ -99,6 +99,18 @@ def test_convolutions_in_bf16(function):
     assert max(errors(low, expected)) < 0.01
 
 
+def test_the_gradient_of_a_weight_is_summed_in_float32():
+    """Of small integers, whose products and partial sums bf16 holds exactly, but not their sum of
+    all blocks."""
+    x, grad = (randn(3, 156, width).abs().round().clamp(max=4) for width in (24, 24))
+    inputs = [x, torch.zeros(24, 6, 7), torch.zeros(24)]
+    leaves = [t.double().requires_grad_() for t in inputs]
+    plain.convolve(*leaves, groups=4).backward(grad.double())
+    summed = kernels.weight_gradient(x.bfloat16(), grad.bfloat16(), 7, 4)
+    assert summed.double().equal(leaves[1].grad)
+    assert not summed.bfloat16().double().equal(leaves[1].grad)
+
+
 def test_gradients_of_blocks_are_gathered():
     """No scattered additions, which a GPU would do in any order."""
     inputs = [randn(2, 40, 24), randn(24, 6, 7), randn(24)]

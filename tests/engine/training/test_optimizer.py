@@ -40,3 +40,14 @@ def test_adamw_clips_and_skips_non_finite_steps():
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-7)
     assert (float(guarded.skipped), float(guarded.in_a_row)) == (1, 0)
+
+
+def test_the_norm_of_a_million_numbers():
+    """As ZeRO hands them to one rank, and their halves to two."""
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(10**6 + 1, generator=generator)
+    weights = torch.nn.Parameter(torch.zeros(gradient.shape))
+    weights.grad = gradient
+    adam = GuardedAdamW([(1.0, [weights])], lr=1e-3)
+    adam.step()
+    torch.testing.assert_close(adam.norm.double(), gradient.double().norm(), rtol=1e-6, atol=0)

@@ -203,6 +203,30 @@ def test_errors_of_libraries_and_the_system_are_one_line(error, code, says, monk
     assert says in line and line.count("\n") == 1
 
 
+SAVE, NORM_GROUPS = "checkpoint_engine.save(state_dict, path)", "optimizer._get_norm_groups()"
+
+
+def other_save(self, state_dict, path, tag): ...
+
+
+@pytest.mark.parametrize(
+    ("place", "function", "says"),
+    [
+        ("checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine.save", None, SAVE),
+        ("checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine.save", other_save, SAVE),
+        ("zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_norm_groups", None, NORM_GROUPS),
+        ("zero.stage3.DeepSpeedZeroOptimizer_Stage3._get_norm_groups", other_save, NORM_GROUPS),
+    ],
+)
+def test_another_deepspeed_is_refused_before_the_first_step(
+    place, function, says, training, monkeypatch
+):
+    """One that lacks a function that training replaces, or calls it differently."""
+    monkeypatch.setattr(f"deepspeed.runtime.{place}", function)
+    line = training(train__zero_stage=3).one_line()
+    assert f": has no {says}, which training replaces: pip install deepspeed==" in line
+
+
 def test_a_full_disk_at_the_end_is_one_line(training, tmp_path, monkeypatch):
     def no_room(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
