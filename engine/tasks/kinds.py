@@ -87,6 +87,11 @@ class Kind(ABC):
     def scores(self, logits_RK: Tensor) -> Tensor:
         return logits_RK
 
+    def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
+        """The weight of each label [N, K]; for multiclass [N, 1]."""
+        negative_K, positive_K = balanced_2K
+        return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
+
     def targets(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
@@ -132,7 +137,7 @@ class _Classes(Kind):
     def learnable(
         self, y: list[Array], train_NK: Array, classes: Names, labels: str, balanced: bool
     ) -> Targets:
-        there_K = (train_NK > 0).any(0)
+        there_K = np.asarray((train_NK > 0).any(0))
         if has := self.cannot_learn(train_NK, there_K, classes):
             raise ConfigError(f"{labels}: the training split has {has}")
         targets = Targets(y, len(classes))
@@ -163,11 +168,6 @@ class _Classes(Kind):
     def groups(self, y_NK: Array) -> int:
         """In how many groups each label puts the samples."""
         return 2
-
-    def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
-        """The weight of each label [N, K]; for multiclass [N, 1]."""
-        negative_K, positive_K = balanced_2K
-        return np.asarray(np.where(y_NK > 0, positive_K, negative_K))
 
     def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
         known_NK = windows_N[:, None] * ~np.isnan(y)
@@ -242,7 +242,7 @@ class MulticlassKind(_Classes):
         return ""
 
     def groups(self, y_NK: Array) -> int:
-        return y_NK.shape[1]
+        return int(y_NK.shape[1])
 
     def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
         _, positive_K = balanced_2K
