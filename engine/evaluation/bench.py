@@ -83,7 +83,7 @@ from omnilead.engine.inference.commands import refuse_ranks
 from omnilead.engine.inference.trained_model import load
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import OF_VALUES
+from omnilead.engine.tasks.kinds import KINDS
 from omnilead.engine.tasks.labels import OWN_COLUMNS, TaskLabels, data_records, guess, read_task
 
 IDENTIFICATION = "identification"
@@ -653,7 +653,7 @@ def probe_facts(task: ProbedTask, share: float, samples: Samples) -> Facts:
 
 def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:
     """Metrics [K, B]; for regression their means over K, [1, B]."""
-    if kind in OF_VALUES:
+    if not KINDS[kind].of_classes:
         statistic = statistic_of(kind, y_NK, scores_NK)
         values_MB = np.stack([statistic(weight_N) for weight_N in weight_NB.T], 1)
         return dict(zip(statistic.names, values_MB[:, None], strict=True))

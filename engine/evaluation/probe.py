@@ -39,8 +39,8 @@ from omnilead.engine.inference.trees import Trees
 from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import OF_VALUES, WITH_THRESHOLDS, cox, sensitive, thresholds
-from omnilead.engine.tasks.labels import DX_ROLES, EMPTY, TaskLabels, read_task, unknown_patients
+from omnilead.engine.tasks.kinds import EMPTY, KINDS, cox, sensitive, thresholds
+from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task, unknown_patients
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
 STRENGTHS = (3e2, 1e2, 3e1, 1e1, 3.0, 1.0, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)
@@ -124,7 +124,7 @@ def save_with_head(
     head["definition"] = {**head["definition"], "head": ""}
     if task.kind == "regression":
         head |= {"center": fit.center_K.tolist(), "scale": fit.scale_K.tolist()}
-    elif task.kind in WITH_THRESHOLDS:
+    elif KINDS[task.kind].has_thresholds:
         scored = held_out(probe, data)
         head["thresholds"] = thresholds(*scored)
         for line in sensitive(*scored, labels.classes):
@@ -173,7 +173,7 @@ def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:
     what, mend = f"all labels of the split {split} are the same", ""
     if kind == "survival":
         what = f"no event in the split {split}"
-    elif kind in WITH_THRESHOLDS and (y_NK > 0).any():
+    elif KINDS[kind].has_thresholds and (y_NK > 0).any():
         mend = f"; {EMPTY}"
     name = labels.name or dataset.root.url
     raise ConfigError(f"{name}: {what}: nothing to learn or to score{mend}")
@@ -283,7 +283,7 @@ def outputs(kind: str, x_ND: Array, weights_DK: Array) -> Array:
 
 def linked(kind: str, z_NK: Array) -> Array:
     """Probabilities, or values."""
-    if kind in OF_VALUES:
+    if not KINDS[kind].of_classes:
         return z_NK
     if kind == "multiclass":
         return np.asarray(softmax(z_NK, 1))

@@ -65,7 +65,7 @@ from omnilead.engine.inference.trained_model import THRESHOLD, HeadInfo, Trained
 from omnilead.engine.model.config import validated
 from omnilead.engine.model.input import HALF_S, Input
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import OF_VALUES, sensitive
+from omnilead.engine.tasks.kinds import KINDS, sensitive
 from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
@@ -231,7 +231,7 @@ def scored(
     for name, (low, high) in intervals.items():
         if few or np.isclose(low, high):  # resamples that agree do not make a score certain
             intervals[name] = exact[name]
-    if head.kind not in OF_VALUES:
+    if KINDS[head.kind].of_classes:
         metrics["calibration_error"] = calibration(labels, scores)[-1]
     for name, threshold in zip(head.classes, head.thresholds, strict=False):
         summary["classes"][name]["threshold"] = threshold

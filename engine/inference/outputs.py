@@ -52,9 +52,9 @@ from omnilead.engine.common import (
 from omnilead.engine.data.predict import CropBatch, predict
 from omnilead.engine.inference.inputs import COLUMNS, FLAGS, CropSource, Per
 from omnilead.engine.inference.readout import PAPER
-from omnilead.engine.inference.trained_model import NOT_FINITE, HeadInfo, TrainedModel
+from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
 from omnilead.engine.model.input import Input
-from omnilead.engine.tasks.kinds import OF_VALUES, Array
+from omnilead.engine.tasks.kinds import KINDS, Array
 
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"
@@ -125,7 +125,9 @@ def predictions(model: TrainedModel) -> Output:
         raise ConfigError(
             f"the model was {was}: fine-tune it with `omnilead finetune`, or use `omnilead embed`"
         )
-    schema = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), *_prediction_fields(head)])
+    kind = KINDS[head.kind]
+    fields = kind.output_fields(head.classes, head.unit)
+    schema = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), *fields])
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise ConfigError(
@@ -140,34 +142,8 @@ def predictions(model: TrainedModel) -> Output:
         "unit": head.unit,
     }
     what = f"predictions of {head.task} ({listed(head.classes, 3)})"
-    columns = partial(_prediction_columns, head)
+    columns = partial(kind.output_columns, classes=head.classes, thresholds=head.thresholds)
     return Output(model, model.scores, schema, columns, what, {"predictions": meaning})
-
-
-def _prediction_fields(head: HeadInfo) -> list[tuple[str, pa.DataType]]:
-    number = pa.float32()
-    if head.kind in OF_VALUES:  # the unit of survival is that of its times
-        unit = f"_{head.unit}" if head.unit and head.kind == "regression" else ""
-        return [(f"{name}{unit}", number) for name in head.classes]
-    if head.kind == "multiclass":
-        return [("predicted", pa.string()), *((name, number) for name in head.classes)]
-    fields = []
-    for name in head.classes:
-        fields += [(name, number), (f"{name}_predicted", pa.bool_())]
-    return fields
-
-
-def _prediction_columns(head: HeadInfo, y_NK: Array) -> list[pa.Array]:
-    scores = [pa.array(y_N) for y_N in y_NK.T]
-    if head.kind in OF_VALUES:
-        return scores
-    if head.kind == "multiclass":
-        return [pa.array(head.classes).take(pa.array(y_NK.argmax(1))), *scores]
-    columns = []
-    decisions_KN = (y_NK > np.array(head.thresholds)).T
-    for score, decision_N in zip(scores, decisions_KN, strict=True):
-        columns += [score, pa.array(decision_N)]
-    return columns
 
 
 def tables(

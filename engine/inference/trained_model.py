@@ -81,9 +81,9 @@ from omnilead.engine.model.folder import (
     seen_by,
 )
 from omnilead.engine.model.input import HALF_S, SCALES, Input, SignalError
-from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import build_head, sees_tokens
 from omnilead.engine.tasks.config import TaskKind
+from omnilead.engine.tasks.kinds import KINDS
 
 # Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01
@@ -117,19 +117,17 @@ class HeadInfo:
 
     def __post_init__(self) -> None:
         lengths = {"classes": len(self.classes)}
-        if self.kind == "regression":
-            lengths |= {"center": len(self.center), "scale": len(self.scale)}
-        elif self.kind in ("binary", "multilabel"):
-            lengths["thresholds"] = len(self.thresholds)
+        for name in KINDS[self.kind].head_numbers:
+            lengths[name] = len(getattr(self, name))
         if len(set(lengths.values())) > 1 or (self.kind == "identity") != (not self.classes):
             counted = ", ".join(f"{length} {name}" for name, length in lengths.items())
             raise ConfigError(f"{self.kind} with {counted}")
 
     def scores(self, logits_RK: Tensor) -> Tensor:
         """Probabilities, values in `unit`, or risks."""
-        if self.kind == "regression":
+        if "scale" in KINDS[self.kind].head_numbers:
             return logits_RK * logits_RK.new_tensor(self.scale) + logits_RK.new_tensor(self.center)
-        return kinds.scores(self.kind, logits_RK)
+        return KINDS[self.kind].scores(logits_RK)
 
 
 class TrainedModel(nn.Module):

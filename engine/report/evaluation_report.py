@@ -37,7 +37,7 @@ from omnilead.engine.report.page import (
     shown,
     titled,
 )
-from omnilead.engine.tasks.kinds import OF_VALUES
+from omnilead.engine.tasks.kinds import KINDS
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
 CONFUSED = 30  # classes in the confusion chart, the most frequent
@@ -78,7 +78,7 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
     title = windows.capitalize()
     if "window_s" not in result.facts:
         title += ", as in the paper"
-    by = "By column" if head.kind in OF_VALUES else "By class"
+    by = "By column" if not KINDS[head.kind].of_classes else "By class"
     sections = [
         ReportSection("Records", tiles=tiles(record), note=note, remarks=result.remarks),
         ReportSection(title, tiles=tiles(half)),

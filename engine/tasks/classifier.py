@@ -34,8 +34,8 @@ from omnilead.engine.common import ALL, ConfigError, blaming, plugin
 from omnilead.engine.inference.readout import PAPER, Readout, read_out, width_of
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.encoders import ROWS, made, with_weights
-from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.config import TaskConfig
+from omnilead.engine.tasks.kinds import KINDS
 
 HEADS = {"attention": "omnilead.engine.tasks.classifier:AttentionHead"}
 QUERIES = 4
@@ -132,7 +132,7 @@ class Classifier(nn.Module):
         # Imported here: it imports torch's compiler, which inference does not need
         from omnilead.engine.model.objectives import all_gather, sum_over_ranks, world_size
 
-        halves = x_BSLT.shape[1]
+        kind, halves = KINDS[self.task.kind], x_BSLT.shape[1]
         labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()
         if self.task.kind == "identity":
             loss_R, right_R = self._patient(
@@ -146,15 +146,15 @@ class Classifier(nn.Module):
                 labels_R[present_R == 0] = torch.nan
                 gathered = map(all_gather, (logits_RK, labels_R, present_R))
                 logits_RK, labels_R, present_R = gathered
-            loss_R, share_R = kinds.loss(self.task.kind, logits_RK, labels_R, weights_RK)
-            right_R = kinds.right(self.task.kind, logits_RK, labels_R)
+            loss_R, share_R = kind.loss(logits_RK, labels_R, weights_RK)
+            right_R = kind.right(logits_RK, labels_R)
         # Counts are averaged over ranks, so that the mean of the ranks' losses is the loss of the
         # global batch
         counts = torch.stack([(present_R * share_R).sum(), present_R.sum()])
         known, halves_there = sum_over_ranks(counts) / world_size()
         # A batch may have no event
         losses = {"loss": (loss_R * present_R).sum() / known.clamp_min(1e-6)}
-        if self.task.kind in kinds.OF_VALUES:
+        if not kind.of_classes:
             return losses
         return losses | {"accuracy": (right_R.float() * present_R).sum().detach() / halves_there}
 

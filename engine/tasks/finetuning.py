@@ -9,19 +9,14 @@ identification (ArcFace).
 
 Source: paper, sections "Fine-tuning" and "Datasets"; fairseq-signals tasks/ecg_identification.py.
 
-What the model learns to output, from the labels of its task:
-
-    targets = make_targets(labels)            # ConfigError if the labels cannot be learnt
-    targets.y[dataset][row], targets.outputs
-    targets.values(scores_RK)                 # from the model's scale to that of the labels
+What differs between kinds of labels is in engine.tasks.kinds.
 """
 
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,12 +47,11 @@ from omnilead.engine.model.config import ModelConfig, validated
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.folder import SEEN
 from omnilead.engine.model.input import HALF_S, Input
-from omnilead.engine.tasks import kinds
 from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import FinetuneConfig
+from omnilead.engine.tasks.kinds import KINDS, Targets, listed_classes, thresholds
 from omnilead.engine.tasks.labels import (
     DX_ROLES,
-    EMPTY,
     SPLITS,
     TRAIN,
     TaskLabels,
@@ -88,80 +82,12 @@ from omnilead.engine.training.task import (
 from omnilead.engine.training.validation import eval_mode, predict_on_ranks
 
 
-@dataclass
-class Targets:
-    y: list[Array]  # by dataset; of regression standardised; of identity: classes
-    outputs: int
-    center_K: Array = field(default_factory=lambda: np.zeros(1))  # of regression
-    scale_K: Array = field(default_factory=lambda: np.ones(1))
-    balanced_2K: Array | None = None  # weights of negative and positive labels
-    remarks: list[str] = field(default_factory=list)
-
-    def standardised(self, y_NK: Array) -> Array:
-        return np.asarray((y_NK - self.center_K) / self.scale_K, np.float32)
-
-    def values(self, scores_RK: Array) -> Array:
-        return np.asarray(scores_RK * self.scale_K + self.center_K)
-
-
 def make_targets(labels: TaskLabels) -> Targets:
-    if labels.task.kind == "identity":
-        return _patient_targets(labels)
-    name = labels.name or "data.datasets"
-    y_NK = labels.of("train")
-    if unknown := named(labels, np.isnan(y_NK).all(0)):
-        raise ConfigError(
-            f"{name}: no crop of the training split has a known label in {unknown}: leave the "
-            "column out"
-        )
-    if labels.task.kind == "regression":
-        return _value_targets(labels, y_NK, name)
-    if labels.task.kind == "survival":
-        events = int((y_NK > 0).sum())
-        if not events:
-            raise ConfigError(f"{name}: the training split has no event: nothing to learn")
-        return Targets(labels.y, 1, remarks=[f"{events:,} training crops with the event"])
-    return _class_targets(labels, y_NK, name)
-
-
-def _patient_targets(labels: TaskLabels) -> Targets:
-    """Classes are the patients of the training split; those of other crops are arbitrary."""
-    trained = np.unique(labels.of("train"))
-    y = [np.clip(np.searchsorted(trained, ids), 0, len(trained) - 1) for ids in labels.y]
-    return Targets(y, len(trained), remarks=[f"{len(trained):,} patients to tell apart"])
-
-
-def _value_targets(labels: TaskLabels, y_NK: Array, name: str) -> Targets:
-    center_K = np.asarray(np.nanmean(y_NK, 0, np.float64))
-    scale_K = np.asarray(np.nanstd(y_NK, 0, np.float64))
-    if equal := named(labels, scale_K == 0):
-        raise ConfigError(
-            f"{name}: all known values of {equal} in the training split are equal: nothing to learn"
-        )
-    targets = Targets([], len(labels.classes), center_K, scale_K)
-    targets.y = [targets.standardised(y) for y in labels.y]
-    return targets
-
-
-def _class_targets(labels: TaskLabels, y_NK: Array, name: str) -> Targets:
-    kind = labels.task.kind
-    there_K = (y_NK > 0).any(0)
-    has, mend = "", ""
-    if not there_K.any():
-        has = f"no positive of {named(labels, ~there_K)}"
-    elif not (y_NK == 0).any():
-        has = f"only positives of {named(labels, there_K)}"
-        mend = f"; {EMPTY}"
-    elif kind == "multiclass" and there_K.sum() == 1:
-        has = f"only {named(labels, there_K)}"
-    if has:
-        raise ConfigError(f"{name}: the training split has {has}: nothing to tell apart{mend}")
-    targets = Targets(labels.y, len(labels.classes))
-    if not there_K.all():
-        targets.remarks = [f"no positive examples in training: {named(labels, ~there_K)}"]
-    if labels.task.class_weights == "balanced":
-        targets.balanced_2K = kinds.balanced(kind, y_NK)
-    return targets
+    """ConfigError if the labels cannot be learnt."""
+    task = labels.task
+    name, balanced = labels.name or "data.datasets", task.class_weights == "balanced"
+    kind = KINDS[task.kind]
+    return kind.targets(labels.y, labels.of("train"), labels.classes, name, balanced)
 
 
 def labels_of(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels:
@@ -185,10 +111,6 @@ def checked_labels(config: FinetuneConfig, datasets: Sequence[Dataset], ranks: R
             held_out.append(np.flatnonzero(split_N > TRAIN))
         on_first_rank(ranks, partial(refuse_leak, datasets, trained, held_out))
     return labels
-
-
-def named(labels: TaskLabels, these_K: Any) -> str:
-    return ", ".join(compress(labels.classes, these_K))
 
 
 class HeldOut(NamedTuple):
@@ -220,7 +142,7 @@ class FinetuneTask(TrainingTask):
 
     def __init__(self, config: FinetuneConfig, datasets: Sequence[Dataset], ranks: Ranks) -> None:
         super().__init__(config, datasets, ranks)
-        self.kind = config.task.kind
+        self.kind = KINDS[config.task.kind]
         labels = checked_labels(config, datasets, ranks)
         self.label_facts = labels.facts
         self.best = best_metric(config.train.best, validation_metrics(labels))
@@ -248,6 +170,10 @@ class FinetuneTask(TrainingTask):
         self.code = encoders.code_of(plugged, config.run, self.start.code)
         self.encoder, self.flops_per_crop = self._examined()
 
+    @property
+    def identifies(self) -> bool:
+        return self.kind.name == "identity"
+
     def _examined(self) -> tuple[nn.Module | None, float]:
         """An encoder that is not the authors', and the FLOPs of a crop."""
         model, samples = self.architecture, self.input.samples
@@ -262,7 +188,7 @@ class FinetuneTask(TrainingTask):
     def _held_out(self) -> HeldOut:
         train = self.config.train
         # identification compares the first two windows of a crop
-        needed = 2 if self.kind == "identity" else 1
+        needed = 2 if self.identifies else 1
         crops, y, windows = [], [], []
         for n, dataset in enumerate(self.datasets):
             rows = self.labels.rows(n, "valid")
@@ -291,11 +217,11 @@ class FinetuneTask(TrainingTask):
     def _validation_remarks(self) -> list[str]:
         if not self.held_out.crops:
             return ["no validation crops: the newest checkpoint counts as the best"]
-        if self.kind == "survival" and not (self.held_out.y > 0).any():
-            return ["no event in validation: the newest checkpoint counts as the best"]
-        if self.kind not in kinds.WITH_THRESHOLDS:
+        if why := self.kind.cannot_choose(self.held_out.y):
+            return [f"{why}: the newest checkpoint counts as the best"]
+        if not self.kind.has_thresholds:
             return []
-        absent = named(self.labels, ~(self.held_out.y > 0).any(0))
+        absent = listed_classes(self.labels.classes, ~(self.held_out.y > 0).any(0))
         return [f"no positive examples in validation, threshold 0.5: {absent}"] if absent else []
 
     def facts(self) -> Facts:
@@ -310,7 +236,7 @@ class FinetuneTask(TrainingTask):
         if self.readout != (PAPER,):
             facts["finetuning"]["readout"] = "+".join(self.readout)
         facts["labels"] = dict(self.label_facts)
-        if self.kind == "regression":
+        if "scale" in self.kind.head_numbers:
             facts["labels"] |= {
                 "center": self.targets.center_K.tolist(),
                 "scale": self.targets.scale_K.tolist(),
@@ -318,7 +244,7 @@ class FinetuneTask(TrainingTask):
         facts = json.loads(json.dumps(facts))  # as a checkpoint returns it
         if not self.input.plain:
             facts["input"] = self.input.signals
-        if self.kind == "survival":  # who is compared with whom
+        if self.kind.name == "survival":  # who is compared with whom
             candidates = micro_batch(self.config, self.ranks.world)[0] * self.ranks.world
             facts["train.micro_batch x ranks"] = candidates
         return facts
@@ -336,25 +262,10 @@ class FinetuneTask(TrainingTask):
         return {"chance": self._chance() if self.held_out.crops else {}, "validation": differs}
 
     def _chance(self) -> dict[str, float]:
-        y = self.held_out.y
-        if self.kind == "identity":
-            _, counts = np.unique(y, return_counts=True)
-            share = counts / counts.sum()
-            same = float(share @ share)
-            return {"accuracy": 1 / self.targets.outputs, f"{VALID}identification_accuracy": same}
-        if self.kind == "regression":
-            error = float(np.nanmean(np.abs(y - self.targets.center_K)))
-            return {f"{VALID}mae": error, f"{VALID}r2": 0.0}
-        if self.kind == "survival":
-            return {f"{VALID}c_index": 0.5}
-        known_NK = self.held_out.windows_N[:, None] * ~np.isnan(y)
-        share_K = (known_NK * (y > 0)).sum(0) / np.maximum(known_NK.sum(0), 1)
-        chance = {f"{VALID}auroc": 0.5}
-        if self.kind == "multiclass":
-            chance[f"{VALID}accuracy"] = float(share_K.max())
-        elif share_K.any():
-            chance[f"{VALID}auprc"] = float(share_K[share_K > 0].mean())
-        return chance
+        held_out = self.held_out
+        chance = self.kind.chance_in_training(self.targets)
+        of_held_out = self.kind.chance(held_out.y, held_out.windows_N, self.targets)
+        return chance | {f"{VALID}{name}": value for name, value in of_held_out.items()}
 
     def model(self, generator: torch.Generator) -> nn.Module:
         encoder = self.encoder or encoders.build_encoder(
@@ -375,7 +286,7 @@ class FinetuneTask(TrainingTask):
         )
         if self.config.task.head == "start":
             model.head.load_state_dict(self.start.head_weights)
-        means = self.kind == "identity" and self.config.task.class_vectors == "means"
+        means = self.identifies and self.config.task.class_vectors == "means"
         if means and newest(working_folder(self.config.run)) is None:
             self._begin_at_means(model.to(self.ranks.device))
         return model
@@ -436,8 +347,8 @@ class FinetuneTask(TrainingTask):
         exists_BS = self._exist(batch.places.of(self.halves)).astype(np.float32)
         weights_BK = margin = None
         if self.targets.balanced_2K is not None:
-            weights_BK = to_device(kinds.weights(self.kind, y, self.targets.balanced_2K), device)
-        if self.kind == "identity":
+            weights_BK = to_device(self.kind.weights(y, self.targets.balanced_2K), device)
+        if self.identifies:
             share = min(1.0, step / (task.margin_warmup * total)) if task.margin_warmup else 1.0
             margin = torch.tensor(share * task.margin, dtype=torch.float64)
         x_BSLT = self.seen(batch).to(dtype_of(self.config))
@@ -447,7 +358,7 @@ class FinetuneTask(TrainingTask):
         if not self.held_out.crops:
             return {}
         out_BSD = self._outputs(engine, len(self.held_out.crops), between)
-        if self.kind == "identity":  # the second window of each crop among all first ones
+        if self.identifies:  # the second window of each crop among all first ones
             ids: Any = self.held_out.y
             first_BD, second_BD = out_BSD[:, :2].numpy().swapaxes(0, 1)
             score = identification(first_BD, ids, second_BD, ids)
@@ -456,13 +367,12 @@ class FinetuneTask(TrainingTask):
         exists_BS = torch.arange(out_BSD.shape[1]) < torch.from_numpy(windows_N)[:, None]
         logits_RK = out_BSD[exists_BS]  # each window is a sample, as halves are in the paper
         y_RK = np.repeat(self.held_out.y, windows_N, axis=0)
-        regression = self.kind == "regression"
-        targets_RK = torch.from_numpy(self.targets.standardised(y_RK) if regression else y_RK)
-        loss_RK, known_RK = kinds.cell_losses(self.kind, logits_RK, targets_RK)
-        scores_RK = self.targets.values(kinds.scores(self.kind, logits_RK).numpy())
-        if self.kind in kinds.WITH_THRESHOLDS:
-            self.thresholds = kinds.thresholds(y_RK, scores_RK)
-        measured = measure(self.kind, y_RK, scores_RK, classes=self.labels.classes)
+        targets_RK = torch.from_numpy(self.targets.standardised(y_RK))
+        loss_RK, known_RK = self.kind.cell_losses(logits_RK, targets_RK)
+        scores_RK = self.targets.values(self.kind.scores(logits_RK).numpy())
+        if self.kind.has_thresholds:
+            self.thresholds = thresholds(y_RK, scores_RK)
+        measured = measure(self.kind.name, y_RK, scores_RK, classes=self.labels.classes)
         return {"loss": float(loss_RK[known_RK].mean()), **measured}
 
     def chosen(self) -> Facts:
@@ -474,7 +384,7 @@ class FinetuneTask(TrainingTask):
 
         def forward(x_RLT: Tensor) -> Tensor:
             c_RD: Tensor = engine(x_RLT.unflatten(0, (-1, count)))
-            out_RD: Tensor = c_RD if self.kind == "identity" else engine.module.logits(c_RD)
+            out_RD: Tensor = c_RD if self.identifies else engine.module.logits(c_RD)
             return out_RD
 
         some = self.held_out.crops[:crops]
@@ -488,7 +398,7 @@ class FinetuneTask(TrainingTask):
         head = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels}
         own = "" if task.head == "start" else encoders.portable(task.head)
         head["definition"] = {**labels["definition"], "head": own}
-        if task.kind in kinds.WITH_THRESHOLDS:
+        if KINDS[task.kind].has_thresholds:
             best = state.get("best") or {}
             head["thresholds"] = best.get("thresholds", [0.5] * len(labels["classes"]))
         made = state["finetuning"]
@@ -578,7 +488,7 @@ def split_remark(labels: TaskLabels) -> str:
     counts = {}
     for split in SPLITS[1:]:
         counts[split] = sum(len(labels.rows(n, split)) for n in range(len(labels.y)))
-    what = f"{labels.task.name} is {labels.task.kind} ({kinds.MEANINGS[labels.task.kind]})"
+    what = f"{labels.task.name} is {labels.task.kind} ({KINDS[labels.task.kind].meaning})"
     if 0 < len(labels.classes) <= 10:
         what += f": {', '.join(labels.classes)}"
     test = f"{counts['test']:,} for the test, which training never sees"

@@ -40,7 +40,7 @@ from omnilead.engine.common import ConfigError, Facts, listed
 from omnilead.engine.data.patients import ids_of, owners_of, patient_source, uniforms
 from omnilead.engine.data.where import holds
 from omnilead.engine.tasks.config import TaskConfig, TaskKind
-from omnilead.engine.tasks.kinds import OF_VALUES, Array
+from omnilead.engine.tasks.kinds import EMPTY, KINDS, Array
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
 TRAIN, TEST = 1, 3
@@ -64,7 +64,6 @@ DX_ROLES = "shard --dx-sources names the sources whose records have diagnosis ro
 FEW = 10  # a column of numbers with at most this many values holds classes
 MAX_VALUES = 100  # classes of multiclass, and folds
 RARE = 5  # fewer examples of a class teach it badly, or are a slip of the pen
-EMPTY = "an empty cell is unknown: write 0 where a label is absent"
 UNKNOWN = re.compile("-1|-?9+")  # codes that tables have for it
 # What looks like a number, read or not: 63, 1,5, 1.234,5, > 89
 NUMERIC = re.compile(r"[<>=~≤≥]*\s*[+-]?\d[\d.,' ]*")
@@ -234,7 +233,7 @@ def _known(task: TaskConfig, table: LabelTable, y: list[Array]) -> Array:
 
 def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[str]:
     """Classes that may be misspelt, and those with too few records to learn or to score."""
-    if not task.labels or task.kind in OF_VALUES:
+    if not task.labels or not KINDS[task.kind].of_classes:
         return []
     classes = task.classes or task.columns
     used = np.unique(np.concatenate(table.row))
@@ -560,7 +559,7 @@ def _in_order(values: Sequence[str]) -> list[str]:
 
 def _values(task: TaskConfig, table: LabelTable) -> tuple[TaskConfig, tuple[str, ...], Array]:
     """The task with its classes, the names of the K outputs, and y [rows, K]."""
-    if task.kind in ("binary", "multiclass") and len(task.columns) != 1:
+    if KINDS[task.kind].one_column and len(task.columns) != 1:
         raise ConfigError(
             f"{table.name}: a {task.kind} task has one column, not {', '.join(task.columns)}: "
             f"{choosing(['NAME'])}"
@@ -630,10 +629,10 @@ def _signed_times(task: TaskConfig, table: LabelTable) -> Array:
 def _parsed(kind: TaskKind, table: LabelTable, name: str) -> Array:
     coded = table.cells[name].combine_chunks().dictionary_encode()
     values, mend = [], "0 or 1, true or false, yes or no"
-    if kind in OF_VALUES:
+    if not KINDS[kind].of_classes:
         mend = "a number" if kind == "regression" else "a number above 0"
     for text in coded.dictionary.to_pylist():
-        if kind not in OF_VALUES:
+        if KINDS[kind].of_classes:
             values.append(BOOLEANS.get(text.lower(), np.inf))
         else:
             values.append(float(text) if _numbers([text]) else np.inf)

@@ -40,7 +40,7 @@ from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.folder import config_of
 from omnilead.engine.model.input import Input
 from omnilead.engine.tasks.config import FinetuneConfig
-from omnilead.engine.tasks.kinds import MEANINGS
+from omnilead.engine.tasks.kinds import KINDS
 from omnilead.engine.tasks.labels import TaskLabels, guess, read_task
 from omnilead.engine.training.export import is_model
 from omnilead.engine.training.train import open_datasets
@@ -246,7 +246,7 @@ def what_was_chosen(config: FinetuneConfig, crops: int, guessed: bool) -> str:
     t, task = config.train, config.task
     said = f"{task.name}: "
     if guessed:
-        said += f"the table looks like {task.kind} ({MEANINGS[task.kind]}; --kind if not). "
+        said += f"the table looks like {task.kind} ({KINDS[task.kind].meaning}; --kind if not). "
     length = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} x through all"
     return (
         f"{said}{crops:,} training crops, used {t.batch_crops} at a time (a step), for at most "

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omnilead.engine.tasks.kinds import balanced, cox, loss, right, sensitive, thresholds, weights
+from omnilead.engine.tasks.kinds import KINDS, cox, sensitive, thresholds
 
 NAN = float("nan")
 
@@ -28,7 +28,7 @@ def test_unknown_labels_have_no_loss_and_no_gradient(kind, reference):
     if kind != "multiclass":
         y_RK[0, 2] = NAN
         known = ~y_RK.isnan()
-    loss_R, share_R = loss(kind, logits_RK, y_RK)
+    loss_R, share_R = KINDS[kind].loss(logits_RK, y_RK)
     mean = loss_R.sum() / share_R.sum()
     torch.testing.assert_close(mean, reference(logits_RK[known], y_RK[known]))
     (grad_RK,) = torch.autograd.grad(mean, logits_RK)
@@ -38,19 +38,20 @@ def test_unknown_labels_have_no_loss_and_no_gradient(kind, reference):
 def test_a_sample_is_right_if_all_its_known_labels_are():
     logits_RK = torch.tensor([[2.0, -1.0, 3.0], [2.0, -1.0, 3.0], [-1.0, 4.0, 1.0]])
     y_RK = torch.tensor([[1.0, 0.0, NAN], [1.0, 1.0, NAN], [0.0, 1.0, 0.0]])
-    assert right("multilabel", logits_RK, y_RK).tolist() == [True, False, False]
-    assert right("multiclass", logits_RK, torch.eye(3)).tolist() == [False, False, False]
+    assert KINDS["multilabel"].right(logits_RK, y_RK).tolist() == [True, False, False]
+    assert KINDS["multiclass"].right(logits_RK, torch.eye(3)).tolist() == [False, False, False]
 
 
 def test_balanced_classes_weigh_the_same():
     y_NK = np.array([[1, 0], [0, 0], [0, NAN], [0, 1]])
-    w_NK = weights("multilabel", y_NK, balanced("multilabel", y_NK))
+    multilabel, multiclass = KINDS["multilabel"], KINDS["multiclass"]
+    w_NK = multilabel.weights(y_NK, multilabel.balanced(y_NK))
     for k, positive in ((0, [0]), (1, [3])):
         known = ~np.isnan(y_NK[:, k])
         assert w_NK[positive, k].sum() == pytest.approx(w_NK[known, k].sum() / 2)
         assert w_NK[known, k].mean() == pytest.approx(1)
     one_hot = np.eye(3)[[0, 0, 0, 1, 2, 2]]
-    w_N1 = weights("multiclass", one_hot, balanced("multiclass", one_hot))
+    w_N1 = multiclass.weights(one_hot, multiclass.balanced(one_hot))
     assert [w_N1[one_hot[:, k] > 0].sum() for k in range(3)] == pytest.approx([2, 2, 2])
 
 
@@ -109,7 +110,7 @@ def test_the_partial_likelihood_is_cox_and_breslows():
         at_risk = np.abs(y_R) >= y_R[i]
         share = hazard_R[i] / hazard_R[at_risk].sum()
         assert found_R[i].item() == pytest.approx(-np.log(share * at_risk.sum()), abs=1e-12)
-    loss_R, share_R = loss("survival", risk_R[:, None], torch.from_numpy(y_R)[:, None])
+    loss_R, share_R = KINDS["survival"].loss(risk_R[:, None], torch.from_numpy(y_R)[:, None])
     assert share_R.numpy().tolist() == (y_R > 0).tolist() and not loss_R[~share_R.bool()].any()
     (gradient_R,) = torch.autograd.grad(loss_R.sum(), risk_R)
     expected_R = -(y_R > 0).astype(float)
