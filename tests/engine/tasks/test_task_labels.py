@@ -536,3 +536,15 @@ def test_columns_of_texts_are_not_proposed(columns, mend, tables):
         ConfigError, match=f"'note' holds texts such as 'calm', .*: {re.escape(mend)}"
     ):
         guess(TaskConfig(labels=tables.write(f"record|{columns}", rows)))
+
+
+@pytest.mark.parametrize("name", ["record", "source", "patient", "fold", "v"])
+def test_text_of_a_parquet_table_that_is_not_utf8_is_one_line(name, tmp_path):
+    """Arrow takes it as it is, and trims the ends of b"a\xffb" without a look at its middle."""
+    cells = pa.array([b"a\xffb", b"c"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), len(cells), cells.buffers())
+    path = str(tmp_path / "t.parquet")
+    parquet.write_table(pa.table({"record": ["A", "B"], "v": ["0", "1"]} | {name: text}), path)
+    says = rf"\A[^\n]*: the text of column '{name}' is not UTF-8: save it again\Z"
+    with pytest.raises(DataError, match=says):
+        read_table(path)
