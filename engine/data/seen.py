@@ -174,7 +174,7 @@ def hashes_of(crops: pa.RecordBatch) -> tuple[np.ndarray, np.ndarray]:
 def _name_hashes(names: pa.Array) -> np.ndarray:
     words = np.zeros((len(names), 8), np.uint8)
     hashed = np.frombuffer(digests(names, KEY, BITS // 8), np.uint8)
-    words[:, -BITS // 8 :] = hashed.reshape(len(names), -1)
+    words[:, -BITS // 8 :] = hashed.reshape(-1, BITS // 8)
     return words.view(">i8")[:, 0].astype(np.int64)
 
 
