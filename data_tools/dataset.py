@@ -33,7 +33,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError, field_validator
 
 from omnilead.data_tools.constants import ABBREVIATIONS, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
 from omnilead.data_tools.constants import CROP_BYTES as CROP_BYTES
@@ -85,10 +85,17 @@ COLUMNS = pa.schema(
     ]
 )
 NULLABLE = ("patient", "dx_role", "id_role", "age", "sex")
+RANGES = {"offset": (-1, 2**62), "start_s": (0, 1e9), "halves": (1, 2), "fs_source_hz": (1e-3, 1e9)}
+WORDS = {  # of a column that holds no others
+    "dx_role": ("train", "valid", "test"),
+    "id_role": ("train", "valid", "gallery", "probe"),
+}
+MAX_CROPS = 2**32
+Crops = Annotated[int, Field(ge=0, le=MAX_CROPS)]
 
 
 class FileFacts(BaseModel, strict=True):
-    bytes: int
+    bytes: NonNegativeInt
     sha256: str
 
 
@@ -96,7 +103,7 @@ class ShardFacts(BaseModel, strict=True):
     """One shard. `name` and `sha256` are used as file names, so their characters are restricted."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\.tar$")]
-    crops: NonNegativeInt
+    crops: Crops
     bytes: NonNegativeInt
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -104,14 +111,24 @@ class ShardFacts(BaseModel, strict=True):
 class SourceFacts(BaseModel, strict=True):
     name: str
     licence: str
-    records: Annotated[dict[Literal["seen", "used", "refused"], int], Field(min_length=3)]
-    crops: int
-    dropped_s: float
+    records: Annotated[
+        dict[Literal["seen", "used", "refused"], NonNegativeInt], Field(min_length=3)
+    ]
+    crops: Crops
+    dropped_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class RoleFacts(BaseModel, strict=True):
+    """How many crops have each role."""
+
+    pretrain: Crops = 0
+    dx: dict[str, Crops] = {}
+    id: dict[str, Crops] = {}
 
 
 class VersionFacts(BaseModel, strict=True):
     what: Literal["shard", "append", "remove"]
-    crops: NonNegativeInt
+    crops: Crops
     fingerprint: str = ""  # absent of the version that dataset.json describes
 
 
@@ -119,7 +136,14 @@ class DatasetFacts(BaseModel, strict=True):
     """The fields of dataset.json that readers rely on. Those with a default may be absent: not
     every reader needs them."""
 
-    crops: int
+    fs_hz: Literal[500]
+    leads: list[str]
+    uv_per_lsb: Annotated[float, Field(ge=1, le=1)]
+    crop_samples: Literal[5000]
+    preprocessing: dict[str, Any] = {}
+    pseudonyms: str | None = None
+    removed: list[str] = []  # marks of those who were removed
+    crops: Crops
     samples: FileFacts
     rejects: FileFacts | None = None
     format_minor: int = 0
@@ -130,9 +154,16 @@ class DatasetFacts(BaseModel, strict=True):
     id_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}
     leave_out_flags: list[str] = []
-    roles: dict[str, Any] = {}
+    roles: RoleFacts = RoleFacts()
     sources: list[SourceFacts] = []
     versions: list[VersionFacts] = []  # up to this one; absent of the first
+
+    @field_validator("leads")
+    @classmethod
+    def _in_order(cls, leads: list[str]) -> list[str]:
+        if leads != list(LEADS):
+            raise ValueError("not the leads of version 1, in their order")
+        return leads
 
 
 class Meta(dict[str, Any]):
@@ -212,6 +243,8 @@ class Dataset:
         url = root.url
         try:
             meta = json.loads(root.read(name, MAX_META))
+            # a half of a surrogate pair is no character, and cannot be written again
+            json.dumps(meta, ensure_ascii=False).encode()
         except ReadError as error:
             hint = (
                 "not a dataset, or an unfinished one: `omnilead shard SRC --out DATASET` makes or "
@@ -381,19 +414,38 @@ class Dataset:
         columns are decoded."""
         with self._arrow_errors():
             table = self._samples.read(columns)
-        if table.num_rows != len(self):
-            raise DatasetError(
-                f"{self.root.url}: {SAMPLES}: {table.num_rows} rows, {len(self)} expected: "
-                "restore the file"
-            )
-        if nulls := [
-            name for name in table.column_names if name not in NULLABLE and table[name].null_count
-        ]:
-            raise DatasetError(
-                f"{self.root.url}/{SAMPLES}: {nulls[0]} is missing in some rows: build the "
-                "dataset again"
-            )
+        self._check(table)
+        if "shard" in table.column_names and self.shards:
+            counts = [shard["crops"] for shard in self.shards]
+            numbers = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+            if not np.array_equal(table["shard"], numbers):
+                raise self._wrong(f"shard differs from the shards in {META}")
         return table
+
+    def _check(self, table: pa.Table | pa.RecordBatch) -> None:
+        """A DatasetError if a column has values that version 1 does not have: the file may be anyone's."""
+        for name in table.column_names:
+            column = table[name]
+            if name not in NULLABLE and column.null_count:
+                raise self._wrong(f"{name} is missing in some rows")
+            try:
+                column.validate(full=True)
+            except pa.ArrowInvalid:
+                raise self._wrong(f"{name} has text that is not UTF-8") from None
+            if pa.types.is_nested(column.type) and pc.list_flatten(column).null_count:
+                raise self._wrong(f"{name} has a list with a missing value")
+            if name in RANGES:
+                low, high = RANGES[name]
+                values = column.to_numpy()
+                if not ((values >= low) & (values <= high)).all():
+                    raise self._wrong(f"{name} is not always from {low:g} to {high:g}")
+            if name in WORDS and not set(column.drop_null().unique().to_pylist()) <= set(
+                WORDS[name]
+            ):
+                raise self._wrong(f"{name} is not always one of {', '.join(WORDS[name])}")
+
+    def _wrong(self, why: str) -> DatasetError:
+        return DatasetError(f"{self.root.url}/{SAMPLES}: {why}: build the dataset again")
 
     @property
     def stored_columns(self) -> list[str]:
@@ -405,7 +457,9 @@ class Dataset:
         """The rows of `table`, batch by batch."""
         with self._arrow_errors():
             for group in self._samples.fragments[0].split_by_row_group():
-                yield from group.to_table(COLUMNS, list(columns)).to_batches()
+                for batch in group.to_table(COLUMNS, list(columns)).to_batches():
+                    self._check(batch)
+                    yield batch
 
     @cached_property
     def _group_begins(self) -> np.ndarray:
@@ -423,7 +477,9 @@ class Dataset:
         @lru_cache(GROUPS_KEPT)
         def read(group: int) -> pa.Table:
             with self._arrow_errors():
-                return fragment.subset(row_group_ids=[group]).to_table(COLUMNS, columns)
+                table = fragment.subset(row_group_ids=[group]).to_table(COLUMNS, columns)
+            self._check(table)
+            return table
 
         return read
 
@@ -454,7 +510,22 @@ class Dataset:
             data = pa.memory_map(f"{self.root.url}/{name}").read_buffer()
         if not right(data):
             raise DatasetError(f"{self.root.url}/{name}: fails its sha256: restore the file")
+        self._check_columns(pq.read_metadata(pa.BufferReader(data)), name)
         return data
+
+    def _check_columns(self, facts: pq.FileMetaData, name: str) -> None:
+        """A DatasetError if the table has another number of rows or a column of another type."""
+        file = f"{self.root.url}/{name}"
+        if facts.num_rows != len(self):
+            raise DatasetError(
+                f"{file}: {facts.num_rows} rows, {len(self)} expected: restore the file"
+            )
+        for column in facts.schema.to_arrow_schema():
+            index = COLUMNS.get_field_index(column.name)
+            if index >= 0 and column.type != COLUMNS.field(index).type:
+                raise DatasetError(
+                    f"{file}: {column.name} is {column.type}, not {COLUMNS.field(index).type}: restore the file"
+                )
 
     @contextmanager
     def _arrow_errors(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from omnilead.data_tools.dataset import (
     STORE,
     VERSIONS,
     Dataset,
+    Meta,
     fingerprint,
     flagged,
 )
@@ -319,7 +320,7 @@ def write_tables(
         meta["left_out"] = left_out
     out.write(dataset.REJECTS, refused)
     meta["fingerprint"] = fingerprint(meta)
-    write_card(out, meta, Counter(reason for _, _, reason, _ in set(rejects)), FLAGS)
+    write_card(out, Meta(meta), Counter(reason for _, _, reason, _ in set(rejects)), FLAGS)
     out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
     return Dataset.open(out.url)
 

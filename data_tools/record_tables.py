@@ -64,6 +64,7 @@ def read_cells(
             parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data, key, used)
         )
         cells = as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
+        _require_utf8(cells)
     except pa.ArrowMemoryError:
         raise
     except ImportError as error:
@@ -164,6 +165,15 @@ def decoded(data: bytes) -> str:
         return data.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError:
         raise DataError("its text is not UTF-8: save it as CSV UTF-8") from None
+
+
+def _require_utf8(cells: pa.Table) -> None:
+    """Arrow takes the texts of a parquet file as they are."""
+    for name, column in zip(cells.column_names, cells.columns, strict=True):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            raise DataError(f"the text of column {name!r} is not UTF-8: save it again") from None
 
 
 def _name(column: str) -> str:

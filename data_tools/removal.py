@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 
 from omnilead.data_tools.build import locked, next_number
 from omnilead.data_tools.cli import tell
-from omnilead.data_tools.dataset import COLUMNS, STORE, Dataset
-from omnilead.data_tools.errors import DataError, DatasetError, ReadError
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SAMPLES, STORE, Dataset
+from omnilead.data_tools.errors import DataError, DatasetError, ReadError, one_line
 from omnilead.data_tools.finishing import (
     ROLES,
     owners_of,
@@ -46,6 +46,7 @@ from omnilead.data_tools.storage import Folder
 from omnilead.data_tools.verify import pieces, verify
 
 SHOWN = 20  # names in a message
+MEND = "`omnilead verify` says what is wrong"
 WORD = re.compile("[A-Za-z0-9_-]+")
 SHORTEST = 5  # characters of a patient that is searched in texts: 17 may be anything
 
@@ -246,11 +247,18 @@ def _write(
     except ReadError as error:
         raise DatasetError(f"{out.url}/{source}: {error.reason}: restore the file") from None
     begin = offset - BLOCK
-    size = np.diff(begin, append=len(data) - 2 * BLOCK)[keep]
+    size = np.diff(begin, append=len(data) - 2 * BLOCK)
+    if begin[0] != 0 or size.min() < CROP_BYTES + BLOCK:
+        raise DatasetError(f"{out.url}/{SAMPLES}: offsets of {source} differ from it: {MEND}")
+    size = size[keep]
     crops = [data[a : a + b] for a, b in zip(begin[keep], size, strict=True)]
     tar = b"".join([*crops, bytes(2 * BLOCK)])
     offset = np.cumsum(size) - size + BLOCK
+    try:
+        index = index_of(memoryview(tar), offset.tolist())
+    except ValueError as error:  # a forged file with the right sha256
+        raise DatasetError(one_line(f"{out.url}/{source}: {error}: {MEND}")) from None
     out.write(f"shards/{name}", tar)
-    out.write(index_name(name), index_of(memoryview(tar), offset.tolist()).encode())
+    out.write(index_name(name), index.encode())
     facts = {"name": name, "crops": len(crops), "bytes": len(tar)}
     return facts | {"sha256": hashlib.sha256(tar).hexdigest()}, offset

@@ -14,6 +14,7 @@ completely or not at all.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -32,6 +33,7 @@ from omnilead.data_tools.zarr_reader import ABSENT, BLOSC, CRC, layout
 
 BLOCK, MAX_NAME = 512, 99
 MAX_INDEX = 2**26
+OCTAL = re.compile(b"[0-7]{11}")
 ROLES_WIDTH = len('"pretrain": false, "dx_role": "valid", "id_role": "gallery"}')
 OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
 REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
@@ -129,9 +131,12 @@ def index_of(shard: memoryview, offsets: Iterable[int]) -> str:
 
 
 def member(shard: memoryview, offset: int) -> tuple[str, int]:
-    """Name and size of the member whose data starts at `offset`."""
-    header = bytes(shard[offset - BLOCK : offset])
-    return header[:100].rstrip(b"\0").decode("ascii"), int(header[124:135], 8)
+    """Name and size of the member whose data starts at `offset`; a ValueError if there is none."""
+    header = bytes(shard[max(0, offset - BLOCK) : max(0, offset)])
+    name, size = header[:100].rstrip(b"\0"), header[124:135]
+    if not name.isascii() or not OCTAL.fullmatch(size):
+        raise ValueError(f"no tar member at byte {offset}")
+    return name.decode(), int(size, 8)
 
 
 def _line(offset: int, size: int, ecg: str, below: int, length: int, text: str) -> str:

@@ -12,14 +12,16 @@ model of twelve channels) or drops them (a model of N channels).
 """
 
 import difflib
+import functools
 import json
 import math
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from omnilead.data_tools.cli import UserError
 from omnilead.data_tools.constants import LEADS as LEADS
@@ -33,6 +35,7 @@ from omnilead.data_tools.storage import write_whole as write_whole
 
 ARRAYS = (".npy", ".npz")
 File = str | os.PathLike[str]
+Kind = TypeVar("Kind")
 Facts = dict[str, Any]  # by name, as in a JSON object
 # Files in RUN: training writes them, engine.report.run_report and engine.status read them
 METRICS = "metrics.jsonl"
@@ -167,6 +170,38 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
             merge(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
         )
     return both
+
+
+def one_line_errors(kind: type[Kind]) -> type[Kind]:
+    """Decorates a dataclass that pydantic checks: a wrong argument is a ConfigError."""
+    from pydantic import ValidationError  # late, so that --help does not wait for it
+
+    validate: Any = kind.__init__
+
+    @functools.wraps(validate)
+    def checked(self: Any, *args: Any, **settings: Any) -> None:
+        try:
+            validate(self, *args, **settings)
+        except ValidationError as error:
+            raise ConfigError(f"{kind.__name__}: {_wrong_setting(kind, error)}") from None
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
+
+
+def _wrong_setting(kind: Any, error: Any) -> str:
+    errors, mend = error.errors(include_url=False), ""
+    key, given = str(errors[0]["loc"][0]), errors[0]["input"]
+    wrong = f"{key}={reprlib.repr(given)}"
+    if errors[0]["type"] != "unexpected_keyword_argument":
+        if isinstance(given, list) and "tuple_type" in [one["type"] for one in errors]:
+            mend = f": write {key}={reprlib.repr(tuple(given))}"
+        return f"{wrong}: {errors[0]['msg'][0].lower()}{errors[0]['msg'][1:]}{mend}"
+    for name, field in kind.__dataclass_fields__.items():
+        if key in getattr(field.type, "__dataclass_fields__", ()):
+            part = f"{field.type.__name__}({key}=...)"
+            return f"{wrong}: belongs to {name}: write {name}={part}"
+    return f"{wrong}: no such setting: they are {', '.join(kind.__dataclass_fields__)}"
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
-from omnilead.engine.common import ConfigError, flatten
+from omnilead.engine.common import ConfigError, flatten, one_line_errors
 from omnilead.engine.data import dali
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.leads import RandomLeads
@@ -60,6 +60,7 @@ State = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
+@one_line_errors
 @checked_dataclass(frozen=True, config=STRICT)
 class PipelineConfig:
     """The section `pipeline` of the settings: how crops are loaded."""
@@ -82,6 +83,7 @@ class PipelineConfig:
     cache_bytes: int = 100 * 2**30  # size limit of cache_dir
 
 
+@one_line_errors
 @checked_dataclass(frozen=True, config=STRICT)
 class LoaderConfig(PipelineConfig):
     """The section `pipeline` and the settings of other sections that the loader needs."""
@@ -89,11 +91,11 @@ class LoaderConfig(PipelineConfig):
     batch_crops: int = 512  # over all ranks
     # crops of a rank contrasted at a time; None: its whole share
     micro_batch: Annotated[int | None, Field(ge=1)] = None
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     # 0: random lead masking is drawn for each half. Else a crop will become so many windows, and
     # Batch.keep_BSL1 has a mask for each: leads must be masked after their filter
-    windows: int = 0
+    windows: Annotated[int, Field(ge=0)] = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -235,7 +235,7 @@ def hashes_of(crops: pa.RecordBatch, keys: Sequence[bytes]) -> tuple[list[np.nda
 def _name_hashes(names: pa.Array, key: bytes) -> np.ndarray:
     words = np.zeros((len(names), 8), np.uint8)
     hashed = np.frombuffer(digests(names, key, BITS // 8), np.uint8)
-    words[:, -BITS // 8 :] = hashed.reshape(len(names), -1)
+    words[:, -BITS // 8 :] = hashed.reshape(-1, BITS // 8)
     return words.view(">i8")[:, 0].astype(np.int64)
 
 

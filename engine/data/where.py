@@ -12,6 +12,7 @@ true. Nothing is executed: what is not listed here is an error.
 """
 
 import ast
+import warnings
 from functools import reduce
 from typing import Any
 
@@ -30,7 +31,7 @@ FUNCTIONS: dict[type[ast.AST], Any] = {
     ast.And: pc.and_kleene,
     ast.Or: pc.or_kleene,
     ast.Not: pc.invert,
-    ast.USub: pc.negate,
+    ast.USub: pc.negate_checked,  # of an unsigned column: an error, not 254
     ast.Eq: pc.equal,
     ast.NotEq: pc.not_equal,
     ast.Lt: pc.less,
@@ -46,13 +47,15 @@ def holds(dataset: Dataset, where: str, cells: pa.Table | None = None) -> np.nda
     try:
         if len(where) > MAX_CHARACTERS:
             raise ValueError(f"has more than {MAX_CHARACTERS} characters")
-        truth = _Rows(dataset, cells).value(ast.parse(where.strip(), mode="eval").body)
+        truth = _Rows(dataset, cells).value(_parsed(where.strip()))
         if not isinstance(truth, pa.BooleanArray):
             raise ValueError(f"is not true or false of each crop: {USE}")
-    except (SyntaxError, ValueError, OverflowError, pa.ArrowException) as error:
+    except (SyntaxError, ValueError, OverflowError, RecursionError, pa.ArrowException) as error:
         why = str(error).splitlines()[0]
         if isinstance(error, SyntaxError):
             why = f"not understood at character {error.offset}: {USE}"
+        elif isinstance(error, RecursionError):
+            why = f"nested too deeply: {USE}"
         raise ConfigError(f"data.where={where[:MAX_CHARACTERS]!r}: {why}") from None
     return np.asarray(pc.fill_null(truth, False))
 
@@ -62,6 +65,11 @@ def _without_words(values: Any) -> Any:
         return values
     words = pa.array(sorted(MAYBE_MISSING))
     return pc.if_else(pc.is_in(pc.utf8_lower(values), words), None, values)
+
+
+def _parsed(where: str) -> ast.expr:
+    with warnings.catch_warnings(action="ignore"):  # Python's, of 5in [5] or of "\\d"
+        return ast.parse(where, mode="eval").body
 
 
 class _Rows:
@@ -114,4 +122,7 @@ class _Rows:
             flag = name.removeprefix("flags.")
             return pa.array(flagged(self.dataset.table(["flags"]), [flag]))
         table = self.cells if name in of_labels else self.dataset.table([name])
-        return table[name].combine_chunks()
+        column = table[name].combine_chunks()
+        if pa.types.is_floating(column.type):  # a plug-in may have stored NaN for an unknown age
+            column = pc.if_else(pc.is_nan(column), None, column)
+        return column

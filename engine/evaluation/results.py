@@ -36,7 +36,6 @@ from omnilead.engine.common import (
     shipped,
 )
 from omnilead.engine.data import seen
-from omnilead.engine.data.augmenter import FS_HZ
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluation.metrics import (
     TOO_FEW,
@@ -542,8 +541,11 @@ def identity_rows(dataset: Dataset, among: Array | None = None) -> list[Array]:
 
 def load_task(name: str) -> TaskConfig:
     """The task with this name in configs/tasks, or in a YAML file."""
-    section = read_yaml(find_config(name, "tasks", "--task"), "tasks").get("task")
-    return validated(TaskConfig, section if isinstance(section, dict) else {}, "task")
+    path = find_config(name, "tasks", "--task")
+    section = read_yaml(path, "tasks").get("task")
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: has no section `task`: write task: {{name: ..., kind: ...}}")
+    return validated(TaskConfig, section, "task")
 
 
 def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> TaskConfig:
@@ -585,13 +587,7 @@ def require(rows: Array, dataset: Dataset, what: str, source: str) -> None:
 def shown_input(
     model: TrainedModel, dataset: Dataset, options: EvalOptions
 ) -> tuple[Input, list[str]]:
-    """The model's input, and warnings about the data; data of another rate or unit are refused."""
-    for key, value in (("fs_hz", FS_HZ), ("uv_per_lsb", 1.0)):
-        if (has := dataset.meta.get(key)) != value:
-            raise ConfigError(
-                f"{dataset.root.url}: {key}={has}, the model takes {value:g}: build the dataset "
-                "again with shard"
-            )
+    """The model's input, and warnings about the data."""
     try:
         model_input = model.input.limited_to(options.leads) if options.leads else model.input
     except ConfigError as error:

@@ -52,6 +52,7 @@ from omnilead.engine.common import (
     describe_leads,
     leads_in_order,
     listed,
+    number,
     plugin,
 )
 from omnilead.engine.data.augmenter import CROP, FS_HZ
@@ -94,23 +95,25 @@ THRESHOLD = 0.5
 NAMED = 8  # classes in its repr
 ModuleClass = type[nn.Module] | None
 Many = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
 Leads = str | Iterable[str]  # their names, as for engine.common.leads_in_order
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False))
 class HeadInfo:
     """The meaning of a fine-tuned model's K outputs: `head` in config.json."""
 
     task: str
     kind: TaskKind
-    classes: tuple[str, ...] = ()  # [K]; for binary and regression, the label columns
+    classes: tuple[Name, ...] = ()  # [K]; for binary and regression, the label columns
     # [K] for binary and multilabel: a class is predicted above its threshold
-    thresholds: tuple[float, ...] = ()
+    thresholds: tuple[Share, ...] = ()
     # [K] chosen on validation data, for the Challenge's classes (`thresholds`: 0.5)
-    chosen: tuple[float, ...] = ()
+    chosen: tuple[Share, ...] = ()
     unit: str = ""  # for regression; for survival, of the times
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
-    scale: tuple[float, ...] = ()
+    scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
     trees: tuple[Many, Many] | None = None  # how many nodes and trees, of a boosted head
     # Settings of the task: labels, split, ...
     definition: Facts = field(default_factory=dict)
@@ -122,6 +125,8 @@ class HeadInfo:
         if len(set(lengths.values())) > 1 or (self.kind == "identity") != (not self.classes):
             counted = ", ".join(f"{length} {name}" for name, length in lengths.items())
             raise ConfigError(f"{self.kind} with {counted}")
+        if len(set(self.classes)) < len(self.classes):
+            raise ConfigError("two classes have the same name")
 
     def scores(self, logits_RK: Tensor) -> Tensor:
         """Probabilities, values in `unit`, or risks."""
@@ -207,8 +212,8 @@ class TrainedModel(nn.Module):
         """Why its predictions are doubtful if some of its leads are missing; "" if it was trained
         with random lead masking."""
         # Unknown for models of other programs and of older versions
-        masked = self.history.get("rlm")
-        if masked:
+        masked = number(self.history.get("rlm"))
+        if masked > 0:
             return ""
         trained = "was not trained" if masked == 0 else "is not known to have been trained"
         return (
@@ -241,6 +246,8 @@ class TrainedModel(nn.Module):
                 "labels"
             )
         c = c_RND
+        if isinstance(self.head, Trees) and not c_RND.isfinite().all():
+            raise ConfigError(NOT_FINITE)  # trees would take NaN for what was not measured
         if not sees_tokens(self.head):
             c = read_out(self.readout, c_RND, x_RLT, self.input.leads)
         y: Tensor = self.head(c.to(next(self.head.parameters()).dtype))
@@ -454,9 +461,14 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
             if wrong := misfits(shapes, expected):
                 raise LoadError(f"{path}: the weights do not fit {CONFIG}: {wrong}")
             weights = {}
-            for name in expected:
+            for name, own in model.state_dict().items():
                 tensor = file.get_tensor(name)
-                weights[name] = tensor.float() if tensor.is_floating_point() else tensor
+                if own.is_floating_point() and tensor.is_floating_point():
+                    tensor = tensor.float()
+                elif tensor.dtype != own.dtype:
+                    kinds = f"{name} is {tensor.dtype}, not {own.dtype}"
+                    raise LoadError(f"{path}: the weights do not fit {CONFIG}: {kinds}")
+                weights[name] = tensor
             model.load_state_dict(weights, assign=True)
     except (SafetensorError, OSError) as error:
         raise LoadError(

@@ -46,6 +46,7 @@ class Trees(nn.Module):
             ("child", (self.child >= len(own)) | ((self.child <= own) & ~leaf)),
             ("root", (self.root < 0) | (self.root >= len(own))),
             ("output", (self.output < 0) | (self.output >= self.outputs)),
+            ("threshold", ~self.threshold.isfinite()),
             ("value", ~self.value.isfinite()),
         ):
             if bad.any():

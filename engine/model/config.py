@@ -34,7 +34,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from omnilead.engine.common import OWN, ConfigError
+from omnilead.engine.common import OWN, ConfigError, one_line_errors
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 ENCODERS = {
@@ -54,6 +54,7 @@ Weight = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Kind = TypeVar("Kind")
 
 
+@one_line_errors
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The choice of encoder, and the settings of the authors' encoder and of the local
@@ -161,6 +162,7 @@ class ModelConfig:
         return samples // patch
 
 
+@one_line_errors
 @dataclass(frozen=True, config=STRICT)
 class ObjectiveConfig:
     local: Weight = 1.0  # weight of the local objective (masked tokens)

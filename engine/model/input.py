@@ -28,7 +28,14 @@ from torch import Tensor
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.errors import ReadError
 from omnilead.data_tools.resampling import MAX_RATIO, RATE_RANGE_HZ, rate_ratio, resample
-from omnilead.engine.common import ALL, ConfigError, describe_leads, leads_in_order, parse_leads
+from omnilead.engine.common import (
+    ALL,
+    ConfigError,
+    describe_leads,
+    leads_in_order,
+    one_line_errors,
+    parse_leads,
+)
 from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF, MV_PER_UV, none_measured
 from omnilead.engine.model.config import STRICT
 
@@ -49,6 +56,7 @@ BLOCK = 32
 FILTERED = 4  # crops filtered at a time on a CPU: 0.75 ms each of a core; all 64 at once, 1.9
 
 
+@one_line_errors
 @checked_dataclass(frozen=True, config=STRICT)
 class InputConfig:
     """The section `input` of the settings: what the encoder sees of a crop of 10 s at 500 Hz."""
@@ -110,7 +118,7 @@ class Input:
             raise ConfigError(f"scale={document.get('scale')!r}: supported: {' and '.join(SCALES)}")
         window_s, fs_hz, band_hz = map(document.get, ("segment_s", "fs_hz", "band_hz"))
         check_signals(fs_hz, band_hz)
-        if not isinstance(window_s, int | float) or not 0 < window_s <= CROP_S:
+        if type(window_s) not in (int, float) or not 0 < window_s <= CROP_S:
             raise ConfigError(
                 f"segment_s={window_s!r}: must be above 0 and at most {CROP_S:g} s, a crop"
             )

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml  # type: ignore[import-untyped]
+from pydantic import ValidationError
 
 from omnilead.data_tools.cli import echo
-from omnilead.data_tools.dataset import META, Dataset
+from omnilead.data_tools.dataset import META, Dataset, RoleFacts
 from omnilead.engine.common import ConfigError, write_whole
 from omnilead.engine.config import Config
 from omnilead.engine.data.augmenter import HALF
@@ -37,8 +38,19 @@ from omnilead.engine.reproduce.plan import DatasetInfo, JobPlan, make_plan
 from omnilead.engine.reproduce.results import write_table
 
 STARTED_WITH = "settings/data.json"
-NEEDED_ROLES = ["pretrain", "dx train", "dx valid", "dx test"]
-NEEDED_ROLES += ["id train", "id valid", "id gallery", "id probe"]
+DX = "add records of CPSC 2018 or Georgia, or name other sources with shard --dx-sources"
+PAIRS = "add PTB-XL, whose patients have several sessions, or name other sources with shard --id-sources"
+MORE = "add more records"
+NEEDED_ROLES = {  # and what to do if --plan paper gave them to no crop
+    "pretrain": MORE,
+    "dx train": DX,
+    "dx valid": DX,
+    "dx test": DX,
+    "id train": MORE,
+    "id valid": MORE,
+    "id gallery": PAIRS,
+    "id probe": PAIRS,
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -94,12 +106,12 @@ def _open(url: str | None) -> DatasetInfo:
     dataset = Dataset.open(url)
     path = url if "://" in url else str(Path(url).absolute())
     data = DatasetInfo(path, dataset.fingerprint, str(dataset.meta["plan"]), dataset.meta["roles"])
-    for role in NEEDED_ROLES:
-        if not data.count(*role.split()):
-            raise ConfigError(
-                f"--data {url}: no crop has the role {role}: it was built with --plan "
-                f"{data.split}: use --plan paper and the paper's sources"
-            )
+    for role, mend in NEEDED_ROLES.items():
+        if data.count(*role.split()):
+            continue
+        if data.split != "paper":
+            mend = f"it was built with --plan {data.split}: use --plan paper"
+        raise ConfigError(f"--data {url}: no crop has the role {role}: {mend}")
     return data
 
 
@@ -127,8 +139,10 @@ def _started_with(folder: WorkDir) -> tuple[ReproductionScale, DatasetInfo]:
     tree = read_json(path)
     tree.pop("settings", None)  # read again from the scale's file
     try:
-        return ReproductionScale.read(str(tree.pop("scale"))), DatasetInfo(**tree)
-    except (KeyError, TypeError):
+        scale, data = str(tree.pop("scale")), DatasetInfo(**tree)
+        RoleFacts.model_validate(data.roles)
+        return ReproductionScale.read(scale), data
+    except (KeyError, TypeError, ValidationError):
         raise ConfigError(
             f"{path}: missing or damaged: run without --collect-only first, or use another --out"
         ) from None

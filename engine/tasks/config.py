@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from omnilead.engine.common import OWN, ConfigError
+from omnilead.engine.common import OWN, ConfigError, one_line_errors
 from omnilead.engine.config import RunConfig, Section, micro_batch
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.leads import AsText
@@ -22,6 +22,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 Value = Annotated[str, AsText]  # folds: {train: [1, 2]}
 
 
+@one_line_errors
 @dataclass(frozen=True, config=STRICT)
 class TaskConfig:
     name: Name = "diagnosis"  # name in results and file names

@@ -154,7 +154,6 @@ DAMAGES = [  # words of the finding
     (longer("samples.parquet"), "samples.parquet: fails its sha256"),
     (flipped(ZARR, 40_000), ZARR),
     (meta("formats", ["tar"]), "store.zarr: not a part"),
-    (meta("fs_hz", 250), "fs_hz 250, 500 expected"),
     (meta("preprocessing.filter", "band"), "preprocessing fails"),
     (meta("sources.0.crops", 99), "counts of"),
     (meta("sources.0.records.seen", 10**6), "counts of"),

@@ -6,7 +6,7 @@ stage.py says what it must have.
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from omnilead.engine.common import OWN, ConfigError
+from omnilead.engine.common import OWN, ConfigError, one_line_errors
 from omnilead.engine.data.augmentations.gain import Gain, GainSettings
 from omnilead.engine.data.augmentations.leads import Leads, RandomLeads, RandomLeadSettings
 from omnilead.engine.data.augmentations.noise import (
@@ -36,6 +36,7 @@ STAGES: tuple[type[Stage], ...] = (
 )
 
 
+@one_line_errors
 @checked_dataclass(frozen=True, config=STRICT)
 class AugmentConfig(GainSettings, ThreeKGSettings, NoiseSettings, RandomLeadSettings):
     """The section `augment` of the settings: those of all stages."""

@@ -266,10 +266,29 @@ def test_the_timer_reports_the_share_of_each_stage(backend, leads, dataset):
     assert source.meter.snapshot()["crops_per_s"] == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("backend", "resident"), ("threads", 0)])
-def test_invalid_settings_are_refused(name, value):
-    with pytest.raises(ValueError, match=name):
-        LoaderConfig(**{name: value})
+@pytest.mark.parametrize(
+    ("kind", "settings", "says"),
+    [
+        (LoaderConfig, {"backend": "resident"}, "backend='resident': input should be 'auto'"),
+        (LoaderConfig, {"threads": 0}, "threads=0: input should be greater"),
+        (LoaderConfig, {"windows": -1}, "windows=-1: input should be greater"),
+        (LoaderConfig, {"seed": 2**63}, "seed=9223372036854775808: input should be less"),
+        (LoaderConfig, {"weights": [1, 2]}, r"weights=\[1, 2\]: .*: write weights=\(1, 2\)"),
+        (
+            LoaderConfig,
+            {"noise": ["emg"]},
+            r"noise=\['emg'\]: belongs to augment: write augment=AugmentConfig\(noise=...\)",
+        ),
+        (LoaderConfig, {"workers": 2}, "workers=2: no such setting: they are backend, "),
+        (AugmentConfig, {"noise": ["emg"]}, r"noise=\['emg'\]: .*: write noise=\('emg',\)"),
+        (AugmentConfig, {"noise": ("emg", ["x"])}, r"noise=\('emg', \['x'\]\): input should be"),
+        (AugmentConfig, {"noise": {"a": {}}}, "noise=.*: input should be a valid string"),
+        (AugmentConfig, {"rlm": float("nan")}, "rlm=nan: input should be a finite number"),
+    ],
+)
+def test_invalid_settings_are_one_line(kind, settings, says):
+    with pytest.raises(ConfigError, match=rf"\A{kind.__name__}: {says}[^\n]*\Z"):
+        kind(**settings)
 
 
 @pytest.mark.gpu

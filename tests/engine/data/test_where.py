@@ -102,10 +102,16 @@ def test_columns_of_a_label_table_come_first_and_may_hold_numbers_as_text():
         ("().__class__", "().__class__ cannot be used"),
         ("age > [x for x in age]", "cannot be used"),
         ("(lambda: age)()", "cannot be used"),
+        ("~" * 490, "not understood"),
+        ("~" * 490 + "age", "nested too deeply: write, for example"),
+        ("age > " + "~" * 490 + "5", "nested too deeply"),
+        ("5in [5] and age is 5", "5 cannot be used after is or in"),
+        ("-halves == -2", "negate_checked"),  # not 254
         ("f'{age}' == sex", "cannot be used"),
         ("(age := 3) > 2", "cannot be used"),
     ],
 )
+@pytest.mark.filterwarnings("error")  # Python's own of 5in [5] would come before the line
 def test_anything_else_is_one_line(where, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"(?s)^data.where=.*{said}") as caught:
@@ -117,3 +123,9 @@ def test_anything_else_is_one_line(where, said, tmp_path, monkeypatch):
 def test_deep_expressions_are_computed():
     assert rows("not " * 122 + "pretrain") == [0, 1, 2]
     assert rows("-" * (MAX_CHARACTERS - 6) + "5<age") == [0, 1, 3, 4]
+
+
+def test_an_age_that_is_not_a_number_is_missing(monkeypatch):
+    monkeypatch.setitem(ROWS, "age", [17.0, float("nan"), None, 60.0, 90.0])
+    assert rows("not age >= 18") == [0]
+    assert rows("age is None") == [1, 2]

@@ -92,7 +92,14 @@ def test_a_full_disk_names_the_output(data, pretrained, tmp_path, capsys, monkey
 
 @pytest.mark.parametrize(("key", "value"), [("fs_hz", 250), ("uv_per_lsb", 4.88)])
 def test_another_rate_or_unit_is_refused(key, value, copy, pretrained, refused):
-    refused(f"{key}={value}, the model takes", pretrained, "--data", copy(**{key: value}))
+    refused(f"dataset.json: {key} is not valid", pretrained, "--data", copy(**{key: value}))
+
+
+@pytest.mark.parametrize("text", ["", "kind: regression", "tasks: {kind: regression}", "task: age"])
+def test_a_task_file_without_a_task_is_not_diagnosis(text, diagnostic, tmp_path, refused):
+    (tmp_path / "my.yaml").write_text(text)
+    says = "my.yaml: has no section `task`: write task: {name: ..., kind: ...}"
+    refused(says, diagnostic, "--task", tmp_path / "my.yaml")
 
 
 @pytest.mark.parametrize("head", [DIAGNOSIS, IDENTIFICATION], ids=["diagnosis", "identification"])

@@ -273,10 +273,35 @@ def test_errors_are_one_line(given, says, lab, tmp_path, monkeypatch, capsys):
     assert code == 2 and says in err and err.count("\n") == 1, err
 
 
-def test_data_without_the_roles_are_one_line(lab, dataset, monkeypatch, capsys):
-    monkeypatch.setitem(dataset.meta, "roles", {"pretrain": 5, "dx": {}, "id": {}})
+@pytest.mark.parametrize(
+    ("plan", "role", "says"),
+    [
+        ("paper", "dx train", "add records of CPSC 2018 or Georgia, or name other sources"),
+        ("paper", "id gallery", "add PTB-XL, whose patients have several sessions, or name other"),
+        ("paper", "id valid", "add more records"),
+        ("all", "id train", "it was built with --plan all: use --plan paper"),
+        ("paper-split", "dx test", "it was built with --plan paper-split: use --plan paper"),
+    ],
+)
+def test_data_without_the_roles_are_one_line(plan, role, says, lab, dataset, monkeypatch, capsys):
+    group, name = role.split()
+    roles = json.loads(json.dumps(dataset.meta["roles"]))
+    roles[group][name] = 0
+    monkeypatch.setitem(dataset.meta, "roles", roles)
+    monkeypatch.setitem(dataset.meta, "plan", plan)
     monkeypatch.setattr(run.Dataset, "open", lambda url: dataset)
-    assert lab.main() == 2 and "no crop has the role dx train" in capsys.readouterr().err
+    assert lab.main("--dry-run") == 2
+    line = f"omnilead reproduce: --data {lab.data}: no crop has the role {role}: {says}"
+    assert capsys.readouterr().err.startswith(line)
+
+
+@pytest.mark.parametrize("roles", [3, {"dx": 3}, {"dx": {"train": "x"}}, {"pretrain": -1}, [[]]])
+def test_forged_roles_of_a_folder_are_one_line(roles, lab, capsys):
+    facts = {"scale": "smoke", "path": "x", "fingerprint": "x", "split": "paper", "roles": roles}
+    (lab.out / "settings").mkdir(parents=True)
+    (lab.out / "settings" / "data.json").write_text(json.dumps(facts))
+    assert lab.main("--collect-only") == 2
+    assert "data.json: missing or damaged" in capsys.readouterr().err
 
 
 @pytest.mark.slow

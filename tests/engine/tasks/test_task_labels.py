@@ -618,3 +618,15 @@ def test_long_ids_in_a_column_of_floats(tmp_path):
             DataError, match=rf"patient id: {re.escape(value)}.* lacks digits: save"
         ):
             read_table(str(tmp_path / "t.parquet"))
+
+
+@pytest.mark.parametrize("name", ["record", "source", "patient", "fold", "v"])
+def test_text_of_a_parquet_table_that_is_not_utf8_is_one_line(name, tmp_path):
+    """Arrow takes it as it is, and trims the ends of b"a\xffb" without a look at its middle."""
+    cells = pa.array([b"a\xffb", b"c"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), len(cells), cells.buffers())
+    path = str(tmp_path / "t.parquet")
+    parquet.write_table(pa.table({"record": ["A", "B"], "v": ["0", "1"]} | {name: text}), path)
+    says = rf"\A[^\n]*: the text of column '{name}' is not UTF-8: save it again\Z"
+    with pytest.raises(DataError, match=says):
+        read_table(path)

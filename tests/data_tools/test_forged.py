@@ -1,0 +1,192 @@
+"""Datasets whose files are another's work, with checksums that fit: each is one line that says what
+is wrong, for a command that reads the column."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from handmade import build
+from test_verify import MISSING, SHARD, meta, with_table
+
+from omnilead.data_tools import removal
+from omnilead.data_tools.dataset import COLUMNS, Dataset
+from omnilead.data_tools.errors import DatasetError
+from omnilead.data_tools.shard_writers import BLOCK, member, member_header
+from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.verify import verify
+
+NOT_UTF8 = b"a\xffb"
+
+
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory):
+    roles = RoleSources(pretrain=("all",), id_share=1.0)
+    return build(small, tmp_path_factory.mktemp("whole") / "tar", role_sources=roles)
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return Path(shutil.copytree(whole.root.url, tmp_path / "copy"))
+
+
+def set_column(name, values, kind=None):
+    return lambda table: table.set_column(
+        table.schema.get_field_index(name), name, pa.array(values, kind)
+    )
+
+
+def first(name, value):
+    """The column with this value in the first row."""
+
+    def change(table):
+        values = [value, *table[name].to_pylist()[1:]]
+        return set_column(name, values, COLUMNS.field(name).type)(table)
+
+    return change
+
+
+def as_type(name, kind):
+    return lambda table: set_column(name, table[name].cast(kind))(table)
+
+
+def not_utf8(name):
+    def change(table):
+        text = pa.array([NOT_UTF8] * len(table), pa.binary())
+        if pa.types.is_string(COLUMNS.field(name).type):
+            return set_column(name, _as_string(text))(table)
+        lists = pa.ListArray.from_arrays(
+            pa.array(range(len(table) + 1), pa.int32()), _as_string(text)
+        )
+        return set_column(name, lists)(table)
+
+    return change
+
+
+def _as_string(text):
+    return pa.Array.from_buffers(pa.string(), len(text), text.buffers())
+
+
+TABLES = [  # a change, the column that a command reads, what it says
+    (as_type("crc32c", pa.int64()), "crc32c", "crc32c is int64, not uint32"),
+    (as_type("record", pa.large_string()), "record", "record is large_string, not string"),
+    (as_type("record", pa.binary()), "record", "record is binary, not string"),
+    (as_type("age", pa.float64()), "age", "age is double, not float"),
+    (lambda table: table.slice(1), "age", "14 rows, 15 expected"),
+    (lambda table: pa.concat_tables([table, table]), "age", "30 rows, 15 expected"),
+    (first("record", None), "record", "record is missing in some rows"),
+    (first("start_s", None), "start_s", "start_s is missing in some rows"),
+    (first("start_s", np.inf), "start_s", "start_s is not always from 0 to 1e+09"),
+    (first("start_s", np.nan), "start_s", "start_s is not always from"),
+    (first("halves", 3), "halves", "halves is not always from 1 to 2"),
+    (first("offset", -2), "offset", "offset is not always from"),
+    (first("offset", 2**63 - 1), "offset", "offset is not always from"),
+    (first("fs_source_hz", 0.0), "fs_source_hz", "fs_source_hz is not always from"),
+    (first("shard", 1), "shard", "shard differs from the shards in dataset.json"),
+    (first("shard", -1), "shard", "shard differs"),
+    (first("dx_role", "all"), "dx_role", "dx_role is not always one of train, valid, test"),
+    (first("id_role", "probes"), "id_role", "id_role is not always one of train"),
+    (first("dx", [None]), "dx", "dx has a list with a missing value"),
+    (first("labels", [None] * 26), "labels", "labels has a list with a missing value"),
+    *[
+        (not_utf8(name), name, f"{name} has text that is not UTF-8")
+        for name in ("record", "source", "patient", "sex", "dx", "flags", "id_role")
+    ],
+]
+
+
+@pytest.mark.parametrize(("change", "name", "says"), TABLES)
+def test_a_forged_table_is_one_line(change, name, says, copy):
+    with_table(change)(copy)
+    made = Dataset.open(str(copy))
+    reads = [lambda: made.table([name])]
+    if name != "shard":  # of one batch it is not known which shards it should have
+        reads.append(lambda: list(made.parts([name])))
+    if name in ("record", "dx", "labels", "halves", "start_s"):
+        reads.append(lambda: made[0])
+    for read in reads:
+        with pytest.raises(DatasetError, match=re.escape(f"samples.parquet: {says}")) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+    (finding,) = verify(made)
+    assert says in finding
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("fs_hz", 250, "fs_hz"),
+        ("fs_hz", MISSING, "fs_hz"),
+        ("leads", ["II", "I"], "leads"),
+        ("leads", None, "leads"),
+        ("uv_per_lsb", 4.88, "uv_per_lsb"),
+        ("uv_per_lsb", "1", "uv_per_lsb"),
+        ("crop_samples", 2500, "crop_samples"),
+        ("crops", -1, "crops"),
+        ("crops", 10**18, "crops"),
+        ("preprocessing", 3, "preprocessing"),
+        ("pseudonyms", 3, "pseudonyms"),
+        ("removed", [[]], "removed"),
+        ("roles.dx", "train", "roles"),
+        ("roles.dx.test", [1], "roles"),
+        ("roles.pretrain", float("inf"), "roles"),
+        ("id_share", float("nan"), "id_share"),
+        ("sources.0.dropped_s", float("nan"), "sources"),
+        ("sources.0.crops", -3, "sources"),
+        ("sources.0.records.used", -3, "sources"),
+        ("sources.0.licence", "\udc80", "not JSON"),
+        ("samples.bytes", -1, "samples"),
+        ("shards", [SHARD | {"crops": 2**70}], "shards"),
+        ("versions", [{"what": "append", "crops": -1}], "versions"),
+    ],
+)
+def test_a_forged_dataset_json_does_not_open(name, value, says, copy):
+    meta(name, value)(copy)
+    with pytest.raises(DatasetError, match=rf"\A[^\n]*dataset\.json: {says} [^\n]*\Z"):
+        Dataset.open(str(copy))
+
+
+def patient_file(made, folder):
+    (folder / "withdrawn.txt").write_text(next(one for one in made.column("patient") if one))
+    return folder / "withdrawn.txt"
+
+
+@pytest.mark.parametrize(
+    "offset", [0, BLOCK + 1, 2 * BLOCK, 2**40], ids=["no header", "uneven", "later", "outside"]
+)
+def test_remove_refuses_offsets_that_are_not_those_of_the_shard(offset, copy, tmp_path, shell):
+    file = patient_file(Dataset.open(str(copy)), tmp_path)
+    with_table(first("offset", offset))(copy)
+    before = (copy / "dataset.json").read_bytes()
+    line = shell.error("remove", copy, "--patients", file, "--workers", 1)
+    assert (
+        "offsets of shards/00000.tar differ from it: `omnilead verify` says what is wrong" in line
+    )
+    assert (copy / "dataset.json").read_bytes() == before
+
+
+def test_remove_refuses_a_shard_without_tar_headers(copy, tmp_path, shell, monkeypatch):
+    file = patient_file(Dataset.open(str(copy)), tmp_path)
+
+    def broken(shard, offsets):
+        raise ValueError("no tar member at byte 512")
+
+    monkeypatch.setattr(removal, "index_of", broken)
+    line = shell.error("remove", copy, "--patients", file, "--workers", 1)
+    assert "shards/00000.tar: no tar member at byte 512: `omnilead verify` says" in line
+
+
+@pytest.mark.parametrize("header", [b"", b"\0" * 512, b"\xff" * 512, b"7" * 100 + b"-1" * 206])
+def test_what_is_no_header_is_no_member(header):
+    with pytest.raises(ValueError, match="no tar member at byte 512"):
+        member(memoryview(header), 512)
+    assert member(memoryview(member_header("a.ecg", 9)), 512) == ("a.ecg", 9)
+
+
+@pytest.mark.parametrize("name", ["plan", "pseudonyms"])
+def test_remove_names_what_dataset_json_lacks(name, copy, tmp_path, shell):
+    file = patient_file(Dataset.open(str(copy)), tmp_path)
+    meta(name, MISSING)(copy)
+    assert f"{name} is missing" in shell.error("remove", copy, "--patients", file, "--workers", 1)
