@@ -190,7 +190,8 @@ def about_file(error: OSError, option: str, place: str | os.PathLike[str] | None
     if place and file:
         whole, out = os.path.abspath(os.fsdecode(file)), os.path.abspath(place)
         temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.")
-        if whole == out or whole.startswith((f"{out}{os.sep}", f"{out}.", temporary)):
+        inside = whole.startswith((f"{out}{os.sep}", f"{out}.", temporary))
+        if whole == out or inside or out.startswith(f"{whole}{os.sep}"):  # or a folder above it
             file = None
     if place and not file:
         file = f"{option} {os.fspath(place)}"

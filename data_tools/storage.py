@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from omnilead.data_tools.cli import tell
-from omnilead.data_tools.errors import ReadError, StorageError, one_line, printable
+from omnilead.data_tools.errors import ReadError, StorageError, mend_for, one_line, printable
 
 Pieces = list[tuple[int, bytes]]  # where they begin in a file, and what is there
 T = TypeVar("T")
@@ -215,7 +215,8 @@ def write_errors(url: str, name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"writing {name} in {url}: {error.strerror or error}") from None
+        mend = mend_for(error, "free disk space, then run the same command again")
+        raise StorageError(f"writing {name} in {url}: {error.strerror or error}: {mend}") from None
 
 
 @lru_cache(maxsize=8)
