@@ -206,9 +206,7 @@ def writing(place: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(
-            f"{flag} {place}: {error.strerror or error}: {mend_for(error)}"
-        ) from None
+        raise OutputError(f"{flag} {place}: {error.strerror or error}: {mend_for(error)}") from None
 
 
 def write_result(place: Path, text: str, flag: str) -> None:
