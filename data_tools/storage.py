@@ -265,6 +265,7 @@ class RemoteFolder:
     url: str
     anonymous: bool = False
     private: bool = False  # as in LocalFolder
+    tries: int | None = None  # of each request; None: RETRIES
     remote = True
 
     @property
@@ -278,13 +279,14 @@ class RemoteFolder:
         """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which
         can be transient."""
         what = self.url if self.private else self.path(name)
-        for attempt in range(1, RETRIES + 1):
+        tries = self.tries or RETRIES
+        for attempt in range(1, tries + 1):
             try:
                 return call()
             except StorageError:  # an extra is not installed
                 raise
             except FileNotFoundError:
-                if not must_exist or attempt == RETRIES:
+                if not must_exist or attempt == tries:
                     raise
             except PermissionError as error:
                 why = type(error).__name__ if self.private else error
@@ -296,10 +298,10 @@ class RemoteFolder:
                     raise StorageError(
                         f"{what}: {error}: set AWS credentials, or use --anonymous for public data"
                     ) from None
-                if attempt == RETRIES:
+                if attempt == tries:
                     why = "" if self.private else f": {error}"
                     raise StorageError(
-                        one_line(f"{what}: {type(error).__name__} after {RETRIES} tries{why}")
+                        one_line(f"{what}: {type(error).__name__} after {tries} tries{why}")
                     ) from None
             time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * (0.5 + random.random()))
         raise AssertionError
