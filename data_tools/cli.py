@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from omnilead.data_tools.errors import UserError as UserError
+from omnilead.data_tools.errors import mend_for as mend_for
 from omnilead.data_tools.errors import printable, printable_lines
 
 # "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import yaml  # type: ignore[import-untyped]
 
 from omnilead.data_tools.cli import Parser as Parser
-from omnilead.data_tools.cli import guard_streams, is_memory, show, tell
-from omnilead.data_tools.errors import mend_for
+from omnilead.data_tools.cli import guard_streams, is_memory, mend_for, show, tell
 from omnilead.engine.common import (
     ConfigError,
     OutputError,

@@ -42,8 +42,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.utils._pytree import tree_leaves
 
-from omnilead.data_tools.cli import UserError, is_memory, tell
-from omnilead.data_tools.errors import mend_for
+from omnilead.data_tools.cli import UserError, is_memory, mend_for, tell
 from omnilead.engine.common import LOCK, locked_by_another, sync, write_whole
 from omnilead.engine.config import TrainConfig
 from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed

@@ -8,8 +8,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from omnilead.data_tools.cli import mend_for
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.data_tools.errors import mend_for
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.config import RunConfig
 from omnilead.engine.data import seen
