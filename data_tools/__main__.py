@@ -33,7 +33,7 @@ from omnilead.data_tools.cli import (
     tell,
 )
 from omnilead.data_tools.constants import CROP_FLAGS, IMPLAUSIBLE
-from omnilead.data_tools.errors import DataError, ReadError, printable
+from omnilead.data_tools.errors import DataError, ReadError, mend_for, printable
 from omnilead.data_tools.pseudonyms import read_key
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
             option, name = WRITES.get(options.command, ("-", ""))
             message = about_file(error, option, getattr(options, name, None))
             if message.startswith(option):
-                message += ": free disk space, or choose another"
+                message += f": {mend_for(error)}"
         tell(f"omnilead {options.command}: {message}")
         return 2
 

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from omnilead.data_tools.errors import UserError as UserError
+from omnilead.data_tools.errors import mend_for as mend_for
 from omnilead.data_tools.errors import printable, printable_lines
 
 # "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader
@@ -190,7 +191,8 @@ def about_file(error: OSError, option: str, place: str | os.PathLike[str] | None
     if place and file:
         whole, out = os.path.abspath(os.fsdecode(file)), os.path.abspath(place)
         temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.")
-        if whole == out or whole.startswith((f"{out}{os.sep}", f"{out}.", temporary)):
+        inside = whole.startswith((f"{out}{os.sep}", f"{out}.", temporary))
+        if whole == out or inside or out.startswith(f"{whole}{os.sep}"):  # or a folder above it
             file = None
     if place and not file:
         file = f"{option} {os.fspath(place)}"

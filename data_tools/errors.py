@@ -1,6 +1,10 @@
 """Errors for the user: commands print the message on one line and exit with code 2. Other
 exceptions are bugs."""
 
+import errno
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class UserError(Exception):
     """Its message may quote any file: characters that would control the terminal are escaped."""
@@ -56,3 +60,13 @@ def _escaped(letter: str) -> str:
 def one_line(text: str, limit: int = 300) -> str:
     """Join the lines of a message, such as a library's, and cut it to `limit` characters."""
     return " ".join(text.split())[:limit]
+
+
+def mend_for(
+    error: OSError,
+    full: str = "free disk space, or choose another",
+    other: str = "not writable: choose another",
+) -> str:
+    """What to do about a file that cannot be written, because the disk is full or for any other
+    reason."""
+    return full if error.errno in FULL else other

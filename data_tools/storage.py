@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from omnilead.data_tools.cli import tell
-from omnilead.data_tools.errors import ReadError, StorageError, one_line, printable
+from omnilead.data_tools.errors import ReadError, StorageError, mend_for, one_line, printable
 
 Pieces = list[tuple[int, bytes]]  # where they begin in a file, and what is there
 T = TypeVar("T")
@@ -227,7 +227,8 @@ def write_errors(url: str, name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"writing {name} in {url}: {error.strerror or error}") from None
+        mend = mend_for(error, "free disk space, then run the same command again")
+        raise StorageError(f"writing {name} in {url}: {error.strerror or error}: {mend}") from None
 
 
 @lru_cache(maxsize=8)
@@ -276,6 +277,7 @@ class RemoteFolder:
     url: str
     anonymous: bool = False
     private: bool = False  # as in LocalFolder
+    tries: int | None = None  # of each request; None: RETRIES
     remote = True
 
     @property
@@ -289,13 +291,14 @@ class RemoteFolder:
         """Call with retries, exponential backoff and jitter. `must_exist`: also retry a 404, which
         can be transient."""
         what = self.url if self.private else self.path(name)
-        for attempt in range(1, RETRIES + 1):
+        tries = self.tries or RETRIES
+        for attempt in range(1, tries + 1):
             try:
                 return call()
             except StorageError:  # an extra is not installed
                 raise
             except FileNotFoundError:
-                if not must_exist or attempt == RETRIES:
+                if not must_exist or attempt == tries:
                     raise
             except PermissionError as error:
                 why = type(error).__name__ if self.private else error
@@ -307,10 +310,10 @@ class RemoteFolder:
                     raise StorageError(
                         f"{what}: {error}: set AWS credentials, or use --anonymous for public data"
                     ) from None
-                if attempt == RETRIES:
+                if attempt == tries:
                     why = "" if self.private else f": {error}"
                     raise StorageError(
-                        one_line(f"{what}: {type(error).__name__} after {RETRIES} tries{why}")
+                        one_line(f"{what}: {type(error).__name__} after {tries} tries{why}")
                     ) from None
             time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1) * (0.5 + random.random()))
         raise AssertionError

@@ -10,11 +10,16 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
-from omnilead.data_tools.cli import say, show, tell
-from omnilead.engine.commandline import Parser, positive, run_folder
+from omnilead.data_tools.cli import say, show
+from omnilead.engine.commandline import (
+    Parser,
+    note_for_torchrun,
+    positive,
+    run_folder,
+    tell_failure,
+)
 
 Shortcut = tuple[
     str, dict[str, Any]
@@ -58,6 +63,11 @@ class TrainingParser(Parser):
         options = {setting: option for option, (setting, _) in self.shortcuts.items()}
         return options.get(near[0], f"--set {near[0]}={value or '...'}") if near else ""
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if message:
+            note_for_torchrun(message.strip())
+        super().exit(status, message)
+
 
 def command(
     name: str,
@@ -93,10 +103,8 @@ def command(
             train(task_class.read(args.config, settings), task_class, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = message_and_code(error)
-        # bad input fails on every rank: only rank 0 reports it
-        if code == 1 or os.environ.get("RANK", "0") == "0":
-            with suppress(OSError):
-                tell(f"omnilead {name}: {' '.join(message.split())}")
+        if code != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks
+            tell_failure(f"omnilead {name}: {' '.join(message.split())}", everywhere=code == 2)
         return code
     return 0
 

@@ -10,11 +10,13 @@ A YAML file may begin with `base: other.yaml` and then holds only what differs f
 """
 
 import argparse
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import yaml  # type: ignore[import-untyped]
 
 from omnilead.data_tools.cli import Parser as Parser
-from omnilead.data_tools.cli import guard_streams, is_memory, show, tell
+from omnilead.data_tools.cli import guard_streams, is_memory, mend_for, show, tell
 from omnilead.engine.common import (
     ConfigError,
     OutputError,
@@ -40,6 +42,7 @@ RUN_CODE: Any = {
     "action": "store_true",
     "help": "allow running the custom encoder or head code in the model folder",
 }
+FIRST_TELLS_S = 10.0  # torchrun ends other ranks after 0.1 s, deepspeed after 1 s
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
@@ -202,9 +205,7 @@ def writing(place: Path, flag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(
-            f"{flag} {place}: {error.strerror or error}: free disk space, or choose another path"
-        ) from None
+        raise OutputError(f"{flag} {place}: {error.strerror or error}: {mend_for(error)}") from None
 
 
 def write_result(place: Path, text: str, flag: str) -> None:
@@ -226,6 +227,26 @@ def run_folder(text: str) -> Path:
             f"{text}: give the run's working folder, which its first line names"
         )
     return Path(text)
+
+
+def tell_failure(line: str, everywhere: bool) -> None:
+    """Prints why a command fails. `everywhere`: all ranks fail for the same reason, so the first one
+    prints it. The others wait for that, because a launcher ends all ranks as soon as one has ended;
+    a rank that is still there afterwards is alone with its reason, and prints it."""
+    note_for_torchrun(line)
+    if everywhere and os.environ.get("RANK", "0") != "0":
+        time.sleep(FIRST_TELLS_S)
+    with suppress(OSError):
+        tell(line)
+
+
+def note_for_torchrun(line: str) -> None:
+    """torchrun ends with its own report and a traceback, and shows this line at their end: without it,
+    a hint at PyTorch's documentation."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        failure = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": failure}))
 
 
 def leave(code: int) -> NoReturn:

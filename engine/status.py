@@ -3,23 +3,27 @@ checkpoint, and the time left.
 
     omnilead status RUN
     watch -n 10 omnilead status RUN
+    omnilead status s3://bucket/run
 
 It only reads RUN's files, so it works on any machine that sees them, during training and
-afterwards.
+afterwards. Of a run in a bucket it shows what the last checkpoint uploaded.
 """
 
 import fcntl
 import json
 import math
+import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from omnilead.data_tools.cli import show, tell
-from omnilead.engine.commandline import command_parser, interruptible, run_folder
+from omnilead.data_tools.cli import UserError, show, tell
+from omnilead.data_tools.storage import RemoteFolder
+from omnilead.engine.commandline import command_parser, interruptible
 from omnilead.engine.common import (
     LOCK,
     METRICS,
@@ -33,6 +37,8 @@ from omnilead.engine.common import (
 )
 
 NAME = "omnilead status"
+FACTS = "run.json"
+LATEST = "checkpoints/latest"
 RECENT_S = 60.0
 SILENT_S = 300.0  # without a line; compiling and validating take less on most machines
 
@@ -85,27 +91,53 @@ def is_training(run: Path) -> bool:
 def last_checkpoint(latest: Path) -> str:
     if not latest.is_file():
         return "none yet"
-    age_s = time.time() - latest.stat().st_mtime
-    return f"{latest.read_text().strip()}, {timedelta(seconds=int(age_s))} ago"
+    return f"{latest.read_text().strip()}, {age(latest)} ago"
 
 
-def screen(run: Path) -> Iterator[tuple[str, str]]:
+def age(file: Path) -> timedelta:
+    return timedelta(seconds=int(time.time() - file.stat().st_mtime))
+
+
+def download(url: str, run: Path) -> None:
+    """The small files of a run in a bucket, with the times at which they were uploaded."""
+    place = RemoteFolder(url)
+    there = set(place.names())
+    for name in there & {METRICS, VALIDATION, PROMETHEUS, FACTS, LATEST}:
+        file = run / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(place.read_range(name, 0, place.size(name)))
+        uploaded_s = place.fs.modified(place.path(name)).timestamp()
+        os.utime(file, (uploaded_s, uploaded_s))
+    if any(name.startswith("model/") for name in there):
+        (run / "model").mkdir()
+
+
+def screen(run: Path, name: str) -> Iterator[tuple[str, str]]:
+    """`run`: the files of the run that a user calls `name`."""
     if not (run / METRICS).is_file():
-        raise ConfigError(f"{run}: no {METRICS}: give the folder of a pretrain or finetune run")
+        raise ConfigError(f"{name}: no {METRICS}: give the folder of a pretrain or finetune run")
     rows, _ = read_rows(run / METRICS)
     if not rows:
-        raise ConfigError(f"{run / METRICS}: has no step yet: wait for the first line")
+        raise ConfigError(f"{name}/{METRICS}: has no step yet: wait for the first line")
     row, step = rows[-1], rows[-1]["step"]
-    total = json.loads((run / "run.json").read_text())["steps"]
+    total = json.loads((run / FACTS).read_text())["steps"]
     training = is_training(run)
-    yield "run", f"{run}: {state(run, training, step, total)}"
+    if step == total and (run / "model").is_dir() and not training:
+        state = "finished"
+    elif "://" in name:
+        state = f"as uploaded {age(run / METRICS)} ago"
+    elif training:
+        state = "training"
+    else:
+        state = "not training on this machine; the same command resumes it"
+    yield "run", f"{name}: {state}"
     done = f"{step:,} of {total:,} ({100 * step / total:.1f} %)"
     yield "step", f"{done}, epoch {number(row['epoch']):.2f}"
     yield from losses(row, read_rows(run / VALIDATION)[0])
     recent = speed(last_minute(spans(rows)))
     yield "speed", rates(row, rows, recent)
     yield "time", where_it_goes(gauges(run), row, rows)
-    yield "checkpoint", last_checkpoint(run / "checkpoints" / "latest")
+    yield "checkpoint", last_checkpoint(run / LATEST)
     if number(row["skipped_steps"]) > 0:
         yield "skipped", f"{row['skipped_steps']:,} steps whose loss or gradient was not finite"
     if step < total and recent > 0:
@@ -139,14 +171,6 @@ def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
         yield "validation", f"{', '.join(scores)} at step {held_out['step']:,}"
 
 
-def state(run: Path, training: bool, step: int, total: int) -> str:
-    if training:
-        return "training"
-    if step == total and (run / "model").is_dir():
-        return "finished"
-    return "not training on this machine; the same command resumes it"
-
-
 def where_it_goes(now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
     """Shares of the time; what the loader does meanwhile is in RUN/metrics.prom and TensorBoard."""
     text = f"{number(row['data_wait_pct']):.1f} % of training waits for data"
@@ -163,11 +187,16 @@ def where_it_goes(now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_parser("status", __doc__)
-    parser.add_argument("run", type=run_folder, metavar="RUN", help="the folder of a run")
-    run = parser.parse_args(arguments).run
+    parser.add_argument("run", metavar="RUN", help="the folder of a run; s3:// works too")
+    name = parser.parse_args(arguments).run.rstrip("/") or "/"
     try:
-        lines = [f"{name:<11} {text}\n" for name, text in screen(run)]
-    except (ConfigError, OSError, ValueError, LookupError, TypeError) as error:
+        with tempfile.TemporaryDirectory() as copies:
+            run = Path(name)
+            if "://" in name:
+                run = Path(copies)
+                download(name, run)
+            lines = [f"{what:<11} {text}\n" for what, text in screen(run, name)]
+    except (UserError, OSError, ValueError, LookupError, TypeError) as error:
         tell(f"{NAME}: {' '.join(str(error).split())}")
         return 2
     return show("".join(lines))

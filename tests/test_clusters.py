@@ -31,9 +31,10 @@ from tests.waiting import HANG_S, until
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
 BLOCKS = dict(re.findall(r"```\w+\n(?=(?:#![^\n]*\n)?# (\S+)\n)(.*?)```", PAGE, re.DOTALL))
-# A task for each node, or as many as SLURM_NTASKS; with --kill-on-bad-exit one that fails ends the others
+# A task for each node, or as many as SLURM_NTASKS. As in Slurm 22.05: SIGTERM to srun kills all tasks at once; with
+# --kill-on-bad-exit one that fails ends the others with SIGTERM, even if they had one, and after KillWait with SIGKILL
 SRUN = """
-import os, signal, subprocess, sys, time
+import os, pathlib, signal, subprocess, sys, time
 words, strict = sys.argv[1:], "--kill-on-bad-exit=1" in sys.argv
 while words[0].startswith("-"):
     del words[0]
@@ -41,19 +42,28 @@ tasks = []
 for rank in range(int(os.environ.get("SLURM_NTASKS") or os.environ["SLURM_NNODES"])):
     own = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank)}
     tasks.append(subprocess.Popen(words, env=os.environ | own))
-def stop(number, _):
+pathlib.Path("step-" + os.environ["SLURM_JOB_ID"]).write_text(" ".join(str(task.pid) for task in tasks))
+def send(number):
     for task in tasks:
         task.send_signal(number)
-signal.signal(signal.SIGTERM, stop)
-codes = [None]
+signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGKILL))
+codes, killed_at = [None], None
 while None in codes:
     time.sleep(0.05)
     codes = [task.poll() for task in tasks]
-    if strict and any(codes):
-        time.sleep(0.5)
-        stop(signal.SIGTERM, None)
-        codes = [task.wait() for task in tasks]
+    if strict and any(codes) and killed_at is None:
+        send(signal.SIGTERM)
+        killed_at = time.monotonic() + float(os.environ["KILL_WAIT"])
+    if killed_at and time.monotonic() > killed_at:
+        send(signal.SIGKILL)
 sys.exit(max(map(abs, codes)))
+"""
+# To the tasks of the job's step, not to its script
+SCANCEL = """
+import os, signal, sys
+how, job = sys.argv[1:]
+for task in open("step-" + job).read().split():
+    os.kill(int(task), getattr(signal, "SIG" + how.removeprefix("--signal=")))
 """
 SCONTROL = """
 import os, sys
@@ -117,7 +127,8 @@ def shell(tmp_path):
     """Starts a script of the page, which ends with the test."""
     programs, running = tmp_path / "bin", []
     programs.mkdir()
-    made = {"srun": SRUN, "scontrol": SCONTROL, "torchrun": LAUNCHER, "deepspeed": LAUNCHER}
+    made = {"srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL}
+    made |= {"torchrun": LAUNCHER, "deepspeed": LAUNCHER}
     for name, text in made.items():
         (programs / name).write_text(f"#!{sys.executable} -S\n{text.lstrip()}")
     for name in ("dask", "omnilead"):
@@ -139,6 +150,7 @@ def shell(tmp_path):
         "SLURM_JOB_NODELIST": "nodes[0-1]",
         "SLURM_GPUS_ON_NODE": "1",
         "SLURM_JOB_ID": str(free_port()),
+        "KILL_WAIT": "30",
     }
 
     def start(script, *words, out="out.txt", **env):

@@ -21,7 +21,7 @@ import torch
 
 from omnilead.data_tools.cli import UserError, about_file, keep_freed_memory, tell
 from omnilead.data_tools.dataset import DataError
-from omnilead.engine.commandline import writable
+from omnilead.engine.commandline import tell_failure, writable
 from omnilead.engine.common import (
     ConfigError,
     File,
@@ -299,7 +299,7 @@ def exit_code(
         failure = file_error(error, out, flag)
     except UserError as error:
         failure = error
-    if rank == "0" or not isinstance(failure, ConfigError):
-        of_rank = f"rank {rank}: " if ranks != "1" else ""
-        tell(f"{program}: {of_rank}{' '.join(str(failure).split())}")
+    of_rank = f"rank {rank}: " if ranks != "1" else ""
+    line = f"{program}: {of_rank}{' '.join(str(failure).split())}"
+    tell_failure(line, everywhere=isinstance(failure, ConfigError))
     return 1 if isinstance(failure, OutputError) else 2

@@ -17,6 +17,7 @@ import os
 import secrets
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from omnilead.data_tools.cli import say
@@ -29,6 +30,7 @@ from omnilead.engine.training.checkpoint import BEST, LATEST, MANIFEST, STATE, s
 
 ROOT = "checkpoints"
 OWN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
+_UNREACHABLE: set[str] = set()  # runs whose last upload failed
 Files = dict[str, list[str]]  # of checkpoints, by the names of these
 
 
@@ -95,12 +97,15 @@ def _newest(place: RemoteFolder, there: Files, root: Path, here: Path | None) ->
 
 
 def send(url: str, run: Path, keep: int, last: bool = False) -> None:
-    """What the bucket lacks of the newest and the best checkpoint, and all other files. Without
-    it training goes on, but an error ends it. Of all ranks, the first one sends."""
+    """What the bucket lacks of the newest and the best checkpoint, and all other files. If it cannot be
+    reached, training goes on and says so once; each later checkpoint asks it once, without the seconds
+    of retrying. At the end it is an error. Of all ranks, the first one sends."""
     place = place_of(url)
     if not place or environment()[0]:
         return
     try:
+        if url in _UNREACHABLE and not last:
+            replace(place, tries=1).exists(LOCK)
         _send(place, run, keep)
     except (DataError, OSError) as error:
         text = f"cannot upload: {error}: all is in {run}: "
@@ -108,7 +113,13 @@ def send(url: str, run: Path, keep: int, last: bool = False) -> None:
             raise checkpoint.WriteError(
                 f"{text}run the same command again on this machine"
             ) from None
-        checkpoint.warn(f"{text}training goes on, and the next checkpoint tries again")
+        if url not in _UNREACHABLE:
+            checkpoint.warn(f"{text}training goes on, and each checkpoint tries again")
+        _UNREACHABLE.add(url)
+    else:
+        if url in _UNREACHABLE:
+            _UNREACHABLE.remove(url)
+            say(f"{url}: has been uploaded again, up to the newest checkpoint")
 
 
 def _send(place: RemoteFolder, run: Path, keep: int) -> None:

@@ -42,7 +42,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.utils._pytree import tree_leaves
 
-from omnilead.data_tools.cli import UserError, is_memory, tell
+from omnilead.data_tools.cli import UserError, is_memory, mend_for, tell
 from omnilead.engine.common import LOCK, locked_by_another, sync, write_whole
 from omnilead.engine.config import TrainConfig
 from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
@@ -234,8 +234,11 @@ def _writing(path: Path) -> Iterator[None]:
             raise
         good = named(path.parent, LATEST)
         last = f"the last good checkpoint is {good.name}" if good else "there is no checkpoint yet"
+        mend = "free disk space"
+        if isinstance(error, OSError):
+            mend = mend_for(error, mend, "make it writable")
         raise WriteError(
-            f"{path}: {str(error).splitlines()[0]}: free disk space and start again; {last}"
+            f"{path}: {str(error).splitlines()[0]}: {mend} and start again; {last}"
         ) from error
 
 

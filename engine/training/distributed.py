@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 import re
+import select
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +30,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._C._distributed_c10d import HashStore
 
-from omnilead.data_tools.cli import tell
 from omnilead.engine.common import ConfigError, cores_per_rank, environment
 from omnilead.engine.config import TrainConfig
 from omnilead.engine.model.kernels import disable_tf32
@@ -113,10 +114,9 @@ def _join(backend: str, timeout: timedelta, device: torch.device | None = None) 
                 "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on every machine to the interface of "
                 "their network, such as eth0 (`ip addr` lists them)"
             )
-        line = f"MASTER_PORT={port!r}: rank {rank} cannot join {world} ranks: {reason}: {mend}"
-        if rank:  # commands tell a ConfigError of the first rank only, which still waits here
-            tell(f"omnilead: {line}")
-        raise ConfigError(line) from None
+        raise ConfigError(
+            f"MASTER_PORT={port!r}: rank {rank} cannot join {world} ranks: {reason}: {mend}"
+        ) from None
 
 
 def share_work() -> int:
@@ -217,6 +217,26 @@ def on_first_rank(ranks: Ranks, work: Callable[[], T]) -> T:
         raise answer[1]
     result: T = answer[0]
     return result
+
+
+class DeepSpeedLauncher:
+    """The command `deepspeed`. SIGTERM ends it at once, and the process that it has started and that
+    has started the ranks, deepspeed.launcher.launch, knows nothing of that: the ranks look for
+    themselves."""
+
+    def __init__(self) -> None:
+        self.poll = select.poll()
+        if "CROSS_SIZE" not in os.environ:  # set by deepspeed.launcher.launch
+            return
+        try:
+            status = Path(f"/proc/{os.getppid()}/status").read_text()
+            command = int(re.findall(r"^PPid:\s*(\d+)", status, re.MULTILINE)[0])
+            self.poll.register(os.pidfd_open(command), select.POLLIN)
+        except OSError:  # neither Linux nor a container that shows other processes
+            return
+
+    def has_ended(self) -> bool:
+        return bool(self.poll.poll(0))
 
 
 class MaxOverRanks:

@@ -8,6 +8,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from omnilead.data_tools.cli import mend_for
 from omnilead.data_tools.dataset import DataError, Dataset
 from omnilead.engine.common import ConfigError, describe_leads
 from omnilead.engine.config import RunConfig
@@ -103,8 +104,9 @@ def write_export(run: Path, export: Export, task: type[TrainingTask], card: str)
             run / "model", weights, document, signals_of(config, state), card, code, record
         )
     except OSError as error:
+        mend = mend_for(error, "free disk space", "make it writable")
         raise WriteError(
-            f"{run / 'model'}: {error.strerror}: free disk space, then {folder.export_command(run)}"
+            f"{run / 'model'}: {error.strerror}: {mend}, then {folder.export_command(run)}"
         ) from error
     return run / "model"
 

@@ -180,11 +180,13 @@ class RunLogger:
 
 def write_gauges(path: Path, gauges: Mapping[str, float]) -> None:
     """For the textfile collector of Prometheus' node_exporter, in the OpenMetrics format."""
-    run = json.dumps(path.parent.resolve().name, ensure_ascii=False)  # escaped as the format asks
+    run = path.parent.resolve().name
+    for letter, escaped in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):  # the format's only ones
+        run = run.replace(letter, escaped)
     lines = []
     for name, value in gauges.items():
         metric = "omnilead_" + re.sub(r"\W", "_", name, flags=re.ASCII)
-        lines += [f"# TYPE {metric} gauge", f"{metric}{{run={run}}} {value}"]
+        lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{run}"}} {value}']
     temporary = path.with_suffix(".new")  # the collector reads *.prom
     temporary.write_text("\n".join([*lines, "# EOF\n"]))
     os.replace(temporary, path)  # not synced to the disk: a crash may lose it

@@ -35,7 +35,12 @@ from omnilead.engine.data.order import Places
 from omnilead.engine.data.patients import source_names
 from omnilead.engine.model.objectives import sum_over_ranks
 from omnilead.engine.training import bucket, checkpoint
-from omnilead.engine.training.distributed import MaxOverRanks, Ranks
+from omnilead.engine.training.distributed import (
+    DeepSpeedLauncher,
+    MaxOverRanks,
+    Ranks,
+    on_first_rank,
+)
 from omnilead.engine.training.inputs import some_crops
 from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops
 from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
@@ -94,6 +99,7 @@ class Loop:
         self.adam.skipped.fill_(self.progress.skipped_steps)
         self.adam.in_a_row.fill_(self.progress.in_a_row)
         self.terminated = False  # by SIGTERM or Ctrl-C
+        self.launcher = DeepSpeedLauncher()
         self.interrupted_at_s: float | None = None  # the time of Ctrl-C
         self.unfinished = ""  # what the run was stopped in
         self.asked_to_stop = MaxOverRanks(self.ranks)
@@ -129,6 +135,9 @@ class Loop:
             except Stopped as stopped:
                 self.unfinished = str(stopped)
                 self._save_and_wait()
+                # After SIGTERM a launcher whose ranks have ended fails, and Slurm then kills the
+                # others: no rank ends before the first has written `latest` and uploaded it
+                on_first_rank(self.ranks, lambda: None)
                 return False
             finally:
                 self.writer.close(sys.exc_info()[1])
@@ -139,7 +148,7 @@ class Loop:
     def _stop_if_asked(self, unfinished: str = "") -> None:
         """Called by all ranks between micro-batches. Of several ranks, all stop at the same call:
         the first after the one that told the others."""
-        if self.asked_to_stop(self.terminated):
+        if self.asked_to_stop(self.terminated or self.launcher.has_ended()):
             raise Stopped(unfinished)
 
     def _is_done(self) -> bool:
@@ -330,6 +339,7 @@ def run_facts(config: RunConfig, datasets: Sequence[Dataset], ranks: Ranks) -> d
     return {
         "format": 1,
         "datasets": [dataset.fingerprint for dataset in datasets],
+        "crops": [len(dataset) for dataset in datasets],
         "sources": sorted({name for dataset in datasets for name in source_names(dataset)}),
         "preprocessing_sha256": datasets[0].meta["preprocessing_sha256"],
         "world": ranks.world,

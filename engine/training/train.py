@@ -6,6 +6,7 @@ A RUN with a checkpoint is resumed if data and settings have not changed since i
 
 import gc
 import math
+import re
 import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -356,12 +357,31 @@ def refuse_changes(path: Path, state: dict[str, Any], task: TrainingTask) -> Non
         if key in ("train.steps", "train.epochs"):
             may_change = not config.length_matters
         if before.get(key) != now.get(key) and not may_change:
-            changes.append(f"{key} changed from {before.get(key)} to {now.get(key)}")
+            then, here = before.get(key), now.get(key)
+            if key == "datasets":
+                then, here = described_data(state), described_data(facts)
+            changes.append(f"{key} changed from {shortened(then)} to {shortened(here)}")
     if changes:
         run = path.parent.parent
         raise ConfigError(
             f"{run}: cannot resume: {'; '.join(changes)}: change it back, or use --out NEW"
         )
+
+
+def described_data(facts: dict[str, Any]) -> str:
+    """The datasets of run_facts or of a checkpoint, by path, size and fingerprint."""
+    urls, fingerprints = facts["config"]["data"]["datasets"], facts["datasets"]
+    sizes = facts.get("crops") or [None] * len(urls)  # not in checkpoints of earlier versions
+    parts = []
+    for url, size, fingerprint in zip(urls, sizes, fingerprints, strict=False):
+        crops = f"{size:,} crops, " if size is not None else ""
+        parts.append(f"{url} ({crops}fingerprint {fingerprint})")
+    return " and ".join(parts)
+
+
+def shortened(value: Any) -> str:
+    """With the first eight digits of checksums, as other messages show them."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24,}\b", r"\1", str(value))
 
 
 def subject(settings: dict[str, Any]) -> str:

@@ -101,7 +101,7 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_no_wrong_file(
         patch.setattr(LocalFolder, "write", write_at_last)
         patch.setattr(finishing, "_write_samples", samples_at_last)
         error = shell.error(*command(small, out))
-    for words in (os.strerror(errno.ENOSPC), str(out), "writing"):
+    for words in (os.strerror(errno.ENOSPC), str(out), "writing", ": free disk space, then run"):
         assert words in error
     for name, data in files(out).items():
         assert name.startswith(".build/") or without_roles(data) == without_roles(right[name])
@@ -124,10 +124,12 @@ def test_a_read_only_disk_gives_a_one_line_error(small, mount, shell):
     shell.run(*command(small, place / "out"))
 
 
-@pytest.mark.parametrize("out", ["file", "file/below", "/proc/nothing", "/dev/null"])
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/nothing", "/proc/a/b", "/dev/null"])
 def test_an_invalid_path_is_a_one_line_error(out, small, shell, tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    assert "omnilead shard: " in shell.error(*command(small, tmp_path / out))
+    error = shell.error(*command(small, tmp_path / out))
+    mend = "choose a folder" if out in ("file", "/dev/null") else "not writable: choose another"
+    assert error.startswith("omnilead shard: --out ") and mend in error
 
 
 def test_a_full_disk_names_the_option_that_chose_it(small, mount, shell):

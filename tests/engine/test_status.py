@@ -3,10 +3,12 @@
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 
+import fsspec
 import pytest
 
 from omnilead.engine import status
@@ -120,3 +122,20 @@ def test_a_reader_who_leaves_is_no_error(run):
     command = [sys.executable, "-m", "omnilead", "status", run]
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_run_in_a_bucket(run, capsys):
+    """As its last checkpoint uploaded it: no machine knows whether another trains it."""
+    bucket = fsspec.filesystem("memory")
+    bucket.put(str(run), "/bucket/first", recursive=True)
+    url = "memory://bucket/first"
+    here, there = shown(run, capsys), shown(url, capsys)
+    assert re.fullmatch(rf"{url}: as uploaded 0:00:\d\d ago", there.pop("run"))
+    assert re.fullmatch(r"step-80, 0:00:\d\d ago", there.pop("checkpoint"))
+    del here["run"], here["checkpoint"]
+    assert there == here and there["step"] == "100 of 400 (25.0 %), epoch 10.00"
+    bucket.pipe("/bucket/first/model/config.json", b"{}")
+    bucket.pipe("/bucket/first/run.json", b'{"steps": 100}')
+    assert shown(f"{url}/", capsys)["run"] == f"{url}: finished"
+    assert status.main(["memory://bucket/other"]) == 2
+    assert "memory://bucket/other: no metrics.jsonl" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import time
 import traceback
 
 CLONE_NEWNET = 0x40000000  # of setns: a network namespace
@@ -25,11 +26,14 @@ class Forked(subprocess.Popen):
             return
         if options[-2]:  # start_new_session
             os.setsid()
-        # Else it would outlive its launcher, if that is killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Else it would outlive its launcher, if that is killed, as in life
+        if "ORPHANS" not in os.environ:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         os.environ.clear()
         os.environ.update(options[5])
         sys.argv = [word for word in args[1:] if word != "-u"]
+        if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("SLOW_RANK"):
+            time.sleep(2)
         code = 1
         try:
             if sys.argv[0] == "-m":

@@ -149,6 +149,7 @@ def test_what_a_severed_connection_lost_is_uploaded_with_the_next_checkpoint(how
     store.app.faults += [Fault(how, "PUT", "step-2/", times=3), Fault(how, "PUT", "step-4/", inf)]
     said = store.train("a", train__keep=9).good()
     (warning,) = (line for line in said.splitlines() if line.startswith("warning"))
+    assert said.count("has been uploaded again") == 1
     assert "cannot upload: " in warning and "step-4/" in warning and "training goes on" in warning
     assert str(store.folder("a")) in warning
     assert store.latest() == "step-6" and store.steps() == {"step-2", "step-6"}
@@ -157,22 +158,31 @@ def test_what_a_severed_connection_lost_is_uploaded_with_the_next_checkpoint(how
 
 def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(store, monkeypatch):
     """The server is gone from the first checkpoint on; then there is one again."""
-    send, calls = bucket._send, count()
+    send, calls, asked = bucket._send, count(), []
+
+    def tries(self, name, call, must_exist=False):
+        asked.append(self.tries or storage.RETRIES)
+        return retry(self, name, call, must_exist)
 
     def gone(*arguments):
         if next(calls) == 0:
             store.stop()
+            monkeypatch.setattr(RemoteFolder, "_retry", tries)
         send(*arguments)
 
+    retry = RemoteFolder._retry
     monkeypatch.setattr(bucket, "_send", gone)
     ended = store.train("a")
     assert ended.codes == [1] and "Traceback" not in ended.output
     lines = ended.output.splitlines()
-    assert len([line for line in lines if "training goes on" in line]) == 3
+    # It is said once; the three checkpoints and the end ask 6 times, once, once, 6 times
+    assert len([line for line in lines if "training goes on" in line]) == 1
+    assert asked == [storage.RETRIES, 1, 1, storage.RETRIES]
     assert f"all is in {store.folder('a')}: run the same command" in lines[-1]
     assert (store.folder("a") / "model").is_dir()
     store.start()
     monkeypatch.setattr(bucket, "_send", send)
+    monkeypatch.setattr(RemoteFolder, "_retry", retry)
     said = store.train("a").good()
     assert "has no checkpoint" in said and "resumes after step 6" in said
     assert store.latest() == "step-6" and "model/model.safetensors" in store.files()

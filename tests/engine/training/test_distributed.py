@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from launching import launch
-from ranks import STILL, column, free_port, rows, run, settings
+from ranks import STILL, column, free_port, rows, run, settings, wait
 
 from omnilead.engine.common import ConfigError
+from omnilead.engine.status import is_training
 from omnilead.engine.training import distributed
+from omnilead.engine.training.checkpoint import named
 from tests.forks import started
 from tests.waiting import HANG_S, until
 
@@ -156,7 +159,7 @@ def test_a_port_in_use_or_no_port_is_one_line(dataset, tmp_path):
     ],
 )
 def test_ranks_that_look_for_others_at_a_loopback_address_need_an_interface(
-    master, error, mend, monkeypatch, capsys
+    master, error, mend, monkeypatch
 ):
     """Where a host name stands for 127.0.1.1, as in Debian's /etc/hosts."""
     monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=RuntimeError(error)))
@@ -165,7 +168,7 @@ def test_ranks_that_look_for_others_at_a_loopback_address_need_an_interface(
     with pytest.raises(ConfigError) as told:
         distributed._join("gloo", timedelta(seconds=1))
     line = str(told.value)
-    assert mend in line and capsys.readouterr().err == f"omnilead: {line}\n"
+    assert mend in line
     assert ("GLOO_SOCKET_IFNAME" in line) == ("IFNAME" in mend)
     assert ("--master_port" in line) == ("port" in mend)
 
@@ -218,3 +221,66 @@ def test_two_nodes(launcher, networks, dataset, tmp_path):
     assert "2 x cpu" in outputs[0] and "step 1/1" in outputs[0] and "step 1/1" not in outputs[1]
     assert column(tmp_path / "run") == [1]
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def at_one(launcher, tmp_path, words, **env):
+    """Two ranks on this machine."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost slots=2\n")
+    how = ["--nproc-per-node=2"]
+    if launcher == "deepspeed":
+        how = ["--hostfile", str(hosts), "--no_ssh", "--node_rank=0", "--master_addr=127.0.0.1"]
+    how += [f"--master_port={free_port()}", SCRIPT, *words]
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    return started(launch, launcher, how, out=tmp_path / "out.txt", env=env)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_launcher_shows_the_error_whichever_rank_fails_first(launcher, tmp_path):
+    """torchrun at the end of its own report, deepspeed before its list of processes."""
+    words = settings(tmp_path, str(tmp_path / "nowhere"))
+    job = at_one(launcher, tmp_path, words, SLOW_RANK="0")
+    assert wait(tmp_path, [job]).codes == [1 if launcher == "torchrun" else 2]
+    lines = (tmp_path / "out.txt").read_text().splitlines()
+    says = f"omnilead pretrain: {tmp_path / 'nowhere'}: no dataset.json"
+    assert sum(line.startswith(says) for line in lines) == 1
+    if launcher == "torchrun":
+        assert lines[-2].strip().startswith(f"traceback : {says}") and set(lines[-1]) == {"="}
+
+
+def test_sigterm_to_the_command_deepspeed_ends_its_ranks_with_a_checkpoint(dataset, tmp_path):
+    words = settings(tmp_path, dataset.root.url, train__steps=600)
+    out = tmp_path / "out.txt"
+    out.touch()
+    job = at_one("deepspeed", tmp_path, words, ORPHANS="1")
+    until(lambda: "step 2/" in out.read_text() or not job.is_alive())
+    job.terminate()
+    until(lambda: not is_training(tmp_path / "run"))
+    assert "stopped after step" in out.read_text()
+    assert int(named(tmp_path / "run" / "checkpoints", "latest").name[5:]) < 600
+
+
+def slow_first():
+    """The first rank is slow to write `latest`; the other tells when it leaves."""
+    from omnilead.engine.training import checkpoint
+    from omnilead.engine.training.loop import Loop
+
+    publish, train = checkpoint._publish, Loop.train
+
+    def late(*arguments):
+        time.sleep(1)
+        publish(*arguments)
+
+    def left(self, tracer):
+        if self.ranks.rank:
+            self.terminated = True
+        finished = train(self, tracer)
+        assert (self.run / "checkpoints" / "latest").is_file()
+        return finished
+
+    checkpoint._publish, Loop.train = late, left
+
+
+def test_no_rank_that_is_stopped_leaves_before_the_checkpoint_is_written(training):
+    """Slurm kills all nodes once one has left with an error, as torchrun does after SIGTERM."""
+    assert "stopped after step" in training(world=2, before=slow_first).good()

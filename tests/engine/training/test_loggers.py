@@ -122,7 +122,7 @@ def test_both_services_get_every_curve_and_continue_after_a_kill(services, tmp_p
 
 def test_numbers_for_prometheus(tmp_path):
     """In the text format, which has no NaN here, and never half a file."""
-    folder = tmp_path / 'a "run"'
+    folder = tmp_path / 'a "run"\t\\'  # Prometheus knows \\, \" and \n, but no \t
     to = logger(folder, config())
     to.log_validation({"step": 1, "loss": 0.5, "score": float("nan")})
     log(to, 2, loss=0.25)
@@ -135,7 +135,7 @@ def test_numbers_for_prometheus(tmp_path):
     values = {}
     for kind, sample in zip(lines[::2], lines[1::2], strict=True):
         labelled, value = sample.split("} ")
-        name = labelled.removesuffix(r'{run="a \"run\""')
+        name = labelled.removesuffix('{run="a \\"run\\"\t\\\\"')
         assert kind == f"# TYPE {name} gauge" and name.isidentifier()
         values[name.removeprefix("omnilead_")] = float(value)
     at_s = values.pop("started_at_seconds"), values.pop("logged_at_seconds")

@@ -119,7 +119,7 @@ def test_the_papers_literal_model_trains_resumes_and_is_exported(dataset, tmp_pa
     assert (model["conv_norm"], model["mask_starts"]) == ("layer", "bernoulli")
 
 
-def test_changed_data_or_settings_are_refused_by_name(training, tmp_path):
+def test_changed_data_or_settings_are_refused_by_name(training, dataset, tmp_path):
     training = partial(training, **{"train__steps": 2, "train__schedule": "fixed"})
     training().good()
     before = curve(tmp_path / "run")
@@ -134,12 +134,18 @@ def test_changed_data_or_settings_are_refused_by_name(training, tmp_path):
         assert says in training(**{name: value}).one_line()
     (step,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     state, manifest = (json.loads((step / f).read_text()) for f in ("state.json", "manifest.json"))
-    for name, value in (("datasets", ["0" * 64]), ("preprocessing_sha256", "1" * 64)):
+    url, crops = dataset.root.url, f"{len(dataset):,} crops, fingerprint"
+    data = f"datasets changed from {url} ({crops} 00000000) to {url} ({crops} {dataset.fingerprint[:8]})"
+    preprocessed = f"from 11111111 to {dataset.meta['preprocessing_sha256'][:8]}"
+    for name, value, says in (
+        ("datasets", ["0" * 64], f"cannot resume: {data}: "),
+        ("preprocessing_sha256", "1" * 64, f"preprocessing_sha256 changed {preprocessed}: "),
+    ):
         path = step / "state.json"
         path.write_text(json.dumps(state | {name: value}))
         manifest["state.json"] = {"bytes": path.stat().st_size, "crc32c": crc32c(path)}
         (step / "manifest.json").write_text(json.dumps(manifest))
-        assert f"{name} changed from" in training().one_line()
+        assert says in training().one_line()
     assert curve(tmp_path / "run") == before  # nothing was lost
 
 
