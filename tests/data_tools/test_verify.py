@@ -13,11 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from handmade import as_minor_0, build, ecg, files, flip, write_challenge
 
+from omnilead.data_tools import build as builder
 from omnilead.data_tools import plan, record_index, shard_writers
 from omnilead.data_tools.data_card import CARD, CROISSANT
 from omnilead.data_tools.dataset import COLUMNS as SCHEMA
 from omnilead.data_tools.dataset import CROP_BYTES, Dataset, fingerprint
 from omnilead.data_tools.errors import DatasetError
+from omnilead.data_tools.prepare import prepare_crop
 from omnilead.data_tools.record_index import RecordIndex
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
@@ -408,6 +410,23 @@ def test_records_are_found_even_if_their_hashes_are_equal(whole, tmp_path, monke
     for row, expected in enumerate(whole.table(columns).to_pylist()):
         assert index.find(expected["source"], expected["record"]) == [{**expected, "row": row}]
     assert index.find("georgia", "E9") == []
+
+
+@pytest.mark.parametrize(("least", "found"), [(-32_767, 0), (-32_768, 1)])
+def test_a_sample_that_means_not_measured_is_found(least, found, tmp_path, monkeypatch):
+    """It is found in both formats, where all checksums are right: written by a bug."""
+
+    def prepare(record, part, out):
+        crop = prepare_crop(record, part, out)
+        out[3, 7] = least
+        return crop
+
+    monkeypatch.setattr(builder, "prepare_crop", prepare)
+    write_challenge(tmp_path / "archive/training/georgia/g1", "E1", ecg())
+    build(tmp_path / "archive", tmp_path / "out", format="both")
+    lines = findings(tmp_path / "out")
+    assert [line.split(":")[0] for line in lines] == [TAR, ZARR] * found
+    assert all(line.endswith("contains -32768, which is not allowed") for line in lines)
 
 
 def test_a_damaged_crop_does_not_hide_what_else_differs(small, copy):
