@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessP
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -44,6 +45,24 @@ def run(
     ):  # for a single task, starting processes would cost more than the task
         return map(function, chain(first, queue))
     return _on_processes(function, chain(first, queue), workers)
+
+
+def run_in_order(
+    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int = 1
+) -> Iterator[Result]:
+    """As `run`, but results have the order of the tasks."""
+    early: dict[int, Result] = {}
+    due = 0
+    for number, result in run(partial(_numbered, function), enumerate(tasks), workers):
+        early[number] = result
+        while due in early:
+            yield early.pop(due)
+            due += 1
+
+
+def _numbered(function: Callable[[Task], Result], task: tuple[int, Task]) -> tuple[int, Result]:
+    number, given = task
+    return number, function(given)
 
 
 @contextmanager

@@ -70,6 +70,35 @@ def write_whole(path: Path, content: str | bytes) -> None:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def read_into(file: int, buffer: Any, start: int) -> int:
+    """Fill a buffer from an open file. -> the number of bytes read: fewer only at the end of the
+    file. One system call may read a part, on a network file system or beyond 2 GiB."""
+    view = memoryview(buffer).cast("B")
+    read = os.preadv(file, [view], start)
+    while 0 < read < len(view):
+        more = os.preadv(file, [view[read:]], start + read)
+        if not more:
+            break
+        read += more
+    return read
+
+
+def read_bytes(file: int, start: int, size: int) -> bytes:
+    """At most `size` bytes of an open file: fewer only at its end."""
+    data = os.pread(file, size, start)
+    if 0 < len(data) < size:
+        rest = bytearray(size - len(data))
+        data += rest[: read_into(file, rest, start + len(data))]
+    return data
+
+
+def write_at(file: int, data: bytes, start: int) -> None:
+    """Write all of it into an open file, however many system calls that takes."""
+    written = os.pwrite(file, data, start)
+    while written < len(data):
+        written += os.pwrite(file, memoryview(data)[written:], start + written)
+
+
 def locked_by_another(file: IO[Any], place: str) -> bool:
     """Lock an open file until it is closed; True if another process has locked it. Prints a note if
     files cannot be locked."""
@@ -110,17 +139,14 @@ class LocalFolder:
                 raise ReadError("not a regular file", name)
             if state.st_size > limit and not cut:
                 raise ReadError("file too large", f"{name}: {state.st_size} bytes")
-            if (size := min(state.st_size, limit)) < 2**30:
-                return os.read(file, size)
-            with open(file, "rb", closefd=False) as whole:  # os.read returns at most 2 GiB
-                return whole.read(limit)
+            return read_bytes(file, 0, min(state.st_size, limit))
         finally:
             os.close(file)
 
     def read_range(self, name: str, start: int, size: int) -> bytes:
         file = os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return os.pread(file, size, start)
+            return read_bytes(file, start, size)
         finally:
             os.close(file)
 
@@ -198,7 +224,7 @@ class LocalFolder:
         which a bucket needs."""
         with write_errors(self.url, name), open(self.path(name), "r+b", buffering=0) as file:
             for start, data in pieces:
-                os.pwrite(file.fileno(), data, start)
+                write_at(file.fileno(), data, start)
             os.fsync(file.fileno())
         return self.view(name, len(content))
 

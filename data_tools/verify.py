@@ -10,11 +10,13 @@ card is not checked, because it may be edited.
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,6 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster
 from omnilead.data_tools.build import row_of
-from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import (
     COLUMNS,
     CROP_BYTES,
@@ -56,11 +57,13 @@ from omnilead.data_tools.prepare import (
     CROP,
     HALF,
     MAX_UV,
+    SPEC,
     crop_count,
     prepare_crop,
 )
 from omnilead.data_tools.pseudonyms import Removed, other_key, pseudonym
 from omnilead.data_tools.record import LEADS, EcgRecord, class_row, known_patient
+from omnilead.data_tools.record_index import RecordIndex
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import (
     BLOCK,
@@ -78,9 +81,12 @@ from omnilead.data_tools.sources.base import (
     shown_patient,
 )
 from omnilead.data_tools.splits import Records, RoleSources
+from omnilead.data_tools.storage import prefetch
 from omnilead.data_tools.zarr_reader import decode, index_bytes
 
 MAX_FINDINGS = 20  # listed per shard, storage object or folder
+CHUNK = 512  # records of an archive that are compared in one task
+BATCH = 65_536  # rows of a table that are Python objects at a time
 CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
 ARCHIVE_COLUMNS = (
     "patient",
@@ -92,6 +98,10 @@ ARCHIVE_COLUMNS = (
     "missing_leads",
     "flags",
 )
+ROW_COLUMNS = ["source", "record", "start_s", "shard", "offset", "crc32c", *ARCHIVE_COLUMNS]
+TEXT = pa.large_string()
+NAMED = pa.schema({"source": TEXT, "record": TEXT, "patient": TEXT})
+REFUSED = pa.schema({"source": TEXT, "record": TEXT, "reason": TEXT})
 JSON_COLUMNS = [
     name for name in COLUMNS.names if name not in ("shard", "offset", "crc32c", "waveform", *ROLES)
 ]
@@ -100,6 +110,7 @@ Rows = tuple[
 ]  # number of a shard or of a storage object of the zarr copy; its rows in order
 
 
+@cluster.reused_processes()
 def verify(
     dataset: Dataset,
     sources: list[Source] | None = None,
@@ -131,15 +142,14 @@ def verify(
     if dataset.shards and begins[-1] != len(dataset):
         return [*found, f"{SAMPLES}: {len(dataset) - begins[-1]} rows of no shard in {META}"]
     rows = enumerate(pieces(dataset, COLUMNS.names, begins))
-    checks = cluster.run(partial(check_shard, dataset, fast), rows, workers)
+    checks = cluster.run_in_order(partial(check_shard, dataset, fast), rows, workers)
     bar = {"total": len(dataset.shards), "unit": " shards", "desc": "shards", "disable": quiet}
     for findings in tqdm(checks, **bar):
         found += findings
     if "zarr" in dataset.meta["formats"]:
         found += _check_zarr(dataset, fast, workers, quiet)
     if sources:
-        named = _named_patients(sources, patients, workers, quiet) if patients else {}
-        found += _compare_archive(dataset, sources, rejects, key, quiet, named)
+        found += _compare_archive(dataset, sources, rejects, key, quiet, patients, workers)
     return found
 
 
@@ -170,6 +180,9 @@ def pieces(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator
 def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
     """Check dataset.json against format version 1, the rows and the existing files."""
     meta = dataset.meta
+    for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
+        if meta[name] != SPEC[name]:
+            yield f"{META}: {name} {meta[name]}, {SPEC[name]} expected"[:200]
     if recipe_hash(meta["preprocessing"]) != meta["preprocessing_sha256"]:
         yield f"{META}: preprocessing fails its sha256"
     counts = source_counts(of_records)
@@ -266,15 +279,14 @@ def _check_crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
             yield f"{name}: crop {number} at byte {row['offset']} {finding}"
 
 
-def _first(found: list[str], what: str) -> list[str]:
+def _first(found: Iterable[str], what: str) -> list[str]:
     """The first findings about a file or folder, and how many more there are: a damaged disk can
     have thousands."""
-    if len(found) <= MAX_FINDINGS:
-        return found
-    return [
-        *found[:MAX_FINDINGS],
-        f"{what}: {len(found) - MAX_FINDINGS:,} more findings like these are not listed",
-    ]
+    rest = iter(found)
+    listed = list(islice(rest, MAX_FINDINGS))
+    if more := sum(1 for _ in rest):
+        listed.append(f"{what}: {more:,} more findings like these are not listed")
+    return listed
 
 
 def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Iterator[str]:
@@ -370,7 +382,7 @@ def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list
         for i, piece in enumerate(pieces(dataset, CONTENT_COLUMNS, begins))
         if chunks.name(i) in files
     )
-    checks = cluster.run(partial(check_object, dataset, fast), rows, workers)
+    checks = cluster.run_in_order(partial(check_object, dataset, fast), rows, workers)
     for findings in tqdm(checks, total=len(blocks), unit=" files", desc="zarr", disable=quiet):
         found += findings
     return found
@@ -406,12 +418,51 @@ def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
     return _first(found, name)
 
 
-def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> dict[str, str]:
-    """The patients that a table names, by source/record."""
-    plan = make_plan(sources, 0, workers, quiet=quiet, patients=url)
-    known = plan.patients.is_valid()
-    labels, patients = (one.filter(known).to_pylist() for one in (plan.labels, plan.patients))
-    return dict(zip(labels, patients, strict=True))
+class _Compared(NamedTuple):
+    """A record of an archive."""
+
+    row: int = -1  # its first
+    findings: tuple[str, ...] = ()
+    missing: str = ""  # its name, if a file of it is
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What the records of an archive are compared with, in any process."""
+
+    dataset: Dataset
+    rows: RecordIndex  # of samples.parquet
+    refused: RecordIndex  # of rejects.csv, without flags
+    named: RecordIndex  # patients that a table names
+    removed: Removed
+    key: bytes | None  # of pseudonyms
+
+    def chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
+        archive, keys = task
+        compare = partial(self.record, archive)
+        remote = archive.root.remote or self.dataset.root.remote
+        return list(prefetch(compare, keys) if remote else map(compare, keys))
+
+    def record(self, archive: Source, item: str) -> _Compared:
+        record = read_safely(archive.read, item)
+        if not isinstance(record, EcgRecord):
+            lacks_file = record.reason == MISSING_FILE
+            return _Compared(missing=archive.name_for(item) if lacks_file else "")
+        if named := self.named.find(record.source, record.name):
+            record = replace(record, patient=named[0]["patient"])
+        name = pseudonym(self.key, "r", record.source, record.name)
+        if rows := self.rows.find(record.source, name):
+            return _Compared(rows[0]["row"], tuple(_compare_record(self, record, name, rows)))
+        # a-b/c and a/b-c have one name in a tar
+        if self.rows.has_member(record.source, name) or _was_removed(self, record):
+            return _Compared()
+        says = f"is in the archive, but neither in {SAMPLES} nor in {REJECTS}"
+        if refused := self.refused.find(record.source, name):
+            if not _can_be_used(record):
+                return _Compared()
+            reason = refused[0]["reason"]
+            says = f"was refused ({reason}), but can be read now: shard --append adds it"
+        return _Compared(findings=(f"{record.source}/{name} {says}",))
 
 
 def _compare_archive(
@@ -420,46 +471,76 @@ def _compare_archive(
     rejects: list[Reject],
     key: bytes | None,
     quiet: bool,
-    patients: dict[str, str],
+    patients: str | None,
+    workers: int,
 ) -> list[str]:
     """Prepare every record of the archive again and compare samples and columns with the dataset,
     bit for bit."""
     if other := other_key(dataset.meta["pseudonyms"], key):
         return [other]
-    table = dataset.table()
-    rows: dict[tuple[str, str], dict[int, int]] = {}
-    columns = (table[name].to_pylist() for name in ("source", "record", "start_s"))
-    for row, (source, name, start_s) in enumerate(zip(*columns, strict=True)):
-        rows.setdefault((source, name), {})[round(start_s * FS_HZ) // CROP] = row
-    records = len(rows)
-    refused = {(source, name): reason for source, name, reason, _ in rejects if reason not in FLAGS}
-    stored = {f"{source}-{name}" for source, name in rows}  # a-b/c and a/b-c have one name in a tar
-    found: list[str] = []
+    schema = pa.schema([COLUMNS.field(name) for name in ROW_COLUMNS])
+    lines = [reject[:3] for reject in rejects if reject[2] not in FLAGS]
+    refused = pa.Table.from_pylist(
+        [dict(zip(REFUSED.names, line, strict=True)) for line in lines], REFUSED
+    )
+    named = _named_patients(sources, patients, workers, quiet) if patients else NAMED.empty_table()
+    with tempfile.TemporaryDirectory(prefix="omnilead-") as place:
+        comparison = _Comparison(
+            dataset,
+            RecordIndex.write(Path(place, "rows"), schema, dataset.parts(ROW_COLUMNS)),
+            RecordIndex.write(Path(place, "refused"), REFUSED, refused.to_batches(BATCH)),
+            RecordIndex.write(Path(place, "named"), NAMED, named.to_batches(BATCH)),
+            dataset.removed,
+            key,
+        )
+        seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
+        findings = _archive_findings(comparison, sources, seen, workers, quiet)
+        listed = _first(findings, "--archive")
+        if not seen.any():  # whatever else it holds
+            return _absent(comparison.rows, seen, "all ", "is this the archive?")
+        return listed
+
+
+def _archive_findings(
+    comparison: _Comparison, sources: list[Source], seen: np.ndarray, workers: int, quiet: bool
+) -> Iterator[str]:
     for archive in sources:
-        missing: list[str] = []
-        for record in _readable(archive, patients, quiet, missing):
-            name = pseudonym(key, "r", record.source, record.name)
-            if parts := rows.pop((record.source, name), None):
-                found += _compare_record(dataset, table, record, name, parts, key)
-            elif f"{record.source}-{name}" in stored or _was_removed(dataset, record, key):
-                continue
-            elif (record.source, name) not in refused:
-                found.append(
-                    f"{record.source}/{name} is in the archive, but neither in {SAMPLES} nor in "
-                    f"{REJECTS}"
-                )
-            elif _can_be_used(record):
-                found.append(
-                    f"{record.source}/{name} was refused ({refused[record.source, name]}), but can "
-                    "be read now: shard --append adds it"
-                )
+        missing = []
+        compared = cluster.run_in_order(comparison.chunk, _chunks(archive), workers)
+        with tqdm(unit=" records", desc="archive", disable=quiet) as bar:
+            for records in compared:
+                bar.update(len(records))
+                for one in records:
+                    if one.missing:
+                        missing.append(one.missing)
+                    if one.row >= 0 and seen[one.row]:  # another record of this name came first
+                        continue
+                    if one.row >= 0:
+                        seen[one.row] = True
+                    yield from one.findings
         if missing:
             root = archive.root
             tell(f"note: {missing_note(root.url, missing, root.private)}")
-    if len(rows) == records:  # whatever else it holds
-        return _absent(rows, "all ", "is this the archive?")
-    found += _absent(rows, "", "pass all SRC of the dataset")
-    return _first(found, "--archive")
+    yield from _absent(comparison.rows, seen, "", "pass all SRC of the dataset")
+
+
+def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> pa.Table:
+    """The patients that a table names."""
+    plan = make_plan(sources, 0, workers, quiet=quiet, patients=url)
+    known = plan.patients.is_valid()
+    labels = plan.labels.filter(known)
+    columns = [
+        pc.replace_substring_regex(labels, "/.*", ""),
+        pc.replace_substring_regex(labels, "^[^/]*/", ""),
+        plan.patients.filter(known).cast(TEXT),
+    ]
+    return pa.table(columns, NAMED)
+
+
+def _chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
+    keys = iter(archive.keys())
+    while chunk := list(islice(keys, CHUNK)):
+        yield archive, chunk
 
 
 def _can_be_used(record: EcgRecord) -> bool:
@@ -472,45 +553,30 @@ def _can_be_used(record: EcgRecord) -> bool:
         return False
 
 
-def _was_removed(dataset: Dataset, record: EcgRecord, key: bytes | None) -> bool:
+def _was_removed(comparison: _Comparison, record: EcgRecord) -> bool:
     crop, patient = np.zeros(CROP_SHAPE, "<i2"), None
     with suppress(ReadError):
-        patient = shown_patient(key, record.source, record.patient)
+        patient = shown_patient(comparison.key, record.source, record.patient)
         prepare_crop(record, 0, crop)
-    removed = dataset.removed
+    removed = comparison.removed
     return removed.has(record.source, patient) or removed.has("", str(waveform(crop)[1]))
 
 
-def _absent(rows: Iterable[tuple[str, str]], how_many: str, mend: str) -> list[str]:
-    names = [f"{source}/{name}" for source, name in rows]
-    if not names:
+def _absent(rows: RecordIndex, seen: np.ndarray, how_many: str, mend: str) -> list[str]:
+    first_rows = rows.first_rows()
+    absent = first_rows[~seen[first_rows]]
+    if not len(absent):
         return []
-    absent = f"{how_many}{len(names):,} records are not in the archive"
-    return [f"{absent}, for example {names[0]}: {mend}"]
-
-
-def _readable(
-    archive: Source, patients: dict[str, str], quiet: bool, missing: list[str]
-) -> Iterator[EcgRecord]:
-    """The records that can be read; the names of those whose files are missing are added to `missing`."""
-    for item in tqdm(archive.keys(), unit=" records", desc="archive", disable=quiet):
-        record = read_safely(archive.read, item)
-        if isinstance(record, EcgRecord):
-            patient = patients.get(f"{record.source}/{record.name}", record.patient)
-            yield replace(record, patient=patient)
-        elif record.reason == MISSING_FILE:
-            missing.append(archive.name_for(item))
+    example = rows.row(absent[0])
+    says = f"{how_many}{len(absent):,} records are not in the archive"
+    return [f"{says}, for example {example['source']}/{example['record']}: {mend}"]
 
 
 def _compare_record(
-    dataset: Dataset,
-    table: pa.Table,
-    record: EcgRecord,
-    name: str,
-    parts: dict[int, int],
-    key: bytes | None,
+    comparison: _Comparison, record: EcgRecord, name: str, rows: list[dict[str, Any]]
 ) -> Iterator[str]:
-    """Compare one record with its rows, {crop: row}."""
+    """Compare one record with its rows."""
+    parts = {round(row["start_s"] * FS_HZ) // CROP: row for row in rows}
     crop = np.empty(CROP_SHAPE, "<i2")
     try:
         count = crop_count(record.signal.shape[1], record.fs_hz)
@@ -519,26 +585,32 @@ def _compare_record(
     for part in sorted({*range(count), *parts}):
         at = f"{record.source}/{name} at {part * CROP / FS_HZ:g} s"
         try:
-            again = row_of(record.source, name, record, prepare_crop(record, part, crop), key)
+            again = row_of(
+                record.source, name, record, prepare_crop(record, part, crop), comparison.key
+            )
         except ReadError as error:
             if part in parts:
                 yield f"{at}: the archive has no such crop: {error}"
             continue
         if part not in parts:
-            if dataset.removed.has("", str(waveform(crop)[1])):
+            if comparison.removed.has("", str(waveform(crop)[1])):
                 continue
             yield f"{at}: a crop of the archive is not in {SAMPLES}"
             continue
-        row = table.slice(parts[part], 1).to_pylist()[0]
+        row = parts[part]
+        try:
+            address = row["row"], row["shard"], row["offset"], row["crc32c"]
+            same = np.array_equal(comparison.dataset.read_at(*address), crop)
+        except DatasetError as error:
+            yield f"{at}: {error}"
+        else:
+            if not same:
+                yield f"{at}: the archive has other samples"
+        for column in ("dx", "missing_leads", "flags"):
+            again[column] = list(again[column])
         if "zeros" not in row["flags"]:  # datasets of earlier versions lack this flag
             again["flags"] = [flag for flag in again["flags"] if flag != "zeros"]
-        if waveform(crop)[0] != row["crc32c"] or not np.array_equal(
-            dataset.read(parts[part]), crop
-        ):
-            yield f"{at}: the archive has other samples"
-        stored = {
-            column: pa.array([value], COLUMNS.field(column).type)[0].as_py()
-            for column, value in again.items()
-        }
-        if differing := [column for column in ARCHIVE_COLUMNS if stored[column] != row[column]]:
+        if again["age"] is not None:
+            again["age"] = float(np.float32(again["age"]))  # rounded as in the table
+        if differing := [column for column in ARCHIVE_COLUMNS if again[column] != row[column]]:
             yield f"{at}: the archive differs in {', '.join(differing)}"

@@ -30,7 +30,9 @@ from omnilead.data_tools.plugins import plugin as plugin
 from omnilead.data_tools.storage import locked_by_another as locked_by_another
 from omnilead.data_tools.storage import missing_package as missing_package
 from omnilead.data_tools.storage import prefetch as prefetch
+from omnilead.data_tools.storage import read_into as read_into
 from omnilead.data_tools.storage import sync as sync
+from omnilead.data_tools.storage import write_at as write_at
 from omnilead.data_tools.storage import write_whole as write_whole
 
 ARRAYS = (".npy", ".npz")

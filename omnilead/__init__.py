@@ -10,13 +10,15 @@ model.predict(signal, fs_hz=500, leads=["I", "II", "V1"], unit="mV")
 
 In the repository, `engine`, `data_tools` and `configs` in this folder are links to the folders
 beside it. So modules have the same names as in an installed package, and a module of yours called
-engine or data_tools is never mistaken for one of them.
+engine or data_tools is never mistaken for one of them. Type checkers and editors need the links;
+without them, as in an unpacked source distribution, Python finds the folders through `__path__`.
 """
 
 import functools
 import importlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from omnilead.engine.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
+
+if not Path(__path__[0], "engine").is_dir():
+    __path__.append(str(Path(__path__[0]).parent))
 
 # Where each name comes from. Imported on first use: PyTorch takes seconds
 MODULES = {

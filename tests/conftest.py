@@ -71,6 +71,21 @@ def golden(request):
     return compare
 
 
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Reads and writes of open files answer with 64 KiB at most, as a network file system may."""
+    pread, preadv, pwrite = os.pread, os.preadv, os.pwrite
+
+    def part(data):
+        return memoryview(data).cast("B")[: 2**16]
+
+    monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 2**16), at))
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: preadv(file, [part(into[0])], at))
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, part(data), at))
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda file, size: read(file, min(size, 2**16)))
+
+
 @pytest.fixture(scope="session")
 def real_ecgs():
     """863 real ECGs from six databases, which are not part of the project."""

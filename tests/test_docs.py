@@ -142,8 +142,9 @@ def other_programs(folder, dataset, model):
         exec(compile(example, name, "exec"), at[name])
     here = Dataset.open("dataset")
     held_in = here.select(pretrain=True)
-    assert len(at["PyTorch"]["crops"]) == len(here.select(dx="train"))
-    assert at["Lightning"]["trainer"].global_step == -(-len(at["PyTorch"]["crops"]) // 16)
+    assert len(at["PyTorch"]["crops"]) == len(held_in)
+    assert len(at["Lightning"]["crops"]) == len(here.select(dx="train"))
+    assert at["Lightning"]["trainer"].global_step == -(-len(at["Lightning"]["crops"]) // 16)
     assert at["webdataset"]["facts"]["pretrain"] and at["webdataset"]["x_mv"].shape == (12, 5000)
     first_mv = here.read(held_in[0]) / 1000
     np.testing.assert_array_equal(at["zarr"]["x_mv"][0], first_mv)

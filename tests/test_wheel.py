@@ -1,12 +1,14 @@
-"""The wheel, installed without the repository: from an archive to a model for custom labels, beside
-modules of the user's."""
+"""The source distribution and the wheel that is built from it, installed without the repository: from
+an archive to a model for custom labels, beside modules of the user's."""
 
 import importlib.util
 import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -44,22 +46,75 @@ TINY = (
 ON_CPU = "--set train.peak_tflops=1"
 
 
+EDITABLE = "import hatchling.build, sys; hatchling.build.build_editable(sys.argv[1])"
+
+
+def built(kind, source, place):
+    """The wheel or sdist that is made in a folder: what `python -m build` makes, without a network."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", place]
+    subprocess.run(build, cwd=source, check=True, capture_output=True)
+    (made,) = place.iterdir()
+    return made
+
+
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
+def unpacked(tmp_path_factory):
+    """The source distribution, unpacked."""
     if not importlib.util.find_spec("hatchling"):
         pytest.skip("hatchling, which builds the wheel, is not installed")
-    place = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", place]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    place = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(built("sdist", ROOT, place / "packed")) as packed:
+        packed.extractall(place, filter="data")
+    (folder,) = place.glob("omnilead-*")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked, tmp_path_factory):
+    """Made from the source distribution."""
+    return built("wheel", unpacked, tmp_path_factory.mktemp("wheel") / "made")
+
+
+@pytest.fixture(scope="module")
+def environment(wheel, tmp_path_factory):
+    place = tmp_path_factory.mktemp("environment")
     venv.create(place / "venv", symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", place / "venv" / "bin" / "python"]
     options = "install --quiet --disable-pip-version-check --no-compile --no-deps --no-index"
-    command = [*pip, *options.split(), *place.glob("*.whl")]
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run([*pip, *options.split(), wheel], check=True, capture_output=True)
     site = sysconfig.get_path("purelib", vars={"base": str(place / "venv")})
     # The packages there, but not their .pth files
     Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     return place / "venv"
+
+
+def files(wheel):
+    with zipfile.ZipFile(wheel) as packed:
+        return {file.filename: file.CRC for file in packed.infolist()}
+
+
+def test_the_wheel_from_the_source_distribution_is_that_of_the_repository(wheel, tmp_path):
+    ours = files(built("wheel", ROOT, tmp_path / "made"))
+    assert files(wheel) == ours
+    tracked = [path for name in ("engine", "data_tools") for path in (ROOT / name).rglob("*.py")]
+    assert {f"omnilead/{path.relative_to(ROOT)}" for path in tracked} <= set(ours)
+
+
+def test_the_unpacked_source_distribution_runs_as_the_repository_does(unpacked, tmp_path):
+    """It has no links to engine, data_tools and configs."""
+    env = os.environ | {"PYTHONPATH": str(unpacked)}
+    for words in ("-m omnilead synth made --patients 1", f"{unpacked}/engine/pretrain.py --help"):
+        command = [sys.executable, *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_editable_install_points_to_the_repository(tmp_path):
+    pytest.importorskip("hatchling")
+    subprocess.run([sys.executable, "-c", EDITABLE, tmp_path], cwd=ROOT, check=True)
+    (made,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(made) as packed:
+        assert packed.read("_omnilead.pth").decode() == str(ROOT)
 
 
 @pytest.mark.slow

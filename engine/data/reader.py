@@ -35,6 +35,7 @@ import numpy as np
 import torch
 
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, ChunkError, Dataset, DatasetError
+from omnilead.engine.common import read_into
 from omnilead.engine.data.order import DatasetRows, Places
 from omnilead.engine.data.staging import Key, Staging
 
@@ -330,7 +331,7 @@ class CropReader:
                 else:
                     if file is None or opened != read[:2]:
                         file, opened = self._open(read, paths), read[:2]
-                    missing = CROP_BYTES - _read_crop(file.fd, crop, read.offset)
+                    missing = CROP_BYTES - read_into(file.fd, crop, read.offset)
                     if missing:
                         problem = f"the file is {missing} bytes too short"
                 if not problem and read.crc != UNCHECKED and crc32c(crop) != read.crc:
@@ -363,17 +364,6 @@ class CropReader:
         if isinstance(path, DatasetError):
             raise path
         return _File(path)  # not cached: an open descriptor would keep an evicted shard on disk
-
-
-def _read_crop(fd: int, crop: Any, offset: int) -> int:
-    """-> number of bytes read."""
-    got = os.preadv(fd, [crop], offset)
-    while 0 < got < CROP_BYTES:  # the end of the file, or a network file system returned a part
-        more = os.preadv(fd, [crop.reshape(-1).view(np.uint8)[got:]], offset + got)
-        if not more:
-            break
-        got += more
-    return got
 
 
 R = TypeVar("R")

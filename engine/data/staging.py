@@ -26,6 +26,7 @@ from itertools import chain, islice, takewhile
 from pathlib import Path
 
 from omnilead.data_tools.dataset import DataError, Dataset, DatasetError
+from omnilead.engine.common import write_at
 
 PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # concurrent downloads; the only memory they use is one part each
@@ -238,7 +239,7 @@ class Staging:
                     if missing:  # the transfer was cut, or the file is too short
                         break
                     sha256.update(part)
-                    os.pwrite(lock, part, start)
+                    write_at(lock, part, start)
                 if not missing and sha256.hexdigest() == self._shards[key]["sha256"]:
                     os.fsync(lock)
                     with self._alone():  # without it, a listing could see neither name, or both

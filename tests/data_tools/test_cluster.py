@@ -6,6 +6,8 @@ import importlib
 import multiprocessing
 import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import pytest
 from handmade import build, files
 
 from omnilead.data_tools import cluster, plan
+from omnilead.data_tools import verify as checks
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.errors import StorageError
 from omnilead.data_tools.sources import open_sources
@@ -132,6 +135,36 @@ def test_finished_shards_are_kept_if_a_process_dies(small, right, tmp_path):
     build(small, tmp_path, format="both")
     assert files(tmp_path) == right
     assert [path.stat().st_ino for path in shards] == before
+
+
+@pytest.mark.usefixtures("forked")
+def test_processes_find_the_same_in_an_archive(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "CHUNK", 2)
+    archive = Path(shutil.copytree(small, tmp_path / "archive"))
+    made = build(archive, tmp_path / "out")
+    first, *others = sorted(archive.rglob("*.hea"))
+    for header in others[::2]:
+        header.write_text(header.read_text().replace("Dx: ", "Dx: 164890007,"))
+    first.unlink()
+    sources = open_sources(str(archive), "fatal:Fatal")  # takes its time
+    found = verify(made, sources)
+    assert len(found) == len(others[::2]) + 1 and found[-1].startswith("1 records are not")
+    for workers in (2, 3):
+        assert verify(made, sources, workers=workers) == found
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_process_that_dies_ends_the_comparison(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "CHUNK", 2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    archive = Path(shutil.copytree(small, tmp_path / "archive"))
+    made = build(archive, tmp_path / "out")
+    sources = open_sources(str(archive), "fatal:Fatal")
+    Path(f"{archive}.fatal").write_text(list(sources[0].keys())[5])
+    with pytest.raises(StorageError, match="a worker process died"):
+        verify(made, sources, workers=2)
+    assert not list(tmp_path.glob("omnilead-*"))
+    assert verify(made, sources, workers=2) == []
 
 
 @pytest.mark.parametrize("address", ["nowhere", "tcp://no.host.invalid:1"])

@@ -28,6 +28,7 @@ from omnilead.data_tools.removal import remove
 from omnilead.data_tools.sources import open_sources, wfdb_archives
 from omnilead.data_tools.storage import folder
 from omnilead.data_tools.synthetic.archive import synthesise
+from omnilead.data_tools.verify import verify
 from omnilead.engine.data.order import Places
 from omnilead.engine.data.reader import CropReader
 from omnilead.engine.data.staging import Staging
@@ -155,10 +156,11 @@ def test_a_dataset_of_a_remote_archive_has_the_same_bytes(s3, right, tmp_path):
 
 def test_requests_run_concurrently(s3, small):
     """Headers for the plan, records for a shard and crops for the zarr copy are requested
-    concurrently."""
+    concurrently, and records to be compared."""
     dataset, sources = build(small, f"{BUCKET}/made"), open_sources(ARCHIVE)
     for work in (
         lambda: plan.make_plan(sources, 0),
+        lambda: verify(dataset, sources),
         lambda: build(ARCHIVE, f"{BUCKET}/other"),
         lambda: shard_writers.write_zarr(
             dataset.table(), dataset.shards, dataset.root, 1, None, True

@@ -13,10 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 from handmade import as_minor_0, build, ecg, files, flip, write_challenge
 
-from omnilead.data_tools import plan, shard_writers
+from omnilead.data_tools import build as builder
+from omnilead.data_tools import plan, record_index, shard_writers
 from omnilead.data_tools.data_card import CARD, CROISSANT
+from omnilead.data_tools.dataset import COLUMNS as SCHEMA
 from omnilead.data_tools.dataset import CROP_BYTES, Dataset, fingerprint
 from omnilead.data_tools.errors import DatasetError
+from omnilead.data_tools.prepare import prepare_crop
+from omnilead.data_tools.record_index import RecordIndex
 from omnilead.data_tools.sources import open_sources
 from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.verify import MAX_FINDINGS, verify
@@ -397,6 +401,39 @@ def test_columns_that_differ_from_the_archive_are_named(key, archive, tmp_path):
         differs = f" at 0 s: the archive differs in {words}"
         assert found and all(line.endswith(differs) for line in found)
         edited(name, new, old)(copy)
+
+
+def test_records_are_found_even_if_their_hashes_are_equal(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(record_index, "member_hash", lambda source, name: 7)
+    columns = ["source", "record", "crc32c"]
+    schema = pa.schema([SCHEMA.field(name) for name in columns])
+    index = RecordIndex.write(tmp_path / "rows", schema, whole.parts(columns))
+    for row, expected in enumerate(whole.table(columns).to_pylist()):
+        assert index.find(expected["source"], expected["record"]) == [{**expected, "row": row}]
+    assert index.find("georgia", "E9") == []
+
+
+@pytest.mark.parametrize(("least", "found"), [(-32_767, 0), (-32_768, 1)])
+def test_a_sample_that_means_not_measured_is_found(least, found, tmp_path, monkeypatch):
+    """It is found in both formats, where all checksums are right: written by a bug."""
+
+    def prepare(record, part, out):
+        crop = prepare_crop(record, part, out)
+        out[3, 7] = least
+        return crop
+
+    monkeypatch.setattr(builder, "prepare_crop", prepare)
+    write_challenge(tmp_path / "archive/training/georgia/g1", "E1", ecg())
+    build(tmp_path / "archive", tmp_path / "out", format="both")
+    lines = findings(tmp_path / "out")
+    assert [line.split(":")[0] for line in lines] == [TAR, ZARR] * found
+    assert all(line.endswith("contains -32768, which is not allowed") for line in lines)
+
+
+def test_a_damaged_crop_does_not_hide_what_else_differs(small, copy):
+    flip(copy / TAR, 70_000)
+    found = findings(copy, fast=True, sources=open_sources(str(small)))
+    assert len(found) == 1 and "fails its crc32c" in found[0]
 
 
 def test_findings_that_are_not_listed_are_counted(copy):

@@ -28,6 +28,7 @@ from omnilead.data_tools import shard_writers
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset, DatasetError
 from omnilead.engine.data import reader as module
 from omnilead.engine.data.reader import CropReader, read_ahead
+from omnilead.engine.data.staging import Staging
 from tests.forks import started
 from tests.waiting import until
 
@@ -42,6 +43,20 @@ def test_reader_equals_dataset_read(dataset, source, threads):
         out, report = read(reader, rows)
         assert np.array_equal(out, crops_of(dataset, rows))
         assert report.row.tolist() == rows and report.skipped == ()
+
+
+@pytest.mark.parametrize("source", ["tar", "zarr", "cache"])
+def test_crops_that_arrive_in_parts_are_whole(twin, source, tmp_path, in_parts):
+    """Also in the local copy of a remote shard."""
+    staging = Staging({0: twin}, tmp_path / "cache", 10**8) if source == "cache" else None
+    with closing(CropReader([twin], source=None if staging else source, staging=staging)) as reader:
+        out, _ = read(reader, [3, 9, 8])
+        if staging:
+            staging.close()
+            copies = sorted(path.read_bytes() for path in (tmp_path / "cache").glob("*.tar"))
+            shards = (tar_path(twin, row)[0].read_bytes() for row in (3, 9))
+            assert copies == sorted(shards)
+    assert np.array_equal(out, crops_of(twin, [3, 9, 8]))
 
 
 def test_mixes_datasets_and_formats(dataset, small):
@@ -444,6 +459,7 @@ from contextlib import contextmanager
 import numpy as np
 from omnilead.data_tools.dataset import Dataset
 from omnilead.engine.data.reader import CropReader, read_ahead
+from omnilead.engine.data.staging import Staging
 class Request: dataset, row = np.zeros(2, int), np.array([1, 2])
 class Stuck:
     datasets, entered = {0: None}, threading.Event()
