@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools import cluster
 from omnilead.data_tools.build import row_of
+from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import (
     COLUMNS,
     CROP_BYTES,
