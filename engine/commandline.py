@@ -137,7 +137,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: has more than {MAX_YAML_BYTES:,} bytes: give a file of settings"
         )
-    tree = parse_yaml(content, str(path)) or {}
+    tree = parse_yaml(content, str(path))
+    if tree is None:  # an empty file
+        return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: settings must be a mapping, key: value")
     return tree

@@ -132,11 +132,6 @@ class _Source:
         self.staged = staged and source == "tar"
         self.names = [f"shards/{shard['name']}" for shard in dataset.shards]
         self.shard, self.offset, self.crc = dataset.addresses
-        if source == "tar" and not (self.shard.min() >= 0 and self.shard.max() < len(self.names)):
-            raise DatasetError(
-                f"{self.url}: samples.parquet names shards that dataset.json does not list: run "
-                "omnilead verify"
-            )
         self.checked = np.zeros(len(dataset), bool)
         self.chunks = dataset.chunks if source == "zarr" else None
 

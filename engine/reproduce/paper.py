@@ -72,7 +72,7 @@ class ReproductionScale:
             raise ConfigError(f"{path}: {unknown[0]}: no such stage: use {', '.join(STAGES)}")
         settings = {}
         for stage in STAGES:
-            section = tree.get(stage) or {}
+            section = {} if tree.get(stage) is None else tree[stage]
             if not isinstance(section, dict):
                 raise ConfigError(f"{path}: {stage}: {section!r}: write a table of keys and values")
             base: Settings = {}

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from omnilead.data_tools import shard_writers
 from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset, fingerprint
+from omnilead.data_tools.prepare import SPEC
 from omnilead.data_tools.shard_writers import TarWriter
 from omnilead.data_tools.storage import folder
 
@@ -45,6 +46,7 @@ def make_dataset(root, shards, crops=4, seed=0, zarr=False, distinct=None):
     samples = (root / "samples.parquet").read_bytes()
     meta = {
         "format_version": 1,
+        **{name: SPEC[name] for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples")},
         "crops": len(rows),
         "formats": ["tar", "zarr"] if zarr else ["tar"],
         "shards": entries,

@@ -225,6 +225,8 @@ def test_ctrl_c_before_a_job_runs_is_one_line(lab, monkeypatch, capsys):
 
 
 SCALES = {
+    "list": "pretrain: []",
+    "empty": "[]",
     "typo": "pretrain: {model: {widht: 3}}",
     "typo2": "identification: {train: {stps: 6}}",
     "both": "diagnosis: {train: {steps: 6, epochs: 2}}",
@@ -251,6 +253,8 @@ SCALES = {
         ("--scale {tmp}/typo2.yaml --tasks Id", "train.stps"),
         ("--scale {tmp}/both.yaml", "train.steps=6, train.epochs=2.0"),
         ("--scale {tmp}/three.yaml", "three.yaml: pretrain: 3"),
+        ("--scale {tmp}/list.yaml", "list.yaml: pretrain: []: write a table"),
+        ("--scale {tmp}/empty.yaml", "empty.yaml: settings must be a mapping"),
         ("--collect-only", "settings/data.json"),
         ("--out {used} --collect-only", "settings/data.json"),
     ],
