@@ -82,8 +82,9 @@ def end_of_build(root: Path, out: Path) -> Dataset:
     for part in parts:
         os.link(part, out / ".build" / part.name)
     names = [f"{part.stem}.tar" for part in parts]
+    seen = len(parts) * SHARD_CROPS  # at least as many as are used
     sources = [
-        {"name": name, "licence": "unknown", "seen": 0, "dropped_s": 0.0} for name in SOURCES
+        {"name": name, "licence": "unknown", "seen": seen, "dropped_s": 0.0} for name in SOURCES
     ]
     recipe = {"plan": "paper", "seed": 0, "pseudonyms": None} | PAPER_SOURCES.to_meta("paper")
     options = ShardOptions(str(out), quiet=True)

@@ -128,6 +128,7 @@ def test_the_re_creation_ends_with_masked_halves(dataset, tmp_path):
 MODULES = {"Hugging Face datasets": "datasets", "mosaicml-streaming": "streaming"}
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # webdataset leaves it open
 @pytest.mark.filterwarnings("default")  # of the libraries
 @pytest.mark.parametrize(
     "make, name",
