@@ -29,7 +29,13 @@ from omnilead.data_tools.record import Header, record_stem
 from omnilead.data_tools.record_tables import patients_of, read_patients
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import MAX_NAME
-from omnilead.data_tools.sources.base import Source, links_in, located, read_safely
+from omnilead.data_tools.sources.base import (
+    Source,
+    links_in,
+    located,
+    read_safely,
+    shown_patient,
+)
 from omnilead.data_tools.storage import prefetch
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
@@ -44,6 +50,7 @@ NUMBERS = np.dtype(
         ("dropped", "i4"),  # samples at 500 Hz that are in no crop
         ("fingerprint", "u8"),
         ("stamp", "u8"),
+        ("waveform", "u8"),  # equal for copies, as far as headers tell
     ]
 )
 
@@ -65,6 +72,7 @@ class ShardPlan:
     labels: pa.Array
     numbers: np.ndarray
     patients: pa.Array
+    known_patients: pa.Array  # that its archive names, as the dataset shows them; "": none
     tables: str  # a hash of the sources' tables
     first_crop: np.ndarray  # [records + 1] number of each record's first crop
     order: np.ndarray  # [crops] permutation
@@ -75,8 +83,12 @@ class ShardPlan:
     def shards(self) -> int:
         return -(-len(self.order) // SHARD_CROPS)
 
+    def crops_of(self, index: int) -> np.ndarray:
+        """The numbers of a shard's crops."""
+        return self.order[index * SHARD_CROPS : (index + 1) * SHARD_CROPS]
+
     def shard(self, index: int) -> PlannedShard:
-        crops = self.order[index * SHARD_CROPS : (index + 1) * SHARD_CROPS]
+        crops = self.crops_of(index)
         records = np.searchsorted(self.first_crop, crops, side="right") - 1
         parts = (crops - self.first_crop[records]).tolist()
         rows = pa.array(records)
@@ -112,6 +124,7 @@ class _Scan(NamedTuple):
     # Of the usable records, as in ShardPlan
     keys: list[str]
     labels: list[str]
+    patients: list[str]
     numbers: np.ndarray
     members: np.ndarray  # hashes of their names in a tar, where a-b/c and a/b-c are the same
     refused: list[tuple[str, Reject]]  # by key
@@ -141,7 +154,7 @@ class _Scanned:
     """The headers of all keys."""
 
     def __init__(self) -> None:
-        self.keys, self.labels = _Texts(), _Texts()
+        self.keys, self.labels, self.patients = _Texts(), _Texts(), _Texts()
         self.numbers, self.members = bytearray(), bytearray()
         self.refused: list[tuple[str, Reject]] = []
         self.seen: Counter[str] = Counter()
@@ -149,6 +162,7 @@ class _Scanned:
     def add(self, scan: _Scan) -> None:
         self.keys.add(scan.keys)
         self.labels.add(scan.labels)
+        self.patients.add(scan.patients)
         self.numbers += scan.numbers.tobytes()
         self.members += scan.members.tobytes()
         self.refused += scan.refused
@@ -174,6 +188,7 @@ def make_plan(
     if scanned is None:
         raise _no_records(sources)
     keys, labels = scanned.keys.column(), scanned.labels.column()
+    known_patients = scanned.patients.column()
     numbers = np.frombuffer(scanned.numbers, NUMBERS)
     again = _again(np.frombuffer(scanned.members, np.uint64), labels)
     numbers["crops"][again] = 0
@@ -191,6 +206,7 @@ def make_plan(
         labels,
         numbers,
         named,
+        known_patients,
         _tables(sources),
         first_crop,
         permutation(int(first_crop[-1]), seed),
@@ -296,6 +312,7 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
     number, archive, source, keys = task
     usable: list[str] = []
     labels: list[str] = []
+    patients: list[str] = []
     numbers: list[tuple[Any, ...]] = []
     refused: list[tuple[str, Reject]] = []
     seen: Counter[str] = Counter()
@@ -310,6 +327,7 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
                 numbers.append((archive, *_numbers(header)))
                 usable.append(key)
                 labels.append(f"{filed}/{name}")
+                patients.append(shown_patient(secret, filed, header.patient) or "")
                 seen[filed] += 1
                 continue
             except ReadError as refusal:
@@ -318,10 +336,10 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
         refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
     members = _hashes((label.split("/") for label in labels), secret)
     arrays = np.array(numbers, NUMBERS), members
-    return _Scan(number, usable, labels, *arrays, refused, seen)
+    return _Scan(number, usable, labels, patients, *arrays, refused, seen)
 
 
-def _numbers(header: Header) -> tuple[int, int, int, int]:
+def _numbers(header: Header) -> tuple[int, ...]:
     """The NUMBERS of a record besides its archive; a ReadError if it can have no place in a
     shard."""
     name, source = header.name, header.source
@@ -332,9 +350,11 @@ def _numbers(header: Header) -> tuple[int, int, int, int]:
         raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
     if (length := len(f"{source}-{name}-{crops - 1:03d}.json")) > MAX_NAME:
         raise ReadError("record name", f"{length} characters in a shard, {MAX_NAME} at most")
-    fingerprint = _hash(header.fingerprint + f"{header.samples} {header.fs_hz}".encode())
+    length_and_rate = f"{header.samples} {header.fs_hz}".encode()
+    fingerprint = _hash(header.fingerprint + length_and_rate)
+    same_waveform = _hash(header.waveform + length_and_rate) if header.waveform else fingerprint
     dropped = dropped_samples(header.samples, header.fs_hz)
-    return crops, dropped, fingerprint, _hash(header.stamp)
+    return crops, dropped, fingerprint, _hash(header.stamp), same_waveform
 
 
 def member_hash(source: str, name: str) -> int:
@@ -358,8 +378,9 @@ def _unknown(scan: _Scan, key: bytes | None, known: np.ndarray) -> _Scan:
     refused = list(compress(scan.refused, is_new(_hashes((one[1] for one in scan.refused), key))))
     labels = list(compress(scan.labels, new))
     seen = [label.partition("/")[0] for label in labels] + [one[1][0] for one in refused]
+    patients = list(compress(scan.patients, new))
     columns = (scan.numbers[new], scan.members[new], refused, Counter(seen))
-    return _Scan(scan.number, list(compress(scan.keys, new)), labels, *columns)
+    return _Scan(scan.number, list(compress(scan.keys, new)), labels, patients, *columns)
 
 
 def _hash(words: bytes) -> int:

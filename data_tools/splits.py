@@ -158,6 +158,18 @@ class Records:
             self.waveform[crops],
         )
 
+    def and_then(self, others: "Records") -> "Records":
+        """These, then others. A source may be in `source_names` twice."""
+        return Records(
+            np.append(self.source, others.source + len(self.source_names)),
+            self.source_names + others.source_names,
+            pa.concat_arrays([self.names, others.names]),
+            pa.concat_arrays([self.patients, others.patients]),
+            np.append(self.crop_record, others.crop_record + len(self.names)),
+            np.append(self.crop_start, others.crop_start),
+            np.append(self.waveform, others.waveform),
+        )
+
     def label(self, record: int) -> str:
         return f"{self.source_names[self.source[record]]}/{self.names[record]}"
 
@@ -191,7 +203,7 @@ def _equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order[same], order[same + 1]
 
 
-def _begins(ordered: np.ndarray) -> np.ndarray:
+def run_starts(ordered: np.ndarray) -> np.ndarray:
     """Where each run of equal values begins."""
     return np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
 
@@ -203,6 +215,20 @@ class CropRoles:
     pretrain: np.ndarray
     dx: np.ndarray
     identity: np.ndarray
+
+    def take(self, crops: np.ndarray | slice) -> "CropRoles":
+        return CropRoles(self.pretrain[crops], self.dx[crops], self.identity[crops])
+
+    def leave_out(self, crops: np.ndarray) -> None:
+        """Keep the crops of a mask out of pre-training and of training on identification."""
+        self.pretrain[crops] = False
+        trained = np.isin(self.identity, (TRAIN, VALID))
+        self.identity[crops & trained] = NONE
+
+    def differ(self, others: "CropRoles") -> np.ndarray:
+        """A mask of the crops whose roles are others."""
+        found: np.ndarray = self.pretrain != others.pretrain
+        return found | (self.dx != others.dx) | (self.identity != others.identity)
 
 
 def assign(
@@ -363,7 +389,7 @@ def _chances(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray
 
     draws = _uniforms(len(records.names), texts, f"roles {seed}", draws=3)
     order = np.lexsort((draws[:, 0], ~in_dx, records.group))
-    leaders = order[_begins(records.group[order])]
+    leaders = order[run_starts(records.group[order])]
     return draws[leaders, 1], draws[leaders, 2]
 
 
@@ -382,12 +408,12 @@ def _gallery_probe(
     order = np.lexsort((records.source[candidates], ranks, owner))
     candidates = candidates[order]
     first_crop = _first_crops(records, candidates)
-    begins = _begins(owner[order])
+    begins = run_starts(owner[order])
     sessions = np.diff(begins, append=len(candidates))
     first_session = np.repeat(begins, sessions)
     waveform = records.waveform[first_crop]
     later = np.flatnonzero(waveform != waveform[first_session])
-    probes = later[_begins(first_session[later])]
+    probes = later[run_starts(first_session[later])]
     galleries = first_session[probes]
     drawn = _tested_patients(records, candidates[begins], candidates[galleries], seed, sources)
     identity[first_crop[galleries[drawn]]] = GALLERY
@@ -404,7 +430,7 @@ def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
     crops = np.flatnonzero(place[records.crop_record] >= 0)
     theirs = place[records.crop_record[crops]]
     order = np.lexsort((records.crop_start[crops], theirs))
-    found: np.ndarray = crops[order[_begins(theirs[order])]]
+    found: np.ndarray = crops[order[run_starts(theirs[order])]]
     return found
 
 

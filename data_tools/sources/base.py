@@ -67,6 +67,7 @@ class Source(ABC):
             record.signal.shape[1],
             record.fs_hz,
             content,
+            patient=record.patient,
         )
 
     @staticmethod
