@@ -132,7 +132,8 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
     how = options.workers, options.cluster, options.quiet, options.patients
     plan = make_plan(sources, options.seed, *how, options.pseudonym_key, known)
     mark = key_mark(options.pseudonym_key)
-    marks = [plan.shard(i)[1:] for i in range(plan.shards)]
+    shards = plan.planned(range(plan.shards))
+    marks = [(shard.identity, shard.content) for shard in shards]
     recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
     recipe |= {"contents": [identity for identity, _ in marks], "pseudonyms": mark}
     recipe["base"] = None  # in the hash since version 1
@@ -234,8 +235,8 @@ def _build(
     finished = set(tqdm(checked, "checking finished shards", len(left), disable=quiet))
     missing = [i for i in range(len(contents)) if first + i not in finished]
     tasks = (
-        (first + i, plan.shard(i).crops, expected.take(plan.crops_of(i)), contents[i])
-        for i in missing
+        (first + i, shard.crops, expected.take(shard.numbers), contents[i])
+        for i, shard in zip(missing, plan.planned(missing), strict=True)
     )
     build = partial(build_shard, out, plan.sources, options)
     made = cluster.run(build, tasks, options.workers, options.cluster)

@@ -30,36 +30,51 @@ def expected_roles(
 ) -> splits.CropRoles:
     """Those of the plan's crops, by their numbers. `before`: the dataset that they are for."""
     if options.plan == "all":
-        none = np.zeros(len(plan.order), np.int8)
+        none = np.zeros(plan.crops, np.int8)
         return splits.CropRoles(np.ones(len(none), bool), none, none)
     records = _planned_records(plan, options.pseudonym_key)
     how = options.seed, options.role_sources
-    if before:
-        known, stand = _of_these_patients(before, records.patients)
-        if len(stand.dx):
-            roles, _ = splits.extended(known.and_then(records), stand, *how)
-            return roles.take(np.arange(len(stand.dx), len(roles.dx)))
-    return splits.assign(records, options.plan, *how)
+    theirs = _of_these_patients(before, records.patients) if before else None
+    if theirs is None:
+        return splits.assign(records, options.plan, *how)
+    stand = role_codes(theirs)
+    roles, _ = splits.extended(records_of(theirs.select).and_then(records), stand, *how)
+    return roles.take(slice(len(theirs), None))
 
 
 def _planned_records(plan: ShardPlan, key: bytes | None) -> splits.Records:
     used = plan.numbers["crops"] > 0
+    sources, names, patients = _texts(plan, used, key)
     crops = plan.numbers["crops"][used]
     crop_record = np.repeat(np.arange(len(crops), dtype=np.int32), crops)
-    place = np.arange(len(crop_record)) - plan.first_crop[:-1][used][crop_record]
-    waveform = _without_chance(plan.numbers["waveform"][used])[crop_record]
+    place = np.arange(len(crop_record)) - (np.cumsum(crops) - crops)[crop_record]
+    waveform = _only_copies(plan.numbers["waveform"][used])[crop_record]
     waveform += place.astype(np.uint64) * np.uint64(ODD)
-    sources = tuple(plan.seen)
-    codes, names, patients = [], [], []
+    return splits.Records(
+        sources,
+        tuple(plan.seen),
+        names,
+        patients,
+        crop_record,
+        place * (CROP / FS_HZ),
+        waveform,
+    )
+
+
+def _texts(
+    plan: ShardPlan, used: np.ndarray, key: bytes | None
+) -> tuple[np.ndarray, pa.Array, pa.Array]:
+    """The places of the sources in `seen`, the names and the patients of these records, as the dataset
+    shows them."""
+    seen = pa.array(plan.seen, pa.large_string())
+    sources, names, patients = [], [], []
     for part in splits.parts(len(used)):
         keep = pa.array(used[part])
-        labels, archives, tables = (
-            column[part].filter(keep)
-            for column in (plan.labels, plan.known_patients, plan.patients)
-        )
+        columns = plan.labels.column(), plan.known_patients.column(), plan.patients
+        labels, archives, tables = (column[part].filter(keep) for column in columns)
         label = pc.split_pattern(labels, "/", max_splits=1)
         source, name = pc.list_element(label, 0), pc.list_element(label, 1)
-        codes.append(pc.index_in(source, pa.array(sources, source.type)).to_numpy())
+        sources.append(pc.index_in(source, seen).to_numpy().astype(np.int16))
         if key:
             pairs = zip(source.to_pylist(), name.to_pylist(), strict=True)
             name = pa.array(pseudonym(key, "r", *pair) for pair in pairs)
@@ -68,15 +83,7 @@ def _planned_records(plan: ShardPlan, key: bytes | None) -> splits.Records:
             archives = _from_tables(source.to_pylist(), archives, tables, key)
         patient = pc.if_else(pc.equal(archives, ""), None, archives)
         patients.append(patient.cast(pa.string()))
-    return splits.Records(
-        np.concatenate(codes).astype(np.int16),
-        sources,
-        pa.chunked_array(names).combine_chunks(),
-        pa.chunked_array(patients).combine_chunks(),
-        crop_record,
-        place * (CROP / FS_HZ),
-        waveform,
-    )
+    return np.concatenate(sources), pa.concat_arrays(names), pa.concat_arrays(patients)
 
 
 def _from_tables(
@@ -87,23 +94,22 @@ def _from_tables(
     return pa.array(shown_patient(key, source, new) or old for source, old, new in triples)
 
 
-def _without_chance(marks: np.ndarray) -> np.ndarray:
-    """Marks of waveforms, with one of its own for each record that shares its with many."""
-    order = np.argsort(marks, kind="stable")
-    begins = splits.run_starts(marks[order])
-    alike = np.diff(begins, append=len(marks))
-    many = order[np.repeat(alike > COPIES, alike)]
+def _only_copies(marks: np.ndarray) -> np.ndarray:
+    """Marks of waveforms, with one of its own for each record that shares its with too many."""
+    ordered = np.sort(marks)
+    later = ordered[COPIES:]
+    common = np.unique(later[later == ordered[:-COPIES]])
+    many = np.flatnonzero(pc.is_in(pa.array(marks), pa.array(common)))
     marks[many] = many
     return marks
 
 
-def _of_these_patients(
-    before: Dataset, patients: pa.Array
-) -> tuple[splits.Records, splits.CropRoles]:
-    """The records of a dataset that have one of these patients, and the roles of their crops."""
-    theirs = pc.is_in(before.table(["patient"])["patient"], patients.unique().drop_null())
-
-    def read(columns: list[str]) -> pa.Table:
-        return before.table(columns).filter(theirs)
-
-    return records_of(read), role_codes(read(ROLES))
+def _of_these_patients(before: Dataset, patients: pa.Array) -> pa.Table | None:
+    """The rows of a dataset that have one of these patients, if there are any."""
+    people = patients.unique().drop_null()
+    theirs = pc.is_in(before.table(["patient"])["patient"], people)
+    if not pc.any(theirs).as_py():
+        return None
+    columns = ["source", "record", "patient", "start_s", "waveform", *ROLES]
+    # One by one, as each is large before it is filtered
+    return pa.table({name: before.table([name])[name].filter(theirs) for name in columns})

@@ -364,8 +364,9 @@ def _write_roles(
     if not tasks:
         return
     tell(
-        f"note: {len(tasks):,} of {len(shards):,} shards are written again, with other roles for "
-        f"{differ.sum():,} crops: records were refused, or are copies"
+        f"note: {len(tasks):,} of {len(shards):,} shards are written again: {differ.sum():,} crops have "
+        "other roles than the headers told (records were refused, are copies of others, or have "
+        "other patients)"
     )
     done = cluster.run(partial(write_roles, out), tasks, options.workers, options.cluster)
     sums = dict(tqdm(done, "roles", len(tasks), disable=options.quiet))

@@ -1,18 +1,21 @@
 """Plan which crop goes into which shard: a seeded permutation of all crops over shards of 1,024,
 made from headers only.
 
-The plan is held in columns, about a hundred bytes per record with its path, so that eleven million
-records fit into one machine's memory.
+The plan is held in columns, of which texts lie in temporary files, about a hundred bytes per record,
+so that eleven million records fit into one machine's memory.
 """
 
+import mmap
 import re
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b, sha256
 from itertools import compress, islice
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -36,7 +39,7 @@ from omnilead.data_tools.sources.base import (
     read_safely,
     shown_patient,
 )
-from omnilead.data_tools.storage import prefetch
+from omnilead.data_tools.storage import prefetch, write_errors
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 # archive, key, label, patient that a table names, crop of the record
@@ -57,10 +60,46 @@ NUMBERS = np.dtype(
 
 class PlannedShard(NamedTuple):
     crops: PlannedCrops
+    numbers: np.ndarray  # of the crops, counted record by record
     identity: (
         str  # shards with the same identity have the same bytes, wherever the archive is stored
     )
     content: str  # also changes if the archive's files are modified
+
+
+class Texts:
+    """A column of texts in temporary files, whose pages the system may forget: those of ten million
+    records would fill half of what planning may take."""
+
+    def __init__(self) -> None:
+        self.data = tempfile.TemporaryFile()  # noqa: SIM115
+        self.offsets = tempfile.TemporaryFile()  # noqa: SIM115
+        for file in (self.data, self.offsets):
+            weakref.finalize(self, file.close)
+        self.offsets.write(bytes(8))
+        self.count = self.size = 0
+
+    def add(self, texts: list[str]) -> None:
+        encoded = [text.encode() for text in texts]
+        ends = self.size + np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        with write_errors(tempfile.gettempdir(), "the plan"):
+            self.data.write(b"".join(encoded))
+            self.offsets.write(ends.tobytes())
+        self.count += len(texts)
+        self.size = int(ends[-1]) if texts else self.size
+
+    def column(self) -> pa.Array:
+        """Read from the files as it is used. What was read counts as memory while it is kept."""
+        offsets, data = self._mapped(self.offsets), self._mapped(self.data)
+        return pa.Array.from_buffers(pa.large_string(), self.count, [None, offsets, data])
+
+    @staticmethod
+    def _mapped(file: IO[bytes]) -> pa.Buffer:
+        with write_errors(tempfile.gettempdir(), "the plan"):
+            file.flush()
+        if not file.tell():
+            return pa.py_buffer(b"")
+        return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 @dataclass(frozen=True)
@@ -68,50 +107,60 @@ class ShardPlan:
     sources: tuple[Source, ...]
     # Of each usable record: its key in the archive, source/record, NUMBERS, and the patient that a
     # table names. A record whose name came before has no crops.
-    keys: pa.Array
-    labels: pa.Array
+    keys: Texts
+    labels: Texts
     numbers: np.ndarray
     patients: pa.Array
-    known_patients: pa.Array  # that its archive names, as the dataset shows them; "": none
+    known_patients: Texts  # that its archive names, as the dataset shows them; "": none
     tables: str  # a hash of the sources' tables
-    first_crop: np.ndarray  # [records + 1] number of each record's first crop
-    order: np.ndarray  # [crops] permutation
+    seed: int
     seen: dict[str, int]  # number of records by source
     rejects: list[Reject]
 
+    @cached_property
+    def crops(self) -> int:
+        return int(self.numbers["crops"].sum(dtype=np.int64))
+
     @property
     def shards(self) -> int:
-        return -(-len(self.order) // SHARD_CROPS)
+        return -(-self.crops // SHARD_CROPS)
 
-    def crops_of(self, index: int) -> np.ndarray:
-        """The numbers of a shard's crops."""
-        return self.order[index * SHARD_CROPS : (index + 1) * SHARD_CROPS]
+    def planned(self, shards: Iterable[int]) -> Iterator[PlannedShard]:
+        """These shards."""
+        columns = self.keys.column(), self.labels.column(), self.patients
+        order = permutation(self.crops, self.seed)
+        first_crop = np.cumsum(np.append(0, self.numbers["crops"]), dtype=np.int64)
+        for index in shards:
+            crops = order[index * SHARD_CROPS : (index + 1) * SHARD_CROPS]
+            records = np.searchsorted(first_crop, crops, side="right") - 1
+            yield self._planned(crops, records, crops - first_crop[records], columns)
 
-    def shard(self, index: int) -> PlannedShard:
-        crops = self.crops_of(index)
-        records = np.searchsorted(self.first_crop, crops, side="right") - 1
-        parts = (crops - self.first_crop[records]).tolist()
+    def _planned(
+        self,
+        crops: np.ndarray,
+        records: np.ndarray,
+        parts: np.ndarray,
+        columns: tuple[pa.Array, ...],
+    ) -> PlannedShard:
         rows = pa.array(records)
-        keys, labels, patients = (
-            column.take(rows).to_pylist() for column in (self.keys, self.labels, self.patients)
-        )
+        keys, labels, patients = (column.take(rows).to_pylist() for column in columns)
         numbers = self.numbers[records]
         fingerprints = numbers["fingerprint"].tolist()
         marks = (
             f"{a}#{b}:{c:016x}" if d is None else f"{a}#{b}:{c:016x} {d}"
-            for a, b, c, d in zip(labels, parts, fingerprints, patients, strict=True)
+            for a, b, c, d in zip(labels, parts.tolist(), fingerprints, patients, strict=True)
         )
         identity = sha256(
             "\n".join([f"{FORMAT_VERSION} {SPEC_HASH} {self.tables}", *marks]).encode()
         )
         content = sha256(identity.digest() + numbers["stamp"].tobytes())
         archives = numbers["archive"].tolist()
-        planned = list(zip(archives, keys, labels, patients, parts, strict=True))
-        return PlannedShard(planned, identity.hexdigest(), content.hexdigest())
+        planned = list(zip(archives, keys, labels, patients, parts.tolist(), strict=True))
+        return PlannedShard(planned, crops, identity.hexdigest(), content.hexdigest())
 
     def facts(self, source: str) -> tuple[str, float]:
         """Its licence, and the seconds of its records that are in no crop."""
-        is_from = np.asarray(pc.starts_with(self.labels, f"{source}/"))
+        is_from = np.asarray(pc.starts_with(self.labels.column(), f"{source}/"))
         records = self.numbers[is_from & (self.numbers["crops"] > 0)]
         archive = self.sources[records["archive"][0] if len(records) else 0]
         return archive.licence, round(int(records["dropped"].sum()) / FS_HZ, 3)
@@ -131,30 +180,11 @@ class _Scan(NamedTuple):
     seen: Counter[str]  # number of records by source, usable or not
 
 
-class _Texts:
-    """A column of texts in a buffer that grows: to join finished chunks, all are held twice."""
-
-    def __init__(self) -> None:
-        self.data, self.lengths = bytearray(), bytearray()
-
-    def add(self, texts: list[str]) -> None:
-        encoded = [text.encode() for text in texts]
-        self.data += b"".join(encoded)
-        self.lengths += np.array([len(text) for text in encoded], np.int32).tobytes()
-
-    def column(self) -> pa.Array:
-        lengths = np.frombuffer(self.lengths, np.int32)
-        offsets = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self.data)]
-        return pa.Array.from_buffers(pa.large_string(), len(lengths), buffers)
-
-
 class _Scanned:
     """The headers of all keys."""
 
     def __init__(self) -> None:
-        self.keys, self.labels, self.patients = _Texts(), _Texts(), _Texts()
+        self.keys, self.labels, self.patients = Texts(), Texts(), Texts()
         self.numbers, self.members = bytearray(), bytearray()
         self.refused: list[tuple[str, Reject]] = []
         self.seen: Counter[str] = Counter()
@@ -187,19 +217,16 @@ def make_plan(
     scanned = _read_headers(scans, key, known, quiet)
     if scanned is None:
         raise _no_records(sources)
-    keys, labels = scanned.keys.column(), scanned.labels.column()
-    known_patients = scanned.patients.column()
+    keys, labels, known_patients = scanned.keys, scanned.labels, scanned.patients
     numbers = np.frombuffer(scanned.numbers, NUMBERS)
-    again = _again(np.frombuffer(scanned.members, np.uint64), labels)
+    again = _again(np.frombuffer(scanned.members, np.uint64), labels.column())
     numbers["crops"][again] = 0
-    refused = [*scanned.refused, *_read_already(keys, labels, again)]
+    refused = [*scanned.refused, *_read_already(keys.column(), labels.column(), again)]
     seen = dict(sorted(scanned.seen.items()))
     del scanned  # 16 bytes per record that are not needed further
-    named: pa.Array = pa.nulls(len(labels))
-    if patients and people and len(labels):
-        named = _named(patients, people, labels, again)
-    first_crop = np.zeros(len(labels) + 1, np.int64)
-    np.cumsum(numbers["crops"], out=first_crop[1:])
+    named: pa.Array = pa.nulls(labels.count)
+    if patients and people and labels.count:
+        named = _named(patients, people, labels.column(), again)
     return ShardPlan(
         sources,
         keys,
@@ -208,10 +235,9 @@ def make_plan(
         named,
         known_patients,
         _tables(sources),
-        first_crop,
-        permutation(int(first_crop[-1]), seed),
+        seed,
         seen,
-        _with_unique_names(refused, labels, again),
+        _with_unique_names(refused, labels.column(), again),
     )
 
 

@@ -203,7 +203,7 @@ def _equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order[same], order[same + 1]
 
 
-def run_starts(ordered: np.ndarray) -> np.ndarray:
+def _begins(ordered: np.ndarray) -> np.ndarray:
     """Where each run of equal values begins."""
     return np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
 
@@ -241,15 +241,14 @@ def assign(
         return _assign_by_crop(records, seed, sources)
     group = records.group
     in_dx = records.is_from(*sources.dx)
-    chance_dx, chance_id = _chances(records, seed, in_dx)
-    group_dx = _train_valid_test(chance_dx)
+    group_dx, group_identity = _drawn_roles(records, seed, in_dx)
     identity, tested = _gallery_probe(records, seed, sources)
     kept_out = np.bincount(group, weights=tested) > 0  # groups that must stay out of all training
     kept_out |= (np.bincount(group, weights=in_dx) > 0) & (group_dx != TRAIN)
     crop_group = group[records.crop_record]
     pretrain = ~kept_out[crop_group] & _pretrains(records, sources)[records.crop_record]
     dx = np.where(in_dx[records.crop_record], group_dx[crop_group], NONE)
-    identity[pretrain] = np.where(chance_id < 0.8, TRAIN, VALID)[crop_group[pretrain]]
+    identity[pretrain] = group_identity[crop_group[pretrain]]
     return CropRoles(pretrain, dx.astype(np.int8), identity)
 
 
@@ -367,19 +366,18 @@ def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
     return bits.astype(np.float64) * 2.0**-53
 
 
-def _uniforms(
-    count: int, texts: Callable[[slice], Iterable[str]], key: str, draws: int = 1
-) -> np.ndarray:
-    """keyed_uniform of so many texts, a part at a time."""
-    found = np.empty((count, draws))
+def _uniforms(count: int, texts: Callable[[slice], Iterable[str]], key: str) -> np.ndarray:
+    """One draw of keyed_uniform for each of so many texts, a part at a time."""
+    found = np.empty(count)
     for part in parts(count):
-        found[part] = keyed_uniform(texts(part), key, draws)
+        found[part] = keyed_uniform(texts(part), key)[:, 0]
     return found
 
 
-def _chances(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two draws per group, taken from its leader. The leader is a diagnosis record if there is
-    one, so that duplicates from other sources do not change the draws."""
+def _drawn_roles(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The roles of each group in diagnosis and in training on identification: those that are drawn for
+    its leader. The leader is a diagnosis record if there is one, so that duplicates from other
+    sources do not change the draws."""
     names = [patient_source(name) for name in records.source_names]
 
     def texts(part: slice) -> Iterator[str]:
@@ -387,10 +385,17 @@ def _chances(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray
         for source, owner in zip(records.source[part], owners, strict=True):
             yield f"{names[source]}/{owner}"
 
-    draws = _uniforms(len(records.names), texts, f"roles {seed}", draws=3)
-    order = np.lexsort((draws[:, 0], ~in_dx, records.group))
-    leaders = order[run_starts(records.group[order])]
-    return draws[leaders, 1], draws[leaders, 2]
+    count = len(records.names)
+    rank = np.empty(count)
+    dx, identity = np.empty(count, np.int8), np.empty(count, np.int8)
+    for part in parts(count):
+        draws = keyed_uniform(texts(part), f"roles {seed}", draws=3)
+        rank[part] = draws[:, 0]
+        dx[part] = _train_valid_test(draws[:, 1])
+        identity[part] = np.where(draws[:, 2] < 0.8, TRAIN, VALID)
+    order = np.lexsort((rank, ~in_dx, records.group))
+    leaders = order[_begins(records.group[order])]
+    return dx[leaders], identity[leaders]
 
 
 def _gallery_probe(
@@ -403,17 +408,17 @@ def _gallery_probe(
     tested = np.zeros(len(records.names), bool)
     candidates = np.flatnonzero(records.is_from(*sources.id) & (records.owner >= 0))
     names = records.names.take(pa.array(candidates))
-    ranks = _uniforms(len(names), lambda part: names[part].to_pylist(), f"session {seed}")[:, 0]
+    ranks = _uniforms(len(names), lambda part: names[part].to_pylist(), f"session {seed}")
     owner = records.owner[candidates]
     order = np.lexsort((records.source[candidates], ranks, owner))
     candidates = candidates[order]
     first_crop = _first_crops(records, candidates)
-    begins = run_starts(owner[order])
+    begins = _begins(owner[order])
     sessions = np.diff(begins, append=len(candidates))
     first_session = np.repeat(begins, sessions)
     waveform = records.waveform[first_crop]
     later = np.flatnonzero(waveform != waveform[first_session])
-    probes = later[run_starts(first_session[later])]
+    probes = later[_begins(first_session[later])]
     galleries = first_session[probes]
     drawn = _tested_patients(records, candidates[begins], candidates[galleries], seed, sources)
     identity[first_crop[galleries[drawn]]] = GALLERY
@@ -430,7 +435,7 @@ def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
     crops = np.flatnonzero(place[records.crop_record] >= 0)
     theirs = place[records.crop_record[crops]]
     order = np.lexsort((records.crop_start[crops], theirs))
-    found: np.ndarray = crops[order[run_starts(theirs[order])]]
+    found: np.ndarray = crops[order[_begins(theirs[order])]]
     return found
 
 
@@ -452,7 +457,7 @@ def _tested_patients(
         for source, patient in zip(source_of[part], patients[part].to_pylist(), strict=True):
             yield f"{patient_source(records.source_names[source])}/{patient}"
 
-    chances = _uniforms(len(twice), texts, f"gallery {seed}")[:, 0]
+    chances = _uniforms(len(twice), texts, f"gallery {seed}")
     kinds = len(records.source_names)
     most = sources.id_share * np.bincount(of_record[each], minlength=kinds)
     drawn: np.ndarray = np.ones(len(twice), bool)
@@ -478,14 +483,12 @@ def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRo
             yield f"{label}/{start:g}"
 
     every = np.arange(len(records.names))
-    chance = _uniforms(len(records.crop_record), crops, f"roles {seed}")[:, 0]
+    chance = _uniforms(len(records.crop_record), crops, f"roles {seed}")
     dx = np.where(
         records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE
     ).astype(np.int8)
     identity, _ = _gallery_probe(records, seed, sources)
-    record_chance = _uniforms(len(every), lambda part: labels(every[part]), f"identity {seed}")[
-        :, 0
-    ]
+    record_chance = _uniforms(len(every), lambda part: labels(every[part]), f"identity {seed}")
     pretrains = _pretrains(records, sources)
     trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(
         np.int8

@@ -406,7 +406,9 @@ def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) 
     """The patients that a table names, by source/record."""
     plan = make_plan(sources, 0, workers, quiet=quiet, patients=url)
     known = plan.patients.is_valid()
-    labels, patients = (one.filter(known).to_pylist() for one in (plan.labels, plan.patients))
+    labels, patients = (
+        one.filter(known).to_pylist() for one in (plan.labels.column(), plan.patients)
+    )
     return dict(zip(labels, patients, strict=True))
 
 

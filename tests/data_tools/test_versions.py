@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from handmade import as_minor_0, build, ecg, files, flip
+from handmade import as_minor_0, build, ecg, expect_wrong_roles, files, flip
 
 from omnilead.data_tools import plan
 from omnilead.data_tools.build import ShardOptions, shard
@@ -660,4 +660,5 @@ def storm(more, old, file, root):
 
 if __name__ == "__main__":
     plan.SHARD_CROPS = 4
+    expect_wrong_roles(0)
     print(json.dumps(storm(*map(Path, sys.argv[1:]))))
