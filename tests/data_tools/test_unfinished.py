@@ -73,6 +73,16 @@ def test_flipped_bits_are_repaired(small, unfinished, tmp_path):
         shutil.rmtree(out)
 
 
+def test_a_flipped_bit_of_a_role_is_repaired(small, unfinished, tmp_path):
+    """Roles are not in the checksum of a shard that gets other ones."""
+    out = tmp_path / "out"
+    shutil.copytree(unfinished[1], out)
+    tar = out / "shards/00001.tar"
+    flip(tar, tar.read_bytes().index(b'"dx_role"') + 1)
+    build(small, out, format="both")
+    assert files(out) == files(unfinished[0])
+
+
 @pytest.mark.parametrize("roles", [RoleSources(), RoleSources(pretrain=("all",), id_share=1.0)])
 @pytest.mark.parametrize("written", [0, 1, 5, 9])
 def test_a_build_killed_among_its_roles_is_finished(written, roles, small, tmp_path, monkeypatch):
