@@ -25,6 +25,7 @@ from benchmarks.measure import Cases
 from omnilead.data_tools import removal
 from omnilead.data_tools.build import shard
 from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
+from omnilead.data_tools.expected_roles import expected_roles
 from omnilead.data_tools.finishing import (
     PlanFacts,
     ShardOptions,
@@ -32,6 +33,7 @@ from omnilead.data_tools.finishing import (
     assign_roles,
     finish,
     records_of,
+    replaced,
 )
 from omnilead.data_tools.plan import make_plan
 from omnilead.data_tools.prepare import IMPLAUSIBLE
@@ -48,6 +50,7 @@ SOURCES = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
 PREFIXES = tuple(SOURCES.items())
 DIAGNOSES = ("426783006",), ("164889003", "59118001")
 ZEROS = google_crc32c.value(bytes(CROP_BYTES))
+FOR_ROLES = ["source", "record", "patient", "start_s", "waveform", "flags"]
 Job = Iterator[float]  # 0 once it is ready, then 1 after each time
 
 
@@ -55,8 +58,9 @@ def make(root: Path, crops: int) -> Dataset:
     (root / "shards").mkdir(parents=True)
     (root / "parts").mkdir()
     names = [shard_name(number) for number in range(-(-crops // SHARD_CROPS))]
-    for number, name in enumerate(names):
-        rows = np.arange(number * SHARD_CROPS, min((number + 1) * SHARD_CROPS, crops))
+    every = np.split(np.arange(crops), np.arange(SHARD_CROPS, crops, SHARD_CROPS))
+    roles = roles_of(pa.concat_tables(table(rows).select(FOR_ROLES) for rows in every))
+    for number, (name, rows) in enumerate(zip(names, every, strict=True)):
         size = len(rows) * MEMBERS + 1024
         with open(root / "shards" / name, "wb") as file:
             writer = TarWriter(file)
@@ -69,10 +73,16 @@ def make(root: Path, crops: int) -> Dataset:
         digest = writer.sha256.hexdigest()
         facts = {"name": name, "crops": len(rows), "bytes": size, "sha256": digest}
         facts |= {"rejects": []}
-        part = as_parquet(table(rows).replace_schema_metadata({"omnilead": json.dumps(facts)}))
+        whole = replaced(table(rows), roles.slice(rows[0], len(rows)))
+        part = as_parquet(whole.replace_schema_metadata({"omnilead": json.dumps(facts)}))
         place = root / "parts" / Path(part_name(name)).name
         place.write_bytes(part + hashlib.sha256(part).digest())
     return end_of_build(root, root)
+
+
+def roles_of(rows: pa.Table) -> pa.Table:
+    doubtful = flagged(rows, [IMPLAUSIBLE])
+    return assign_roles(records_of(rows.select), doubtful, "paper", 0)
 
 
 def end_of_build(root: Path, out: Path) -> Dataset:
@@ -153,13 +163,13 @@ class Headers(Source):
         header = self.header(key)
         row = int(header.name.strip("AEHJRS"))
         signal = np.random.default_rng(row).integers(-1000, 1000, (12, 5000), np.int16)
-        patient = patient_of(header.source, row)
-        how = {"source": header.source, "patient": patient}
+        how = {"source": header.source, "patient": header.patient}
         return EcgRecord(header.name, signal, 500.0, LEADS, "uV", **how)
 
     def header(self, key: str) -> Header:
         _, source, _, name = key.split("/")
-        return Header(name, source, 5000, 500.0, key.encode(), key.encode())
+        patient = patient_of(source, int(name.strip("AEHJRS")))
+        return Header(name, source, 5000, 500.0, key.encode(), key.encode(), patient)
 
 
 def jobs(dataset: Dataset) -> Cases:
@@ -233,8 +243,9 @@ def plan(records: int) -> Job:
     yield 0
     while True:
         made = make_plan([Headers(range(records))], seed=0)
-        for number in range(made.shards):
-            made.shard(number)
+        for _ in made.planned(range(made.shards)):
+            pass
+        expected_roles(made, ShardOptions("nowhere"), None)
         del made
         yield 1
 

@@ -7,9 +7,10 @@ its rows of samples.parquet, its rejects, a hash of its content, and the part's 
 builds the others again. A run may be killed at any moment, any number of times, and still ends with
 the same bytes.
 
-Roles depend on all records, so until the end the JSON of a crop says that it has none, and nobody
-trains on it by mistake. Then they are written in their place, of fixed width. The part has a crc32c
-of everything else, so a shard is valid whichever roles it has, and writing them again changes nothing.
+Roles depend on all records, so a shard is written with those that its crops are expected to have. At
+the end others are written in their place, of fixed width, where it turned out otherwise. The part has
+a crc32c of everything else for that: once its sha256 is gone, the shard is valid whichever roles it
+has, and writing them again changes nothing.
 """
 
 import hashlib
@@ -40,9 +41,10 @@ from omnilead.data_tools.dataset import (
     waveform,
 )
 from omnilead.data_tools.errors import DataError, DatasetError, ReadError, StorageError
+from omnilead.data_tools.expected_roles import expected_roles
 from omnilead.data_tools.finishing import (
+    ROLES,
     PlanFacts,
-    as_parquet,
     check_patients,
     finish,
     hidden,
@@ -52,6 +54,7 @@ from omnilead.data_tools.finishing import (
     rejects_of,
     settle,
     whole_tar,
+    write_part,
 )
 from omnilead.data_tools.finishing import (
     ShardOptions as ShardOptions,
@@ -73,13 +76,8 @@ from omnilead.data_tools.shard_writers import (
     roles_text,
     shard_name,
 )
-from omnilead.data_tools.sources.base import (
-    Source,
-    located,
-    read_safely,
-    shown_patient,
-)
-from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
+from omnilead.data_tools.sources.base import Source, located, read_safely, shown_patient
+from omnilead.data_tools.splits import PAPER_SOURCES, ROLE_NAMES, CropRoles, RoleSources
 from omnilead.data_tools.storage import (
     Folder,
     dataset_folder,
@@ -134,7 +132,8 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
     how = options.workers, options.cluster, options.quiet, options.patients
     plan = make_plan(sources, options.seed, *how, options.pseudonym_key, known)
     mark = key_mark(options.pseudonym_key)
-    marks = [plan.shard(i)[1:] for i in range(plan.shards)]
+    shards = plan.planned(range(plan.shards))
+    marks = [(shard.identity, shard.content) for shard in shards]
     recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
     recipe |= {"contents": [identity for identity, _ in marks], "pseudonyms": mark}
     recipe["base"] = None  # in the hash since version 1
@@ -147,9 +146,10 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
         return nothing_to_add(out, hidden(plan.rejects, options), None)
     first = next_number(before) if before else 0
     contents = [content + (mark or "") for _, content in marks]
-    _build(plan, contents, out, options, first, before)
+    expected = expected_roles(plan, options, before)
+    _build(plan, expected, contents, out, options, first, before)
     planned = PlanFacts.of(plan, first, before)
-    del plan  # a gigabyte of ten million records
+    del plan, expected  # a gigabyte of ten million records
     return finish(planned, out, recipe, options, before)
 
 
@@ -202,6 +202,7 @@ def _changed(finished: Dataset, recipe: dict[str, Any]) -> str:
 
 def _build(
     plan: ShardPlan,
+    expected: CropRoles,
     contents: list[str],
     out: Folder,
     options: ShardOptions,
@@ -211,11 +212,8 @@ def _build(
     """Build the missing ones of so many shards. `first`: the number of the first; `before`: the dataset
     that they are for, if it has others."""
     if before and len(contents) > 1:  # what is refused then should not cost hours
-        _build(plan, contents[:1], out, options, first)
+        _build(plan, expected, contents[:1], out, options, first)
         check_patients(out, PlanFacts([shard_name(first)], [], []), before, SAMPLE)
-    if options.plan == "all":  # they have their roles at once
-        roles = f" all {' '.join(options.role_sources.leave_out)}"
-        contents = [content + roles for content in contents]
     written = set(out.names(".build"))  # by an interrupted run
     left = []
     for number, content in enumerate(contents, first):
@@ -225,7 +223,10 @@ def _build(
     quiet = options.quiet or not left
     finished = set(tqdm(checked, "checking finished shards", len(left), disable=quiet))
     missing = [i for i in range(len(contents)) if first + i not in finished]
-    tasks = ((first + i, plan.shard(i).crops, contents[i]) for i in missing)
+    tasks = (
+        (first + i, shard.crops, expected.take(shard.numbers), contents[i])
+        for i, shard in zip(missing, plan.planned(missing), strict=True)
+    )
     build = partial(build_shard, out, plan.sources, options)
     made = cluster.run(build, tasks, options.workers, options.cluster)
     done = len(contents) - len(missing)
@@ -262,12 +263,12 @@ def build_shard(
     out: Folder,
     sources: tuple[Source, ...],
     options: ShardOptions,
-    task: tuple[int, PlannedCrops, str],
+    task: tuple[int, PlannedCrops, CropRoles, str],
 ) -> None:
     """Read, prepare and write the crops of one shard, then publish its tar, index and part, in this
     order."""
     keep_freed_memory()
-    number, crops, content = task
+    number, crops, roles, content = task
     name = shard_name(number)
     temporary = out.workdir() / "tmp" / f"{name}.{os.getpid()}.{threading.get_ident()}"
     try:
@@ -276,8 +277,8 @@ def build_shard(
             open(temporary, "wb", buffering=1 << 20) as file,
         ):
             writer = _ShardWriter(TarWriter(file), options)
-            for path, label, part, record in _records(sources, crops):
-                writer.add(path, label, part, record)
+            for place, (path, label, part, record) in enumerate(_records(sources, crops)):
+                writer.add(path, label, part, record, roles.take(slice(place, place + 1)))
             index = writer.tar.close().encode()
         out.publish(temporary, f"shards/{name}")
     finally:
@@ -289,12 +290,14 @@ def build_shard(
         "bytes": writer.tar.size,
         "crc32c": writer.tar.crc32c,
         "roles_at": writer.tar.roles_at,
-        "sha256": None if writer.tar.roles_at else writer.tar.sha256.hexdigest(),
+        "sha256": writer.tar.sha256.hexdigest(),
         "index": hashlib.sha256(index).hexdigest(),
         "rejects": writer.rejects,
     }
     out.write(index_name(name), index)
-    out.write(part_name(name), _part(number, writer.rows, facts))
+    for row in writer.rows:
+        row["shard"] = number
+    write_part(out, pa.Table.from_pylist(writer.rows, COLUMNS), facts)
 
 
 class _ShardWriter:
@@ -304,14 +307,16 @@ class _ShardWriter:
         self.tar = tar
         self.options = options
         self.key = options.pseudonym_key
-        self.all_pretrain = options.plan == "all"
         self.leave_out = set(options.role_sources.leave_out)
         self.rows: list[dict[str, Any]] = []
         self.rejects: list[Reject] = []
         self.samples = np.empty(CROP_SHAPE, "<i2")
 
-    def add(self, path: str, label: str, part: int, record: EcgRecord | ReadError) -> None:
-        """Add crop number `part` of a record. `label`: its source/name."""
+    def add(
+        self, path: str, label: str, part: int, record: EcgRecord | ReadError, roles: CropRoles
+    ) -> None:
+        """Add crop number `part` of a record. `label`: its source/name; `roles`: the crop's, if it has
+        no flag that leaves it out."""
         source, _, plain = label.partition("/")
         name = pseudonym(self.key, "r", source, plain)
         notes: list[tuple[str, str]] = []
@@ -339,26 +344,22 @@ class _ShardWriter:
         member = f"{source}-{name}-{part:03d}"
         row["crc32c"] = crc
         row["waveform"] = hashed
-        row["offset"] = self.tar.add(member, self.samples.data.cast("B"), *self._text(facts))
-        self.rows.append(row)
-
-    def _text(self, facts: dict[str, Any]) -> tuple[bytes, bytes]:
-        """A crop's JSON up to its roles, and these if they are written later."""
         facts["label_names"] = label_names(facts["labels"])
         text = json.dumps(facts).removesuffix("}").encode() + b", "
-        if not self.all_pretrain:
-            return text, roles_text(False, None, None)
-        kinds = {flag.partition(":")[0] for flag in facts["flags"]}
-        return text + roles_text(not kinds & self.leave_out, None, None), b""
+        named = self._named(roles, row["flags"])
+        ecg = self.samples.data.cast("B")
+        row["offset"] = self.tar.add(member, ecg, text, roles_text(*named.values()))
+        self.rows.append(row | named)
 
-
-def _part(number: int, rows: list[dict[str, Any]], facts: dict[str, Any]) -> bytes:
-    schema = COLUMNS.with_metadata({"omnilead": json.dumps(facts)})
-    for row in rows:
-        row["shard"] = number
-        row["pretrain"] = False  # roles are assigned once all records are known
-    data = as_parquet(pa.Table.from_pylist(rows, schema))
-    return data + hashlib.sha256(data).digest()
+    def _named(self, roles: CropRoles, flags: tuple[str, ...]) -> dict[str, Any]:
+        """The roles of one crop as in its row."""
+        kinds = {flag.partition(":")[0] for flag in flags}
+        if kinds & self.leave_out:
+            roles = roles.take(np.array([0]))  # a copy
+            roles.leave_out(np.array([True]))
+        dx, identity = ROLE_NAMES[roles.dx[0]], ROLE_NAMES[roles.identity[0]]
+        names = bool(roles.pretrain[0]), dx or None, identity or None
+        return dict(zip(ROLES, names, strict=True))
 
 
 def row_of(

@@ -119,6 +119,10 @@ def read_part(out: Folder, name: str) -> pa.Table:
 def whole_tar(out: Folder, facts: dict[str, Any]) -> memoryview:
     """The tar as it was written, whichever roles it has by now; else a ReadError."""
     tar = out.view(f"shards/{facts['name']}", facts["bytes"])
+    if facts["sha256"]:  # nobody has begun to write other roles
+        if hashlib.sha256(tar).hexdigest() != facts["sha256"]:
+            raise ReadError("fails its sha256")
+        return tar
     crc = begin = 0
     for start in facts["roles_at"]:
         crc = extended(crc, tar[begin:start])
@@ -126,6 +130,11 @@ def whole_tar(out: Folder, facts: dict[str, Any]) -> memoryview:
     if extended(crc, tar[begin:]) != facts["crc32c"]:
         raise ReadError("fails its crc32c")
     return tar
+
+
+def write_part(out: Folder, table: pa.Table, facts: dict[str, Any]) -> None:
+    data = as_parquet(table.replace_schema_metadata({"omnilead": json.dumps(facts)}))
+    out.write(part_name(facts["name"]), data + hashlib.sha256(data).digest())
 
 
 def as_parquet(table: pa.Table) -> bytes:
@@ -180,7 +189,7 @@ def finish(
     """Reads the parts several times: all rows at once would take gigabytes. `before`: a dataset that
     is extended; its rows, roles and shards stay, in front of the new ones."""
     leave_out = options.role_sources.leave_out
-    shards, rejects, doubtful, numbers = _shard_facts(out, planned, leave_out)
+    shards, rejects, doubtful, written, numbers = _shard_facts(out, planned, leave_out)
     rejects += hidden(planned.rejects, options)
     if not len(doubtful):
         if not before or not (news := _new_refusals(rejects, before)):
@@ -203,7 +212,7 @@ def finish(
     new = roles.slice(count)
     del records
     if options.format != "zarr":
-        _write_roles(out, shards, new, options)
+        _write_roles(out, shards, new, written, options)
     if options.format != "tar":
         _write_zarr(out, planned, shards, options)
     if options.format == "zarr":
@@ -363,20 +372,24 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, An
 
 def _shard_facts(
     out: Folder, planned: PlanFacts, leave_out: tuple[str, ...]
-) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, pa.Table]:
-    """For dataset.json and rejects.csv; a mask of the crops with a flag of `leave_out`; and the columns
-    that are small enough to keep."""
+) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, splits.CropRoles, pa.Table]:
+    """For dataset.json and rejects.csv; a mask of the crops with a flag of `leave_out`; the roles that
+    they were written with; and the columns that are small enough to keep."""
     shards = []
     rejects: list[Reject] = []
     doubtful = [np.zeros(0, bool)]
+    written: list[tuple[np.ndarray, ...]]
+    written = [(np.zeros(0, bool), np.zeros(0, np.int8), np.zeros(0, np.int8))]
     numbers = [COLUMNS.empty_table().select(["start_s", "waveform"])]
     for part in _parts(out, planned):
         facts = json.loads(part.schema.metadata[b"omnilead"])
         shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
         rejects += [tuple(reject) for reject in facts["rejects"]]
         doubtful.append(flagged(part, leave_out))
+        written.append(tuple(vars(role_codes(part)).values()))
         numbers.append(part.select(["start_s", "waveform"]).replace_schema_metadata())
-    return shards, rejects, np.concatenate(doubtful), pa.concat_tables(numbers)
+    roles = splits.CropRoles(*map(np.concatenate, zip(*written, strict=True)))
+    return shards, rejects, np.concatenate(doubtful), roles, pa.concat_tables(numbers)
 
 
 def _write_zarr(
@@ -388,18 +401,30 @@ def _write_zarr(
 
 
 def _write_roles(
-    out: Folder, shards: list[dict[str, Any]], roles: pa.Table, options: ShardOptions
+    out: Folder,
+    shards: list[dict[str, Any]],
+    roles: pa.Table,
+    written: splits.CropRoles,
+    options: ShardOptions,
 ) -> None:
-    """Write the roles into the shards that were built without, which gives them their sha256."""
+    """Write the roles into the shards that have others, which gives them another sha256. `written`:
+    those that were written; a shard without sha256 has got some of others, by a killed run."""
+    differ = role_codes(roles).differ(written)
     begins = np.cumsum([0, *(shard["crops"] for shard in shards)]).tolist()
-    tasks = (
-        (shard["name"], roles.slice(begin, shard["crops"]).to_pylist())
-        for begin, shard in zip(begins, shards, strict=False)
-        if shard["sha256"] is None
+    tasks = []
+    for begin, shard in zip(begins, shards, strict=False):
+        crops = slice(begin, begin + shard["crops"])
+        if shard["sha256"] is None or differ[crops].any():
+            tasks.append((shard["name"], roles[crops].to_pylist()))
+    if not tasks:
+        return
+    tell(
+        f"note: {len(tasks):,} of {len(shards):,} shards are written again: {differ.sum():,} crops have "
+        "other roles than the headers told (records were refused, are copies of others, or have "
+        "other patients)"
     )
     done = cluster.run(partial(write_roles, out), tasks, options.workers, options.cluster)
-    quiet = options.quiet or options.plan == "all"
-    sums = dict(tqdm(done, "roles", len(shards), disable=quiet))
+    sums = dict(tqdm(done, "roles", len(tasks), disable=options.quiet))
     for shard in shards:
         shard["sha256"] = sums.get(shard["name"], shard["sha256"])
 
@@ -408,8 +433,11 @@ def write_roles(out: Folder, task: tuple[str, list[dict[str, Any]]]) -> tuple[st
     """Write the roles of a shard's crops into its JSON. -> its name and its sha256."""
     name, rows = task
     try:
-        facts = json.loads(read_part(out, name).schema.metadata[b"omnilead"])
+        part = read_part(out, name)
+        facts = json.loads(part.schema.metadata[b"omnilead"])
         tar = whole_tar(out, facts)
+        if facts["sha256"]:  # which is wrong as soon as this begins
+            write_part(out, part, facts | {"sha256": None})
     except ReadError as error:
         out.remove(part_name(name))
         raise DatasetError(
@@ -659,20 +687,23 @@ def assign_roles(
     if old is None or plan == "all":
         roles = splits.assign(records, plan, seed, sources)
     else:
-        codes = [pc.index_in(old[name], _NAMED).to_numpy().astype(np.int8) for name in ROLES[1:]]
-        stand = splits.CropRoles(old["pretrain"].to_numpy(), *codes)
-        roles, torn = splits.extended(records, stand, seed, sources)
+        roles, torn = splits.extended(records, role_codes(old), seed, sources)
         if torn:
             tell(
                 f"note: {torn:,} appended records link records whose roles exclude each other: these "
                 "have no role"
             )
-    roles.pretrain[doubtful] = False
-    roles.identity[doubtful & np.isin(roles.identity, (splits.TRAIN, splits.VALID))] = splits.NONE
+    roles.leave_out(doubtful)
     if old is None and plan != "paper-split" and (found := splits.leaks(records, roles)):
         raise DatasetError(f"leakage between roles: {found[0]}")
     named = _NAMED.take(pa.array(roles.dx)), _NAMED.take(pa.array(roles.identity))
     return pa.table([roles.pretrain, *named], ROLES)
+
+
+def role_codes(table: pa.Table) -> splits.CropRoles:
+    """The columns of `assign_roles` as numbers."""
+    codes = [pc.index_in(table[name], _NAMED).to_numpy().astype(np.int8) for name in ROLES[1:]]
+    return splits.CropRoles(table["pretrain"].to_numpy(), *codes)
 
 
 def value_counts(column: pa.ChunkedArray) -> dict[str, int]:

@@ -1,18 +1,21 @@
 """Plan which crop goes into which shard: a seeded permutation of all crops over shards of 1,024,
 made from headers only.
 
-The plan is held in columns, about a hundred bytes per record with its path, so that eleven million
-records fit into one machine's memory.
+The plan is held in columns, of which texts lie in temporary files, about a hundred bytes per record,
+so that eleven million records fit into one machine's memory.
 """
 
+import mmap
 import re
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from itertools import compress, islice
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -34,8 +37,14 @@ from omnilead.data_tools.record import Header, record_stem
 from omnilead.data_tools.record_tables import patients_of, read_patients, some
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import MAX_NAME
-from omnilead.data_tools.sources.base import Source, links_in, located, read_safely
-from omnilead.data_tools.storage import prefetch
+from omnilead.data_tools.sources.base import (
+    Source,
+    links_in,
+    located,
+    read_safely,
+    shown_patient,
+)
+from omnilead.data_tools.storage import prefetch, write_errors
 
 Reject = tuple[str, str, str, str]  # source, record, reason, detail
 # archive, key, label, patient that a table names, crop of the record
@@ -50,16 +59,53 @@ NUMBERS = np.dtype(
         ("dropped", "i4"),  # samples at 500 Hz that are in no crop
         ("fingerprint", "u8"),
         ("stamp", "u8"),
+        ("waveform", "u8"),  # equal for copies, as far as headers tell
     ]
 )
 
 
 class PlannedShard(NamedTuple):
     crops: PlannedCrops
+    numbers: np.ndarray  # of the crops, counted record by record
     identity: (
         str  # shards with the same identity have the same bytes, wherever the archive is stored
     )
     content: str  # also changes if the archive's files are modified
+
+
+class Texts:
+    """A column of texts in temporary files, whose pages the system may forget: those of ten million
+    records would fill half of what planning may take."""
+
+    def __init__(self) -> None:
+        self.data = tempfile.TemporaryFile()  # noqa: SIM115
+        self.offsets = tempfile.TemporaryFile()  # noqa: SIM115
+        for file in (self.data, self.offsets):
+            weakref.finalize(self, file.close)
+        self.offsets.write(bytes(8))
+        self.count = self.size = 0
+
+    def add(self, texts: list[str]) -> None:
+        encoded = [text.encode() for text in texts]
+        ends = self.size + np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        with write_errors(tempfile.gettempdir(), "the plan"):
+            self.data.write(b"".join(encoded))
+            self.offsets.write(ends.tobytes())
+        self.count += len(texts)
+        self.size = int(ends[-1]) if texts else self.size
+
+    def column(self) -> pa.Array:
+        """Read from the files as it is used. What was read counts as memory while it is kept."""
+        offsets, data = self._mapped(self.offsets), self._mapped(self.data)
+        return pa.Array.from_buffers(pa.large_string(), self.count, [None, offsets, data])
+
+    @staticmethod
+    def _mapped(file: IO[bytes]) -> pa.Buffer:
+        with write_errors(tempfile.gettempdir(), "the plan"):
+            file.flush()
+        if not file.tell():
+            return pa.py_buffer(b"")
+        return pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 @dataclass(frozen=True)
@@ -67,46 +113,61 @@ class ShardPlan:
     sources: tuple[Source, ...]
     # Of each usable record: its key in the archive, source/record, NUMBERS, and the patient that a
     # table names. A record whose name came before has no crops.
-    keys: pa.Array
-    labels: pa.Array
+    keys: Texts
+    labels: Texts
     numbers: np.ndarray
     patients: pa.Array
+    known_patients: Texts  # that its archive names, as the dataset shows them; "": none
     tables: str  # a hash of the sources' tables
-    first_crop: np.ndarray  # [records + 1] number of each record's first crop
-    order: np.ndarray  # [crops] permutation
+    seed: int
     seen: dict[str, int]  # number of records by source
     rejects: list[Reject]
 
+    @cached_property
+    def crops(self) -> int:
+        return int(self.numbers["crops"].sum(dtype=np.int64))
+
     @property
     def shards(self) -> int:
-        return -(-len(self.order) // SHARD_CROPS)
+        return -(-self.crops // SHARD_CROPS)
 
-    def shard(self, index: int) -> PlannedShard:
-        crops = self.order[index * SHARD_CROPS : (index + 1) * SHARD_CROPS]
-        records = np.searchsorted(self.first_crop, crops, side="right") - 1
-        parts = (crops - self.first_crop[records]).tolist()
+    def planned(self, shards: Iterable[int]) -> Iterator[PlannedShard]:
+        """These shards."""
+        columns = self.keys.column(), self.labels.column(), self.patients
+        order = permutation(self.crops, self.seed)
+        first_crop = np.cumsum(np.append(0, self.numbers["crops"]), dtype=np.int64)
+        for index in shards:
+            crops = order[index * SHARD_CROPS : (index + 1) * SHARD_CROPS]
+            records = np.searchsorted(first_crop, crops, side="right") - 1
+            yield self._planned(crops, records, crops - first_crop[records], columns)
+
+    def _planned(
+        self,
+        crops: np.ndarray,
+        records: np.ndarray,
+        parts: np.ndarray,
+        columns: tuple[pa.Array, ...],
+    ) -> PlannedShard:
         rows = pa.array(records)
-        keys, labels, patients = (
-            column.take(rows).to_pylist() for column in (self.keys, self.labels, self.patients)
-        )
+        keys, labels, patients = (column.take(rows).to_pylist() for column in columns)
         numbers = self.numbers[records]
         fingerprints = numbers["fingerprint"].tolist()
         marks = (
             f"{a}#{b}:{c:016x}" if d is None else f"{a}#{b}:{c:016x} {d}"
-            for a, b, c, d in zip(labels, parts, fingerprints, patients, strict=True)
+            for a, b, c, d in zip(labels, parts.tolist(), fingerprints, patients, strict=True)
         )
         identity = sha256(
             "\n".join([f"{FORMAT_VERSION} {SPEC_HASH} {self.tables}", *marks]).encode()
         )
         content = sha256(identity.digest() + numbers["stamp"].tobytes())
         archives = numbers["archive"].tolist()
-        planned = list(zip(archives, keys, labels, patients, parts, strict=True))
-        return PlannedShard(planned, identity.hexdigest(), content.hexdigest())
+        planned = list(zip(archives, keys, labels, patients, parts.tolist(), strict=True))
+        return PlannedShard(planned, crops, identity.hexdigest(), content.hexdigest())
 
     def facts(self, source: str) -> tuple[str | None, float]:
         """Its licence, None if no record can be used, and the seconds of its records that are in no
         crop."""
-        is_from = np.asarray(pc.starts_with(self.labels, f"{source}/"))
+        is_from = np.asarray(pc.starts_with(self.labels.column(), f"{source}/"))
         records = self.numbers[is_from & (self.numbers["crops"] > 0)]
         licence = self.sources[records["archive"][0]].licence if len(records) else None
         return licence, round(int(records["dropped"].sum()) / FS_HZ, 3)
@@ -119,36 +180,18 @@ class _Scan(NamedTuple):
     # Of the usable records, as in ShardPlan
     keys: list[str]
     labels: list[str]
+    patients: list[str]
     numbers: np.ndarray
     members: np.ndarray  # hashes of their names in a tar, where a-b/c and a/b-c are the same
     refused: list[tuple[str, Reject]]  # by key
     seen: Counter[str]  # number of records by source, usable or not
 
 
-class _Texts:
-    """A column of texts in a buffer that grows: to join finished chunks, all are held twice."""
-
-    def __init__(self) -> None:
-        self.data, self.lengths = bytearray(), bytearray()
-
-    def add(self, texts: list[str]) -> None:
-        encoded = [text.encode() for text in texts]
-        self.data += b"".join(encoded)
-        self.lengths += np.array([len(text) for text in encoded], np.int32).tobytes()
-
-    def column(self) -> pa.Array:
-        lengths = np.frombuffer(self.lengths, np.int32)
-        offsets = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self.data)]
-        return pa.Array.from_buffers(pa.large_string(), len(lengths), buffers)
-
-
 class _Scanned:
     """The headers of all keys."""
 
     def __init__(self) -> None:
-        self.keys, self.labels = _Texts(), _Texts()
+        self.keys, self.labels, self.patients = Texts(), Texts(), Texts()
         self.numbers, self.members = bytearray(), bytearray()
         self.refused: list[tuple[str, Reject]] = []
         self.seen: Counter[str] = Counter()
@@ -156,6 +199,7 @@ class _Scanned:
     def add(self, scan: _Scan) -> None:
         self.keys.add(scan.keys)
         self.labels.add(scan.labels)
+        self.patients.add(scan.patients)
         self.numbers += scan.numbers.tobytes()
         self.members += scan.members.tobytes()
         self.refused += scan.refused
@@ -183,29 +227,27 @@ def make_plan(
     if known and had.seen:
         scanned.refused += _other_ecgs(sources, had, known, workers, dask, quiet)
     del had
-    keys, labels = scanned.keys.column(), scanned.labels.column()
+    keys, labels, known_patients = scanned.keys, scanned.labels, scanned.patients
     numbers = np.frombuffer(scanned.numbers, NUMBERS)
-    again = _again(np.frombuffer(scanned.members, np.uint64), labels)
+    again = _again(np.frombuffer(scanned.members, np.uint64), labels.column())
     numbers["crops"][again] = 0
-    refused = [*scanned.refused, *_read_already(keys, labels, again)]
+    refused = [*scanned.refused, *_read_already(keys.column(), labels.column(), again)]
     seen = dict(sorted(scanned.seen.items()))
     del scanned  # 16 bytes per record that are not needed further
-    named: pa.Array = pa.nulls(len(labels))
-    if patients and people and len(labels):
-        named = _named(patients, people, labels, again)
-    first_crop = np.zeros(len(labels) + 1, np.int64)
-    np.cumsum(numbers["crops"], out=first_crop[1:])
+    named: pa.Array = pa.nulls(labels.count)
+    if patients and people and labels.count:
+        named = _named(patients, people, labels.column(), again)
     return ShardPlan(
         sources,
         keys,
         labels,
         numbers,
         named,
+        known_patients,
         _tables(sources),
-        first_crop,
-        permutation(int(first_crop[-1]), seed),
+        seed,
         seen,
-        _with_unique_names(refused, labels, again),
+        _with_unique_names(refused, labels.column(), again),
     )
 
 
@@ -362,6 +404,7 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
     number, archive, source, keys = task
     usable: list[str] = []
     labels: list[str] = []
+    patients: list[str] = []
     numbers: list[tuple[Any, ...]] = []
     refused: list[tuple[str, Reject]] = []
     seen: Counter[str] = Counter()
@@ -373,7 +416,9 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
         else:
             name, filed = header.name, header.source
             try:
+                patient = shown_patient(secret, filed, header.patient) or ""
                 numbers.append((archive, *_numbers(header)))
+                patients.append(patient)
                 usable.append(key)
                 labels.append(f"{filed}/{name}")
                 seen[filed] += 1
@@ -384,19 +429,21 @@ def _scan(secret: bytes | None, task: tuple[int, int, Source, list[str]]) -> _Sc
         refused.append((key, (filed, record_stem(name), error.reason, error.detail)))
     members = member_hashes((label.split("/") for label in labels), secret)
     arrays = np.array(numbers, NUMBERS), members
-    return _Scan(number, usable, labels, *arrays, refused, seen)
+    return _Scan(number, usable, labels, patients, *arrays, refused, seen)
 
 
-def _numbers(header: Header) -> tuple[int, int, int, int]:
+def _numbers(header: Header) -> tuple[int, ...]:
     """The NUMBERS of a record besides its archive; a ReadError if it can have no place in a
     shard."""
     crops = crop_count(header.samples, header.fs_hz)
     check_name(header.source, header.name, crops)
     if not crops:
         raise ReadError("too short", f"{header.samples / header.fs_hz:.2f} s, 5 s are needed")
-    fingerprint = hash_of(header.fingerprint + f"{header.samples} {header.fs_hz}".encode())
+    length_and_rate = f"{header.samples} {header.fs_hz}".encode()
+    fingerprint = hash_of(header.fingerprint + length_and_rate)
+    same_waveform = hash_of(header.waveform + length_and_rate) if header.waveform else fingerprint
     dropped = dropped_samples(header.samples, header.fs_hz)
-    return crops, dropped, fingerprint, hash_of(header.stamp)
+    return crops, dropped, fingerprint, hash_of(header.stamp), same_waveform
 
 
 def check_name(source: str, name: str, crops: int) -> None:
@@ -423,9 +470,11 @@ def _parted(scan: _Scan, known: KnownRecords) -> tuple[_Scan, _Scan]:
 
 
 def _taken(scan: _Scan, chosen: np.ndarray) -> _Scan:
-    keys, labels = (list(compress(texts, chosen)) for texts in (scan.keys, scan.labels))
+    texts = scan.keys, scan.labels, scan.patients
+    keys, labels, patients = (list(compress(column, chosen)) for column in texts)
     seen = Counter(label.partition("/")[0] for label in labels)
-    return _Scan(scan.number, keys, labels, scan.numbers[chosen], scan.members[chosen], [], seen)
+    numbers, members = scan.numbers[chosen], scan.members[chosen]
+    return _Scan(scan.number, keys, labels, patients, numbers, members, [], seen)
 
 
 def _with_unique_names(

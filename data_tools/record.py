@@ -61,6 +61,9 @@ class Header:
         b""  # hash of the header text (checksums, sizes); part of the dataset's identity
     )
     stamp: bytes = b""  # size and time of its files; a continued run reads changed files again
+    patient: str | None = None  # where it is known without the signal
+    # Equal for copies of an ECG under other names; b"": as equal as the fingerprint
+    waveform: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

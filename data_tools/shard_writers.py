@@ -3,7 +3,7 @@
 Tar shards, for WebDataset and DALI, are uncompressed ustar with `<key>.ecg`, then `<key>.json`, and a
 separate index file. Headers are written by hand in a fixed 512-byte form without times, owners or
 links, so the same crops give the same bytes. A crop's roles are the last ROLES_WIDTH bytes of its
-JSON: they are known only when all records are, and written into the finished tars then.
+JSON: they are certain only when all records have been read, and others can take their place.
 
 The copy is a zarr v3 int16 array [crops, 12, 5000] in samples.parquet's order, 1,024 crops per
 storage object. Each crop is a chunk, compressed with Blosc (LZ4, bitshuffle) and followed by its
@@ -75,8 +75,8 @@ def roles_text(pretrain: bool, dx: str | None, identity: str | None) -> bytes:
 
 
 class TarWriter:
-    """Appends crops to an open file and keeps its size, checksums and index. Roles that will be
-    written again do not count in crc32c; with them there is no sha256 yet."""
+    """Appends crops to an open file and keeps its size, checksums and index. Roles do not count in
+    crc32c."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.size, self.crc32c, self.sha256 = file, 0, 0, hashlib.sha256()
@@ -84,8 +84,7 @@ class TarWriter:
         self.roles_at: list[int] = []
 
     def add(self, key: str, ecg: bytes | memoryview, text: bytes, roles: bytes = b"") -> int:
-        """Write one crop and return the offset of its signal. `roles`: the end of the text, which
-        will be written again."""
+        """Write one crop and return the offset of its signal. `roles`: the end of the text."""
         length = len(text) + len(roles)
         self._write(member_header(f"{key}.ecg", len(ecg)))
         offset = self.size
@@ -97,6 +96,7 @@ class TarWriter:
         self._write(between + text)
         if roles:
             self.roles_at.append(self.size)
+            self.sha256.update(roles)
             self.size += self.file.write(roles)
         self._write(bytes(-length % BLOCK))
         return offset
@@ -109,8 +109,7 @@ class TarWriter:
     def _write(self, data: bytes | memoryview) -> None:
         self.file.write(data)
         self.crc32c = extended(self.crc32c, data)
-        if not self.roles_at:
-            self.sha256.update(data)
+        self.sha256.update(data)
         self.size += len(data)
 
 

@@ -158,6 +158,18 @@ class Records:
             self.waveform[crops],
         )
 
+    def and_then(self, others: "Records") -> "Records":
+        """These, then others. A source may be in `source_names` twice."""
+        return Records(
+            np.append(self.source, others.source + len(self.source_names)),
+            self.source_names + others.source_names,
+            pa.concat_arrays([self.names, others.names]),
+            pa.concat_arrays([self.patients, others.patients]),
+            np.append(self.crop_record, others.crop_record + len(self.names)),
+            np.append(self.crop_start, others.crop_start),
+            np.append(self.waveform, others.waveform),
+        )
+
     def label(self, record: int) -> str:
         return f"{self.source_names[self.source[record]]}/{self.names[record]}"
 
@@ -180,6 +192,7 @@ def numbered(texts: pa.ChunkedArray) -> np.ndarray:
         codes = texts.filter(pa.array(mine)).combine_chunks().dictionary_encode()
         numbers[mine] = pc.fill_null(pc.add(codes.indices, count), -1)
         count += len(codes.dictionary)
+    pa.default_memory_pool().release_unused()  # 270 MB after ten million texts
     return numbers
 
 
@@ -204,6 +217,21 @@ class CropRoles:
     dx: np.ndarray
     identity: np.ndarray
 
+    def take(self, crops: np.ndarray | slice) -> "CropRoles":
+        return CropRoles(self.pretrain[crops], self.dx[crops], self.identity[crops])
+
+    def leave_out(self, crops: np.ndarray) -> None:
+        """Keep the crops of a mask out of pre-training and of training on identification."""
+        self.pretrain[crops] = False
+        trained = np.isin(self.identity, (TRAIN, VALID))
+        self.identity[crops & trained] = NONE
+
+    def differ(self, others: "CropRoles") -> np.ndarray:
+        """A mask of the crops whose roles are others."""
+        found: np.ndarray = self.pretrain != others.pretrain
+        differ: np.ndarray = found | (self.dx != others.dx) | (self.identity != others.identity)
+        return differ
+
 
 def assign(
     records: Records, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES
@@ -215,15 +243,14 @@ def assign(
         return _assign_by_crop(records, seed, sources)
     group = records.group
     in_dx = records.is_from(*sources.dx)
-    chance_dx, chance_id = _chances(records, seed, in_dx)
-    group_dx = _train_valid_test(chance_dx)
+    group_dx, group_identity = _drawn_roles(records, seed, in_dx)
     identity, tested = _gallery_probe(records, seed, sources)
     kept_out = np.bincount(group, weights=tested) > 0  # groups that must stay out of all training
     kept_out |= (np.bincount(group, weights=in_dx) > 0) & (group_dx != TRAIN)
     crop_group = group[records.crop_record]
     pretrain = ~kept_out[crop_group] & _pretrains(records, sources)[records.crop_record]
     dx = np.where(in_dx[records.crop_record], group_dx[crop_group], NONE)
-    identity[pretrain] = np.where(chance_id < 0.8, TRAIN, VALID)[crop_group[pretrain]]
+    identity[pretrain] = group_identity[crop_group[pretrain]]
     return CropRoles(pretrain, dx.astype(np.int8), identity)
 
 
@@ -341,19 +368,18 @@ def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
     return bits.astype(np.float64) * 2.0**-53
 
 
-def _uniforms(
-    count: int, texts: Callable[[slice], Iterable[str]], key: str, draws: int = 1
-) -> np.ndarray:
-    """keyed_uniform of so many texts, a part at a time."""
-    found = np.empty((count, draws))
+def _uniforms(count: int, texts: Callable[[slice], Iterable[str]], key: str) -> np.ndarray:
+    """One draw of keyed_uniform for each of so many texts, a part at a time."""
+    found = np.empty(count)
     for part in parts(count):
-        found[part] = keyed_uniform(texts(part), key, draws)
+        found[part] = keyed_uniform(texts(part), key)[:, 0]
     return found
 
 
-def _chances(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two draws per group, taken from its leader. The leader is a diagnosis record if there is
-    one, so that duplicates from other sources do not change the draws."""
+def _drawn_roles(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The roles of each group in diagnosis and in training on identification: those that are drawn for
+    its leader. The leader is a diagnosis record if there is one, so that duplicates from other
+    sources do not change the draws."""
     names = [patient_source(name) for name in records.source_names]
 
     def texts(part: slice) -> Iterator[str]:
@@ -361,10 +387,17 @@ def _chances(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray
         for source, owner in zip(records.source[part], owners, strict=True):
             yield f"{names[source]}/{owner}"
 
-    draws = _uniforms(len(records.names), texts, f"roles {seed}", draws=3)
-    order = np.lexsort((draws[:, 0], ~in_dx, records.group))
+    count = len(records.names)
+    rank = np.empty(count)
+    dx, identity = np.empty(count, np.int8), np.empty(count, np.int8)
+    for part in parts(count):
+        draws = keyed_uniform(texts(part), f"roles {seed}", draws=3)
+        rank[part] = draws[:, 0]
+        dx[part] = _train_valid_test(draws[:, 1])
+        identity[part] = np.where(draws[:, 2] < 0.8, TRAIN, VALID)
+    order = np.lexsort((rank, ~in_dx, records.group))
     leaders = order[_begins(records.group[order])]
-    return draws[leaders, 1], draws[leaders, 2]
+    return dx[leaders], identity[leaders]
 
 
 def _gallery_probe(
@@ -377,7 +410,7 @@ def _gallery_probe(
     tested = np.zeros(len(records.names), bool)
     candidates = np.flatnonzero(records.is_from(*sources.id) & (records.owner >= 0))
     names = records.names.take(pa.array(candidates))
-    ranks = _uniforms(len(names), lambda part: names[part].to_pylist(), f"session {seed}")[:, 0]
+    ranks = _uniforms(len(names), lambda part: names[part].to_pylist(), f"session {seed}")
     owner = records.owner[candidates]
     order = np.lexsort((records.source[candidates], ranks, owner))
     candidates = candidates[order]
@@ -426,7 +459,7 @@ def _tested_patients(
         for source, patient in zip(source_of[part], patients[part].to_pylist(), strict=True):
             yield f"{patient_source(records.source_names[source])}/{patient}"
 
-    chances = _uniforms(len(twice), texts, f"gallery {seed}")[:, 0]
+    chances = _uniforms(len(twice), texts, f"gallery {seed}")
     kinds = len(records.source_names)
     most = sources.id_share * np.bincount(of_record[each], minlength=kinds)
     drawn: np.ndarray = np.ones(len(twice), bool)
@@ -452,14 +485,12 @@ def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRo
             yield f"{label}/{start:g}"
 
     every = np.arange(len(records.names))
-    chance = _uniforms(len(records.crop_record), crops, f"roles {seed}")[:, 0]
+    chance = _uniforms(len(records.crop_record), crops, f"roles {seed}")
     dx = np.where(
         records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE
     ).astype(np.int8)
     identity, _ = _gallery_probe(records, seed, sources)
-    record_chance = _uniforms(len(every), lambda part: labels(every[part]), f"identity {seed}")[
-        :, 0
-    ]
+    record_chance = _uniforms(len(every), lambda part: labels(every[part]), f"identity {seed}")
     pretrains = _pretrains(records, sources)
     trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(
         np.int8

@@ -529,7 +529,7 @@ def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) 
     """The patients that a table names."""
     plan = make_plan(sources, 0, workers, quiet=quiet, patients=url)
     known = plan.patients.is_valid()
-    labels = plan.labels.filter(known)
+    labels = plan.labels.column().filter(known)
     columns = [
         pc.replace_substring_regex(labels, "/.*", ""),
         pc.replace_substring_regex(labels, "^[^/]*/", ""),

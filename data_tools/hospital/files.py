@@ -143,7 +143,12 @@ class HospitalFiles(FileSource):
         data = self.root.read(key, MAX_BYTES)
         record = self._decoded(key, data)
         return Header(
-            record.name, record.source, record.signal.shape[1], record.fs_hz, sha256(data).digest()
+            record.name,
+            record.source,
+            record.signal.shape[1],
+            record.fs_hz,
+            sha256(data).digest(),
+            patient=record.patient,
         )
 
     def read(self, key: str) -> EcgRecord:

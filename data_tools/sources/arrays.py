@@ -210,7 +210,8 @@ class ArraySource(Source):
         record = self._ecg(key)
         content = record.signal[:, :FIRST_SAMPLES].tobytes()
         stamp = self.root.stamp(key.rpartition("#")[0])
-        return Header(record.name, self.name, record.signal.shape[1], record.fs_hz, content, stamp)
+        samples, fs_hz, patient = record.signal.shape[1], record.fs_hz, record.patient
+        return Header(record.name, self.name, samples, fs_hz, content, stamp, patient)
 
     def read(self, key: str) -> EcgRecord:
         record = self._ecg(key)

@@ -84,7 +84,7 @@ class Source(ABC):
 
     def header(self, key: str) -> Header:
         """What planning needs. Override this if the format can provide it without reading the
-        signal."""
+        signal. Without the patient, shards may be written twice."""
         record = self.read(key)
         content = hashlib.blake2b(np.ascontiguousarray(record.signal).data, digest_size=8).digest()
         return Header(
@@ -93,6 +93,7 @@ class Source(ABC):
             record.signal.shape[1],
             record.fs_hz,
             content,
+            patient=record.patient,
         )
 
     @staticmethod

@@ -70,6 +70,7 @@ class Code15(Source):
             record.signal.shape[1],
             FS_HZ,
             record.signal[:, :64].tobytes()[:512],
+            patient=record.patient,
         )
 
     def read(self, key: str) -> EcgRecord:

@@ -74,6 +74,7 @@ _SIGNALS = re.compile(
     r"(-?\d{1,10})[ \t]+(-?\d{1,5})[ \t]+\d{1,10}[ \t]+(\S.*)$",
     re.ASCII | re.MULTILINE,
 )
+_AFTER_FORMAT = re.compile(rb"^[^#\s]\S*[ \t]+\S+[ \t]+(.*)$", re.MULTILINE)
 _FILE = re.compile(r"[A-Za-z0-9_-]{1,64}(?:\.[A-Za-z0-9]{1,8})?", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}(?:\.mat)?", re.ASCII)
 
@@ -104,6 +105,12 @@ def peek(data: bytes) -> tuple[str, int, float, int]:
         if line and not line.startswith("#"):
             return _record_line(line)
     raise ReadError("empty header")
+
+
+def signal_marks(data: bytes) -> bytes:
+    """What a header says of the signals' values: gains, first values, checksums and leads, whatever
+    the record's name and file format."""
+    return b"\n".join(_AFTER_FORMAT.findall(data)[1:])
 
 
 def _lines(data: bytes) -> Iterator[str]:

@@ -50,6 +50,7 @@ from omnilead.data_tools.sources.wfdb import (
     parse_header,
     peek,
     read_record,
+    signal_marks,
 )
 from omnilead.data_tools.storage import Folder
 
@@ -97,6 +98,10 @@ class WfdbSource(Source):
         except ReadError:
             return record_stem(key)
 
+    def patient(self, name: str, key: str) -> str | None:
+        """The patient of a record, from the archive's tables or the key."""
+        return None
+
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         """Add patient, age, sex and diagnoses from the archive's tables."""
         return record
@@ -106,13 +111,16 @@ class WfdbSource(Source):
         name, _, fs_hz, samples = peek(data)
         stamp = self.root.stamp(key.removesuffix(".hea") + self.suffix)
         content = hashlib.blake2b(data, digest_size=8).digest()
+        name = self.record_name(key, own_name(name, key))
         return Header(
-            self.record_name(key, own_name(name, key)),
+            name,
             self.source_of(key),
             samples,
             fs_hz,
             content,
             stamp,
+            self.patient(name, key),
+            signal_marks(data),
         )
 
     def read(self, key: str) -> EcgRecord:
@@ -200,6 +208,10 @@ class PtbXl(WfdbSource):
         if not number.isdigit():
             raise ReadError("record name", stem)
         return f"{prefix}HR{int(number):05d}"
+
+    def patient(self, name: str, key: str) -> str | None:
+        row = _rows(self.root, TABLE).get(ecg_id(name))
+        return patient_id(row["patient_id"]) if row else None
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         row = _rows(self.root, TABLE).get(ecg_id(record.name))
@@ -295,6 +307,11 @@ class PhysioNet2021(WfdbSource):
 
     def source_of(self, key: str) -> str:
         return _database(self.root.url, key.rpartition("/")[0]) or self.name
+
+    def patient(self, name: str, key: str) -> str | None:
+        if real_source(self.source_of(key)) != "ptb-xl":
+            return None
+        return _patients(self.root).get(ecg_id(name))
 
     def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
         number = ecg_id(record.name)
@@ -402,9 +419,12 @@ class MimicIvEcg(WfdbSource):
         """None if there is the list, by which links are followed."""
         return iter(()) if self.root.exists(LIST) else super().links()
 
-    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+    def patient(self, name: str, key: str) -> str | None:
         found = _PATH.fullmatch(key.removesuffix(".hea"))
-        return dataclasses.replace(record, patient=found[1] if found else None)
+        return found[1] if found else None
+
+    def enrich(self, record: EcgRecord, key: str) -> EcgRecord:
+        return dataclasses.replace(record, patient=self.patient(record.name, key))
 
     def header(self, key: str) -> Header:
         if key.startswith(LIST):

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from omnilead.data_tools import build as building
 from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.build import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset, fingerprint
@@ -19,6 +20,7 @@ from omnilead.data_tools.finishing import rejects_of
 from omnilead.data_tools.record import LEADS
 from omnilead.data_tools.shard_writers import TarWriter
 from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.splits import CropRoles
 
 GEORGIA = """# Age: 78
 # Sex: Female
@@ -104,8 +106,26 @@ def files(root):
     }
 
 
+def no_roles(plan, *_):
+    """In place of `expected_roles`: all shards are written again at the end."""
+    none = np.zeros(plan.crops, np.int8)
+    return CropRoles(np.zeros(plan.crops, bool), none, none)
+
+
+def expect_wrong_roles(*crops):
+    """From now on, so that their shards are written again at the end."""
+    expected_roles = building.expected_roles
+
+    def wrong(*arguments):
+        roles = expected_roles(*arguments)
+        roles.pretrain[list(crops)] ^= True
+        return roles
+
+    building.expected_roles = wrong
+
+
 def without_roles(data):
-    """A tar with blanks for the roles, which are written into it at the end of a build."""
+    """A tar with blanks for the roles, which may be others at the end of a build."""
     roles = rb'"pretrain": (true|false), "dx_role": (null|"\w+"), "id_role": (null|"\w+")} *'
     return re.sub(roles, lambda found: b" " * len(found[0]), data)
 

@@ -108,7 +108,7 @@ def test_processes_make_the_same_bytes(small, right, tmp_path):
 
 def fatal(archive, out, victim="", **settings):
     """A build whose source kills once, in the middle of the fifth shard."""
-    crops = plan.make_plan(open_sources(str(archive)), seed=0).shard(4).crops
+    [(crops, *_)] = plan.make_plan(open_sources(str(archive)), seed=0).planned([4])
     Path(f"{archive}.fatal").write_text(f"{crops[1][1]} {victim}")
     options = ShardOptions(str(out), format="both", quiet=True, **settings)
     shard(open_sources(str(archive), "fatal:Fatal"), options)

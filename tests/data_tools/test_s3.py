@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from omnilead.data_tools.dataset import CROP_SHAPE, META, Dataset
 from omnilead.data_tools.errors import DataError, DatasetError, StorageError
 from omnilead.data_tools.removal import remove
 from omnilead.data_tools.sources import open_sources, wfdb_archives
+from omnilead.data_tools.splits import RoleSources
 from omnilead.data_tools.storage import folder
 from omnilead.data_tools.synthetic.archive import synthesise
 from omnilead.data_tools.verify import verify
@@ -186,13 +188,43 @@ def test_the_number_of_requests_is_small(s3, small):
     assert s3.count("HEAD", "[.](hea|mat)$") == 0
     assert s3.count("GET", "csv$") == 1
     others = s3.count("GET", "(ecg-bucket|archives)$") + s3.count("HEAD", "")
-    assert others <= 12 + 7 * len(made.shards)
+    assert others <= 12 + 6 * len(made.shards)
     s3.log.clear()
     again = Dataset.open(f"{BUCKET}/made")
     for row in range(5):
         again.read(row)
     # dataset.json, samples.parquet, five crops
     assert [method for method, *_ in s3.log] == ["GET"] * 7
+
+
+def uploads(s3):
+    """How often each tar was uploaded."""
+    return Counter(
+        path[-9:] for method, path, _ in s3.log if (method, path[-4:]) == ("PUT", ".tar")
+    )
+
+
+def test_each_shard_is_uploaded_once(s3, small):
+    made = build(small, f"{BUCKET}/made")
+    assert uploads(s3) == Counter(shard["name"] for shard in made.shards)
+    assert s3.count("GET", "tar$") == 0
+
+
+def test_only_a_shard_with_unexpected_roles_is_uploaded_twice(s3, small, monkeypatch, tmp_path):
+    """Of a patient with two sessions one cannot be read, which is seen too late."""
+    monkeypatch.setattr(plan, "SHARD_CROPS", 2)
+    right = build(small, tmp_path / "right", role_sources=RoleSources(id_share=1.0))
+    drawn = [one["record"] for one in right.table().to_pylist() if one["id_role"] == "probe"]
+    broken = tmp_path / "archive"
+    shutil.copytree(small, broken)
+    next(broken.rglob(f"{drawn[0]}.mat")).write_bytes(b"")
+    build(broken, tmp_path / "local", role_sources=RoleSources(id_share=1.0))
+    made = build(broken, f"{BUCKET}/made", role_sources=RoleSources(id_share=1.0))
+    assert set(uploads(s3)) == {shard["name"] for shard in made.shards}
+    again = [name for name, times in uploads(s3).items() if times > 1]
+    assert 0 < len(again) < len(made.shards) / 2
+    assert s3.count("GET", "tar$") == len(again)
+    assert s3_files(f"{BUCKET}/made") == files(tmp_path / "local")
 
 
 def test_a_remote_dataset_is_verified_and_drawn_in_place(s3, small, right, shell, tmp_path):

@@ -6,8 +6,9 @@ import random
 import shutil
 
 import pytest
-from handmade import build, files, flip
+from handmade import build, files, flip, no_roles
 
+from omnilead.data_tools import build as building
 from omnilead.data_tools import finishing, plan, shard_writers
 from omnilead.data_tools.dataset import META
 from omnilead.data_tools.errors import DatasetError, StorageError
@@ -72,6 +73,16 @@ def test_flipped_bits_are_repaired(small, unfinished, tmp_path):
         shutil.rmtree(out)
 
 
+def test_a_flipped_bit_of_a_role_is_repaired(small, unfinished, tmp_path):
+    """Roles are not in the checksum of a shard that gets other ones."""
+    out = tmp_path / "out"
+    shutil.copytree(unfinished[1], out)
+    tar = out / "shards/00001.tar"
+    flip(tar, tar.read_bytes().index(b'"dx_role"') + 1)
+    build(small, out, format="both")
+    assert files(out) == files(unfinished[0])
+
+
 @pytest.mark.parametrize("roles", [RoleSources(), RoleSources(pretrain=("all",), id_share=1.0)])
 @pytest.mark.parametrize("written", [0, 1, 5, 9])
 def test_a_build_killed_among_its_roles_is_finished(written, roles, small, tmp_path, monkeypatch):
@@ -85,6 +96,7 @@ def test_a_build_killed_among_its_roles_is_finished(written, roles, small, tmp_p
 
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
+        patch.setattr(building, "expected_roles", no_roles)
         patch.setattr(os, "pwrite", write_then_die)
         with pytest.raises(KeyboardInterrupt):
             build(small, out, format="both")
@@ -96,7 +108,7 @@ def test_a_build_killed_among_its_roles_is_finished(written, roles, small, tmp_p
     assert files(out) == files(tmp_path / "right")
 
 
-def test_a_shard_damaged_before_it_has_roles_is_rebuilt_by_the_next_run(
+def test_a_shard_damaged_before_it_has_other_roles_is_rebuilt_by_the_next_run(
     small, unfinished, tmp_path, monkeypatch
 ):
     write = finishing._write_roles
@@ -106,24 +118,27 @@ def test_a_shard_damaged_before_it_has_roles_is_rebuilt_by_the_next_run(
         write(*arguments)
 
     with monkeypatch.context() as patch:
+        patch.setattr(building, "expected_roles", no_roles)
         patch.setattr(finishing, "_write_roles", write_into_damaged)
-        with pytest.raises(DatasetError, match=r"shards/00001\.tar: fails its crc32c: run again"):
+        with pytest.raises(DatasetError, match=r"shards/00001\.tar: fails its sha256: run again"):
             build(small, tmp_path / "out", format="both")
     build(small, tmp_path / "out", format="both")
     assert files(tmp_path / "out") == files(unfinished[0])
 
 
-def test_a_build_for_pre_training_alone_has_its_roles_at_once(small, tmp_path, monkeypatch):
-    """The shards of a killed build with another plan are not kept."""
+def test_the_shards_of_a_build_with_another_plan_get_other_roles(small, tmp_path, monkeypatch):
+    """No shard is built again."""
     with monkeypatch.context() as patch:
         patch.setattr(finishing, "_write_roles", no_space)
         with pytest.raises(StorageError, match="killed"):
             build(small, tmp_path / "out")
-        patch.undo()
-        patch.setattr(LocalFolder, "patch", no_space)
-        made = build(small, tmp_path / "out", plan="all")
+    shards = {path: path.stat().st_ino for path in tmp_path.glob("out/shards/*")}
+    made = build(small, tmp_path / "out", plan="all")
+    assert {path: path.stat().st_ino for path in tmp_path.glob("out/shards/*")} == shards
     assert verify(made) == []
     assert len(made.select(pretrain=True)) == len(made)
+    build(small, tmp_path / "right", plan="all")
+    assert files(tmp_path / "out") == files(tmp_path / "right")
 
 
 def test_shards_that_are_whole_are_not_written_again(small, unfinished, tmp_path):

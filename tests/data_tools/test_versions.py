@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from handmade import as_minor_0, build, ecg, files, flip, write_challenge
+from handmade import as_minor_0, build, ecg, expect_wrong_roles, files, flip, write_challenge
 
 from omnilead.data_tools import plan
 from omnilead.data_tools.build import ShardOptions, shard
@@ -858,4 +858,5 @@ def storm(more, old, file, root):
 
 if __name__ == "__main__":
     plan.SHARD_CROPS = 4
+    expect_wrong_roles(0)
     print(json.dumps(storm(*map(Path, sys.argv[1:]))))

@@ -111,6 +111,7 @@ def read(source):
         plan, record = source.header(key), source.read(key)
         assert (plan.name, plan.source) == (record.name, record.source)
         assert (plan.samples, plan.fs_hz) == (record.signal.shape[1], record.fs_hz)
+        assert plan.patient == record.patient
         assert record.name not in records
         records[record.name] = record
     return records
