@@ -80,6 +80,7 @@ from omnilead.engine.model.folder import (
     misfits,
     model_folder,
     seen_by,
+    unreadable_weights,
 )
 from omnilead.engine.model.input import HALF_S, SCALES, Input, SignalError
 from omnilead.engine.tasks.classifier import build_head, sees_tokens
@@ -471,9 +472,7 @@ def _load_weights(path: Path, encoder: nn.Module, head: nn.Module | None) -> Non
                 weights[name] = tensor
             model.load_state_dict(weights, assign=True)
     except (SafetensorError, OSError) as error:
-        raise LoadError(
-            f"{path}: cannot be read as safetensors: {error}: copy it again".splitlines()[0]
-        ) from None
+        raise unreadable_weights(path, error) from None
 
 
 class EcgCrops(NamedTuple):

@@ -69,13 +69,13 @@ from omnilead.engine.model.folder import (
     CONFIG,
     PREPROCESSING,
     SHOWN,
-    WEIGHTS,
     check_free,
     config_of,
     document_of,
     file_sha256,
     misfits,
     model_folder,
+    weights_in,
     write,
 )
 from omnilead.engine.model.input import SCALES, Input, described
@@ -293,7 +293,7 @@ def to_fairseq(run: str | Path, out: Path) -> None:
         raise ConfigError(f"{out}: exists: choose another name")
     with model_folder(run) as (folder, _):
         document = document_of(folder / CONFIG)
-        config, state = config_of(document, folder / CONFIG), load_file(folder / WEIGHTS)
+        config, state = config_of(document, folder / CONFIG), weights_in(folder)
         preprocessing = document_of(folder / PREPROCESSING)
     # Saved by from_fairseq; models trained with omnilead have none
     origin = document.get("fairseq") or {}

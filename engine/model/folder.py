@@ -25,7 +25,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from omnilead.data_tools.cli import tell
@@ -116,6 +116,19 @@ def save_weights(weights: dict[str, Tensor], path: Path) -> None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from None
     path.chmod(mode)
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    """All weights of the model in a folder."""
+    try:
+        return load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise unreadable_weights(folder / WEIGHTS, error) from None
+
+
+def unreadable_weights(path: Path, error: Exception) -> LoadError:
+    text = f"{path}: cannot be read as safetensors: {error}: copy it again"
+    return LoadError(text.splitlines()[0])
 
 
 def seal(folder: Path, config: Mapping[str, Any]) -> None:

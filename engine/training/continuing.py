@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from omnilead.engine.commandline import load, overridden, read_mapping
@@ -27,12 +26,12 @@ from omnilead.engine.model.encoders import portable
 from omnilead.engine.model.folder import (
     CONFIG,
     PREPROCESSING,
-    WEIGHTS,
     config_of,
     document_of,
     misfits,
     model_folder,
     seen_by,
+    weights_in,
 )
 from omnilead.engine.model.input import Input
 
@@ -147,9 +146,10 @@ def read_weights(config: Config) -> StartingWeights:
         document = document_of(folder / CONFIG)
         preprocessing = document_of(folder / PREPROCESSING)
         theirs = config_of(document, folder / CONFIG)
-        weights, seen = load_file(folder / WEIGHTS), seen_by(folder)
+        weights, seen = weights_in(folder), seen_by(folder)
     check_fits(config, theirs, Input.of(preprocessing, theirs.leads))
-    trained = document.get("trained") or {}
+    trained = document.get("trained")
+    trained = trained if isinstance(trained, dict) else {}
     continued: dict[str, Any] = {"start": start, "digest": digest[:16]}
     continued |= {key: trained.get(key) for key in ("step", "datasets")}
     floats = {name: w.float() for name, w in weights.items()}

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import omnilead
+from omnilead.__main__ import main
 from omnilead.engine.common import ConfigError
 from omnilead.engine.inference.trees import Trees
 from omnilead.engine.model import folder as folders
@@ -127,3 +128,34 @@ def test_a_window_is_a_number(saved_model):
 def test_how_leads_were_masked_is_unknown_if_it_is_no_number(rlm, saved_model):
     folder = sealed(saved_model(), trained={"rlm": rlm})
     assert "is not known to have been trained" in omnilead.load(folder).unprepared()
+
+
+def cut(weights):
+    return weights[:100]
+
+
+def other_type(weights):
+    return weights.replace(b"F32", b"F99")
+
+
+@pytest.mark.parametrize("change", [cut, other_type])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pretrain --start {model} --data {data} --out {out} --set train.steps=1",
+        "finetune --task age --start {model} --data {data} --out {out} --set train.steps=1",
+        "embed --model {model} --data {data} --out {out}.parquet",
+        "convert to-fairseq {model} {out}.pt",
+    ],
+)
+def test_weights_that_cannot_be_read_are_one_line(
+    command, change, saved_model, dataset, tmp_path, capsys
+):
+    folder = saved_model()
+    file = folder / folders.WEIGHTS
+    file.write_bytes(change(file.read_bytes()))
+    sealed(folder)
+    given = command.format(model=folder, data=dataset.root.url, out=tmp_path / "out")
+    assert main(given.split()) == 2
+    err = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note:")]
+    assert len(err) == 1 and f"{file}: cannot be read as safetensors: " in err[0], err
