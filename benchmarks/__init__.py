@@ -3,7 +3,7 @@ rules."""
 
 import argparse
 
-from omnilead.data_tools.cli import Parser
+from omnilead.data_tools.io.terminal import Parser
 
 
 def program_parser(name: str, text: str | None) -> Parser:

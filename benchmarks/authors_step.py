@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.draws import Draws, count_negatives, slots
 from omnilead.engine.model.encoder import ScaleGradient
 from omnilead.engine.model.objectives import perplexity
 from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.settings.errors import ConfigError
 
 
 class AuthorsDraws(NamedTuple):

@@ -187,7 +187,7 @@ def measure_sides(loop: Any, run: LoopRun, train: Callable[[Any], bool]) -> Resu
 
 def precision() -> str:
     """What `train.precision: auto` means on this machine."""
-    from omnilead.engine.config import has_bf16
+    from omnilead.engine.training.config import has_bf16
 
     return "bf16" if has_bf16() else "fp32"
 

@@ -56,7 +56,7 @@ def untrained(folder: Path, model: str) -> None:
     import torch
 
     from benchmarks.step import config_of
-    from omnilead.engine.common import LEADS
+    from omnilead.data_tools.ecg.constants import LEADS
     from omnilead.engine.model.folder import write
     from omnilead.engine.model.pretrainer import Pretrainer
 

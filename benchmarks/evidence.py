@@ -26,11 +26,9 @@ from typing import Any
 
 from benchmarks import program_parser, report, tables
 from benchmarks.run import environment
-from omnilead.data_tools.cli import say
-from omnilead.engine.commandline import positive, read_yaml
-from omnilead.engine.common import ConfigError, find_config, write_whole
-from omnilead.engine.inference.commands import exit_code
-from omnilead.engine.reproduce.jobs import (
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.data_tools.io.terminal import say
+from omnilead.engine.extras.reproduce.jobs import (
     Job,
     WorkDir,
     read_json,
@@ -39,7 +37,11 @@ from omnilead.engine.reproduce.jobs import (
     workers,
     write_json,
 )
-from omnilead.engine.reproduce.paper import ReproductionScale, as_arguments
+from omnilead.engine.extras.reproduce.paper import ReproductionScale, as_arguments
+from omnilead.engine.inference.commands import exit_code
+from omnilead.engine.settings.commandline import positive, read_yaml
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.files import find_config
 
 Tree = dict[str, Any]
 SCORES = {  # results of the record, and the steps that they come from

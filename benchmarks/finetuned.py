@@ -22,7 +22,6 @@ from benchmarks import program_parser
 from benchmarks.measure import say
 from benchmarks.trials import named
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.engine.common import ConfigError
 from omnilead.engine.evaluation.bench import (
     Found,
     Scored,
@@ -33,7 +32,6 @@ from omnilead.engine.evaluation.bench import (
     resampled,
     weighted,
 )
-from omnilead.engine.evaluation.metrics import Array, challenge_statistic
 from omnilead.engine.evaluation.results import (
     CHOSEN,
     EvalOptions,
@@ -43,10 +41,12 @@ from omnilead.engine.evaluation.results import (
     nullable,
     score_task,
 )
+from omnilead.engine.extras.reports.bench_report import write
+from omnilead.engine.extras.reproduce.jobs import read_json
 from omnilead.engine.inference.commands import exit_code
 from omnilead.engine.inference.trained_model import THRESHOLD
-from omnilead.engine.report.bench_report import write
-from omnilead.engine.reproduce.jobs import read_json
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.training.metrics import Array, challenge_statistic
 
 RANDOM = "random"
 

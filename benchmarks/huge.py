@@ -22,11 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.measure import Cases
-from omnilead.data_tools import removal
-from omnilead.data_tools.build import shard
-from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
-from omnilead.data_tools.expected_roles import expected_roles
-from omnilead.data_tools.finishing import (
+from omnilead.data_tools.build import removal
+from omnilead.data_tools.build.expected_roles import expected_roles
+from omnilead.data_tools.build.finishing import (
     PlanFacts,
     ShardOptions,
     as_parquet,
@@ -35,14 +33,16 @@ from omnilead.data_tools.finishing import (
     records_of,
     replaced,
 )
-from omnilead.data_tools.plan import make_plan
-from omnilead.data_tools.prepare import IMPLAUSIBLE
-from omnilead.data_tools.record import LEADS, EcgRecord, Header, class_row
-from omnilead.data_tools.shard_writers import TarWriter, index_name, part_name, shard_name
+from omnilead.data_tools.build.plan import make_plan
+from omnilead.data_tools.build.roles import PAPER_SOURCES
+from omnilead.data_tools.build.shard import shard
+from omnilead.data_tools.build.shards import TarWriter, index_name, part_name, shard_name
+from omnilead.data_tools.build.verify import verify
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, SHARD_CROPS, Dataset, flagged
+from omnilead.data_tools.ecg.crops import IMPLAUSIBLE
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord, Header, class_row
+from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sources.base import Source
-from omnilead.data_tools.splits import PAPER_SOURCES
-from omnilead.data_tools.storage import LocalFolder
-from omnilead.data_tools.verify import verify
 from omnilead.engine.data.counter import mix
 
 MEMBERS = 512 + 120_320 + 512 + 512  # bytes of a crop in a tar: two headers and two bodies
@@ -219,7 +219,7 @@ def leaks(url: str) -> Job:
 
 
 def copies(url: str) -> Job:
-    from omnilead.engine.config import build
+    from omnilead.engine.training.config import build
     from omnilead.engine.training.validation import first_of_each_waveform
 
     dataset = opened(url)

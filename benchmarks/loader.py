@@ -29,8 +29,8 @@ from scipy.io import loadmat  # not in __getitem__, where every worker would spe
 from benchmarks.ingest import write_segment
 from benchmarks.libraries import LIBRARIES, read_npy, write_npy
 from benchmarks.measure import CaseError, Cases, Result, call_fresh, describe, make_dataset
-from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.io.terminal import keep_freed_memory
 
 # our noise of a stage, and the authors'; each is followed by random lead masking of half the leads
 STAGES = {"RLM": ("", ()), "physio3+RLM": ("physio3", ("powerline", "emg", "wander"))}

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from scipy.stats import binom
 
-from omnilead.engine.common import ConfigError
+from omnilead.engine.settings.errors import ConfigError
 
 # A module-level function and its arguments. The function is a generator that yields once when warm,
 # perhaps a dict of facts for its result, and then after each repeat the units of work that it did;
@@ -256,10 +256,10 @@ def make_dataset(
     work: Path, records: int, keep_archive: bool = False, plan: str = "all", **options: Any
 ) -> Any:
     """Make work/dataset with about `records` synthetic crops of 10 s. `plan`, `options`: of
-    data_tools.build.ShardOptions."""
-    from omnilead.data_tools.build import ShardOptions, shard
-    from omnilead.data_tools.sources import open_sources
-    from omnilead.data_tools.synthetic import archive as synth
+    data_tools.build.shard.ShardOptions."""
+    from omnilead.data_tools.build.shard import ShardOptions, shard
+    from omnilead.data_tools.extras.synthetic import archive as synth
+    from omnilead.data_tools.sources.detect import open_sources
 
     say(f"a dataset of about {records} crops")
     archive, workers = work / "archive", max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -274,7 +274,7 @@ def make_dataset(
 
 def describe(dataset: Any, **more: Any) -> Result:
     """The facts about the input data for a record."""
-    from omnilead.data_tools.synthetic.archive import VERSION
+    from omnilead.data_tools.extras.synthetic.archive import VERSION
 
     facts = {"archive": f"synthetic-{VERSION}", "crops": len(dataset)}
     return facts | {"dataset": dataset.fingerprint} | more

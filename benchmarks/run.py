@@ -32,8 +32,9 @@ from typing import Any
 
 from benchmarks import measure, program_parser
 from benchmarks.measure import BUG, OUT_OF_TIME, CaseError, say
-from omnilead.engine.commandline import positive, writable
-from omnilead.engine.common import ConfigError, write_whole
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.engine.settings.commandline import positive, writable
+from omnilead.engine.settings.errors import ConfigError
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (

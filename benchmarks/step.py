@@ -35,15 +35,14 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import measure
 from benchmarks.authors_step import AuthorsStep, draw, draws_of
 from benchmarks.measure import CaseError, Cases, Result, call_fresh, say, timed
-from omnilead.data_tools.cli import keep_freed_memory
-from omnilead.engine.commandline import load
-from omnilead.engine.common import find_config
-from omnilead.engine.config import Config
+from omnilead.data_tools.io.terminal import keep_freed_memory
 from omnilead.engine.data.augmenter import to_device
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.draws import Draws, row_keys
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import temperature
+from omnilead.engine.settings.files import find_config
+from omnilead.engine.training.config import Config, load
 from omnilead.engine.training.train import COMPILED, compile_model
 
 RECREATION, OURS, PRODUCT = "re-creation of fairseq-signals' step", "omnilead", "matrix product"

@@ -21,7 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnilead.data_tools.cli import (
+from omnilead.data_tools.ecg.constants import CROP_FLAGS, IMPLAUSIBLE
+from omnilead.data_tools.ecg.pseudonyms import read_key
+from omnilead.data_tools.io.errors import DataError, ReadError, mend_for, printable
+from omnilead.data_tools.io.terminal import (
     Parser,
     about_file,
     drop_output,
@@ -32,15 +35,12 @@ from omnilead.data_tools.cli import (
     say,
     tell,
 )
-from omnilead.data_tools.constants import CROP_FLAGS, IMPLAUSIBLE
-from omnilead.data_tools.errors import DataError, ReadError, mend_for, printable
-from omnilead.data_tools.pseudonyms import read_key
 
 if TYPE_CHECKING:
-    from omnilead.data_tools.build import ShardOptions
+    from omnilead.data_tools.build.roles import RoleSources
+    from omnilead.data_tools.build.shard import ShardOptions
     from omnilead.data_tools.dataset import Dataset
     from omnilead.data_tools.sources import Source
-    from omnilead.data_tools.splits import RoleSources
 
     Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -337,7 +337,7 @@ def synth(
     workers: int = 1,
 ) -> dict[str, int]:
     """Makes a synthetic archive, as `omnilead synth`. Returns the number of records by source."""
-    from omnilead.data_tools.synthetic.archive import synthesise
+    from omnilead.data_tools.extras.synthetic.archive import synthesise
 
     return synthesise(
         os.fspath(out), patients, two_sessions, seed, layout, workers, progress=interactive()
@@ -372,7 +372,7 @@ def shard(
 
     The arguments are the options of the command; `sources` is an archive or several. Notes go to
     stderr. A DataError says in one line what is wrong."""
-    from omnilead.data_tools import build
+    from omnilead.data_tools.build import shard as build
 
     key = read_key(pseudonymize) if pseudonymize else None
     opened = _open_sources(
@@ -410,14 +410,14 @@ def shard(
 
 def _built(opened: "list[Source]", options: "ShardOptions") -> "Dataset":
     """The dataset, with notes before and after it is made."""
-    from omnilead.data_tools import build
+    from omnilead.data_tools.build import shard as build
 
     private = [] if options.pseudonym_key else _privacy_notes(opened)
     told = _tell_notes(_notes_of(opened) + private)
     dataset = build.shard(opened, options)
     found = _notes_of(opened)  # some are known only afterwards
     with optional("notes on the dataset"):
-        from omnilead.data_tools.plots import notes
+        from omnilead.data_tools.extras.plots import notes
 
         found = [*notes(dataset), *found]
     _tell_notes(found, told)
@@ -438,7 +438,7 @@ def _role_sources(
     flags: str,
 ) -> "RoleSources":
     """Which sources and crops may have which roles. `named`: by task, those that the user names."""
-    from omnilead.data_tools.splits import RoleSources
+    from omnilead.data_tools.build.roles import RoleSources
 
     chosen: dict[str, Any] = {}
     for task, names in named.items():
@@ -502,7 +502,7 @@ def verify(
 ) -> list[str]:
     """Checks every byte of a dataset, as `omnilead verify`. Returns what it found wrong, each on
     one line; an empty list means that everything holds."""
-    from omnilead.data_tools import verify as checks
+    from omnilead.data_tools.build import verify as checks
     from omnilead.data_tools.dataset import Dataset
 
     key = read_key(pseudonymize) if pseudonymize else None
@@ -532,14 +532,14 @@ def _refused(dataset: "Dataset") -> int:
 def _open_sources(
     urls: list[str], kind: str, anonymous: bool, private: bool, arrays: dict[str, Any]
 ) -> "list[Source]":
-    from omnilead.data_tools.sources import FileReader, open_sources
+    from omnilead.data_tools.sources.detect import FileReader, open_sources
 
     given = {name: value for name, value in arrays.items() if value is not None}
     if given and kind != "arrays":
         raise DataError("--fs, --unit and --leads describe arrays: add --source arrays")
     hospital: FileReader | None = None
     with optional("files of ECG carts"):
-        from omnilead.data_tools.hospital.files import HospitalFiles
+        from omnilead.data_tools.extras.hospital.files import HospitalFiles
 
         hospital = HospitalFiles
     sources = []
@@ -566,7 +566,7 @@ def _shard(parsed: argparse.Namespace) -> int:
     strict = options.pop("strict")
     dataset = shard(**options)
     with optional("a summary"):
-        from omnilead.data_tools.plots import describe
+        from omnilead.data_tools.extras.plots import describe
 
         echo(describe(dataset))
     refused = _refused(dataset)
@@ -602,7 +602,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _remove(parsed: argparse.Namespace) -> int:
-    from omnilead.data_tools.removal import remove
+    from omnilead.data_tools.build.removal import remove
 
     url, key = parsed.dataset, read_key(parsed.pseudonymize) if parsed.pseudonymize else None
     how = parsed.workers, not interactive(), parsed.forget
@@ -615,8 +615,8 @@ def _remove(parsed: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from omnilead.data_tools import plots
     from omnilead.data_tools.dataset import Dataset
+    from omnilead.data_tools.extras import plots
 
     if options.png:
         file, folder = Path(options.png), Path(options.png).absolute().parent
@@ -657,7 +657,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _labels(options: argparse.Namespace) -> int:
-    from omnilead.data_tools.labels import write_labels
+    from omnilead.data_tools.extras.labels import write_labels
 
     key = read_key(options.pseudonymize) if options.pseudonymize else None
     for line in write_labels(
@@ -671,13 +671,13 @@ def _record_figure(path: str) -> Any:
     import numpy as np
 
     from omnilead.data_tools.dataset import CROP_SHAPE
-    from omnilead.data_tools.hospital.files import HospitalFiles
-    from omnilead.data_tools.plots import caption_of, ecg_figure
-    from omnilead.data_tools.prepare import HALF, prepare_crop
-    from omnilead.data_tools.resampling import FS_HZ
+    from omnilead.data_tools.ecg.crops import HALF, prepare_crop
+    from omnilead.data_tools.ecg.resampling import FS_HZ
+    from omnilead.data_tools.extras.hospital.files import HospitalFiles
+    from omnilead.data_tools.extras.plots import caption_of, ecg_figure
     from omnilead.data_tools.sources.base import read_safely
     from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
-    from omnilead.data_tools.zip_folder import folder_or_zip
+    from omnilead.data_tools.sources.zip_folder import folder_or_zip
 
     place, samples = Path(path), np.empty(CROP_SHAPE, "<i2")
     if place.suffix.lower() == ".zip":

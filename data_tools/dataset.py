@@ -35,18 +35,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError, field_validator
 
-from omnilead.data_tools.constants import ABBREVIATIONS, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
-from omnilead.data_tools.constants import CROP_BYTES as CROP_BYTES
-from omnilead.data_tools.constants import CROP_SHAPE as CROP_SHAPE
-from omnilead.data_tools.constants import VENDORS as VENDORS
-from omnilead.data_tools.errors import (
-    ChunkError as ChunkError,  # the engine imports the errors from here
-)
-from omnilead.data_tools.errors import DataError as DataError
-from omnilead.data_tools.errors import DatasetError as DatasetError
-from omnilead.data_tools.errors import ReadError, one_line
-from omnilead.data_tools.pseudonyms import Removed, key_mark
-from omnilead.data_tools.storage import Folder, dataset_folder
+from .ecg.constants import ABBREVIATIONS, LEADS, PUBLIC, PUBLIC_PATIENTS, SYNTHETIC
+from .ecg.constants import CROP_BYTES as CROP_BYTES
+from .ecg.constants import CROP_SHAPE as CROP_SHAPE
+from .ecg.constants import VENDORS as VENDORS
+from .ecg.pseudonyms import Removed, key_mark
+from .io.errors import ChunkError as ChunkError
+from .io.errors import DataError as DataError
+from .io.errors import DatasetError as DatasetError
+from .io.errors import ReadError, one_line
+from .io.storage import Folder, dataset_folder
 
 FORMAT_VERSION = 1
 # 1: roles and label names in the JSON of the shards, attributes in the zarr copy. 0 has neither
@@ -178,7 +176,7 @@ class Ecg:
     """One crop of 10 s. If `halves` is 1, it is 5 s long and its second half is zero."""
 
     row: int
-    # int16 [12, 5000], leads in the order of data_tools.constants.LEADS
+    # int16 [12, 5000], leads in the order of data_tools.ecg.constants.LEADS
     signal_uv: np.ndarray = field(repr=False)
     source: str
     record: str
@@ -596,32 +594,32 @@ class Dataset:
     def torch(self, role: str, labels: str | Sequence[str] | None = None) -> Any:
         """The crops of a role as a map-style dataset of (x, y) for PyTorch: float32 millivolts [12,
         5000], and labels, by name or from a CSV or parquet table; without labels y is the row."""
-        from omnilead.data_tools.other_programs import Crops
+        from .other_programs import Crops
 
         return Crops(self, role, labels)
 
     def webdataset(self, role: str, **options: Any) -> Any:
         """The crops of a role as a webdataset.WebDataset, which `options` are for."""
-        from omnilead.data_tools.other_programs import web_dataset
+        from .other_programs import web_dataset
 
         return web_dataset(self, role, options)
 
     def zarr(self) -> Any:
         """All crops as a zarr.Array; those of a role are at the rows that `select` returns."""
-        from omnilead.data_tools.other_programs import zarr_array
+        from .other_programs import zarr_array
 
         return zarr_array(self, STORE)
 
     def features(self) -> Any:
         """The datasets.Features of the shards, for load_dataset of Hugging Face."""
-        from omnilead.data_tools.other_programs import features
+        from .other_programs import features
 
         return features(COLUMNS)
 
     @cached_property
     def chunks(self) -> Any:
         """The zarr copy, crop by crop: `chunks.read(row, out)`."""
-        from omnilead.data_tools.zarr_reader import Chunks
+        from .zarr_reader import Chunks
 
         return Chunks(self.root, STORE, len(self))
 

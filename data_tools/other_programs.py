@@ -21,11 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.cli import tell
-from omnilead.data_tools.constants import ABBREVIATIONS as CLASSES
-from omnilead.data_tools.constants import CROP_SHAPE
-from omnilead.data_tools.errors import DataError, DatasetError, one_line
-from omnilead.data_tools.record_tables import RESERVED, find, missing_words, read_table
+from .ecg.constants import ABBREVIATIONS as CLASSES
+from .ecg.constants import CROP_SHAPE
+from .ecg.record_tables import RESERVED, find, missing_words, read_table
+from .io.errors import DataError, DatasetError, one_line
+from .io.terminal import tell
 
 ROLES: dict[str, tuple[str, Any]] = {"all": ("", None), "pretrain": ("pretrain", True)}
 ROLES |= {f"dx:{role}": ("dx_role", role) for role in ("train", "valid", "test")}

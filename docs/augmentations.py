@@ -18,22 +18,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator
 
-from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.commandline import Parser, interruptible
-from omnilead.engine.common import LEADS, ConfigError
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.io.terminal import Parser, tell
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AUTHORS_NOISE, PAPER_NOISE
-from omnilead.engine.data.augmentations.stage import (
-    Params,
-    Random,
-    TorchOps,
-    augment,
-    draws,
-)
+from omnilead.engine.data.augmentations.stage import Params, Random, TorchOps, augment, draws
 from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.augmenter import FS_HZ, HALF
-from omnilead.engine.evaluation.metrics import Array
+from omnilead.engine.settings.commandline import interruptible
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.training.metrics import Array
 
 TIME_S = np.arange(2 * HALF) / FS_HZ
 INK, GREY, BEFORE = "#14141c", "#75757d", "#8f8f98"

@@ -12,39 +12,24 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from tests.test_house import MODULES, dotted, imports
+from tests.test_house import room as wing_and_room
 
-FILES = {
-    "engine.commandline": "engine/commandline.py",
-    "engine.common": "engine/common.py",
-    "engine.config": "engine/config.py",
-}  # rooms of their own
 COLOURS = {"data_tools": "#dbe7f3", "engine": "#e6f0dd"}
 DOCS = Path(__file__).parent
 ROW, COLUMNS, WIDTH, GAP = 0.19, 3, 4.2, 0.5  # inches
 
 
 def room(module: str) -> str:
-    """The folder of a module, or its own name if it lies in a folder where it is an exception."""
-    if module in FILES:
-        return FILES[module]
-    folder = module
-    while not (DOCS.parent / folder.replace(".", "/")).is_dir():
-        folder = folder.rpartition(".")[0]
-    return folder
+    return "/".join(wing_and_room(module))
 
 
 def floors(below: dict[str, set[str]]) -> dict[str, int]:
-    """Each room of data_tools as low as what it imports allows, each of the engine as high as its
-    users allow."""
+    """Each room as low as what it imports allows."""
     level = dict.fromkeys(below, 0)
     for _ in below:
         level = {
             name: 1 + max((level[other] for other in below[name]), default=-1) for name in below
         }
-    for name in sorted(below, key=lambda name: -level[name]):
-        users = [level[other] for other in below if name in below[other]]
-        if users and name.startswith("engine"):
-            level[name] = min(users) - 1
     return level
 
 
@@ -52,9 +37,7 @@ def main(out: Path) -> None:
     members: dict[str, list[str]] = {}
     names = {dotted(path) for path in MODULES if path.stem not in ("__init__", "__main__")}
     for name in sorted(names):
-        members.setdefault(room(name), []).extend(
-            [] if name in FILES else [name.rpartition(".")[2]]
-        )
+        members.setdefault(room(name), []).append(name.rpartition(".")[2])
     pairs = (
         (room(dotted(path)), room(target))
         for path in MODULES
@@ -62,15 +45,7 @@ def main(out: Path) -> None:
         if target in names
     )
     counts = Counter((user, used) for user, used in pairs if user != used)
-    # Where two rooms import each other, the one that imports more is above.
-    below = {
-        name: {
-            used
-            for user, used in counts
-            if user == name and counts[user, used] > counts[used, user]
-        }
-        for name in members
-    }
+    below = {name: {used for user, used in counts if user == name} for name in members}
     level = floors(below)
     rows = [
         [name for name in members if level[name] == floor]
@@ -104,10 +79,7 @@ def draw(
             left = size[0] / 2 + (i - len(row) / 2) * (WIDTH + 0.5) + 0.25
             bottom = y + top - height[name]
             boxes[name] = (left, bottom)
-            colour, style = (
-                COLOURS[name[:6] if name.startswith("engine") else "data_tools"],
-                "round,pad=0,rounding_size=0.08",
-            )
+            colour, style = COLOURS[name.split("/")[0]], "round,pad=0,rounding_size=0.08"
             axes.add_patch(
                 FancyBboxPatch(
                     (left, bottom), WIDTH, height[name], style, fc=colour, ec="#667", zorder=2
@@ -116,7 +88,7 @@ def draw(
             axes.text(
                 left + 0.1,
                 bottom + height[name] - 0.25,
-                name if ".py" in name else f"{name.replace('.', '/')}/",
+                name,
                 weight="bold",
                 size=9,
                 zorder=3,

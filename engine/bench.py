@@ -22,17 +22,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omnilead.data_tools.cli import show
-from omnilead.engine.commandline import RUN_CODE, command_parser, interruptible, one_blas_thread
+from omnilead.data_tools.io.terminal import show
 from omnilead.engine.embed import READOUT, add_machine
+from omnilead.engine.settings.commandline import (
+    RUN_CODE,
+    command_parser,
+    interruptible,
+    one_blas_thread,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     one_blas_thread()
-    from omnilead.engine.inference import (
-        commands,  # imported late, so that --help does not wait for PyTorch
-    )
+    from omnilead.engine.inference import commands
 
     return commands.exit_code("omnilead bench", lambda: run(args), args.out)
 
@@ -58,7 +61,7 @@ def bench(
 
     `options` are those of the command. Errors have one-line messages."""
     from omnilead.engine.evaluation import bench as comparison
-    from omnilead.engine.report.bench_report import write
+    from omnilead.engine.extras.reports.bench_report import write
 
     place = Path(out)
     document = comparison.bench(models, data, place, tasks, **options)

@@ -12,14 +12,9 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from omnilead.data_tools.cli import say, show
-from omnilead.engine.commandline import (
-    Parser,
-    note_for_torchrun,
-    positive,
-    run_folder,
-    tell_failure,
-)
+from omnilead.data_tools.io.terminal import Parser, say, show
+
+from .settings.commandline import note_for_torchrun, positive, run_folder, tell_failure
 
 Shortcut = tuple[
     str, dict[str, Any]
@@ -51,7 +46,7 @@ class TrainingParser(Parser):
     shortcuts: Mapping[str, Shortcut]
 
     def suggest(self, option: str, value: str) -> str:
-        from omnilead.engine.config import DEVICE, nearest_settings, settings_named
+        from .training.config import DEVICE, nearest_settings, settings_named
 
         name, kind = option.lstrip("-").replace("-", "_"), self.settings()
         if DEVICE.search(name):
@@ -88,8 +83,8 @@ def command(
     if ignored and (args.export or args.schema):
         parser.error(f"{' '.join(ignored)}: --export and --schema take no other option")
 
-    from omnilead.engine.config import schema
-    from omnilead.engine.run import export, message_and_code
+    from .run import export, message_and_code
+    from .training.config import schema
 
     task_class = task()
     try:

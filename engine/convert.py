@@ -31,9 +31,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnilead.data_tools.cli import about_file, echo, tell
-from omnilead.engine.commandline import RUN_CODE, command_parser, interruptible, parse_yaml
-from omnilead.engine.common import LEADS, ConfigError, leads_in_order
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.io.terminal import about_file, echo, tell
+from omnilead.engine.settings.commandline import RUN_CODE, command_parser, interruptible, parse_yaml
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.leads import leads_in_order
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -147,9 +149,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     from safetensors import SafetensorError
 
+    from omnilead.engine.extras.interop.conversion import (
+        from_fairseq,
+        from_torch,
+        signals,
+        to_fairseq,
+    )
+    from omnilead.engine.extras.interop.onnx import to_onnx
     from omnilead.engine.inference.trained_model import load
-    from omnilead.engine.interop.conversion import from_fairseq, from_torch, signals, to_fairseq
-    from omnilead.engine.interop.onnx import to_onnx
 
     try:
         source, notes = Path(args.source), []

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omnilead.data_tools.cli import show
-from omnilead.engine.commandline import (
+from omnilead.data_tools.io.terminal import show
+from omnilead.engine.settings.commandline import (
     RUN_CODE,
     command_parser,
     interruptible,

@@ -29,8 +29,9 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
-from omnilead.data_tools.cli import show
-from omnilead.engine.commandline import (
+from omnilead.data_tools.io.terminal import show
+from omnilead.engine.embed import options_of
+from omnilead.engine.settings.commandline import (
     RUN_CODE,
     command_parser,
     interruptible,
@@ -38,17 +39,11 @@ from omnilead.engine.commandline import (
     writable,
     write_result,
 )
-from omnilead.engine.common import (
-    LABELS,
-    METRIC_OF,
-    ConfigError,
-    Facts,
-    File,
-    OutputError,
-    environment,
-    label_of,
-)
-from omnilead.engine.embed import options_of
+from omnilead.engine.settings.errors import ConfigError, Facts, OutputError
+from omnilead.engine.settings.files import File
+from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.run_files import LABELS
+from omnilead.engine.training.metrics import METRIC_OF, label_of
 
 CLASSES_SHOWN = 12  # printed on the terminal
 COLUMNS = ["positives", "threshold"]
@@ -137,7 +132,7 @@ def write_scores(
     if json_file:
         write_result(json_file, dumps(document, indent=1) + "\n", "--json")
     if page:
-        from omnilead.engine.report import evaluation_report
+        from omnilead.engine.extras.reports import evaluation_report
 
         write_result(page, evaluation_report.build(result, dataset), "--report")
 

@@ -33,13 +33,13 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.engine.command import SHORTCUTS, Shortcut, command
-from omnilead.engine.commandline import RUN_CODE, interruptible, leave
-from omnilead.engine.common import File
 from omnilead.engine.pretrain import train_run
+from omnilead.engine.settings.commandline import RUN_CODE, interruptible, leave
+from omnilead.engine.settings.files import File
 
 if TYPE_CHECKING:
+    from omnilead.engine.finetuning.task import FinetuneTask
     from omnilead.engine.run import Data, TrainingRun
-    from omnilead.engine.tasks.finetuning import FinetuneTask
 
 KINDS = ("binary", "multilabel", "multiclass", "regression", "survival")
 OWN: dict[str, Shortcut] = {
@@ -65,7 +65,7 @@ OWN: dict[str, Shortcut] = {
 
 
 def finetune_task() -> "type[FinetuneTask]":
-    from omnilead.engine.tasks.finetuning import FinetuneTask
+    from omnilead.engine.finetuning.task import FinetuneTask
 
     return FinetuneTask
 
@@ -88,7 +88,7 @@ def finetune(
     The arguments are the options of `omnilead finetune`, `settings` those of --set by their dotted
     names. Without `config`, batch size, steps and learning rate are chosen to suit the data. Ctrl-C
     writes a checkpoint and raises KeyboardInterrupt. Other errors have one-line messages, such as
-    engine.common.ConfigError.
+    engine.settings.errors.ConfigError.
     """
     from omnilead.engine.run import run_from_python
 

@@ -14,16 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnilead.data_tools.cli import about_file, echo, tell
-from omnilead.engine.commandline import command_parser, interruptible
-from omnilead.engine.common import ConfigError
+from omnilead.data_tools.io.terminal import about_file, echo, tell
+from omnilead.engine.settings.commandline import command_parser, interruptible
+from omnilead.engine.settings.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    from omnilead.engine.interop import (
-        hub,  # imported late, so that --help does not wait for PyTorch
-    )
+    from omnilead.engine.extras.interop import hub
 
     try:
         if args.action == "push":

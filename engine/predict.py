@@ -23,9 +23,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnilead.data_tools.cli import show
-from omnilead.engine.commandline import command_parser, interruptible, one_blas_thread
+from omnilead.data_tools.io.terminal import show
 from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, options_of
+from omnilead.engine.settings.commandline import command_parser, interruptible, one_blas_thread
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

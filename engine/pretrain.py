@@ -36,11 +36,11 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from omnilead.engine.command import SHORTCUTS, command
-from omnilead.engine.commandline import interruptible, leave
+from omnilead.engine.settings.commandline import interruptible, leave
 
 if TYPE_CHECKING:
-    from omnilead.engine.config import RunConfig
     from omnilead.engine.run import Data, TrainingRun
+    from omnilead.engine.training.config import RunConfig
     from omnilead.engine.training.pretraining import PretrainTask
     from omnilead.engine.training.task import TrainingTask
 
@@ -57,9 +57,9 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
     task. `profile`: how many steps to trace. False: stopped by SIGTERM, with a checkpoint. Errors
     are raised; KeyboardInterrupt after Ctrl-C, with a checkpoint too."""
     from omnilead.engine import run
-    from omnilead.engine.common import environment
-    from omnilead.engine.config import check
+    from omnilead.engine.settings.launcher import environment
     from omnilead.engine.training import bucket, checkpoint, distributed, tracking, train
+    from omnilead.engine.training.config import check
     from omnilead.engine.training.loop import Loop
 
     check(config, environment()[1])
@@ -113,7 +113,7 @@ def pretrain(
     `start` that model's own architecture and objective. data: a dataset or several. out: RUN, where
     everything is written. settings: those of --set, by their dotted names: start="RUN",
     **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and raises
-    KeyboardInterrupt. Other errors have one-line messages, such as engine.common.ConfigError.
+    KeyboardInterrupt. Other errors have one-line messages, such as engine.settings.errors.ConfigError.
     """
     from omnilead.engine.run import run_from_python
 

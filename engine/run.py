@@ -13,24 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omnilead.data_tools.cli import is_memory, optional, say
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.common import (
-    METRICS,
-    REPORT,
-    VALIDATION,
-    ConfigError,
-    OutputError,
-    environment,
-    read_rows,
-)
-from omnilead.engine.training import bucket, distributed
-from omnilead.engine.training.checkpoint import CheckpointError, WriteError
-from omnilead.engine.training.loop import TrainError
-from omnilead.engine.training.task import TrainingTask
+from omnilead.data_tools.io.terminal import is_memory, optional, say
+
+from .settings.errors import ConfigError, OutputError
+from .settings.launcher import environment
+from .settings.run_files import METRICS, REPORT, VALIDATION, read_rows
+from .training import bucket, distributed
+from .training.checkpoint import CheckpointError, WriteError
+from .training.loop import TrainError
+from .training.task import TrainingTask
 
 if TYPE_CHECKING:
-    from omnilead.engine.inference.trained_model import TrainedModel
+    from .inference.trained_model import TrainedModel
 
 BAD_INPUT = (ConfigError, DataError, CheckpointError)
 LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
@@ -45,7 +40,7 @@ def finish(run: Path, task: type[TrainingTask]) -> None:
         return
     made = [str(export(run, task))]
     with optional("RUN/report.html"):
-        from omnilead.engine.report.run_report import write_report
+        from .extras.reports.run_report import write_report
 
         made.append(str(write_report(run)))
     say(f"done: {', '.join(made)}")
@@ -53,11 +48,11 @@ def finish(run: Path, task: type[TrainingTask]) -> None:
 
 def export(run: Path, task: type[TrainingTask]) -> Path:
     """Writes RUN/model with its model card."""
-    from omnilead.engine.training.export import read_export, write_export
+    from .training.export import read_export, write_export
 
     read, card = read_export(run, task), ""
     with optional("a model card"):
-        from omnilead.engine.interop.hub import model_card
+        from .extras.interop.hub import model_card
 
         card = model_card(run, read.config, read.state, read.weights, task)
     return write_export(run, read, task, card)
@@ -100,7 +95,7 @@ class TrainingRun:
 
     def model(self, **options: Any) -> "TrainedModel":
         """Same as omnilead.load(RUN, **options)."""
-        from omnilead.engine.inference.trained_model import load
+        from .inference.trained_model import load
 
         return load(self.path, **options)
 

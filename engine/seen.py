@@ -25,8 +25,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnilead.data_tools.cli import show
-from omnilead.engine.commandline import command_parser, interruptible, writable
+from omnilead.data_tools.io.terminal import show
+from omnilead.engine.settings.commandline import command_parser, interruptible, writable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -21,20 +21,19 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from omnilead.data_tools.cli import UserError, show, tell
-from omnilead.data_tools.storage import RemoteFolder
-from omnilead.engine.commandline import command_parser, interruptible
-from omnilead.engine.common import (
+from omnilead.data_tools.io.storage import RemoteFolder
+from omnilead.data_tools.io.terminal import UserError, show, tell
+from omnilead.engine.settings.commandline import command_parser, interruptible
+from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.run_files import (
     LOCK,
     METRICS,
     PROMETHEUS,
     VALIDATION,
-    ConfigError,
-    Facts,
-    label_of,
     number,
     read_rows,
 )
+from omnilead.engine.training.metrics import label_of
 
 NAME = "omnilead status"
 FACTS = "run.json"

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omnilead import moved
+
 if TYPE_CHECKING:
     from omnilead.data_tools.__main__ import shard as shard
     from omnilead.data_tools.__main__ import synth as synth
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from omnilead.engine.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
+moved.install()
 
 if not Path(__path__[0], "engine").is_dir():
     __path__.append(str(Path(__path__[0]).parent))
@@ -73,7 +76,7 @@ def __getattr__(name: str) -> Any:
 
 def _in_python(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function, but its errors name arguments instead of a command's options."""
-    from omnilead.data_tools.errors import UserError
+    from omnilead.data_tools.io.errors import UserError
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import omnilead
-from omnilead.data_tools.cli import tell
-from omnilead.engine.commandline import Parser, interruptible, leave
+from omnilead.data_tools.io.terminal import Parser, tell
+from omnilead.engine.settings.commandline import interruptible, leave
 
 COMMANDS = {  # name: (module with main(arguments), optionally its first arguments; what it does)
     "synth": ("omnilead.data_tools.__main__ synth", "make a synthetic archive"),
@@ -30,7 +30,7 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     ),
     "pretrain": ("omnilead.engine.pretrain", "pre-train an encoder on a dataset"),
     "finetune": ("omnilead.engine.finetune", "fine-tune a pre-trained encoder on a task"),
-    "report": ("omnilead.engine.report.__main__", "write RUN/report.html, at any time"),
+    "report": ("omnilead.engine.extras.reports.__main__", "write RUN/report.html, at any time"),
     "status": ("omnilead.engine.status", "show the state of a training run"),
     "evaluate": ("omnilead.engine.evaluate", "score a model on held-out ECGs"),
     "embed": ("omnilead.engine.embed", "write embeddings of ECGs as parquet"),
@@ -45,7 +45,7 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
     ),
     "seen": ("omnilead.engine.seen", "say which ECGs a model or a run was trained on"),
     "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
-    "reproduce": ("omnilead.engine.reproduce.__main__", "reproduce the tables of the paper"),
+    "reproduce": ("omnilead.engine.extras.reproduce.__main__", "reproduce the tables of the paper"),
 }
 GONE = {  # what to type instead
     "parity": "python -m tests.parity DIR, in a clone of the repository",
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     module, *first = COMMANDS[parser.parse_args(given[:1]).command][0].split()
     if first == ["show"] and any(word.partition("=")[0] == "--why" for word in given):
-        module, first = "omnilead.engine.report.why", []  # data_tools knows no models
+        module, first = "omnilead.engine.extras.reports.why", []  # data_tools knows no models
     code: int = importlib.import_module(module).main([*first, *given[1:]])
     return code
 

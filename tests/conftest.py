@@ -15,10 +15,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.splits import RoleSources
-from omnilead.data_tools.synthetic.archive import synthesise
+from omnilead.data_tools.build.roles import RoleSources
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.extras.synthetic.archive import synthesise
+from omnilead.data_tools.sources.detect import open_sources
 from tests import unsynced  # noqa: F401
 
 with contextlib.suppress(ImportError):  # may be missing where only the GPU tests run
@@ -133,7 +133,7 @@ def save_model(
     `model`: for ModelConfig."""
     import torch
 
-    from omnilead.engine.common import LEADS
+    from omnilead.data_tools.ecg.constants import LEADS
     from omnilead.engine.model import folder as folders
     from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
     from omnilead.engine.model.pretrainer import Pretrainer

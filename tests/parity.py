@@ -34,10 +34,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.authors_step import draws_of
-from omnilead.data_tools.cli import echo, tell
-from omnilead.data_tools.npz import npz_array, npz_names
-from omnilead.engine.common import ConfigError
-from omnilead.engine.interop.fairseq import (
+from omnilead.data_tools.io.npz import npz_array, npz_names
+from omnilead.data_tools.io.terminal import echo, tell
+from omnilead.engine.extras.interop.fairseq import (
     Settings,
     Weights,
     from_theirs,
@@ -47,6 +46,7 @@ from omnilead.engine.interop.fairseq import (
 )
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.settings.errors import ConfigError
 
 INPUTS = {"source", "mask_indices", "neg_idxs", "patient_id", "segment", "gumbel_noise", "temp"}
 NOT_COMPARED = {"rlm_survivors", "num_vars", "count"}  # how the source was made; values of settings

@@ -14,14 +14,16 @@ from handmade import ecg, write_challenge
 from docs import house, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.hospital.files import FORMATS
-from omnilead.engine.commandline import load as load_config
-from omnilead.engine.common import LEADS, flatten, plugin
-from omnilead.engine.config import Config
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.extras.hospital.files import FORMATS
+from omnilead.data_tools.io.plugins import plugin
 from omnilead.engine.inference.trained_model import load
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import build_encoder, examine
+from omnilead.engine.settings.files import flatten
 from omnilead.engine.tasks.config import FinetuneConfig
+from omnilead.engine.training.config import Config
+from omnilead.engine.training.config import load as load_config
 from tests.forks import started
 from tests.parsers import parse
 

@@ -1,4 +1,4 @@
-"""The rules of the code base: names and import directions."""
+"""The rules of the code base: where a module lies, and what it may import."""
 
 import ast
 import subprocess
@@ -10,9 +10,31 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("data_tools", "engine")
-MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+WINGS = ("data_tools", "engine")
+MODULES = sorted(path for wing in WINGS for path in (ROOT / wing).rglob("*.py"))
 TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+# From the lowest: a room imports its own modules and those of rooms before it, nothing else. The
+# doors, modules directly in a wing that a user starts, come last.
+ROOMS = {
+    "data_tools": ["io", "ecg", "dataset", "sources", "build", "extras", "doors"],
+    "engine": [
+        *("settings", "data", "model", "training"),
+        *("tasks", "inference", "finetuning", "evaluation", "extras", "doors"),
+    ],
+}
+DATASET = {"dataset", "zarr_reader", "other_programs"}  # the format and its readers
+# What the engine uses of data_tools, besides io, ecg and dataset
+BORDER = {
+    "engine.inference.inputs": {"sources", "extras"},  # records straight from files
+    "engine.extras": {"extras"},  # ECGs on paper
+}
+# What sharding and pre-training do without, so that each can be deleted
+SPARE = [
+    *("data_tools.extras.hospital", "data_tools.extras.labels"),
+    *("data_tools.extras.synthetic", "data_tools.extras.plots"),
+    *("engine.tasks", "engine.inference", "engine.finetuning", "engine.evaluation"),
+    *(f"engine.extras.{name}" for name in ("interop", "reports", "reproduce")),
+]
 
 
 def dotted(path):
@@ -22,19 +44,31 @@ def dotted(path):
 NAMES = {dotted(path): path for path in MODULES}
 
 
+def room(name):
+    """The wing of a module, and its room."""
+    wing, *rest = name.split(".")
+    if wing == "data_tools" and rest and rest[0] in DATASET:
+        return wing, "dataset"
+    return wing, rest[0] if rest and (ROOT / wing / rest[0]).is_dir() else "doors"
+
+
 def imports(path, late=True):
     """What a module imports; a name from a module may be a submodule. `late`: in functions too."""
     tree, found = TREES[path], set()
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
+    package = dotted(path).split(".")
+    if path.stem != "__init__":
+        package.pop()
     for node in ast.walk(tree):
         if id(node) in inside and not late:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide where a name comes from"
-            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
     return {name.removeprefix("omnilead.") for name in found}
 
 
@@ -52,21 +86,49 @@ def test_each_module_says_what_it_is(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_only_one_module_prints(path):
-    """data_tools.cli escapes what would control the terminal, because text may come from a file of
-    anyone's."""
+    """data_tools.io.terminal escapes what would control the terminal, because text may come from a
+    file of anyone's."""
     calls = [node.func for node in ast.walk(TREES[path]) if isinstance(node, ast.Call)]
     prints = {"print", "sys.stdout.write", "sys.stderr.write", "tqdm.write"}
-    assert dotted(path) == "data_tools.cli" or not prints & {ast.unparse(call) for call in calls}
+    is_terminal = dotted(path) == "data_tools.io.terminal"
+    assert is_terminal or not prints & {ast.unparse(call) for call in calls}
 
 
-def test_data_tools_know_nothing_of_torch_or_the_engine():
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_an_absolute_import_crosses_a_border(path):
+    """Inside a wing imports are relative. A program that is started as a file has no package to be
+    relative to."""
+    wing, name = room(dotted(path))
+    if name != "doors" and path.stem != "__main__":
+        for node in ast.walk(TREES[path]):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                assert not f"{node.module}.".startswith(f"omnilead.{wing}."), ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=dotted)
+def test_a_room_imports_only_rooms_before_it(path):
+    """Imports inside functions count too."""
+    (wing, mine), name = room(dotted(path)), dotted(path)
+    order = ROOMS[wing]
+    for other in imports(path) & set(NAMES) - {"engine", "data_tools"}:
+        there, theirs = room(other)
+        if there == wing:
+            assert order.index(theirs) <= order.index(mine), other
+        else:
+            allowed = {"io", "ecg", "dataset"}
+            for start, more in BORDER.items():
+                allowed |= more if name.startswith(start) else set()
+            assert (wing, there) == ("engine", "data_tools") and theirs in allowed, other
+
+
+def test_data_tools_know_nothing_of_torch():
     ours = [name for name in NAMES if name.startswith("data_tools")]
     for name in ours:
         packages = {other.partition(".")[0] for other in imports(NAMES[name])}
-        assert not packages & {"torch", "deepspeed", "engine", "nvidia"}, name
-    ours.remove("data_tools.__main__")
+        assert not packages & {"torch", "deepspeed", "nvidia"}, name
+    modules = [f"omnilead.{name}" for name in ours if not name.endswith("__main__")]
     # Nor through a library
-    probe = f"import sys, {', '.join(ours)}; sys.exit('torch' in sys.modules)"
+    probe = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT).returncode == 0
 
 
@@ -78,37 +140,6 @@ def test_inference_does_without_what_only_training_needs():
     assert subprocess.run([sys.executable, "-c", probe], cwd=ROOT).returncode == 0
 
 
-def test_the_engine_imports_only_the_public_modules_of_data_tools():
-    doors = {"data_tools", "data_tools.cli"}
-    doors |= {"data_tools.constants", "data_tools.dataset", "data_tools.spreadsheet"}
-    resampling = {"data_tools.errors", "data_tools.resampling"}
-    in_memory = resampling | {"data_tools.prepare", "data_tools.record"}  # ECGs in memory
-    allowed_more = {
-        # Records straight from files
-        "engine.inference.inputs": {
-            "data_tools.sources",
-            "data_tools.hospital.files",
-            "data_tools.npz",
-        },
-        # file.py:Name in settings; files written whole; the names of the leads
-        "engine.common": {"data_tools.plugins", "data_tools.storage", "data_tools.constants"},
-        "engine.reproduce.jobs": {"data_tools.cluster"},  # jobs on a Dask cluster
-        "engine.inference.trained_model": in_memory,
-        "engine.report.charts": {"data_tools.plots"},  # ECGs on paper
-        "engine.report.why": {"data_tools.plots"},
-        "engine.model.input": resampling,
-        "engine.inference.mean_beat": resampling,
-        "engine.inference.readout": resampling,
-        "engine.tasks.labels": {"data_tools.record_tables", "data_tools.errors"},
-        "engine.training.bucket": {"data_tools.storage", "data_tools.errors"},  # a run on s3://
-        "engine.status": {"data_tools.storage"},
-    }
-    for name, path in NAMES.items():
-        if name.startswith("engine"):
-            theirs = {one for one in imports(path) & set(NAMES) if one.startswith("data_tools")}
-            assert theirs <= doors | allowed_more.get(name, set()), name
-
-
 def test_modules_do_not_import_each_other():
     """At import time; a package's __init__ may import its own modules, and they only that."""
     edges = {}
@@ -118,47 +149,7 @@ def test_modules_do_not_import_each_other():
     TopologicalSorter(edges).prepare()
 
 
-def apart(one, other):
-    """Whether neither of two folders is the other or in it."""
-    return not f"{one}/".startswith(f"{other}/") and not f"{other}/".startswith(f"{one}/")
-
-
-def test_folders_do_not_import_each_other():
-    """Imports inside functions count too. Each program directly in engine/ counts as a folder of
-    its own, above the others."""
-    folder = {name: str(path.parent.relative_to(ROOT)) for name, path in NAMES.items()}
-    folder |= {name: name for name, place in folder.items() if place == "engine"}
-    # Fine-tuning stands above inference and evaluation, the labels and kinds of tasks below them;
-    # so do the metrics, by which fine-tuning chooses its best step.
-    folder["engine.evaluation.metrics"] = "metrics"
-    folder |= dict.fromkeys(("engine.tasks.finetuning", "engine.tasks.start"), "fine-tuning")
-    # What a head is given, in fine-tuning and afterwards
-    folder |= dict.fromkeys(("engine.inference.readout", "engine.inference.mean_beat"), "readouts")
-    edges = {place: set() for place in folder.values()}
-    for name, path in NAMES.items():
-        here = folder[name]
-        others = {folder[other] for other in imports(path) & set(NAMES)} - {"engine"}
-        edges[here] |= {there for there in others if apart(here, there)}
-    TopologicalSorter(edges).prepare()
-
-
-ROOMS = {  # what the core never imports, so that each can be deleted alone
-    *("data_tools.hospital", "data_tools.labels", "data_tools.synthetic", "data_tools.plots"),
-    *("engine.inference", "engine.tasks", "engine.evaluation"),
-    *("engine.report", "engine.interop", "engine.reproduce"),
-}
-
-
-def test_the_core_imports_no_room():
-    commands = {dotted(path) for path in (ROOT / "engine").glob("*.py")}
-    commands = commands - {"engine.common", "engine.config"} | {"data_tools.__main__"}
-    inside = {name for name in NAMES for room in ROOMS if f"{name}.".startswith(f"{room}.")}
-    assert len(inside) > len(ROOMS)
-    for name in set(NAMES) - commands - inside:
-        assert not imports(NAMES[name]) & inside, name
-
-
-# In a program of its own, the rooms cannot be imported, as if their folders were deleted
+# In a program of its own, the spare rooms cannot be imported, as if their folders were deleted
 WITHOUT_ROOMS = """
 import sys
 sys.modules.update(dict.fromkeys(sys.argv.pop(1).split(",")))
@@ -168,9 +159,9 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-def test_sharding_and_pretraining_do_without_any_room(archive, tmp_path):
+def test_sharding_and_pretraining_do_without_any_spare_room(archive, tmp_path):
     """What a room would have added is left out, with a note."""
-    rooms = ",".join(f"omnilead.{room}" for room in sorted(ROOMS))
+    rooms = ",".join(f"omnilead.{name}" for name in sorted(SPARE))
     program = [sys.executable, "-c", WITHOUT_ROOMS, rooms]
     dataset, run = str(tmp_path / "dataset"), tmp_path / "run"
     steps = ["train.steps=2", "train.batch_crops=8", "train.validate_every=0"]

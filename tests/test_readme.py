@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from omnilead.__main__ import COMMANDS
-from omnilead.engine.commandline import load
-from omnilead.engine.config import Config
 from omnilead.engine.tasks.config import FinetuneConfig
+from omnilead.engine.training.config import Config, load
 from tests.parsers import parse
 
 ROOT = Path(__file__).parents[1]

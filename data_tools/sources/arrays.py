@@ -26,7 +26,25 @@ import pyarrow as pa
 import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from omnilead.data_tools.array_files import (
+from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt, microvolts
+from ..ecg.record import (
+    LEADS,
+    MV_PER_UNIT,
+    SYNTHETIC,
+    EcgRecord,
+    Header,
+    clean_age,
+    clean_sex,
+    lead_rows,
+    record_stem,
+    unit_name,
+)
+from ..ecg.record_tables import as_text, read_cells
+from ..ecg.resampling import rate_ratio
+from ..io.errors import DataError, ReadError, one_line
+from ..io.spreadsheet import as_number
+from ..io.storage import Folder
+from .array_files import (
     ENDINGS,
     LOCAL_ONLY,
     array_errors,
@@ -35,26 +53,8 @@ from omnilead.data_tools.array_files import (
     path_inside,
     without_padding,
 )
-from omnilead.data_tools.errors import DataError, ReadError, one_line
-from omnilead.data_tools.prepare import IMPLAUSIBLE_AMPLITUDE, amplitude_doubt, microvolts
-from omnilead.data_tools.record import (
-    LEADS,
-    MV_PER_UNIT,
-    SYNTHETIC,
-    EcgRecord,
-    Header,
-    as_number,
-    clean_age,
-    clean_sex,
-    lead_rows,
-    record_stem,
-    unit_name,
-)
-from omnilead.data_tools.record_tables import as_text, read_cells
-from omnilead.data_tools.resampling import rate_ratio
-from omnilead.data_tools.sources.base import Source, cached, path_name
-from omnilead.data_tools.storage import Folder
-from omnilead.data_tools.zip_folder import is_in_zip
+from .base import Source, cached, path_name
+from .zip_folder import is_in_zip
 
 YAML, MAX_YAML = "arrays.yaml", 2**16
 TABLES = (".csv", ".parquet")

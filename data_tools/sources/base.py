@@ -19,19 +19,12 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from omnilead.data_tools.cli import tell
-from omnilead.data_tools.errors import ReadError, StorageError, printable
-from omnilead.data_tools.prepare import CROP, Crop, crop_count, flags_of, prepare_crop
-from omnilead.data_tools.pseudonyms import pseudonym
-from omnilead.data_tools.record import (
-    LEADS,
-    EcgRecord,
-    Header,
-    known_patient,
-    patient_source,
-    record_stem,
-)
-from omnilead.data_tools.storage import Folder
+from ..ecg.crops import CROP, Crop, crop_count, flags_of, prepare_crop
+from ..ecg.pseudonyms import pseudonym
+from ..ecg.record import LEADS, EcgRecord, Header, known_patient, patient_source, record_stem
+from ..io.errors import ReadError, StorageError, printable
+from ..io.storage import Folder
+from ..io.terminal import tell
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -11,16 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from omnilead.data_tools.array_files import (
-    array_errors,
-    open_hdf5,
-    open_hdf5_file,
-    without_padding,
-)
-from omnilead.data_tools.errors import ReadError, StorageError
-from omnilead.data_tools.record import EcgRecord, Header, clean_age, pairs
-from omnilead.data_tools.sources.base import Source, absent_key, cached, read_table
-from omnilead.data_tools.storage import Folder
+from ..ecg.record import EcgRecord, Header, clean_age, pairs
+from ..io.errors import ReadError, StorageError
+from ..io.storage import Folder
+from .array_files import array_errors, open_hdf5, open_hdf5_file, without_padding
+from .base import Source, absent_key, cached, read_table
 
 TABLE, MAX_TABLE, FS_HZ = "exams.csv", 512 * 2**20, 400.0
 LEADS = ("DI", "DII", "DIII", "AVR", "AVL", "AVF", "V1", "V2", "V3", "V4", "V5", "V6")

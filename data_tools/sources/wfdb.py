@@ -18,19 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.record import (
+from ..ecg.record import (
     LEAD_INDEX,
     MV_PER_UNIT,
     EcgRecord,
-    as_number,
     clean_age,
     clean_sex,
     parse_dx,
     unit_name,
 )
-from omnilead.data_tools.resampling import RATE_RANGE_HZ
-from omnilead.data_tools.storage import Folder
+from ..ecg.resampling import RATE_RANGE_HZ
+from ..io.errors import ReadError
+from ..io.spreadsheet import as_number
+from ..io.storage import Folder
 
 MAX_BYTES, MAX_LINE, MAX_SIGNALS, MAX_SAMPLES = 65_536, 512, 64, 2_000_000
 GAIN_RANGE = (1e-3, 1e9)  # steps per mV

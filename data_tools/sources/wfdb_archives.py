@@ -16,9 +16,8 @@ from itertools import chain
 
 import numpy as np
 
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.prepare import millivolts
-from omnilead.data_tools.record import (
+from ..ecg.crops import millivolts
+from ..ecg.record import (
     HEART_AXIS_CODES,
     LEAD_INDEX,
     LEADS,
@@ -33,7 +32,9 @@ from omnilead.data_tools.record import (
     synthetic_prefix,
     with_limb_leads,
 )
-from omnilead.data_tools.sources.base import (
+from ..io.errors import ReadError
+from ..io.storage import Folder
+from .base import (
     RECORDS,
     Source,
     absent_key,
@@ -43,16 +44,7 @@ from omnilead.data_tools.sources.base import (
     read_table,
     with_orphans,
 )
-from omnilead.data_tools.sources.wfdb import (
-    MAX_BYTES,
-    WfdbHeader,
-    own_name,
-    parse_header,
-    peek,
-    read_record,
-    signal_marks,
-)
-from omnilead.data_tools.storage import Folder
+from .wfdb import MAX_BYTES, WfdbHeader, own_name, parse_header, peek, read_record, signal_marks
 
 FOLDERS = ("records500", "records100")
 TABLE, MAX_TABLE = "ptbxl_database.csv", 256 * 2**20

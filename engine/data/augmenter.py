@@ -24,20 +24,16 @@ import pyarrow.compute as pc
 import torch
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ALL, LEADS, ConfigError, blaming, plugin
-from omnilead.engine.data import counter
-from omnilead.engine.data.augmentations import AugmentConfig
-from omnilead.engine.data.augmentations.stage import (
-    Noise,
-    Params,
-    Random,
-    Stage,
-    TorchOps,
-    augment,
-    draws,
-)
-from omnilead.engine.data.counter import RandomStream
-from omnilead.engine.data.order import Places
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.io.plugins import plugin
+
+from ..settings.errors import ConfigError, blaming
+from ..settings.leads import ALL
+from . import counter
+from .augmentations import AugmentConfig
+from .augmentations.stage import Noise, Params, Random, Stage, TorchOps, augment, draws
+from .counter import RandomStream
+from .order import Places
 
 FS_HZ, CROP, HALF = 500.0, 5000, 2500
 MV_PER_UV = 1e-3

@@ -16,16 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnilead.engine.common import ALL, ConfigError
-from omnilead.engine.data.augmentations.stage import (
-    TAU,
-    Node,
-    Params,
-    Wave,
-    augment,
-    time_axes,
-)
-from omnilead.engine.data.augmenter import FS_HZ, HALF, MV_PER_UV, Augmenter, Views
+from ..settings.errors import ConfigError
+from ..settings.leads import ALL
+from .augmentations.stage import TAU, Node, Params, Wave, augment, time_axes
+from .augmenter import FS_HZ, HALF, MV_PER_UV, Augmenter, Views
 
 PREFETCH = 2
 # Batches that DALI may still be reading, as it does not copy what it is fed: those that it

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import COLUMNS, Dataset
-from omnilead.engine.common import ConfigError
-from omnilead.engine.data.patients import parts_of, patient_source
+
+from ..settings.errors import ConfigError
+from .patients import parts_of, patient_source
 
 KINDS = ("record", "patient", "waveform")  # of what a crop may share with another
 

@@ -29,14 +29,16 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from omnilead.data_tools.cli import keep_freed_memory
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
-from omnilead.engine.common import ConfigError, flatten, one_line_errors
-from omnilead.engine.data import dali
-from omnilead.engine.data.augmentations import AugmentConfig
-from omnilead.engine.data.augmentations.leads import RandomLeads
-from omnilead.engine.data.augmentations.stage import STRICT, Params
-from omnilead.engine.data.augmenter import (
+from omnilead.data_tools.io.terminal import keep_freed_memory
+
+from ..settings.errors import ConfigError, one_line_errors
+from ..settings.files import flatten
+from . import dali
+from .augmentations import AugmentConfig
+from .augmentations.leads import RandomLeads
+from .augmentations.stage import STRICT, Params
+from .augmenter import (
     HALF,
     Augmenter,
     ChunkWriter,
@@ -47,9 +49,9 @@ from omnilead.engine.data.augmenter import (
     measured_leads,
     single_threaded,
 )
-from omnilead.engine.data.order import DatasetRows, Order, Places, shards_needed
-from omnilead.engine.data.reader import BadCrop, CropBuffers, CropReader, Report, prefetch
-from omnilead.engine.data.staging import Staging
+from .order import DatasetRows, Order, Places, shards_needed
+from .reader import BadCrop, CropBuffers, CropReader, Report, prefetch
+from .staging import Staging
 
 PLANNED_CROPS = 1024  # planned at a time, to share the overhead of numpy calls
 # on a CPU, small batches are read together, so that reads lie closer: a third less time at 64 crops

@@ -29,10 +29,11 @@ from typing import Any
 import numpy as np
 
 from omnilead.data_tools.dataset import SHARD_CROPS, Dataset
-from omnilead.engine.common import ConfigError
-from omnilead.engine.data.counter import MAX_SIZE, RandomStream, bits, permute
-from omnilead.engine.data.patients import once, validation_split
-from omnilead.engine.data.where import holds
+
+from ..settings.errors import ConfigError
+from .counter import MAX_SIZE, RandomStream, bits, permute
+from .patients import once, validation_split
+from .where import holds
 
 DEAL = 2**30  # cycle of positions in which each dataset has its exact share, rounded to 2**-30
 LOOK_AHEAD = 4096

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.constants import SYNTHETIC
 from omnilead.data_tools.dataset import VENDORS, Dataset
+from omnilead.data_tools.ecg.constants import SYNTHETIC
 
 KEY = b"omnilead data.hold_out"
 OWNER = ("source", "patient", "record")

@@ -35,9 +35,10 @@ import numpy as np
 import torch
 
 from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, ChunkError, Dataset, DatasetError
-from omnilead.engine.common import read_into
-from omnilead.engine.data.order import DatasetRows, Places
-from omnilead.engine.data.staging import Key, Staging
+from omnilead.data_tools.io.storage import read_into
+
+from .order import DatasetRows, Places
+from .staging import Key, Staging
 
 MAX_DESCRIPTORS = 256
 SMALLEST_SHARE = 8  # crops per thread: for fewer, waking a thread costs more than its reads

@@ -26,11 +26,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ConfigError
-from omnilead.engine.data.counter import mix
-from omnilead.engine.data.patients import OWNER, digests, owners, parts_of
+from omnilead.data_tools.io.terminal import tell
+
+from ..settings.errors import ConfigError
+from .counter import mix
+from .patients import OWNER, digests, owners, parts_of
 
 USES = ("unlabelled", "selected", "labelled")  # where a crop had several, the last counts
 LABELLED = USES.index("labelled")

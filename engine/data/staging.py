@@ -26,7 +26,7 @@ from itertools import chain, islice, takewhile
 from pathlib import Path
 
 from omnilead.data_tools.dataset import DataError, Dataset, DatasetError
-from omnilead.engine.common import write_at
+from omnilead.data_tools.io.storage import write_at
 
 PART_BYTES = 8 * 2**20
 DOWNLOADS = 4  # concurrent downloads; the only memory they use is one part each

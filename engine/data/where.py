@@ -20,9 +20,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.constants import CROP_FLAGS, MAYBE_MISSING
 from omnilead.data_tools.dataset import COLUMNS, Dataset, flagged
-from omnilead.engine.common import ConfigError
+from omnilead.data_tools.ecg.constants import CROP_FLAGS, MAYBE_MISSING
+
+from ..settings.errors import ConfigError
 
 MAX_CHARACTERS = 500  # also bounds how deep an expression is
 USE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'

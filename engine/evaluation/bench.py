@@ -29,16 +29,34 @@ from zlib import crc32
 
 import numpy as np
 
-from omnilead.data_tools.cli import interactive, tell
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.commandline import writing
-from omnilead.engine.common import ConfigError, Facts, parse_leads, shipped
-from omnilead.engine.data import counter
-from omnilead.engine.data.leakage import overlap
-from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.data.seen import seen_in
-from omnilead.engine.evaluation.boosted import INSTALL, installed
-from omnilead.engine.evaluation.embedders import (
+from omnilead.data_tools.io.terminal import interactive, tell
+
+from ..data import counter
+from ..data.leakage import overlap
+from ..data.patients import patient_ids
+from ..data.seen import seen_in
+from ..inference.commands import refuse_ranks
+from ..inference.trained_model import load
+from ..model.input import Input
+from ..settings.commandline import writing
+from ..settings.errors import ConfigError, Facts
+from ..settings.files import shipped
+from ..settings.leads import parse_leads
+from ..tasks.config import TaskConfig
+from ..tasks.kinds import KINDS
+from ..tasks.labels import OWN_COLUMNS, TaskLabels, data_records, guess, read_task
+from ..training.metrics import (
+    TOO_FEW,
+    Array,
+    exact_interval,
+    few_patients,
+    identification,
+    statistic_of,
+    weighted_measures,
+)
+from .boosted import INSTALL, installed
+from .embedders import (
     BOOSTED,
     READERS,
     ROCKET,
@@ -51,16 +69,7 @@ from omnilead.engine.evaluation.embedders import (
     rocket,
     rows_to_compare,
 )
-from omnilead.engine.evaluation.metrics import (
-    TOO_FEW,
-    Array,
-    exact_interval,
-    few_patients,
-    identification,
-    statistic_of,
-    weighted_measures,
-)
-from omnilead.engine.evaluation.probe import (
+from .probe import (
     Probe,
     ProbeData,
     fit_scaled,
@@ -70,21 +79,7 @@ from omnilead.engine.evaluation.probe import (
     save_with_head,
     unlike,
 )
-from omnilead.engine.evaluation.results import (
-    EvalOptions,
-    identity_rows,
-    leakage,
-    load_task,
-    nullable,
-    require,
-    shown_input,
-)
-from omnilead.engine.inference.commands import refuse_ranks
-from omnilead.engine.inference.trained_model import load
-from omnilead.engine.model.input import Input
-from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import KINDS
-from omnilead.engine.tasks.labels import OWN_COLUMNS, TaskLabels, data_records, guess, read_task
+from .results import EvalOptions, identity_rows, leakage, load_task, nullable, require, shown_input
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")

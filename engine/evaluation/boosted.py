@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from omnilead.engine.common import Facts
-from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.evaluation.probe import ProbeData, ProbeFit, event_loss, linked
-from omnilead.engine.inference.trees import Trees
+from ..inference.trees import Trees
+from ..settings.errors import Facts
+from ..training.metrics import Array
+from .probe import ProbeData, ProbeFit, event_loss, linked
 
 ROUNDS = 400
 SETTINGS = {

@@ -27,24 +27,27 @@ import torch
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ALL, ConfigError, write_whole
-from omnilead.engine.data.augmentations import AugmentConfig
-from omnilead.engine.data.augmentations.noise import PAPER_NOISE, AmplitudeMv
-from omnilead.engine.data.augmenter import MV_PER_UV, Augmenter, measured_leads
-from omnilead.engine.data.order import Places
-from omnilead.engine.data.predict import CropBatch, dataset_batches, predict
-from omnilead.engine.evaluation.boosted import INSTALL, boosted, installed
-from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.evaluation.minirocket import MiniRocket
-from omnilead.engine.evaluation.probe import Probe, least_squares, linear
-from omnilead.engine.inference import mean_beat
-from omnilead.engine.inference import readout as readouts
-from omnilead.engine.inference.commands import prepare_model
-from omnilead.engine.inference.outputs import progress_bar
-from omnilead.engine.inference.readout import Readout, measures_signal, place_of_mean
-from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
-from omnilead.engine.model.folder import config_of
-from omnilead.engine.model.input import Input
+from omnilead.data_tools.io.storage import write_whole
+
+from ..data.augmentations import AugmentConfig
+from ..data.augmentations.noise import PAPER_NOISE, AmplitudeMv
+from ..data.augmenter import MV_PER_UV, Augmenter, measured_leads
+from ..data.batches import CropBatch, dataset_batches, predict
+from ..data.order import Places
+from ..inference.commands import prepare_model
+from ..inference.outputs import progress_bar
+from ..inference.trained_model import NOT_FINITE, TrainedModel
+from ..model import mean_beat
+from ..model import readout as readouts
+from ..model.folder import config_of
+from ..model.input import Input
+from ..model.readout import Readout, measures_signal, place_of_mean
+from ..settings.errors import ConfigError
+from ..settings.leads import ALL
+from ..training.metrics import Array
+from .boosted import INSTALL, boosted, installed
+from .minirocket import MiniRocket
+from .probe import Probe, least_squares, linear
 
 RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
 BOOSTED, ROCKET = "boosted features", "MiniRocket + ridge"

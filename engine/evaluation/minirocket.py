@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnilead.engine.evaluation.metrics import Array
+from ..training.metrics import Array
 
 REACH = 4  # taps to each side
 TWOS = list(combinations(range(2 * REACH + 1), 3))

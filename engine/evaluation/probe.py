@@ -28,19 +28,21 @@ from scipy.optimize import minimize
 from scipy.special import expit, softmax
 from torch import Tensor, nn
 
-from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ConfigError, describe_leads
-from omnilead.engine.data.seen import joined
-from omnilead.engine.evaluation.metrics import Array
-from omnilead.engine.inference.readout import Readout
-from omnilead.engine.inference.trained_model import TrainedModel
-from omnilead.engine.inference.trees import Trees
-from omnilead.engine.model.folder import write
-from omnilead.engine.model.input import Input
-from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import EMPTY, KINDS, cox, sensitive, thresholds
-from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task, unknown_patients
+from omnilead.data_tools.io.terminal import tell
+
+from ..data.seen import joined
+from ..inference.trained_model import TrainedModel
+from ..inference.trees import Trees
+from ..model.folder import write
+from ..model.input import Input
+from ..model.readout import Readout
+from ..settings.errors import ConfigError
+from ..settings.leads import describe_leads
+from ..tasks.config import TaskConfig
+from ..tasks.kinds import EMPTY, KINDS, cox, sensitive, thresholds
+from ..tasks.labels import DX_ROLES, TaskLabels, read_task, unknown_patients
+from ..training.metrics import Array
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
 STRENGTHS = (3e2, 1e2, 3e1, 1e1, 3.0, 1.0, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)

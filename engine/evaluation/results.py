@@ -25,19 +25,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.engine.commandline import read_yaml
-from omnilead.engine.common import (
-    ConfigError,
-    Facts,
-    OutputError,
-    describe_leads,
-    environment,
-    find_config,
-    shipped,
-)
-from omnilead.engine.data import seen
-from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.evaluation.metrics import (
+
+from ..data import seen
+from ..data.patients import patient_ids
+from ..inference.inputs import DatasetSource, Per
+from ..inference.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
+from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
+from ..model.config import validated
+from ..model.input import HALF_S, Input
+from ..settings.commandline import read_yaml
+from ..settings.errors import ConfigError, Facts, OutputError
+from ..settings.files import find_config, shipped
+from ..settings.launcher import environment
+from ..settings.leads import describe_leads
+from ..tasks.config import TaskConfig
+from ..tasks.kinds import KINDS, sensitive
+from ..tasks.labels import DX_ROLES, TaskLabels, read_task
+from ..training.metrics import (
     TOO_FEW,
     Array,
     MetricError,
@@ -50,22 +54,6 @@ from omnilead.engine.evaluation.metrics import (
     intervals_of_few,
     statistic_of,
 )
-from omnilead.engine.inference.inputs import DatasetSource, Per
-from omnilead.engine.inference.outputs import (
-    RESUMABLE,
-    Output,
-    ParquetParts,
-    make,
-    matrix,
-    vectors,
-    whole,
-)
-from omnilead.engine.inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
-from omnilead.engine.model.config import validated
-from omnilead.engine.model.input import HALF_S, Input
-from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import KINDS, sensitive
-from omnilead.engine.tasks.labels import DX_ROLES, TaskLabels, read_task
 
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
 AGES = (18, 40, 60, 80)  # years
@@ -81,7 +69,9 @@ DIAGNOSIS = HeadInfo("diagnosis", "multilabel", CLASSES, (THRESHOLD,) * len(CLAS
 @dataclass(frozen=True)
 class EvalOptions:
     role: str = "test"  # or valid
-    leads: str = ""  # as for engine.common.parse_leads; "": all that the model was trained on
+    leads: str = (
+        ""  # as for engine.settings.leads.parse_leads; "": all that the model was trained on
+    )
     batch: int = 32  # crops encoded at a time
     name: str = "model"  # in the results
     # File for the model's outputs, made in parts, so that a killed evaluation can resume

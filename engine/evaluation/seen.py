@@ -10,25 +10,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import COLUMNS, Dataset
-from omnilead.data_tools.spreadsheet import as_csv
-from omnilead.engine.commandline import write_result
-from omnilead.engine.common import ConfigError
-from omnilead.engine.data.seen import (
-    USES,
-    hashes_of,
-    keys_of,
-    marks_of,
-    unknown_keys,
-    use_of,
-)
-from omnilead.engine.inference.inputs import EcgOptions, crops_of_files, dataset_of, pseudonym_mark
-from omnilead.engine.model.folder import CONFIG, document_of, model_folder, seen_by
-from omnilead.engine.tasks.finetuning import FinetuneTask
-from omnilead.engine.training import checkpoint
-from omnilead.engine.training.export import seen_until
-from omnilead.engine.training.pretraining import PretrainTask
-from omnilead.engine.training.task import TrainingTask
-from omnilead.engine.training.train import saved_config
+from omnilead.data_tools.io.spreadsheet import as_csv
+
+from ..data.seen import USES, hashes_of, keys_of, marks_of, unknown_keys, use_of
+from ..finetuning.task import FinetuneTask
+from ..inference.inputs import EcgOptions, crops_of_files, dataset_of, pseudonym_mark
+from ..model.folder import CONFIG, document_of, model_folder, seen_by
+from ..settings.commandline import write_result
+from ..settings.errors import ConfigError
+from ..training import checkpoint
+from ..training.export import seen_until
+from ..training.pretraining import PretrainTask
+from ..training.task import TrainingTask
+from ..training.train import saved_config
 
 NAMED = ["source", "record", "patient"]
 CROPS = pa.schema([COLUMNS.field(name) for name in (*NAMED, "waveform")])

@@ -19,40 +19,19 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import torch
 
-from omnilead.data_tools.cli import UserError, about_file, keep_freed_memory, tell
 from omnilead.data_tools.dataset import DataError
-from omnilead.engine.commandline import tell_failure, writable
-from omnilead.engine.common import (
-    ConfigError,
-    File,
-    OutputError,
-    cores_per_rank,
-    environment,
-    listed,
-)
-from omnilead.engine.inference import outputs
-from omnilead.engine.inference.inputs import (
-    FLAGS,
-    CropSource,
-    EcgOptions,
-    OpenedData,
-    Per,
-    array_files,
-    open_data,
-)
-from omnilead.engine.inference.outputs import (
-    MISSING,
-    RESUMABLE,
-    Counts,
-    Output,
-    ParquetParts,
-    job_record,
-    make,
-    whole,
-)
-from omnilead.engine.inference.trained_model import TrainedModel, load
-from omnilead.engine.model.input import Input
-from omnilead.engine.model.kernels import disable_tf32
+from omnilead.data_tools.io.terminal import UserError, about_file, keep_freed_memory, tell
+
+from ..model.input import Input
+from ..model.kernels import disable_tf32
+from ..settings.commandline import tell_failure, writable
+from ..settings.errors import ConfigError, OutputError, listed
+from ..settings.files import File
+from ..settings.launcher import cores_per_rank, environment
+from . import outputs
+from .inputs import FLAGS, CropSource, EcgOptions, OpenedData, Per, array_files, open_data
+from .outputs import MISSING, RESUMABLE, Counts, Output, ParquetParts, job_record, make, whole
+from .trained_model import TrainedModel, load
 
 SHOWN = 8  # numbers in a message
 # The same command would fail again

@@ -27,11 +27,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm.auto import tqdm
 
-from omnilead.data_tools.cli import tell
 from omnilead.data_tools.dataset import META, Dataset, waveform
-from omnilead.data_tools.hospital.files import ENDINGS, HospitalFiles
-from omnilead.data_tools.npz import ArrayError, npz_array, npz_names, open_npy
-from omnilead.data_tools.sources import (
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.extras.hospital.files import ENDINGS, HospitalFiles
+from omnilead.data_tools.io.npz import ArrayError, npz_array, npz_names, open_npy
+from omnilead.data_tools.io.storage import prefetch
+from omnilead.data_tools.io.terminal import tell
+from omnilead.data_tools.sources.detect import (
     AbsentKey,
     DataError,
     FileSource,
@@ -46,19 +48,15 @@ from omnilead.data_tools.sources import (
     pseudonymised,
     read_key,
 )
-from omnilead.engine.common import (
-    ALL,
-    ARRAYS,
-    LEADS,
-    ConfigError,
-    environment,
-    leads_in_order,
-    prefetch,
-)
-from omnilead.engine.data.predict import CropBatch, dataset_batches
-from omnilead.engine.inference.trained_model import crops
-from omnilead.engine.model.input import Input, SignalError
-from omnilead.engine.tasks.kinds import Array
+
+from ..data.batches import CropBatch, dataset_batches
+from ..model.input import Input, SignalError
+from ..settings.errors import ConfigError
+from ..settings.files import ARRAYS
+from ..settings.launcher import environment
+from ..settings.leads import ALL, leads_in_order
+from ..tasks.kinds import Array
+from .trained_model import crops
 
 Per = Literal["crop", "record", "half", "first"]
 PART_BATCHES = 16

@@ -34,27 +34,20 @@ from pyarrow import csv
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from omnilead.data_tools.cli import interactive
-from omnilead.data_tools.constants import IMPLAUSIBLE
 from omnilead.data_tools.dataset import DataError
-from omnilead.data_tools.spreadsheet import without_formulas
-from omnilead.engine.common import (
-    ALL,
-    ConfigError,
-    Facts,
-    OutputError,
-    describe_leads,
-    listed,
-    locked_by_another,
-    sync,
-    write_whole,
-)
-from omnilead.engine.data.predict import CropBatch, predict
-from omnilead.engine.inference.inputs import COLUMNS, FLAGS, CropSource, Per
-from omnilead.engine.inference.readout import PAPER
-from omnilead.engine.inference.trained_model import NOT_FINITE, TrainedModel
-from omnilead.engine.model.input import Input
-from omnilead.engine.tasks.kinds import KINDS, Array
+from omnilead.data_tools.ecg.constants import IMPLAUSIBLE
+from omnilead.data_tools.io.spreadsheet import without_formulas
+from omnilead.data_tools.io.storage import locked_by_another, sync, write_whole
+from omnilead.data_tools.io.terminal import interactive
+
+from ..data.batches import CropBatch, predict
+from ..model.input import Input
+from ..model.readout import PAPER
+from ..settings.errors import ConfigError, Facts, OutputError, listed
+from ..settings.leads import ALL, describe_leads
+from ..tasks.kinds import KINDS, Array
+from .inputs import COLUMNS, FLAGS, CropSource, Per
+from .trained_model import NOT_FINITE, TrainedModel
 
 CSV = ".csv"
 RESUMABLE = ": run the same command again to resume"
@@ -96,7 +89,7 @@ class Output(NamedTuple):
 
 
 def embeddings(model: TrainedModel, readout: str = "") -> Output:
-    """`readout`: engine.inference.readout; "": the model's own."""
+    """`readout`: engine.model.readout; "": the model's own."""
     parts = model.readout_of(readout)
     output = vectors(model, partial(model.read, readout=parts), model.width_of(parts))
     return output if parts == (PAPER,) else output._replace(job={"readout": "+".join(parts)})

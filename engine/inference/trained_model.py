@@ -7,7 +7,7 @@
     model(x_RLT), model.logits(x_RLT), model.scores(x_RLT)          # for segments that are already preprocessed (model.input)
     crops(signal_LT, 250, "II,V1", "mV", model.input)               # int16 [B, 12, 5000], their start times, halves and flags
 
-An ECG in memory is cut by `data_tools.prepare`, like a dataset, so a record has the same embedding
+An ECG in memory is cut by `data_tools.ecg.crops`, like a dataset, so a record has the same embedding
 from either source.
 
 Files whose sha256 differs from config.json are refused (engine.model.folder), as are missing or
@@ -30,8 +30,8 @@ from pydantic.dataclasses import dataclass
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.prepare import (
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.crops import (
     IMPLAUSIBLE_AMPLITUDE,
     Crop,
     amplitude_doubt,
@@ -41,35 +41,17 @@ from omnilead.data_tools.prepare import (
     prepare_crop,
     samples_at_500,
 )
-from omnilead.data_tools.record import EcgRecord, unit_name
-from omnilead.data_tools.resampling import RATE_RANGE_HZ
-from omnilead.engine.common import (
-    LEADS,
-    ConfigError,
-    Facts,
-    File,
-    blaming,
-    describe_leads,
-    leads_in_order,
-    listed,
-    number,
-    plugin,
-)
-from omnilead.engine.data.augmenter import CROP, FS_HZ
-from omnilead.engine.data.seen import UNKNOWN
-from omnilead.engine.inference.readout import (
-    PAPER,
-    Readout,
-    measures_signal,
-    parsed,
-    read_out,
-    width_of,
-)
-from omnilead.engine.inference.trees import Trees
-from omnilead.engine.model.config import validated
-from omnilead.engine.model.encoder import Encoder
-from omnilead.engine.model.encoders import build_encoder
-from omnilead.engine.model.folder import (
+from omnilead.data_tools.ecg.record import EcgRecord, unit_name
+from omnilead.data_tools.ecg.resampling import RATE_RANGE_HZ
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.plugins import plugin
+
+from ..data.augmenter import CROP, FS_HZ
+from ..data.seen import UNKNOWN
+from ..model.config import validated
+from ..model.encoder import Encoder
+from ..model.encoders import build_encoder
+from ..model.folder import (
     CONFIG,
     PREPROCESSING,
     WEIGHTS,
@@ -82,10 +64,16 @@ from omnilead.engine.model.folder import (
     seen_by,
     unreadable_weights,
 )
-from omnilead.engine.model.input import HALF_S, SCALES, Input, SignalError
-from omnilead.engine.tasks.classifier import build_head, sees_tokens
-from omnilead.engine.tasks.config import TaskKind
-from omnilead.engine.tasks.kinds import KINDS
+from ..model.input import HALF_S, SCALES, Input, SignalError
+from ..model.readout import PAPER, Readout, measures_signal, parsed, read_out, width_of
+from ..settings.errors import ConfigError, Facts, blaming, listed
+from ..settings.files import File
+from ..settings.leads import describe_leads, leads_in_order
+from ..settings.run_files import number
+from ..tasks.classifier import build_head, sees_tokens
+from ..tasks.config import TaskKind
+from ..tasks.kinds import KINDS
+from .trees import Trees
 
 # Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
 LARGE_MV, HUGE_MV, TINY_MV = 20.0, 100.0, 0.01
@@ -98,7 +86,7 @@ ModuleClass = type[nn.Module] | None
 Many = Annotated[int, Field(ge=1, le=2**24)]  # bounded, as config.json may be anyone's
 Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
-Leads = str | Iterable[str]  # their names, as for engine.common.leads_in_order
+Leads = str | Iterable[str]  # their names, as for engine.settings.leads.leads_in_order
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False))
@@ -480,7 +468,7 @@ class EcgCrops(NamedTuple):
     start_s: tuple[float, ...]
     halves: tuple[int, ...]
     flags: tuple[tuple[str, ...], ...]  # as of a dataset's crops
-    doubt: str  # data_tools.prepare.amplitude_doubt
+    doubt: str  # data_tools.ecg.crops.amplitude_doubt
 
 
 def crops(signal: Any, fs_hz: float, leads: Leads, unit: str, wanted: Input) -> EcgCrops:

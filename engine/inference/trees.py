@@ -13,7 +13,7 @@ is its own child. Nothing but arrays is stored, so loading runs no code.
 import torch
 from torch import Tensor, nn
 
-from omnilead.engine.model.folder import LoadError
+from ..model.folder import LoadError
 
 MAX_DEPTH = 64
 ROWS = 64  # scored at a time

@@ -34,7 +34,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from omnilead.engine.common import OWN, ConfigError, one_line_errors
+from ..settings.errors import ConfigError, one_line_errors
+from ..settings.files import OWN
 
 STRICT = ConfigDict(strict=True, extra="forbid")
 ENCODERS = {

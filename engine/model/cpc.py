@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omnilead.engine.common import ConfigError
-from omnilead.engine.model.objectives import unit
+from ..settings.errors import ConfigError
+from .objectives import unit
 
 
 class PredictiveCoding(nn.Module):

@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnilead.engine.common import ConfigError
-from omnilead.engine.data.counter import Counter, bits
-from omnilead.engine.model.config import ModelConfig
+from ..data.counter import Counter, bits
+from ..settings.errors import ConfigError
+from .config import ModelConfig
 
 
 class ModelStream(IntEnum):

@@ -30,26 +30,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.flop_counter import FlopCounterMode
 
-from omnilead.engine.common import FILE_NAME, ConfigError, blaming, plugin
-from omnilead.engine.data.augmenter import HALF
-from omnilead.engine.model.config import (
-    ENCODERS,
-    OBJECTIVES,
-    ModelConfig,
-    ObjectiveConfig,
-    flops_per_crop,
-    local_flops,
-)
-from omnilead.engine.model.draws import max_masked
-from omnilead.engine.model.encoder import (
-    ConvBlock,
-    Dropout,
-    Encoder,
-    Layer,
-    MaskedEncoder,
-    PositionalConvolution,
-)
-from omnilead.engine.model.quantizer import Quantizer
+from omnilead.data_tools.io.plugins import plugin
+
+from ..data.augmenter import HALF
+from ..settings.errors import ConfigError, blaming
+from ..settings.files import FILE_NAME
+from .config import ENCODERS, OBJECTIVES, ModelConfig, ObjectiveConfig, flops_per_crop, local_flops
+from .draws import max_masked
+from .encoder import ConvBlock, Dropout, Encoder, Layer, MaskedEncoder, PositionalConvolution
+from .quantizer import Quantizer
 
 CODE = "code"  # folder in a run
 ROWS = 4  # segments in the batch that examines an encoder

@@ -28,10 +28,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from omnilead.data_tools.cli import tell
-from omnilead.engine.common import CONFIGS, FILE_NAME, ConfigError, missing_package
-from omnilead.engine.data import seen
-from omnilead.engine.model.config import ModelConfig, validated
+from omnilead.data_tools.io.storage import missing_package
+from omnilead.data_tools.io.terminal import tell
+
+from ..data import seen
+from ..settings.errors import ConfigError
+from ..settings.files import CONFIGS, FILE_NAME
+from .config import ModelConfig, validated
 
 # SEEN: what it was trained on (engine.data.seen); models of other programs have none
 WEIGHTS, CONFIG, PREPROCESSING, CARD, SEEN = (

@@ -26,18 +26,13 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.resampling import MAX_RATIO, RATE_RANGE_HZ, rate_ratio, resample
-from omnilead.engine.common import (
-    ALL,
-    ConfigError,
-    describe_leads,
-    leads_in_order,
-    one_line_errors,
-    parse_leads,
-)
-from omnilead.engine.data.augmenter import CROP, FS_HZ, HALF, MV_PER_UV, none_measured
-from omnilead.engine.model.config import STRICT
+from omnilead.data_tools.ecg.resampling import MAX_RATIO, RATE_RANGE_HZ, rate_ratio, resample
+from omnilead.data_tools.io.errors import ReadError
+
+from ..data.augmenter import CROP, FS_HZ, HALF, MV_PER_UV, none_measured
+from ..settings.errors import ConfigError, one_line_errors
+from ..settings.leads import ALL, describe_leads, leads_in_order, parse_leads
+from .config import STRICT
 
 HALF_S, CROP_S = HALF / FS_HZ, CROP / FS_HZ
 SCALES = {
@@ -344,7 +339,7 @@ def _response(
 
 
 def resampled(x: Tensor, fs_hz: float) -> Tensor:
-    """data_tools.resampling.resample from 500 Hz along the last axis, as a convolution that makes a
+    """data_tools.ecg.resampling.resample from 500 Hz along the last axis, as a convolution that makes a
     block of samples at each place."""
     down, up = rate_ratio(fs_hz)
     if up == down:  # 499.999 Hz counts as 500 Hz

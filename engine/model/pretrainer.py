@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from omnilead.engine.common import ConfigError
-from omnilead.engine.model.config import ATTRIBUTES, ModelConfig, ObjectiveConfig
-from omnilead.engine.model.draws import Draws, draw
-from omnilead.engine.model.encoder import Dropout, MaskedEncoder, pool
-from omnilead.engine.model.encoders import build_encoder, build_objective, initialise
-from omnilead.engine.model.objectives import (
+from ..settings.errors import ConfigError
+from .config import ATTRIBUTES, ModelConfig, ObjectiveConfig
+from .draws import Draws, draw
+from .encoder import Dropout, MaskedEncoder, pool
+from .encoders import build_encoder, build_objective, initialise
+from .objectives import (
     attribute_losses,
     authors_cmsc_loss,
     diversity,
@@ -37,7 +37,7 @@ from omnilead.engine.model.objectives import (
     nt_xent,
     threekg_loss,
 )
-from omnilead.engine.model.quantizer import Quantized, Quantizer
+from .quantizer import Quantized, Quantizer
 
 
 class LocalOutput(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from omnilead.engine.model.config import ModelConfig
+from .config import ModelConfig
 
 
 def temperature(config: ModelConfig, updates: int) -> float:

@@ -28,7 +28,7 @@ from itertools import pairwise
 import torch.nn.functional as F
 from torch import Tensor, channels_last, nn
 
-from omnilead.engine.model.encoder import Dropout
+from .encoder import Dropout
 
 KERNEL, STRIDE, GROUPS = 17, 4, 8
 

@@ -30,12 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from omnilead.engine.common import ALL, ConfigError, blaming, plugin
-from omnilead.engine.inference.readout import PAPER, Readout, read_out, width_of
-from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.encoders import ROWS, made, with_weights
-from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.kinds import KINDS
+from omnilead.data_tools.io.plugins import plugin
+
+from ..model.encoder import pool
+from ..model.encoders import ROWS, made, with_weights
+from ..model.readout import PAPER, Readout, read_out, width_of
+from ..settings.errors import ConfigError, blaming
+from ..settings.leads import ALL
+from .config import TaskConfig
+from .kinds import KINDS
 
 HEADS = {"attention": "omnilead.engine.tasks.classifier:AttentionHead"}
 QUERIES = 4
@@ -130,7 +133,7 @@ class Classifier(nn.Module):
             return c_RD
         assert present_BS is not None
         # Imported here: it imports torch's compiler, which inference does not need
-        from omnilead.engine.model.objectives import all_gather, sum_over_ranks, world_size
+        from ..model.objectives import all_gather, sum_over_ranks, world_size
 
         kind, halves = KINDS[self.task.kind], x_BSLT.shape[1]
         labels_R, present_R = labels.repeat_interleave(halves, 0), present_BS.flatten().float()

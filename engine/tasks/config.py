@@ -10,12 +10,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from omnilead.engine.common import OWN, ConfigError, one_line_errors
-from omnilead.engine.config import RunConfig, Section, micro_batch
-from omnilead.engine.data.augmentations import AugmentConfig
-from omnilead.engine.data.augmentations.leads import AsText
-from omnilead.engine.data.augmentations.stage import STRICT
-from omnilead.engine.model.config import ModelConfig, Probability, Share
+from ..data.augmentations import AugmentConfig
+from ..data.augmentations.leads import AsText
+from ..data.augmentations.stage import STRICT
+from ..model.config import ModelConfig, Probability, Share
+from ..settings.errors import ConfigError, one_line_errors
+from ..settings.files import OWN
+from ..training.config import RunConfig, Section, micro_batch
 
 TaskKind = Literal["binary", "multilabel", "multiclass", "regression", "survival", "identity"]
 Name = Annotated[str, Field(min_length=1, max_length=200)]

@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnilead.engine.common import ConfigError
-from omnilead.engine.tasks.config import TaskKind
+from ..settings.errors import ConfigError
+from .config import TaskKind
 
 Array = np.ndarray
 Names = Sequence[str]

@@ -24,8 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.errors import DataError
-from omnilead.data_tools.record_tables import (
+from omnilead.data_tools.ecg.record_tables import (
     RESERVED,
     SHOWN,
     as_text,
@@ -36,11 +35,13 @@ from omnilead.data_tools.record_tables import (
     read_table,
     some,
 )
-from omnilead.engine.common import ConfigError, Facts, listed
-from omnilead.engine.data.patients import ids_of, owners_of, patient_source, uniforms
-from omnilead.engine.data.where import holds
-from omnilead.engine.tasks.config import TaskConfig, TaskKind
-from omnilead.engine.tasks.kinds import EMPTY, KINDS, Array
+from omnilead.data_tools.io.errors import DataError
+
+from ..data.patients import ids_of, owners_of, patient_source, uniforms
+from ..data.where import holds
+from ..settings.errors import ConfigError, Facts, listed
+from .config import TaskConfig, TaskKind
+from .kinds import EMPTY, KINDS, Array
 
 SPLITS = ("", "train", "valid", "test")  # by their numbers in TaskLabels.split
 TRAIN, TEST = 1, 3

@@ -20,13 +20,16 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import META, DataError
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.storage import RemoteFolder
-from omnilead.engine.common import LOCK, METRICS, VALIDATION, ConfigError, environment, write_whole
-from omnilead.engine.training import checkpoint
-from omnilead.engine.training.checkpoint import BEST, LATEST, MANIFEST, STATE, step_of
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.storage import RemoteFolder, write_whole
+from omnilead.data_tools.io.terminal import say
+
+from ..settings.errors import ConfigError
+from ..settings.launcher import environment
+from ..settings.run_files import LOCK, METRICS, VALIDATION
+from . import checkpoint
+from .checkpoint import BEST, LATEST, MANIFEST, STATE, step_of
 
 ROOT = "checkpoints"
 OWN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last

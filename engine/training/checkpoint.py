@@ -42,10 +42,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.utils._pytree import tree_leaves
 
-from omnilead.data_tools.cli import UserError, is_memory, mend_for, tell
-from omnilead.engine.common import LOCK, locked_by_another, sync, write_whole
-from omnilead.engine.config import TrainConfig
-from omnilead.engine.training.distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
+from omnilead.data_tools.io.storage import locked_by_another, sync, write_whole
+from omnilead.data_tools.io.terminal import UserError, is_memory, mend_for, tell
+
+from ..settings.run_files import LOCK
+from .config import TrainConfig
+from .distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
 LATEST = "latest"
 BEST = "best"

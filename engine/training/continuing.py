@@ -18,12 +18,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from omnilead.engine.commandline import load, overridden, read_mapping
-from omnilead.engine.common import ConfigError, describe_leads, flatten
-from omnilead.engine.config import Config, build
-from omnilead.engine.model.config import ModelConfig
-from omnilead.engine.model.encoders import portable
-from omnilead.engine.model.folder import (
+from ..model.config import ModelConfig
+from ..model.encoders import portable
+from ..model.folder import (
     CONFIG,
     PREPROCESSING,
     config_of,
@@ -33,7 +30,12 @@ from omnilead.engine.model.folder import (
     seen_by,
     weights_in,
 )
-from omnilead.engine.model.input import Input
+from ..model.input import Input
+from ..settings.commandline import overridden, read_mapping
+from ..settings.errors import ConfigError
+from ..settings.files import flatten
+from ..settings.leads import describe_leads
+from .config import Config, build, load
 
 QUICKSTART = "quickstart"  # the config if none is given
 INPUT = ("window_s", "fs_hz", "band_hz", "scale")
@@ -92,7 +94,7 @@ def shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def read_settings(
     config: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Config:
-    """Like engine.commandline.load. Without a config, the settings are those of the run `start`. If
+    """Like engine.training.config.load. Without a config, the settings are those of the run `start`. If
     `start` is a model folder or a fine-tuned run, they are its model and objective. Without
     `start`, they are the quick start's."""
     given = overridden({}, overrides)

@@ -30,9 +30,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._C._distributed_c10d import HashStore
 
-from omnilead.engine.common import ConfigError, cores_per_rank, environment
-from omnilead.engine.config import TrainConfig
-from omnilead.engine.model.kernels import disable_tf32
+from ..model.kernels import disable_tf32
+from ..settings.errors import ConfigError
+from ..settings.launcher import cores_per_rank, environment
+from .config import TrainConfig
 
 T = TypeVar("T")
 LOOPBACK = re.compile(

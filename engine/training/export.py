@@ -8,18 +8,20 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from omnilead.data_tools.cli import mend_for
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.common import ConfigError, describe_leads
-from omnilead.engine.config import RunConfig
-from omnilead.engine.data import seen
-from omnilead.engine.model import folder
-from omnilead.engine.model.encoders import CODE
-from omnilead.engine.model.input import DEFAULT_INPUT, SCALES
-from omnilead.engine.training import checkpoint, distributed
-from omnilead.engine.training.checkpoint import CheckpointError, WriteError, warn
-from omnilead.engine.training.task import TrainingTask
-from omnilead.engine.training.train import saved_config
+from omnilead.data_tools.io.terminal import mend_for
+
+from ..data import seen
+from ..model import folder
+from ..model.encoders import CODE
+from ..model.input import DEFAULT_INPUT, SCALES
+from ..settings.errors import ConfigError
+from ..settings.leads import describe_leads
+from . import checkpoint, distributed
+from .checkpoint import CheckpointError, WriteError, warn
+from .config import RunConfig
+from .task import TrainingTask
+from .train import saved_config
 
 
 class Export(NamedTuple):

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.config import Config, RunConfig
-from omnilead.engine.data.augmenter import crop_key, to_device
-from omnilead.engine.data.counter import RandomStream, uniform
-from omnilead.engine.data.loader import Batch
-from omnilead.engine.data.patients import age_and_sex, patient_ids
-from omnilead.engine.model.draws import row_keys
+
+from ..data.augmenter import crop_key, to_device
+from ..data.counter import RandomStream, uniform
+from ..data.loader import Batch
+from ..data.patients import age_and_sex, patient_ids
+from ..model.draws import row_keys
+from .config import Config, RunConfig
 
 # Tensors with one row per crop, scalars, and None for what is not given
 Arguments = tuple[Tensor | None, ...]

@@ -32,9 +32,11 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from tqdm.auto import tqdm
 
-from omnilead.data_tools.cli import in_notebook, say
-from omnilead.engine.common import METRICS, PROMETHEUS, VALID, VALIDATION, write_whole
-from omnilead.engine.config import RunConfig, TrainConfig
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.data_tools.io.terminal import in_notebook, say
+
+from ..settings.run_files import METRICS, PROMETHEUS, VALID, VALIDATION
+from .config import RunConfig, TrainConfig
 
 MATMULS = 60  # the fastest one counts, as the machine may be busy for a moment
 PACKAGES = (

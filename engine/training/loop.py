@@ -26,25 +26,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omnilead.data_tools.cli import UserError, say
 from omnilead.data_tools.dataset import DataError, Dataset
-from omnilead.engine.config import RunConfig, micro_batch, zero_stage
-from omnilead.engine.data.counter import bits
-from omnilead.engine.data.loader import Batch, Loader, State
-from omnilead.engine.data.order import Places
-from omnilead.engine.data.patients import source_names
-from omnilead.engine.model.objectives import sum_over_ranks
-from omnilead.engine.training import bucket, checkpoint
-from omnilead.engine.training.distributed import (
-    DeepSpeedLauncher,
-    MaxOverRanks,
-    Ranks,
-    on_first_rank,
-)
-from omnilead.engine.training.inputs import some_crops
-from omnilead.engine.training.loggers import RunLogger, memory_gb, peak_tflops
-from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
-from omnilead.engine.training.task import TrainingTask
+from omnilead.data_tools.io.terminal import UserError, say
+
+from ..data.counter import bits
+from ..data.loader import Batch, Loader, State
+from ..data.order import Places
+from ..data.patients import source_names
+from ..model.objectives import sum_over_ranks
+from . import bucket, checkpoint
+from .config import RunConfig, micro_batch, zero_stage
+from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank
+from .inputs import some_crops
+from .loggers import RunLogger, memory_gb, peak_tflops
+from .optimizer import GuardedAdamW, lr_at
+from .task import TrainingTask
 
 DROPOUT_STREAM = 200
 AGAIN_S = 2  # from this long after a Ctrl-C, another one counts: launchers may send each one twice

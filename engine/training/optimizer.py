@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnilead.engine.config import TrainConfig
+from .config import TrainConfig
 
 NORM_PART = 2**16  # numbers; a norm of so many is off by 4e-7
 

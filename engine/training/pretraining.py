@@ -15,37 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import VALID, ConfigError, blaming
-from omnilead.engine.config import Config, candidates
-from omnilead.engine.data.augmenter import HALF
-from omnilead.engine.data.leakage import held_out, refuse_leak
-from omnilead.engine.data.loader import Batch, order_of
-from omnilead.engine.data.seen import as_bytes
-from omnilead.engine.model.config import ATTRIBUTES, masked_share
-from omnilead.engine.model.encoders import (
-    cast_statistics,
-    code_of,
-    drops_out,
-    encoder_flops,
-    portable,
-    prepared,
-)
-from omnilead.engine.model.folder import SEEN
-from omnilead.engine.model.objectives import single_process
-from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.model.quantizer import temperature
-from omnilead.engine.training.continuing import read_settings, read_weights
-from omnilead.engine.training.distributed import Ranks, on_first_rank
-from omnilead.engine.training.inputs import Arguments, PretrainInputs, dtype_of
-from omnilead.engine.training.task import (
-    Between,
-    TrainingTask,
-    best_metric,
-    best_step_text,
-    describe_encoder,
-    start_text,
-)
-from omnilead.engine.training.validation import (
+
+from ..data.augmenter import HALF
+from ..data.leakage import held_out, refuse_leak
+from ..data.loader import Batch, order_of
+from ..data.seen import as_bytes
+from ..model.config import ATTRIBUTES, masked_share
+from ..model.encoders import cast_statistics, code_of, drops_out, encoder_flops, portable, prepared
+from ..model.folder import SEEN
+from ..model.objectives import single_process
+from ..model.pretrainer import Pretrainer
+from ..model.quantizer import temperature
+from ..settings.errors import ConfigError, blaming
+from ..settings.run_files import VALID
+from .config import Config, candidates
+from .continuing import read_settings, read_weights
+from .distributed import Ranks, on_first_rank
+from .inputs import Arguments, PretrainInputs, dtype_of
+from .task import Between, TrainingTask, best_metric, best_step_text, describe_encoder, start_text
+from .validation import (
     PatientProbe,
     ValidationLoss,
     choose_once,
@@ -54,7 +42,7 @@ from omnilead.engine.training.validation import (
     training_roles,
 )
 
-# What embeddings of the model keep of an ECG (engine.inference.readout). Of those tried, it diagnosed
+# What embeddings of the model keep of an ECG (engine.model.readout). Of those tried, it diagnosed
 # 1,662 real ECGs best from 12 leads, docs/readouts.md
 READOUT = "mean+std+rhythm"
 READOUT_ELSE = "mean+std"  # of a model that does not see the signal in which a rhythm is measured

@@ -1,7 +1,7 @@
 """A task: what is trained, how it is validated, and what is exported. The training loop knows
 nothing else about it.
 
-class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in engine.tasks.finetuning
+class PretrainTask(TrainingTask): ...             # engine.training.pretraining; FinetuneTask in engine.finetuning.task
 train_run(config, PretrainTask)                   # engine.pretrain
 """
 
@@ -17,16 +17,19 @@ import torch
 from torch import nn
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import METRIC_OF, ConfigError, label_of, plugin
-from omnilead.engine.config import RunConfig
-from omnilead.engine.data.loader import Batch
-from omnilead.engine.model.config import ENCODERS, ModelConfig
-from omnilead.engine.model.encoders import file_of, portable
-from omnilead.engine.training.distributed import Ranks
-from omnilead.engine.training.inputs import Arguments
+from omnilead.data_tools.io.plugins import plugin
+
+from ..data.loader import Batch
+from ..model.config import ENCODERS, ModelConfig
+from ..model.encoders import file_of, portable
+from ..settings.errors import ConfigError
+from .config import RunConfig
+from .distributed import Ranks
+from .inputs import Arguments
+from .metrics import METRIC_OF, label_of
 
 Between = Callable[[], None]  # called by all ranks between batches; raises when the run must stop
-Overrides = Sequence[str] | Mapping[str, Any]  # as for engine.commandline.overridden
+Overrides = Sequence[str] | Mapping[str, Any]  # as for engine.settings.commandline.overridden
 Groups = list[tuple[float, list[nn.Parameter]]]  # shares of the learning rate, and weights
 
 

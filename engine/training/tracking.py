@@ -29,10 +29,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from omnilead.data_tools.cli import say
-from omnilead.engine.common import ConfigError, flatten, write_whole
-from omnilead.engine.config import RunConfig
-from omnilead.engine.training.loggers import Service
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.data_tools.io.terminal import say
+
+from ..settings.errors import ConfigError
+from ..settings.files import flatten
+from .config import RunConfig
+from .loggers import Service
 
 SERVICE_IDS = "boards.json"
 # MLflow's limits: parameters per call, characters per value

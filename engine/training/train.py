@@ -15,21 +15,24 @@ from typing import Any
 
 import torch
 
-from omnilead.data_tools.cli import say
 from omnilead.data_tools.dataset import META, Dataset
-from omnilead.engine.common import ConfigError, flatten, write_whole
-from omnilead.engine.config import RunConfig, build, deepspeed_json, zero_stage
-from omnilead.engine.data.loader import Loader
-from omnilead.engine.model.encoder import Encoder, attention_backend
-from omnilead.engine.model.encoders import CODE
-from omnilead.engine.model.folder import WEIGHTS
-from omnilead.engine.training import bucket, checkpoint, distributed
-from omnilead.engine.training.checkpoint import CheckpointError
-from omnilead.engine.training.distributed import on_first_rank
-from omnilead.engine.training.loggers import RunLogger
-from omnilead.engine.training.loop import Loop, Progress, run_facts
-from omnilead.engine.training.optimizer import GuardedAdamW
-from omnilead.engine.training.task import TrainingTask
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.data_tools.io.terminal import say
+
+from ..data.loader import Loader
+from ..model.encoder import Encoder, attention_backend
+from ..model.encoders import CODE
+from ..model.folder import WEIGHTS
+from ..settings.errors import ConfigError
+from ..settings.files import flatten
+from . import bucket, checkpoint, distributed
+from .checkpoint import CheckpointError
+from .config import RunConfig, build, deepspeed_json, zero_stage
+from .distributed import on_first_rank
+from .loggers import RunLogger
+from .loop import Loop, Progress, run_facts
+from .optimizer import GuardedAdamW
+from .task import TrainingTask
 
 LONG_S = 600  # of a run on a CPU, from which on its duration is estimated
 # Of a matrix product's rate. Measured on two cores: 0.55 to 0.6 at the paper's size, in float32 and

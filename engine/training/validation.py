@@ -19,27 +19,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ConfigError
-from omnilead.engine.config import Config, DataConfig, RunConfig, candidates
-from omnilead.engine.data.loader import Loader
-from omnilead.engine.data.order import DatasetRows, OrderError
-from omnilead.engine.data.patients import (
-    keep,
-    owner_names,
-    validation_split,
-)
-from omnilead.engine.data.predict import CropBatch, predict
-from omnilead.engine.data.where import holds
-from omnilead.engine.model.encoder import pool
-from omnilead.engine.model.objectives import (
-    all_gather_no_grad,
-    single_process,
-    sum_over_ranks,
-    world_size,
-)
-from omnilead.engine.training.distributed import Ranks, on_first_rank
-from omnilead.engine.training.inputs import PretrainInputs, dtype_of
-from omnilead.engine.training.task import Between
+
+from ..data.batches import CropBatch, predict
+from ..data.loader import Loader
+from ..data.order import DatasetRows, OrderError
+from ..data.patients import keep, owner_names, validation_split
+from ..data.where import holds
+from ..model.encoder import pool
+from ..model.objectives import all_gather_no_grad, single_process, sum_over_ranks, world_size
+from ..settings.errors import ConfigError
+from .config import Config, DataConfig, RunConfig, candidates
+from .distributed import Ranks, on_first_rank
+from .inputs import PretrainInputs, dtype_of
+from .task import Between
 
 BATCH = 16  # crops encoded at a time
 TIE = 1e-12  # cosines in float64 closer than this are equal

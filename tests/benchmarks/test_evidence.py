@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from benchmarks import evidence, report
-from omnilead.data_tools.synthetic import archive as synth
-from omnilead.engine.commandline import load, read_yaml
-from omnilead.engine.common import CONFIGS
-from omnilead.engine.config import check
-from omnilead.engine.reproduce.jobs import write_json
+from omnilead.data_tools.extras.synthetic import archive as synth
+from omnilead.engine.extras.reproduce.jobs import write_json
+from omnilead.engine.settings.commandline import read_yaml
+from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.tasks.config import FinetuneConfig
+from omnilead.engine.training.config import check, load
 from tests.parsers import parse
 
 GOLDEN = Path(__file__).with_name("golden")

@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 
-from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.ecg.record import LEADS
 
 CODES = dict(zip(LEADS, (1, 2, 61, 62, 63, 64, 3, 4, 5, 6, 7, 8), strict=True))
 # The standard's default table: number -> prefix; two more announce 8 and 16 bits

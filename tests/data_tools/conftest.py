@@ -3,7 +3,7 @@
 import pytest
 from shell import Shell
 
-from omnilead.data_tools.synthetic.archive import synthesise
+from omnilead.data_tools.extras.synthetic.archive import synthesise
 
 
 @pytest.fixture(scope="session")

@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from omnilead.data_tools import build as building
 from omnilead.data_tools.__main__ import main
-from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.build import shard as building
+from omnilead.data_tools.build.finishing import rejects_of
+from omnilead.data_tools.build.roles import CropRoles
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.build.shards import TarWriter
 from omnilead.data_tools.dataset import Dataset, fingerprint
-from omnilead.data_tools.finishing import rejects_of
-from omnilead.data_tools.record import LEADS
-from omnilead.data_tools.shard_writers import TarWriter
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.splits import CropRoles
+from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.sources.detect import open_sources
 
 GEORGIA = """# Age: 78
 # Sex: Female

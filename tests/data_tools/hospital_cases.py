@@ -16,11 +16,11 @@ from handmade import crops_of, ecg, everything_in, found_in, write_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.finishing import rejects_of
-from omnilead.data_tools.hospital.base import Decoded
-from omnilead.data_tools.hospital.files import FORMATS, HospitalFiles
-from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.build.finishing import rejects_of
+from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.extras.hospital.base import Decoded
+from omnilead.data_tools.extras.hospital.files import FORMATS, HospitalFiles
+from omnilead.data_tools.io.errors import ReadError
 
 SECRET = "Quijote SECRET"  # a name
 BORN, BORN_ISO = "19370521", "1937-05-21"  # the age is to be no secret

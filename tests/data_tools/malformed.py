@@ -17,7 +17,7 @@ import numpy as np
 import scipy.io
 from handmade import ecg, header, mat
 
-from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.ecg.record import LEADS
 
 SECRET = "Dr. Dolores Quijote saw this on 3 May"
 

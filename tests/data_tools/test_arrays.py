@@ -14,17 +14,17 @@ import yaml
 import zarr
 from handmade import crops_of, ecg, files, rejected, run_shard, run_verify
 
-from omnilead.data_tools import prepare
 from omnilead.data_tools.__main__ import main, shard
+from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.errors import DataError, ReadError
-from omnilead.data_tools.finishing import rejects_of
-from omnilead.data_tools.prepare import CROP
-from omnilead.data_tools.record import LEADS
-from omnilead.data_tools.record_tables import find, read_table
-from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.ecg import crops as prepare
+from omnilead.data_tools.ecg.crops import CROP
+from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.ecg.record_tables import find, read_table
+from omnilead.data_tools.io.errors import DataError, ReadError
+from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.arrays import ArrayFacts, ArraySource
-from omnilead.data_tools.storage import folder
+from omnilead.data_tools.sources.detect import open_sources
 
 N = 6
 UV = np.stack([ecg(seed=number) for number in range(N)])  # [ecgs, leads, samples]
@@ -458,7 +458,7 @@ def test_hostile_files_are_refused(tmp_path, name, inside, make, error):
 
 
 def test_an_npz_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("omnilead.data_tools.npz.ANY_RATIO_BYTES", 1000)
+    monkeypatch.setattr("omnilead.data_tools.io.npz.ANY_RATIO_BYTES", 1000)
     write(tmp_path, np.zeros_like(MV), FACTS, "e.npz", "x")
     with pytest.raises(DataError, match=r"more than its \d+ bytes can hold"):
         opened(tmp_path)

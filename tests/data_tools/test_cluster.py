@@ -14,12 +14,13 @@ from types import SimpleNamespace
 import pytest
 from handmade import build, files
 
-from omnilead.data_tools import cluster, plan
-from omnilead.data_tools import verify as checks
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.errors import StorageError
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.verify import verify
+from omnilead.data_tools.build import plan
+from omnilead.data_tools.build import verify as checks
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.build.verify import verify
+from omnilead.data_tools.io import cluster
+from omnilead.data_tools.io.errors import StorageError
+from omnilead.data_tools.sources.detect import open_sources
 from tests.forks import CONTEXT, started
 from tests.waiting import until
 

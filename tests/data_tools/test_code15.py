@@ -6,13 +6,13 @@ import pytest
 from handmade import build, crops_of, rejected, run_shard
 from twins import EXAMS, crop, said, write_code15
 
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.record import LEADS, EcgRecord
-from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.build.verify import verify
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.code15 import Code15
-from omnilead.data_tools.storage import folder
-from omnilead.data_tools.verify import verify
+from omnilead.data_tools.sources.detect import open_sources
 
 
 @pytest.mark.parametrize(

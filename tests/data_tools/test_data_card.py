@@ -10,16 +10,16 @@ import yaml
 from handmade import build, ecg, files, found_in, write_challenge
 from twins import write_mimic
 
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.data_card import CARD, CROISSANT, write_card
+from omnilead.data_tools.build.data_card import CARD, CROISSANT, write_card
+from omnilead.data_tools.build.finishing import FLAGS, rejects_of
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import COLUMNS
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.finishing import FLAGS, rejects_of
-from omnilead.data_tools.record import LEADS, EcgRecord
-from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.base import Source
-from omnilead.data_tools.storage import folder
-from omnilead.data_tools.verify import verify
+from omnilead.data_tools.sources.detect import open_sources
 
 mlcroissant = pytest.importorskip("mlcroissant")
 # Names of patients, records and their folder

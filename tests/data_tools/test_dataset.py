@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.spreadsheet import as_csv, unquoted, without_formulas
+from omnilead.data_tools.io.spreadsheet import as_csv, unquoted, without_formulas
 
 FORMULAS = ["=1+1", "+1+1|x", "-2+3+cmd", "@SUM(A1)", "\t=1", "-", "+-5", "'=1", "''-5", "\r=1"]
 KEPT = ["-5", "-0.25", "+1e-3", "-0.2 0.3", "-inf", "a=1", "", "'", "georgia"]

@@ -19,9 +19,9 @@ from hospital_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.finishing import FLAGS
-from omnilead.data_tools.hospital.dicom import MAX_DEPTH
-from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.build.finishing import FLAGS
+from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.extras.hospital.dicom import MAX_DEPTH
 
 pydicom = pytest.importorskip("pydicom")
 KIND = "dicom"

@@ -8,11 +8,11 @@ import subprocess
 import pytest
 from handmade import build, files, without_roles
 
-from omnilead.data_tools import finishing, plan
 from omnilead.data_tools.__main__ import main, synth
-from omnilead.data_tools.data_card import CARD
+from omnilead.data_tools.build import finishing, plan
+from omnilead.data_tools.build.data_card import CARD
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES
-from omnilead.data_tools.storage import LocalFolder
+from omnilead.data_tools.io.storage import LocalFolder
 
 
 @pytest.fixture(scope="module")

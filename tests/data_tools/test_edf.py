@@ -22,12 +22,12 @@ from hospital_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.hospital.edf import MAX_BYTES, decode
-from omnilead.data_tools.hospital.files import HospitalFiles
-from omnilead.data_tools.record import LEADS
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.verify import verify
+from omnilead.data_tools.build.verify import verify
+from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.extras.hospital.edf import MAX_BYTES, decode
+from omnilead.data_tools.extras.hospital.files import HospitalFiles
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.sources.detect import open_sources
 
 KIND = "edf"
 X = leads_uv(5000)

@@ -8,14 +8,14 @@ import pytest
 from handmade import build, ecg, files, no_roles, write_challenge
 from twins import write_code15, write_mimic
 
-from omnilead.data_tools import build as building
-from omnilead.data_tools import plan
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.build import plan
+from omnilead.data_tools.build import shard as building
+from omnilead.data_tools.build.roles import RoleSources
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.build.verify import verify
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord
+from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sources.base import Source
-from omnilead.data_tools.splits import RoleSources
-from omnilead.data_tools.storage import LocalFolder
-from omnilead.data_tools.verify import verify
 
 KEY = b"k" * 32
 TABLE = "ecg_id,patient_id,age,sex,scp_codes,heart_axis\n"

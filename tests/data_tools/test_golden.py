@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from handmade import write_challenge
 
-from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.build.finishing import assign_roles, records_of
+from omnilead.data_tools.build.roles import RoleSources, keyed_uniform
+from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.dataset import flagged
-from omnilead.data_tools.finishing import assign_roles, records_of
-from omnilead.data_tools.prepare import IMPLAUSIBLE, SPEC_HASH
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.splits import RoleSources, keyed_uniform
+from omnilead.data_tools.ecg.crops import IMPLAUSIBLE, SPEC_HASH
+from omnilead.data_tools.sources.detect import open_sources
 
 RATES = ("500", "257", "1000", "400")
 

@@ -21,18 +21,18 @@ from test_dicom import file as dicom_file
 from test_muse_xml import TRUTH as STORED
 from test_muse_xml import X, muse
 
-from omnilead.data_tools import storage
 from omnilead.data_tools.__main__ import _record_figure, main
+from omnilead.data_tools.build.finishing import rejects_of
+from omnilead.data_tools.build.roles import RoleSources
+from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.errors import ReadError, StorageError
-from omnilead.data_tools.finishing import rejects_of
-from omnilead.data_tools.hospital.files import FORMATS, HospitalFiles
-from omnilead.data_tools.record import LEADS, VENDORS
-from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.ecg.record import LEADS, VENDORS
+from omnilead.data_tools.extras.hospital.files import FORMATS, HospitalFiles
+from omnilead.data_tools.io import storage
+from omnilead.data_tools.io.errors import ReadError, StorageError
+from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.base import prepared
-from omnilead.data_tools.splits import RoleSources
-from omnilead.data_tools.storage import folder
-from omnilead.data_tools.verify import verify
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.patients import patient_ids
 
 SHARED = Path(__file__).parents[3] / "shared" / "formats"

@@ -23,12 +23,13 @@ from pathlib import Path
 import pytest
 from handmade import build, expect_wrong_roles, files, without_roles
 
-from omnilead.data_tools import plan, shard_writers
 from omnilead.data_tools.__main__ import main
+from omnilead.data_tools.build import plan
+from omnilead.data_tools.build import shards as shard_writers
+from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import META, Dataset
-from omnilead.data_tools.errors import DatasetError
-from omnilead.data_tools.storage import LocalFolder
-from omnilead.data_tools.verify import verify
+from omnilead.data_tools.io.errors import DatasetError
+from omnilead.data_tools.io.storage import LocalFolder
 from tests import unsynced  # noqa: F401
 from tests.forks import at_functions, death_at, fork, import_all
 from tests.waiting import HANG_S, until

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from handmade import ecg, run_shard
 
+from omnilead.data_tools.build.roles import PAPER_SOURCES, RoleSources
+from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import Dataset, flagged
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.splits import PAPER_SOURCES, RoleSources
-from omnilead.data_tools.verify import verify
+from omnilead.data_tools.sources.detect import open_sources
 
 ARRAYS = ("--source", "arrays", "--fs", "500", "--unit", "uV", "--leads", "12")
 # Of the records e_1, e_2, ...; e_0 has none

@@ -22,9 +22,9 @@ from twins import write_code15, write_mimic, write_ptbxl
 
 from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.hospital.files import HospitalFiles
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.storage import LocalFolder
+from omnilead.data_tools.extras.hospital.files import HospitalFiles
+from omnilead.data_tools.io.storage import LocalFolder
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine import predict
 from tests.conftest import save_model
 

@@ -20,13 +20,13 @@ from hospital_cases import (
     withstands,
 )
 
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.hospital.base import Decoded
-from omnilead.data_tools.hospital.files import HospitalFiles
-from omnilead.data_tools.hospital.muse_xml import _COUNTS
-from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.extras.hospital.base import Decoded
+from omnilead.data_tools.extras.hospital.files import HospitalFiles
+from omnilead.data_tools.extras.hospital.muse_xml import _COUNTS
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.base import prepared
-from omnilead.data_tools.storage import folder
 
 KIND = "muse-xml"
 STORED = ("I", "II", "V1", "V2", "V3", "V4", "V5", "V6")

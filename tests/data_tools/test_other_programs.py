@@ -11,7 +11,7 @@ import pytest
 from handmade import as_minor_0, build, flip
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.errors import DataError, DatasetError
+from omnilead.data_tools.io.errors import DataError, DatasetError
 from omnilead.data_tools.other_programs import ROLES
 
 # webdataset leaves its files to the garbage collector

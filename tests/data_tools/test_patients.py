@@ -9,8 +9,8 @@ from handmade import ecg, everything_in, write_challenge
 from twins import write_code15, write_ptbxl
 
 from omnilead.data_tools.__main__ import shard, verify
-from omnilead.data_tools.errors import DataError
-from omnilead.data_tools.removal import remove
+from omnilead.data_tools.build.removal import remove
+from omnilead.data_tools.io.errors import DataError
 
 NUMBERS = range(1, 31)
 PERSON = {number: number // 3 for number in NUMBERS}

@@ -6,8 +6,7 @@ import pytest
 from handmade import ecg
 
 from omnilead.data_tools.dataset import CROP_SHAPE
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.prepare import (
+from omnilead.data_tools.ecg.crops import (
     CROP,
     HALF,
     crop_count,
@@ -15,8 +14,9 @@ from omnilead.data_tools.prepare import (
     prepare_crop,
     samples_at_500,
 )
-from omnilead.data_tools.record import LEADS, EcgRecord
-from omnilead.data_tools.resampling import FS_HZ, rate_ratio, resample
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord
+from omnilead.data_tools.ecg.resampling import FS_HZ, rate_ratio, resample
+from omnilead.data_tools.io.errors import ReadError
 
 RECORD = {"fs_hz": 500.0, "leads": LEADS, "gain": 1000.0}
 

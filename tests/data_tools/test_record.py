@@ -2,7 +2,7 @@
 
 import pytest
 
-from omnilead.data_tools.record import ABBREVIATIONS, CLASSES, class_row, only_codes, parse_dx
+from omnilead.data_tools.ecg.record import ABBREVIATIONS, CLASSES, class_row, only_codes, parse_dx
 
 
 def test_each_code_belongs_to_exactly_one_class():

@@ -19,9 +19,9 @@ from hospital_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.hospital.scp import decode
-from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.extras.hospital.scp import decode
+from omnilead.data_tools.io.errors import ReadError
 
 KIND = "scp-ecg"
 X = leads_uv(500)

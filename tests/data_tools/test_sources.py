@@ -30,13 +30,16 @@ from twins import (
     write_table,
 )
 
-from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.build.finishing import rejects_of
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.finishing import rejects_of
-from omnilead.data_tools.record import LEADS, EcgRecord
-from omnilead.data_tools.sources import AbsentKey, Source, open_sources
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sources import Source
 from omnilead.data_tools.sources.code15 import Code15
+from omnilead.data_tools.sources.detect import AbsentKey, open_sources
 from omnilead.data_tools.sources.wfdb_archives import (
     TABLE_PLACES,
     MimicIvEcg,
@@ -44,8 +47,6 @@ from omnilead.data_tools.sources.wfdb_archives import (
     PhysioNet2021,
     PtbXl,
 )
-from omnilead.data_tools.storage import folder
-from omnilead.data_tools.verify import verify
 
 # The Challenge's archive
 

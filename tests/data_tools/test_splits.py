@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from omnilead.data_tools.splits import (
+from omnilead.data_tools.build.roles import (
     GALLERY,
     PROBE,
     TEST,

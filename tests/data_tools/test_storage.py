@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from handmade import build
 
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.storage import folder
-from omnilead.data_tools.verify import verify
+from omnilead.data_tools.build.verify import verify
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.storage import folder
+from omnilead.data_tools.sources.detect import open_sources
 
 PART = 2**16
 

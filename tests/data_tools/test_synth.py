@@ -13,12 +13,18 @@ import wfdb
 from handmade import files
 
 from omnilead.data_tools.__main__ import shard
-from omnilead.data_tools.errors import DataError
-from omnilead.data_tools.labels import write_labels
-from omnilead.data_tools.record import ABBREVIATIONS, CLASS_OF, HEART_AXIS_CODES, LEADS, SCP_CODES
-from omnilead.data_tools.synthetic import archive as synth
-from omnilead.data_tools.synthetic.ecg import simulate, twelve_leads
-from omnilead.data_tools.synthetic.patients import BLOCK, draw_patients
+from omnilead.data_tools.ecg.record import (
+    ABBREVIATIONS,
+    CLASS_OF,
+    HEART_AXIS_CODES,
+    LEADS,
+    SCP_CODES,
+)
+from omnilead.data_tools.extras.labels import write_labels
+from omnilead.data_tools.extras.synthetic import archive as synth
+from omnilead.data_tools.extras.synthetic.ecg import simulate, twelve_leads
+from omnilead.data_tools.extras.synthetic.patients import BLOCK, draw_patients
+from omnilead.data_tools.io.errors import DataError
 
 PATIENTS, TWICE = 150, 13  # two sessions: 11 % are expected
 

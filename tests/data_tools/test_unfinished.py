@@ -8,13 +8,14 @@ import shutil
 import pytest
 from handmade import build, files, flip, no_roles
 
-from omnilead.data_tools import build as building
-from omnilead.data_tools import finishing, plan, shard_writers
+from omnilead.data_tools.build import finishing, plan
+from omnilead.data_tools.build import shard as building
+from omnilead.data_tools.build import shards as shard_writers
+from omnilead.data_tools.build.roles import RoleSources
+from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import META
-from omnilead.data_tools.errors import DatasetError, StorageError
-from omnilead.data_tools.splits import RoleSources
-from omnilead.data_tools.storage import LocalFolder
-from omnilead.data_tools.verify import verify
+from omnilead.data_tools.io.errors import DatasetError, StorageError
+from omnilead.data_tools.io.storage import LocalFolder
 
 FLIPS, AT_ONCE = 120, 6
 

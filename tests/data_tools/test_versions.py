@@ -18,19 +18,19 @@ import numpy as np
 import pytest
 from handmade import as_minor_0, build, ecg, expect_wrong_roles, files, flip, write_challenge
 
-from omnilead.data_tools import plan
-from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.build import plan
+from omnilead.data_tools.build.finishing import REMOVED, rejects_of
+from omnilead.data_tools.build.removal import remove
+from omnilead.data_tools.build.roles import RoleSources
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.build.verify import verify
 from omnilead.data_tools.dataset import META, REJECTS, SAMPLES, STORE, Dataset
-from omnilead.data_tools.errors import DataError, DatasetError, ReadError
-from omnilead.data_tools.finishing import REMOVED, rejects_of
-from omnilead.data_tools.pseudonyms import Removed, pseudonym
-from omnilead.data_tools.record import LEADS, EcgRecord, Header
-from omnilead.data_tools.removal import remove
+from omnilead.data_tools.ecg.pseudonyms import Removed, pseudonym
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord, Header
+from omnilead.data_tools.extras.synthetic.archive import synthesise
+from omnilead.data_tools.io.errors import DataError, DatasetError, ReadError
+from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sources.base import Source, shown_patient
-from omnilead.data_tools.splits import RoleSources
-from omnilead.data_tools.storage import LocalFolder
-from omnilead.data_tools.synthetic.archive import synthesise
-from omnilead.data_tools.verify import verify
 from tests import unsynced  # noqa: F401
 from tests.forks import at_functions, death_at, fork, import_all
 
@@ -243,7 +243,7 @@ def test_unknown_patients_are_refused_before_many_shards_are_built(
     header = Header("", "mine", 5000, 500.0)
     monkeypatch.setattr(Listed, "header", lambda _, name: replace(header, name=name))
     monkeypatch.setattr(Listed, "read", lambda source, key: keys.append(key) or read(source, key))
-    monkeypatch.setattr("omnilead.data_tools.build.SAMPLE", sample)
+    monkeypatch.setattr("omnilead.data_tools.build.shard.SAMPLE", sample)
     new = {f"n{i}": ("mine", patient if i % 4 else None, 9 + i) for i in range(12)}
     with nullcontext() if patient else pytest.raises(DataError, match="of mine are unknown"):
         listed(tmp_path, append=True, **new)
@@ -443,7 +443,7 @@ def test_whoever_is_removed_next_a_killed_removal_ends(deleted, tmp_path, monkey
     listed(out, **records)
     file.write_text("who0")
     with monkeypatch.context() as patch:
-        patch.setattr("omnilead.data_tools.removal.settle", dies_at_once)
+        patch.setattr("omnilead.data_tools.build.removal.settle", dies_at_once)
         with pytest.raises(KeyboardInterrupt):
             remove(str(out), str(file))
     assert "versions/1: not a part of the dataset" in str(verify(Dataset.open(str(out))))

@@ -9,11 +9,11 @@ from handmade import dat, ecg, header, write_files
 from twins import FORMATS, crop_facts, read, write_wfdb
 
 from omnilead.data_tools.__main__ import main
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.record import LEADS
+from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.io.errors import ReadError
+from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.wfdb import parse_header, read_record
 from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
-from omnilead.data_tools.storage import folder
 
 
 @pytest.mark.parametrize("leads", [LEADS, ("resp", "I", "II", *LEADS[6:])], ids=["12", "8"])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.errors import ReadError
-from omnilead.data_tools.record import LEADS, only_codes, parse_dx
+from omnilead.data_tools.ecg.record import LEADS, only_codes, parse_dx
+from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.sources.wfdb import MAX_SAMPLES, WfdbHeader, parse_header, peek
 from tests.waiting import bounded_work
 

@@ -19,10 +19,11 @@ from handmade import (
 )
 from twins import EXAMS, write_code15, write_mimic, write_ptbxl, write_wfdb
 
-from omnilead.data_tools import plan, zip_folder
-from omnilead.data_tools.errors import ReadError, StorageError
-from omnilead.data_tools.hospital.files import HospitalFiles
-from omnilead.data_tools.zip_folder import archive_folder, folder_or_zip
+from omnilead.data_tools.build import plan
+from omnilead.data_tools.extras.hospital.files import HospitalFiles
+from omnilead.data_tools.io.errors import ReadError, StorageError
+from omnilead.data_tools.sources import zip_folder
+from omnilead.data_tools.sources.zip_folder import archive_folder, folder_or_zip
 
 BOTH = pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 

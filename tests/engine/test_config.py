@@ -6,19 +6,19 @@ import re
 import pytest
 import torch
 
-from omnilead.engine.commandline import load
-from omnilead.engine.common import ConfigError
-from omnilead.engine.config import (
-    CONFIGS,
+from omnilead.engine.model.pretrainer import Pretrainer
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.files import CONFIGS
+from omnilead.engine.tasks.config import FinetuneConfig
+from omnilead.engine.training.config import (
     Config,
     build,
     check,
     deepspeed_json,
+    load,
     micro_batch,
     zero_stage,
 )
-from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.tasks.config import FinetuneConfig
 
 PRETRAIN, FINETUNE = (sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("pretrain", "finetune"))
 PAPER = CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"
@@ -116,7 +116,7 @@ def test_precision_auto_follows_the_hardware(
     resolved,
 ):
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags} sse\n")
-    monkeypatch.setattr("omnilead.engine.config.CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("omnilead.engine.training.config.CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(
         torch.cuda,

@@ -24,8 +24,8 @@ from torch import nn
 
 import omnilead
 from omnilead.engine import convert
-from omnilead.engine.interop import conversion
-from omnilead.engine.interop.fairseq import their_settings, to_theirs
+from omnilead.engine.extras.interop import conversion
+from omnilead.engine.extras.interop.fairseq import their_settings, to_theirs
 from omnilead.engine.model import folder
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig
 from omnilead.engine.model.folder import seal

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs import augmentations
-from omnilead.data_tools.cli import guard_streams
+from omnilead.data_tools.io.terminal import guard_streams
 from omnilead.engine import convert, embed, evaluate, pretrain
 from tests.forks import started
 
@@ -48,9 +48,7 @@ def test_wrong_arguments_are_one_line(door, arguments, capsys):
     )
 
 
-UNBUFFERED = (
-    '-u -c "from omnilead.data_tools.cli import Parser; Parser(); [print(n) for n in range(10**5)]"'
-)
+UNBUFFERED = '-u -c "from omnilead.data_tools.io.terminal import Parser; Parser(); [print(n) for n in range(10**5)]"'
 
 
 @pytest.mark.parametrize(
@@ -134,7 +132,7 @@ def test_the_schema_cannot_be_written(call, code, lines, tmp_path):
 
 @pytest.mark.parametrize(("given", "used"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
 def test_threads_wait_for_each_other_in_short_loops(given, used):
-    code = "from omnilead.engine.commandline import interruptible as i; i('x'); import os; print(os.environ['GOMP_SPINCOUNT'])"
+    code = "import os, omnilead.engine.settings.commandline as c; c.interruptible('x'); print(os.environ['GOMP_SPINCOUNT'])"
     env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"} | given
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert said.stdout == f"{used}\n"

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import omnilead
-from omnilead.data_tools.errors import DataError
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.io.errors import DataError
 from omnilead.engine import embed
-from omnilead.engine.common import LEADS, ConfigError, OutputError
 from omnilead.engine.inference import commands, outputs
+from omnilead.engine.settings.errors import ConfigError, OutputError
 from tests.conftest import save_model
 from tests.forks import started
 from tests.waiting import until
@@ -157,7 +158,7 @@ import io
 
 import numpy as np
 
-from omnilead.data_tools.record import LEADS, EcgRecord
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord
 from omnilead.data_tools.sources import Source
 
 

@@ -20,31 +20,33 @@ sys.path.insert(0, str(Path(__file__).parent / "training"))  # the helpers lie t
 from ranks import TINY, column, curve, finetune, pretrain, rows, run, tuning
 
 import omnilead
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.splits import RoleSources
+from omnilead.data_tools.build.roles import RoleSources
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine import convert, evaluate
-from omnilead.engine.common import LABELS, METRIC_OF, ConfigError, Metric
-from omnilead.engine.config import CONFIGS, BestMetric, build
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
-from omnilead.engine.evaluation.metrics import MEASURES, measure
+from omnilead.engine.extras.reports import run_report
 from omnilead.engine.finetune import main
-from omnilead.engine.inference.mean_beat import RHYTHM, measurements
+from omnilead.engine.finetuning import task as finetuning_task
+from omnilead.engine.finetuning.start import read_settings, read_start, select_leads
+from omnilead.engine.finetuning.task import FinetuneTask, make_targets
 from omnilead.engine.model.config import ModelConfig, flops_per_crop, validated
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.folder import LoadError
-from omnilead.engine.report import run_report
-from omnilead.engine.tasks import finetuning as finetuning_task
+from omnilead.engine.model.mean_beat import RHYTHM, measurements
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.files import CONFIGS
+from omnilead.engine.settings.run_files import LABELS
 from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
-from omnilead.engine.tasks.finetuning import FinetuneTask, make_targets
 from omnilead.engine.tasks.labels import read_table, read_task
-from omnilead.engine.tasks.start import read_settings, read_start, select_leads
 from omnilead.engine.training import checkpoint
+from omnilead.engine.training.config import BestMetric, build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
+from omnilead.engine.training.metrics import MEASURES, METRIC_OF, Metric, measure
 from omnilead.engine.training.task import best_metric
 from tests.conftest import save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401

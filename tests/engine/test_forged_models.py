@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import omnilead
 from omnilead.__main__ import main
-from omnilead.engine.common import ConfigError
 from omnilead.engine.inference.trees import Trees
 from omnilead.engine.model import folder as folders
+from omnilead.engine.settings.errors import ConfigError
 
 NAN = float("nan")
 ONE = {"task": "age", "kind": "regression", "classes": ["age"], "center": [60.0], "scale": [20.0]}

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from omnilead.data_tools.synthetic import archive as synth
-from omnilead.data_tools.synthetic.ecg import simulate
-from omnilead.data_tools.synthetic.patients import BLOCK, RHYTHM, draw_patients
-from omnilead.engine.inference.mean_beat import BEAT, BEFORE, mean_beats, r_peaks
+from omnilead.data_tools.extras.synthetic import archive as synth
+from omnilead.data_tools.extras.synthetic.ecg import simulate
+from omnilead.data_tools.extras.synthetic.patients import BLOCK, RHYTHM, draw_patients
+from omnilead.engine.model.mean_beat import BEAT, BEFORE, mean_beats, r_peaks
 
 T_S = np.arange(5000) / 500
 REGULAR = np.arange(0.4, 10, 0.8)

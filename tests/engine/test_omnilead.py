@@ -19,11 +19,11 @@ import pytest
 import omnilead
 import omnilead.engine
 from omnilead.__main__ import COMMANDS, GONE, main
-from omnilead.data_tools.errors import DataError, UserError
-from omnilead.engine.common import ConfigError
+from omnilead.data_tools.io.errors import DataError, UserError
 from omnilead.engine.evaluation import bench as comparison
 from omnilead.engine.inference import commands
 from omnilead.engine.inference.inputs import EcgOptions
+from omnilead.engine.settings.errors import ConfigError
 from tests.parsers import parser_of
 
 ROOT = Path(__file__).parents[2]

@@ -19,16 +19,17 @@ from pyarrow import csv
 from test_muse_xml import muse
 
 import omnilead
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.hospital.files import HospitalFiles
-from omnilead.data_tools.pseudonyms import read_key
-from omnilead.data_tools.record_tables import read_table
-from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.pseudonyms import read_key
+from omnilead.data_tools.ecg.record_tables import read_table
+from omnilead.data_tools.extras.hospital.files import HospitalFiles
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine import embed, predict
-from omnilead.engine.common import LEADS, OutputError
 from omnilead.engine.inference import outputs
 from omnilead.engine.inference.outputs import ParquetParts
 from omnilead.engine.model import folder
+from omnilead.engine.settings.errors import OutputError
 from tests.conftest import save_model
 
 torch.set_num_threads(1)

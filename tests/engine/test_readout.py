@@ -9,13 +9,14 @@ import torch
 from safetensors import SafetensorError
 
 import omnilead
-from omnilead.engine.common import LEADS, ConfigError, OutputError
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.engine.extras.interop.onnx import to_onnx
 from omnilead.engine.inference.commands import prepare_model
-from omnilead.engine.inference.mean_beat import MEASUREMENTS, RHYTHM, measurements
-from omnilead.engine.inference.readout import BEATS_S, parsed, read_out, width_of
-from omnilead.engine.interop.onnx import to_onnx
 from omnilead.engine.model import folder
 from omnilead.engine.model.folder import LoadError
+from omnilead.engine.model.mean_beat import MEASUREMENTS, RHYTHM, measurements
+from omnilead.engine.model.readout import BEATS_S, parsed, read_out, width_of
+from omnilead.engine.settings.errors import ConfigError, OutputError
 from tests.conftest import save_model, save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401
 from tests.engine.test_mean_beat import REGULAR, ecg

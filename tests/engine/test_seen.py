@@ -17,19 +17,19 @@ from handmade import ecg
 from ranks import finetune, pretrain
 
 import omnilead
-from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.build.removal import remove
+from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.record import LEADS, EcgRecord
-from omnilead.data_tools.removal import remove
-from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.ecg.record import LEADS, EcgRecord
+from omnilead.data_tools.io.storage import LocalFolder
 from omnilead.data_tools.sources.base import Source
-from omnilead.data_tools.storage import LocalFolder
-from omnilead.engine.common import ConfigError
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data import seen
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.patients import patient_ids, validation_split
-from omnilead.engine.interop.hub import published
+from omnilead.engine.extras.interop.hub import published
 from omnilead.engine.model.folder import document_of, seal
+from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import read_task
 from tests.conftest import save_probed

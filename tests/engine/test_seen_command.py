@@ -14,10 +14,10 @@ from ranks import finetune, pretrain
 from test_muse_xml import TRUTH, muse
 
 from omnilead.__main__ import main
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.hospital.files import HospitalFiles
-from omnilead.data_tools.pseudonyms import read_key
-from omnilead.data_tools.sources import open_sources
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.ecg.pseudonyms import read_key
+from omnilead.data_tools.extras.hospital.files import HospitalFiles
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import order_of
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.data.seen import as_bytes, seen_in

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from omnilead.engine import status
-from omnilead.engine.common import LOCK, METRICS, PROMETHEUS, VALIDATION
+from omnilead.engine.settings.run_files import LOCK, METRICS, PROMETHEUS, VALIDATION
 from omnilead.engine.training.loggers import write_gauges
 
 

@@ -8,11 +8,11 @@ import torch
 
 import omnilead
 from omnilead.__main__ import main
-from omnilead.engine.common import LEADS
+from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.extras.reports import why
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.folder import write
-from omnilead.engine.report import why
 from tests.conftest import save_probed
 
 

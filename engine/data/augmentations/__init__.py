@@ -6,19 +6,13 @@ stage.py says what it must have.
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from omnilead.engine.common import OWN, ConfigError, one_line_errors
-from omnilead.engine.data.augmentations.gain import Gain, GainSettings
-from omnilead.engine.data.augmentations.leads import Leads, RandomLeads, RandomLeadSettings
-from omnilead.engine.data.augmentations.noise import (
-    Emg,
-    LimbLeads,
-    NoiseSettings,
-    Powerline,
-    Shift,
-    Wander,
-)
-from omnilead.engine.data.augmentations.stage import STRICT, Stage
-from omnilead.engine.data.augmentations.threekg import Rotation, ThreeKGSettings, TimeMask
+from ...settings.errors import ConfigError, one_line_errors
+from ...settings.files import OWN
+from .gain import Gain, GainSettings
+from .leads import Leads, RandomLeads, RandomLeadSettings
+from .noise import Emg, LimbLeads, NoiseSettings, Powerline, Shift, Wander
+from .stage import STRICT, Stage
+from .threekg import Rotation, ThreeKGSettings, TimeMask
 
 # In the order in which they are applied. What follows noise must be linear, because torch adds white
 # noise to DALI's output; what follows RandomLeads must leave zeros as they are.

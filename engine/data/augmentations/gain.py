@@ -6,8 +6,8 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from omnilead.engine.data.augmentations.leads import LeadSettings
-from omnilead.engine.data.augmentations.stage import STRICT, Node, Nodes, Params, Random, Stage
+from .leads import LeadSettings
+from .stage import STRICT, Node, Nodes, Params, Random, Stage
 
 
 @checked_dataclass(frozen=True, config=STRICT)

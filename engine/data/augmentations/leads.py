@@ -7,8 +7,9 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from omnilead.engine.common import ALL, ConfigError, parse_leads
-from omnilead.engine.data.augmentations.stage import STRICT, Node, Nodes, Params, Random, Stage
+from ...settings.errors import ConfigError
+from ...settings.leads import ALL, parse_leads
+from .stage import STRICT, Node, Nodes, Params, Random, Stage
 
 # in YAML, 3 is a number
 AsText = BeforeValidator(lambda value: str(value) if type(value) is int else value)

@@ -11,9 +11,11 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from omnilead.engine.common import ALL, ConfigError
-from omnilead.engine.data.augmentations.leads import LeadSettings, limb_leads
-from omnilead.engine.data.augmentations.stage import (
+from ...settings.errors import ConfigError
+from ...settings.leads import ALL
+from ..counter import RandomStream
+from .leads import LeadSettings, limb_leads
+from .stage import (
     ONE_FOR_ALL,
     STRICT,
     TAU,
@@ -26,7 +28,6 @@ from omnilead.engine.data.augmentations.stage import (
     Stage,
     Wave,
 )
-from omnilead.engine.data.counter import RandomStream
 
 PAPER_NOISE = ("powerline", "emg", "wander", "shift")
 AUTHORS_NOISE = tuple(f"authors_{kind}" for kind in PAPER_NOISE)

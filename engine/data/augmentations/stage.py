@@ -21,8 +21,8 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
-from omnilead.engine.data import counter
-from omnilead.engine.data.counter import RandomStream
+from .. import counter
+from ..counter import RandomStream
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 ONE_FOR_ALL = (0,)  # in place of lead numbers: one draw for all leads

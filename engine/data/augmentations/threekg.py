@@ -7,16 +7,8 @@ import numpy as np
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from omnilead.engine.data.augmentations.leads import LeadSettings, limb_leads
-from omnilead.engine.data.augmentations.stage import (
-    ONE_FOR_ALL,
-    STRICT,
-    Node,
-    Nodes,
-    Params,
-    Random,
-    Stage,
-)
+from .leads import LeadSettings, limb_leads
+from .stage import ONE_FOR_ALL, STRICT, Node, Nodes, Params, Random, Stage
 
 # From I II V1..V6 to Frank's X (left), Y (inferior), Z (posterior): Edenbrandt and Pahlm 1988. Its
 # pseudo-inverse is Dower's matrix to within 0.005 and inverts it exactly, so the dipole of a view

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.storage import Folder
+from omnilead.data_tools.io.storage import Folder
 
 CROPS = 2
 

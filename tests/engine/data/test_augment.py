@@ -25,8 +25,6 @@ from augmenting import (
 )
 from scipy.spatial.transform import Rotation
 
-from omnilead.engine.common import ConfigError
-from omnilead.engine.config import build
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import LimbLeads
 from omnilead.engine.data.augmentations.stage import TorchOps
@@ -37,6 +35,8 @@ from omnilead.engine.data.augmentations.threekg import (
     TO_DIPOLE,
     threekg_matrix,
 )
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.training.config import build
 
 
 @pytest.mark.parametrize("config", EVERYTHING.values(), ids=EVERYTHING)

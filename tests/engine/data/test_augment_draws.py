@@ -18,7 +18,7 @@ from augmenting import (
     signal,
 )
 
-from omnilead.engine.common import LEADS
+from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.engine.data.augmentations import AugmentConfig
 from omnilead.engine.data.augmentations.noise import AmplitudeMv
 from omnilead.engine.data.augmentations.stage import WHITE_BANK, TorchOps

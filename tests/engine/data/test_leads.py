@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnilead.engine.common import ALL, SUBSETS, ConfigError, describe_leads, parse_leads
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.leads import ALL, SUBSETS, describe_leads, parse_leads
 
 
 def test_the_papers_five_subsets():

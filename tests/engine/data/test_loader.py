@@ -18,8 +18,6 @@ from loading import BACKENDS, CPU, NOISY, contents, loader, some
 from shards_made import crops_of
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ConfigError
-from omnilead.engine.config import build
 from omnilead.engine.data import dali
 from omnilead.engine.data import loader as module
 from omnilead.engine.data.augmentations import AugmentConfig
@@ -27,6 +25,8 @@ from omnilead.engine.data.augmentations.noise import AmplitudeMv
 from omnilead.engine.data.augmentations.threekg import ThreeKG
 from omnilead.engine.data.augmenter import Augmenter, single_threaded
 from omnilead.engine.data.loader import Loader, LoaderConfig
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.training.config import build
 from tests.forks import started
 from tests.waiting import until
 

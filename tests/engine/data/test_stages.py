@@ -12,13 +12,13 @@ import torch
 from loading import CPU, loader, some
 from shards_made import crops_of
 
-from omnilead.engine.config import build
 from omnilead.engine.data.augmentations import STAGES, AugmentConfig
 from omnilead.engine.data.augmentations.stage import Random, Stage
 from omnilead.engine.data.augmenter import Augmenter, ChunkWriter, CropWriter, missing_leads
 from omnilead.engine.data.counter import RandomStream
 from omnilead.engine.data.order import Places
 from omnilead.engine.model.draws import ModelStream
+from omnilead.engine.training.config import build
 
 
 def together(*examples):

@@ -10,8 +10,8 @@ import pytest
 from shards_made import crops_of, make_dataset, read, take_all
 from staged import cached, named, room, through
 
-from omnilead.data_tools import storage
 from omnilead.data_tools.dataset import CROP_SHAPE, Dataset, DatasetError
+from omnilead.data_tools.io import storage
 from omnilead.engine.data.order import DatasetRows, Order, shards_needed
 from omnilead.engine.data.reader import CropReader, read_ahead
 from tests.waiting import until

@@ -5,8 +5,8 @@ import pyarrow as pa
 import pytest
 
 from omnilead.data_tools.dataset import COLUMNS
-from omnilead.engine.common import ConfigError
 from omnilead.engine.data.where import MAX_CHARACTERS, holds
+from omnilead.engine.settings.errors import ConfigError
 
 ROWS = {
     "source": ["a", "a", "b", "b", "b"],

@@ -6,22 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.build.roles import RoleSources
+from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.dataset import CLASSES, fingerprint
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.splits import RoleSources
-from omnilead.data_tools.synthetic.archive import synthesise
+from omnilead.data_tools.extras.synthetic.archive import synthesise
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.evaluate import main
-from omnilead.engine.evaluation import (
-    bench,
-    boosted,
-    embedders,
-    metrics,
-    minirocket,
-    probe,
-    results,
-)
+from omnilead.engine.evaluation import bench, boosted, embedders, minirocket, probe, results
 from omnilead.engine.inference import inputs
+from omnilead.engine.training import metrics
 from tests.conftest import save_model
 
 DIAGNOSIS = {

@@ -13,16 +13,17 @@ from safetensors.torch import load_file, save_file
 
 import omnilead
 from omnilead.data_tools.dataset import CLASSES
-from omnilead.data_tools.record_tables import read_table
-from omnilead.engine.common import LEADS
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluate import labels_of_run, main
-from omnilead.engine.evaluation import metrics, results
-from omnilead.engine.evaluation.metrics import challenge_score
+from omnilead.engine.evaluation import results
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.model.folder import seal
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import read_task
+from omnilead.engine.training import metrics
+from omnilead.engine.training.metrics import challenge_score
 from tests.engine.evaluate.conftest import (
     DIAGNOSIS,
     IDENTIFICATION,

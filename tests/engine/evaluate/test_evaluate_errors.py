@@ -80,7 +80,7 @@ def test_a_full_disk_names_the_output(data, pretrained, tmp_path, capsys, monkey
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("omnilead.engine.common.os.fsync", full)
+    monkeypatch.setattr("omnilead.data_tools.io.storage.os.fsync", full)
     assert (
         main(["--model", str(pretrained), "--data", data.root.url, "--json", str(tmp_path / "f")])
         == 1

@@ -17,23 +17,24 @@ from safetensors.torch import load_file, save_file
 
 import omnilead
 from omnilead.__main__ import main
-from omnilead.engine.common import ALL, ConfigError, parse_leads
-from omnilead.engine.common import LEADS as LEADS_OF
+from omnilead.data_tools.ecg.constants import LEADS as LEADS_OF
 from omnilead.engine.evaluation import bench, embedders
 from omnilead.engine.evaluation.bench import ProbedRecords, drawn, resampled, unlike, whitening
-from omnilead.engine.evaluation.metrics import (
+from omnilead.engine.evaluation.probe import ProbeData, linear
+from omnilead.engine.extras.reports import bench_report
+from omnilead.engine.extras.reports.bench_report import KEYS
+from omnilead.engine.model.folder import seal
+from omnilead.engine.model.input import Input
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.leads import ALL, parse_leads
+from omnilead.engine.tasks.config import TaskConfig
+from omnilead.engine.tasks.labels import TaskLabels
+from omnilead.engine.training.metrics import (
     Classification,
     exact_interval,
     measure,
     weighted_measures,
 )
-from omnilead.engine.evaluation.probe import ProbeData, linear
-from omnilead.engine.model.folder import seal
-from omnilead.engine.model.input import Input
-from omnilead.engine.report import bench_report
-from omnilead.engine.report.bench_report import KEYS
-from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.labels import TaskLabels
 from tests.conftest import save_model
 from tests.engine.evaluate.conftest import make_quick
 
@@ -45,7 +46,7 @@ LEADS, TASKS = ["V2,I"], ["sex", "age", "identification"]
 def few_resamples():
     with pytest.MonkeyPatch.context() as patch:
         make_quick(patch)
-        patch.setattr("omnilead.engine.evaluation.metrics.FEW", 3)
+        patch.setattr("omnilead.engine.training.metrics.FEW", 3)
         yield
 
 
@@ -327,7 +328,7 @@ def test_trained_on_one_dataset_and_tested_on_another(transferred, dataset, tmp_
 
 
 def test_few_patients_have_no_interval(models, dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr("omnilead.engine.evaluation.metrics.FEW", 10)
+    monkeypatch.setattr("omnilead.engine.training.metrics.FEW", 10)
     table, how = tmp_path / "rare.csv", {"data": dataset.root.url, "out": tmp_path / "OUT"}
     write_table(table, dataset, rare=[1, 0, 0, 0, 0, 0, 0])
     found = omnilead.bench(models[:1], tasks=[str(table)], **how)

@@ -9,10 +9,10 @@ from pages import words
 
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.evaluate import lines
-from omnilead.engine.evaluation.metrics import calibration, confusion_shares
 from omnilead.engine.evaluation.results import IdentificationResult, TaskResult, by_record
+from omnilead.engine.extras.reports import evaluation_report
 from omnilead.engine.inference.trained_model import HeadInfo
-from omnilead.engine.report import evaluation_report
+from omnilead.engine.training.metrics import calibration, confusion_shares
 
 FACTS = {"model": "runs/<b>w2v</b>", "data": "0f3a", "role": "test", "leads": "I,II,V2"}
 

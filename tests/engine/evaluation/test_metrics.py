@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.record import ABBREVIATIONS, CLASSES
-from omnilead.engine.common import METRIC_OF
-from omnilead.engine.evaluation import metrics
-from omnilead.engine.evaluation.metrics import (
+from omnilead.data_tools.ecg.record import ABBREVIATIONS, CLASSES
+from omnilead.engine.training import metrics
+from omnilead.engine.training.metrics import (
+    METRIC_OF,
     Classification,
     MetricError,
     bootstrap,

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from omnilead.data_tools.dataset import Dataset, DatasetError
-from omnilead.engine.common import ConfigError, OutputError
-from omnilead.engine.data import predict as predicting
-from omnilead.engine.data.predict import CropBatch, dataset_batches, predict
+from omnilead.engine.data import batches as predicting
+from omnilead.engine.data.batches import CropBatch, dataset_batches, predict
 from omnilead.engine.inference.inputs import COLUMNS, EmbeddedCrops
 from omnilead.engine.inference.outputs import ParquetParts, tables, vectors
+from omnilead.engine.settings.errors import ConfigError, OutputError
 
 JOB = {"model": "a", "batch": 16}
 COUNT = 4

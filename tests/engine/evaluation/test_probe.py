@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from omnilead.engine.evaluation.boosted import boosted
-from omnilead.engine.evaluation.metrics import measure
 from omnilead.engine.evaluation.probe import (
     STRENGTHS,
     ProbeData,
@@ -20,6 +19,7 @@ from omnilead.engine.evaluation.probe import (
     ridge,
     standardised,
 )
+from omnilead.engine.training.metrics import measure
 
 RNG = np.random.default_rng(0)
 SCALE = np.linspace(0.1, 30, 6)

@@ -10,10 +10,10 @@ import torch
 from pages import words
 
 from docs import augmentations
-from omnilead.engine.evaluation.metrics import identification
-from omnilead.engine.report import charts, run_report
-from omnilead.engine.report.__main__ import main as report_main
-from omnilead.engine.report.page import Line, LineStyle
+from omnilead.engine.extras.reports import charts, run_report
+from omnilead.engine.extras.reports.__main__ import main as report_main
+from omnilead.engine.extras.reports.page import Line, LineStyle
+from omnilead.engine.training.metrics import identification
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.validation import identified_share
 

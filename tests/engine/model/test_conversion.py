@@ -22,16 +22,18 @@ from torch.testing import assert_close
 
 import omnilead
 from omnilead.data_tools.dataset import CLASSES
+from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.engine import convert
-from omnilead.engine.common import ALL, LEADS, ConfigError
-from omnilead.engine.config import build
 from omnilead.engine.data.augmenter import MV_PER_UV
-from omnilead.engine.interop import conversion
-from omnilead.engine.interop.conversion import signals
-from omnilead.engine.interop.fairseq import their_settings, to_theirs
+from omnilead.engine.extras.interop import conversion
+from omnilead.engine.extras.interop.conversion import signals
+from omnilead.engine.extras.interop.fairseq import their_settings, to_theirs
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.folder import write
 from omnilead.engine.model.input import Input
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.leads import ALL
+from omnilead.engine.training.config import build
 from omnilead.engine.training.continuing import read_weights
 
 TAPS, GROUPS = 8, 4

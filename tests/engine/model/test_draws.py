@@ -10,7 +10,6 @@ import torch
 from tiny import SMALL
 from torch.testing import assert_close
 
-from omnilead.engine.common import ConfigError
 from omnilead.engine.data.counter import mix
 from omnilead.engine.model.config import ModelConfig, masked_share
 from omnilead.engine.model.draws import (
@@ -25,6 +24,7 @@ from omnilead.engine.model.draws import (
     slots,
     uniform,
 )
+from omnilead.engine.settings.errors import ConfigError
 
 CONFIG = ModelConfig()
 

@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
-from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop, validated
 from omnilead.engine.model.encoder import (
     Attention,
@@ -25,6 +24,7 @@ from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.objectives import perplexity
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.quantizer import Quantizer, temperature
+from omnilead.engine.settings.errors import ConfigError
 
 
 def test_the_paper_s_model_has_as_many_parameters_as_the_authors():

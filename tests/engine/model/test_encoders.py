@@ -9,7 +9,6 @@ from tiny import SMALL
 from torch import nn
 from torch.testing import assert_close
 
-from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig, ObjectiveConfig, flops_per_crop
 from omnilead.engine.model.encoder import Encoder
 from omnilead.engine.model.encoders import (
@@ -22,6 +21,7 @@ from omnilead.engine.model.encoders import (
 )
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.model.resnet import ResNet
+from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.pretraining import examine_objective
 from omnilead.engine.training.task import describe_encoder
 

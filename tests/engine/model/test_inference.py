@@ -13,17 +13,19 @@ from safetensors.torch import load_file, save_file
 from tiny import ecg
 
 import omnilead
-from omnilead.data_tools.prepare import crop_count, prepare_crop
-from omnilead.data_tools.record import EcgRecord
-from omnilead.engine.common import ALL, LEADS, ConfigError
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.crops import crop_count, prepare_crop
+from omnilead.data_tools.ecg.record import EcgRecord
 from omnilead.engine.data.seen import UNKNOWN
+from omnilead.engine.finetuning.start import read_start
 from omnilead.engine.inference.trained_model import crops
 from omnilead.engine.model.config import ObjectiveConfig
 from omnilead.engine.model.encoder import pool
 from omnilead.engine.model.folder import LoadError, config_of, seal
 from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.tasks.start import read_start
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.leads import ALL
 
 UNSCORED = {"task": "diagnosis", "kind": "multilabel"}
 DIAGNOSIS = UNSCORED | {"classes": ["AF", "NSR", "SB"], "thresholds": [0.5] * 3}

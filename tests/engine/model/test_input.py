@@ -15,13 +15,14 @@ from scipy.signal import butter, resample_poly, sosfiltfilt
 
 import omnilead
 from omnilead.__main__ import main
-from omnilead.engine.common import ALL, ConfigError
-from omnilead.engine.config import build, check
 from omnilead.engine.data.augmenter import crop_key
 from omnilead.engine.data.counter import RandomStream, uniform
 from omnilead.engine.data.loader import Loader
+from omnilead.engine.extras.reports import run_report
 from omnilead.engine.model.input import Input
-from omnilead.engine.report import run_report
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.leads import ALL
+from omnilead.engine.training.config import build, check
 from omnilead.engine.training.continuing import read_settings, read_weights
 from omnilead.engine.training.inputs import PretrainInputs
 from tests.conftest import save_model

@@ -9,7 +9,7 @@ import torch
 
 import omnilead
 from omnilead.engine import convert
-from omnilead.engine.interop import onnx as onnx_export
+from omnilead.engine.extras.interop import onnx as onnx_export
 
 EF = {"task": "ef", "kind": "regression", "classes": ["ef", "qrs"], "unit": "%"}
 EF |= {"center": [50.0, 90.0], "scale": [10.0, 20.0]}

@@ -8,13 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omnilead.engine.commandline import load
-from omnilead.engine.config import CONFIGS, check
-from omnilead.engine.reproduce import jobs, run
-from omnilead.engine.reproduce.jobs import Job, WorkDir, write_json
-from omnilead.engine.reproduce.paper import LEADS, TASKS, ReproductionScale, as_arguments, tables
-from omnilead.engine.reproduce.plan import STARTUP_S, DatasetInfo, make_plan
+from omnilead.engine.extras.reproduce import jobs, run
+from omnilead.engine.extras.reproduce.jobs import Job, WorkDir, write_json
+from omnilead.engine.extras.reproduce.paper import (
+    LEADS,
+    TASKS,
+    ReproductionScale,
+    as_arguments,
+    tables,
+)
+from omnilead.engine.extras.reproduce.plan import STARTUP_S, DatasetInfo, make_plan
+from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.tasks.config import FinetuneConfig
+from omnilead.engine.training.config import check, load
 
 ROLES = {
     "pretrain": 85_000,

@@ -1,4 +1,4 @@
-"""omnilead.engine.reproduce: plans carried out by several workers, over kills, failures and
+"""omnilead.engine.extras.reproduce: plans carried out by several workers, over kills, failures and
 restarts."""
 
 import fcntl
@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from omnilead.data_tools import cluster
-from omnilead.engine.reproduce import __main__ as reproduce
-from omnilead.engine.reproduce import jobs, plan, run
-from omnilead.engine.reproduce.jobs import Job, WorkDir
+from omnilead.data_tools.io import cluster
+from omnilead.engine.extras.reproduce import __main__ as reproduce
+from omnilead.engine.extras.reproduce import jobs, plan, run
+from omnilead.engine.extras.reproduce.jobs import Job, WorkDir
 from tests.data_tools.test_cluster import dask  # noqa: F401
 from tests.forks import started
 from tests.waiting import until
@@ -28,7 +28,7 @@ ERROR = "engine/pretrain.py: loss is not finite: lower train.lr"
 
 
 class Lab:
-    """A folder for engine.reproduce, whose jobs are fake.py."""
+    """A folder for engine.extras.reproduce, whose jobs are fake.py."""
 
     def __init__(self, dataset, folder):
         self.data, self.out, self.fake = dataset.root.url, folder / "out", folder / "fake"

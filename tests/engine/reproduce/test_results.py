@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from test_plan import DATA, latex, plan
 
-from omnilead.engine.reproduce import results
-from omnilead.engine.reproduce.jobs import WorkDir, write_json
-from omnilead.engine.reproduce.paper import ReproductionScale, tables
+from omnilead.engine.extras.reproduce import results
+from omnilead.engine.extras.reproduce.jobs import WorkDir, write_json
+from omnilead.engine.extras.reproduce.paper import ReproductionScale, tables
 
 GOLDEN = """
 | Methods |  | 12-lead | P-3-lead |

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from omnilead.engine.common import ConfigError
 from omnilead.engine.model.config import ModelConfig
 from omnilead.engine.model.encoders import build_encoder
+from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.tasks.classifier import Classifier, layer_groups
 from omnilead.engine.tasks.config import TaskConfig
 

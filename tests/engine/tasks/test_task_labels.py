@@ -17,10 +17,10 @@ from pyarrow import parquet
 
 import omnilead
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.errors import DataError, UserError
-from omnilead.data_tools.record_tables import find, read_table
+from omnilead.data_tools.ecg.record_tables import find, read_table
+from omnilead.data_tools.io.errors import DataError, UserError
 from omnilead.engine import finetune
-from omnilead.engine.common import ConfigError
+from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import guess, read_task
 from tests.data_tools.test_versions import listed

@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 
 from benchmarks.measure import reserved_port
-from omnilead.engine import commandline
-from omnilead.engine.config import CONFIGS
-from omnilead.engine.report import run_report
+from omnilead.engine.extras.reports import run_report
+from omnilead.engine.settings import commandline
+from omnilead.engine.settings.files import CONFIGS
 from tests.forks import started
 from tests.waiting import HANG_S
 

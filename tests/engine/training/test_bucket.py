@@ -15,9 +15,9 @@ import pytest
 from broken_server import Fault, Server
 from ranks import column, curve, run, settings, tuning
 
-from omnilead.data_tools import storage
-from omnilead.data_tools.storage import RemoteFolder
-from omnilead.engine.common import LOCK
+from omnilead.data_tools.io import storage
+from omnilead.data_tools.io.storage import RemoteFolder
+from omnilead.engine.settings.run_files import LOCK
 from omnilead.engine.training import bucket, checkpoint
 from omnilead.engine.training.distributed import Ranks
 from tests.waiting import until

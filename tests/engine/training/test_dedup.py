@@ -10,13 +10,13 @@ import pytest
 import torch
 from ranks import STILL, curve, pretrain
 
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.sources import open_sources
-from omnilead.engine.common import ConfigError
-from omnilead.engine.config import build
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import Loader
+from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import pretraining
 from omnilead.engine.training.checkpoint import newest, read_state
+from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.train import refuse_changes

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from launching import launch
 from ranks import STILL, column, free_port, rows, run, settings, wait
 
-from omnilead.engine.common import ConfigError
+from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.status import is_training
 from omnilead.engine.training import distributed
 from omnilead.engine.training.checkpoint import named

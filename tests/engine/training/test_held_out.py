@@ -11,16 +11,16 @@ import pytest
 import torch
 from ranks import column, pretrain
 
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.sources import open_sources
-from omnilead.engine.common import ConfigError
-from omnilead.engine.config import build
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data import patients
 from omnilead.engine.data.leakage import refuse_leak
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.patients import patient_ids, validation_split
+from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import pretraining as pretraining_task
+from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.validation import rows_of, training_roles

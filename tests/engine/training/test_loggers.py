@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from ranks import column, rows
 
-from omnilead.engine.common import ConfigError
-from omnilead.engine.config import build
+from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import tracking
+from omnilead.engine.training.config import build
 from omnilead.engine.training.loggers import RunLogger, move_repeated_lines
 
 KEYS = ("step", "loss", "crops_per_s", "data_wait_pct", "mfu", "lr")

@@ -30,16 +30,16 @@ from ranks import (
 )
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.commandline import load
-from omnilead.engine.config import CONFIGS, Config, build
 from omnilead.engine.data.augmenter import HALF
 from omnilead.engine.data.order import DatasetRows, Order
 from omnilead.engine.data.reader import CropReader
+from omnilead.engine.finetuning.task import FinetuneTask
 from omnilead.engine.model.draws import draw, row_keys
 from omnilead.engine.model.objectives import local_loss, nt_xent
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.tasks.finetuning import FinetuneTask
+from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.training import checkpoint, loop
+from omnilead.engine.training.config import Config, build, load
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.loop import Loop
 from omnilead.engine.training.pretraining import PretrainTask

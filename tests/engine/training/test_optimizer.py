@@ -2,7 +2,7 @@
 
 import torch
 
-from omnilead.engine.config import TrainConfig
+from omnilead.engine.training.config import TrainConfig
 from omnilead.engine.training.optimizer import GuardedAdamW, lr_at
 
 

@@ -17,15 +17,16 @@ from safetensors.torch import load_file
 
 import omnilead
 from omnilead.engine import embed
-from omnilead.engine.commandline import overridden
-from omnilead.engine.common import ConfigError, merge
-from omnilead.engine.config import TrainConfig
 from omnilead.engine.data import patients
 from omnilead.engine.data.augmenter import ExtraAugmentation
 from omnilead.engine.data.seen import LABELLED, uses
-from omnilead.engine.interop.onnx import to_onnx
+from omnilead.engine.extras.interop.onnx import to_onnx
 from omnilead.engine.model.folder import LoadError
+from omnilead.engine.settings.commandline import overridden
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.files import merge
 from omnilead.engine.training.checkpoint import newest
+from omnilead.engine.training.config import TrainConfig
 from omnilead.engine.training.continuing import read_settings
 from omnilead.engine.training.export import full_weights
 

@@ -14,13 +14,14 @@ from ranks import TINY, column, curve, rows, run, settings
 from safetensors.torch import load_file
 
 import omnilead
-from omnilead.data_tools.errors import StorageError
-from omnilead.engine.config import CONFIGS, build
+from omnilead.data_tools.io.errors import StorageError
+from omnilead.engine.extras.reports import run_report
 from omnilead.engine.model import folder
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.pretrain import main
-from omnilead.engine.report import run_report
+from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.training.checkpoint import crc32c
+from omnilead.engine.training.config import build
 from omnilead.engine.training.pretraining import PretrainTask
 
 # The keys of every line in metrics.jsonl

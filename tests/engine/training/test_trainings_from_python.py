@@ -15,9 +15,9 @@ from ranks import TINY, curve, drawn_nothing, rows
 
 import omnilead
 from omnilead.data_tools.dataset import Dataset
-from omnilead.engine.common import ConfigError
+from omnilead.engine.extras.reports import run_report
 from omnilead.engine.model.pretrainer import Pretrainer
-from omnilead.engine.report import run_report
+from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.loop import Loop
 from tests.forks import started
 

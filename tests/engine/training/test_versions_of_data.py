@@ -4,11 +4,11 @@ import pytest
 from ranks import curve, pretrain
 
 from omnilead.__main__ import main
-from omnilead.data_tools.build import ShardOptions, shard
+from omnilead.data_tools.build.removal import remove
+from omnilead.data_tools.build.shard import ShardOptions, shard
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.removal import remove
-from omnilead.data_tools.sources import open_sources
-from omnilead.data_tools.synthetic.archive import synthesise
+from omnilead.data_tools.extras.synthetic.archive import synthesise
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import LoaderConfig, order_of
 from omnilead.engine.training.checkpoint import newest, read_state
 

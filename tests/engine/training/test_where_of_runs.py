@@ -10,17 +10,18 @@ import pytest
 import torch
 from ranks import finetune, pretrain
 
-from omnilead.data_tools.build import ShardOptions, shard
-from omnilead.data_tools.sources import open_sources
-from omnilead.engine.common import LABELS, ConfigError
-from omnilead.engine.config import build
+from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data import where
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.data.order import DatasetRows
 from omnilead.engine.data.patients import patient_ids
+from omnilead.engine.settings.errors import ConfigError
+from omnilead.engine.settings.run_files import LABELS
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.engine.tasks.labels import read_task
 from omnilead.engine.training.checkpoint import newest, read_state
+from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.train import refuse_changes

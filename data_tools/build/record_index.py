@@ -1,0 +1,94 @@
+"""A table's rows by source and record, in a temporary folder. Processes map its files instead of
+holding the rows in memory of their own.
+
+    rows = RecordIndex.write(Path(place), schema, batches)       # with columns source and record
+    rows.find("georgia", "E00001")      # [{"row": 7, "source": "georgia", "record": "E00001", ...}]
+"""
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..io.storage import write_errors
+from .known import member_hash
+
+ROWS, HASHES, ORDER = "rows.arrow", "hashes.npy", "order.npy"
+
+
+class RecordIndex:
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RecordIndex, (self.place,)  # without the open files
+
+    @classmethod
+    def write(
+        cls, place: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]
+    ) -> "RecordIndex":
+        hashes = [np.empty(0, np.uint64)]
+        with write_errors(str(place), ROWS):
+            place.mkdir()
+            with pa.ipc.new_file(str(place / ROWS), schema) as file:
+                for batch in batches:
+                    file.write_batch(batch)
+                    names = (batch[column].to_pylist() for column in ("source", "record"))
+                    hashes.append(np.fromiter(map(member_hash, *names), np.uint64, len(batch)))
+            of_rows = np.concatenate(hashes)
+            order = np.argsort(of_rows, kind="stable")
+            np.save(place / HASHES, of_rows[order])
+            np.save(place / ORDER, order)
+        return cls(place)
+
+    def row(self, number: int) -> dict[str, Any]:
+        columns, begins = self._rows
+        batch = int(np.searchsorted(begins, number, side="right")) - 1
+        at = number - int(begins[batch])
+        values = {name: column[at].as_py() for name, column in columns[batch].items()}
+        return values | {"row": number}
+
+    def find(self, source: str, name: str) -> list[dict[str, Any]]:
+        """The rows of a record, each with its number as `row`, ascending."""
+        hashed = np.uint64(member_hash(source, name))
+        first = np.searchsorted(self._hashes, hashed, side="left")
+        last = np.searchsorted(self._hashes, hashed, side="right")
+        rows = map(self.row, self._order[first:last].tolist())
+        return [row for row in rows if (row["source"], row["record"]) == (source, name)]
+
+    def has_member(self, source: str, name: str) -> bool:
+        """Whether a record has this name in a tar."""
+        hashed = np.uint64(member_hash(source, name))
+        return bool(
+            np.searchsorted(self._hashes, hashed, "right") > np.searchsorted(self._hashes, hashed)
+        )
+
+    def first_rows(self) -> np.ndarray:
+        """The number of the first row of each record, ascending."""
+        other = np.ones(len(self._hashes), bool)
+        other[1:] = self._hashes[1:] != self._hashes[:-1]
+        return np.sort(self._order[other])
+
+    @cached_property
+    def _hashes(self) -> np.ndarray:
+        return np.asarray(np.load(self.place / HASHES, mmap_mode="r"))
+
+    @cached_property
+    def _order(self) -> np.ndarray:
+        return np.asarray(np.load(self.place / ORDER, mmap_mode="r"))
+
+    @cached_property
+    def _rows(self) -> tuple[list[dict[str, pa.Array]], np.ndarray]:
+        """The columns of each batch, and the number of its first row. To get a column from a batch takes
+        longer than to read a value in it."""
+        columns, lengths = [], [0]
+        with pa.memory_map(str(self.place / ROWS)) as file:
+            batches = pa.ipc.open_file(file)
+            for number in range(batches.num_record_batches):
+                batch = batches.get_batch(number)
+                columns.append(dict(zip(batch.schema.names, batch.columns, strict=True)))
+                lengths.append(len(batch))
+        return columns, np.cumsum(lengths)

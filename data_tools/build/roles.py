@@ -1,0 +1,499 @@
+"""Assign train, validation and test roles by keyed hashes, so that a record keeps its roles when
+data is added.
+
+Records of one patient and records with the same waveform form a *group*, which gets its roles as a
+whole and is never split. The code works on whole columns (numpy), and on names a part at a time, so
+that ten million records take a minute and a gigabyte.
+
+`paper`        by group, as the paper describes; no leakage; the default
+`paper-split`  by crop, as the authors' code does: crops of one ECG can be in both train and
+               test. For comparison only
+`all`          everything is for pre-training
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..ecg.constants import IMPLAUSIBLE
+from ..ecg.record import patient_source, real_source
+
+NONE, TRAIN, VALID, TEST, GALLERY, PROBE = range(6)
+ROLE_NAMES = ("", "train", "valid", "test", "gallery", "probe")
+PART = 65_536  # names that are Python objects at a time
+HEAPS = 16  # in which names are compared, one after the other
+NOT_THE_PAPERS = (
+    "ptb",
+    "st_petersburg_incart",
+)  # unused Challenge databases; one has 32 patients in 13,000 crops
+
+
+@dataclass(frozen=True)
+class RoleSources:
+    """Which sources get which roles."""
+
+    dx: tuple[str, ...] = ("cpsc_2018", "georgia")
+    id: tuple[str, ...] = ("ptb-xl",)
+    pretrain: tuple[str, ...] | None = None  # None: all but NOT_THE_PAPERS
+    id_share: float = 0.15  # largest share of a source's patients in gallery and probe
+    # Crops with one of these flags are not for pre-training
+    leave_out: tuple[str, ...] = (IMPLAUSIBLE,)
+
+    def pretrains(self, source: str) -> bool:
+        """Whether a source is for pre-training; depends on this source only, so adding an archive
+        changes no other."""
+        if self.pretrain is None:
+            return real_source(source) not in NOT_THE_PAPERS
+        return is_named(source, self.pretrain) or "all" in self.pretrain
+
+    def to_meta(self, plan: str) -> dict[str, Any]:
+        """Entries for dataset.json: `id_share`, and whatever differs from the default. With the plan
+        `all`, sources have no roles of their own."""
+        meta: dict[str, Any] = {}
+        if self.leave_out != PAPER_SOURCES.leave_out:
+            meta["leave_out_flags"] = list(self.leave_out)
+        if plan == "all":
+            return meta
+        meta["id_share"] = self.id_share
+        changed = {}
+        for name in ("dx", "id", "pretrain"):
+            value = getattr(self, name)
+            if value != getattr(PAPER_SOURCES, name):
+                changed[name] = list(value)
+        if changed:
+            meta["role_sources"] = changed
+        return meta
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> "RoleSources":
+        chosen = {name: tuple(sources) for name, sources in meta.get("role_sources", {}).items()}
+        # before there was a list: whether all flags are for pre-training
+        usual = () if meta.get("pretrain_implausible") else cls.leave_out
+        leave_out = tuple(meta.get("leave_out_flags", usual))
+        return cls(**chosen, id_share=meta.get("id_share", cls.id_share), leave_out=leave_out)
+
+
+PAPER_SOURCES = RoleSources()
+
+
+def is_named(source: str, names: Container[str]) -> bool:
+    """Whether `names` has the source; a synthetic one has the roles of the one it imitates."""
+    return source in names or real_source(source) in names
+
+
+@dataclass(frozen=True)
+class Records:
+    """Columns with one entry per record, or per crop where marked [crops]. Each record has
+    crops."""
+
+    source: np.ndarray  # int, index of source_names
+    source_names: tuple[str, ...]
+    names: pa.Array  # of strings
+    patients: pa.Array  # of strings, null where unknown
+    crop_record: np.ndarray  # [crops] int, index of the crop's record
+    crop_start: np.ndarray  # [crops] seconds
+    waveform: np.ndarray  # [crops] uint64
+
+    def is_from(self, *sources: str) -> np.ndarray:
+        codes = []
+        for code, name in enumerate(self.source_names):
+            if is_named(name, sources):
+                codes.append(code)
+        return np.isin(self.source, codes)
+
+    def patient_source(self) -> np.ndarray:
+        """Like `source`, but with the same number for all formats of hospitals' files."""
+        names = [patient_source(name) for name in self.source_names]
+        found: np.ndarray = np.array([names.index(name) for name in names], np.int64)[self.source]
+        return found
+
+    @cached_property
+    def owner(self) -> np.ndarray:
+        """The number of each record's patient, -1 where unknown."""
+        names = pa.array([patient_source(name) for name in self.source_names])
+
+        def owned() -> Iterator[pa.Array]:
+            for part in parts(len(self.names)):
+                source = names.take(pa.array(self.source[part]))
+                yield pc.binary_join_element_wise(source, self.patients[part], "/")
+
+        return numbered(pa.chunked_array(owned(), pa.string()))
+
+    @cached_property
+    def group(self) -> np.ndarray:
+        """The group of each record: connected components, with edges between records of a patient
+        and between records with the same waveform."""
+        from scipy.sparse import coo_array  # a fifth of a second, not for workers
+        from scipy.sparse.csgraph import connected_components
+
+        known = np.flatnonzero(self.owner >= 0)
+        one, other = _equal(self.owner[known])
+        crop, same = _equal(self.waveform)
+        ends = (
+            np.concatenate([known[one], self.crop_record[crop]]).astype(np.int32),
+            np.concatenate([known[other], self.crop_record[same]]).astype(np.int32),
+        )
+        count = len(self.names)
+        edges = coo_array((np.ones(len(ends[0]), bool), ends), shape=(count, count))
+        found: np.ndarray = connected_components(edges, directed=False)[1]
+        return found
+
+    def some(self, keep: np.ndarray) -> "Records":
+        """Those of a mask."""
+        crops = keep[self.crop_record]
+        chosen = pa.array(keep)
+        return Records(
+            self.source[keep],
+            self.source_names,
+            self.names.filter(chosen),
+            self.patients.filter(chosen),
+            (np.cumsum(keep, dtype=np.int32) - 1)[self.crop_record[crops]],
+            self.crop_start[crops],
+            self.waveform[crops],
+        )
+
+    def and_then(self, others: "Records") -> "Records":
+        """These, then others. A source may be in `source_names` twice."""
+        return Records(
+            np.append(self.source, others.source + len(self.source_names)),
+            self.source_names + others.source_names,
+            pa.concat_arrays([self.names, others.names]),
+            pa.concat_arrays([self.patients, others.patients]),
+            np.append(self.crop_record, others.crop_record + len(self.names)),
+            np.append(self.crop_start, others.crop_start),
+            np.append(self.waveform, others.waveform),
+        )
+
+    def label(self, record: int) -> str:
+        return f"{self.source_names[self.source[record]]}/{self.names[record]}"
+
+
+def parts(count: int) -> Iterator[slice]:
+    for start in range(0, count, PART):
+        yield slice(start, start + PART)
+
+
+def numbered(texts: pa.ChunkedArray) -> np.ndarray:
+    """A number for each text, the same for equal ones, counted from 0; -1 for null. Arrow's hash table
+    of all of them would take 100 bytes a text: it gets those of one heap at a time."""
+    heap = np.empty(len(texts), np.int8)
+    for part in parts(len(texts)):
+        heap[part] = [hash(text) % HEAPS for text in texts[part].to_pylist()]
+    numbers = np.empty(len(texts), np.int32)
+    count = 0
+    for one in range(HEAPS):
+        mine = heap == one
+        codes = texts.filter(pa.array(mine)).combine_chunks().dictionary_encode()
+        numbers[mine] = pc.fill_null(pc.add(codes.indices, count), -1)
+        count += len(codes.dictionary)
+    pa.default_memory_pool().release_unused()  # 270 MB after ten million texts
+    return numbers
+
+
+def _equal(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of equal values, as pairs that link all of them."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    same = np.flatnonzero(ordered[1:] == ordered[:-1])
+    return order[same], order[same + 1]
+
+
+def _begins(ordered: np.ndarray) -> np.ndarray:
+    """Where each run of equal values begins."""
+    return np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+
+
+@dataclass(frozen=True)
+class CropRoles:
+    """Columns with one entry per crop."""
+
+    pretrain: np.ndarray
+    dx: np.ndarray
+    identity: np.ndarray
+
+    def take(self, crops: np.ndarray | slice) -> "CropRoles":
+        return CropRoles(self.pretrain[crops], self.dx[crops], self.identity[crops])
+
+    def leave_out(self, crops: np.ndarray) -> None:
+        """Keep the crops of a mask out of pre-training and of training on identification."""
+        self.pretrain[crops] = False
+        trained = np.isin(self.identity, (TRAIN, VALID))
+        self.identity[crops & trained] = NONE
+
+    def differ(self, others: "CropRoles") -> np.ndarray:
+        """A mask of the crops whose roles are others."""
+        found: np.ndarray = self.pretrain != others.pretrain
+        differ: np.ndarray = found | (self.dx != others.dx) | (self.identity != others.identity)
+        return differ
+
+
+def assign(
+    records: Records, plan: str, seed: int, sources: RoleSources = PAPER_SOURCES
+) -> CropRoles:
+    crops = len(records.crop_record)
+    if plan == "all":
+        return CropRoles(np.ones(crops, bool), np.zeros(crops, np.int8), np.zeros(crops, np.int8))
+    if plan == "paper-split":
+        return _assign_by_crop(records, seed, sources)
+    group = records.group
+    in_dx = records.is_from(*sources.dx)
+    group_dx, group_identity = _drawn_roles(records, seed, in_dx)
+    identity, tested = _gallery_probe(records, seed, sources)
+    kept_out = np.bincount(group, weights=tested) > 0  # groups that must stay out of all training
+    kept_out |= (np.bincount(group, weights=in_dx) > 0) & (group_dx != TRAIN)
+    crop_group = group[records.crop_record]
+    pretrain = ~kept_out[crop_group] & _pretrains(records, sources)[records.crop_record]
+    dx = np.where(in_dx[records.crop_record], group_dx[crop_group], NONE)
+    identity[pretrain] = group_identity[crop_group[pretrain]]
+    return CropRoles(pretrain, dx.astype(np.int8), identity)
+
+
+def leaks(records: Records, roles: CropRoles) -> list[str]:
+    """Describe every kind of leakage of patients or waveforms between roles; empty for a clean
+    split."""
+    group = records.group[records.crop_record]
+    found = []
+    for kind, leaking in _leaking(group, roles).items():
+        if leaking.any():
+            record = records.crop_record[np.flatnonzero(group == np.flatnonzero(leaking)[0])[0]]
+            found.append(
+                f"{int(leaking.sum())} patients or waveforms in {kind}, for example that of "
+                f"{records.label(record)}"
+            )
+    return found
+
+
+def _leaking(group: np.ndarray, roles: CropRoles) -> dict[str, np.ndarray]:
+    """By kind of leakage, which groups have it. `group`: that of each crop."""
+    size = int(group.max()) + 1 if len(group) else 0
+
+    def has(mask: np.ndarray) -> np.ndarray:
+        return np.bincount(group[mask], minlength=size) > 0
+
+    dx = [has(roles.dx == role) for role in (TRAIN, VALID, TEST)]
+    id_train, id_valid, gallery, probe = (
+        has(roles.identity == role) for role in (TRAIN, VALID, GALLERY, PROBE)
+    )
+    tested, pretrain = gallery | probe, has(roles.pretrain)
+    return {
+        "two of diagnosis train, valid and test": np.sum(dx, axis=0) > 1,
+        "pre-training and diagnosis valid or test": pretrain & (dx[1] | dx[2]),
+        "pre-training and gallery or probe": pretrain & tested,
+        "identification train or valid, and gallery or probe": (id_train | id_valid) & tested,
+        "identification train and valid": id_train & id_valid,
+    }
+
+
+def _torn(group: np.ndarray, roles: CropRoles) -> np.ndarray:
+    """Which groups have roles that exclude each other."""
+    return np.asarray(np.any(list(_leaking(group, roles).values()), axis=0))
+
+
+def extended(
+    records: Records, old: CropRoles, seed: int, sources: RoleSources
+) -> tuple[CropRoles, int]:
+    """The roles when records were added behind those whose crops have the roles `old`, which stay. A
+    new record has the roles of its group; in a group without any they are drawn. Where roles of a
+    group exclude each other, because new records link it, these have none. -> also how many."""
+    of_crop, known = records.crop_record, len(old.dx)
+    group = records.group[of_crop]
+    every = []
+    of_group = []
+    for values in vars(old).values():
+        every.append(np.concatenate([values, np.zeros(len(group) - known, values.dtype)]))
+        of_group.append(np.zeros(len(records.names), np.int8))
+        np.maximum.at(of_group[-1], group[:known], values)
+    roles = CropRoles(*every)
+    pretrain, dx, identity = of_group
+    torn = _torn(group, roles)[records.group]
+    bound = (pretrain | dx | identity)[records.group] > 0
+    new = np.arange(len(torn)) > of_crop[:known].max()
+    fresh = new & ~bound
+    if fresh.any():
+        drawn = vars(assign(records.some(fresh), "paper", seed, sources)).values()
+        for values, theirs in zip(every, drawn, strict=True):
+            values[fresh[of_crop]] = theirs
+    heirs = (new & bound & ~torn)[of_crop]
+    theirs = CropRoles(*(values[group[heirs]] for values in of_group))
+    inherited = vars(_inherited(records, heirs, theirs, sources)).values()
+    for values, some in zip(every, inherited, strict=True):
+        values[heirs] = some
+    return roles, int((new & torn).sum())
+
+
+def _inherited(
+    records: Records, heirs: np.ndarray, theirs: CropRoles, sources: RoleSources
+) -> CropRoles:
+    """The roles of these crops. `theirs`: what roles their groups have."""
+    whose = records.crop_record[heirs]
+    in_dx = records.is_from(*sources.dx)[whose]
+    pretrain = (theirs.dx <= TRAIN) & (theirs.identity <= VALID)
+    pretrain &= _pretrains(records, sources)[whose]
+    dx = np.maximum(theirs.dx, TRAIN)
+    identity = np.maximum(theirs.identity, TRAIN)
+    return CropRoles(
+        pretrain,
+        np.where(in_dx, dx, NONE),
+        np.where(pretrain, identity, NONE),
+    )
+
+
+def _train_valid_test(chance: np.ndarray) -> np.ndarray:
+    role = np.full(len(chance), TEST, np.int8)
+    role[chance < 0.9] = VALID
+    role[chance < 0.8] = TRAIN
+    return role
+
+
+def _pretrains(records: Records, sources: RoleSources) -> np.ndarray:
+    return records.is_from(*filter(sources.pretrains, records.source_names))
+
+
+def keyed_uniform(texts: Iterable[str], key: str, draws: int = 1) -> np.ndarray:
+    """[n, draws] numbers in [0, 1) that depend only on each text and the key."""
+    keyed = blake2b(key=key.encode(), digest_size=8 * draws)
+    words = bytearray()
+    for text in texts:
+        one = keyed.copy()  # faster than a new one
+        one.update(text.encode())
+        words += one.digest()
+    numbers = np.frombuffer(words, ">u8").reshape(-1, draws)
+    bits = numbers >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def _uniforms(count: int, texts: Callable[[slice], Iterable[str]], key: str) -> np.ndarray:
+    """One draw of keyed_uniform for each of so many texts, a part at a time."""
+    found = np.empty(count)
+    for part in parts(count):
+        found[part] = keyed_uniform(texts(part), key)[:, 0]
+    return found
+
+
+def _drawn_roles(records: Records, seed: int, in_dx: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The roles of each group in diagnosis and in training on identification: those that are drawn for
+    its leader. The leader is a diagnosis record if there is one, so that duplicates from other
+    sources do not change the draws."""
+    names = [patient_source(name) for name in records.source_names]
+
+    def texts(part: slice) -> Iterator[str]:
+        owners = pc.coalesce(records.patients[part], records.names[part]).to_pylist()
+        for source, owner in zip(records.source[part], owners, strict=True):
+            yield f"{names[source]}/{owner}"
+
+    count = len(records.names)
+    rank = np.empty(count)
+    dx, identity = np.empty(count, np.int8), np.empty(count, np.int8)
+    for part in parts(count):
+        draws = keyed_uniform(texts(part), f"roles {seed}", draws=3)
+        rank[part] = draws[:, 0]
+        dx[part] = _train_valid_test(draws[:, 1])
+        identity[part] = np.where(draws[:, 2] < 0.8, TRAIN, VALID)
+    order = np.lexsort((rank, ~in_dx, records.group))
+    leaders = order[_begins(records.group[order])]
+    return dx[leaders], identity[leaders]
+
+
+def _gallery_probe(
+    records: Records, seed: int, sources: RoleSources
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw two sessions per patient by keyed hash; the first crop of each goes to gallery and
+    probe. Returns the roles of crops and a mask of the drawn records. Two files with the same
+    waveform count as one session."""
+    identity = np.zeros(len(records.crop_record), np.int8)
+    tested = np.zeros(len(records.names), bool)
+    candidates = np.flatnonzero(records.is_from(*sources.id) & (records.owner >= 0))
+    names = records.names.take(pa.array(candidates))
+    ranks = _uniforms(len(names), lambda part: names[part].to_pylist(), f"session {seed}")
+    owner = records.owner[candidates]
+    order = np.lexsort((records.source[candidates], ranks, owner))
+    candidates = candidates[order]
+    first_crop = _first_crops(records, candidates)
+    begins = _begins(owner[order])
+    sessions = np.diff(begins, append=len(candidates))
+    first_session = np.repeat(begins, sessions)
+    waveform = records.waveform[first_crop]
+    later = np.flatnonzero(waveform != waveform[first_session])
+    probes = later[_begins(first_session[later])]
+    galleries = first_session[probes]
+    drawn = _tested_patients(records, candidates[begins], candidates[galleries], seed, sources)
+    identity[first_crop[galleries[drawn]]] = GALLERY
+    identity[first_crop[probes[drawn]]] = PROBE
+    tested[candidates[galleries[drawn]]] = True
+    tested[candidates[probes[drawn]]] = True
+    return identity, tested
+
+
+def _first_crops(records: Records, some: np.ndarray) -> np.ndarray:
+    """The first crop of each of these records."""
+    place = np.full(len(records.names), -1, np.int32)
+    place[some] = np.arange(len(some))
+    crops = np.flatnonzero(place[records.crop_record] >= 0)
+    theirs = place[records.crop_record[crops]]
+    order = np.lexsort((records.crop_start[crops], theirs))
+    found: np.ndarray = crops[order[_begins(theirs[order])]]
+    return found
+
+
+def _tested_patients(
+    records: Records, each: np.ndarray, twice: np.ndarray, seed: int, sources: RoleSources
+) -> np.ndarray:
+    """Of the patients with two sessions, a mask of those to test: all, if they are at most
+    `id_share` of their source's patients, as in the real PTB-XL (2,127 of 18,885). Otherwise those
+    whose hash is below 1/2, 1/4, ...: the first limit that is low enough. `each`, `twice`: a record of
+    each patient, and of each with two sessions.
+
+    A ranking would come closer to `id_share`, but each new patient with a small hash would displace
+    another one."""
+    of_record = records.patient_source()
+    patients = records.patients.take(pa.array(twice))
+    source_of = of_record[twice]
+
+    def texts(part: slice) -> Iterator[str]:
+        for source, patient in zip(source_of[part], patients[part].to_pylist(), strict=True):
+            yield f"{patient_source(records.source_names[source])}/{patient}"
+
+    chances = _uniforms(len(twice), texts, f"gallery {seed}")
+    kinds = len(records.source_names)
+    most = sources.id_share * np.bincount(of_record[each], minlength=kinds)
+    drawn: np.ndarray = np.ones(len(twice), bool)
+    limit = 1.0
+    while (too_many := np.bincount(source_of[drawn], minlength=kinds) > most).any():
+        limit /= 2
+        drawn &= ~too_many[source_of] | (chances < limit)
+    return drawn
+
+
+def _assign_by_crop(records: Records, seed: int, sources: RoleSources) -> CropRoles:
+    """As the authors' code does, unlike their paper: only diagnosis valid and test crops stay out
+    of pre-training."""
+
+    def labels(numbers: np.ndarray) -> Iterator[str]:
+        names = records.names.take(pa.array(numbers)).to_pylist()
+        for source, name in zip(records.source[numbers], names, strict=True):
+            yield f"{records.source_names[source]}/{name}"
+
+    def crops(part: slice) -> Iterator[str]:
+        starts = records.crop_start[part]
+        for label, start in zip(labels(records.crop_record[part]), starts, strict=True):
+            yield f"{label}/{start:g}"
+
+    every = np.arange(len(records.names))
+    chance = _uniforms(len(records.crop_record), crops, f"roles {seed}")
+    dx = np.where(
+        records.is_from(*sources.dx)[records.crop_record], _train_valid_test(chance), NONE
+    ).astype(np.int8)
+    identity, _ = _gallery_probe(records, seed, sources)
+    record_chance = _uniforms(len(every), lambda part: labels(every[part]), f"identity {seed}")
+    pretrains = _pretrains(records, sources)
+    trained = np.where(pretrains, np.where(record_chance < 0.8, TRAIN, VALID), NONE).astype(
+        np.int8
+    )[records.crop_record]
+    pretrain = (dx != VALID) & (dx != TEST) & pretrains[records.crop_record]
+    return CropRoles(pretrain, dx, np.where(identity == NONE, trained, identity))

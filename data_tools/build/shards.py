@@ -1,0 +1,217 @@
+"""Write what holds a dataset's crops: tar shards, and the zarr copy made from them.
+
+Tar shards, for WebDataset and DALI, are uncompressed ustar with `<key>.ecg`, then `<key>.json`, and a
+separate index file. Headers are written by hand in a fixed 512-byte form without times, owners or
+links, so the same crops give the same bytes. A crop's roles are the last ROLES_WIDTH bytes of its
+JSON: they are certain only when all records have been read, and others can take their place.
+
+The copy is a zarr v3 int16 array [crops, 12, 5000] in samples.parquet's order, 1,024 crops per
+storage object. Each crop is a chunk, compressed with Blosc (LZ4, bitshuffle) and followed by its
+crc32c, in zarr's sharding codec. The bytes are the same as zarr-python's, but an object appears
+completely or not at all.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache, partial
+from typing import Any, BinaryIO
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+from tqdm.auto import tqdm
+
+from ..dataset import CROP_BYTES, SHARD_CROPS, STORE
+from ..io import cluster
+from ..io.errors import DatasetError, ReadError
+from ..io.storage import Folder, prefetch
+from ..zarr_reader import ABSENT, BLOSC, CRC, layout
+
+BLOCK, MAX_NAME = 512, 99
+MAX_INDEX = 2**26
+OCTAL = re.compile(b"[0-7]{11}")
+ROLES_WIDTH = len('"pretrain": false, "dx_role": "valid", "id_role": "gallery"}')
+OWNER, TIME = b"0000644\0" + b"0000000\0" * 2, b"00000000000\0"
+REST = b"0" + bytes(100) + b"ustar\00000" + bytes(64) + b"0000000\0" * 2 + bytes(167)
+CONSTANT_SUM = sum(OWNER + TIME + REST) + 8 * 32  # the checksum field itself counts as eight spaces
+ZarrBlock = tuple[int, list[tuple[str, int, int]]]  # number; tar, offset and crc32c of each crop
+
+
+def shard_name(number: int) -> str:
+    return f"{number:05d}.tar"
+
+
+def index_name(shard: str) -> str:
+    return f"shards/{shard.removesuffix('.tar')}.idx"
+
+
+def part_name(shard: str) -> str:
+    """The file with the rows of a shard in an unfinished dataset."""
+    return f".build/{shard.removesuffix('.tar')}.parquet"
+
+
+def member_header(name: str, size: int) -> bytes:
+    """The ustar header of a regular file, mode 0644, owner 0, time 0."""
+    raw = name.encode("ascii")
+    if len(raw) > MAX_NAME or not 0 <= size < 8**11:
+        raise ValueError(
+            f"no tar header for {name!r} with {size} bytes: the limits are {MAX_NAME} characters "
+            "and 8 GiB"
+        )
+    octal = b"%011o\0" % size
+    total = sum(raw) + sum(octal) + CONSTANT_SUM
+    return raw.ljust(100, b"\0") + OWNER + octal + TIME + b"%06o\0 " % total + REST
+
+
+@lru_cache
+def roles_text(pretrain: bool, dx: str | None, identity: str | None) -> bytes:
+    """The roles at the end of a crop's JSON, as long for one crop as for another."""
+    roles = {"pretrain": pretrain, "dx_role": dx, "id_role": identity}
+    return json.dumps(roles).removeprefix("{").ljust(ROLES_WIDTH).encode()
+
+
+class TarWriter:
+    """Appends crops to an open file and keeps its size, checksums and index. Roles do not count in
+    crc32c."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.size, self.crc32c, self.sha256 = file, 0, 0, hashlib.sha256()
+        self.index: list[str] = []
+        self.roles_at: list[int] = []
+
+    def add(self, key: str, ecg: bytes | memoryview, text: bytes, roles: bytes = b"") -> int:
+        """Write one crop and return the offset of its signal. `roles`: the end of the text."""
+        length = len(text) + len(roles)
+        self._write(member_header(f"{key}.ecg", len(ecg)))
+        offset = self.size
+        self._write(ecg)
+        between = bytes(-len(ecg) % BLOCK) + member_header(f"{key}.json", length)
+        self.index.append(
+            _line(offset, len(ecg), f"{key}.ecg", self.size + len(between), length, f"{key}.json")
+        )
+        self._write(between + text)
+        if roles:
+            self.roles_at.append(self.size)
+            self.sha256.update(roles)
+            self.size += self.file.write(roles)
+        self._write(bytes(-length % BLOCK))
+        return offset
+
+    def close(self) -> str:
+        """Write the end of the archive and return the text of its index."""
+        self._write(bytes(2 * BLOCK))
+        return _index(self.index)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self.crc32c = extended(self.crc32c, data)
+        self.sha256.update(data)
+        self.size += len(data)
+
+
+def extended(crc: int, data: bytes | memoryview) -> int:
+    """The crc32c of more data; google_crc32c takes no memoryview."""
+    return int(google_crc32c.extend(crc, np.frombuffer(data, np.uint8)))
+
+
+def index_of(shard: memoryview, offsets: Iterable[int]) -> str:
+    """Make the index of a finished shard from the headers of its members."""
+    lines = []
+    for offset in offsets:
+        ecg, size = member(shard, offset)
+        below = offset + size + -size % BLOCK + BLOCK
+        text, length = member(shard, below)
+        lines.append(_line(offset, size, ecg, below, length, text))
+    return _index(lines)
+
+
+def member(shard: memoryview, offset: int) -> tuple[str, int]:
+    """Name and size of the member whose data starts at `offset`; a ValueError if there is none."""
+    header = bytes(shard[max(0, offset - BLOCK) : max(0, offset)])
+    name, size = header[:100].rstrip(b"\0"), header[124:135]
+    if not name.isascii() or not OCTAL.fullmatch(size):
+        raise ValueError(f"no tar member at byte {offset}")
+    return name.decode(), int(size, 8)
+
+
+def _line(offset: int, size: int, ecg: str, below: int, length: int, text: str) -> str:
+    return f"ecg {offset} {size} {ecg} json {below} {length} {text}\n"
+
+
+def _index(lines: list[str]) -> str:
+    return f"v1.2 {len(lines)}\n" + "".join(lines)
+
+
+def write_zarr(
+    table: pa.Table,
+    shards: list[dict[str, Any]],
+    out: Folder,
+    workers: int,
+    dask: str | None,
+    quiet: bool,
+) -> None:
+    """Write the copy from the finished tar shards. Blocks that an interrupted run has finished are
+    kept."""
+    shard, offset, crc = (table[name].to_numpy() for name in ("shard", "offset", "crc32c"))
+
+    def blocks() -> Iterator[ZarrBlock]:
+        for start in range(0, len(table), SHARD_CROPS):
+            rows = range(start, min(start + SHARD_CROPS, len(table)))
+            yield (
+                start // SHARD_CROPS,
+                [(f"shards/{shards[shard[i]]['name']}", int(offset[i]), int(crc[i])) for i in rows],
+            )
+
+    ours = {f"{STORE}/zarr.json"} | {
+        f"{STORE}/c/{i}/0/0" for i in range(-(-len(table) // SHARD_CROPS))
+    }
+    for name in set(out.names(STORE)) - ours:  # left by an interrupted run with other settings
+        out.remove(name)
+    out.write(f"{STORE}/zarr.json", json.dumps(layout(len(table), SHARD_CROPS), indent=2).encode())
+    with tqdm(total=len(table), unit=" crops", desc="zarr", disable=quiet) as bar:
+        for written in cluster.run(
+            partial(write_zarr_block, out, SHARD_CROPS), blocks(), workers, dask
+        ):
+            bar.update(written)
+
+
+def write_zarr_block(out: Folder, size: int, block: ZarrBlock) -> int:
+    number, crops = block
+    mark = _sha256(str([size, *(crc for _, _, crc in crops)]).encode())
+    name, marker = f"{STORE}/c/{number}/0/0", f".build/zarr-{number:05d}"
+    largest = size * 2 * CROP_BYTES
+    with suppress(ReadError):  # not written yet
+        if out.read(marker, 128) == mark + _sha256(out.read(name, largest)):
+            return len(crops)
+
+    def packed(crop: tuple[str, int, int]) -> bytes:
+        tar, offset, crc = crop
+        ecg = out.read_range(tar, offset, CROP_BYTES)
+        if google_crc32c.value(ecg) != crc:
+            out.remove(part_name(os.path.basename(tar)))
+            raise DatasetError(
+                f"{out.url}/{tar}: the crop at byte {offset} fails its crc32c: run again to "
+                "rebuild the file"
+            )
+        return _with_crc(BLOSC.encode(np.frombuffer(ecg, "<i2")))
+
+    chunks = list(prefetch(packed, crops) if out.remote else map(packed, crops))
+    index = np.full((size, 2), ABSENT, "<u8")
+    lengths = np.array([len(chunk) for chunk in chunks])
+    index[: len(chunks)] = np.stack([np.cumsum(lengths) - lengths, lengths], axis=1)
+    data = b"".join([*chunks, _with_crc(index.tobytes())])
+    out.write(name, data)
+    out.write(marker, mark + _sha256(data))
+    return len(crops)
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+def _with_crc(data: bytes) -> bytes:
+    return data + int(google_crc32c.value(data)).to_bytes(CRC, "little")

@@ -1,0 +1,597 @@
+"""Check every byte, row and role of a dataset and, given the archive, every sample.
+
+The default checks dataset.json's fingerprint, the sha256 of tables and shards, every tar header and
+JSON, DALI's index, crc32c and contents of every crop in the shards and in the zarr copy, counts,
+and roles, which are drawn again and checked for leakage. `fast` checks structure and sizes without
+reading samples. `sources`: each crop is prepared again from the archive and compared. A finding
+names the file, the crop and the failed check; an empty list means that there is nothing wrong. The data
+card is not checked, because it may be edited.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from tqdm.auto import tqdm
+
+from ..dataset import (
+    COLUMNS,
+    CROP_BYTES,
+    CROP_SHAPE,
+    META,
+    REJECTS,
+    SAMPLES,
+    STORE,
+    VERSIONS,
+    Dataset,
+    flagged,
+    label_names,
+    waveform,
+)
+from ..ecg.crops import CROP, HALF, MAX_UV, SPEC, crop_count, prepare_crop
+from ..ecg.pseudonyms import Removed, other_key, pseudonym
+from ..ecg.record import LEADS, EcgRecord, class_row, known_patient
+from ..ecg.resampling import FS_HZ
+from ..io import cluster
+from ..io.errors import ChunkError, DatasetError, ReadError, one_line
+from ..io.storage import prefetch
+from ..io.terminal import tell
+from ..sources.base import MISSING_FILE, Source, missing_note, read_safely, shown_patient
+from ..zarr_reader import decode, index_bytes
+from .finishing import (
+    FLAGS,
+    ROLES,
+    assign_roles,
+    recipe_hash,
+    records_of,
+    rejects_of,
+    role_counts,
+    source_counts,
+)
+from .known import signal_of
+from .plan import Reject, check_name, make_plan
+from .record_index import RecordIndex
+from .roles import Records, RoleSources
+from .shard import row_of
+from .shards import BLOCK, MAX_INDEX, index_name, index_of, member, member_header
+
+MAX_FINDINGS = 20  # listed per shard, storage object or folder
+CHUNK = 512  # records of an archive that are compared in one task
+BATCH = 65_536  # rows of a table that are Python objects at a time
+CONTENT_COLUMNS = ["crc32c", "waveform", "halves", "missing_leads"]
+ARCHIVE_COLUMNS = (
+    "patient",
+    "dx",
+    "age",
+    "sex",
+    "fs_source_hz",
+    "halves",
+    "missing_leads",
+    "flags",
+)
+ROW_COLUMNS = ["source", "record", "start_s", "shard", "offset", "crc32c", *ARCHIVE_COLUMNS]
+TEXT = pa.large_string()
+NAMED = pa.schema({"source": TEXT, "record": TEXT, "patient": TEXT})
+REFUSED = pa.schema({"source": TEXT, "record": TEXT, "reason": TEXT})
+JSON_COLUMNS = [
+    name for name in COLUMNS.names if name not in ("shard", "offset", "crc32c", "waveform", *ROLES)
+]
+Rows = tuple[
+    int, pa.Table
+]  # number of a shard or of a storage object of the zarr copy; its rows in order
+
+
+@cluster.reused_processes()
+def verify(
+    dataset: Dataset,
+    sources: list[Source] | None = None,
+    fast: bool = False,
+    workers: int = 1,
+    key: bytes | None = None,
+    quiet: bool = True,
+    patients: str | None = None,
+) -> list[str]:
+    try:
+        _check_columns(dataset)
+    except (ReadError, DatasetError) as error:
+        return [str(error)]  # further checks would mean nothing
+    found: list[str] = []
+    rejects: list[Reject] = []
+    try:
+        rejects = rejects_of(dataset)
+        for version in range(dataset.oldest, dataset.version):
+            old = dataset.in_version(version)
+            old.table(["halves"])
+            rejects_of(old)
+    except DatasetError as error:
+        found.append(str(error))
+    records = records_of(dataset.table)
+    found += _check_meta(dataset, records)
+    found += _check_table(dataset, records)
+    del records  # gigabytes at ten million crops
+    begins = np.searchsorted(dataset.column("shard"), np.arange(len(dataset.shards) + 1))
+    if dataset.shards and begins[-1] != len(dataset):
+        return [*found, f"{SAMPLES}: {len(dataset) - begins[-1]} rows of no shard in {META}"]
+    rows = enumerate(pieces(dataset, COLUMNS.names, begins))
+    checks = cluster.run_in_order(partial(check_shard, dataset, fast), rows, workers)
+    bar = {"total": len(dataset.shards), "unit": " shards", "desc": "shards", "disable": quiet}
+    for findings in tqdm(checks, **bar):
+        found += findings
+    if "zarr" in dataset.meta["formats"]:
+        found += _check_zarr(dataset, fast, workers, quiet)
+    if sources:
+        found += _compare_archive(dataset, sources, rejects, key, quiet, patients, workers)
+    return found
+
+
+def _check_columns(dataset: Dataset) -> None:
+    """A DatasetError if samples.parquet is not a table of version 1."""
+    if unknown := sorted(set(dataset.stored_columns) - set(COLUMNS.names)):
+        names = ", ".join(unknown)
+        raise DatasetError(f"{SAMPLES}: columns that version 1 does not have: {names}"[:200])
+    for name in COLUMNS.names:  # one at a time, as all of them would take gigabytes
+        dataset.table([name])
+    if np.mod(dataset.column("start_s"), CROP / FS_HZ).any():
+        raise DatasetError(f"{SAMPLES}: start_s is not always a multiple of {CROP / FS_HZ:g} s")
+
+
+def pieces(dataset: Dataset, columns: list[str], begins: np.ndarray) -> Iterator[pa.Table]:
+    """The rows from each of `begins` to the next."""
+    batches = dataset.parts(columns)
+    held = pa.schema([COLUMNS.field(name) for name in columns]).empty_table()
+    first = 0
+    for begin, end in pairwise(begins.tolist()):
+        while first + len(held) < end:
+            held = pa.concat_tables([held, pa.table(next(batches))])
+        yield held.slice(begin - first, end - begin)
+        held = held.slice(end - first)
+        first = end
+
+
+def _check_meta(dataset: Dataset, of_records: Records) -> Iterator[str]:
+    """Check dataset.json against format version 1, the rows and the existing files."""
+    meta = dataset.meta
+    for name in ("fs_hz", "leads", "uv_per_lsb", "crop_samples"):
+        if meta[name] != SPEC[name]:
+            yield f"{META}: {name} {meta[name]}, {SPEC[name]} expected"[:200]
+    if recipe_hash(meta["preprocessing"]) != meta["preprocessing_sha256"]:
+        yield f"{META}: preprocessing fails its sha256"
+    counts = source_counts(of_records)
+    for source in meta["sources"]:
+        records, (crops, used) = source["records"], counts.pop(source["name"], (0, 0))
+        if (source["crops"], records["used"], records["seen"]) != (
+            crops,
+            used,
+            used + records["refused"],
+        ):
+            yield (
+                f"{META}: counts of {source['name']} differ from {SAMPLES}: {crops} crops of "
+                f"{used} records"
+            )
+    yield from (f"{META}: {name} is missing in sources" for name in counts)
+    if role_counts(dataset.table(ROLES)) != meta["roles"]:
+        yield f"{META}: counts per role differ from the rows"
+    ours = {
+        name
+        for shard in dataset.shards
+        for name in (f"shards/{shard['name']}", index_name(shard["name"]))
+    }
+    strays = [name for name in dataset.root.names("shards") if name not in ours]
+    if "zarr" not in meta["formats"] and dataset.root.exists(f"{STORE}/zarr.json"):
+        strays.append(STORE)
+    old = (f"{VERSIONS}/{number}" for number in range(1, dataset.oldest))
+    strays += filter(dataset.root.exists, old)  # a killed removal is to be run again
+    yield from _first([f"{name}: not a part of the dataset" for name in strays], "shards/")
+
+
+def _check_table(dataset: Dataset, records: Records) -> Iterator[str]:
+    seed = dataset.meta["seed"]
+    sources = RoleSources.from_meta(dataset.meta)
+    doubtful = flagged(dataset.table(["flags"]), sources.leave_out)
+    # What an earlier version gave stays; without those who were removed, it cannot be drawn again
+    stand = None
+    if versions := dataset.meta.get("versions"):
+        stays = versions[-1 if versions[-1]["what"] == "remove" else -2]["crops"]
+        stand = dataset.table(ROLES).slice(0, stays)
+    try:
+        again = assign_roles(records, doubtful, dataset.meta["plan"], seed, sources, stand)
+    except DatasetError as error:
+        yield f"{SAMPLES}: {error}"
+    else:
+        for column in ROLES:
+            if wrong := _unequal(again[column], dataset.table([column])[column]):
+                yield f"{SAMPLES}: {column} of {wrong} crops differs from what seed {seed} gives"
+    for part in dataset.parts(["dx", "labels"]):
+        labels = [class_row(tuple(dx)) for dx in part["dx"].to_pylist()]
+        if labels != part["labels"].to_pylist():
+            yield f"{SAMPLES}: labels do not match the dx codes"
+            return
+
+
+def _unequal(one: pa.ChunkedArray, other: pa.ChunkedArray) -> int:
+    """How many values differ; null equals null."""
+    differ = pc.fill_null(pc.not_equal(one, other), False)
+    return int(pc.sum(pc.or_(differ, pc.xor(one.is_null(), other.is_null())), min_count=0).as_py())
+
+
+def check_shard(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
+    index, rows = rows_of
+    shard = dataset.shards[index]
+    name = f"shards/{shard['name']}"
+    found: list[str] = []
+    try:
+        if len(rows) != shard["crops"]:
+            found.append(f"{name}: {len(rows)} rows, {shard['crops']} crops in {META}")
+        if fast:
+            found += _check_size(dataset, name, shard["bytes"])
+            return [*found, *_check_size(dataset, index_name(shard["name"]))]
+        data = dataset.root.view(name, shard["bytes"])
+        if len(data) != shard["bytes"]:
+            return [f"{name}: {len(data)} bytes, {shard['bytes']} expected (truncated or replaced)"]
+        if hashlib.sha256(data).hexdigest() != shard["sha256"]:
+            found.append(f"{name}: fails its sha256")
+        found += _check_crops(name, data, rows)
+        found += _check_index(dataset, index_name(shard["name"]), data, rows)
+        if not found:
+            found += _check_members(name, data, rows, dataset.minor)
+    except ReadError as error:
+        found.append(f"{name}: {error.reason}")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        # A forged file with the right sha256
+        found.append(one_line(f"{name}: an invalid tar member: {error}"))
+    return _first(found, name)
+
+
+def _check_crops(name: str, data: memoryview, rows: pa.Table) -> Iterator[str]:
+    for number, row in enumerate(rows.select(["offset", *CONTENT_COLUMNS]).to_pylist()):
+        piece = bytes(data[row["offset"] : row["offset"] + CROP_BYTES])
+        crop = np.frombuffer(piece.ljust(CROP_BYTES, b"\0"), "<i2").reshape(CROP_SHAPE)
+        for finding in _check_crop(crop, row):
+            yield f"{name}: crop {number} at byte {row['offset']} {finding}"
+
+
+def _first(found: Iterable[str], what: str) -> list[str]:
+    """The first findings about a file or folder, and how many more there are: a damaged disk can
+    have thousands."""
+    rest = iter(found)
+    listed = list(islice(rest, MAX_FINDINGS))
+    if more := sum(1 for _ in rest):
+        listed.append(f"{what}: {more:,} more findings like these are not listed")
+    return listed
+
+
+def _check_size(dataset: Dataset, name: str, expected: int | None = None) -> Iterator[str]:
+    try:
+        size = dataset.root.size(name)
+    except FileNotFoundError:
+        yield f"{name}: missing file"
+    else:
+        if expected not in (None, size):
+            yield f"{name}: {size} bytes, {expected} expected (truncated or replaced)"
+
+
+def _check_crop(crop: np.ndarray, row: dict[str, Any]) -> Iterator[str]:
+    """Check a crop's samples against its row."""
+    crc, hashed = waveform(crop)
+    if crc != row["crc32c"]:
+        yield "fails its crc32c"
+        return
+    if hashed != row["waveform"]:
+        yield f"has a different waveform hash in {SAMPLES}"
+    if int(crop.min()) < -MAX_UV:
+        yield "contains -32768, which is not allowed"
+    if row["halves"] == 1 and crop[:, HALF:].any():
+        yield "should be zero in its second half"
+    if any(crop[i].any() for i, lead in enumerate(LEADS) if lead in row["missing_leads"]):
+        yield "should be zero in its missing leads"
+
+
+def _check_index(dataset: Dataset, name: str, data: memoryview, rows: pa.Table) -> list[str]:
+    try:
+        text = dataset.root.read(name, MAX_INDEX).decode()
+        expected = index_of(data, rows["offset"].to_pylist())
+    except (ReadError, ValueError) as error:
+        return [f"{name}: {error}"]
+    return [] if text == expected else [f"{name}: names, offsets or sizes differ from the shard"]
+
+
+def _check_members(name: str, data: memoryview, rows: pa.Table, minor: int) -> Iterator[str]:
+    """Check all members up to the end of the file: tar headers, and JSON with the values of the
+    row."""
+    end = 0
+    for number, row in enumerate(rows.to_pylist()):
+        key = f"{row['source']}-{row['record']}-{round(row['start_s'] * FS_HZ) // CROP:03d}"
+        at = f"{name}: crop {number} ({key})"
+        start, text = end + BLOCK, end + BLOCK + CROP_BYTES + -CROP_BYTES % BLOCK + BLOCK
+        _, length = member(data, text)
+        headers = bytes(data[end:start]), bytes(data[text - BLOCK : text])
+        if row["offset"] != start or headers != (
+            member_header(f"{key}.ecg", CROP_BYTES),
+            member_header(f"{key}.json", length),
+        ):
+            yield f"{at}: another crop or another kind of tar member is in its place"
+            return
+        facts = json.loads(bytes(data[text : text + length]))
+        if differing := _differing(facts, row, minor):
+            yield f"{at}: JSON and {SAMPLES} differ in {', '.join(differing)}"
+        end = text + length + -length % BLOCK
+    if bytes(data[end:]) != bytes(2 * BLOCK):
+        yield f"{name}: the end of the tar file does not follow its last crop"
+
+
+def _differing(facts: dict[str, Any], row: dict[str, Any], minor: int) -> list[str]:
+    """The names of the entries of a crop's JSON that differ from its row."""
+    expected = {column: row[column] for column in JSON_COLUMNS}
+    if minor:
+        expected |= {column: row[column] for column in ROLES}
+        expected["label_names"] = label_names(row["labels"])
+    expected["crc32c"] = f"{row['crc32c']:08x}"
+    expected["waveform"] = f"{row['waveform']:016x}"
+    if facts.get("age") is not None:
+        facts["age"] = float(np.float32(facts["age"]))  # rounded as in the table
+    names = facts.keys() | expected.keys()
+    return sorted(name for name in names if facts.get(name) != expected.get(name))
+
+
+def _check_zarr(dataset: Dataset, fast: bool, workers: int, quiet: bool) -> list[str]:
+    try:
+        chunks = dataset.chunks
+    except DatasetError as error:
+        return [str(error)]
+    if chunks.meta != chunks.layout | ({} if dataset.minor else {"attributes": {}}):
+        return [f"{STORE}/zarr.json: has entries that data_tools does not write"]
+    blocks = range(-(-len(dataset) // chunks.block))
+    expected = {f"{STORE}/zarr.json", *map(chunks.name, blocks)}
+    files = set(dataset.root.names(STORE))
+    found = _first(
+        [f"{name}: not a part of the dataset" for name in sorted(files - expected)], STORE
+    )
+    found += _first([f"{name}: missing file" for name in sorted(expected - files)], STORE)
+    begins = np.minimum(np.arange(len(blocks) + 1) * chunks.block, len(dataset))
+    rows = (
+        (i, piece)
+        for i, piece in enumerate(pieces(dataset, CONTENT_COLUMNS, begins))
+        if chunks.name(i) in files
+    )
+    checks = cluster.run_in_order(partial(check_object, dataset, fast), rows, workers)
+    for findings in tqdm(checks, total=len(blocks), unit=" files", desc="zarr", disable=quiet):
+        found += findings
+    return found
+
+
+def check_object(dataset: Dataset, fast: bool, rows_of: Rows) -> list[str]:
+    """Check a storage object of the zarr copy: its index and its chunks, one per crop."""
+    number, rows = rows_of
+    chunks, root, name = dataset.chunks, dataset.root, dataset.chunks.name(number)
+    try:
+        index, size = chunks.index(number).tolist(), root.size(name)
+        spans = sorted(
+            index[: len(rows)]
+        )  # must follow each other from the first byte to the index
+        ends = [0, *(start + length for start, length in spans)]
+        if [start for start, _ in spans] + [size - index_bytes(chunks.block)] != ends:
+            return [f"{name}: {size} bytes do not match its index (replaced, or a crop is missing)"]
+        if fast:
+            return []
+        data = root.view(name, size)
+    except FileNotFoundError:
+        return [f"{name}: missing file"]
+    except (ChunkError, ReadError) as error:
+        return [f"{name}: {error}"]
+    crop, found = np.empty(CROP_SHAPE, "<i2"), list[str]()
+    for i, ((start, length), row) in enumerate(zip(index, rows.to_pylist(), strict=False)):
+        at = f"{name}: crop {number * chunks.block + i}"
+        try:
+            decode(bytes(data[start : start + length]), length, crop)
+            found += [f"{at} {finding}" for finding in _check_crop(crop, row)]
+        except ChunkError as error:
+            found.append(f"{at}: {error}")
+    return _first(found, name)
+
+
+class _Compared(NamedTuple):
+    """A record of an archive."""
+
+    row: int = -1  # its first
+    findings: tuple[str, ...] = ()
+    missing: str = ""  # its name, if a file of it is
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What the records of an archive are compared with, in any process."""
+
+    dataset: Dataset
+    rows: RecordIndex  # of samples.parquet
+    refused: RecordIndex  # of rejects.csv, without flags
+    named: RecordIndex  # patients that a table names
+    removed: Removed
+    key: bytes | None  # of pseudonyms
+
+    def chunk(self, task: tuple[Source, list[str]]) -> list[_Compared]:
+        archive, keys = task
+        compare = partial(self.record, archive)
+        remote = archive.root.remote or self.dataset.root.remote
+        return list(prefetch(compare, keys) if remote else map(compare, keys))
+
+    def record(self, archive: Source, item: str) -> _Compared:
+        record = read_safely(archive.read, item)
+        if not isinstance(record, EcgRecord):
+            lacks_file = record.reason == MISSING_FILE
+            return _Compared(missing=archive.name_for(item) if lacks_file else "")
+        if named := self.named.find(record.source, record.name):
+            record = replace(record, patient=named[0]["patient"])
+        name = pseudonym(self.key, "r", record.source, record.name)
+        if rows := self.rows.find(record.source, name):
+            return _Compared(rows[0]["row"], tuple(_compare_record(self, record, name, rows)))
+        # a-b/c and a/b-c have one name in a tar
+        if self.rows.has_member(record.source, name) or _was_removed(self, record):
+            return _Compared()
+        says = f"is in the archive, but neither in {SAMPLES} nor in {REJECTS}"
+        if refused := self.refused.find(record.source, name):
+            if not _can_be_used(record):
+                return _Compared()
+            reason = refused[0]["reason"]
+            says = f"was refused ({reason}), but can be read now: shard --append adds it"
+        return _Compared(findings=(f"{record.source}/{name} {says}",))
+
+
+def _compare_archive(
+    dataset: Dataset,
+    sources: list[Source],
+    rejects: list[Reject],
+    key: bytes | None,
+    quiet: bool,
+    patients: str | None,
+    workers: int,
+) -> list[str]:
+    """Prepare every record of the archive again and compare samples and columns with the dataset,
+    bit for bit."""
+    if other := other_key(dataset.meta["pseudonyms"], key):
+        return [other]
+    schema = pa.schema([COLUMNS.field(name) for name in ROW_COLUMNS])
+    lines = [reject[:3] for reject in rejects if reject[2] not in FLAGS]
+    refused = pa.Table.from_pylist(
+        [dict(zip(REFUSED.names, line, strict=True)) for line in lines], REFUSED
+    )
+    named = _named_patients(sources, patients, workers, quiet) if patients else NAMED.empty_table()
+    with tempfile.TemporaryDirectory(prefix="omnilead-") as place:
+        comparison = _Comparison(
+            dataset,
+            RecordIndex.write(Path(place, "rows"), schema, dataset.parts(ROW_COLUMNS)),
+            RecordIndex.write(Path(place, "refused"), REFUSED, refused.to_batches(BATCH)),
+            RecordIndex.write(Path(place, "named"), NAMED, named.to_batches(BATCH)),
+            dataset.removed,
+            key,
+        )
+        seen = np.zeros(len(dataset), bool)  # first rows of records that are in the archive
+        findings = _archive_findings(comparison, sources, seen, workers, quiet)
+        listed = _first(findings, "--archive")
+        if not seen.any():  # whatever else it holds
+            return _absent(comparison.rows, seen, "all ", "is this the archive?")
+        return listed
+
+
+def _archive_findings(
+    comparison: _Comparison, sources: list[Source], seen: np.ndarray, workers: int, quiet: bool
+) -> Iterator[str]:
+    for archive in sources:
+        missing = []
+        compared = cluster.run_in_order(comparison.chunk, _chunks(archive), workers)
+        with tqdm(unit=" records", desc="archive", disable=quiet) as bar:
+            for records in compared:
+                bar.update(len(records))
+                for one in records:
+                    if one.missing:
+                        missing.append(one.missing)
+                    if one.row >= 0 and seen[one.row]:  # another record of this name came first
+                        continue
+                    if one.row >= 0:
+                        seen[one.row] = True
+                    yield from one.findings
+        if missing:
+            root = archive.root
+            tell(f"note: {missing_note(root.url, missing, root.private)}")
+    yield from _absent(comparison.rows, seen, "", "pass all SRC of the dataset")
+
+
+def _named_patients(sources: list[Source], url: str, workers: int, quiet: bool) -> pa.Table:
+    """The patients that a table names."""
+    plan = make_plan(sources, 0, workers, quiet=quiet, patients=url)
+    known = plan.patients.is_valid()
+    labels = plan.labels.column().filter(known)
+    columns = [
+        pc.replace_substring_regex(labels, "/.*", ""),
+        pc.replace_substring_regex(labels, "^[^/]*/", ""),
+        plan.patients.filter(known).cast(TEXT),
+    ]
+    return pa.table(columns, NAMED)
+
+
+def _chunks(archive: Source) -> Iterator[tuple[Source, list[str]]]:
+    keys = iter(archive.keys())
+    while chunk := list(islice(keys, CHUNK)):
+        yield archive, chunk
+
+
+def _can_be_used(record: EcgRecord) -> bool:
+    try:
+        check_name(record.source, record.name, crop_count(record.signal.shape[1], record.fs_hz))
+        known_patient(record.patient)
+        signal_of(record, Removed())
+        return True
+    except ReadError:
+        return False
+
+
+def _was_removed(comparison: _Comparison, record: EcgRecord) -> bool:
+    crop, patient = np.zeros(CROP_SHAPE, "<i2"), None
+    with suppress(ReadError):
+        patient = shown_patient(comparison.key, record.source, record.patient)
+        prepare_crop(record, 0, crop)
+    removed = comparison.removed
+    return removed.has(record.source, patient) or removed.has("", str(waveform(crop)[1]))
+
+
+def _absent(rows: RecordIndex, seen: np.ndarray, how_many: str, mend: str) -> list[str]:
+    first_rows = rows.first_rows()
+    absent = first_rows[~seen[first_rows]]
+    if not len(absent):
+        return []
+    example = rows.row(absent[0])
+    says = f"{how_many}{len(absent):,} records are not in the archive"
+    return [f"{says}, for example {example['source']}/{example['record']}: {mend}"]
+
+
+def _compare_record(
+    comparison: _Comparison, record: EcgRecord, name: str, rows: list[dict[str, Any]]
+) -> Iterator[str]:
+    """Compare one record with its rows."""
+    parts = {round(row["start_s"] * FS_HZ) // CROP: row for row in rows}
+    crop = np.empty(CROP_SHAPE, "<i2")
+    try:
+        count = crop_count(record.signal.shape[1], record.fs_hz)
+    except ReadError:
+        count = 0
+    for part in sorted({*range(count), *parts}):
+        at = f"{record.source}/{name} at {part * CROP / FS_HZ:g} s"
+        try:
+            again = row_of(
+                record.source, name, record, prepare_crop(record, part, crop), comparison.key
+            )
+        except ReadError as error:
+            if part in parts:
+                yield f"{at}: the archive has no such crop: {error}"
+            continue
+        if part not in parts:
+            if comparison.removed.has("", str(waveform(crop)[1])):
+                continue
+            yield f"{at}: a crop of the archive is not in {SAMPLES}"
+            continue
+        row = parts[part]
+        try:
+            address = row["row"], row["shard"], row["offset"], row["crc32c"]
+            same = np.array_equal(comparison.dataset.read_at(*address), crop)
+        except DatasetError as error:
+            yield f"{at}: {error}"
+        else:
+            if not same:
+                yield f"{at}: the archive has other samples"
+        for column in ("dx", "missing_leads", "flags"):
+            again[column] = list(again[column])
+        if "zeros" not in row["flags"]:  # datasets of earlier versions lack this flag
+            again["flags"] = [flag for flag in again["flags"] if flag != "zeros"]
+        if again["age"] is not None:
+            again["age"] = float(np.float32(again["age"]))  # rounded as in the table
+        if differing := [column for column in ARCHIVE_COLUMNS if again[column] != row[column]]:
+            yield f"{at}: the archive differs in {', '.join(differing)}"

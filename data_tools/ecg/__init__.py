@@ -1,0 +1,1 @@
+"""One ECG: its leads and units as stored, its resampling, and the crops made of it."""

@@ -1,0 +1,54 @@
+"""What every ECG of a dataset has: twelve leads, crops of 10 s, flags, and classes of diagnoses."""
+
+LEADS = ("I", "II", "III", "aVR", "aVL", "aVF", "V1", "V2", "V3", "V4", "V5", "V6")
+CROP_SAMPLES = 5000  # 10 s at 500 Hz
+CROP_SHAPE = (len(LEADS), CROP_SAMPLES)
+CROP_BYTES = 2 * len(LEADS) * CROP_SAMPLES  # int16
+
+# hospitals' file formats, also their `source`
+VENDORS = ("muse-xml", "dicom", "philips-xml", "cardiosoft-xml", "hl7-aecg", "scp-ecg", "edf")
+
+# What tables have in cells without a value, in lower case; as a class some of them may be meant
+_MAYBE_MISSING = """
+na n/a n.a. #na #n/a <na> nan -nan nat null none nil unknown missing ? - .
+"""
+MAYBE_MISSING = frozenset(_MAYBE_MISSING.split())
+
+# Before the name of a synthetic database: nothing made from it can pass for the real one
+SYNTHETIC = "synthetic-"
+
+# Archives that anybody can download, and their licence: names of their records are no secret
+PUBLIC = {
+    "chapman_shaoxing": "CC-BY-4.0",
+    "code15": "CC-BY-4.0",
+    "cpsc_2018": "CC-BY-4.0",
+    "cpsc_2018_extra": "CC-BY-4.0",
+    "georgia": "CC-BY-4.0",
+    "mimic-iv-ecg": "ODbL-1.0",
+    "ningbo": "CC-BY-4.0",
+    "physionet2011": "ODC-By-1.0",
+    "ptb": "CC-BY-4.0",
+    "ptb-xl": "CC-BY-4.0",
+    "st_petersburg_incart": "CC-BY-4.0",
+}
+# Those of them that name their patients; in the others, an id is from a table of the user's own
+PUBLIC_PATIENTS = ("code15", "mimic-iv-ecg", "ptb-xl")
+
+# The flag of the crops of a record whose source warns of an implausible amplitude
+IMPLAUSIBLE = "implausible"
+# All flags of crops (data_tools.ecg.crops); `flat` stands for flat:I, flat:II, ...
+CROP_FLAGS = ("flat", "saturated", "large", "zeros", "einthoven", IMPLAUSIBLE)
+
+# The 26 scored diagnoses of the PhysioNet/CinC Challenge 2021, in the order of its weights.csv:
+# abbreviation and SNOMED CT codes that are scored as this diagnosis
+_CLASSES = """
+AF 164889003, AFL 164890007, BBB 6374002, Brady 426627000, LBBB 733534002 164909002,
+RBBB 713427006 59118001, IAVB 270492004, IRBBB 713426002, LAD 39732003, LAnFB 445118002,
+LPR 164947007, LQRSV 251146004, LQT 111975006, NSIVCB 698252002, NSR 426783006,
+PAC 284470004 63593006, PR 10370003, PRWP 365413008, PVC 427172004 17338001, QAb 164917005,
+RAD 47665007, SA 427393009, SB 426177001, STach 427084000, TAb 164934002, TInv 59931005
+"""
+CLASSES = tuple(
+    (name, tuple(codes)) for name, *codes in (line.split() for line in _CLASSES.split(","))
+)
+ABBREVIATIONS = tuple(name for name, _ in CLASSES)

@@ -1,0 +1,276 @@
+"""Turn a record of any archive into crops of 10 s: 12 leads in order, 500 Hz, int16 microvolts.
+
+Leads are placed by name; physical = (digital - baseline) / gain; other rates are resampled
+(polyphase FIR, anti-aliased); a lead that was not measured becomes zeros and is listed as missing.
+A record that already has this form is copied bit for bit. `SPEC` describes all this; its hash goes
+into every dataset and every model trained on it.
+
+Flags mark unusual crops and do not change them: `flat:V1` a lead that never changes; `saturated`
+clipped at +-32.767 mV; `large` beyond +-20 mV, more than a heart produces; `einthoven` limb leads
+inconsistent by more than 20 uV (swapped or mislabelled leads, or bad resampling); `zeros` all leads
+are exactly zero for half a second or more (padding, or a part that is lost). All crops of a record
+whose source warns of its scale also have the flag `implausible`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import compress
+
+import numpy as np
+
+from ..io.errors import ReadError
+from .constants import IMPLAUSIBLE as IMPLAUSIBLE
+from .record import LEADS, MV_PER_UNIT, EcgRecord, lead_rows, unit_name
+from .resampling import FS_HZ, KAISER_BETA, TAPS_PER_PHASE, rate_ratio, resample
+
+CROP, HALF = 5000, 2500
+IN_ORDER = {lead: lead for lead in range(len(LEADS))}
+MAX_UV = 32_767
+MAX_MV = 1e9  # clipping limit; larger values would overflow in the filter
+LARGE_UV, EINTHOVEN_UV = 20_000, 20
+ZEROS = 250  # samples in all leads; at most 2 in 3,585 ECGs of the Challenge's databases
+# Median over leads and seconds of the range within a second; 340 to 3,440 in 1,800 ECGs
+PLAUSIBLE_UV = (100, 4000)
+IMPLAUSIBLE_AMPLITUDE = "implausible amplitude"  # what a source warns of
+# Twice (derived - stored) for III, aVR, aVL and aVF, from I, II, III, aVR, aVL, aVF; doubled to
+# avoid halves
+_TWICE_RESIDUAL = np.array(
+    [[-2, 2, -2, 0, 0, 0], [-1, -1, 0, -2, 0, 0], [2, -1, 0, 0, -2, 0], [-1, 2, 0, 0, 0, -2]],
+    np.float32,
+)
+
+SPEC = {
+    "fs_hz": FS_HZ,
+    "leads": list(LEADS),
+    "uv_per_lsb": 1.0,
+    "crop_samples": CROP,
+    "remainder": "at least 2500 samples: a last crop, its second half zero; less: dropped",
+    "invalid": "a lead with any sample not measured is zero in that crop",
+    "saturation_uv": MAX_UV,
+    "filter": "none",
+    "normalisation": "none",
+    "resampling": f"polyphase FIR, Kaiser beta {KAISER_BETA}, {TAPS_PER_PHASE} zero crossings "
+    "a side, edges held",
+}
+SPEC_HASH = hashlib.sha256(json.dumps(SPEC, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Crop:
+    """Metadata of a crop, without its samples."""
+
+    start_s: float
+    halves: int
+    missing: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+def samples_at_500(samples: int, fs_hz: float) -> int:
+    up, down = rate_ratio(fs_hz)
+    return -(-samples * up // down)
+
+
+def crop_count(samples: int, fs_hz: float) -> int:
+    """The number of crops in a record; a remainder under 5 s gives none."""
+    full, rest = divmod(samples_at_500(samples, fs_hz), CROP)
+    return full + (rest >= HALF)
+
+
+def dropped_samples(samples: int, fs_hz: float) -> int:
+    """Samples at 500 Hz at the end of a record that are in no crop."""
+    return samples_at_500(samples, fs_hz) % CROP % HALF
+
+
+def prepare_crop(record: EcgRecord, index: int, out: np.ndarray) -> Crop:
+    """Write crop `index` of the record into `out` [12, 5000] int16; a crop without a valid lead is
+    refused."""
+    body, mask, flags = fill(record, index, out)
+    start_s, missing = index * CROP / FS_HZ, mask.tolist()
+    flags += _flags_in(body, missing)
+    if sum(flag.startswith("flat:") for flag in flags) + sum(missing) == len(LEADS):
+        raise ReadError("no valid lead", f"at {start_s:g} s")
+    return Crop(start_s, body.shape[1] // HALF, tuple(compress(LEADS, missing)), tuple(flags))
+
+
+def flags_of(record: EcgRecord, crop: Crop) -> tuple[str, ...]:
+    """The flags of a crop, and that of its record."""
+    if any(reason == IMPLAUSIBLE_AMPLITUDE for reason, _ in record.warnings):
+        return (*crop.flags, IMPLAUSIBLE)
+    return crop.flags
+
+
+def microvolts(record: EcgRecord) -> np.ndarray:
+    """The signal of a record without baseline, NaN where it was not measured."""
+    values = record.signal.astype(np.float64)
+    there = np.isfinite(values) if record.invalid is None else record.signal != record.invalid
+    return np.where(there, values * (1000 * MV_PER_UNIT[record.unit]) / record.gain, np.nan)
+
+
+def amplitude_doubt(uv: np.ndarray, fs_hz: float) -> str:
+    """What is implausible about the amplitude of an ECG [leads, samples] in microvolts, NaN where
+    it was not measured; "" if nothing is. Leads that never change do not count."""
+    second = int(fs_hz)
+    low, high = np.fmin.reduce(uv, axis=1), np.fmax.reduce(uv, axis=1)
+    seconds = uv[low != high, : uv.shape[1] // second * second].reshape(-1, second)
+    ranges = np.fmax.reduce(seconds, axis=1) - np.fmin.reduce(seconds, axis=1)
+    ranges = ranges[np.isfinite(ranges)]
+    typical_uv = float(np.median(ranges)) if len(ranges) else PLAUSIBLE_UV[0]
+    if PLAUSIBLE_UV[0] <= typical_uv <= PLAUSIBLE_UV[1]:
+        return ""
+    return f"{typical_uv / 1000:.3g} mV within a second"
+
+
+def _flags_in(body: np.ndarray, missing: list[bool]) -> list[str]:
+    low, high = (
+        body.min(axis=1).tolist(),
+        body.max(axis=1).tolist(),
+    )  # for twelve numbers, Python is faster than numpy
+    flags = [
+        f"flat:{lead}"
+        for lead, a, b, gone in zip(LEADS, low, high, missing, strict=True)
+        if a == b and not gone
+    ]
+    if max(high) > LARGE_UV or min(low) < -LARGE_UV:
+        flags.append("large")
+    if _has_zeros(
+        body, [lead for lead, (a, b) in enumerate(zip(low, high, strict=True)) if a != b]
+    ):
+        flags.append("zeros")
+    if not any(missing[:2]):  # the other limb leads can be derived from I and II
+        twice_residual = _TWICE_RESIDUAL @ body[:6].astype(
+            np.float32
+        )  # whole numbers below 2**24: exact
+        if any(missing[2:6]):
+            twice_residual[missing[2:6]] = 0
+        if max(twice_residual.max(), -twice_residual.min()) > 2 * EINTHOVEN_UV:
+            flags.append("einthoven")
+    return flags
+
+
+def _has_zeros(body: np.ndarray, changing: list[int]) -> bool:
+    """Whether the leads that change are zero for ZEROS samples. So many include one whose number is a
+    multiple of ZEROS; to look at these first saves time."""
+    if body[:, ::ZEROS][changing].any(axis=0).all():
+        return False
+    signal = body[changing].any(axis=0)
+    edges = np.flatnonzero(np.diff(signal, prepend=True, append=True))
+    return bool(np.diff(edges)[::2].max(initial=0) >= ZEROS)
+
+
+def fill(
+    record: EcgRecord, index: int, out: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Write crop `index` into `out`. Returns the part of `out` with signal, a mask of the missing
+    leads, and flags."""
+    length = samples_at_500(record.signal.shape[1], record.fs_hz)
+    start = index * CROP
+    stop = min(start + CROP, length)
+    if stop - start < CROP:  # a remainder gives its first five seconds
+        stop = start + HALF
+    if stop > length or start < 0:
+        raise ReadError("too short", f"no crop {index} in {length / FS_HZ:g} s")
+    rows = lead_rows(tuple(record.leads))
+    flags: list[str] = []
+    out[:, stop - start :] = 0
+    body = out[:, : stop - start]
+    try:
+        if _is_canonical(record, rows):
+            body[:] = record.signal[:, start:stop]
+            missing = body.min(axis=1) == -MAX_UV - 1
+        else:
+            missing, flags = _convert(record, rows, start, body)
+    except (ArithmeticError, TypeError, ValueError) as error:  # a user's source may return anything
+        raise ReadError("unreadable record", f"{type(error).__name__} in its conversion") from None
+    body[missing] = 0
+    return body, missing, flags
+
+
+def _is_canonical(record: EcgRecord, rows: Mapping[int, int]) -> bool:
+    """Whether the samples can be copied: 12 leads in order, 500 Hz, whole microvolts, no
+    baseline."""
+    if (
+        record.signal.dtype != np.int16
+        or rate_ratio(record.fs_hz) != (1, 1)
+        or unit_name(record.unit) != "mV"
+    ):
+        return False
+    if len(record.leads) != len(LEADS) or rows != IN_ORDER:
+        return False
+    if record.invalid not in (None, -MAX_UV - 1):
+        return False
+    if record.invalid is None and int(record.signal.min()) < -MAX_UV:
+        return False
+    return _is_all(record.gain, 1000.0) and _is_all(record.baseline, 0.0)
+
+
+def _is_all(value: tuple[float, ...] | float, expected: float) -> bool:
+    if isinstance(value, tuple):  # numpy takes 1.5 us of each crop for it
+        return value == (expected,) * len(value)
+    return bool(np.equal(value, expected).all())
+
+
+def _convert(
+    record: EcgRecord, rows: Mapping[int, int], start: int, body: np.ndarray
+) -> tuple[np.ndarray, list[str]]:
+    """Convert numbers of any type, lead order and rate, from only the samples that this crop
+    needs."""
+    leads, taken = list(rows), list(rows.values())
+    first, last, lead_in = _needed(record, start, body.shape[1])
+    values, invalid = millivolts(record, taken, first, last)
+    if (ratio := rate_ratio(record.fs_hz)) != (1, 1):  # 500.001 Hz counts as 500 Hz
+        values = resample(values, *ratio)[:, lead_in : lead_in + body.shape[1]]
+    values *= 1000.0
+    np.rint(values, out=values)
+    saturated = bool(values.max() > MAX_UV or values.min() < -MAX_UV)
+    body[:] = 0
+    body[leads] = np.clip(values, -MAX_UV, MAX_UV, out=values)
+    missing = np.ones(len(LEADS), bool)
+    missing[leads] = invalid.any(axis=1)
+    return missing, ["saturated"] if saturated else []
+
+
+def millivolts(
+    record: EcgRecord, taken: list[int], first: int, last: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The samples first to last of these rows, 0 where they were not measured, and a mask of
+    those."""
+    shape = len(record.leads)
+    gain = np.full(shape, record.gain, np.float64)
+    baseline = np.full(shape, record.baseline, np.float64)
+    if not ((gain > 0).all() and np.isfinite([gain, baseline]).all()):
+        raise ReadError("gain", f"{record.gain}"[:60])
+    is_float = record.signal.dtype.kind == "f"
+    with np.errstate(invalid="ignore"):  # damaged files can have signalling NaNs
+        values = record.signal[taken, first:last].astype(np.float64)
+    invalid = ~np.isfinite(values) if is_float else np.zeros(values.shape, bool)
+    if record.invalid is not None:
+        invalid |= values == record.invalid
+    values[invalid] = 0.0
+    with np.errstate(over="ignore"):  # absurd values are clipped below
+        if baseline.any() or (gain != 1.0).any():
+            values -= baseline[taken, None]
+            values /= gain[taken, None]
+        values *= MV_PER_UNIT[unit_name(record.unit)]
+    if is_float:
+        np.clip(values, -MAX_MV, MAX_MV, out=values)
+    values[invalid] = 0.0
+    return values, invalid
+
+
+def _needed(record: EcgRecord, start: int, length: int) -> tuple[int, int, int]:
+    """The source range for output samples [start, start + length), and how many outputs precede
+    `start` after resampling it.
+
+    The range begins at a multiple of `down`, so every output has the same filter phase and input
+    samples as when the whole record is resampled: a crop does not depend on how the record is
+    cut."""
+    samples = record.signal.shape[1]
+    up, down = rate_ratio(record.fs_hz)
+    if up == down:
+        return start, start + length, 0
+    margin = -(-TAPS_PER_PHASE * max(up, down) // up) + 1  # the filter's reach in source samples
+    block = max(0, start * down // up - margin) // down
+    last = min(samples, -(-(start + length) * down // up) + margin)
+    return block * down, last, start - block * up

@@ -1,0 +1,354 @@
+"""Tables that name records, such as labels or patients: CSV or parquet with a column `record`, and
+`source` where databases share names.
+
+    cells = read_table("my.csv")                # all columns as text, null where a cell is empty
+    found = find("my.csv", cells, keys, names)  # the row of each of these records
+    patients = patients_of("who.csv", read_patients("who.csv"), keys)   # null where unknown
+
+The separator of a CSV is a comma, a semicolon or a tab; with the latter two, 40,1 is a number. A
+record is named as in a dataset, or by its path in the archive.
+"""
+
+import csv
+import io
+import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv as pa_csv
+from pyarrow import parquet
+
+from ..io.errors import DataError, ReadError, one_line
+from ..io.spreadsheet import QUOTED, unquoted
+from ..io.storage import missing_package
+from ..io.terminal import tell
+from .record import MAYBE_MISSING, known_patient
+
+RESERVED = ("record", "source", "patient", "fold", "split")
+ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
+# File names of PTB-XL to record names of the Challenge
+PTBXL = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
+# Ways a table may name a record: as in the dataset, or by its path in the archive, perhaps with
+# folders joined by _
+FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDERS, PTBXL))
+PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_database.csv
+SHOWN = 3  # names in a message
+# 40,1 and also -0,5e-3, but neither 1,234,567 nor 1.234,5
+DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
+# More than a thousand, perhaps
+THOUSANDS = r"^[+-]?[1-9]\d{0,2}[.,]\d{3}$"
+WHOLE = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
+
+
+class Found(NamedTuple):
+    row: np.ndarray  # of each record, its row in the table; -1: none
+    # "2 (A, B) of 9 records are not in the data"; "" if the table has no others
+    missing: str
+    mostly: bool  # whether most of the table's records are missing
+
+
+def read_cells(
+    url: str, of: str = "labels", key: str = "record", used: Sequence[str] = ()
+) -> pa.Table:
+    """Reads all columns as text; names of reserved columns become lower case. `key`: a column that
+    the table must have. `used`: columns that may hold numbers; none: all."""
+    try:
+        with fsspec.open(url, "rb").open() as file:
+            data = file.read()
+        cells = (
+            parquet.read_table(io.BytesIO(data)) if data[:4] == b"PAR1" else _csv(data, key, used)
+        )
+        cells = as_text(cells.rename_columns([_name(column) for column in cells.column_names]))
+        _require_utf8(cells)
+    except pa.ArrowMemoryError:
+        raise
+    except ImportError as error:
+        raise DataError(missing_package(url, error)) from None
+    except FileNotFoundError:
+        raise DataError(f"{url}: no such file: name a CSV or parquet file of {of}") from None
+    except IsADirectoryError:
+        raise DataError(f"{url}: is a folder: name a CSV or parquet file of {of}") from None
+    except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
+        why = one_line(str(error), 200)
+        raise DataError(f"{url}: cannot be read as CSV or parquet: {why}") from None
+    names = cells.column_names
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{url}: two columns are called {twice[0]!r}: rename one")
+    return cells
+
+
+def read_table(url: str, of: str = "labels", used: Sequence[str] = ()) -> pa.Table:
+    """A table that names records."""
+    cells = read_cells(url, of, used=used)
+    names = cells.column_names
+    if PTBXL_TABLE.keys() <= set(names) and "record" not in names:
+        names = [PTBXL_TABLE.get(name, name) for name in names]
+        cells = cells.rename_columns(names)
+    if "record" not in names:
+        raise DataError(
+            f"{url}: its columns are {', '.join(names[:10])}: a column `record` must name the ECGs"
+        )
+    if not len(cells):
+        raise DataError(f"{url}: has a header, but no rows: add a row for each ECG")
+    if "patient" in names:  # as a dataset writes them
+        coded = cells["patient"].combine_chunks().dictionary_encode()
+        try:
+            plain = pa.array(map(known_patient, coded.dictionary.to_pylist()), pa.string())
+        except ReadError as error:
+            raise DataError(f"{url}: {error}") from None
+        cells = cells.set_column(names.index("patient"), "patient", plain.take(coded.indices))
+    return cells
+
+
+def _csv(data: bytes, key: str, used: Sequence[str]) -> pa.Table:
+    """The separator is the one that yields a column `key` in the header."""
+    text = decoded(data)
+    for mark in (",", ";", "\t", ","):  # a comma if none yields it
+        lines = io.StringIO(text, newline="")
+        reader = csv.reader(lines, delimiter=mark)
+        try:
+            names = [unquoted(cell) for cell in next(reader, [])]
+        except csv.Error:
+            raise DataError("the first line has a quote that is not closed") from None
+        if len(names) > 1 and _name(key) in map(_name, names):
+            break
+    if not lines.read(2**10).strip():
+        return pa.table({name: pa.array([], pa.string()) for name in names})
+    read = pa_csv.ReadOptions(column_names=names, skip_rows=reader.line_num)
+    parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
+    convert = pa_csv.ConvertOptions(
+        column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True
+    )
+    cells = pa_csv.read_csv(pa.BufferReader(text.encode()), read, parse, convert)
+    columns = []
+    for name, column in zip(names, cells.columns, strict=True):
+        column = pc.replace_substring_regex(column, QUOTED, r"\1")
+        if mark != "," and _name(name) not in RESERVED and (not used or _name(name) in used):
+            _require_one_mark(name, pc.drop_null(pc.unique(column)))
+            column = pc.replace_substring_regex(column, DECIMAL_COMMA, r"\1.\2")
+        columns.append(column)
+    return pa.table(columns, names)
+
+
+def _require_one_mark(name: str, values: pa.Array) -> None:
+    """Refuses 1.234 beside 12,5, and beside 987: it may mean 1234."""
+    like = {}
+    for what, pattern in (
+        ("point", r"^[+-]?\d*\.\d+$"),
+        ("comma", r"^[+-]?\d*,\d+$"),
+        ("thousands", THOUSANDS),
+        ("whole", r"^[+-]?\d{1,3}$"),
+    ):
+        like[what] = values.filter(pc.match_substring_regex(values, pattern)).to_pylist()
+    marked, other = like["point"] + like["comma"], like["whole"]
+    if like["point"] and like["comma"]:
+        other = like["comma"]
+    elif len(like["thousands"]) < len(marked):  # a decimal is among them
+        return
+    if marked and other:
+        raise DataError(
+            f"column {name!r} holds {marked[0]} and {other[0]}: write numbers without thousands "
+            f"separators, decimals as {'1.0' if like['point'] else '1,0'}, or leave the column out"
+        )
+
+
+def decoded(data: bytes) -> str:
+    if data.startswith(b"PK"):
+        raise DataError("it is a workbook or another archive: save the sheet as CSV UTF-8")
+    utf16 = data.startswith((BOM_UTF16_LE, BOM_UTF16_BE))  # Excel's "Unicode text"
+    try:
+        return data.decode("utf-16" if utf16 else "utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError("its text is not UTF-8: save it as CSV UTF-8") from None
+
+
+def _require_utf8(cells: pa.Table) -> None:
+    """Arrow takes the texts of a parquet file as they are."""
+    for name, column in zip(cells.column_names, cells.columns, strict=True):
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid:
+            raise DataError(f"the text of column {name!r} is not UTF-8: save it again") from None
+
+
+def _name(column: str) -> str:
+    return column.strip().lower() if column.strip().lower() in RESERVED else column.strip()
+
+
+def as_text(cells: pa.Table) -> pa.Table:
+    """The cells as text; null where one is empty. A word such as NA is a text like any other."""
+    columns = []
+    for name, column in zip(cells.column_names, cells.columns, strict=True):
+        text = pc.utf8_trim_whitespace(_text_of(column))
+        text = pc.if_else(pc.equal(text, ""), None, text)
+        if name == "index":
+            text = pc.replace_substring_regex(text, WHOLE, r"\1")
+        columns.append(text)
+    return pa.table(columns, cells.column_names)
+
+
+def _text_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Whole numbers without point and exponent, as long as they are exact."""
+    if not pa.types.is_floating(column.type):
+        return pc.cast(column, pa.string())
+    if column.type == pa.float16():  # which arrow cannot round
+        column = pc.cast(column, pa.float32())
+    column = pc.if_else(pc.is_nan(column), None, column)
+    exact = 2.0 ** (53 if column.type == pa.float64() else 24)
+    whole = pc.and_(pc.equal(pc.floor(column), column), pc.less(pc.abs(column), exact))
+    digits = pc.cast(pc.cast(pc.if_else(whole, column, 0), pa.int64()), pa.string())
+    return pc.if_else(whole, digits, pc.cast(column, pa.string()))
+
+
+def missing_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Which cells hold a word, such as NA, that may mean that there is no value."""
+    words = pa.array(sorted(MAYBE_MISSING))
+    return pc.fill_null(pc.is_in(pc.utf8_lower(column), words), False)
+
+
+def find(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Found:
+    """Finds the row of each record. `keys`: their source/record; `names`: their record."""
+    by_source = "source" in cells.column_names
+    # without a source, records of two databases that share a name have equal targets
+    targets = keys if by_source else names
+    found = _targets(cells, targets, by_source)
+    record = cells["record"].combine_chunks()
+    rows, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
+    found = found[rows]
+    hint = _in_subfolder(record, missing, names)
+    _refuse_ambiguous(url, record, rows, found, keys, targets, hint)
+    row_of_key = np.full(len(keys), -1)
+    row_of_key[found] = rows
+    absent = ""
+    if len(missing):
+        absent = f"{some(missing, record)} of {len(record):,} records are not in the data"
+        absent += hint
+    return Found(row_of_key, absent, len(missing) > len(rows))
+
+
+def _targets(cells: pa.Table, targets: pa.Array, by_source: bool) -> np.ndarray:
+    """For each row of a table, its index in `targets`; -1 if it is not among them. The first of
+    FORMS that yields one counts."""
+    record = cells["record"].combine_chunks()
+    found = np.full(len(record), -1)
+    for form in FORMS:
+        left = pa.array(np.flatnonzero(found < 0))
+        names = record.take(left)
+        for pattern, new in form:
+            names = pc.replace_substring_regex(names, pattern, new)
+        if by_source:
+            names = pc.binary_join_element_wise(cells["source"].take(left), names, "/")
+        found[left] = index_in(names, targets)
+    return found
+
+
+def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
+    """Index of each value in `among`; -1 if it is not there, or null."""
+    index = pc.fill_null(pc.index_in(values, among), -1)
+    return np.asarray(index.to_numpy(zero_copy_only=False))
+
+
+def _refuse_ambiguous(
+    url: str,
+    record: pa.Array,
+    rows: np.ndarray,
+    found: np.ndarray,
+    keys: pa.Array,
+    targets: pa.Array,
+    hint: str,
+) -> None:
+    """`rows` of the table name the `targets` that are `found`."""
+    if not len(rows):
+        here = ", ".join(map(str, record[:SHOWN].to_pylist()))
+        there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
+        raise DataError(
+            f"{url}: none of its {len(record):,} records is in the data: it names {here}, the "
+            f"data {there}{hint}"
+        )
+    target = targets.dictionary_encode().indices.to_numpy()
+    named = np.bincount(target[found], minlength=len(keys))
+    records = np.bincount(target, minlength=len(keys))
+    shared = np.flatnonzero((named > 0) & (records > 1))
+    if len(shared):
+        twice = keys.take(pa.array(np.flatnonzero(target == shared[0]))).to_pylist()
+        raise DataError(
+            f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the "
+            "table"
+        )
+    again = np.flatnonzero(named > 1)
+    if len(again):
+        lines = rows[target[found] == again[0]] + 1
+        raise DataError(
+            f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one "
+            "of them"
+        )
+
+
+def _in_subfolder(record: pa.Array, missing: np.ndarray, names: pa.Array) -> str:
+    """What the first of these rows may mean that names a file of a subfolder without it."""
+    for row in missing[:SHOWN]:
+        name = re.sub(ENDING[0], "", str(record[row]))
+        if len(there := names.filter(pc.ends_with(names, f"_{name}"))):
+            return (
+                f"; is {name} (row {row + 1}) {there[0]}? A name begins with the file's subfolder"
+            )
+    return ""
+
+
+def some(positions: np.ndarray, names: pa.Array) -> str:
+    shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
+    return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"
+
+
+def read_patients(url: str) -> pa.Table:
+    """A table with the columns `record` and `patient`, or ptbxl_database.csv."""
+    cells = read_table(url, "patients")
+    if "patient" not in cells.column_names:
+        names = ", ".join(cells.column_names[:10])
+        raise DataError(f"{url}: its columns are {names}: a column `patient` must name the people")
+    owners = cells["patient"]
+    if "source" in cells.column_names:
+        owners = pc.binary_join_element_wise(cells["source"], owners, "/")
+    if doubt := doubtful_patients(owners.combine_chunks()):
+        tell(f"warning: {url}: {doubt}")
+    return cells
+
+
+def doubtful_patients(owners: pa.Array) -> str:
+    """Says which ids may be spellings of one; "" if none. `owners`: PATIENT or SOURCE/PATIENT."""
+    groups = alike(owners)
+    if not groups:
+        return ""
+    shown = ", ".join(" and ".join(group) for group in groups[:SHOWN])
+    return (
+        f"patients {shown}{', ...' * (len(groups) > SHOWN)} differ only in zeros or in case "
+        f"({len(groups):,} in all) and count as different people: if they are the same, write their "
+        "ids alike"
+    )
+
+
+def alike(owners: pa.Array) -> list[list[str]]:
+    """Ids that differ only in leading zeros or in case, together."""
+    ids = pc.drop_null(pc.unique(owners))
+    folded = pc.replace_substring_regex(pc.utf8_lower(ids), r"^((?:.*/)?)0+(\d+)$", r"\1\2")
+    code = folded.dictionary_encode().indices.to_numpy()
+    doubtful = np.flatnonzero(np.bincount(code, minlength=1)[code] > 1)
+    groups: dict[int, list[str]] = {}
+    for number, name in zip(code[doubtful], ids.take(pa.array(doubtful)).to_pylist(), strict=True):
+        groups.setdefault(number, []).append(name)
+    return [sorted(group) for group in groups.values()]
+
+
+def patients_of(url: str, cells: pa.Table, keys: pa.Array) -> pa.Array:
+    """The patient of each of these source/record; null where unknown. Tells which records of the
+    table are not among them."""
+    found = find(url, cells, keys, pc.replace_substring_regex(keys, "^[^/]*/", ""))
+    if found.missing:
+        tell(f"note: {url}: {found.missing}")
+    rows = pa.array(found.row, mask=found.row < 0)
+    return cells["patient"].combine_chunks().take(rows)

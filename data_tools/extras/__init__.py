@@ -1,0 +1,1 @@
+"""What sharding does without: hospitals' files, synthetic archives, label tables, plots."""

@@ -1,0 +1,135 @@
+"""HL7's Annotated ECG (aECG, the FDA's format), one ECG per file. Reads the first rhythm sequence
+set, never a derived beat.
+
+A sample is origin + digits x scale, in the units of each lead. Apart from the signal, only the
+subject's id, sex and reported age are read: no names, birth dates, comments or annotations.
+"""
+
+from contextlib import suppress
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from ...ecg.record import AGE_UNITS, LEADS, MV_PER_UNIT, unit_name
+from ...io.errors import ReadError
+from ...io.spreadsheet import as_number
+from .base import MAX_BYTES, Decoded, Format, root_tag, tree
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+YEARS = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
+AGE_CODES = ("21612-7", "30525-0")  # LOINC: reported age, age
+CODES = {
+    f"MDC_ECG_LEAD_{name}": lead for lead in LEADS for name in (lead, lead.upper())
+}  # not dI: derived from EASI leads
+MISSING = -32768  # value that some devices write for samples that were not measured
+_SUBJECT = "componentOf/timepointEvent/componentOf/subjectAssignment/subject/trialSubject"
+_SEX = "administrativeGenderCode"
+_SKIPPED = frozenset(
+    (
+        "derivation",
+        "subjectOf",
+        "author",
+        "secondaryPerformer",
+        "definition",
+        "location",
+        "clinicalTrial",
+    )
+)
+
+
+def decode(data: bytes) -> Decoded:
+    root = tree(data, _SKIPPED)
+    if root.tag != "AnnotatedECG":
+        raise ReadError("unknown format", f"not aECG: its root is {root.tag[:40]}")
+    series = [
+        one
+        for one in root.iterfind("component/series")
+        if _attribute(one, "code", "code") != "REPRESENTATIVE_BEAT"
+    ]
+    sets = [one for rhythm in series for one in rhythm.iterfind("component/sequenceSet")]
+    if not sets:
+        raise ReadError("rhythm waveform", f"{len(series)} series without a sequence set")
+    signals, rates = {}, set()
+    for sequence in sets[0].iterfind("component/sequence"):
+        code = _attribute(sequence, "code", "code")
+        if code.startswith("TIME_"):
+            rates.add(_rate_hz(sequence))
+        elif lead := CODES.get(code):
+            if lead in signals:
+                raise ReadError("duplicated lead", lead)
+            signals[lead] = _microvolts(sequence, lead)
+    if len(rates) != 1:
+        raise ReadError("sampling rate", f"{len(rates)} in one sequence set")
+    notes = []
+    if len(sets) > 1:
+        notes.append(("further waveforms", f"the first of {len(sets)} sequence sets was read"))
+    patient = _attribute(root, f"{_SUBJECT}/id", "extension")
+    sex = _attribute(root, f"{_SUBJECT}/*/{_SEX}", "code")
+    return Decoded(signals, rates.pop(), patient or None, _age(root), sex, tuple(notes))
+
+
+FORMAT = Format(lambda head, name: root_tag(head) == "AnnotatedECG", decode, MAX_BYTES)
+
+
+def _attribute(element: Element, path: str, name: str) -> str:
+    found = element.find(path)
+    return "" if found is None else found.get(name, "").strip()
+
+
+def _quantity(sequence: Element, tag: str) -> tuple[float, str]:
+    """A value and its unit; NaN if the value is not a number."""
+    return as_number(_attribute(sequence, f"value/{tag}", "value")), _attribute(
+        sequence, f"value/{tag}", "unit"
+    )
+
+
+def _rate_hz(sequence: Element) -> float:
+    step, unit = _quantity(sequence, "increment")
+    if unit not in SECONDS or not 1e-9 < step < np.inf:
+        raise ReadError("sampling rate", f"increment of {step:g} {unit[:10] or 'without a unit'}")
+    return round(1 / (step * SECONDS[unit]), 6)
+
+
+def _microvolts(sequence: Element, lead: str) -> np.ndarray:
+    origin, origin_unit = _quantity(sequence, "origin")
+    scale, unit = _quantity(sequence, "scale")
+    if np.isfinite(origin) and scale > 0:
+        step, offset = scale * _uv(unit), origin * _uv(origin_unit) if origin else 0.0
+        if step <= 1000 and abs(offset) <= 1e6:
+            digits = _digits(sequence.findtext("value/digits", ""), lead)
+            uv = digits * step + offset
+            uv[digits == MISSING] = np.nan
+            return uv
+    raise ReadError(
+        "gain", f"lead {lead}: scale {scale:g} {unit[:10]}, origin {origin:g} {origin_unit[:10]}"
+    )
+
+
+def _uv(unit: str) -> float:
+    return MV_PER_UNIT[unit_name(unit)] * 1000
+
+
+def _digits(text: str, lead: str) -> np.ndarray:
+    """Parse whole numbers. A lone `-` and `5-3`, which numpy reads as 0 and as two numbers, are
+    refused."""
+    data = f" {text} ".encode()
+    letters = np.frombuffer(data, np.uint8)
+    signs = np.flatnonzero(letters == ord("-"))
+    lone = (letters[signs - 1] > ord(" ")) | (letters[signs + 1] < ord("0"))
+    if data.translate(None, b"0123456789- \n\r\t") or lone.any():
+        raise ReadError("sample data", f"lead {lead}: digits that are not whole numbers")
+    digits = np.fromstring(text.strip(), np.int64, sep=" ")
+    if np.abs(digits).max(initial=0) > 2**31:
+        raise ReadError("sample data", f"lead {lead}: digits beyond 32 bits")
+    return digits
+
+
+def _age(root: Element) -> float | None:
+    for stated in root.iterfind("controlVariable/relatedObservation"):
+        if _attribute(stated, "code", "code") in AGE_CODES:
+            with suppress(KeyError, ValueError):
+                return (
+                    float(_attribute(stated, "value", "value"))
+                    * YEARS[_attribute(stated, "value", "unit")]
+                )
+    return None

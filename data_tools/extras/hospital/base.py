@@ -1,0 +1,124 @@
+"""What hospital formats share: a test whether a file is of one, a decoder, and XML that is safe to
+parse.
+
+Untrusted XML becomes a tree of elements in bounded time and memory: no entities, no external files,
+limited depth. Namespaces are removed from tags and attributes, because they differ between vendors'
+versions: `hl7:code` becomes `code`.
+"""
+
+import binascii
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+from xml.etree.ElementTree import Element, TreeBuilder
+from xml.parsers import expat
+
+import numpy as np
+
+from ...io.errors import ReadError
+
+
+class Decoded(NamedTuple):
+    """An ECG decoded from a vendor's file."""
+
+    signals: dict[str, np.ndarray]  # microvolts by lead name; NaN: not measured
+    fs_hz: float
+    patient: str | None = None
+    age: float | None = None  # years
+    sex: str | None = None
+    warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail)
+
+
+class Format(NamedTuple):
+    """A file format with one ECG per file."""
+
+    looks_like: Callable[[bytes, str], bool]  # the file's first 4 KiB and its name; never raises
+    decode: Callable[[bytes], Decoded]  # the whole file; a ReadError refuses it
+    max_bytes: int
+
+
+# A 10 s ECG has 0.2 to 0.5 MB and some hundred elements
+MAX_BYTES = 4 * 2**20
+MAX_DEPTH = 32
+MAX_ELEMENTS = 20_000
+_UTF16 = (b"\xff\xfe", b"\xfe\xff", b"<\0", b"\0<")
+
+
+def tree(data: bytes, skipped: frozenset[str] = frozenset()) -> Element:
+    """The root element, without elements named in `skipped`. A file named in a DOCTYPE is not
+    read; entities and default attributes, which could take a thousand times the memory of the
+    file, are refused."""
+    builder = TreeBuilder()
+    depth = count = 0
+    skipping = 0  # depth of the skipped element
+
+    def start(tag: str, attributes: dict[str, str]) -> None:
+        nonlocal depth, count, skipping
+        depth, count = depth + 1, count + 1
+        if depth > MAX_DEPTH:
+            raise ReadError("XML too deep", f"over {MAX_DEPTH} levels")
+        if count > MAX_ELEMENTS:
+            raise ReadError("XML too large", f"over {MAX_ELEMENTS} elements")
+        if skipping:
+            return
+        if (local := tag.rpartition(":")[2]) in skipped:
+            skipping, parser.CharacterDataHandler = depth, None
+        else:
+            builder.start(
+                local,
+                {_local(name): value for name, value in attributes.items()} if attributes else {},
+            )
+
+    def end(tag: str) -> None:
+        nonlocal depth, skipping
+        if not skipping:
+            builder.end(tag.rpartition(":")[2])
+        elif skipping == depth:
+            skipping, parser.CharacterDataHandler = 0, builder.data
+        depth -= 1
+
+    def refuse(*_: object) -> NoReturn:
+        raise ReadError("XML entity", "entities and default attributes are not read")
+
+    declares_utf16 = b"utf-16" in data[:200].lower() and not data.startswith(
+        _UTF16
+    )  # declared as UTF-16, but stored as UTF-8
+    parser = expat.ParserCreate("utf-8" if declares_utf16 else None)
+    parser.buffer_text, parser.buffer_size = True, 2**16
+    parser.StartElementHandler = start
+    parser.EndElementHandler = end
+    parser.CharacterDataHandler = builder.data
+    parser.EntityDeclHandler = parser.SkippedEntityHandler = parser.AttlistDeclHandler = refuse
+    try:
+        parser.Parse(data, True)
+        return builder.close()
+    except (expat.ExpatError, ValueError, LookupError, AssertionError) as error:
+        raise ReadError("malformed XML", str(error)[:80]) from None
+
+
+def root_tag(head: bytes) -> str:
+    """The root's local name, from the first bytes of a file in any encoding; empty if it is not
+    XML."""
+    text = head.replace(b"\0", b"").lstrip(b"\xff\xfe\xef\xbb\xbf \t\r\n")
+    if not text.startswith(b"<"):
+        return ""
+    place = 0
+    while (place := text.find(b"<", place)) >= 0:
+        end = b"-->" if text.startswith(b"<!--", place) else b">"
+        if text[place + 1 : place + 2] not in (b"?", b"!"):
+            name = text[place + 1 : place + 80].replace(b"/", b" ").replace(b">", b" ").split()
+            return _local(name[0].decode("ascii", "replace")) if name else ""
+        if (place := text.find(end, place)) < 0:
+            return ""
+    return ""
+
+
+def from_base64(text: str, where: str = "") -> bytes:
+    """`where`: what a refusal begins with."""
+    try:
+        return binascii.a2b_base64("".join(text.split()), strict_mode=True)
+    except ValueError as error:
+        raise ReadError("base64", f"{where}{error}") from None
+
+
+def _local(name: str) -> str:
+    return name.rpartition(":")[2]

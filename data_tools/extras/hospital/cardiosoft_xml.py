@@ -1,0 +1,112 @@
+"""GE CardioSoft's XML export, which UK Biobank has too, one ECG per file. Reads the first strip:
+neither the median beats nor the full disclosure, since programs disagree on the order of its
+samples.
+
+An ECG at rest has its leads in StripData, an exercise ECG in a Strip there. UK Biobank's exercise
+ECGs have leads I, 2 and 3; as nothing says that the last two are II and III, they are ignored.
+Apart from the signal, only the patient's id, age and sex are read.
+"""
+
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from ...ecg.record import AGE_UNITS, lead_name
+from ...io.errors import ReadError
+from ...io.spreadsheet import as_number
+from .base import Decoded, Format, root_tag, tree
+
+MAX_BYTES = 12 * 2**20  # of which a full disclosure of minutes takes most
+MAX_LEADS = 64
+NOT_MEASURED = -32768
+_SKIPPED = frozenset(
+    ("FullDisclosureData", "RestingECGMeasurements", "MedianData", "VectorLoops", "TrendData")
+)
+Fields = dict[str, Element]
+
+
+def decode(data: bytes) -> Decoded:
+    root = tree(data, _SKIPPED)
+    if root.tag != "CardiologyXML":
+        raise ReadError("unknown format", f"not CardioSoft XML: its root is {root.tag[:40]}")
+    strips = []
+    for place in (*root.iterfind("StripData"), *root.iterfind("Strip/StripData")):
+        strips += [(place, strip) for strip in place.findall("Strip") or [place]]
+    has_full = root.find("FullDisclosure") is not None
+    if not strips:
+        found = "only a full disclosure, which is not read" if has_full else "no StripData"
+        raise ReadError("rhythm waveform", f"{found}: export the ECG with its strip of 10 s")
+    warnings = []
+    if len(strips) > 1:
+        warnings.append(("further waveforms", f"the first of {len(strips)} strips was read"))
+    if has_full:
+        warnings.append(("further waveforms", "the full disclosure was not read"))
+    person = {field.tag: field for field in root.iterfind("PatientInfo/*")}
+    years = AGE_UNITS.get(_unit(person, "Age").lower() or "years", np.nan)
+    place, strip = strips[0]
+    fields = {field.tag: field for field in (*place, *strip)}
+    return Decoded(
+        _signals(strip, fields),
+        _quantity(fields, "SampleRate", "Hz", "sampling rate"),
+        _text(person, "PID"),
+        as_number(_text(person, "Age")) * years,
+        _text(person, "Gender"),
+        tuple(warnings),
+    )
+
+
+FORMAT = Format(lambda head, name: root_tag(head) == "CardiologyXML", decode, MAX_BYTES)
+
+
+def _signals(strip: Element, fields: Fields) -> dict[str, np.ndarray]:
+    uv_per_step = _quantity(fields, "Resolution", "uVperLsb", "gain")
+    if uv_per_step > 1000:
+        raise ReadError("gain", f"Resolution: {uv_per_step:g} uV per step, 1000 at most")
+    leads = strip.findall("WaveformData")
+    if not 0 < len(leads) <= MAX_LEADS:
+        raise ReadError("signal count", f"{len(leads)} leads, 1 to {MAX_LEADS} are read")
+    _check_count(fields, "NumberOfLeads", len(leads), "signal count")
+    signals: dict[str, np.ndarray] = {}
+    for lead in leads:
+        name = lead_name(lead.get("lead", "").strip())
+        if name in signals:
+            raise ReadError("duplicated lead", name[:10])
+        steps = _steps(lead.text or "", f"lead {name[:10]}")
+        _check_count(fields, "ChannelSampleCountTotal", len(steps), "sample count")
+        signals[name] = np.where(steps == NOT_MEASURED, np.nan, steps * uv_per_step)
+    return signals
+
+
+def _text(fields: Fields, name: str) -> str:
+    return (fields[name].text or "").strip() if name in fields else ""
+
+
+def _unit(fields: Fields, name: str) -> str:
+    return fields[name].get("units", "").strip() if name in fields else ""
+
+
+def _quantity(fields: Fields, name: str, unit: str, reason: str) -> float:
+    """A positive number in this unit."""
+    text, stated = _text(fields, name), _unit(fields, name)
+    if stated.lower() != unit.lower():
+        raise ReadError("unknown unit", f"{name} in {stated[:20]!r}, only {unit} is read")
+    number = as_number(text)
+    if not 0 < number < np.inf:
+        raise ReadError(reason, f"{name}: {text[:20]!r} is no positive number with a point")
+    return number
+
+
+def _check_count(fields: Fields, name: str, found: int, reason: str) -> None:
+    if name in fields and as_number(_text(fields, name)) != found:
+        stated = _text(fields, name)[:20]
+        raise ReadError(reason, f"{found} found, {name} states {stated!r}: export the ECG again")
+
+
+def _steps(text: str, where: str) -> np.ndarray:
+    """Whole numbers between commas."""
+    try:
+        if not text.isascii() or "_" in text:  # int() would read both
+            raise ValueError
+        return np.array(list(map(int, text.split(","))), np.int32)
+    except (ValueError, OverflowError):
+        raise ReadError("sample data", f"{where}: not whole numbers between commas") from None

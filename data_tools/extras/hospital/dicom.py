@@ -1,0 +1,349 @@
+"""DICOM waveforms: the 12-lead, general and ambulatory ECG classes, and any other class with ECG
+leads (such as hemodynamic).
+
+Reads the simultaneous channels with the most of the twelve leads, not the median beats that files
+may also have. Leads are identified by SCP-ECG or MDC codes and scaled by each channel's
+sensitivity, correction factor, baseline and units. Only the elements in _WANTED are parsed; all
+others are skipped by their length.
+
+pydicom, which the tests compare with, takes 7 to 8 times as long and forgives broken structure: of
+10,000 files with one flipped bit before the samples it reads 1,062 that are refused here, 7 of them
+with a lead less. A megabyte of empty items costs it 1.5 s and 80 MB; here they are counted.
+"""
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+
+from ...ecg.record import AGE_UNITS, MV_PER_UNIT, SCP_LEADS, unit_name
+from ...ecg.resampling import rate_ratio
+from ...io.errors import ReadError
+from ...io.spreadsheet import as_number
+from .base import Decoded, Format
+
+# A 10 s ECG has 0.15 to 0.3 MB and 1,000 elements
+MAX_S = 600
+MAX_BYTES = 16 * 2**20
+MAX_ELEMENTS = 50_000
+MAX_DEPTH = 12
+SYNTAXES = {
+    "1.2.840.10008.1.2": False,
+    "1.2.840.10008.1.2.1": True,
+}  # little-endian; value: whether elements state their types
+ECG_CLASSES = (
+    "1.2.840.10008.5.1.4.1.1.9.1.1",
+    "1.2.840.10008.5.1.4.1.1.9.1.2",
+    "1.2.840.10008.5.1.4.1.1.9.1.3",
+)
+SCHEMES = {"SCPECG": "5.6.3-9-", "MDC": "2:"}  # coding schemes and the prefix of their lead numbers
+TYPES = {
+    ("SB", 8): "<i1",
+    ("UB", 8): "<u1",
+    ("SS", 16): "<i2",
+    ("US", 16): "<u2",
+    ("SL", 32): "<i4",
+}
+UNUSABLE = (
+    "DISCONNECTED",
+    "TEST DATA",
+    "INVALID",
+    "UNCALIBRATED",
+)  # statuses of channels that are left out
+YEARS = dict(zip("YMWD", AGE_UNITS.values(), strict=False))
+# Tags of the elements that are read
+_SYNTAX, _CLASS, _PATIENT, _SEX, _AGE = 0x00020010, 0x00080016, 0x00100020, 0x00100040, 0x00101010
+_CODE = 0x00080100
+_SCHEME = 0x00080102
+_OFFSET = 0x00181068
+_ORIGIN = 0x003A0004
+_CHANNELS = 0x003A0005
+_SAMPLES = 0x003A0010
+_RATE = 0x003A001A
+_LABEL = 0x003A0020
+_CHANNEL = 0x003A0200
+_STATUS = 0x003A0205
+_SOURCE = 0x003A0208
+_GAIN = 0x003A0210
+_UNITS = 0x003A0211
+_CORRECTION = 0x003A0212
+_BASELINE = 0x003A0213
+_SKEW_S = 0x003A0214
+_SKEW = 0x003A0215
+_WAVEFORMS = 0x54000100
+_BITS = 0x54001004
+_FORM = 0x54001006
+_PADDING = 0x5400100A
+_DATA = 0x54001010
+_FRAMES, _DOCUMENT, _ENCRYPTED, _PIXELS = 0x00280008, 0x00420011, 0x04000500, 0x7FE00010
+_WANTED = {
+    number for name, number in globals().items() if name.startswith("_") and type(number) is int
+}
+_SEQUENCES = {_WAVEFORMS, _CHANNEL, _SOURCE, _UNITS}
+_OTHER = {
+    _DOCUMENT: "an encapsulated document",
+    _PIXELS: "an image",
+    _FRAMES: "a multi-frame image",
+}
+_ITEM, _ITEM_END, _SEQUENCE_END, _UNKNOWN = 0xFFFEE000, 0xFFFEE00D, 0xFFFEE0DD, 0xFFFFFFFF
+_LONG = frozenset(b"OB OD OF OL OV OW SQ SV UC UN UR UT UV".split())  # length of 32 bits
+_TYPED, _PLAIN, _LENGTH = (struct.Struct(form).unpack_from for form in ("<HH2sH", "<HHI", "<I"))
+Elements = dict[int, Any]  # by tag: bytes, or the items of a sequence
+
+
+def decode(data: bytes) -> Decoded:
+    try:
+        meta, at = _Reader(data, 0x30000, True).elements(132, len(data))
+        if (syntax := _uid(meta, _SYNTAX)) not in SYNTAXES:
+            raise ReadError(
+                "transfer syntax",
+                f"{syntax or 'none'}: only uncompressed little-endian files are read",
+            )
+        file, _ = _Reader(data, _PIXELS, SYNTAXES[syntax]).elements(at, len(data))
+    except struct.error:
+        raise ReadError("malformed DICOM", "cut off") from None
+    if _ENCRYPTED in file:
+        raise ReadError("encrypted", "the file has encrypted attributes")
+    groups = [_Group(fields) for fields in file.get(_WAVEFORMS, [])]
+    kind = _uid(file, _CLASS)
+    if not groups:
+        what = next((words for tag, words in _OTHER.items() if tag in file), "")
+        raise ReadError("no waveform", what or f"SOP class {kind or 'unknown'}")
+    chosen, unusable = _rhythm(groups)
+    signals: dict[str, np.ndarray] = {}
+    for group in chosen:
+        signals |= group.signals()
+    notes = []
+    if kind not in ECG_CLASSES:
+        notes.append(
+            ("SOP class", f"{kind or 'an unknown one'} is not an ECG class: read for its ECG leads")
+        )
+    if unusable:
+        notes.append(("channel status", f"left out: {unusable}"))
+    person = _text(file, _PATIENT), _age_years(_text(file, _AGE)), _text(file, _SEX)
+    return Decoded(signals, chosen[0].fs_hz, *person, tuple(notes))
+
+
+def _rhythm(groups: list["_Group"]) -> tuple[list["_Group"], str]:
+    """The groups of one time with the most ECG leads, and their unusable channels."""
+    by_time: dict[tuple[float, ...], list[_Group]] = {}
+    for group in groups:
+        if group.leads and not group.derived:
+            by_time.setdefault(group.time, []).append(group)
+    counts = {time: sum(len(one.leads) for one in same) for time, same in by_time.items()}
+    most = max(counts.values(), default=0)
+    chosen = [by_time[time] for time in sorted(by_time) if counts[time] == most]
+    unusable = []
+    for group in chosen[0] if chosen else groups:
+        unusable += [f"{lead} {status}" for lead, status in group.unusable.items()]
+    if not chosen and unusable:
+        raise ReadError("channel status", ", ".join(unusable))
+    if len(chosen) != 1:
+        raise ReadError(
+            "rhythm waveform", f"{len(chosen)} of {len(groups)} waveforms with ECG leads, 1 is read"
+        )
+    if len({lead for group in chosen[0] for lead in group.leads}) != most:
+        raise ReadError("duplicated lead", "in two waveforms of one time")
+    return chosen[0], ", ".join(unusable)
+
+
+def _age_years(text: str) -> float | None:
+    """From 063Y, 011M, ..."""
+    if len(text) != 4 or not text[:3].isdecimal():
+        return None
+    return int(text[:3]) * YEARS.get(text[3], math.nan)
+
+
+FORMAT = Format(
+    lambda head, name: head[128:132] == b"DICM" and name.upper() != "DICOMDIR", decode, MAX_BYTES
+)
+
+
+class _Reader:
+    def __init__(self, data: bytes, stop: int, typed: bool) -> None:
+        self.data, self.stop, self.typed, self.left = data, stop, typed, MAX_ELEMENTS
+
+    def elements(self, at: int, end: int, depth: int = 0) -> tuple[Elements, int]:
+        """The wanted elements from `at` to `end`, or to the end of an item of unknown length,
+        and the position after them. At depth 0 parsing stops at the first tag >= `stop`, and
+        after the waveforms."""
+        found: Elements = {}
+        value: Any
+        data, typed, start = self.data, self.typed, at
+        self.left -= 1
+        if depth > MAX_DEPTH or self.left < 0:
+            raise ReadError(
+                "malformed DICOM", f"over {MAX_DEPTH} nested sequences, or {MAX_ELEMENTS} elements"
+            )
+        while at + 8 <= end:
+            self.left -= 1
+            if self.left < 0:
+                raise ReadError("malformed DICOM", f"over {MAX_ELEMENTS} elements")
+            group, element, kind, size = _TYPED(data, at)
+            tag = group << 16 | element
+            if depth == 0 and (tag >= self.stop or _WAVEFORMS in found):
+                found.setdefault(tag, b"")
+                break
+            if tag == _ITEM_END and depth:
+                at += 8
+                break
+            at += 8
+            if not typed:
+                size = _LENGTH(data, at - 4)[0]
+            elif kind in _LONG:
+                size = _LENGTH(data, at)[0]
+                at += 4
+            if size == _UNKNOWN or tag in _SEQUENCES:
+                value, at = self.items(
+                    at, end if size == _UNKNOWN else at + size, size == _UNKNOWN, depth + 1, kind
+                )
+            else:
+                value, at = data[at : at + size] if tag in _WANTED else b"", at + size
+            if tag in _WANTED:
+                found[tag] = value
+        if at > end:
+            raise ReadError(
+                "malformed DICOM",
+                f"an element at byte {start} ends after the end of its file or item",
+            )
+        return found, at
+
+    def items(
+        self, at: int, end: int, open_end: bool, depth: int, kind: bytes
+    ) -> tuple[list[Elements], int]:
+        items: list[Elements] = []
+        typed = self.typed
+        self.typed = typed and kind != b"UN"  # whose content states no types
+        while open_end or at != end:
+            if at >= end:
+                raise ReadError("malformed DICOM", "a sequence without its end")
+            group, element, size = _PLAIN(self.data, at)
+            tag, at = group << 16 | element, at + 8
+            if tag == _SEQUENCE_END and open_end:
+                break
+            if tag != _ITEM:
+                raise ReadError(
+                    "malformed DICOM", f"({group:04x},{element:04x}) in place of an item"
+                )
+            item, at = self.elements(at, end if size == _UNKNOWN else at + size, depth)
+            items.append(item)
+        self.typed = typed
+        return items, at
+
+
+class _Group:
+    """One multiplex group: channels with the same sampling rate and start time."""
+
+    def __init__(self, fields: Elements) -> None:
+        self.fields, self.channels = fields, fields.get(_CHANNEL, [])
+        self.samples, self.fs_hz = _whole(fields, _SAMPLES), _number(fields, _RATE)
+        self.time = (self.fs_hz, self.samples, _number(fields, _OFFSET, 0.0))
+        self.derived = _text(fields, _ORIGIN) == "DERIVED" or any(
+            word in _text(fields, _LABEL).upper() for word in ("MEDIAN", "BEAT")
+        )
+        self.leads: dict[str, int] = {}
+        self.unusable: dict[str, str] = {}
+        for row, channel in enumerate(self.channels):
+            lead, stated = _lead(channel), _text(channel, _STATUS).upper()
+            if lead and (status := next((one for one in UNUSABLE if one in stated), None)):
+                self.unusable[lead] = status
+            elif lead in self.leads:
+                raise ReadError("duplicated lead", lead)
+            elif lead:
+                self.leads[lead] = row
+
+    def signals(self) -> dict[str, np.ndarray]:
+        rate_ratio(self.fs_hz)  # refuses unsupported rates, so that MAX_S limits the memory
+        if self.samples > MAX_S * self.fs_hz:
+            raise ReadError(
+                "too long", f"{self.samples} samples at {self.fs_hz:g} Hz, {MAX_S} s at most"
+            )
+        values = self._microvolts()
+        late = {lead: self._skew(self.channels[row]) for lead, row in self.leads.items()}
+        first, last = max(late.values()), min(late.values()) + self.samples
+        return {
+            lead: uv[first - late[lead] : last - late[lead]]
+            for lead, uv in zip(self.leads, values, strict=True)
+        }
+
+    def _microvolts(self) -> np.ndarray:
+        """The samples of the leads, NaN where they were not measured."""
+        bits, form = _whole(self.fields, _BITS), _text(self.fields, _FORM)
+        data = self.fields.get(_DATA, b"")
+        if (form, bits) not in TYPES:
+            raise ReadError("sample format", f"{form[:8]!r} of {bits} bits")
+        count = len(self.channels)
+        size = count * self.samples * bits // 8
+        stated = _whole(self.fields, _CHANNELS)
+        if stated != count or not isinstance(data, bytes) or len(data) != size + size % 2:
+            raise ReadError(
+                "sample count", f"{len(data)} bytes for {count} channels of {self.samples} samples"
+            )
+        rows = list(self.leads.values())
+        steps = np.frombuffer(data[:size], TYPES[form, bits]).reshape(self.samples, count)
+        steps = np.ascontiguousarray(steps.T[rows])
+        scales = np.array([_microvolts(self.channels[row]) for row in rows])
+        values: np.ndarray = steps * scales[:, :1] + scales[:, 1:]
+        padding = _bytes(self.fields, _PADDING)[: bits // 8].ljust(bits // 8, b"\0")
+        absent = {-(2 ** (bits - 1)), int(np.frombuffer(padding, steps.dtype)[0])}
+        for step in absent - {0}:  # a stated padding of 0 is meaningless
+            values[steps == step] = np.nan
+        return values
+
+    def _skew(self, channel: Elements) -> int:
+        """The channel's delay in whole samples. It is stated in samples or in seconds; if in both,
+        they must agree."""
+        units = ((_SKEW, 1.0), (_SKEW_S, self.fs_hz))
+        skews = [_number(channel, tag) * unit for tag, unit in units if _text(channel, tag)] or [
+            0.0
+        ]
+        if not all(abs(skew) < self.fs_hz and abs(skew - skews[0]) < 1 for skew in skews):
+            raise ReadError("skew", f"{' and '.join(f'{skew:g}' for skew in skews)} samples")
+        return round(skews[0])
+
+
+def _lead(channel: Elements) -> str | None:
+    source: Elements = next(iter(channel.get(_SOURCE, [])), {})
+    code, scheme = _text(source, _CODE), SCHEMES.get(_text(source, _SCHEME).upper(), "?")
+    return SCP_LEADS.get(code.removeprefix(scheme).lstrip("0")) if code.startswith(scheme) else None
+
+
+def _microvolts(channel: Elements) -> tuple[float, float]:
+    """Microvolts per step, and the microvolts of sample value 0."""
+    unit = unit_name(_text(next(iter(channel.get(_UNITS, [])), {}), _CODE))
+    gain = _number(channel, _GAIN) * _number(channel, _CORRECTION, 1.0)
+    baseline = _number(channel, _BASELINE, 0.0)
+    uv = MV_PER_UNIT[unit] * 1e3
+    if not (0 < gain * uv <= 1000 and abs(baseline) < math.inf):
+        raise ReadError("gain", f"{gain:g} {unit} per step, baseline {baseline:g}")
+    return gain * uv, baseline * uv
+
+
+def _text(fields: Elements, tag: int) -> str:
+    value = fields.get(tag, b"")
+    return value.decode("latin-1").strip(" \0") if isinstance(value, bytes) else ""
+
+
+def _uid(fields: Elements, tag: int) -> str:
+    """A UID, or empty if the text is not one, so that messages never repeat text from a file."""
+    text = _text(fields, tag)[:64]
+    return text if text.replace(".", "").isdecimal() else ""
+
+
+def _whole(fields: Elements, tag: int) -> int:
+    return int.from_bytes(_bytes(fields, tag), "little")
+
+
+def _bytes(fields: Elements, tag: int) -> bytes:
+    value = fields.get(tag, b"")
+    if not isinstance(value, bytes):
+        raise ReadError(
+            "malformed DICOM",
+            f"({tag >> 16:04x},{tag & 0xFFFF:04x}) is a sequence in place of a value",
+        )
+    return value
+
+
+def _number(fields: Elements, tag: int, default: float = math.nan) -> float:
+    return as_number(_text(fields, tag) or default)

@@ -1,0 +1,105 @@
+"""GE MUSE's XML export, one resting ECG per file. Reads the rhythm waveform, not the median beat
+before it.
+
+MUSE stores I, II and V1 to V6. Apart from the signal, only the patient's id, age and sex are read:
+no names, dates, statements or comments. A DOCTYPE is allowed, entities are not.
+"""
+
+import zlib
+from xml.etree.ElementTree import Element
+
+import numpy as np
+
+from ...ecg.record import AGE_UNITS, lead_name
+from ...io.errors import ReadError
+from ...io.spreadsheet import as_number
+from .base import MAX_BYTES, Decoded, Format, from_base64, root_tag, tree
+
+MAX_LEADS = 64
+# Fields that could shift or scale the samples, and the only value that is accepted
+_WAVEFORM = {"SampleType": "CONTINUOUS_SAMPLES", "SampleExponent": "0"}
+_LEAD = {
+    "LeadAmplitudeUnits": "MICROVOLTS",
+    "LeadTimeOffset": "0",
+    "LeadOffsetFirstSample": "0",
+    "FirstSampleBaseline": "0",
+    "LeadSampleSize": "2",
+}
+_COUNTS = ("LeadByteCountTotal", "LeadSampleCountTotal", "LeadDataCRC32")
+Fields = dict[str, str]
+
+
+def decode(data: bytes) -> Decoded:
+    root = tree(data)
+    if root.tag != "RestingECG":
+        raise ReadError("unknown format", f"not MUSE XML: its root is {root.tag[:40]}")
+    waveforms = root.findall("Waveform")
+    rhythms = [
+        one for one in waveforms if one.findtext("WaveformType", "").strip().lower() == "rhythm"
+    ]
+    if len(rhythms) != 1:
+        raise ReadError(
+            "rhythm waveform", f"{len(rhythms)} of {len(waveforms)} waveforms, 1 is read"
+        )
+    fields, leads = _fields(rhythms[0]), [_fields(lead) for lead in rhythms[0].iterfind("LeadData")]
+    if len(leads) > MAX_LEADS:
+        raise ReadError("signal count", f"over {MAX_LEADS} leads")
+    _check(fields, _WAVEFORM)
+    if leads and not any(map(_is_on, leads)):
+        raise ReadError("no valid lead", f"the file states LeadOff for all {len(leads)} leads")
+    signals: dict[str, np.ndarray | None] = {}
+    for lead in leads:
+        name = lead_name(lead.get("LeadID", ""))
+        if name in signals:
+            raise ReadError("duplicated lead", name[:10])
+        signals[name] = _samples(lead, name)
+    person = next((_fields(one) for one in root.iterfind("PatientDemographics")), {})
+    years = as_number(person.get("PatientAge")) * AGE_UNITS.get(
+        person.get("AgeUnits", "years").lower(), np.nan
+    )
+    return Decoded(
+        {name: uv for name, uv in signals.items() if uv is not None},
+        as_number(fields.get("SampleBase")),
+        person.get("PatientID"),
+        years,
+        person.get("Gender"),
+    )
+
+
+FORMAT = Format(lambda head, name: root_tag(head) == "RestingECG", decode, MAX_BYTES)
+
+
+def _fields(element: Element) -> Fields:
+    return {child.tag: (child.text or "").strip() for child in element}
+
+
+def _check(fields: Fields, expected: Fields) -> None:
+    for name, value in expected.items():
+        if fields.get(name, value).upper() != value:
+            raise ReadError(name, f"{fields[name][:20]!r}, only {value} is read")
+
+
+def _is_on(fields: Fields) -> bool:
+    return fields.get("LeadOff", "FALSE").upper() == "FALSE"
+
+
+def _samples(fields: Fields, name: str) -> np.ndarray | None:
+    """A lead's microvolts, None if it was off. Counts and checksum must match if the file states
+    them."""
+    _check(fields, _LEAD)
+    if "LeadAmplitudeUnits" not in fields:
+        raise ReadError("unknown unit", f"lead {name[:10]} states none")
+    if not 0 < (uv_per_step := as_number(fields.get("LeadAmplitudeUnitsPerBit"))) <= 1000:
+        raise ReadError(
+            "gain",
+            f"lead {name[:10]}: {fields.get('LeadAmplitudeUnitsPerBit', 'none')[:20]} uV per step",
+        )
+    data = from_base64(fields.get("WaveFormData", ""), f"lead {name[:10]}: ")
+    for field, value in zip(_COUNTS, (len(data), len(data) // 2, zlib.crc32(data)), strict=True):
+        if field in fields and as_number(fields[field]) != value:
+            raise ReadError(field, f"lead {name[:10]}: {value} found, {fields[field][:20]} stated")
+    if len(data) % 2:
+        raise ReadError("sample count", f"lead {name[:10]}: an odd number of bytes")
+    steps = np.frombuffer(data, "<i2")
+    measured = _is_on(fields) and not (steps == -32768).any()
+    return steps * uv_per_step if measured else None

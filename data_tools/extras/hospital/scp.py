@@ -1,0 +1,235 @@
+"""SCP-ECG (EN 1064): the rhythm in section 6, raw or Huffman-coded by the standard's default table,
+as 0th to 2nd differences.
+
+Of section 1 only the patient's id, age and sex are read; the median beat in section 5 is never
+read. Refused: rhythms that need section 5 (reference beats subtracted), bimodal compression, a
+file's own Huffman tables, section 12. All checksums must match. Leads recorded at different times
+are placed on one time axis and count as not measured elsewhere.
+"""
+
+import binascii
+import struct
+
+import numpy as np
+
+from ...ecg.record import AGE_UNITS, SCP_LEADS
+from ...io.errors import ReadError
+from .base import Decoded, Format
+
+MAX_BYTES = 4 * 2**20  # twelve leads of 64 KiB, the limit of a lead's length field, are 0.8 MB
+MAX_SAMPLES = 2**19
+FULL = (2**16 - 2, 2**16 - 1)  # stated length of a lead that is too long for the field
+YEARS = dict(enumerate(AGE_UNITS.values(), 1))
+PATIENT_ID, AGE, SEX, END = 2, 4, 8, 255  # tags of section 1
+DEFAULT_TABLE = 19999
+HOPS = 4  # the Huffman decoder's loop advances 2**HOPS numbers at a time
+# The default table by the next ten bits: n ones, a zero and a sign bit mean n or -n; nine ones
+# precede an 8- or 16-bit number
+_ONES = np.array([10 - (1023 ^ bits).bit_length() for bits in range(1024)])
+_LENGTHS = np.where(_ONES == 0, 1, np.where(_ONES < 9, _ONES + 2, np.where(_ONES == 9, 18, 26)))
+_VALUES = _ONES * (1 - 2 * (np.arange(1024) >> np.clip(8 - _ONES, 0, 9) & 1))
+_ESCAPES = ((1022, 8), (1023, 16))
+
+
+def decode(data: bytes) -> Decoded:
+    try:
+        return _decode(_sections(data))
+    except (struct.error, IndexError):
+        raise ReadError("truncated file", "a field is outside its section") from None
+
+
+FORMAT = Format(
+    lambda head, name: head[16:22] == b"SCPECG" or name.lower().endswith(".scp"), decode, MAX_BYTES
+)
+
+
+def _sections(data: bytes) -> dict[int, bytes]:
+    """The sections that are read, without headers, after a check of checksums and lengths."""
+    checksum, length = struct.unpack_from("<HI", data)
+    if length > len(data):
+        raise ReadError("truncated file", f"{len(data)} of {length} bytes")
+    if binascii.crc_hqx(memoryview(data)[2:length], 0xFFFF) != checksum:
+        raise ReadError("checksum", "of the whole file")
+    (pointers,) = struct.unpack_from("<I", data, 10)
+    found: dict[int, bytes] = {}
+    for place in range(22, min(6 + pointers, length) - 9, 10):
+        number, size, position = struct.unpack_from("<HII", data, place)
+        if not size or number not in (1, 2, 3, 6, 12):
+            continue
+        start = position - 1
+        section = data[max(start, 6) : start + size]
+        if (
+            len(section) < 16
+            or struct.unpack_from("<HI", section, 2) != (number, len(section))
+            or number in found
+        ):
+            raise ReadError(
+                "section", f"number {number} is not where section 0 says, or occurs twice"
+            )
+        if binascii.crc_hqx(memoryview(section)[2:], 0xFFFF) != int.from_bytes(
+            section[:2], "little"
+        ):
+            raise ReadError("checksum", f"of section {number}")
+        found[number] = section[16:]
+    return found
+
+
+def _decode(sections: dict[int, bytes]) -> Decoded:
+    if not {3, 6} <= set(sections):
+        raise ReadError(
+            "no rhythm",
+            "only section 12, which is not read" if 12 in sections else "no section 3 or 6",
+        )
+    nanovolts, interval_us, order = _coding(sections)
+    leads, warnings = _leads(sections, order)
+    signals = _on_one_axis(
+        {lead: (first, steps * nanovolts / 1000) for lead, (first, steps) in leads.items()}
+    )
+    nominal_hz = float(round(1e6 / interval_us))
+    # 1,667 us mean 600 Hz
+    is_nominal = round(1e6 / nominal_hz) == interval_us
+    fs_hz = nominal_hz if is_nominal else 1e6 / interval_us
+    return Decoded(signals, fs_hz, *_person(sections.get(1, b"")), tuple(warnings.items()))
+
+
+def _coding(sections: dict[int, bytes]) -> tuple[int, int, int]:
+    """Nanovolts per step, microseconds between samples, and the order of differences."""
+    table = struct.unpack_from("<H", sections[2])[0] if 2 in sections else DEFAULT_TABLE
+    nanovolts, interval_us, order, bimodal = struct.unpack_from("<HHBB", sections[6])
+    if sections[3][1] & 1:
+        raise ReadError("reference beats", "subtracted from the rhythm")
+    if bimodal:
+        raise ReadError("bimodal compression", "fewer samples between the beats")
+    if table != DEFAULT_TABLE:
+        raise ReadError("Huffman table", f"{table} of its own, the standard's default is read")
+    if order > 2:
+        raise ReadError("differences", f"of order {order}, 0 to 2 are read")
+    if not nanovolts:
+        raise ReadError("gain", "0 nV per step")
+    if not interval_us:
+        raise ReadError("sampling rate", "0 us between samples")
+    return nanovolts, interval_us, order
+
+
+def _leads(
+    sections: dict[int, bytes], order: int
+) -> tuple[dict[str, tuple[int, np.ndarray]], dict[str, str]]:
+    """(first sample, steps) of each of the twelve leads, and warnings. Section 3 has the leads,
+    section 6 their samples."""
+    count = sections[3][0]
+    start = 6 + 2 * count
+    found: dict[str, tuple[int, np.ndarray]] = {}
+    warnings = {}
+    for row, size in enumerate(struct.unpack_from(f"<{count}H", sections[6], 6)):
+        first, last, code = struct.unpack_from("<IIB", sections[3], 2 + 9 * row)
+        first = max(first, 1)  # some writers count the first sample from 0, the last from 1
+        coded = sections[6][start : start + size]
+        start += size
+        lead = SCP_LEADS.get(str(code))
+        if not lead:
+            continue
+        if lead in found:
+            raise ReadError("duplicated lead", lead)
+        if len(coded) < size:
+            raise ReadError("truncated file", lead)
+        samples = last - first + 1
+        is_cut = size in FULL and size < 2 * samples <= 2 * MAX_SAMPLES
+        if is_cut and 2 not in sections:
+            warnings["shorter than stated"] = (
+                f"{size // 2} of {samples} samples, the most that a lead of SCP-ECG can hold"
+            )
+            samples = size // 2
+        found[lead] = first, _sums(_steps(lead, coded, samples, 2 in sections), order)
+    return found, warnings
+
+
+def _steps(lead: str, coded: bytes, samples: int, is_coded: bool) -> np.ndarray:
+    is_wrong = not is_coded and len(coded) != 2 * samples
+    if is_wrong or not 0 < samples <= MAX_SAMPLES:
+        detail = f"lead {lead}: {samples} stated, {len(coded)} bytes found"
+        raise ReadError("sample count", detail)
+    return huffman(coded, samples) if is_coded else np.frombuffer(coded, "<i2").astype(np.int64)
+
+
+def _person(section: bytes) -> tuple[str | None, float | None, str | None]:
+    fields: dict[int, bytes] = {}
+    place = 0
+    while place < len(section) and (tag := section[place]) != END:
+        (size,) = struct.unpack_from("<H", section, place + 1)
+        if tag in (PATIENT_ID, AGE, SEX):
+            fields[tag] = section[place + 3 : place + 3 + size]
+        place += 3 + size
+    age, unit = struct.unpack("<HB", fields.get(AGE, b"").ljust(3, b"\0")[:3])
+    sex = {b"\1": "M", b"\2": "F"}.get(fields.get(SEX, b"")[:1])
+    return (
+        fields.get(PATIENT_ID, b"").split(b"\0")[0].decode("latin-1"),
+        age * YEARS[unit] if unit in YEARS else None,
+        sex,
+    )
+
+
+def huffman(coded: bytes, count: int) -> np.ndarray:
+    """Decode `count` numbers in the default table's code."""
+    octets = np.frombuffer(coded + bytes(6), np.uint8).astype(np.int32)
+    words = octets[:-2] << 16 | octets[1:-1] << 8 | octets[2:]  # 24 bits starting at every byte
+    shifts = np.arange(14, 6, -1, dtype=np.int32)
+    windows = (words[:, None] >> shifts & 1023).ravel()  # 10 bits starting at every bit
+    starts = _starts(windows, count)
+    codes = windows.take(starts)
+    spare = 8 * len(coded) - int(starts[-1] + _LENGTHS[codes[-1]])
+    if not 0 <= spare < 16:  # a lead has an even number of bytes
+        what = "more" if spare > 0 else "fewer"
+        raise ReadError("sample count", f"{count} stated, the Huffman code holds {what}")
+    values: np.ndarray = _VALUES.take(codes)
+    for code, bits in _ESCAPES:
+        where = np.flatnonzero(codes == code)
+        begin = starts[where] + 10
+        shift = 24 - bits - (begin & 7)
+        number = (words[begin >> 3] >> shift) & ((1 << bits) - 1)
+        values[where] = number - ((number >> (bits - 1)) << bits)  # two's complement
+    return values
+
+
+def _starts(windows: np.ndarray, count: int) -> np.ndarray:
+    """The bits at which the numbers begin.
+
+    The position of a number depends on all numbers before it. So the jump to the next number is
+    looked up for every bit, as if a number began there, and jumps are chained into jumps over 2,
+    4, 8 and 16 numbers: the loop finds only every 16th start."""
+    jump = np.arange(len(windows)) + _LENGTHS.take(windows)
+    jumps = [np.minimum(jump, len(windows) - 1)]
+    for _ in range(HOPS):
+        jumps.append(jumps[-1].take(jumps[-1]))
+    far = jumps.pop().data
+    place = 0
+    every = []
+    for _ in range(-(-count >> HOPS)):
+        every.append(place)
+        place = far[place]
+    starts = np.array(every)[:, None]
+    for jump in reversed(jumps):
+        starts = np.stack([starts, jump.take(starts)], axis=-1).reshape(len(every), -1)
+    return starts.ravel()[:count]
+
+
+def _sums(steps: np.ndarray, order: int) -> np.ndarray:
+    """Undo differences of this order; the first samples are stored undifferenced."""
+    if order == 2:
+        steps[1:2] -= steps[:1]
+        steps[1:] = np.cumsum(steps[1:])
+    steps = np.cumsum(steps) if order else steps
+    if max(steps.max(), -steps.min()) > 2**15:
+        raise ReadError("sample range", "the differences add up to more than 16 bits")
+    return steps
+
+
+def _on_one_axis(leads: dict[str, tuple[int, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Place {lead: (first sample, signal)} on one time axis; the signals get the same length."""
+    begin = min((first for first, _ in leads.values()), default=0)
+    length = max((first + len(uv) for first, uv in leads.values()), default=0) - begin
+    if length > MAX_SAMPLES:
+        raise ReadError("sample count", f"leads over {length} samples, {MAX_SAMPLES} at most")
+    signals = {lead: np.full(length, np.nan) for lead in leads}
+    for lead, (first, uv) in leads.items():
+        signals[lead][first - begin : first - begin + len(uv)] = uv
+    return signals

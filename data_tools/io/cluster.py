@@ -1,0 +1,220 @@
+"""Run many tasks in this process, in N processes, or on a Dask cluster; results are yielded as they
+finish.
+
+A task's result depends only on its argument, so order, retries and the number of workers do not
+change it. Only a limited number of tasks is submitted at a time, so that eleven million records do
+not queue up in memory.
+"""
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+from .errors import StorageError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+ATTEMPTS = 5  # for a task that fails on a Dask worker: another worker may have more disk space
+CONNECT_S, WORKERS_S = 10, 60
+_pools: ContextVar[dict[int, ProcessPoolExecutor] | None] = ContextVar("pools", default=None)
+
+
+def run(
+    function: Callable[[Task], Result],
+    tasks: Iterable[Task],
+    workers: int = 1,
+    cluster: str | None = None,
+) -> Iterator[Result]:
+    queue = iter(tasks)
+    if cluster:
+        return _on_dask(function, queue, cluster)
+    first = list(islice(queue, 2))
+    if (
+        workers <= 1 or len(first) < 2
+    ):  # for a single task, starting processes would cost more than the task
+        return map(function, chain(first, queue))
+    return _on_processes(function, chain(first, queue), workers)
+
+
+def run_in_order(
+    function: Callable[[Task], Result], tasks: Iterable[Task], workers: int = 1
+) -> Iterator[Result]:
+    """As `run`, but results have the order of the tasks."""
+    early: dict[int, Result] = {}
+    due = 0
+    for number, result in run(partial(_numbered, function), enumerate(tasks), workers):
+        early[number] = result
+        while due in early:
+            yield early.pop(due)
+            due += 1
+
+
+def _numbered(function: Callable[[Task], Result], task: tuple[int, Task]) -> tuple[int, Result]:
+    number, given = task
+    return number, function(given)
+
+
+@contextmanager
+def reused_processes() -> Iterator[None]:
+    """In this block, calls of `run` share their processes: starting one takes a CPU-second."""
+    pools: dict[int, ProcessPoolExecutor] = {}
+    token = _pools.set(pools)
+    try:
+        yield
+    finally:
+        _pools.reset(token)
+        for pool in pools.values():
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+    pools = _pools.get()
+    if pools and workers in pools:
+        yield pools[workers]
+        return
+    spawn = multiprocessing.get_context("spawn")
+    try:
+        pool = ProcessPoolExecutor(workers, mp_context=spawn, initializer=_start_worker)
+    except OSError as error:  # semaphores are not available
+        raise StorageError(
+            f"/dev/shm: {error.strerror}: allow this user to write there, or use --workers 1"
+        ) from None
+    if pools is not None:
+        pools[workers] = pool
+        yield pool
+        return
+    with pool:
+        yield pool
+
+
+def _on_processes(
+    function: Callable[[Task], Result], queue: Iterator[Task], workers: int
+) -> Iterator[Result]:
+    pending: set[Future[Result]] = set()
+    with _processes(workers) as pool:
+
+        def submit(count: int) -> set[Future[Result]]:
+            taken = list(islice(queue, count))
+            before = signal.pthread_sigmask(
+                signal.SIG_BLOCK, {signal.SIGINT}
+            )  # workers inherit it: no traceback
+            try:
+                return {pool.submit(function, task) for task in taken}
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+        try:
+            pending = submit(2 * workers)
+            while pending:
+                done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                pending |= submit(len(done))
+                for future in done:
+                    yield future.result()
+        except BrokenProcessPool:
+            raise StorageError(
+                "a worker process died (out of memory?): run the same command again to continue"
+            ) from None
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _start_worker() -> None:
+    """Limit each worker to one thread, since threads of numpy and pyarrow would compete for
+    cores. A worker exits without a traceback on Ctrl-C and when its parent dies, so that it
+    never writes to the same place as the next run."""
+    import pyarrow
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    pyarrow.set_cpu_count(1)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent
+    parent.join()
+    os._exit(1)
+
+
+def _on_dask(
+    function: Callable[[Task], Result], queue: Iterator[Task], address: str
+) -> Iterator[Result]:
+    with connected(address) as client:
+        from distributed import as_completed
+
+        window = max(16, 4 * sum(client.nthreads().values()))
+
+        def submit(count: int) -> list[Any]:
+            return [
+                client.submit(function, task, pure=False, retries=ATTEMPTS)
+                for task in islice(queue, count)
+            ]
+
+        futures = as_completed(submit(window))
+        for future in futures:
+            yield future.result()
+            future.release()
+            futures.update(submit(1))
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """A client of a Dask cluster with at least one worker. Dask's exceptions in the block become
+    one-line StorageErrors."""
+    try:
+        from distributed import Client
+        from distributed.comm.core import CommClosedError
+        from distributed.scheduler import KilledWorker
+    except ImportError as error:
+        raise StorageError(
+            f"--cluster needs the extra cluster: pip install 'omnilead[cluster]' ({error})"
+        ) from None
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)  # the errors below are enough
+    # A client that failed to connect closes itself when it is collected. While another one starts,
+    # that would wait for ever: both take Dask's lock.
+    gc.collect()
+    try:
+        client: Any = Client(address, timeout=CONNECT_S)
+    except (OSError, TimeoutError, ValueError) as error:
+        raise StorageError(
+            f"--cluster {address}: no scheduler answers ({type(error).__name__}): start one"
+        ) from None
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=WORKERS_S)
+        except (OSError, TimeoutError):
+            raise StorageError(
+                f"--cluster {address}: no worker in {WORKERS_S} s: start some with `dask worker`"
+            ) from None
+        try:
+            yield client
+        except KilledWorker as error:
+            died = error.allowed_failures + 1
+            raise StorageError(
+                f"--cluster {address}: {died} workers died under the same task (out of memory?)"
+            ) from None
+        except (CommClosedError, CancelledError):
+            raise StorageError(
+                f"--cluster {address}: lost the scheduler: run the same command again to continue"
+            ) from None
+        except (ImportError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "deserialization" not in str(error):
+                raise
+            raise StorageError(
+                f"--cluster {address}: omnilead or the module of --source is not installed there"
+            ) from None

@@ -1,0 +1,70 @@
+"""Load user code where an option or a setting takes `file.py:Name`.
+
+plugin("clinic.py:Csv")                   # the class Csv; raises whatever the file raises
+blame(error)                              # on one line, with the line of the file that raised it
+"""
+
+import hashlib
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .errors import DataError, one_line
+
+_modules: dict[
+    tuple[Path, str], ModuleType
+] = {}  # by file and sha256, so that a changed file is run again
+
+
+def plugin(spec: str, importable: bool = False) -> Any:
+    """The object named by `file.py:Name` or `module:Name`. `importable`: worker processes must be
+    able to import it, too."""
+    module, _, name = spec.rpartition(":")
+    return getattr(
+        _run(Path(module), importable)
+        if module.endswith(".py")
+        else importlib.import_module(module),
+        name,
+    )
+
+
+def blame(error: BaseException) -> str:
+    if isinstance(error, DataError):
+        return str(error)
+    files = {str(path) for path, _ in _modules}
+    lines = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files
+    ]
+    place = f" ({Path(lines[-1].filename).name}, line {lines[-1].lineno})" if lines else ""
+    return one_line(f"{type(error).__name__}: {error}", 300 - len(place)) + place
+
+
+def _run(path: Path, importable: bool) -> ModuleType:
+    """Run a file as a module. If its name is taken, it gets another one, so that models with equal
+    file names can coexist."""
+    if not path.is_file():
+        raise DataError(f"no such file {path}")
+    path, content = path.resolve(), path.read_bytes()
+    key = path, hashlib.sha256(content).hexdigest()
+    if key not in _modules:
+        other = (
+            getattr(sys.modules.get(path.stem), "__file__", "") != str(path)
+            and path.stem in sys.modules
+        )
+        taken = other or path.stem in sys.stdlib_module_names
+        module = ModuleType(f"{path.stem}_{key[1][:12]}" if taken else path.stem)
+        module.__file__ = str(path)
+        if importable and str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))
+        _modules[key] = sys.modules[module.__name__] = module
+        try:
+            exec(
+                compile(content, str(path), "exec"), module.__dict__
+            )  # leaves no __pycache__ in a model folder
+        except BaseException:
+            del sys.modules[module.__name__], _modules[key]
+            raise
+    return _modules[key]

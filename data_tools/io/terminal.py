@@ -1,0 +1,232 @@
+"""Helpers for all command lines: a parser, and one-line errors for wrong arguments, failing output
+and lack of memory.
+
+Parser("omnilead").parse_args()
+tqdm(..., disable=not interactive())      # progress bar on a terminal or in a notebook
+say("step 10")                            # keeps running if standard output cannot be written
+tell("note: ...")                         # on standard error
+if is_memory(error): ...                  # out of memory, whatever the message
+
+Only this module prints, because text may come from a file of anyone's: what would control the
+terminal is escaped here.
+"""
+
+import argparse
+import atexit
+import ctypes
+import difflib
+import errno
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from types import TracebackType
+from typing import Any, NoReturn
+
+from .errors import UserError as UserError
+from .errors import mend_for as mend_for
+from .errors import printable, printable_lines
+
+# "out of memory" as reported by torch, C++, Python's threads, the system and its dynamic loader
+MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "can't start new thread",
+    "Cannot allocate memory",
+    "Resource temporarily unavailable",
+    "failed to map segment",
+)
+# Options that are gone, and what to type instead
+RENAMED = {"--pretrain-implausible": "--leave-out-flags none"}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        guard_streams()
+
+    def print_help(self, file: Any = None) -> None:
+        if code := show(self.format_help()):
+            sys.exit(code)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse, but an unknown argument is an error here, where the options that it may
+        stand for are known."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            option, _, value = unknown[0].partition("=")
+            said = f"unrecognized arguments: {' '.join(unknown)}"
+            value = value or " ".join(unknown[1:2])
+            if option.startswith("-") and (mend := self.suggest(option, value)):
+                said += f": did you mean {mend}?"
+            self.error(said)
+        return known, unknown
+
+    def suggest(self, option: str, value: str) -> str:
+        """What to write instead of an unknown option, or nothing."""
+        if option in RENAMED:
+            return RENAMED[option]
+        near = difflib.get_close_matches(option, self._option_string_actions, 1)
+        return near[0] if near else ""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if near := difflib.get_close_matches(str(value), map(str, action.choices or ()), 1):
+                error.message = f"invalid choice: {value!r}: did you mean {near[0]}?"
+            raise
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(
+            2,
+            f"{self.prog.removeprefix('python -m ')}: {printable(' '.join(message.split()))} "
+            "(--help shows all)\n",
+        )
+
+
+@cache
+def guard_streams() -> None:
+    """Call before printing: replaces a closed stream, and escapes characters that a stream cannot
+    encode."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if logging.lastResort:
+        logging.lastResort.setFormatter(PrintableFormatter())
+    sys.excepthook = _unhandled
+    atexit.register(_flush)
+
+
+class PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
+
+
+def _unhandled(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print no traceback if standard output cannot be written or its reader has closed the pipe."""
+    if (
+        isinstance(error, OSError)
+        and error.filename is None
+        and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EBADF)
+    ):
+        _report(error)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _flush() -> None:
+    if show(""):
+        os._exit(1)  # too late for sys.exit
+
+
+def show(text: str) -> int:
+    """Print a command's result and return the exit code; a closed pipe also gives 0."""
+    try:
+        print(printable_lines(text), end="", flush=True)
+    except OSError as error:
+        return _report(error)
+    return 0
+
+
+def _report(error: OSError) -> int:
+    drop_output()
+    if error.errno == errno.EPIPE:
+        return 0
+    tell(f"standard output: {error.strerror}: redirect it elsewhere")
+    return 1
+
+
+def drop_output() -> int:
+    """Discard further output, and what is still in the buffer, which would raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def say(text: str) -> None:
+    """Print a message; a failure to print does not stop the program."""
+    try:
+        print(printable_lines(text), flush=True)
+    except OSError as error:
+        drop_output()
+        tell(f"warning: standard output: {error.strerror}: no more output there")
+
+
+@contextmanager
+def optional(what: str) -> Iterator[None]:
+    """Goes on, with a note, where a folder of omnilead that makes this was deleted."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("omnilead."):
+            raise
+        tell(f"note: without {what}, as there is no {error.name}")
+
+
+def echo(text: object) -> None:
+    """Print a message; a failure to print is raised."""
+    print(printable_lines(str(text)))
+
+
+def tell(text: str) -> None:
+    """Print a message to standard error, on one line."""
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def about_file(error: OSError, option: str, place: str | os.PathLike[str] | None) -> str:
+    """The file that cannot be read or written, and why: `option` and `place`, what it sets, if that
+    is what a command was writing. The system names no file if the disk is full."""
+    file = error.filename
+    if place and file:
+        whole, out = os.path.abspath(os.fsdecode(file)), os.path.abspath(place)
+        temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.")
+        inside = whole.startswith((f"{out}{os.sep}", f"{out}.", temporary))
+        if whole == out or inside or out.startswith(f"{whole}{os.sep}"):  # or a folder above it
+            file = None
+    if place and not file:
+        file = f"{option} {os.fspath(place)}"
+    return f"{file or 'a file'}: {error.strerror or error}"
+
+
+def interactive() -> bool:
+    """Whether to show progress bars: on a terminal or in a notebook."""
+    return sys.stderr.isatty() or in_notebook()
+
+
+def in_notebook() -> bool:
+    return "ipykernel" in sys.modules
+
+
+def is_memory(error: BaseException | None) -> bool:
+    """Whether this error, or one that caused it, means out of memory."""
+    if error is None or isinstance(
+        error, BlockingIOError
+    ):  # a held lock has the same message as a thread that cannot start
+        return False
+    return (
+        isinstance(error, MemoryError)
+        or any(words in str(error) for words in MEMORY)
+        or is_memory(error.__context__)
+    )
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let this process keep up to 256 MB of freed memory. By default glibc returns large buffers
+    to the kernel, and the next record or batch pays for every page again: two thirds of the time
+    of noise on a CPU. Without glibc, does nothing."""
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
+        mallopt(M_TRIM_THRESHOLD, 256 * 2**20)

@@ -1,0 +1,189 @@
+"""Arrays in files from anywhere: .npy, which are memory-mapped, .npz, HDF5 and zarr.
+
+    open_array(folder("ROOT"), "ecg.hdf5", "tracings")     # has shape, dtype and [rows]
+
+Nothing is a pickle or runs code, no link to another file is followed, and no chunk takes more than
+MAX_CHUNK bytes when it is unpacked. Files that break these rules give a ReadError.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..io.errors import DataError, ReadError, StorageError, one_line
+from ..io.npz import npz_array, npz_names, open_npy
+from ..io.storage import Folder
+from .zip_folder import is_in_zip
+
+ENDINGS = (".npy", ".npz", ".zarr", ".h5", ".hdf5")
+MAX_CHUNK = 64 * 2**20  # a chunk is always decompressed as a whole
+MAX_META = 2**20
+LOCAL_ONLY = "copy arrays to a local disk first, and unpack those in a zip"
+ZARR_META = ("zarr.json", ".zarray")
+# Codecs that only compute. Others may do anything: one of zarr's unpickles
+CODECS = {"blosc", "bytes", "crc32c", "gzip", "lz4", "sharding_indexed", "shuffle", "transpose"}
+CODECS |= {"zlib", "zstd"}
+NO_CODECS = {"regular", "default", "v2"}  # grids and names of chunks, which zarr.json names, too
+
+
+def path_inside(root: Folder, name: str) -> Path:
+    """The path of what lies in the folder itself, not behind a link or `..`."""
+    if root.remote or is_in_zip(root, name):
+        raise StorageError(f"{root.url}/{name}: {LOCAL_ONLY}")
+    place = root.path(name)
+    if os.path.realpath(place) != place or not os.path.exists(place):
+        raise ReadError("not a regular file", name)
+    return Path(place)
+
+
+@contextmanager
+def array_errors(part: str) -> Iterator[None]:
+    """A damaged file may raise anything."""
+    try:
+        yield
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:
+        raise ReadError("unreadable file", f"{part}: {one_line(str(error), 160)}") from None
+
+
+def open_array(root: Folder, part: str, name: str) -> Any:
+    """`name`: of the array in its file; "" where the file is one array."""
+    path, place = path_inside(root, part), f"{part}/{name}".rstrip("/")
+    with array_errors(part):
+        if part.endswith(".npy"):
+            if name:
+                raise ReadError(
+                    "unexpected array shape", f"{part}: is a single array, without {name}"
+                )
+            return open_npy(path)
+        if part.endswith(".npz"):
+            return npz_array(path, name)
+        if part.endswith(".zarr"):
+            return ZarrArray(_open_zarr(root, place), root.path(place), place)
+        return open_hdf5(open_hdf5_file(root, part), part, name)
+
+
+def arrays_in(root: Folder, part: str) -> dict[str, Any]:
+    """The arrays in a file that are in no group, at most 20; "" where the file is one array."""
+    path, names = path_inside(root, part), [""]
+    with array_errors(part):
+        if part.endswith(".npz"):
+            names = npz_names(path)
+        elif not part.endswith((".npy", ".zarr")):
+            names = list(open_hdf5_file(root, part))
+    if len(names) == 1:
+        return {names[0]: open_array(root, part, names[0])}
+    found = {}
+    for name in names[:20]:
+        with suppress(ReadError):  # such as a group
+            found[name] = open_array(root, part, name)
+    return found
+
+
+def open_hdf5_file(root: Folder, part: str) -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise StorageError(
+            "HDF5 files need the extra formats: pip install 'omnilead[formats]'"
+        ) from None
+    path = path_inside(root, part)
+    if not path.is_file():
+        raise ReadError("not a regular file", part)
+    with array_errors(part):
+        return h5py.File(path, "r")
+
+
+def open_hdf5(file: Any, part: str, name: str) -> Any:
+    """Open an HDF5 dataset. Each link is checked before it is followed, since even opening the
+    target may do harm."""
+    import h5py
+
+    found = file
+    for word in name.split("/"):
+        link = found.get(word, getlink=True) if isinstance(found, h5py.Group) else None
+        if link is None:
+            raise ReadError("unexpected HDF5 shape", f"{part}: no {name}")
+        if not isinstance(link, h5py.HardLink):
+            raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
+        found = found[word]
+    if not isinstance(found, h5py.Dataset):
+        raise ReadError("unexpected HDF5 shape", f"{part}: {name} is not a dataset")
+    if found.is_virtual or found.external:
+        raise ReadError("HDF5 points elsewhere", f"{part}: {name}")
+    if found.chunks and math.prod(found.chunks) * found.dtype.itemsize > MAX_CHUNK:
+        what = f"{part}: {found.name} {found.shape} in chunks of {found.chunks}"
+        raise ReadError("unexpected HDF5 shape", what)
+    return found
+
+
+class ZarrArray:
+    """Refuses to read what lies in a missing chunk file; zarr itself returns zeros for it."""
+
+    def __init__(self, array: Any, folder: str, name: str) -> None:
+        self.array, self.folder, self.name = array, folder, name
+        self.shape, self.dtype = array.shape, array.dtype
+        self.file_shape = array.shards or array.chunks
+
+    def __getitem__(self, selection: Any) -> Any:
+        axes = selection if isinstance(selection, tuple) else (selection,)
+        axes += (slice(None),) * (len(self.shape) - len(axes))
+        files = []
+        for index, length, size in zip(axes, self.shape, self.file_shape, strict=True):
+            if isinstance(index, slice):
+                first, stop, _ = index.indices(length)
+                files.append(range(first // size, -(-stop // size)))
+            else:
+                files.append(range(index // size, index // size + 1))
+        for numbers in product(*files):
+            file = self.array.metadata.encode_chunk_key(numbers)
+            if not os.path.isfile(f"{self.folder}/{file}"):
+                why = "if it was all zeros, save the array with write_empty_chunks"
+                raise ReadError("missing chunk", f"{self.name}/{file}: {why}")
+        return self.array[selection]
+
+
+def _open_zarr(root: Folder, place: str) -> Any:
+    import zarr
+
+    path_inside(root, place)
+    for meta in ZARR_META:
+        if root.exists(f"{place}/{meta}"):
+            said = json.loads(root.read(f"{place}/{meta}", MAX_META))
+            if others := set(_named(said)) - CODECS - NO_CODECS:
+                raise ReadError("zarr codec", f"{place}: {', '.join(sorted(map(str, others)))}")
+    if any(os.path.islink(root.path(name)) for name in root.names(place)):
+        raise ReadError("zarr points elsewhere", f"{place}: has links")
+    found = zarr.open_array(root.path(place), mode="r")
+    if math.prod(found.chunks) * found.dtype.itemsize > MAX_CHUNK:
+        raise ReadError("unexpected zarr shape", f"{place}: in chunks of {found.chunks}")
+    return found
+
+
+def _named(meta: Any) -> Iterator[Any]:
+    """The names and ids in what zarr says of an array."""
+    if isinstance(meta, list):
+        for one in meta:
+            yield from _named(one)
+    elif isinstance(meta, dict):
+        for key, value in meta.items():
+            if key in ("name", "id"):
+                yield value
+            elif key != "attributes":
+                yield from _named(value)
+
+
+def without_padding(signal_LT: np.ndarray) -> np.ndarray:
+    """Without the zeros that all leads have at both ends."""
+    measured = np.flatnonzero(np.any(signal_LT != 0, axis=0))
+    if not len(measured):
+        raise ReadError("no valid lead", "all zero")
+    return signal_LT[:, measured[0] : measured[-1] + 1]

@@ -1,0 +1,294 @@
+"""The supported archives and their detection; what no source reads.
+
+`open_sources("ROOT")` looks at the names in ROOT and in its subfolders; ROOT may contain several
+archives, and in any folders that these do not read WFDB records and a hospital's files. WFDB records
+beside an archive are of unknown patients: the first source's `left_out` counts them. Where a kind is
+given, it counts the files that look like ECGs and that this kind does not read, so that no record
+vanishes without a word.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..dataset import META
+from ..ecg.pseudonyms import key_mark, read_key
+from ..io.errors import DataError, ReadError, StorageError
+from ..io.plugins import blame, plugin
+from ..io.storage import Folder, folder
+from .arrays import ArraySource
+from .base import (
+    AbsentKey,
+    FileSource,
+    Prepared,
+    Source,
+    links_in,
+    missing_note,
+    prepared,
+    pseudonymised,
+)
+from .code15 import Code15
+from .wfdb_archives import (
+    PLACES,
+    EcgArrhythmia,
+    MimicIvEcg,
+    PhysioNet2011,
+    PhysioNet2021,
+    PtbXl,
+    WfdbFolder,
+)
+from .zip_folder import archive_folder, folder_below
+
+__all__ = [
+    "ARCHIVES",
+    "AbsentKey",
+    "DataError",
+    "FileSource",
+    "Prepared",
+    "ReadError",
+    "Source",
+    "key_mark",
+    "missing_note",
+    "open_sources",
+    "prepared",
+    "pseudonymised",
+    "read_key",
+]
+
+ARCHIVES: dict[str, type[Source]] = {
+    "physionet2021": PhysioNet2021,
+    "ptbxl": PtbXl,
+    "mimic-iv-ecg": MimicIvEcg,
+    "code15": Code15,
+    "ecg-arrhythmia": EcgArrhythmia,
+    "physionet2011": PhysioNet2011,
+    "wfdb": WfdbFolder,
+    "arrays": ArraySource,
+}
+FileReader = type[FileSource]
+
+
+class UnknownArchive(StorageError):
+    """A folder in which no source finds anything."""
+
+
+def open_sources(
+    url: str,
+    kind: str = "auto",
+    anonymous: bool = False,
+    besides: Sequence[str] = (),
+    private: bool = False,
+    hospital: FileReader | None = None,
+    arrays: Mapping[str, Any] | None = None,
+) -> list[Source]:
+    """Open the sources in a folder. `kind`: auto, a name in ARCHIVES, `file.py:Class` or
+    `module:Class`. `besides`: folders that are opened, too, so what lies in them is not left out.
+    `private`: no message names a file. `hospital`: the class that reads a hospital's files, whose
+    name and formats are kinds, too; without it they are not looked for. `arrays`: the fs_hz, unit
+    and leads of arrays."""
+    root, names = archive_folder(url, anonymous, private)
+    if not names:
+        raise StorageError(f"{root.url}: the folder is empty")
+    if kind == "auto":
+        found = _detected(root, names, anonymous)
+        left = LeftOut(root, found, besides, hospital)
+        read = tuple(dict.fromkeys(source.name for source in found))
+        if left.wfdb:
+            found.append(WfdbFolder(root, tuple(left.places)))
+        if hospital:
+            vendors = hospital(root, within=tuple(left.places))
+            if next(vendors.keys(), None):
+                found.append(vendors)
+        if found:
+            found[0].left_out = left.sentence(archives=read)
+    else:
+        found = [ArraySource(root, arrays) if kind == "arrays" else _of_kind(root, kind, hospital)]
+        # A reader of files looks at all of them; what one of the user's own reads, only he knows
+        if ":" in kind or isinstance(found[0], FileSource):
+            found[0].left_out = LeftOut(root, [], besides, hospital).sentence()
+        else:
+            found[0].left_out = LeftOut(root, found, besides, hospital).sentence(kind)
+    if found:
+        return found
+    if META in names:
+        raise StorageError(
+            f"{root.url}: a dataset, not an archive: pass the archives that it was made from"
+        )
+    some = "" if private else f" ({', '.join(names[:5])}, ...)"
+    raise UnknownArchive(
+        f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source"
+    )
+
+
+def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:
+    if ":" in kind:
+        try:  # so that worker processes can import it, too
+            found = plugin(kind, importable=True)
+        except Exception as error:  # a user's module may raise anything on import
+            raise DataError(f"--source {kind}: {blame(error)}") from None
+        if not (isinstance(found, type) and issubclass(found, Source)):
+            raise DataError(f"--source {kind}: not a subclass of data_tools.sources.Source")
+        try:
+            return found(root)
+        except TypeError as error:  # the class lacks an abstract method
+            raise DataError(f"--source {kind}: {error}") from None
+    if kind in ARCHIVES:
+        return ARCHIVES[kind](root)
+    known = list(ARCHIVES)
+    if hospital:
+        if kind == hospital.name:
+            return hospital(root)
+        if kind in hospital.formats:
+            return hospital(root, kind)
+        known += [hospital.name, *hospital.formats]
+    raise DataError(f"--source {kind}: not auto, {', '.join(known)} or your own file.py:Class")
+
+
+def _detected(root: Folder, names: Sequence[str], anonymous: bool) -> list[Source]:
+    """The archives in a folder and in its subfolders. If there is none, the folder's WFDB
+    records."""
+    found = _archives(root, names)
+    read = places_read(root, found)
+    for name in names:
+        if name in read or (root.remote and looks_like_file(name)):
+            continue
+        below = folder_below(root, name, anonymous)
+        with suppress(StorageError):  # not a folder, or one that may not be listed
+            found += _archives(below, below.children())
+    if found:
+        return found
+    challenge = PhysioNet2021(root)
+    if root.url.rsplit("/", 1)[-1].removesuffix(".zip") in PLACES and challenge.has_records():
+        return [challenge]
+    plain = WfdbFolder(root)
+    return [plain] if next(plain.keys(), None) else []
+
+
+def _archives(place: Folder, names: Sequence[str]) -> list[Source]:
+    found = [archive(place) for archive in ARCHIVES.values() if archive.detect(set(names))]
+    return [one for one in found if one.has_records()]
+
+
+def places_read(root: Folder, sources: Sequence[Source]) -> set[str]:
+    """Paths below `root` of the folders that these sources read; "" is all of it."""
+    read = set()
+    for source in sources:
+        for place in source.places():
+            path = f"{source.root.url}/{place}".removeprefix(root.url)
+            read.add(path.strip("/"))
+    return read
+
+
+class LeftOut:
+    """What lies below a folder and is read by none of its archives.
+
+    The folders that an archive reads are not searched: MIMIC-IV-ECG's has 800,000 subfolders."""
+
+    def __init__(
+        self,
+        root: Folder,
+        sources: Sequence[Source],
+        besides: Sequence[str],
+        hospital: FileReader | None,
+    ) -> None:
+        self.root = root
+        self.endings = hospital.endings if hospital else ()
+        # Where a hospital's files may be: folders, and files that have one of its endings
+        self.places: list[str] = []
+        self.wfdb: list[str] = []  # headers
+        self.vendors: list[str] = []  # files with a hospital's endings
+        self.links: list[str] = []
+        self.unlisted: list[str] = []
+        self.opened = {source.root.url for source in sources} | {folder(url).url for url in besides}
+        self.read = places_read(root, sources)
+        for url in besides:
+            self.read.add(folder(url).url.removeprefix(f"{root.url}/"))
+        for source in sources:
+            self._add_links(source.root, source.links())
+        if not sources:
+            self._add_links(root, root.links())
+        if "" in self.read or not sources:  # all WFDB records are read
+            self.places = [""]
+        else:
+            self._search("")
+
+    def _search(self, place: str) -> None:
+        for name in self.root.children(place):
+            path = f"{place}/{name}" if place else name
+            if path in self.read:
+                continue
+            if any(one.startswith(f"{path}/") for one in self.read):
+                self._search(path)
+            elif name.lower().endswith((".hea", *self.endings)):
+                self._add(path, [path])
+            elif not (self.root.remote and looks_like_file(name)):
+                self._add_folder(path)
+
+    def _add_folder(self, path: str) -> None:
+        place = self.root.path(path)
+        if not self.root.remote and os.path.islink(place):
+            if os.path.isdir(place):
+                self._add_links(self.root, [path])
+            return
+        self._add_links(self.root, self.root.links(path))
+        try:
+            self._add(path, list(self.root.names(path)))
+        except (StorageError, OSError):
+            self.unlisted.append(path)
+
+    def _add_links(self, root: Folder, links: Iterable[str]) -> None:
+        for link in links:
+            place = root.path(link)
+            if os.path.realpath(place) not in self.opened:
+                self.links.append(place.removeprefix(f"{self.root.url}/"))
+
+    def _add(self, path: str, names: Sequence[str]) -> None:
+        """`names`: what is at `path`."""
+        if names:
+            self.places.append(path)
+        for name in names:
+            if name.endswith(".hea"):
+                self.wfdb.append(name)
+            elif name.lower().endswith(self.endings):
+                self.vendors.append(name)
+
+    def sentence(self, kind: str = "", archives: Sequence[str] = ()) -> str:
+        """A note on what is not read, and on WFDB records beside these archives. `kind`: the source's,
+        if the user chose it: then also files that others would read."""
+        said = []
+        if archives and self.wfdb:
+            records = "1 WFDB record"
+            if len(self.wfdb) > 1:
+                records = f"{len(self.wfdb):,} WFDB records"
+            more = ", ..." * (len(self.wfdb) > 1)
+            first = "" if self.root.private else f" ({self.wfdb[0]}{more})"
+            others = " and ".join(archives)
+            said.append(f"reads {records} outside of {others}, of unknown patients{first}")
+        if self.unlisted:
+            said.append(f"could not list {self._named(self.unlisted)}")
+        if self.links:
+            said.append(f"does not follow linked folders: {self._named(self.links)}")
+        if kind and (files := self._others()):
+            look = "1 file that looks like an ECG"
+            if len(files) > 1:
+                look = f"{len(files):,} files that look like ECGs"
+            first = "" if self.root.private else f" ({files[0]}{', ...' * (len(files) > 1)})"
+            said.append(f"leaves out {look}{first}: without --source {kind} none is left out")
+        return f"{self.root.url}: {'; '.join(said)}" if said else ""
+
+    def _others(self) -> list[str]:
+        if self.places == [""]:
+            return [name for name in self.root.names() if name.lower().endswith(self.endings)]
+        return [*self.wfdb, *self.vendors]
+
+    def _named(self, folders: Sequence[str]) -> str:
+        if self.root.private:
+            return f"{len(folders)} of its folders"
+        return ", ".join(folders[:3]) + ", ..." * (len(folders) > 3)
+
+
+def looks_like_file(name: str) -> bool:
+    """Whether an object storage need not be asked what is in it: table.csv, but not v1.0."""
+    ending = name.rpartition(".")[2]
+    return ending != name and not ending.isdigit()

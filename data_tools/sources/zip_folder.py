@@ -1,0 +1,411 @@
+"""Zip archives as folders. Members are read in place, by byte range; nothing is unpacked to a disk.
+
+    archive_folder("x.zip")             # the folder x that unpacking makes; also s3://bucket/x.zip
+    archive_folder("x.zip/records")     # a folder in it
+    archive_folder("FOLDER")            # in which x.zip is the folder x
+
+The directory at the end of a zip is read once in each process, without `zipfile`, which takes a
+gigabyte for 1.6 million members. A directory has no checksum, so names in it are compared with
+those before the data, and data with their size and CRC-32.
+"""
+
+import heapq
+import os
+import re
+import struct
+import threading
+import zlib
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
+from stat import S_IFMT, S_IFREG
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from deflate import DeflateError, crc32, deflate_decompress  # twice as fast as zlib
+
+from ..io.errors import ReadError, StorageError
+from ..io.npz import ANY_RATIO_BYTES, MAX_RATIO
+from ..io.storage import Folder, LocalFolder, folder, local_order, prefetch
+from ..io.terminal import tell
+
+MAX_MEMBERS, MAX_DIRECTORY = 10_000_000, 2**31
+DIRECTORIES_HELD = 1024
+PART = 2**24  # bytes of a directory in one request
+FIELD = 2**16  # bytes of a name, extra field or comment
+# Without signatures, versions and times. An entry: system, flags, method, CRC-32, bytes packed and
+# unpacked, lengths of name, extra field and comment, Unix mode, place. A member: method, lengths of
+# name and extra field. The end of the directory: numbers of disks and entries, length, place
+ENTRY, HEADER = struct.Struct("<4xxB2x2H4x3L3H6xHL"), struct.Struct("<4s4xH16x2H")
+END, END64 = struct.Struct("<4x4H2LH"), struct.Struct("<16x2L4Q")
+IN_EXTRA = 2**32 - 1  # instead of a number that needs more bits
+STORED, DEFLATED = 0, 8
+LINK, ENCRYPTED = -1, -2
+UTF8, UNIX = 1 << 11, 3
+DAMAGED = "its directory is damaged or split: download it again"
+# A record that lacks one of these is refused anyway
+RECORDS = (b".hea", b".dat", b".mat")
+MAX_CHECKED = 256
+_LOCK = threading.Lock()
+
+
+class Member(NamedTuple):
+    """A file in a zip."""
+
+    begin: int  # of its header; the data follow
+    end: int  # where another one begins
+    packed: int  # bytes
+    size: int  # bytes unpacked
+    crc: int
+    method: int  # or why it is not read
+    name: int  # CRC-32
+
+
+class ZipIndex(NamedTuple):
+    """The members of a zip in the order of LocalFolder.names."""
+
+    keys: list[bytes]
+    numbers: np.ndarray  # of Member
+
+    def find(self, path: str) -> Member | None:
+        key = _key(path)
+        row = bisect_left(self.keys, key)
+        if row < len(self.keys) and self.keys[row] == key:
+            return Member(*self.numbers[row].tolist())
+        return None
+
+    def below(self, path: str) -> Iterator[bytes]:
+        """The keys of what is in a folder, from there on."""
+        if not path:
+            yield from self.keys
+            return
+        begin = _key(f"{path}/")[:-1]
+        rows = (bisect_left(self.keys, key) for key in (begin, begin[:-1] + b"\1"))
+        for key in self.keys[slice(*rows)]:
+            yield key[len(begin) :]
+
+
+def _key(path: str) -> bytes:
+    """Sorts as LocalFolder.names does: files before subfolders."""
+    place, slash, name = path.encode(errors="surrogatepass").rpartition(b"/")
+    return (b"\2" + place.replace(b"/", b"\0\2") + b"\0" if slash else b"") + b"\1" + name
+
+
+def _path(key: bytes) -> str:
+    text = key[1:].replace(b"\0\2", b"/").replace(b"\0\1", b"/")
+    return text.decode(errors="surrogatepass")
+
+
+@dataclass(frozen=True)
+class Zip:
+    """A zip, or a folder in it."""
+
+    base: Folder
+    file: str
+    version: bytes  # size and time: a zip that has changed is read again
+    inside: str = ""  # path of the folder
+
+    @property
+    def index(self) -> ZipIndex:
+        with _LOCK:
+            return _read_index(self.base, self.file, self.version)
+
+    def path(self, name: str) -> str:
+        return f"{self.inside}/{name}".strip("/") if self.inside else name
+
+    def packed(self, member: Member, name: str, most: int) -> memoryview:
+        """A member's data; `most`: bytes to read from its header on. `name`: for errors."""
+        try:
+            size = min(member.end - member.begin, most)
+            data = self.base.read_range(self.file, member.begin, size)
+        except OSError as error:
+            raise StorageError(f"{self.base.url}: a zip: {error.strerror or error}") from None
+        if len(data) >= HEADER.size:
+            signature, method, length, extra = HEADER.unpack_from(data)
+            begin = HEADER.size + length
+            known = signature, method, crc32(data[HEADER.size : begin])
+            if known == (b"PK\3\4", member.method, member.name):
+                return memoryview(data)[begin + extra : begin + extra + member.packed]
+        raise ReadError("damaged zip", f"{name}: another file is in its place")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZipFolder(LocalFolder):
+    """A zip as a folder, or a folder in which x.zip is the folder x."""
+
+    base: Folder
+    zips: dict[str, Zip] = field(compare=False)  # by the name of the folder; "" is all
+    remote: bool
+
+    def zip_of(self, name: str) -> tuple[Zip | None, str]:
+        """The zip that a file or folder is in, and its path there."""
+        first, _, rest = name.partition("/")
+        found, path = self.zips.get(""), name
+        if first and first in self.zips:
+            found, path = self.zips[first], rest
+        return found, found.path(path) if found else path
+
+    def read(self, name: str, limit: int, cut: bool = False) -> bytes:
+        found, path = self.zip_of(name)
+        if found is None:
+            return self.base.read(name, limit, cut)
+        member = found.index.find(path)
+        if member is None:
+            raise ReadError("missing file", name)
+        is_whole = member.size <= limit
+        _check(member, name, limit if not cut else member.size)
+        most = member.packed if is_whole else limit
+        data = found.packed(member, name, HEADER.size + 2 * FIELD + most)
+        try:
+            if member.method == DEFLATED and is_whole:
+                data = memoryview(deflate_decompress(data, member.size))
+            elif member.method == DEFLATED:
+                data = memoryview(zlib.decompressobj(-zlib.MAX_WBITS).decompress(data, limit))
+        except (DeflateError, zlib.error):
+            data = data[:0]
+        if is_whole and (len(data) != member.size or crc32(data) != member.crc):
+            raise ReadError("damaged zip", f"{name}: differs from its size or CRC-32")
+        return bytes(data[:limit])
+
+    def stamp(self, name: str) -> bytes:
+        found, path = self.zip_of(name)
+        if found is None:
+            return self.base.stamp(name)
+        member = found.index.find(path)
+        return f"{member.size},{member.crc}".encode() if member else b""
+
+    def exists(self, name: str) -> bool:
+        found, path = self.zip_of(name)
+        if found is None:
+            return self.base.exists(name)
+        return bool(found.index.find(path)) or any(found.index.below(path))
+
+    def names(self, under: str = "") -> Iterator[str]:
+        found, path = self.zip_of(under)
+        if found:
+            before = f"{under}/" if under else ""
+            yield from (before + _path(key) for key in found.index.below(path))
+        elif under:
+            yield from self.base.names(under)
+        else:
+            files = {one.file for one in self.zips.values()}
+            others = (name for name in self.base.names() if name not in files)
+            yield from heapq.merge(others, *map(self.names, self.zips), key=local_order)
+
+    def links(self, under: str = "") -> Iterator[str]:
+        """In a zip, links whose names are like folders': it does not say where they lead."""
+        if self.zip_of(under)[0] is None:
+            yield from self.base.links(under)
+        for name in self.names(under):
+            found, path = self.zip_of(name)
+            if found and "." not in name.rpartition("/")[2]:
+                member = found.index.find(path)
+                if member and member.method == LINK:
+                    yield name
+
+    def children(self, under: str = "") -> list[str]:
+        found, path = self.zip_of(under)
+        if found is None:
+            names = {*self.base.children(under)}
+            if not under:
+                names = (names | self.zips.keys()) - {one.file for one in self.zips.values()}
+            return sorted(names)
+        keys = {key.partition(b"\0")[0] for key in found.index.below(path)}
+        if not keys:
+            raise StorageError(f"cannot list {self.path(under)}: no such folder in the zip")
+        return sorted(map(_path, keys))
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise StorageError(f"{self.url}: is in a zip, which is only read: choose another folder")
+
+    size = read_range = write = publish = workdir = remove = _refuse
+
+
+def _check(member: Member, name: str, limit: int) -> None:
+    if member.method == LINK:
+        raise ReadError("not a regular file", f"{name}: a link, which is not followed")
+    if member.method == ENCRYPTED:
+        raise ReadError("encrypted", f"{name}: unpack the zip")
+    if member.method not in (STORED, DEFLATED):
+        raise ReadError(
+            "zip compression", f"{name}: compression method {member.method}: unpack the zip"
+        )
+    if member.size > limit:
+        raise ReadError("file too large", f"{name}: {member.size} bytes")
+    if member.size > max(ANY_RATIO_BYTES, MAX_RATIO * member.packed):
+        raise ReadError("zip compression", f"{name}: {member.size} bytes in {member.packed}")
+
+
+# The directory of a zip
+
+
+@lru_cache(maxsize=DIRECTORIES_HELD)
+def _read_index(base: Folder, file: str, version: bytes) -> ZipIndex:
+    place = f"a zip in {base.url} (unzip -tq finds it)" if base.private else base.path(file)
+    try:
+        count, begin, end = _find_directory(base, file)
+        parts = range(begin, end, PART)
+        read = prefetch(lambda at: base.read_range(file, at, min(PART, end - at)), parts, 4)
+        index = _parse(b"".join(read), count, begin)
+        # Nobody would miss a table
+        names = (_path(key) for key in index.keys if not key.endswith(RECORDS))
+        for name in islice(names, MAX_CHECKED):
+            if (member := index.find(name)) and member.method >= 0:
+                Zip(base, file, version).packed(member, name, 2**13)
+        return index
+    except OSError as error:
+        raise StorageError(f"{place}: {error.strerror or error}") from None
+    except (struct.error, OverflowError):
+        raise StorageError(f"{place}: {DAMAGED}") from None
+    except ReadError as error:
+        raise StorageError(f"{place}: {error.reason if base.private else error}") from None
+
+
+def _find_directory(base: Folder, file: str) -> tuple[int, int, int]:
+    """The number of its entries, its begin and its end."""
+    size = base.size(file)
+    first = max(0, size - FIELD - END64.size)
+    tail = base.read_range(file, first, size - first)
+    at = tail.rfind(b"PK\5\6")
+    if at < 0:
+        raise ReadError("not a zip, or its end is missing: download it again")
+    end = first + at
+    disk, start, here, count, length, begin, comment = END.unpack_from(tail, at)
+    if at + END.size + comment != len(tail):
+        raise ReadError(DAMAGED)
+    if tail[max(0, at - 20) : at].startswith(b"PK\6\7"):  # leads to one with larger numbers
+        (end,) = struct.unpack_from("<Q", tail, at - 12)
+        numbers = END64.unpack(base.read_range(file, end, END64.size))
+        disk, start, here, count, length, begin = numbers
+    if disk or start or here != count or begin + length != end:
+        raise ReadError(DAMAGED)
+    if count > MAX_MEMBERS or length > MAX_DIRECTORY:
+        raise ReadError(f"{count:,} members, {MAX_MEMBERS:,} at most: unpack it")
+    return count, begin, end
+
+
+def _parse(data: bytes, count: int, end: int) -> ZipIndex:
+    """`end`: of what is before the directory."""
+    keys, numbers, at = [], array("q"), 0
+    for _ in range(count):
+        found = ENTRY.unpack_from(data, at)
+        system, flags, method, crc, packed, size, length, extra, comment, mode, begin = found
+        if not data.startswith(b"PK\1\2", at):
+            raise ReadError(DAMAGED)
+        at += ENTRY.size + length
+        name = data[at - length : at]
+        if IN_EXTRA in (size, packed, begin):
+            size, packed, begin = _widened((size, packed, begin), data[at : at + extra])
+        at += extra + comment
+        unicode = flags & UTF8 or system == UNIX or name.isascii()  # as unzip has it
+        path = name.decode("utf-8" if unicode else "cp437", "surrogateescape")
+        _check_path(path)
+        if path.endswith("/"):
+            continue
+        if system == UNIX and S_IFMT(mode) not in (0, S_IFREG):
+            method = LINK
+        elif flags & 1:
+            method = ENCRYPTED
+        keys.append(_key(path))
+        least = begin + HEADER.size + length + packed
+        numbers.extend((begin, least, packed, size, crc, method, crc32(name)))
+    if at != len(data) or not keys:
+        raise ReadError(DAMAGED)
+    return _index(keys, np.frombuffer(numbers, np.int64).reshape(len(keys), -1), end)
+
+
+def _widened(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
+    """Bytes unpacked, bytes packed and place, with those that are in the extra field."""
+    while len(extra) >= 4:
+        kind, length = struct.unpack_from("<2H", extra)
+        if kind == 1:
+            more = iter(struct.unpack_from(f"<{length // 8}Q", extra, 4))
+            return tuple(next(more, one) if one == IN_EXTRA else one for one in numbers)
+        extra = extra[4 + length :]
+    return numbers
+
+
+def _index(keys: list[bytes], members: np.ndarray, end: int) -> ZipIndex:
+    """A member ends where the next one begins. Those of a bomb share their data."""
+    by_place = np.argsort(members[:, 0])
+    ends = np.append(members[by_place[1:], 0], end)
+    if (members[by_place, 1] > ends).any():
+        raise ReadError("its members overlap: unpack it")
+    members[by_place, 1] = ends
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    if len(set(keys)) < len(keys):
+        raise ReadError("holds a file twice: unpack it")
+    return ZipIndex([keys[row] for row in order], members[order])
+
+
+def _check_path(path: str) -> None:
+    if {"", ".", ".."} & set(path.removesuffix("/").split("/")) or "\0" in path:
+        raise ReadError("holds an unsafe path", path)
+    if path.lower().endswith(".zip"):
+        raise ReadError("holds a zip, which is not read: unpack it", path)
+
+
+# Paths and addresses
+
+
+def folder_or_zip(
+    url: str | os.PathLike[str], anonymous: bool = False, private: bool = False
+) -> Folder:
+    """The folder at a path or address, which may be a zip or in one."""
+    text = os.fspath(url)
+    for found in re.finditer(r"\.zip(?=/|$)", text, re.IGNORECASE):
+        path = text[: found.end()]
+        if "://" in path or os.path.isfile(path):
+            place, slash, file = path.rpartition("/")
+            base = folder(place or slash or ".", anonymous, private)
+            one, inside = _open(base, file), text[found.end() :].strip("/")
+            one = replace(one, inside=one.path(inside))
+            url = f"{base.path(file)}/{inside}".rstrip("/")
+            return ZipFolder(url, private, base=base, zips={"": one}, remote=base.remote)
+    return folder(url, anonymous, private)
+
+
+def _open(base: Folder, file: str) -> Zip:
+    """A zip with nothing but a folder of its own name is this folder."""
+    one, name = Zip(base, file, base.stamp(file)), file[:-4]
+    keys, prefix = one.index.keys, _key(f"{name}/")[:-1]
+    is_all = keys[0].startswith(prefix) and keys[-1].startswith(prefix)
+    return replace(one, inside=name) if is_all else one
+
+
+def archive_folder(
+    url: str | os.PathLike[str], anonymous: bool = False, private: bool = False
+) -> tuple[Folder, list[str]]:
+    """The folder of an archive, in which x.zip is the folder x, and the names in it."""
+    root = folder_or_zip(url, anonymous, private)
+    names = root.children()
+    zips: dict[str, Zip] = {}
+    for file in names:
+        name, path = file[:-4], root.path(file)
+        if not file.lower().endswith(".zip") or (not root.remote and os.path.isdir(path)):
+            continue
+        if name in {*names, *zips} or (not root.remote and os.path.islink(path)):
+            what = "a zip" if private else file
+            tell(f"note: {root.url}: {what} is left out, as it is a link or unpacked beside it")
+        else:
+            zips[name] = _open(root, file)
+    if not zips:
+        return root, names
+    root = ZipFolder(root.url, private, base=root, zips=zips, remote=root.remote)
+    return root, root.children()
+
+
+def folder_below(root: Folder, name: str, anonymous: bool) -> Folder:
+    if isinstance(root, ZipFolder):
+        found, path = root.zip_of(name)
+        if found:
+            zips = {"": replace(found, inside=path)}
+            return replace(root, url=root.path(name), zips=zips)
+    return folder(root.path(name), anonymous, root.private)
+
+
+def is_in_zip(root: Folder, name: str = "") -> bool:
+    return isinstance(root, ZipFolder) and bool(root.zip_of(name)[0])

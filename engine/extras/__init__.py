@@ -1,0 +1,1 @@
+"""What training and inference do without: reports, other programs, the paper's tables."""

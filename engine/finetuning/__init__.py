@@ -1,0 +1,1 @@
+"""Fine-tuning: what it trains, and what it starts from."""

@@ -1,0 +1,143 @@
+"""Describes an ECG without any training: the median beat of its leads, its size and its rhythm.
+
+    mean_beats(x_RLT)        # [R, 12 * BEAT + 8]: a baseline for frozen embeddings
+    measurements(x_RLT)      # [R, len(MEASUREMENTS)]: what the read-out `rhythm` adds to an embedding
+
+x_RLT [R, 12, T] at 500 Hz, in millivolts (microvolts for mean_beats will do). R peaks are found
+where the leads together change fastest, so a blank lead does no harm. The beat runs from 0.25 s
+before R to 0.45 s after it, filtered to 0.5 to 40 Hz, at 100 Hz.
+
+The mean beat has unit length over all leads: two ECGs are compared by cosine of their first
+12 * BEAT numbers. Its last 8 are RHYTHM: logarithms of the beat's size, of the mean, the variation
+and the change of the RR intervals, and of what is left of each group of leads after subtracting
+the median beat. The measurements are RHYTHM and, for each lead, the heights of the waves.
+"""
+
+import numpy as np
+from scipy import fft
+from scipy.signal import find_peaks
+
+from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.resampling import FS_HZ
+
+STEP = FS_HZ // 100
+BEFORE, AFTER = 25, 45  # samples at 100 Hz
+BEAT = BEFORE + AFTER
+SHIFT = 4  # samples at 100 Hz by which a beat may be moved onto the others
+BAND_HZ = (0.5, 40.0)
+QRS_HZ = (5.0, 25.0)
+RHYTHM = (
+    "beat size",
+    "RR mean",
+    "RR variation",
+    "RR change",
+    "residual I to III",
+    "residual aV",
+    "residual V1 to V3",
+    "residual V4 to V6",
+)
+# From R, in samples at 100 Hz
+QRS = slice(BEFORE - 6, BEFORE + 8)
+ST = slice(BEFORE + 6, BEFORE + 10)
+T_WAVE = slice(BEFORE + 13, BEFORE + 40)
+WAVES = ("R", "S", "T", "T trough", "ST")
+MEASUREMENTS = (*RHYTHM, *(f"{wave} {lead}" for wave in WAVES for lead in LEADS))
+
+Array = np.ndarray
+
+
+def mean_beats(x_RLT: Array) -> Array:
+    rows = []
+    for x_LT in x_RLT:
+        beat_LT, rhythm = median_beat(x_LT)
+        size = max(np.linalg.norm(beat_LT), 1e-12)
+        rows.append(np.concatenate([(beat_LT / size).ravel(), rhythm]))
+    return np.array(rows, np.float32).reshape(len(x_RLT), 12 * BEAT + len(RHYTHM))
+
+
+def measurements(x_RLT: Array) -> Array:
+    """MEASUREMENTS of each ECG: RHYTHM, and the heights of the waves in millivolts."""
+    rows = []
+    for x_LT in x_RLT:
+        beat_LT, rhythm = median_beat(x_LT)
+        qrs_LT = beat_LT[:, QRS]
+        t_LT = beat_LT[:, T_WAVE]
+        st_L = beat_LT[:, ST].mean(1)
+        heights = [qrs_LT.max(1), qrs_LT.min(1), t_LT.max(1), t_LT.min(1), st_L]
+        rows.append(np.concatenate([rhythm, *heights]))
+    return np.array(rows, np.float32).reshape(len(x_RLT), len(MEASUREMENTS))
+
+
+def r_peaks(x_LT: Array) -> Array:
+    """R peaks as sample indices, at least 0.3 s apart."""
+    return _peaks(*_filtered(x_LT, QRS_HZ))
+
+
+def median_beat(x_LT: Array) -> tuple[Array, Array]:
+    """The beat [L, BEAT], the mean of each lead subtracted, and RHYTHM."""
+    band_LT, qrs_LT = _filtered(x_LT, BAND_HZ, QRS_HZ)
+    band_LT = band_LT[:, ::STEP]
+    peaks = _peaks(qrs_LT)
+    whole = np.round(peaks / STEP).astype(int)
+    whole = whole[whole >= BEFORE + SHIFT]
+    whole = whole[whole < band_LT.shape[1] - AFTER - SHIFT]
+    if not len(whole):
+        whole = np.array([band_LT.shape[1] // 2])
+    beats_BLT = _aligned(band_LT, whole)
+    beat_LT = np.median(beats_BLT, 0)
+    beat_LT -= beat_LT.mean(1, keepdims=True)
+    size = np.linalg.norm(beat_LT)
+    residual_L = (beats_BLT - beat_LT).std((0, 2))
+    residual = residual_L.reshape(4, 3).mean(1)  # of the groups of leads
+    rr_s = np.diff(peaks) / FS_HZ if len(peaks) > 2 else np.ones(2)
+    mean_s = rr_s.mean()
+    variation = 0.02 + rr_s.std() / mean_s
+    change = 0.02 + np.abs(np.diff(rr_s)).mean()
+    rhythm = np.array([size, mean_s, variation, change, *(residual + 1e-3 * size)])
+    return beat_LT, np.log(np.maximum(rhythm, 1e-6))
+
+
+def _filtered(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
+    """Second-order Butterworth band-passes, forwards and backwards; half a second is mirrored at
+    both ends."""
+    pad = FS_HZ // 2
+    before = 2 * x_LT[:, :1] - x_LT[:, pad:0:-1]
+    after = 2 * x_LT[:, -1:] - x_LT[:, -2 : -2 - pad : -1]
+    x = np.concatenate([before, x_LT, after], 1, dtype=np.float32)
+    length = x.shape[1]
+    spectrum = fft.rfft(x)
+    freq_hz = np.maximum(fft.rfftfreq(length, 1 / FS_HZ), 1e-6)
+    filtered = []
+    for low, high in bands_hz:
+        above = 1 + (low / freq_hz) ** 4
+        below = 1 + (freq_hz / high) ** 4
+        gain = 1 / (above * below)
+        band = fft.irfft(spectrum * gain.astype(np.float32), length)
+        filtered.append(band[:, pad:-pad])
+    return filtered
+
+
+def _peaks(qrs_LT: Array) -> Array:
+    speed = np.abs(np.diff(qrs_LT)).sum(0)
+    window = FS_HZ // 12
+    speed = np.convolve(speed, np.ones(window) / window, "same")
+    tallest = [speed[start : start + FS_HZ].max() for start in range(0, len(speed), FS_HZ)]
+    height = 0.45 * np.median(tallest)  # the tallest second may be a spike
+    found, _ = find_peaks(speed, height=height, distance=int(0.3 * FS_HZ))
+    return np.asarray(found)
+
+
+def _aligned(band_LT: Array, peaks: Array) -> Array:
+    """Beats [B, L, BEAT], each moved by up to SHIFT onto the median beat."""
+    offset = np.arange(-BEFORE, AFTER)
+    beats_LBT = band_LT[:, peaks[:, None] + offset]
+    template_LT = np.median(beats_LBT, 1)
+    moves = np.arange(-SHIFT, SHIFT + 1)
+    likeness = []
+    for move in moves:
+        moved_LBT = band_LT[:, (peaks + move)[:, None] + offset]
+        likeness.append((moved_LBT * template_LT[:, None]).sum((0, 2)))
+    best = np.argmax(likeness, axis=0)
+    peaks = peaks + moves[best]
+    beats_LBT = band_LT[:, peaks[:, None] + offset]
+    return beats_LBT.transpose(1, 0, 2)

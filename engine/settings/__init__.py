@@ -1,0 +1,1 @@
+"""Settings of a run, and how commands take them."""

@@ -1,0 +1,278 @@
+"""What commands take and give: settings files, --set, files of results, Ctrl-C.
+
+read_yaml(path)                   # merged over the file that its `base:` names
+parse_yaml("5e-5", "--set lr")    # 5e-5
+interruptible("engine.x")         # call it before importing torch
+
+A YAML file may begin with `base: other.yaml` and then holds only what differs from that file.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import yaml  # type: ignore[import-untyped]
+
+from omnilead.data_tools.io.storage import write_whole
+from omnilead.data_tools.io.terminal import Parser as Parser
+from omnilead.data_tools.io.terminal import guard_streams, is_memory, mend_for, show, tell
+
+from .errors import ConfigError, OutputError
+from .files import find_config, merge
+
+LENGTHS = ("train.steps", "train.epochs")
+RUN_CODE: Any = {
+    "action": "store_true",
+    "help": "allow running the custom encoder or head code in the model folder",
+}
+FIRST_TELLS_S = 10.0  # torchrun ends other ranks after 0.1 s, deepspeed after 1 s
+MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
+
+
+class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Has limits, because a file may come from anyone: an alias counts as all the values it
+    repeats ("billion laughs"), and integers have at most 63 bits. Reads 5e-5 as a number, where
+    YAML 1.1 has a string. A key must not stand twice: PyYAML would use the last value without a
+    word."""
+
+    def __init__(self, stream: bytes | str) -> None:
+        super().__init__(stream)
+        self.values = 0
+        self.sizes: dict[int, int] = {}  # number of values of each finished node, by its id
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        is_alias, before = self.check_event(yaml.AliasEvent), self.values
+        node = super().compose_node(parent, index)
+        # an unfinished node contains itself
+        self.values += self.sizes.get(id(node), MAX_YAML_VALUES) if is_alias else 1
+        if self.values > MAX_YAML_VALUES:
+            raise yaml.YAMLError(
+                f"more than {MAX_YAML_VALUES:,} values, counting those that aliases repeat"
+            )
+        self.sizes.setdefault(id(node), self.values - before)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            if (key.tag, key.value) in seen:
+                raise yaml.YAMLError(
+                    f"line {key.start_mark.line + 1}: the key {key.value[:40]!r} occurs twice: "
+                    "remove one"
+                )
+            seen.add((key.tag, key.value))
+        return node
+
+    def construct_integer(self, node: Any) -> int | str:
+        if ":" in node.value:  # 8:1:1 is text, not a base-60 number as in YAML 1.1
+            return str(node.value)
+        value: int = self.construct_yaml_int(node)
+        if abs(value) >= MAX_INTEGER:
+            raise yaml.YAMLError("an integer has more than 63 bits")
+        return value
+
+
+_YamlLoader.add_constructor("tag:yaml.org,2002:int", _YamlLoader.construct_integer)
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def read_yaml(path: Path, folder: str = "", above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Reads a file and merges it over its `base:`, a path relative to the file or a config shipped
+    in `folder`."""
+    tree = read_mapping(path)
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    path = path.resolve()
+    if path in above:
+        raise ConfigError(
+            f"{path}: `base` refers back to itself: name another file, or leave it out"
+        )
+    return merge(
+        read_yaml(
+            find_config(str(base), folder, f"{path}: base", path.parent), folder, (*above, path)
+        ),
+        tree,
+    )
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Reads one YAML file, without its `base:`."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_YAML_BYTES + 1)
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # also NUL in a name, or a loop of symbolic links
+        raise ConfigError(
+            f"{path}: {getattr(error, 'strerror', None) or error}: give another --config"
+        ) from None
+    if len(content) > MAX_YAML_BYTES:
+        raise ConfigError(
+            f"{path}: has more than {MAX_YAML_BYTES:,} bytes: give a file of settings"
+        )
+    tree = parse_yaml(content, str(path))
+    if tree is None:  # an empty file
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: settings must be a mapping, key: value")
+    return tree
+
+
+def parse_yaml(text: str | bytes, source: str) -> Any:
+    try:
+        return yaml.load(text, _YamlLoader)
+    except (
+        Exception
+    ) as error:  # scalar constructors raise any error; RecursionError if nested too deeply
+        raise ConfigError(
+            f"{source}: not valid YAML: {' '.join(str(error).split())}"[:300]
+        ) from None
+
+
+def overridden(
+    tree: dict[str, Any], overrides: Sequence[str] | Mapping[str, Any]
+) -> dict[str, Any]:
+    """Applies --set strings, or values by dotted key. Setting train.steps unsets train.epochs, and
+    the reverse."""
+    pairs = list(overrides.items() if isinstance(overrides, Mapping) else map(_parsed, overrides))
+    given = dict(pairs)
+    pairs += [
+        (other, None)
+        for one, other in zip(LENGTHS, LENGTHS[::-1], strict=True)
+        if given.get(one) and other not in given
+    ]
+    for key, value in pairs:
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        tree = merge(tree, value)
+    return tree
+
+
+def _parsed(override: str) -> tuple[str, Any]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {override!r}: write key=value, for example --set train.lr=1e-4")
+    return key, parse_yaml(text, f"--set {key}")
+
+
+def command_parser(name: str, about: str | None) -> Parser:
+    """Shows the text about a command as it is written."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return Parser(f"omnilead {name}", description=about, formatter_class=as_written)
+
+
+def writable(place: Path, flag: str) -> None:
+    """Raises before hours of work, not after them, if a file cannot be written."""
+    folder, mend = place.parent, "name a file in an existing folder"
+    if place.is_dir():
+        raise ConfigError(f"{flag} {place}: is a folder: {mend}")
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} {place}: the folder {folder} does not exist: {mend}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{flag} {place}: no permission to write in {folder}: choose another folder"
+        )
+
+
+@contextmanager
+def writing(place: Path, flag: str) -> Iterator[None]:
+    """An OutputError if a command's result cannot be written to the path that `flag` sets."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{flag} {place}: {error.strerror or error}: {mend_for(error)}") from None
+
+
+def write_result(place: Path, text: str, flag: str) -> None:
+    with writing(place, flag):
+        write_whole(place, text)
+
+
+def positive(text: str) -> int:
+    """An argparse type."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number of at least 1")
+    return int(text)
+
+
+def run_folder(text: str) -> Path:
+    """An argparse type."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text}: give the run's working folder, which its first line names"
+        )
+    return Path(text)
+
+
+def tell_failure(line: str, everywhere: bool) -> None:
+    """Prints why a command fails. `everywhere`: all ranks fail for the same reason, so the first one
+    prints it. The others wait for that, because a launcher ends all ranks as soon as one has ended;
+    a rank that is still there afterwards is alone with its reason, and prints it."""
+    note_for_torchrun(line)
+    if everywhere and os.environ.get("RANK", "0") != "0":
+        time.sleep(FIRST_TELLS_S)
+    with suppress(OSError):
+        tell(line)
+
+
+def note_for_torchrun(line: str) -> None:
+    """torchrun ends with its own report and a traceback, and shows this line at their end: without it,
+    a hint at PyTorch's documentation."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        failure = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": failure}))
+
+
+def leave(code: int) -> NoReturn:
+    """Exits without shutting down the interpreter, where gloo threads that still hold tensors would
+    raise SIGABRT."""
+    code = show("") or code
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def one_blas_thread() -> None:
+    """Call before importing NumPy: its threads and PyTorch's would block each other, and probes
+    take ten times as long."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def interruptible(name: str) -> None:
+    """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds; exit code
+    130) or a lack of memory. Threads wait in short loops."""
+    guard_streams()
+    # PyTorch's threads wait for each other in long busy loops. With shorter ones `small` trains 1.3 to 2
+    # times as fast on two cores that others use as well, and as fast on two that nobody else uses
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            tell(f"{name}: interrupted")
+            # Python would end itself by SIGINT: 130 in a shell, but -2 for a program that started
+            # it
+            leave(130)
+        elif is_memory(error):
+            tell(f"{name}: out of memory: raise the limit (ulimit -v), or free some")
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,76 @@
+"""Errors that commands print on one line."""
+
+import functools
+import reprlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from omnilead.data_tools.io.plugins import blame
+from omnilead.data_tools.io.terminal import UserError
+
+Kind = TypeVar("Kind")
+
+
+Facts = dict[str, Any]  # by name, as in a JSON object
+
+
+def listed(names: Sequence[Any], most: int) -> str:
+    """The first of these names, for a message."""
+    text = ", ".join(map(str, names[:most]))
+    if len(names) > most:
+        text += ", ..."
+    return text
+
+
+class ConfigError(UserError):
+    """A setting is wrong: the message is one line with the key, its value and what to write
+    instead."""
+
+
+class OutputError(UserError):
+    """A result cannot be computed or written: the message is one line."""
+
+
+def one_line_errors(kind: type[Kind]) -> type[Kind]:
+    """Decorates a dataclass that pydantic checks: a wrong argument is a ConfigError."""
+    from pydantic import ValidationError  # late, so that --help does not wait for it
+
+    validate: Any = kind.__init__
+
+    @functools.wraps(validate)
+    def checked(self: Any, *args: Any, **settings: Any) -> None:
+        try:
+            validate(self, *args, **settings)
+        except ValidationError as error:
+            raise ConfigError(f"{kind.__name__}: {_wrong_setting(kind, error)}") from None
+
+    kind.__init__ = checked  # type: ignore[method-assign]
+    return kind
+
+
+def _wrong_setting(kind: Any, error: Any) -> str:
+    errors, mend = error.errors(include_url=False), ""
+    key, given = str(errors[0]["loc"][0]), errors[0]["input"]
+    wrong = f"{key}={reprlib.repr(given)}"
+    if errors[0]["type"] != "unexpected_keyword_argument":
+        if isinstance(given, list) and "tuple_type" in [one["type"] for one in errors]:
+            mend = f": write {key}={reprlib.repr(tuple(given))}"
+        return f"{wrong}: {errors[0]['msg'][0].lower()}{errors[0]['msg'][1:]}{mend}"
+    for name, field in kind.__dataclass_fields__.items():
+        if key in getattr(field.type, "__dataclass_fields__", ()):
+            part = f"{field.type.__name__}({key}=...)"
+            return f"{wrong}: belongs to {name}: write {name}={part}"
+    return f"{wrong}: no such setting: they are {', '.join(kind.__dataclass_fields__)}"
+
+
+@contextmanager
+def blaming(setting: str, hint: str = "") -> Iterator[None]:
+    """Wraps plugged-in code: whatever it raises becomes one line about the setting that named
+    it."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}: {error if isinstance(error, ConfigError) else blame(error)}{hint}"
+        ) from None

@@ -1,0 +1,53 @@
+"""The files in RUN that training writes and reports and `status` read."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+# Files in RUN: training writes them, engine.extras.reports.run_report and engine.status read them
+METRICS = "metrics.jsonl"
+
+
+VALIDATION = "validation.jsonl"
+
+
+PROMETHEUS = "metrics.prom"
+
+
+LOCK = ".lock"  # held while a process trains
+
+
+REPORT = "report.html"
+
+
+LARGEST = 1e12  # larger numbers cannot be steps, losses, rates or seconds
+
+
+LABELS = "labels.parquet"  # the label table that a run was fine-tuned on
+
+
+VALID = "valid/"  # prefix of validation metrics where they appear beside training metrics
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of metrics.jsonl or validation.jsonl in the order of their steps, and the number of
+    lines that are none. A step that was repeated after a restart counts once."""
+    by_step: dict[float, dict[str, Any]] = {}
+    unreadable = 0
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+            step = number(row["step"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            step = math.nan
+        if math.isfinite(step):
+            by_step[step] = row
+        else:
+            unreadable += bool(line.strip())
+    return [by_step[step] for step in sorted(by_step)], unreadable
+
+
+def number(value: Any) -> float:
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if known else math.nan

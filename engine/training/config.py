@@ -1,0 +1,486 @@
+"""Settings: one frozen, validated object. Errors are one line that names the key.
+
+    load("w2v_cmsc_rlm", ["train.steps=100", "data.datasets=[DATASET]"])     # a Config, from a file and --set
+    load("diagnosis", ["start=RUN"], FinetuneConfig)      # engine.tasks.config
+    config = build({"train": {"steps": 100}})     # the same without a file
+    check(config, world=8)                    # rejects contradictory settings before any work is done
+    omnilead pretrain --schema                # JSON schema, for editors
+
+The settings of a component are a dataclass beside its code; this file collects them.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..data.augmentations import AugmentConfig
+from ..data.loader import LoaderConfig, PipelineConfig
+from ..model.config import ModelConfig, ObjectiveConfig
+from ..model.draws import max_masked
+from ..model.input import HALF_S, Input, InputConfig
+from ..settings.commandline import overridden, read_yaml
+from ..settings.errors import ConfigError
+from ..settings.files import CONFIGS as CONFIGS
+from ..settings.files import find_config, flatten, merge
+from .metrics import METRIC_OF
+
+CPUINFO = Path("/proc/cpuinfo")
+SHOWN = 80  # characters of a wrong value
+DEVICE = re.compile(r"(^|\.)(device|gpu|cuda|accelerator)s?$")
+WHICH_DEVICE = (
+    "training takes a GPU if it sees one: CUDA_VISIBLE_DEVICES=1 in the environment chooses it, "
+    "CUDA_VISIBLE_DEVICES= hides them all"
+)
+ALIASES = {  # names in other libraries
+    "train.lr": "learning_rate",
+    "train.batch_crops": "batch_size",
+    "train.micro_batch": "micro_batch_size per_device_train_batch_size",
+    "train.steps": "max_steps num_steps",
+    "train.epochs": "max_epochs num_epochs num_train_epochs",
+    "train.warmup": "warmup_steps warmup_ratio",
+    "train.clip_norm": "max_grad_norm gradient_clipping",
+    "train.precision": "dtype",
+    "train.save_every_steps": "save_steps",
+    "train.validate_every": "eval_steps",
+    "train.log_every": "logging_steps",
+    "pipeline.threads": "num_workers",
+    "run": "output_dir out",
+    "data.datasets": "dataset",
+    "model.width": "hidden_size",
+    "model.layers": "num_layers",
+    "model.heads": "num_heads",
+    "start": "checkpoint pretrained",
+}
+
+
+if TYPE_CHECKING:
+    BestMetric = str
+else:
+    BestMetric = Literal[
+        "f1", *(one.name for one in METRIC_OF.values() if one.lower_is_better is not None)
+    ]
+Rate = Annotated[float, Field(gt=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RoleSelection(Section):
+    """Selects crops of a dataset by role: see data_tools.dataset.Dataset.select."""
+
+    # with (true) or without (false) the role of pre-training; null: both
+    pretrain: bool | None = None
+    dx: Literal["train", "valid", "test"] | None = None  # the role in diagnosis; null: any
+    # the role in identification; null: any
+    identity: Literal["train", "valid", "gallery", "probe"] | None = None
+
+
+class DataConfig(Section):
+    datasets: tuple[str, ...] = ()  # folders or s3:// addresses
+    train: RoleSelection = RoleSelection(pretrain=True)
+    # for the validation loss; datasets without such crops are skipped
+    valid: RoleSelection = RoleSelection(dx="valid")
+    # Train and validate only on crops for which this is true, such as age >= 18 and not flags.flat
+    where: str = ""
+    # share of the patients of `train` kept for validation instead of `valid`
+    hold_out: float = Field(default=0.0, ge=0, lt=1)
+    # train once on crops of the same waveform: on the first, in the order of `datasets`
+    dedup: bool = False
+    anonymous: bool = False  # s3:// without credentials
+
+
+class TrainConfig(Section):
+    steps: int | None = Field(default=None, ge=1)  # set either steps or epochs
+    epochs: float | None = Field(default=None, gt=0, le=1e6)  # passes over the training crops
+    batch_crops: int = Field(default=512, ge=1)  # global batch size, over all ranks
+    # Crops per rank and forward pass; None: all of them. Fewer means gradient accumulation, where
+    # crops are contrasted only within a micro-batch (of all ranks): CMSC, SimCLR, 3KG see
+    # micro_batch x ranks candidates. Code diversity and survival likewise. Of labels, those known in
+    # each micro-batch are averaged, then the micro-batches.
+    micro_batch: int | None = Field(default=None, ge=1)
+    # auto: bf16 if the hardware supports it, else fp32
+    precision: Literal["auto", "bf16", "fp32"] = "bf16"
+    # None: the stage in the DeepSpeed JSON, else 1
+    zero_stage: int | None = Field(default=None, ge=0, le=3)
+    # DeepSpeed JSON file, or zero0 to zero3; it may set ZeRO and communication only
+    deepspeed: str | None = None
+    # scope of torch.compile; None: layers on CUDA, else eager
+    compile: Literal["eager", "layers", "step"] | None = None
+    lr: Rate = 5e-5  # peak learning rate
+    # fixed: constant lr; tri_stage: warm-up, hold, decay
+    schedule: Literal["fixed", "warmup_cosine", "tri_stage"] = "fixed"
+    warmup: float = Field(default=0.1, ge=0, le=1)  # share of all steps
+    hold: float = Field(default=0.2, ge=0, le=1)  # share of all steps, tri_stage only
+    # first learning rate, as a fraction of lr
+    start_factor: float = Field(default=0.01, ge=0, le=1)
+    end_factor: float = Field(default=0.01, ge=0, le=1)  # last learning rate, as a fraction of lr
+    weight_decay: float = Field(default=0.01, ge=0, le=1)  # decoupled, on every parameter
+    betas: tuple[Beta, Beta] = (0.9, 0.98)  # of AdamW
+    eps: float = Field(default=1e-6, gt=0, le=1)  # of AdamW
+    clip_norm: float = Field(default=0.0, ge=0)  # 0: no gradient clipping
+    # stop after N non-finite steps in a row; checked when logging
+    max_nonfinite: int = Field(default=10, ge=1, le=10**6)
+    seed: int = Field(default=0, ge=0, lt=2**63)  # for data order, augmentation, initial weights
+    # deterministic GPU kernels; an operation that has none is an error that names it
+    deterministic: bool = False
+    # loggers besides metrics.jsonl
+    track: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    log_every: int = Field(default=10, ge=1)  # steps
+    validate_every: int = Field(default=0, ge=0)  # steps; 0: never
+    valid_batches: int = Field(default=16, ge=1)  # at most, in each validation
+    # the metric that chooses the best checkpoint; None: the task's first validation metric
+    best: BestMetric | None = None
+    # early stopping after this many validations in a row without improvement; 0: never
+    patience: int = Field(default=0, ge=0)
+    # patients to identify in each validation of pre-training; 0: none
+    probe_patients: int = Field(default=256, ge=0)
+    # steps between checkpoints; 0: by time only, and at the end
+    save_every_steps: int = Field(default=0, ge=0)
+    # minutes between checkpoints, which are written while training goes on
+    save_every_minutes: float = Field(default=30.0, gt=0)
+    keep: int = Field(default=3, ge=1)  # newest checkpoints to keep, besides the best
+    # peak TFLOP/s of one device, for MFU; None: measured at the start
+    peak_tflops: float | None = Field(default=None, gt=0)
+    # the run ends when a rank does not respond for this long
+    timeout_s: float = Field(default=600.0, gt=0, le=1e6)
+
+    @field_validator("precision")
+    @classmethod
+    def _resolve_auto(cls, precision: str) -> str:
+        return precision if precision != "auto" else "bf16" if has_bf16() else "fp32"
+
+
+def has_bf16() -> bool:
+    """Whether the hardware computes in bf16; emulated bf16 is slower than fp32."""
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(CPUINFO.read_text().split())
+
+
+class RunConfig(Section):
+    """Settings of every training run."""
+
+    folder: ClassVar[str] = "pretrain"  # subfolder of configs/ in which a config is found by name
+    defaults: ClassVar[dict[str, Any]] = {}  # where they differ from the sections' own
+    elsewhere: ClassVar[dict[str, str]] = {}  # settings that belong to another command
+    run: str  # folder of the run
+    data: Any
+    pipeline: PipelineConfig = PipelineConfig()
+    augment: AugmentConfig = AugmentConfig()
+    train: TrainConfig = TrainConfig()
+
+    def tree(self) -> dict[str, Any]:
+        """Nested dicts as in JSON and YAML."""
+        return self.model_dump(mode="json")
+
+    def problems(self, world: int) -> list[tuple[Any, str]]:
+        """Pairs of a condition that is true if settings contradict each other, and what to say."""
+        return []
+
+    @property
+    def length_matters(self) -> bool:
+        """Whether a step depends on the number of all steps."""
+        return self.train.schedule != "fixed"
+
+    @property
+    def loader(self) -> LoaderConfig:
+        t = self.train
+        return LoaderConfig(
+            **vars(self.pipeline),
+            batch_crops=t.batch_crops,
+            micro_batch=t.micro_batch,
+            seed=t.seed,
+            augment=self.augment,
+        )
+
+
+class Config(RunConfig):
+    """Pre-training."""
+
+    run: str = "runs/pretrain"  # folder of the run; an unfinished run there is resumed
+    start: str = ""  # run or model folder to continue training from; "": random weights
+    data: DataConfig = DataConfig()
+    input: InputConfig = InputConfig()
+    model: ModelConfig = ModelConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("task", "encoder", "code"), "omnilead finetune"
+    )
+
+    @property
+    def signals(self) -> Input:
+        return Input(self.augment.output_leads, self.augment.seen, **vars(self.input))
+
+    @property
+    def windows(self) -> int:
+        """Of a crop in a step: two to contrast, at random places; one if there are no two."""
+        return 1 if self.input.window_s > HALF_S else 2
+
+    @property
+    def loader(self) -> LoaderConfig:
+        return replace(super().loader, windows=0 if self.signals.plain else self.windows)
+
+    def problems(self, world: int) -> list[tuple[Any, str]]:
+        objective, augment, t = self.objective, self.augment, self.train
+        leads = len(augment.output_leads)
+        views = "halves" if objective.method == "cmsc" else "window"
+        contrast = objective.contrast > 0 and not objective.plugged
+        if not self.model.encoder:
+            tokens = self.model.tokens(self.signals.samples)
+            if objective.local > 0:
+                max_masked(self.model, tokens)
+        return [
+            (
+                self.input.window_s > HALF_S and (contrast or self.pipeline.views == "window"),
+                f"input.window_s={self.input.window_s:g}: a crop has no two such windows to "
+                "contrast: use at most 5, or objective.contrast=0 and pipeline.views=halves",
+            ),
+            (
+                self.model.leads != leads,
+                f"model.leads={self.model.leads}: augment.leads={augment.leads!r} needs {leads}",
+            ),
+            (
+                contrast and self.pipeline.views != views,
+                f"pipeline.views={self.pipeline.views!r}: objective.method={objective.method} needs "
+                f"{views}",
+            ),
+            (
+                contrast and views == "window" and not (augment.described or augment.extra),
+                "pipeline.views='window' without augmentation: both views would be equal: set "
+                "augment.rlm or augment.noise",
+            ),
+            (
+                contrast and candidates(self, world) < 2,
+                f"train.batch_crops={t.batch_crops}, train.micro_batch={t.micro_batch}: a crop is "
+                "contrasted with "
+                "the others of its micro-batch: use 2 or more, or objective.contrast=0",
+            ),
+        ]
+
+
+class ZeroSection(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)  # DeepSpeed checks the rest
+    stage: Literal[0, 1, 2, 3] = 1
+
+
+class DeepSpeedFile(Section):
+    """What a DeepSpeed JSON may set; everything else comes from `train`."""
+
+    zero_optimization: ZeroSection = ZeroSection()
+    communication_data_type: str | None = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = 1.0
+
+
+Kind = TypeVar("Kind", bound=RunConfig)
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+def build(tree: dict[str, Any], kind: type[Kind] = Config) -> Kind:  # type: ignore[assignment]
+    """Validated settings from nested dicts."""
+    tree = merge(kind.defaults, tree)
+    train = tree.get("train")
+    if isinstance(train, dict) and isinstance(rates := train.get("lr"), list) and rates:
+        if len(rates) > 1:
+            raise ConfigError(
+                f"train.lr={rates}: a run has one learning rate: start one for each: --lr "
+                f"{rates[0]} --out OUT/lr-{rates[0]} and so on, and compare their RUN/result.json"
+            )
+        tree = tree | {"train": train | {"lr": rates[0]}}
+    try:
+        return _validate(kind, json.dumps(tree))
+    except TypeError as error:  # a date, for example
+        raise ConfigError(
+            f"a value has a type that JSON does not have: {error}: write text or a number"
+        ) from None
+
+
+def schema(kind: type[RunConfig] = Config) -> str:
+    return json.dumps(kind.model_json_schema(), indent=1)
+
+
+def _validate(kind: type[Parsed], text: str, source: str = "") -> Parsed:
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(source + _explain(error.errors(include_url=False), kind)) from None
+
+
+def _explain(errors: Sequence[Any], kind: type[BaseModel]) -> str:
+    for error in errors:
+        if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            key = ".".join(map(str, error["loc"]))[:SHOWN]
+            return f"{key}: no such setting{_suggest(key, kind)}"
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return "settings are not valid JSON or UTF-8 text: write other values"
+    # pydantic also names the types of a union that it tried: str, constrained-float[...]
+    parts = [str(part) for part in first["loc"]]
+    key = ".".join(part for part in parts if not re.search(r"\W|^str$", part))[:SHOWN]
+    value, message = repr(first["input"]), first["msg"][0].lower() + first["msg"][1:]
+    if len(value) > SHOWN:
+        return f"{key}={value[:SHOWN]}...: {message}"
+    mend = f": write {key}=[{first['input']}]" if first["type"] == "tuple_type" else ""
+    return f"{key}={value}: {message}{mend}"
+
+
+def _suggest(key: str, kind: type[BaseModel]) -> str:
+    if issubclass(kind, RunConfig) and key in kind.elsewhere:
+        return f" here: it belongs to {kind.elsewhere[key]}"
+    if DEVICE.search(key):
+        return f": {WHICH_DEVICE}"
+    near = settings_named(key, kind) or nearest_settings(key, kind)
+    if near:
+        return f": did you mean {near[0]}?"
+    return f": settings are {', '.join(kind.model_fields)}"
+
+
+def settings_named(key: str, kind: type[BaseModel]) -> list[str]:
+    """Settings whose name, or a name in other libraries, is the last part of this one."""
+    name = key.rpartition(".")[2]
+    named = []
+    for setting in flatten(kind().model_dump()):
+        own = setting.rpartition(".")[2]
+        if name == own or name in ALIASES.get(setting, "").split():
+            named.append(setting)
+    return named
+
+
+def nearest_settings(key: str, kind: type[BaseModel]) -> list[str]:
+    return difflib.get_close_matches(key, list(flatten(kind().model_dump())), 1, 0.5)
+
+
+def deepspeed_json(
+    config: RunConfig, world: int, universal: bool = False, clips: bool = False
+) -> dict[str, Any]:
+    """DeepSpeed's configuration: ZeRO and communication from the file, everything else from the
+    settings. `clips`: it measures, clips and skips gradients instead of the optimizer."""
+    own = _deepspeed_file(config).model_dump(exclude_unset=True)
+    zero: dict[str, Any] = own.pop("zero_optimization", {}) | {"stage": zero_stage(config)}
+    if zero["stage"] in (1, 2):
+        # the optimizer computes it without waiting for the device
+        zero["compute_grad_norm"] = clips
+    elif zero["stage"] == 3:
+        zero["sub_group_size"] = 10**12  # one call of the optimizer per step
+    micro, accumulation = micro_batch(config, world)
+    return own | {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": zero,
+        "bf16": {"enabled": config.train.precision == "bf16", "check_grad_overflow": clips},
+        # DeepSpeed's default is 1; the optimizer clips, by train.clip_norm
+        "gradient_clipping": config.train.clip_norm if clips else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**62,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice per step
+        "checkpoint": {"load_universal": universal},
+    }
+
+
+def _deepspeed_file(config: RunConfig) -> DeepSpeedFile:
+    name = config.train.deepspeed
+    if name is None:
+        return DeepSpeedFile()
+    text = find_config(name, "deepspeed", "train.deepspeed").read_text(errors="replace")
+    return _validate(DeepSpeedFile, text, f"train.deepspeed={name!r}: ")
+
+
+def zero_stage(config: RunConfig) -> int:
+    zero, asked = _deepspeed_file(config).zero_optimization, config.train.zero_stage
+    if asked is not None and "stage" in zero.model_fields_set and asked != zero.stage:
+        raise ConfigError(
+            f"train.zero_stage={asked}, but {config.train.deepspeed} has stage {zero.stage}: set "
+            "only one of them"
+        )
+    return zero.stage if asked is None else asked
+
+
+def micro_batch(config: RunConfig, world: int) -> tuple[int, int]:
+    """Crops per rank and forward pass, and forward passes per step."""
+    t = config.train
+    share, rest = divmod(t.batch_crops, world)
+    if rest:
+        raise ConfigError(
+            f"train.batch_crops={t.batch_crops}: must be a multiple of the {world} ranks"
+        )
+    micro = t.micro_batch or share
+    if share % micro:
+        raise ConfigError(
+            f"train.micro_batch={micro}: must divide train.batch_crops / ranks = {t.batch_crops} "
+            f"/ {world} = {share}"
+        )
+    return micro, share // micro
+
+
+def candidates(config: Config, world: int) -> int:
+    """Number of crops that are contrasted with each other."""
+    return micro_batch(config, world)[0] * (world if config.objective.across_ranks else 1)
+
+
+def check(config: RunConfig, world: int) -> None:
+    """Raises ConfigError if settings contradict each other."""
+    t, weights, datasets = config.train, config.pipeline.weights, config.data.datasets
+    stage = zero_stage(config)
+    micro_batch(config, world)
+    problems = [
+        (
+            not config.run,
+            "run='': name a folder: --set run=runs/first",
+        ),
+        (not datasets, "data.datasets=[]: name a dataset: --data DATASET"),
+        (
+            t.steps and t.epochs,
+            f"train.steps={t.steps}, train.epochs={t.epochs}: set only one: --set "
+            "train.epochs=null",
+        ),
+        (
+            not (t.steps or t.epochs),
+            "train.steps and train.epochs are not set: give one: --set train.steps=1000",
+        ),
+        (
+            stage == 3 and t.compile not in (None, "eager"),
+            f"train.compile={t.compile}: ZeRO stage 3 needs eager",
+        ),
+        (
+            stage == 0 and t.precision == "bf16",
+            "train.zero_stage=0: DeepSpeed's bf16 Adam is one step off there: use stage 1",
+        ),
+        (
+            t.schedule == "tri_stage" and t.warmup + t.hold > 1,
+            f"train.warmup={t.warmup}, train.hold={t.hold}: are shares of all steps and must add "
+            "up to 1 at most",
+        ),
+        (
+            weights and len(weights) != len(datasets),
+            f"pipeline.weights={weights}: give one for each of data.datasets",
+        ),
+    ]
+    for is_wrong, message in [*problems, *config.problems(world)]:
+        if is_wrong:
+            raise ConfigError(message)
+
+
+Kind = TypeVar("Kind", bound="RunConfig")
+
+
+def load(
+    path: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    kind: type[Kind] | None = None,
+) -> Kind:
+    """Reads a YAML file, or a shipped config by name, and applies overrides: "key=value", or values
+    by dotted key. `kind`: engine.training.config.Config, unless another is given."""
+
+    wanted: Any = kind or Config
+    tree = read_yaml(find_config(path, wanted.folder), wanted.folder)
+    config: Kind = build(overridden(tree, overrides), wanted)
+    return config
