@@ -469,9 +469,6 @@ def check(config: RunConfig, world: int) -> None:
             raise ConfigError(message)
 
 
-Kind = TypeVar("Kind", bound="RunConfig")
-
-
 def load(
     path: str | Path,
     overrides: Sequence[str] | Mapping[str, Any] = (),
