@@ -47,7 +47,8 @@ def _planned_records(plan: ShardPlan, key: bytes | None) -> splits.Records:
     sources, names, patients = _texts(plan, used, key)
     crops = plan.numbers["crops"][used]
     crop_record = np.repeat(np.arange(len(crops), dtype=np.int32), crops)
-    place = np.arange(len(crop_record)) - (np.cumsum(crops) - crops)[crop_record]
+    place = np.arange(len(crop_record), dtype=np.int32)
+    place -= (np.cumsum(crops, dtype=np.int32) - crops)[crop_record]
     waveform = _only_copies(plan.numbers["waveform"][used])[crop_record]
     waveform += place.astype(np.uint64) * np.uint64(ODD)
     return splits.Records(
@@ -56,7 +57,7 @@ def _planned_records(plan: ShardPlan, key: bytes | None) -> splits.Records:
         names,
         patients,
         crop_record,
-        place * (CROP / FS_HZ),
+        place * np.float32(CROP / FS_HZ),
         waveform,
     )
 

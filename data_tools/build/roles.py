@@ -228,9 +228,9 @@ class CropRoles:
 
     def differ(self, others: "CropRoles") -> np.ndarray:
         """A mask of the crops whose roles are others."""
-        found: np.ndarray = self.pretrain != others.pretrain
-        differ: np.ndarray = found | (self.dx != others.dx) | (self.identity != others.identity)
-        return differ
+        labelled = (self.dx != others.dx) | (self.identity != others.identity)
+        found: np.ndarray = (self.pretrain != others.pretrain) | labelled
+        return found
 
 
 def assign(
@@ -245,8 +245,10 @@ def assign(
     in_dx = records.is_from(*sources.dx)
     group_dx, group_identity = _drawn_roles(records, seed, in_dx)
     identity, tested = _gallery_probe(records, seed, sources)
-    kept_out = np.bincount(group, weights=tested) > 0  # groups that must stay out of all training
-    kept_out |= (np.bincount(group, weights=in_dx) > 0) & (group_dx != TRAIN)
+    kept_out, has_dx = np.zeros((2, len(group_dx)), bool)
+    kept_out[group[tested]] = True  # groups that must stay out of all training
+    has_dx[group[in_dx]] = True
+    kept_out |= has_dx & (group_dx != TRAIN)
     crop_group = group[records.crop_record]
     pretrain = ~kept_out[crop_group] & _pretrains(records, sources)[records.crop_record]
     dx = np.where(in_dx[records.crop_record], group_dx[crop_group], NONE)

@@ -121,6 +121,7 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
     first = next_number(before) if before else 0
     contents = [content + (mark or "") for _, content in marks]
     expected = expected_roles(plan, options, before)
+    pa.default_memory_pool().release_unused()  # 260 MB after ten million records
     _build(plan, expected, contents, out, options, first, before)
     planned = PlanFacts.of(plan, first, before)
     del plan, expected  # a gigabyte of ten million records
