@@ -310,8 +310,8 @@ def _other_ecgs(
     if others:
         shown = f"{len(others):,}" if known.key else some(np.sort(others), keys)
         tell(
-            f"warning: {shown} of {had.seen.total():,} records of known names are other ECGs and "
-            "refused: rename their files and append them again"
+            f"warning: records with the name of another ECG of the dataset are refused: {shown}: rename "
+            "their files and append them again"
         )
     return [refused[row] for row in sorted(refused)]
 
