@@ -38,6 +38,7 @@ from omnilead.data_tools.record_tables import patients_of, read_patients, some
 from omnilead.data_tools.resampling import FS_HZ
 from omnilead.data_tools.shard_writers import MAX_NAME
 from omnilead.data_tools.sources.base import (
+    MISSING_FILE,
     Source,
     links_in,
     located,
@@ -50,7 +51,7 @@ Reject = tuple[str, str, str, str]  # source, record, reason, detail
 # archive, key, label, patient that a table names, crop of the record
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
 SCAN_CHUNK = 2048
-READ_ALREADY, MISSING_FILE = "record read already", "missing file"
+READ_ALREADY = "record read already"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 NUMBERS = np.dtype(
     [
@@ -301,18 +302,16 @@ def _other_ecgs(
                         continue
                     error = ReadError(READ_ALREADY, f"another {name} came first")
                     others.append(row)
-                elif (
-                    error.reason == MISSING_FILE
-                ):  # only a table or a header of the archive names it
-                    continue
+                elif error.reason == MISSING_FILE:
+                    continue  # only a table or a header of the archive names it
                 refused[row] = _by_its_path(path, (source, name, error.reason, error.detail))
     if same := had.seen.total() - len(refused):
         tell(f"note: {same:,} records are left out: the dataset has them")
     if others:
         shown = f"{len(others):,}" if known.key else some(np.sort(others), keys)
         tell(
-            f"warning: {shown} of {had.seen.total():,} records of known names are other ECGs and "
-            "refused: rename their files and append them again"
+            f"warning: records with the name of another ECG of the dataset are refused: {shown}: rename "
+            "their files and append them again"
         )
     return [refused[row] for row in sorted(refused)]
 
