@@ -25,6 +25,7 @@ from omnilead.data_tools.io.storage import RemoteFolder
 from omnilead.data_tools.io.terminal import UserError, show, tell
 from omnilead.engine.settings.commandline import command_parser, interruptible
 from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import (
     LOCK,
     METRICS,
@@ -33,7 +34,6 @@ from omnilead.engine.settings.run_files import (
     number,
     read_rows,
 )
-from omnilead.engine.training.metrics import label_of
 
 NAME = "omnilead status"
 FACTS = "run.json"

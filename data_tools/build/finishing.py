@@ -570,11 +570,9 @@ def nothing_to_add(out: Folder, rejects: list[Reject], before: Dataset | None) -
     common reasons, each with its first file."""
     why = _reasons(rejects)
     if before:
-        records = {reject[:2] for reject in rejects}
-        tell(
-            f"note: of {len(records):,} records that are not in {out.url} none is added: "
-            f"{why or 'none is new'}"
-        )
+        refused = len({reject[:2] for reject in rejects})
+        why = f"{refused:,} cannot be used: {why}" if refused else "none is new"
+        tell(f"note: no record is added to {out.url}: {why}")
         return settle(before)
     out.write(dataset.REJECTS, _rejects_csv(rejects))
     raise StorageError(

@@ -31,7 +31,7 @@ from ..io import cluster
 from ..io.errors import ReadError, StorageError, printable
 from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
-from ..sources.base import Source, links_in, located, read_safely, shown_patient
+from ..sources.base import MISSING_FILE, Source, links_in, located, read_safely, shown_patient
 from .known import KnownRecords, hash_of, member_hashes, read_signals
 from .shards import MAX_NAME
 
@@ -39,7 +39,7 @@ Reject = tuple[str, str, str, str]  # source, record, reason, detail
 # archive, key, label, patient that a table names, crop of the record
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
 SCAN_CHUNK = 2048
-READ_ALREADY, MISSING_FILE = "record read already", "missing file"
+READ_ALREADY = "record read already"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 NUMBERS = np.dtype(
     [
@@ -290,18 +290,16 @@ def _other_ecgs(
                         continue
                     error = ReadError(READ_ALREADY, f"another {name} came first")
                     others.append(row)
-                elif (
-                    error.reason == MISSING_FILE
-                ):  # only a table or a header of the archive names it
-                    continue
+                elif error.reason == MISSING_FILE:
+                    continue  # only a table or a header of the archive names it
                 refused[row] = _by_its_path(path, (source, name, error.reason, error.detail))
     if same := had.seen.total() - len(refused):
         tell(f"note: {same:,} records are left out: the dataset has them")
     if others:
         shown = f"{len(others):,}" if known.key else some(np.sort(others), keys)
         tell(
-            f"warning: {shown} of {had.seen.total():,} records of known names are other ECGs and "
-            "refused: rename their files and append them again"
+            f"warning: records with the name of another ECG of the dataset are refused: {shown}: rename "
+            "their files and append them again"
         )
     return [refused[row] for row in sorted(refused)]
 

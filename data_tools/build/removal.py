@@ -158,7 +158,7 @@ def _name_those_alike(asked: set[str], left: set[str]) -> None:
     """Says who stays and has an id like that of one who is to be removed. `left`: SOURCE/PATIENT of
     those who stay, or None."""
     stay = []
-    for group in alike(pa.array(sorted(asked | left), pa.string())):
+    for group in alike(pa.array(sorted((asked | left) - {None}), pa.string())):
         if not asked.isdisjoint(group):
             stay += [one for one in group if one in left]
     if stay:

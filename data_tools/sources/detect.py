@@ -197,6 +197,7 @@ class LeftOut:
         # Where a hospital's files may be: folders, and files that have one of its endings
         self.places: list[str] = []
         self.wfdb: list[str] = []  # headers
+        self.capitals: list[str] = []  # headers that no source takes for one
         self.vendors: list[str] = []  # files with a hospital's endings
         self.links: list[str] = []
         self.unlisted: list[str] = []
@@ -250,6 +251,8 @@ class LeftOut:
         for name in names:
             if name.endswith(".hea"):
                 self.wfdb.append(name)
+            elif name.lower().endswith(".hea"):
+                self.capitals.append(name)
             elif name.lower().endswith(self.endings):
                 self.vendors.append(name)
 
@@ -265,6 +268,10 @@ class LeftOut:
             first = "" if self.root.private else f" ({self.wfdb[0]}{more})"
             others = " and ".join(archives)
             said.append(f"reads {records} outside of {others}, of unknown patients{first}")
+        if self.capitals:
+            count = len(self.capitals)
+            names = f"{count:,} of its files" if self.root.private else self._named(self.capitals)
+            said.append(f"does not read {names}: a header's name ends in .hea")
         if self.unlisted:
             said.append(f"could not list {self._named(self.unlisted)}")
         if self.links:

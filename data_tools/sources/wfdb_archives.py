@@ -75,11 +75,14 @@ class WfdbSource(Source):
 
     def keys(self) -> Iterator[str]:
         places, lists = self.places(), list[str]()
-        if "" not in places:
+        within = self.folders
+        if "" in places:  # whatever a list names is of this archive
+            within = frozenset()
+        else:
             lists.append(RECORDS)
         for place in places:
             yield from with_orphans(_noting_lists(self.root.names(place), lists), self.suffix)
-        yield from absent_records(self.root, lists, (".hea", self.suffix), self.folders)
+        yield from absent_records(self.root, lists, (".hea", self.suffix), within)
 
     def record_name(self, key: str, stem: str) -> str:
         return stem

@@ -133,7 +133,8 @@ def read(path: Path) -> pa.Table:
     if pc.any(seen["guessable"]).as_py():
         tell(
             f"note: {path}: has open hashes of patients, as earlier versions wrote them: whoever has a list of "
-            "ids can find them. Export its run again: omnilead pretrain|finetune --export RUN"
+            "ids can find them. omnilead pretrain|finetune --export RUN writes RUN's own anew; those of a model "
+            "that RUN was started from stay until RUN is trained again. omnilead hub push leaves all out"
         )
     return seen
 

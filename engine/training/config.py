@@ -29,7 +29,7 @@ from ..settings.commandline import overridden, read_yaml
 from ..settings.errors import ConfigError
 from ..settings.files import CONFIGS as CONFIGS
 from ..settings.files import find_config, flatten, merge
-from .metrics import METRIC_OF
+from ..settings.metrics import METRIC_OF
 
 CPUINFO = Path("/proc/cpuinfo")
 SHOWN = 80  # characters of a wrong value

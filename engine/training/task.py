@@ -23,10 +23,10 @@ from ..data.loader import Batch
 from ..model.config import ENCODERS, ModelConfig
 from ..model.encoders import file_of, portable
 from ..settings.errors import ConfigError
+from ..settings.metrics import METRIC_OF, label_of
 from .config import RunConfig
 from .distributed import Ranks
 from .inputs import Arguments
-from .metrics import METRIC_OF, label_of
 
 Between = Callable[[], None]  # called by all ranks between batches; raises when the run must stop
 Overrides = Sequence[str] | Mapping[str, Any]  # as for engine.settings.commandline.overridden

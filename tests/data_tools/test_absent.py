@@ -124,6 +124,16 @@ def test_rows_without_a_file_are_counted_named_and_listed(write, tmp_path, capsy
     assert f"note: {tmp_path / 'a'}: {count} (" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("write", "part", "name"),
+    [(challenge, "training/georgia", "E00003"), (quality, "set-a", "1007823")],
+)
+def test_also_where_src_is_one_folder_of_an_archive(write, part, name, tmp_path):
+    write(tmp_path / "a")
+    assert run_shard(tmp_path / "a" / part, tmp_path / "out") == 0
+    assert rejected(Dataset.open(str(tmp_path / "out"))) == [(name, MISSING_FILE)]
+
+
 @pytest.mark.parametrize("write", [ptbxl, challenge])
 def test_also_from_a_zip_and_with_more_processes(write, tmp_path, capsys):
     _, _, absent = write(tmp_path / "a")

@@ -52,6 +52,16 @@ def opened(root, *besides, kind="auto", **options):
     return [(source.name, len(list(source.keys()))) for source in sources], "".join(noted)
 
 
+@pytest.mark.parametrize("kind", ["auto", "physionet2021"])
+def test_a_header_in_capitals_beside_an_archive_is_named(kind, tmp_path, capsys):
+    challenge(tmp_path / "a")
+    write_challenge(tmp_path / "a/x", "R1", ecg(seed=5))
+    (tmp_path / "a/x/R1.hea").rename(tmp_path / "a/x/R1.HEA")
+    assert run_shard(tmp_path / "a", tmp_path / "out", "--source", kind) == 0
+    note = f"note: {tmp_path / 'a'}: does not read x/R1.HEA: a header's name ends in .hea\n"
+    assert note in capsys.readouterr().err
+
+
 def test_records_beside_an_archive_are_read_with_a_note(tmp_path):
     challenge(tmp_path / "training", records=3)
     plain(tmp_path / "mywfdb" / "day 1", 21)

@@ -131,7 +131,8 @@ def test_nothing_new_changes_nothing(old, small, shell, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(old, out)
     _, said = shell.run("shard", small, "--out", out, "--append", "--workers", 1)
-    assert "15 records are left out" in said and "none is added" in said
+    assert "15 records are left out" in said
+    assert f"note: no record is added to {out}: none is new\n" in said
     assert files(out) == files(old)
     _, said = shell.run("shard", small, "--out", out, "--workers", 1)
     assert files(out) == files(old)
@@ -264,21 +265,21 @@ def test_a_source_keeps_its_licence(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("append", [False, True])
-@pytest.mark.parametrize("at", ["build.finish", "finishing.fingerprint", "finishing.write_card"])
+@pytest.mark.parametrize("at", ["shard.finish", "finishing.fingerprint", "finishing.write_card"])
 def test_nothing_is_left_of_an_append_that_was_killed_and_given_up(
     append, at, tmp_path, monkeypatch, capsys
 ):
     made = listed(tmp_path, a=("ptb-xl", "one", 1))
     was = files(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(f"omnilead.data_tools.{at}", dies_at_once)
+        patch.setattr(f"omnilead.data_tools.build.{at}", dies_at_once)
         with pytest.raises(KeyboardInterrupt):
             listed(tmp_path, append=True, b=("ptb-xl", "two", 2))
     assert "not a part of the dataset" in str(verify(made))
     listed(tmp_path, append=append, a=("ptb-xl", "one", 1))
     assert files(tmp_path) == was
     assert ("is undone; README.md is written again" in capsys.readouterr().err) == (
-        at != "build.finish"
+        at != "shard.finish"
     )
 
 
@@ -687,7 +688,8 @@ def test_another_ecg_of_a_known_name_is_refused_and_said(key, tmp_path, capsys):
     said = capsys.readouterr().err
     assert "note: 1 records are left out: the dataset has them" in said
     shown = "1 (a)" if key is None else "1"
-    assert f"warning: {shown} of 2 records of known names are other ECGs and refused" in said
+    what = "records with the name of another ECG of the dataset are refused"
+    assert f"warning: {what}: {shown}: rename their files and append them again\n" in said
     line = ("mine", pseudonym(key, "r", "mine", "a again"), "record read already")
     (found,) = [one[:3] for one in rejects_of(made)]
     assert found == line and made.version == 2 and len(made) == 2
@@ -709,7 +711,7 @@ def test_another_ecg_of_a_known_name_in_a_folder(small, tmp_path, shell):
     out = tmp_path / "out"
     shell.run("shard", tmp_path / "one", "--out", out, "--workers", 1)
     _, said = shell.run("shard", tmp_path / "two", "--out", out, "--append", "--workers", 2)
-    assert "1 (x/a.hea) of 2 records of known names are other ECGs and refused: rename" in said
+    assert "of another ECG of the dataset are refused: 1 (x/a.hea): rename" in said
     line = "wfdb,x/a.hea,record read already,x/a.hea: another x_a came first"
     assert (out / REJECTS).read_text().split("\n")[1:-1] == [line]
     shell.run("shard", tmp_path / "three", "--out", out, "--append", "--workers", 1)

@@ -38,6 +38,7 @@ from omnilead.engine.model.folder import LoadError
 from omnilead.engine.model.mean_beat import RHYTHM, measurements
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import CONFIGS
+from omnilead.engine.settings.metrics import METRIC_OF, Metric
 from omnilead.engine.settings.run_files import LABELS
 from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
@@ -46,7 +47,7 @@ from omnilead.engine.training import checkpoint
 from omnilead.engine.training.config import BestMetric, build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
-from omnilead.engine.training.metrics import MEASURES, METRIC_OF, Metric, measure
+from omnilead.engine.training.metrics import MEASURES, measure
 from omnilead.engine.training.task import best_metric
 from tests.conftest import save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401

@@ -393,6 +393,7 @@ def test_open_hashes_of_earlier_versions_are_read_and_not_published(
     found = omnilead.load(folder).seen
     said = capsys.readouterr().err
     assert said.count("has open hashes of patients, as earlier versions wrote them") == 1
+    assert "those of a model that RUN was started from stay" in said
     assert guessed(found, "clinic", list(range(100_000, 102_000))) == set(IDS)
     assert asked(found, dataset) == len(IDS)
     grown = seen.joined([found, record])  # a model that was started from it

@@ -40,9 +40,9 @@ from ...settings.commandline import parse_yaml
 from ...settings.errors import Facts
 from ...settings.files import FILE_NAME
 from ...settings.leads import describe_leads
+from ...settings.metrics import label_of
 from ...settings.run_files import VALIDATION, read_rows
 from ...training.config import RunConfig
-from ...training.metrics import label_of
 from ...training.task import TrainingTask
 
 # An absolute path or the address of a bucket, but not https:// or hf://

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 from omnilead.data_tools.io.spreadsheet import as_csv
 from omnilead.data_tools.io.storage import write_whole
 
-from ...training.metrics import METRIC_OF
+from ...settings.metrics import METRIC_OF
 
 MAIN = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
 MAIN["accuracy"] = "accuracy, cosine"  # of identification

@@ -18,16 +18,9 @@ from omnilead.data_tools.dataset import Dataset
 
 from ...evaluation.results import IdentificationResult, TaskResult, pieces
 from ...inference.trained_model import HeadInfo
+from ...settings.metrics import METRIC_OF
 from ...tasks.kinds import KINDS
-from ...training.metrics import (
-    METRIC_OF,
-    TOO_FEW,
-    Array,
-    calibration,
-    kaplan_meier,
-    predicted,
-    unit_vectors,
-)
+from ...training.metrics import TOO_FEW, Array, calibration, kaplan_meier, predicted, unit_vectors
 from . import charts
 from .page import Line, LineStyle, ReportSection, Tile, readable, render, shown, titled
 

@@ -13,7 +13,8 @@ from typing import Any
 import jinja2
 
 from ...settings.files import flatten
-from ...training.metrics import Array, label_of
+from ...settings.metrics import label_of
+from ...training.metrics import Array
 
 Tile = tuple[str, str, str]  # label, value, detail
 

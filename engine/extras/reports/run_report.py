@@ -24,8 +24,9 @@ from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import say
 
 from ...settings.errors import ConfigError
+from ...settings.metrics import METRIC_OF, Metric
 from ...settings.run_files import LARGEST, METRICS, REPORT, VALID, VALIDATION, number, read_rows
-from ...training.metrics import METRIC_OF, Array, Metric
+from ...training.metrics import Array
 from .page import Line, LineStyle, ReportSection, Tile, readable, render, shown, titled
 
 RESULT = "result.json"

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from omnilead.data_tools.ecg.record import ABBREVIATIONS, CLASSES
+from omnilead.engine.settings.metrics import METRIC_OF
 from omnilead.engine.training import metrics
 from omnilead.engine.training.metrics import (
-    METRIC_OF,
     Classification,
     MetricError,
     bootstrap,

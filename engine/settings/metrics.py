@@ -1,0 +1,65 @@
+"""The metrics: their names, labels, and the kinds of task that they score."""
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """All that the settings, the commands and the reports know of a metric;
+    engine.training.metrics computes it,
+    and imports NumPy for that, which --help need not wait for."""
+
+    name: str  # in JSON and in the settings
+    label: str
+    lower_is_better: bool | None  # None: it chooses no checkpoint
+    kinds: tuple[str, ...] = ()  # of the tasks that are scored by it
+    in_brief: bool = False  # shown where there is little room: a terminal, the tiles of a run
+    in_bench: bool = False  # shown where models are compared
+    percent: bool = False
+
+
+_YES_NO = ("binary", "multilabel")
+
+
+_CLASSES = (*_YES_NO, "multiclass")
+
+
+# The first of a kind is the score of its tasks, and chooses their checkpoints
+METRIC_OF = {
+    metric.name: metric
+    for metric in (
+        Metric("loss", "loss", True),
+        # of the 26 classes of the CinC Challenge alone; `chosen`: with thresholds from validation
+        Metric("challenge", "CinC 2021 score at 0.5", False, in_brief=True, in_bench=True),
+        Metric("challenge_chosen", "CinC 2021 score, chosen thresholds", None, in_bench=True),
+        Metric("auroc", "AUROC", False, _CLASSES, in_brief=True, in_bench=True),
+        Metric("auprc", "AUPRC", False, _CLASSES, in_brief=True, in_bench=True),
+        Metric("accuracy", "accuracy", False, _CLASSES, in_bench=True, percent=True),
+        Metric("balanced_accuracy", "balanced accuracy", False, ("multiclass",)),
+        Metric("f_measure", "F-measure", False, _CLASSES, in_brief=True),
+        Metric("sensitivity", "sensitivity", False, _YES_NO),
+        Metric("specificity", "specificity", False, _YES_NO),
+        Metric("brier", "Brier score", True, _CLASSES, in_brief=True, in_bench=True),
+        Metric("mae", "mean absolute error", True, ("regression",), in_brief=True, in_bench=True),
+        Metric("rmse", "RMSE", True, ("regression",)),
+        Metric("r2", "R\u00b2", False, ("regression",), in_brief=True),
+        Metric("pearson", "Pearson r", False, ("regression",)),
+        Metric("mean_error", "mean error", None),
+        Metric("sd_error", "SD of the error", None),
+        Metric("c_index", "C-index", False, ("survival",), in_brief=True, in_bench=True),
+        Metric(
+            "identification_accuracy",
+            "patients recognised",
+            False,
+            ("identity",),
+            in_brief=True,
+            percent=True,
+        ),
+        Metric("accuracy_local", "local accuracy", None, in_brief=True, percent=True),
+        Metric("accuracy_global", "global accuracy", None, in_brief=True, percent=True),
+        Metric("accuracy_whitened", "accuracy, whitened", None, in_bench=True),
+    )
+}
+
+
+def label_of(metric: str) -> str:
+    return METRIC_OF[metric].label if metric in METRIC_OF else metric.replace("_", " ")
