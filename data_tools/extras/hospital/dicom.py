@@ -6,9 +6,11 @@ may also have. Leads are identified by SCP-ECG or MDC codes and scaled by each c
 sensitivity, correction factor, baseline and units. Only the elements in _WANTED are parsed; all
 others are skipped by their length.
 
-pydicom, which the tests compare with, takes 7 to 8 times as long and forgives broken structure: of
-10,000 files with one flipped bit before the samples it reads 1,062 that are refused here, 7 of them
-with a lead less. A megabyte of empty items costs it 1.5 s and 80 MB; here they are counted.
+pydicom, which the tests compare with, forgives broken structure: of 4,000 files damaged outside the
+samples it reads 563 that are refused here, 64 of them without some of their leads and 3 with other
+samples. It has no bounds: 16 MB of empty items take it 22 s and 1.1 GB, and it inflates deflated
+files whole. With bounds and checks around it, a reader is 5 % smaller than this one and takes 8 to
+13 times as long.
 """
 
 import math
