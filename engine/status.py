@@ -33,7 +33,6 @@ from omnilead.engine.settings.run_files import (
     number,
     read_rows,
 )
-from omnilead.engine.training.metrics import label_of
 
 NAME = "omnilead status"
 FACTS = "run.json"
@@ -157,6 +156,8 @@ def rates(row: Facts, rows: list[Facts], recent: float) -> str:
 
 
 def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
+    from omnilead.engine.training.metrics import label_of  # late, so that --help does not wait
+
     parts = [f"{number(row['loss']):.4f}"]
     for name, value in row.items():
         if name.startswith("loss_") and value is not None:
