@@ -77,7 +77,7 @@ DOORS = [
     "evaluate --model m --data d",
     "embed --model m --data d --out f.parquet",
 ]
-DOORS += ["convert to-onnx m f", "reproduce/__main__ --table 1 --out d --data d"]
+DOORS += ["convert to-onnx m f", "extras/reproduce/__main__ --table 1 --out d --data d"]
 
 
 @pytest.mark.parametrize("door", DOORS)
