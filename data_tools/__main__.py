@@ -12,18 +12,17 @@ AWS_ENDPOINT_URL and the usual AWS credentials), SRC also a .zip or a folder of 
 """
 
 import argparse
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from omnilead.data_tools.ecg.constants import CROP_FLAGS, IMPLAUSIBLE
 from omnilead.data_tools.ecg.pseudonyms import read_key
 from omnilead.data_tools.io.errors import DataError, ReadError, mend_for, printable
+from omnilead.data_tools.io.options import Option, add_options
 from omnilead.data_tools.io.terminal import (
     Parser,
     about_file,
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from omnilead.data_tools.build.shard import ShardOptions
     from omnilead.data_tools.dataset import Dataset
     from omnilead.data_tools.sources import Source
-
-    Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 RESUME = {
     "shard": ": run the same command again to continue",
@@ -62,16 +59,42 @@ KINDS = (
 )
 KINDS += "philips-xml, cardiosoft-xml, hl7-aecg, scp-ecg, edf, arrays (.npy, .npz, HDF5, zarr), "
 KINDS += "or your own file.py:Class (auto)"
-Option = dict[str, Any]
 CORES = os.cpu_count() or 1
+Paths = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
+# What several commands have
+Workers = Annotated[int | None, Option("worker processes (all cores)", low=1)]
+Anonymous = Annotated[bool, Option("read public buckets without credentials")]
+Format = Annotated[str, Option(f"format of SRC: {KINDS}", "KIND", "--source")]
+DatasetPath = Annotated[
+    str | os.PathLike[str], Option("folder or s3:// address of a dataset", "DATASET")
+]
+Patients = Annotated[
+    str | None,
+    Option(
+        "the patient of each record: CSV or parquet with columns record and patient, or "
+        "ptbxl_database.csv",
+        "FILE",
+    ),
+]
+Rate = Annotated[
+    str | float | None,
+    Option("sampling rate of --source arrays without arrays.yaml", "HZ", "--fs"),
+]
+Unit = Annotated[
+    str | None, Option("unit of these arrays: mV, uV, V, or how many microvolts one step is")
+]
+Leads = Annotated[
+    str | Sequence[str] | None,
+    Option("leads of these arrays: 12, or their names in order, such as I,II,V1"),
+]
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        run: Callable[[argparse.Namespace], int] = options.run
-        return run(options)
+        run: Callable[..., int] = options.run
+        return run(**_options(options))
     except KeyboardInterrupt:
         tell(f"interrupted{RESUME.get(options.command, '').format(**vars(options))}")
         return 130
@@ -92,222 +115,41 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _number(
-    kind: type[int] | type[float], low: float, high: float = math.inf
-) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            if low <= (value := kind(text)) <= high:
-                return value
-        what = (
-            f"a whole number of at least {low}" if kind is int else f"a number from {low} to {high}"
-        )
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-
-    return parse
-
-
-WORKERS: Option = {
-    "type": _number(int, 1),
-    "default": CORES,
-    "help": "worker processes (all cores)",
-}
-SHARE: Option = {"type": _number(float, 0, 1), "metavar": "SHARE"}
-SEED: Option = {"type": _number(int, 0), "default": 0}
-ANONYMOUS: Option = {"action": "store_true", "help": "read public buckets without credentials"}
-PLAN: Option = {"choices": ("paper", "all", "paper-split"), "default": "paper"}
-NAMES: Option = {"metavar": "NAME", "nargs": "+"}
-SOURCE: Option = {"default": "auto", "metavar": "KIND", "help": f"format of SRC: {KINDS}"}
-PATIENTS: Option = {
-    "metavar": "FILE",
-    "help": "the patient of each record: CSV or parquet with columns record and patient, or "
-    "ptbxl_database.csv",
-}
-ARRAYS: dict[str, Option] = {
-    "--fs": {
-        "dest": "fs_hz",
-        "metavar": "HZ",
-        "help": "sampling rate of --source arrays without arrays.yaml",
-    },
-    "--unit": {"help": "unit of these arrays: mV, uV, V, or how many microvolts one step is"},
-    "--leads": {"help": "leads of these arrays: 12, or their names in order, such as I,II,V1"},
-}
-SYNTH: dict[str, Option] = {
-    "out": {"metavar": "OUT", "help": "an empty or new folder"},
-    "--patients": {
-        "type": _number(int, 1),
-        "default": 100,
-        "help": "PTB-XL patients; in physionet2021 as many other records, too (100)",
-    },
-    "--two-sessions": SHARE
-    | {"default": 0.11, "help": "share of PTB-XL patients with two recordings (0.11)"},
-    "--seed": SEED | {"help": "the same seed gives the same bytes (0)"},
-    "--layout": {
-        "choices": ("physionet2021", "ptbxl"),
-        "default": "physionet2021",
-        "help": "file layout (physionet2021)",
-    },
-    "--workers": WORKERS | {"default": 1, "help": "worker processes (1)"},
-}
-SHARD: dict[str, Option] = {
-    "sources": {
-        "metavar": "SRC",
-        "nargs": "+",
-        "help": "folder, .zip or s3:// address of an archive",
-    },
-    "--out": {"metavar": "DATASET", "required": True, "help": "where to write the dataset"},
-    "--source": SOURCE,
-    **ARRAYS,
-    "--patients": PATIENTS,
-    "--format": {
-        "choices": ("tar", "zarr", "both"),
-        "default": "tar",
-        "help": "storage format of the samples (tar)",
-    },
-    "--plan": PLAN
-    | {
-        "help": "paper: roles by patient; all: all for pre-training; paper-split: roles by crop, which leaks (paper)"
-    },
-    "--dx-sources": NAMES
-    | {"help": "sources for diagnosis train, valid and test (cpsc_2018 georgia)"},
-    "--id-sources": NAMES | {"help": "sources for gallery and probe (ptb-xl)"},
-    "--pretrain-sources": NAMES
-    | {"help": "sources for pre-training, or `all` (all but ptb and st_petersburg_incart)"},
-    "--leave-out-flags": {
-        "metavar": "FLAG,FLAG",
-        "default": IMPLAUSIBLE,
-        "help": f"leave crops with one of these flags out of pre-training: {', '.join(CROP_FLAGS)}, or "
-        "none (implausible)",
-    },
-    "--id-share": SHARE
-    | {"help": "largest share of a source's patients in gallery and probe (0.15)"},
-    "--seed": SEED | {"help": "seed of the crop order and of the roles (0)"},
-    "--workers": WORKERS,
-    "--cluster": {
-        "metavar": "tcp://HOST:8786",
-        "help": "run on this Dask cluster instead of local processes",
-    },
-    "--pseudonymize": {
-        "metavar": "KEYFILE",
-        "help": "replace record and patient ids with keyed hashes",
-    },
-    "--anonymous": ANONYMOUS,
-    "--append": {
-        "action": "store_true",
-        "help": "add the new records of SRC to DATASET, with its settings and as a new version",
-    },
-    "--strict": {"action": "store_true", "help": "exit 2 if any record was refused"},
-}
-VERIFY: dict[str, Option] = {
-    "dataset": {"metavar": "DATASET", "help": "folder or s3:// address of a dataset"},
-    "--archive": {
-        "metavar": "SRC",
-        "nargs": "+",
-        "default": [],
-        "help": "compare with the archives that it was made from",
-    },
-    "--source": SOURCE,
-    **ARRAYS,
-    "--patients": PATIENTS,
-    "--fast": {
-        "action": "store_true",
-        "help": "check structure, tables and sizes only; do not read samples",
-    },
-    "--workers": WORKERS,
-    "--pseudonymize": {
-        "metavar": "KEYFILE",
-        "help": "the key file that the dataset was made with, for --archive",
-    },
-    "--anonymous": ANONYMOUS,
-}
-REMOVE: dict[str, Option] = {
-    "dataset": VERIFY["dataset"],
-    "--patients": {
-        "metavar": "FILE",
-        "required": True,
-        "help": "a file with one patient on each line, as in the dataset: PATIENT or SOURCE/PATIENT",
-    },
-    "--pseudonymize": {
-        "metavar": "KEYFILE",
-        "help": "the key file of the dataset, if FILE has the original ids",
-    },
-    "--forget": {
-        "action": "store_true",
-        "help": "keep no hashes of those who were ever removed: --append can then bring them back",
-    },
-    "--workers": WORKERS,
-}
-SHOW: dict[str, Option] = {
-    "what": {
-        "metavar": "DATASET|RECORD",
-        "help": "a dataset, a WFDB header file or a hospital's ECG file",
-    },
-    "--crop": {
-        "metavar": "ROW",
-        "type": _number(int, 0),
-        "help": "show one crop of the dataset instead of the summary",
-    },
-    "--anonymous": ANONYMOUS,
-    "--png": {"metavar": "FILE", "help": "save a figure as .png, .svg or .pdf"},
-}
-LABELS: dict[str, Option] = {
-    "archive": {
-        "choices": (
-            "ptbxl",
-            "code15",
-            "physionet2021",
-            "ecg-arrhythmia",
-            "physionet2011",
-            "mimic-iv-ecg",
-            "table",
-        ),
-        "help": "the archive's format; `table` gives the records of your own table their pseudonyms",
-    },
-    "src": {
-        "metavar": "SRC",
-        "help": "folder or s3:// address of the archive, whose signals are not read; or your table",
-    },
-    "--out": {"metavar": "DIR", "required": True, "help": "where to write the tables"},
-    "--pseudonymize": {"metavar": "KEYFILE", "help": "the key file that the dataset was made with"},
-    "--anonymous": ANONYMOUS,
-}
-
-
 def _parser() -> argparse.ArgumentParser:
-    table = (
-        ("synth", _synth, SYNTH, "make a synthetic archive", "archive --patients 1000"),
+    table: tuple[tuple[str, Callable[..., int], Callable[..., Any], str, str], ...] = (
+        ("synth", _synth, synth, "make a synthetic archive", "archive --patients 1000"),
         (
             "shard",
             _shard,
-            SHARD,
+            shard,
             "make a dataset from archives, or finish an interrupted one",
             "archive --out dataset --workers 8",
         ),
         (
             "verify",
             _verify,
-            VERIFY,
+            verify,
             "check a dataset; exit 0 only if there are no findings",
             "dataset --archive archive",
         ),
         (
             "remove",
             _remove,
-            REMOVE,
+            _remove,
             "remove patients from a dataset, and check every byte; exit 0 only if it had them all",
             "dataset --patients withdrawn.txt",
         ),
         (
             "show",
             _show,
-            SHOW,
+            _show,
             "print or draw a dataset, one of its crops, or a record; to draw where a model looks, see show --why AF --help",
             "dataset --crop 7 --png ecg.png",
         ),
         (
             "labels",
             _labels,
-            LABELS,
+            _labels,
             "write an archive's published labels as tables, or your own table with pseudonyms",
             "ptbxl archive --out labels",
         ),
@@ -316,25 +158,32 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="synth|shard|verify|remove|show|labels"
     )
-    for name, run, options, text, example in table:
+    for name, run, declaring, text, example in table:
         epilog = f"example: omnilead {name} {example}"
         command = commands.add_parser(
             name, help=text, description=text[0].upper() + text[1:], epilog=epilog
         )
         command.set_defaults(run=run)
-        for option, settings in options.items():
-            command.add_argument(option, **settings)
+        add_options(command, declaring)
     return parser
 
 
 def synth(
-    out: str | os.PathLike[str],
+    out: Annotated[str | os.PathLike[str], Option("an empty or new folder", "OUT")],
     *,
-    patients: int = 100,
-    two_sessions: float = 0.11,
-    seed: int = 0,
-    layout: str = "physionet2021",
-    workers: int = 1,
+    patients: Annotated[
+        int,
+        Option("PTB-XL patients; in physionet2021 as many other records, too (100)", low=1),
+    ] = 100,
+    two_sessions: Annotated[
+        float,
+        Option("share of PTB-XL patients with two recordings (0.11)", "SHARE", low=0, high=1),
+    ] = 0.11,
+    seed: Annotated[int, Option("the same seed gives the same bytes (0)", low=0)] = 0,
+    layout: Annotated[
+        Literal["physionet2021", "ptbxl"], Option("file layout (physionet2021)")
+    ] = "physionet2021",
+    workers: Annotated[int, Option("worker processes (1)", low=1)] = 1,
 ) -> dict[str, int]:
     """Makes a synthetic archive, as `omnilead synth`. Returns the number of records by source."""
     from omnilead.data_tools.extras.synthetic.archive import synthesise
@@ -345,33 +194,71 @@ def synth(
 
 
 def shard(
-    sources: "Paths",
+    sources: Annotated[Paths, Option("folder, .zip or s3:// address of an archive", "SRC")],
     *,
-    out: str | os.PathLike[str],
-    source: str = "auto",
-    fs_hz: float | str | None = None,
-    unit: str | None = None,
-    leads: str | Sequence[str] | None = None,
-    patients: str | None = None,
-    format: str = "tar",
-    plan: str = "paper",
-    dx_sources: Sequence[str] | None = None,
-    id_sources: Sequence[str] | None = None,
-    pretrain_sources: Sequence[str] | None = None,
-    leave_out_flags: str = IMPLAUSIBLE,
-    id_share: float | None = None,
-    seed: int = 0,
-    workers: int | None = None,
-    cluster: str | None = None,
-    pseudonymize: str | None = None,
-    anonymous: bool = False,
-    append: bool = False,
-    strict: bool = False,
+    out: Annotated[str | os.PathLike[str], Option("where to write the dataset", "DATASET")],
+    source: Format = "auto",
+    fs_hz: Rate = None,
+    unit: Unit = None,
+    leads: Leads = None,
+    patients: Patients = None,
+    format: Annotated[
+        Literal["tar", "zarr", "both"], Option("storage format of the samples (tar)")
+    ] = "tar",
+    plan: Annotated[
+        Literal["paper", "all", "paper-split"],
+        Option(
+            "paper: roles by patient; all: all for pre-training; paper-split: roles by crop, which "
+            "leaks (paper)"
+        ),
+    ] = "paper",
+    dx_sources: Annotated[
+        Sequence[str] | None,
+        Option("sources for diagnosis train, valid and test (cpsc_2018 georgia)", "NAME"),
+    ] = None,
+    id_sources: Annotated[
+        Sequence[str] | None, Option("sources for gallery and probe (ptb-xl)", "NAME")
+    ] = None,
+    pretrain_sources: Annotated[
+        Sequence[str] | None,
+        Option("sources for pre-training, or `all` (all but ptb and st_petersburg_incart)", "NAME"),
+    ] = None,
+    leave_out_flags: Annotated[
+        str,
+        Option(
+            "leave crops with one of these flags out of pre-training: "
+            f"{', '.join(CROP_FLAGS)}, or none (implausible)",
+            "FLAG,FLAG",
+        ),
+    ] = IMPLAUSIBLE,
+    id_share: Annotated[
+        float | None,
+        Option(
+            "largest share of a source's patients in gallery and probe (0.15)",
+            "SHARE",
+            low=0,
+            high=1,
+        ),
+    ] = None,
+    seed: Annotated[int, Option("seed of the crop order and of the roles (0)", low=0)] = 0,
+    workers: Workers = None,
+    cluster: Annotated[
+        str | None,
+        Option("run on this Dask cluster instead of local processes", "tcp://HOST:8786"),
+    ] = None,
+    pseudonymize: Annotated[
+        str | None, Option("replace record and patient ids with keyed hashes", "KEYFILE")
+    ] = None,
+    anonymous: Anonymous = False,
+    append: Annotated[
+        bool,
+        Option("add the new records of SRC to DATASET, with its settings and as a new version"),
+    ] = False,
+    strict: Annotated[bool, Option("exit 2 if any record was refused")] = False,
 ) -> "Dataset":
     """Makes a dataset from archives, as `omnilead shard`, or finishes one that was interrupted.
 
-    The arguments are the options of the command; `sources` is an archive or several. Notes go to
-    stderr. A DataError says in one line what is wrong."""
+    `sources` is an archive or several. Notes go to stderr. A DataError says in one line what is wrong."""
     from omnilead.data_tools.build import shard as build
 
     key = read_key(pseudonymize) if pseudonymize else None
@@ -487,18 +374,25 @@ def _privacy_notes(sources: "list[Source]") -> list[str]:
 
 
 def verify(
-    dataset: str | os.PathLike[str],
+    dataset: DatasetPath,
     *,
-    archive: "Paths" = (),
-    source: str = "auto",
-    fs_hz: float | str | None = None,
-    unit: str | None = None,
-    leads: str | Sequence[str] | None = None,
-    patients: str | None = None,
-    fast: bool = False,
-    workers: int | None = None,
-    pseudonymize: str | None = None,
-    anonymous: bool = False,
+    archive: Annotated[
+        Paths, Option("compare with the archives that it was made from", "SRC")
+    ] = (),
+    source: Format = "auto",
+    fs_hz: Rate = None,
+    unit: Unit = None,
+    leads: Leads = None,
+    patients: Patients = None,
+    fast: Annotated[
+        bool, Option("check structure, tables and sizes only; do not read samples")
+    ] = False,
+    workers: Workers = None,
+    pseudonymize: Annotated[
+        str | None,
+        Option("the key file that the dataset was made with, for --archive", "KEYFILE"),
+    ] = None,
+    anonymous: Anonymous = False,
 ) -> list[str]:
     """Checks every byte of a dataset, as `omnilead verify`. Returns what it found wrong, each on
     one line; an empty list means that everything holds."""
@@ -519,7 +413,7 @@ def verify(
     return checks.verify(opened, sources, fast, workers or CORES, key, quiet, patients)
 
 
-def _paths(given: "Paths") -> list[str]:
+def _paths(given: Paths) -> list[str]:
     if isinstance(given, str | os.PathLike):
         return [os.fspath(given)]
     return [os.fspath(one) for one in given]
@@ -553,16 +447,15 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(parsed).items() if name not in ("command", "run")}
 
 
-def _synth(parsed: argparse.Namespace) -> int:
-    options = _options(parsed)
+def _synth(**options: Any) -> int:
     counts = synth(**options)
     kinds = ", ".join(f"{number} {kind}" for kind, number in counts.items())
     echo(f"{options['out']}: {sum(counts.values()):,} synthetic records: {kinds}")
     return 0
 
 
-def _shard(parsed: argparse.Namespace) -> int:
-    started, options = time.monotonic(), _options(parsed)
+def _shard(**options: Any) -> int:
+    started = time.monotonic()
     strict = options.pop("strict")
     dataset = shard(**options)
     with optional("a summary"):
@@ -576,10 +469,10 @@ def _shard(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(parsed: argparse.Namespace) -> int:
+def _verify(**options: Any) -> int:
     from omnilead.data_tools.dataset import Dataset
 
-    started, options = time.monotonic(), _options(parsed)
+    started = time.monotonic()
     found = verify(**options)
     for finding in found:
         echo(printable(finding))
@@ -601,12 +494,31 @@ def _verify(parsed: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _remove(parsed: argparse.Namespace) -> int:
+def _remove(
+    dataset: DatasetPath,
+    *,
+    patients: Annotated[
+        str,
+        Option(
+            "a file with one patient on each line, as in the dataset: PATIENT or SOURCE/PATIENT",
+            "FILE",
+        ),
+    ],
+    pseudonymize: Annotated[
+        str | None,
+        Option("the key file of the dataset, if FILE has the original ids", "KEYFILE"),
+    ] = None,
+    forget: Annotated[
+        bool,
+        Option("keep no hashes of those who were ever removed: --append can then bring them back"),
+    ] = False,
+    workers: Workers = None,
+) -> int:
     from omnilead.data_tools.build.removal import remove
 
-    url, key = parsed.dataset, read_key(parsed.pseudonymize) if parsed.pseudonymize else None
-    how = parsed.workers, not interactive(), parsed.forget
-    made, missing = remove(url, parsed.patients, key, *how)
+    url, key = os.fspath(dataset), read_key(pseudonymize) if pseudonymize else None
+    how = workers or CORES, not interactive(), forget
+    made, missing = remove(url, patients, key, *how)
     echo(f"{url}: version {made.version}, {len(made):,} crops are left; every byte was checked")
     echo(
         "which models have seen them: omnilead seen RUN/model --data FILES, with files of their ECGs"
@@ -614,12 +526,22 @@ def _remove(parsed: argparse.Namespace) -> int:
     return 1 if missing else 0
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show(
+    what: Annotated[
+        str, Option("a dataset, a WFDB header file or a hospital's ECG file", "DATASET|RECORD")
+    ],
+    *,
+    crop: Annotated[
+        int | None, Option("show one crop of the dataset instead of the summary", "ROW", low=0)
+    ] = None,
+    anonymous: Anonymous = False,
+    png: Annotated[str | None, Option("save a figure as .png, .svg or .pdf", "FILE")] = None,
+) -> int:
     from omnilead.data_tools.dataset import Dataset
     from omnilead.data_tools.extras import plots
 
-    if options.png:
-        file, folder = Path(options.png), Path(options.png).absolute().parent
+    if png:
+        file, folder = Path(png), Path(png).absolute().parent
         if not os.access(folder, os.W_OK | os.X_OK):
             raise DataError(
                 f"--png {file}: folder {folder} is missing or not writable: choose another one"
@@ -627,42 +549,65 @@ def _show(options: argparse.Namespace) -> int:
         if file.exists() and not file.is_file():
             raise DataError(f"--png {file}: exists and is not a regular file: choose another path")
         plots.picture_kind(file)
-    if Path(options.what).is_file() or options.what.endswith(".hea") or ".zip/" in options.what:
-        if options.crop is not None:
-            raise DataError(
-                f"--crop {options.crop}: {options.what} is a record, not a dataset: leave out "
-                "--crop"
-            )
-        figure = _record_figure(options.what)
+    if Path(what).is_file() or what.endswith(".hea") or ".zip/" in what:
+        if crop is not None:
+            raise DataError(f"--crop {crop}: {what} is a record, not a dataset: leave out --crop")
+        figure = _record_figure(what)
     else:
-        dataset = Dataset.open(options.what, options.anonymous)
-        if options.crop is None:
+        dataset = Dataset.open(what, anonymous)
+        if crop is None:
             echo(plots.describe(dataset))
-            figure = plots.dataset_figure(dataset) if options.png else None
+            figure = plots.dataset_figure(dataset) if png else None
         else:
             try:
-                ecg = dataset[options.crop]
+                ecg = dataset[crop]
             except IndexError:
                 raise DataError(
-                    f"--crop {options.crop}: the dataset has crops 0 to {len(dataset) - 1}"
+                    f"--crop {crop}: the dataset has crops 0 to {len(dataset) - 1}"
                 ) from None
             for name, value in vars(ecg).items():
                 if name != "signal_uv":
                     echo(f"{name:15}{'' if value is None else value}")
-            figure = plots.plot_ecg(ecg) if options.png else None
-    if options.png:
-        plots.save(figure, options.png)
-        echo(f"drawn: {options.png}")
+            figure = plots.plot_ecg(ecg) if png else None
+    if png:
+        plots.save(figure, png)
+        echo(f"drawn: {png}")
     return 0
 
 
-def _labels(options: argparse.Namespace) -> int:
+def _labels(
+    archive: Annotated[
+        Literal[
+            "ptbxl",
+            "code15",
+            "physionet2021",
+            "ecg-arrhythmia",
+            "physionet2011",
+            "mimic-iv-ecg",
+            "table",
+        ],
+        Option(
+            "the archive's format; `table` gives the records of your own table their pseudonyms"
+        ),
+    ],
+    src: Annotated[
+        str,
+        Option(
+            "folder or s3:// address of the archive, whose signals are not read; or your table",
+            "SRC",
+        ),
+    ],
+    *,
+    out: Annotated[str, Option("where to write the tables", "DIR")],
+    pseudonymize: Annotated[
+        str | None, Option("the key file that the dataset was made with", "KEYFILE")
+    ] = None,
+    anonymous: Anonymous = False,
+) -> int:
     from omnilead.data_tools.extras.labels import write_labels
 
-    key = read_key(options.pseudonymize) if options.pseudonymize else None
-    for line in write_labels(
-        options.archive, options.src, options.out, key, options.anonymous, not interactive()
-    ):
+    key = read_key(pseudonymize) if pseudonymize else None
+    for line in write_labels(archive, src, out, key, anonymous, not interactive()):
         say(line)  # all tables are written even if the pipe is closed
     return 0
 

@@ -15,144 +15,93 @@ line on stderr says when a model is done. How to compare fairly: docs/comparing.
 argument or a file is wrong.
 """
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
-from omnilead.engine.embed import READOUT, add_machine
-from omnilead.engine.settings.commandline import (
-    RUN_CODE,
-    command_parser,
-    interruptible,
-    one_blas_thread,
-)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
-    one_blas_thread()
-    from omnilead.engine.inference import commands
-
-    return commands.exit_code("omnilead bench", lambda: run(args), args.out)
-
-
-def run(args: argparse.Namespace) -> int:
-    bench(**vars(args))
-    text = (args.out / "bench.md").read_text()
-    text += f"\n{args.out}: bench.md, bench.csv, bench.json, bench.png\n"
-    if args.head:
-        text += f"{args.head}: the model with its probe as a head\n"
-    return show(text)
+from omnilead.engine.settings import options as shared
+from omnilead.engine.settings.commandline import interruptible, one_blas_thread, options_of
+from omnilead.engine.settings.files import File
 
 
 def bench(
-    models: Sequence[str],
+    models: Annotated[
+        Sequence[str],
+        Option(
+            "RUN, small, s3://... or hf://org/name; the first is the reference",
+            "[NAME=]RUN[,RUN]",
+            "--models",
+        ),
+    ],
     *,
-    data: str,
-    tasks: Sequence[str],
-    out: str | os.PathLike[str],
-    **options: Any,
+    code: shared.Code = False,
+    data: Annotated[str, Option("probes are fitted on train and valid, scored on test", "DATASET")],
+    test_data: Annotated[
+        str, Option("score on the test split of this dataset instead", "DATASET")
+    ] = "",
+    tasks: Annotated[
+        Sequence[str], Option("shipped tasks such as age, label tables, identification", "TASK")
+    ],
+    labels: Annotated[
+        str, Option("folder of label tables, as `omnilead labels` writes them, or one table", "DIR")
+    ] = "",
+    test_labels: Annotated[str, Option("the same for --test-data", "DIR")] = "",
+    leads: Annotated[
+        Sequence[str],
+        Option('12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (12)', "L"),
+    ] = ("12",),
+    fit_leads: Annotated[
+        str, Option("leads that probes are fitted on (those of --leads)", "L")
+    ] = "",
+    share: Annotated[
+        Sequence[float], Option("share of the patients of train and valid to fit on (1)", "S")
+    ] = (1.0,),
+    noise: Annotated[
+        Sequence[float], Option("noise added to test ECGs; 1: the paper's amplitude (0)", "N")
+    ] = (0.0,),
+    readout: shared.Readout = "",
+    out: Annotated[File, Option("folder for the results and the embeddings", "OUT")],
+    reader: Annotated[
+        Literal["linear", "boosted"],
+        Option("what is fitted on embeddings: a linear probe or gradient boosting (linear)"),
+    ] = "linear",
+    head: Annotated[str, Option("write the model with its probe as a head", "MODEL")] = "",
+    seed: Annotated[int, Option("seed of the random weights (0)")] = 0,
+    batch: shared.Batch = None,
+    device: shared.Device = "auto",
+    precision: shared.Precision = "auto",
+    anonymous: shared.Anonymous = False,
 ) -> dict[str, Any]:
     """Compares models on frozen embeddings, as `omnilead bench`: returns what OUT/bench.json holds.
-
-    `options` are those of the command. Errors have one-line messages."""
+    Errors have one-line messages."""
+    options = locals()
+    # imported late, so that --help does not wait for PyTorch
     from omnilead.engine.evaluation import bench as comparison
     from omnilead.engine.extras.reports.bench_report import write
 
-    place = Path(out)
-    document = comparison.bench(models, data, place, tasks, **options)
-    write(document, place)
+    document = comparison.bench(**options)
+    write(document, Path(out))
     return document
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("bench", __doc__)
-    add = parser.add_argument
-    add(
-        "--models",
-        required=True,
-        nargs="+",
-        metavar="[NAME=]RUN[,RUN]",
-        help="RUN, small, s3://... or hf://org/name; the first is the reference",
-    )
-    add("--code", **RUN_CODE)
-    add(
-        "--data",
-        required=True,
-        metavar="DATASET",
-        help="probes are fitted on train and valid, scored on test",
-    )
-    add(
-        "--test-data",
-        default="",
-        metavar="DATASET",
-        help="score on the test split of this dataset instead",
-    )
-    add(
-        "--tasks",
-        required=True,
-        nargs="+",
-        metavar="TASK",
-        help="shipped tasks such as age, label tables, identification",
-    )
-    add(
-        "--labels",
-        default="",
-        metavar="DIR",
-        help="folder of label tables, as `omnilead labels` writes them, or one table",
-    )
-    add("--test-labels", default="", metavar="DIR", help="the same for --test-data")
-    add(
-        "--leads",
-        nargs="+",
-        default=["12"],
-        metavar="L",
-        help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (12)',
-    )
-    add(
-        "--fit-leads",
-        default="",
-        metavar="L",
-        help="leads that probes are fitted on (those of --leads)",
-    )
-    add(
-        "--share",
-        nargs="+",
-        type=float,
-        default=[1.0],
-        metavar="S",
-        help="share of the patients of train and valid to fit on (1)",
-    )
-    add(
-        "--noise",
-        nargs="+",
-        type=float,
-        default=[0.0],
-        metavar="N",
-        help="noise added to test ECGs; 1: the paper's amplitude (0)",
-    )
-    add("--readout", **READOUT)
-    add(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="OUT",
-        help="folder for the results and the embeddings",
-    )
-    add(
-        "--reader",
-        choices=["linear", "boosted"],
-        default="linear",
-        help="what is fitted on embeddings: a linear probe or gradient boosting (linear)",
-    )
-    add("--head", default="", metavar="MODEL", help="write the model with its probe as a head")
-    add("--seed", type=int, default=0, help="seed of the random weights (0)")
-    add_machine(parser)
-    return parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(bench, "bench", __doc__, arguments)
+    one_blas_thread()
+    from omnilead.engine.inference.commands import exit_code
+
+    def run() -> int:
+        bench(**options)
+        out, head = Path(options["out"]), options["head"]
+        text = (out / "bench.md").read_text()
+        text += f"\n{out}: bench.md, bench.csv, bench.json, bench.png\n"
+        if head:
+            text += f"{head}: the model with its probe as a head\n"
+        return show(text)
+
+    return exit_code("omnilead bench", run, options["out"])
 
 
 if __name__ == "__main__":

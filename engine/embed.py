@@ -15,101 +15,60 @@ rows. A folder's unreadable files are listed and left out. Exit code 2: an argum
 wrong. Exit code 1: computing or writing failed.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
-from omnilead.engine.settings.commandline import (
-    RUN_CODE,
-    command_parser,
-    interruptible,
-    one_blas_thread,
-    positive,
-)
+from omnilead.engine.settings import options as shared
+from omnilead.engine.settings.commandline import interruptible, one_blas_thread, options_of
+from omnilead.engine.settings.files import File
 
-PER = ("crop", "record", "half")
-PSEUDONYMS: Any = {
-    "metavar": "KEYFILE",
-    "help": "for files: replace record and patient ids with keyed hashes, as `shard` does",
-}
-READOUT: Any = {
-    "default": "",
-    "metavar": "R",
-    "help": "parts joined by +: mean, std, beats, rhythm, waveform (the model's own)",
-}
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from omnilead.engine.inference.commands import Written
+
+
+def embed(
+    model: shared.Model,
+    *,
+    code: shared.Code = False,
+    data: shared.Ecgs,
+    leads: shared.Leads = None,
+    fs_hz: shared.Rate = None,
+    unit: shared.Unit = None,
+    workers: shared.Workers = None,
+    on_corrupt: shared.OnCorrupt = "auto",
+    batch: shared.Batch = None,
+    device: shared.Device = "auto",
+    precision: shared.Precision = "auto",
+    anonymous: shared.Anonymous = False,
+    out: Annotated[File | None, Option("write the embeddings", "F.parquet", required=True)] = None,
+    per: Annotated[
+        Literal["crop", "record", "half"],
+        Option("one row for each 10 s, each record, each 5 s or other window of the model (crop)"),
+    ] = "crop",
+    readout: shared.Readout = "",
+    pseudonymize: shared.Pseudonymize = None,
+) -> "pa.Table | Written":
+    """Embeddings of ECGs, as `omnilead embed`: a pyarrow table; or, with `out`, a parquet file made
+    in parts, so that the same call resumes after an interruption, and ranks of torchrun or
+    deepspeed share the parts."""
+    options = locals()
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.inference import commands
+
+    return commands.embed(**options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
+    options = options_of(embed, "embed", __doc__, arguments)
     one_blas_thread()
-    # imported late, so that --help does not wait for PyTorch
-    from omnilead.engine.inference.commands import embed, exit_code
+    from omnilead.engine.inference.commands import exit_code
 
-    return exit_code("omnilead embed", lambda: show(embed(**options_of(args)).message), args.out)
-
-
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments for Python's functions."""
-    options = dict(vars(args))
-    del options["local_rank"]  # added by deepspeed's launcher; LOCAL_RANK is used instead
-    return options
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("embed", __doc__)
-    add_inputs(parser)
-    add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="F.parquet", help="write the embeddings")
-    add(
-        "--per",
-        choices=PER,
-        default="crop",
-        help="one row for each 10 s, each record, each 5 s or other window of the model (crop)",
-    )
-    add("--readout", **READOUT)
-    add("--pseudonymize", **PSEUDONYMS)
-    return parser.parse_args(arguments)
-
-
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that embed and predict share."""
-    add = parser.add_argument
-    add("--model", required=True, metavar="RUN", help="RUN, small, s3://... or hf://org/name")
-    add("--code", **RUN_CODE)
-    inputs = "a dataset; or folders, .hea, .npy and .npz files, vendors' .xml, .dcm, .scp and .edf"
-    add("--data", required=True, nargs="+", metavar="DATASET|FILE", help=inputs)
-    add(
-        "--leads",
-        metavar="L",
-        help='12, 6, 3, 2, 1 or names such as "I,II,V2"; other leads are set to zero (default: all)',
-    )
-    add("--fs", dest="fs_hz", type=float, metavar="HZ", help="sampling rate of .npy and .npz files")
-    add("--unit", help="unit of .npy and .npz files: V, mV, uV (mV)")
-    add(
-        "--workers",
-        type=positive,
-        metavar="N",
-        help="reading threads (a quarter of the cores; with a GPU, all)",
-    )
-    corrupt = "stop at unreadable data, or report and skip them (auto: skip in folders, else stop)"
-    add("--on-corrupt", choices=("auto", "stop", "skip"), default="auto", help=corrupt)
-    add_machine(parser)
-    add("--local_rank", type=int, help=argparse.SUPPRESS)
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say how the encoder runs."""
-    add = parser.add_argument
-    add("--batch", type=positive, metavar="N", help="crops encoded at a time (16, on a GPU 256)")
-    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
-    precision = (
-        "precision of the encoder; auto: bf16 on a GPU if the model was trained in bf16, else fp32"
-    )
-    add("--precision", choices=("auto", "fp32", "bf16"), default="auto", help=precision)
-    add("--anonymous", action="store_true", help="read public s3:// data without credentials")
+    return exit_code("omnilead embed", lambda: show(embed(**options).message), options["out"])
 
 
 if __name__ == "__main__":

@@ -21,21 +21,19 @@ run the same command again to resume. Exit code 2: an argument or a file is wron
 scoring or writing failed.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
-from omnilead.engine.embed import options_of
+from omnilead.engine.settings import options as shared
 from omnilead.engine.settings.commandline import (
-    RUN_CODE,
-    command_parser,
     interruptible,
-    positive,
+    options_of,
     writable,
     write_result,
 )
@@ -46,45 +44,53 @@ from omnilead.engine.settings.metrics import METRIC_OF, label_of
 from omnilead.engine.settings.run_files import LABELS
 
 CLASSES_SHOWN = 12  # printed on the terminal
-COLUMNS = ["positives", "threshold"]
-COLUMNS += [metric.name for metric in METRIC_OF.values() if metric.in_brief]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
+    options = options_of(evaluate, "evaluate", __doc__, arguments)
     # imported late, so that --help does not wait for PyTorch
     from omnilead.engine.inference.commands import exit_code
 
     def run() -> int:
-        document = evaluate(**options_of(args))
+        document = evaluate(**options)
         if document is None:
             return 0  # the first rank tells the scores
         text = "\n".join(lines(document)) + "\n"
-        return show(f"{text}{args.report}\n" if args.report else text)
+        return show(f"{text}{options['report']}\n" if options["report"] else text)
 
-    flag = "--json" if args.json else "--report"
-    return exit_code("omnilead evaluate", run, args.json or args.report, flag)
+    flag = "--json" if options["json"] else "--report"
+    return exit_code("omnilead evaluate", run, options["json"] or options["report"], flag)
 
 
 def evaluate(
-    model: File,
+    model: Annotated[File, Option("a run, or a folder with model.safetensors", "RUN", "--model")],
     *,
-    data: File,
-    leads: str = "",
-    task: str = "auto",
-    labels: File = "",
-    role: str = "test",
-    json: File | None = None,
-    report: File | None = None,
-    batch: int = 32,
-    device: str = "auto",
-    code: bool = False,
-    anonymous: bool = False,
+    code: shared.Code = False,
+    data: Annotated[File, Option("a dataset made by omnilead shard; s3:// works too", "DATASET")],
+    leads: Annotated[
+        str, Option('12, 6, 3, 2, 1 or names such as "I,II,V2"; others are set to zero (all)', "L")
+    ] = "",
+    task: Annotated[
+        str, Option("a shipped task such as age, or a YAML file (default: the model's)", "NAME")
+    ] = "auto",
+    labels: Annotated[
+        File,
+        Option(
+            "a table of labels, CSV or parquet, with the columns of the task (the one that RUN keeps)",
+            "CSV",
+        ),
+    ] = "",
+    role: Annotated[Literal["test", "valid"], Option("the split to score (test)")] = "test",
+    json: Annotated[File | None, Option("write the scores as JSON", "F")] = None,
+    report: Annotated[
+        File | None, Option("write an HTML page with curves and tables", "F.html")
+    ] = None,
+    batch: Annotated[int, Option("crops of 10 s encoded at a time (32)", "N", low=1)] = 32,
+    device: shared.Device = "auto",
+    anonymous: shared.Anonymous = False,
 ) -> Facts | None:
-    """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns what --json holds.
-
-    The arguments are the options of the command. None on all ranks but the first. Errors have
-    one-line messages."""
+    """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns what --json holds;
+    None on all ranks but the first. Errors have one-line messages."""
     from omnilead.data_tools.dataset import Dataset
     from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
     from omnilead.engine.inference.commands import chosen_device
@@ -154,53 +160,6 @@ def check_files(json_file: Path | None, page: Path | None) -> None:
         )
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("evaluate", __doc__)
-    add = parser.add_argument
-    add("--model", required=True, metavar="RUN", help="a run, or a folder with model.safetensors")
-    add("--code", **RUN_CODE)
-    add(
-        "--data",
-        required=True,
-        metavar="DATASET",
-        help="a dataset made by omnilead shard; s3:// works too",
-    )
-    add(
-        "--leads",
-        default="",
-        metavar="L",
-        help='12, 6, 3, 2, 1 or names such as "I,II,V2"; others are set to zero (all)',
-    )
-    add(
-        "--task",
-        default="auto",
-        metavar="NAME",
-        help="a shipped task such as age, or a YAML file (default: the model's)",
-    )
-    add(
-        "--labels",
-        default="",
-        metavar="CSV",
-        help="a table of labels, CSV or parquet, with the columns of the task (the one that RUN keeps)",
-    )
-    add("--role", choices=("test", "valid"), default="test", help="the split to score (test)")
-    add("--json", type=Path, metavar="F", help="write the scores as JSON")
-    add("--report", type=Path, metavar="F.html", help="write an HTML page with curves and tables")
-    add(
-        "--batch",
-        type=positive,
-        default=32,
-        metavar="N",
-        help="crops of 10 s encoded at a time (32)",
-    )
-    add("--device", default="auto", help="cpu, cuda, cuda:1, ... (auto: a GPU if there is one)")
-    add(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # added by deepspeed's launcher; LOCAL_RANK is used instead
-    add("--anonymous", action="store_true", help="read public s3:// data without credentials")
-    return parser.parse_args(arguments)
-
-
 def labels_of_run(model: str) -> str:
     """The label table that RUN keeps from its training; "" if there is none. The path or address
     that a model names is never opened, because the model may come from anyone."""
@@ -210,7 +169,8 @@ def labels_of_run(model: str) -> str:
 
 def lines(document: Facts) -> Iterator[str]:
     """The scores for the terminal."""
-    from omnilead.engine.evaluation.results import pieces  # late: it imports torch
+    from omnilead.engine.evaluation.results import pieces
+    from omnilead.engine.training.metrics import METRIC_OF, label_of
 
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
     labels = {name: label_of(name) for name in document["metrics"]}
@@ -224,7 +184,9 @@ def lines(document: Facts) -> Iterator[str]:
         columns = (_score(part, name) for part in (document, record) if part)
         yield f"{label:<{width}}{''.join(f'{column:<30}' for column in columns)}".rstrip()
     if 0 < len(classes := document["classes"]) <= CLASSES_SHOWN:
-        names = [name for name in (*COLUMNS, "n") if name in next(iter(classes.values()))]
+        brief = (metric.name for metric in METRIC_OF.values() if metric.in_brief)
+        columns_shown = ("positives", "threshold", *brief, "n")
+        names = [name for name in columns_shown if name in next(iter(classes.values()))]
         yield f"{'class':<18}" + "".join(f"{name.replace('_', ' '):>11}" for name in names)
         for name, figures in classes.items():
             line = f"{name:<18}"

@@ -9,67 +9,70 @@ or set HF_TOKEN in the environment. In Python: omnilead.load("hf://org/name"). N
 'omnilead[hub]'`.
 """
 
-import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
+from omnilead.data_tools.io.options import Option, add_options
 from omnilead.data_tools.io.terminal import about_file, echo, tell
 from omnilead.engine.settings.commandline import command_parser, interruptible
 from omnilead.engine.settings.errors import ConfigError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
+def push(
+    model: Annotated[str, Option("a run, or a model folder", "RUN")],
+    repo: Annotated[str, Option("repository on the Hub; created if it does not exist", "org/name")],
+    *,
+    private: Annotated[
+        bool, Option("if it is created: visible to you and your organisation only")
+    ] = False,
+    licence: Annotated[
+        str | None,
+        Option("licence of the weights, for the model card: mit, cc-by-4.0, ...", "ID"),
+    ] = None,
+) -> None:
+    from omnilead.engine.extras.interop import hub  # late, so that --help does not wait for PyTorch
+
+    echo(hub.push(model, repo, private, licence))
+
+
+def pull(
+    repo: Annotated[str, Option("repository on the Hub, or org/name@revision", "org/name")],
+    out: Annotated[str, Option("a new or empty folder", "OUT")],
+) -> None:
     from omnilead.engine.extras.interop import hub
 
+    hub.pull(repo, Path(out))
+    echo(f"{out}: downloaded; use it with omnilead.load({out!r})")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = command_parser("hub", __doc__)
+    commands = parser.add_subparsers(dest="action", required=True, metavar="push|pull")
+    actions: tuple[tuple[str, Callable[..., None], str, str], ...] = (
+        ("push", push, "upload RUN/model", "RUN org/name --private"),
+        ("pull", pull, "download a model", "org/name OUT"),
+    )
+    for name, run, text, example in actions:
+        about, example = f"{text[0].upper()}{text[1:]}.", f"example: omnilead hub {name} {example}"
+        command = commands.add_parser(name, help=text, description=about, epilog=example)
+        command.set_defaults(run=run)
+        add_options(command, run)
+    options = vars(parser.parse_args(arguments))
+    del options["action"]
+    run = options.pop("run")
     try:
-        if args.action == "push":
-            echo(hub.push(args.model, args.repo, args.private, args.licence))
-        else:
-            hub.pull(args.repo, args.out)
-            echo(f"{args.out}: downloaded; use it with omnilead.load({str(args.out)!r})")
+        run(**options)
         return 0
     except ConfigError as error:
         message, code = str(error), 2
     except OSError as error:
-        message, code = about_file(error, "OUT", getattr(args, "out", None)), 2
+        message, code = about_file(error, "OUT", options.get("out")), 2
     except KeyboardInterrupt:
         message, code = "interrupted: run the same command again", 130
     tell(f"omnilead hub: {' '.join(message.split())}")
     return code
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("hub", __doc__)
-    commands = parser.add_subparsers(dest="action", required=True, metavar="push|pull")
-    example = "example: omnilead hub push RUN org/name --private"
-    upload = commands.add_parser(
-        "push", help="upload RUN/model", description="Upload RUN/model.", epilog=example
-    )
-    upload.add_argument("model", metavar="RUN", help="a run, or a model folder")
-    upload.add_argument(
-        "repo", metavar="org/name", help="repository on the Hub; created if it does not exist"
-    )
-    upload.add_argument(
-        "--private",
-        action="store_true",
-        help="if it is created: visible to you and your organisation only",
-    )
-    upload.add_argument(
-        "--licence",
-        metavar="ID",
-        help="licence of the weights, for the model card: mit, cc-by-4.0, ...",
-    )
-    example = "example: omnilead hub pull org/name OUT"
-    fetch = commands.add_parser(
-        "pull", help="download a model", description="Download a model.", epilog=example
-    )
-    fetch.add_argument(
-        "repo", metavar="org/name", help="repository on the Hub, or org/name@revision"
-    )
-    fetch.add_argument("out", metavar="OUT", type=Path, help="a new or empty folder")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -18,45 +18,62 @@ unreadable files and resuming are as in `omnilead embed`. Exit code 2: an argume
 wrong. Exit code 1: computing or writing failed.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
-from omnilead.engine.embed import PER, PSEUDONYMS, add_inputs, options_of
-from omnilead.engine.settings.commandline import command_parser, interruptible, one_blas_thread
+from omnilead.engine.settings import options as shared
+from omnilead.engine.settings.commandline import interruptible, one_blas_thread, options_of
+from omnilead.engine.settings.files import File
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from omnilead.engine.inference.commands import Written
+
+
+def predict(
+    model: shared.Model,
+    *,
+    code: shared.Code = False,
+    data: shared.Ecgs,
+    leads: shared.Leads = None,
+    fs_hz: shared.Rate = None,
+    unit: shared.Unit = None,
+    workers: shared.Workers = None,
+    on_corrupt: shared.OnCorrupt = "auto",
+    batch: shared.Batch = None,
+    device: shared.Device = "auto",
+    precision: shared.Precision = "auto",
+    anonymous: shared.Anonymous = False,
+    out: Annotated[
+        File | None, Option("F.csv or F.parquet: write the predictions", "F", required=True)
+    ] = None,
+    per: Annotated[
+        Literal["crop", "record", "half"],
+        Option(
+            "one row for each record, each 10 s, each 5 s or other window of the model (record)"
+        ),
+    ] = "record",
+    pseudonymize: shared.Pseudonymize = None,
+) -> "pa.Table | Written":
+    """Predictions of a fine-tuned model, as `omnilead predict`: a pyarrow table; or, with `out`, a
+    parquet or CSV file, made in parts as that of `omnilead.embed`."""
+    options = locals()
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.inference import commands
+
+    return commands.predict(**options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
+    options = options_of(predict, "predict", __doc__, arguments)
     one_blas_thread()
-    # imported late, so that --help does not wait for PyTorch
-    from omnilead.engine.inference.commands import exit_code, predict
+    from omnilead.engine.inference.commands import exit_code
 
-    return exit_code(
-        "omnilead predict", lambda: show(predict(**options_of(args)).message), args.out
-    )
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("predict", __doc__)
-    add_inputs(parser)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="F",
-        help="F.csv or F.parquet: write the predictions",
-    )
-    parser.add_argument(
-        "--per",
-        choices=PER,
-        default="record",
-        help="one row for each record, each 10 s, each 5 s or other window of the model (record)",
-    )
-    parser.add_argument("--pseudonymize", **PSEUDONYMS)
-    return parser.parse_args(arguments)
+    return exit_code("omnilead predict", lambda: show(predict(**options).message), options["out"])
 
 
 if __name__ == "__main__":

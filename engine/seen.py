@@ -20,41 +20,53 @@ source, record, patient, waveform (its use), owner (the use of the patient), tim
 the record's crops were drawn; empty if unknown).
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
-from omnilead.engine.settings.commandline import command_parser, interruptible, writable
+from omnilead.engine.settings import options as shared
+from omnilead.engine.settings.commandline import interruptible, options_of, writable
+from omnilead.engine.settings.files import File
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
+    options = options_of(seen, "seen", __doc__, arguments)
     # imported late, so that --help does not wait for PyTorch
-    from omnilead.engine.evaluation.seen import table_of
     from omnilead.engine.inference.commands import exit_code
 
-    def work() -> int:
-        if args.out:
-            writable(args.out, "--out")
-        return show("\n".join(table_of(**vars(args))) + "\n")
-
-    return exit_code("omnilead seen", work, args.out)
+    return exit_code("omnilead seen", lambda: seen(**options), options["out"])
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("seen", __doc__)
-    add = parser.add_argument
-    models = "a run, a model folder, small, s3://... or hf://org/name"
-    add("model", metavar="RUN|MODEL", help=models)
-    ecgs = "datasets, folders or files of ECGs (default: the data of RUN)"
-    add("--data", nargs="+", metavar="DATASET|FILE", help=ecgs)
-    add("--out", type=Path, metavar="F.csv", help="write a table with a row for each record")
-    key = "the key file of the dataset that the model was trained on, if DATA are files"
-    add("--pseudonymize", metavar="KEYFILE", help=key)
-    add("--anonymous", action="store_true", help="read public s3:// data without credentials")
-    return parser.parse_args(arguments)
+def seen(
+    model: Annotated[
+        str, Option("a run, a model folder, small, s3://... or hf://org/name", "RUN|MODEL")
+    ],
+    *,
+    data: Annotated[
+        Sequence[str] | None,
+        Option("datasets, folders or files of ECGs (default: the data of RUN)", "DATASET|FILE"),
+    ] = None,
+    out: Annotated[File | None, Option("write a table with a row for each record", "F.csv")] = None,
+    pseudonymize: Annotated[
+        str | None,
+        Option(
+            "the key file of the dataset that the model was trained on, if DATA are files",
+            "KEYFILE",
+        ),
+    ] = None,
+    anonymous: shared.Anonymous = False,
+) -> int:
+    """Prints what the model has seen."""
+    from omnilead.engine.evaluation.seen import table_of
+
+    table = Path(out) if out else None
+    if table:
+        writable(table, "--out")
+    lines = table_of(model, data, table, anonymous, pseudonymize)
+    return show("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,10 +20,12 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
+from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.storage import RemoteFolder
 from omnilead.data_tools.io.terminal import UserError, show, tell
-from omnilead.engine.settings.commandline import command_parser, interruptible
+from omnilead.engine.settings.commandline import interruptible, options_of
 from omnilead.engine.settings.errors import ConfigError, Facts
 from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import (
@@ -157,6 +159,8 @@ def rates(row: Facts, rows: list[Facts], recent: float) -> str:
 
 
 def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
+    from omnilead.engine.training.metrics import label_of  # late, so that --help does not wait
+
     parts = [f"{number(row['loss']):.4f}"]
     for name, value in row.items():
         if name.startswith("loss_") and value is not None:
@@ -185,16 +189,20 @@ def where_it_goes(now: dict[str, float], row: Facts, rows: list[Facts]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_parser("status", __doc__)
-    parser.add_argument("run", metavar="RUN", help="the folder of a run; s3:// works too")
-    name = parser.parse_args(arguments).run.rstrip("/") or "/"
+    return status(**options_of(status, "status", __doc__, arguments))
+
+
+def status(
+    run: Annotated[str, Option("the folder of a run; s3:// works too", "RUN")],
+) -> int:
+    name = run.rstrip("/") or "/"
     try:
         with tempfile.TemporaryDirectory() as copies:
-            run = Path(name)
+            folder = Path(name)
             if "://" in name:
-                run = Path(copies)
-                download(name, run)
-            lines = [f"{what:<11} {text}\n" for what, text in screen(run, name)]
+                folder = Path(copies)
+                download(name, folder)
+            lines = [f"{what:<11} {text}\n" for what, text in screen(folder, name)]
     except (UserError, OSError, ValueError, LookupError, TypeError) as error:
         tell(f"{NAME}: {' '.join(str(error).split())}")
         return 2

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from omnilead.data_tools.__main__ import verify as verify
     from omnilead.data_tools.dataset import Dataset as Dataset
     from omnilead.engine.bench import bench as bench
+    from omnilead.engine.embed import embed as embed
     from omnilead.engine.evaluate import evaluate as evaluate
     from omnilead.engine.finetune import finetune as finetune
-    from omnilead.engine.inference.commands import embed as embed
-    from omnilead.engine.inference.commands import predict as predict
     from omnilead.engine.inference.trained_model import load as load
+    from omnilead.engine.predict import predict as predict
     from omnilead.engine.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0"
@@ -46,11 +46,11 @@ if not Path(__path__[0], "engine").is_dir():
 MODULES = {
     "Dataset": "omnilead.data_tools.dataset",
     "bench": "omnilead.engine.bench",
-    "embed": "omnilead.engine.inference.commands",
+    "embed": "omnilead.engine.embed",
     "evaluate": "omnilead.engine.evaluate",
     "finetune": "omnilead.engine.finetune",
     "load": "omnilead.engine.inference.trained_model",
-    "predict": "omnilead.engine.inference.commands",
+    "predict": "omnilead.engine.predict",
     "pretrain": "omnilead.engine.pretrain",
     "shard": "omnilead.data_tools.__main__",
     "synth": "omnilead.data_tools.__main__",
@@ -75,12 +75,15 @@ def __getattr__(name: str) -> Any:
 
 
 def _in_python(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, but its errors name arguments instead of a command's options."""
+    """The same function, but its arguments are checked as those of the command, and its errors name
+    arguments instead of options."""
     from omnilead.data_tools.io.errors import UserError
+    from omnilead.data_tools.io.options import check_values
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
+            check_values(function, args, kwargs)
             return function(*args, **kwargs)
         except UserError as error:
             error.args = (WORDS.sub(_argument, str(error)),)

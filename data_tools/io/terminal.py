@@ -20,7 +20,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import TracebackType
@@ -76,12 +76,8 @@ class Parser(argparse.ArgumentParser):
         return near[0] if near else ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            if near := difflib.get_close_matches(str(value), map(str, action.choices or ()), 1):
-                error.message = f"invalid choice: {value!r}: did you mean {near[0]}?"
-            raise
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, not_among(value, action.choices))
 
     def error(self, message: str) -> NoReturn:
         self.exit(
@@ -89,6 +85,13 @@ class Parser(argparse.ArgumentParser):
             f"{self.prog.removeprefix('python -m ')}: {printable(' '.join(message.split()))} "
             "(--help shows all)\n",
         )
+
+
+def not_among(value: Any, choices: Iterable[Any]) -> str:
+    names = [str(choice) for choice in choices]
+    if near := difflib.get_close_matches(str(value), names, 1):
+        return f"invalid choice: {value!r}: did you mean {near[0]}?"
+    return f"invalid choice: {value!r} (choose from {', '.join(names)})"
 
 
 @cache

@@ -1,8 +1,8 @@
 """Tables of a trained model's embeddings and predictions: what `omnilead embed` and `omnilead
-predict` call, and Python programs may call.
+predict` do.
 
-    table = embed("RUN", data="DATASET", leads="I,II")                    # a pyarrow table in memory
-    done = predict("TUNED", data=["A.hea"], out="F.csv")                  # in a file; done.rows, done.message
+    table = embed("RUN", data="DATASET", leads="I,II", per="crop")        # a pyarrow table in memory
+    done = predict("TUNED", data=["A.hea"], out="F.csv", per="record")    # in a file; done.rows, done.message
 
 Errors are ConfigError, DataError and OutputError, each with one line for the user.
 """
@@ -29,7 +29,7 @@ from ..settings.errors import ConfigError, OutputError, listed
 from ..settings.files import File
 from ..settings.launcher import cores_per_rank, environment
 from . import outputs
-from .inputs import FLAGS, CropSource, EcgOptions, OpenedData, Per, array_files, open_data
+from .inputs import FLAGS, CropSource, EcgOptions, OpenedData, array_files, open_data
 from .outputs import MISSING, RESUMABLE, Counts, Output, ParquetParts, job_record, make, whole
 from .trained_model import TrainedModel, load
 
@@ -60,23 +60,16 @@ def embed(
     *,
     data: File | Sequence[File],
     out: File | None = None,
-    per: Per = "crop",
     readout: str = "",
     **options: Any,
 ) -> pa.Table | Written:
-    """Embeddings of the ECGs in `data`, one row `per` crop of 10 s, record, or half of 5 s (or window of the model).
-    `readout`: mean, mean+std+rhythm, ...; "": the model's own.
-
-    `options`: device, precision and code, as in `prepare_model`, and the fields of EcgOptions.
-    `out`: a parquet file, made in parts: the same call resumes after an interruption, and ranks
-    of torchrun or deepspeed share the parts.
-    """
+    """What `omnilead embed` returns or writes: see engine/embed.py."""
     place = Path(out) if out else None
     if place and place.suffix not in ("", ".parquet"):
         name = place.with_suffix(".parquet").name
         raise ConfigError(f"--out {out}: must end in .parquet: use {name}")
     output_of = partial(outputs.embeddings, readout=readout)
-    return _table(output_of, model, data, place, {"per": per, **options})
+    return _table(output_of, model, data, place, options)
 
 
 def predict(
@@ -84,17 +77,15 @@ def predict(
     *,
     data: File | Sequence[File],
     out: File | None = None,
-    per: Per = "record",
     **options: Any,
 ) -> pa.Table | Written:
-    """Predictions of a fine-tuned model: class probabilities and decisions, or values. `out`: a
-    parquet or CSV file. Otherwise as `embed`."""
+    """What `omnilead predict` returns or writes: see engine/predict.py."""
     place = Path(out) if out else None
     if place and place.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"--out {out}: must end in .csv or .parquet")
     if place and place.suffix == ".csv" and place.exists() and not job_record(place).exists():
         raise ConfigError(f"--out {out}: already exists: remove it, or choose another --out")
-    return _table(outputs.predictions, model, data, place, {"per": per, **options})
+    return _table(outputs.predictions, model, data, place, options)
 
 
 def _table(
@@ -119,7 +110,7 @@ def _table(
         table = whole(source, output, setup.input, setup.options.per)
         counts = Counts().plus(table, sum(source.refused.values()))
         for doubt in _doubts(setup, source, counts):
-            warnings.warn(doubt, stacklevel=4)  # at the call of omnilead.embed or predict
+            warnings.warn(doubt, stacklevel=5)  # at the call of omnilead.embed or predict
         return table
     except OSError as error:
         raise file_error(error, out) from None
@@ -251,7 +242,7 @@ def refuse_ranks(what: str) -> None:
         )
 
 
-def file_error(error: OSError, out: Path | None, flag: str = "--out") -> UserError:
+def file_error(error: OSError, out: File | None, flag: str = "--out") -> UserError:
     """The line for a file that could not be read or written. `flag`: the option that `out` comes
     from."""
     message = about_file(error, flag, out)
@@ -261,7 +252,7 @@ def file_error(error: OSError, out: Path | None, flag: str = "--out") -> UserErr
 
 
 def exit_code(
-    program: str, work: Callable[[], int], out: Path | None = None, flag: str = "--out"
+    program: str, work: Callable[[], int], out: File | None = None, flag: str = "--out"
 ) -> int:
     """Runs the work of a command. Its errors become one line and an exit code: 2 if an argument
     or a file is wrong, 1 if computing or writing failed. A ConfigError is the same on every rank

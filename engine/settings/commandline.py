@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import yaml  # type: ignore[import-untyped]
 
+from omnilead.data_tools.io.options import add_options
 from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import Parser as Parser
 from omnilead.data_tools.io.terminal import guard_streams, is_memory, mend_for, show, tell
@@ -177,6 +178,18 @@ def command_parser(name: str, about: str | None) -> Parser:
     """Shows the text about a command as it is written."""
     as_written = argparse.RawDescriptionHelpFormatter
     return Parser(f"omnilead {name}", description=about, formatter_class=as_written)
+
+
+def options_of(
+    function: Callable[..., Any], name: str, about: str | None, arguments: Sequence[str] | None
+) -> dict[str, Any]:
+    """The arguments for `function`, which declares the options of a command."""
+    parser = command_parser(name, about)
+    add_options(parser, function)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    options = vars(parser.parse_args(arguments))
+    del options["local_rank"]  # added by deepspeed's launcher; LOCAL_RANK is used instead
+    return options
 
 
 def writable(place: Path, flag: str) -> None:

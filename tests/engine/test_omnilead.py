@@ -20,9 +20,6 @@ import omnilead
 import omnilead.engine
 from omnilead.__main__ import COMMANDS, GONE, main
 from omnilead.data_tools.io.errors import DataError, UserError
-from omnilead.engine.evaluation import bench as comparison
-from omnilead.engine.inference import commands
-from omnilead.engine.inference.inputs import EcgOptions
 from omnilead.engine.settings.errors import ConfigError
 from tests.parsers import parser_of
 
@@ -211,9 +208,10 @@ def test_a_function_has_the_words_and_defaults_of_its_command(name):
         )
         parser = commands.choices[name]
     options = {one.dest: one for one in parser._actions if one.dest not in OUT_OF_PYTHON}
-    words = defaults_of(name)
-    assert set(words) == set(options)
-    for word, default in words.items():
+    parameters = inspect.signature(getattr(omnilead, name)).parameters
+    assert set(parameters) == set(options)
+    for word, parameter in parameters.items():
+        default = parameter.default
         if options[word].required or word in ("out", "sources", "dataset"):
             continue  # a file is required on the command line; in Python the result is returned
         assert (default or None) == (as_in_python(options[word].default) or None), word
@@ -230,22 +228,6 @@ def test_the_engine_names_its_modules_that_are_no_commands():
     shared = [name for name in modules if f"omnilead.engine.{name}" not in commands]
     named = re.findall(r"(\w+)\.py", omnilead.engine.__doc__)
     assert sorted(shared) == sorted(named)
-
-
-def defaults_of(name):
-    """The arguments of a function and their defaults, also those that it passes on."""
-    functions = {
-        "bench": [omnilead.bench, comparison.bench],
-        "embed": [omnilead.embed, commands.prepare_model, EcgOptions],
-        "predict": [omnilead.predict, commands.prepare_model, EcgOptions],
-    }.get(name, [getattr(omnilead, name)])
-    found = dict(comparison.DEFAULTS) if name == "bench" else {}
-    for function in reversed(functions):
-        for word, parameter in inspect.signature(function).parameters.items():
-            found[word] = parameter.default
-    for word in ("options", "path", "pin"):  # passed on; `model`; not of the user
-        found.pop(word, None)
-    return found
 
 
 def as_in_python(default):
@@ -277,6 +259,32 @@ def test_from_python_alone(dataset, saved_model, tmp_path):
         omnilead.embed(model, data=tmp_path / "made", leads="X")
     with pytest.raises(DataError, match="so `dx_sources` has no effect"):
         omnilead.shard(tmp_path, out=tmp_path / "x", plan="all", dx_sources=["georgia"])
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "word", "value", "wrong"),
+    [
+        ("embed", "--workers", "workers", 0, "0: must be a whole number of at least 1"),
+        ("embed", "--per", "per", "crp", "invalid choice: 'crp': did you mean crop?"),
+        ("predict", "--fs", "fs_hz", "fast", "'fast': must be a number"),
+        ("predict", "--precision", "precision", "x", "invalid choice: 'x' (choose from auto, fp32, bf16)"),
+        ("evaluate", "--batch", "batch", -1, "-1: must be a whole number of at least 1"),
+        ("shard", "--id-share", "id_share", 1.5, "1.5: must be a number from 0 to 1"),
+        ("verify", "--workers", "workers", -1, "-1: must be a whole number of at least 1"),
+        ("bench", "--share", "share", [1, "all"], "'all': must be a number"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_the_same_line_from_the_command_and_from_python(
+    name, flag, word, value, wrong, capsys
+):
+    typed = value if isinstance(value, list) else [value]
+    with pytest.raises(SystemExit):
+        main([name, flag, *map(str, typed)])
+    line = f"omnilead {name}: argument {flag}: {wrong} (--help shows all)\n"
+    assert capsys.readouterr().err == line
+    with pytest.raises(UserError) as error:
+        getattr(omnilead, name)("RUN", **{word: value})
+    assert str(error.value) == f"argument `{word}`: {wrong}"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,133 @@
+"""A command's options, declared once: the parameters of its Python function make its parser, its
+help, and the check of values in both.
+
+    Workers = Annotated[int | None, Option("reading threads (all)", "N", low=1)]
+    def embed(model: Annotated[str, Option("RUN, or small", "RUN", "--model")], *, workers: Workers = None): ...
+
+    add_options(parser, embed)                       # --model RUN, --workers N
+    check_values(embed, ("RUN",), {"workers": 0})    # DataError: argument --workers: 0: must be ...
+
+A parameter before the * is a positional argument unless its Option has a flag. A Literal has choices,
+a bool is a flag, a Sequence takes several values. Of a union, a command takes the first type; the
+others are for Python alone.
+"""
+
+import argparse
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from .errors import DataError
+from .terminal import not_among
+
+
+class Option(NamedTuple):
+    """What a parameter's type does not say."""
+
+    help: str
+    metavar: str | None = None
+    flag: str = ""  # if it is not the parameter's name
+    required: bool = False  # in the command; in Python the result is returned
+    low: float = -math.inf
+    high: float = math.inf
+
+
+class Declared(NamedTuple):
+    """A parameter as a command takes it."""
+
+    name: str  # in Python
+    flag: str  # in the command
+    option: Option
+    kind: type
+    several: bool
+    choices: tuple[str, ...]
+    default: Any
+
+    def parse(self, text: str) -> Any:
+        """An argparse type."""
+        value: Any = text
+        with suppress(ValueError):
+            value = self.kind(text)
+        self.check(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """An ArgumentTypeError says what is wrong with a value."""
+        if self.choices and value not in self.choices:
+            raise argparse.ArgumentTypeError(not_among(value, self.choices))
+        if self.kind not in (int, float):
+            return
+        low, high = self.option.low, self.option.high
+        with suppress(TypeError, ValueError, OverflowError):
+            if low <= value <= high and self.kind(value) == value:
+                return
+        what = "a whole number" if self.kind is int else "a number"
+        if high < math.inf:
+            what += f" from {low} to {high}"
+        elif low > -math.inf:
+            what += f" of at least {low}"
+        raise argparse.ArgumentTypeError(f"{value!r}: must be {what}")
+
+
+def declared(function: Callable[..., Any]) -> Iterator[Declared]:
+    for name, parameter in inspect.signature(function).parameters.items():
+        if not hasattr(parameter.annotation, "__metadata__"):  # no option of the command
+            continue
+        option: Option = parameter.annotation.__metadata__[0]
+        kind = first_type(parameter.annotation.__origin__)
+        flag = option.flag or f"--{name.replace('_', '-')}"
+        if parameter.kind is not parameter.KEYWORD_ONLY and not option.flag:
+            flag = name
+        several = get_origin(kind) is Sequence
+        if several:
+            kind = first_type(get_args(kind)[0])
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        yield Declared(name, flag, option, kind, several, choices, parameter.default)
+
+
+def first_type(annotation: Any) -> Any:
+    is_union = get_origin(annotation) in (Union, UnionType)
+    return get_args(annotation)[0] if is_union else annotation
+
+
+def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
+    for one in declared(function):
+        settings: dict[str, Any] = {"help": one.option.help}
+        required = one.option.required or one.default is inspect.Parameter.empty
+        if one.flag.startswith("-"):
+            settings |= {"dest": one.name, "required": required}
+        if not required:
+            settings["default"] = one.default
+        if one.kind is bool:
+            settings["action"] = "store_true"
+        else:
+            settings["metavar"] = one.option.metavar
+        if one.kind in (int, float):
+            settings["type"] = one.parse
+        if one.choices:
+            settings["choices"] = one.choices
+        if one.several:
+            settings["nargs"] = "+"
+        parser.add_argument(one.flag, **settings)
+
+
+def check_values(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses what the command would refuse, with the same line."""
+    options = {one.name: one for one in declared(function)}
+    given = {**dict(zip(options, args, strict=False)), **kwargs}
+    for name, value in given.items():
+        one = options.get(name)
+        if one is None or value is one.default:  # an unknown name: Python says so
+            continue
+        several = one.several and not isinstance(value, str | os.PathLike)
+        for single in value if several else [value]:
+            try:
+                one.check(single)
+            except argparse.ArgumentTypeError as error:
+                raise DataError(f"argument {one.flag}: {error}") from None
