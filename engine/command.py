@@ -85,6 +85,7 @@ def command(
 
     from .run import export, message_and_code
     from .training.config import schema
+    from .training.run_folder import RunFolder
 
     task_class = task()
     try:
@@ -92,7 +93,7 @@ def command(
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
             return show(schema(task_class.settings) + "\n")
         if args.export:
-            say(str(export(args.export, task_class)))
+            say(str(export(RunFolder(args.export), task_class)))
         else:
             settings = [*_overrides(args, shortcuts), *args.set]
             train(task_class.read(args.config, settings), task_class, args.profile or 0)

@@ -58,18 +58,20 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
     are raised; KeyboardInterrupt after Ctrl-C, with a checkpoint too."""
     from omnilead.engine import run
     from omnilead.engine.settings.launcher import environment
-    from omnilead.engine.training import bucket, checkpoint, distributed, tracking, train
+    from omnilead.engine.training import distributed, tracking, train
     from omnilead.engine.training.config import check
     from omnilead.engine.training.loop import Loop
+    from omnilead.engine.training.run_folder import RunFolder
 
     check(config, environment()[1])
     tracking.require_installed(config)
     profiler = tracking.Profile(profile) if profile else None
     datasets = train.open_datasets(config)
-    folder = train.make_folder(config.run)
+    folder = RunFolder(config.run)
+    folder.make()
     with (
         distributed.started(config.train) as ranks,
-        checkpoint.locked(folder, ranks),
+        folder.locked(ranks),
         ExitStack() as opened,
     ):
         # What is trained: training/pretraining.py, tasks/finetuning.py
@@ -80,20 +82,22 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
         progress, total = train.progress_of(config, loader, resumed)
         if profiler:
             profiler.check(total - progress.step)
+        if ranks.first:
+            folder.keep(task.code, task.kept)
         # Model and optimiser: model/pretrainer.py, training/optimizer.py, DeepSpeed
-        engine, adam = train.make_engine(task, folder, resumed)
+        engine, adam = train.make_engine(task, resumed)
         opened.callback(engine.destroy)
         logger = None
         if ranks.first:
             logger = train.make_logger(task, folder, engine, progress, total)
             opened.enter_context(closing(logger))
-            logger.services |= tracking.open_services(folder, config, progress.step)
+            logger.services |= tracking.open_services(folder.path, config, progress.step)
             train.announce(task, loader, progress, engine)
         loop = Loop(task, config, folder, engine, adam, loader, progress, total, logger)
         finished = train.run_loop(loop, profiler, opened)
     if finished:
         run.finish(folder, task_class)
-    bucket.send(config.run, folder, config.train.keep, last=True)
+    folder.send(config.train.keep, last=True)
     if not finished and loop.interrupted_at_s is not None:
         raise KeyboardInterrupt("interrupted: run it again to resume")
     return finished

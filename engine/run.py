@@ -1,6 +1,6 @@
 """What follows a training: RUN/model, its model card and RUN/report.html; training from Python.
 
-export(Path("RUN"), PretrainTask)                        # RUN/model from a checkpoint
+export(RunFolder("RUN"), PretrainTask)                   # RUN/model from a checkpoint
 run = run_from_python(train_run, PretrainTask, None, "DATASET", "RUN", {"train.steps": 1000})
 run.model().embed(...), run.validation[-1], run.report
 """
@@ -19,9 +19,10 @@ from omnilead.data_tools.io.terminal import is_memory, optional, say
 from .settings.errors import ConfigError, OutputError
 from .settings.launcher import environment
 from .settings.run_files import METRICS, REPORT, VALIDATION, read_rows
-from .training import bucket, distributed
+from .training import distributed
 from .training.checkpoint import CheckpointError, WriteError
 from .training.loop import TrainError
+from .training.run_folder import RunFolder
 from .training.task import TrainingTask
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ Data = str | os.PathLike[str] | Dataset
 Train = Callable[[Any, type[TrainingTask]], bool]  # engine.pretrain.train_run
 
 
-def finish(run: Path, task: type[TrainingTask]) -> None:
+def finish(run: RunFolder, task: type[TrainingTask]) -> None:
     """When all steps are done: RUN/model and RUN/report.html, on rank 0."""
     if environment()[0]:
         return
@@ -42,11 +43,11 @@ def finish(run: Path, task: type[TrainingTask]) -> None:
     with optional("RUN/report.html"):
         from .extras.reports.run_report import write_report
 
-        made.append(str(write_report(run)))
+        made.append(str(write_report(run.path)))
     say(f"done: {', '.join(made)}")
 
 
-def export(run: Path, task: type[TrainingTask]) -> Path:
+def export(run: RunFolder, task: type[TrainingTask]) -> Path:
     """Writes RUN/model with its model card."""
     from .training.export import read_export, write_export
 
@@ -54,7 +55,7 @@ def export(run: Path, task: type[TrainingTask]) -> Path:
     with optional("a model card"):
         from .extras.interop.hub import model_card
 
-        card = model_card(run, read.config, read.state, read.weights, task)
+        card = model_card(run.path, read.config, read.state, read.weights, task)
     return write_export(run, read, task, card)
 
 
@@ -140,4 +141,4 @@ def run_from_python(
         raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error
     if not finished:
         raise KeyboardInterrupt(f"{os.fspath(out)}: stopped: the same call resumes")
-    return TrainingRun(bucket.working_folder(os.fspath(out)))
+    return TrainingRun(RunFolder(os.fspath(out)).path)

@@ -19,7 +19,7 @@ from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.storage import RemoteFolder
 from omnilead.engine.settings.run_files import LOCK
 from omnilead.engine.training import bucket, checkpoint
-from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.run_folder import RunFolder
 from tests.waiting import until
 
 s3fs = pytest.importorskip("s3fs")
@@ -58,7 +58,7 @@ class Store:
         self.patch.setenv("TMPDIR", str(self.tmp / machine))
         self.patch.setattr(tempfile, "tempdir", None)
         (self.tmp / machine).mkdir(exist_ok=True)
-        return bucket.working_folder(self.url)
+        return RunFolder(self.url).path
 
     def train(self, machine, world=1, before=None, start=None, **changes):
         self.folder(machine)
@@ -266,10 +266,9 @@ def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_counts(s
 def test_of_an_amended_checkpoint_only_progress_is_uploaded(store):
     store.train("a", train__steps=2).good()
     folder = store.folder("a")
-    alone = Ranks(0, 1, None, None)
-    checkpoint.amend(folder, {"step": 2, "stale": 1}, alone)
+    checkpoint.amend(folder / "checkpoints", {"step": 2, "stale": 1})
     store.app.log.clear()
-    bucket.send(store.url, folder, 3)
+    RunFolder(store.url).send(3)
     put = [path for method, path, _ in store.app.log if method == "PUT" and "step-2" in path]
     assert [path.rpartition("/")[2] for path in put] == ["manifest.json", "state.json"]
     state = json.loads(store.fs.cat(f"{store.url}/checkpoints/step-2/state.json"))
