@@ -35,14 +35,14 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from omnilead.engine.command import SHORTCUTS, command
 from omnilead.engine.settings.commandline import interruptible, leave
+from omnilead.engine.trainings import SHORTCUTS, command, finish, run_from_python
 
 if TYPE_CHECKING:
-    from omnilead.engine.run import Data, TrainingRun
     from omnilead.engine.training.config import RunConfig
     from omnilead.engine.training.pretraining import PretrainTask
     from omnilead.engine.training.task import TrainingTask
+    from omnilead.engine.trainings import Data, TrainingRun
 
 
 def pretrain_task() -> "type[PretrainTask]":
@@ -56,7 +56,6 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
     """Trains or resumes a run, and exports its model at the end. Fine-tuning is this with another
     task. `profile`: how many steps to trace. False: stopped by SIGTERM, with a checkpoint. Errors
     are raised; KeyboardInterrupt after Ctrl-C, with a checkpoint too."""
-    from omnilead.engine import run
     from omnilead.engine.settings.launcher import environment
     from omnilead.engine.training import distributed, tracking, train
     from omnilead.engine.training.config import check
@@ -96,7 +95,7 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
         loop = Loop(task, config, folder, engine, adam, loader, progress, total, logger)
         finished = train.run_loop(loop, profiler, opened)
     if finished:
-        run.finish(folder, task_class)
+        finish(folder, task_class)
     folder.send(config.train.keep, last=True)
     if not finished and loop.interrupted_at_s is not None:
         raise KeyboardInterrupt("interrupted: run it again to resume")
@@ -119,8 +118,6 @@ def pretrain(
     **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and raises
     KeyboardInterrupt. Other errors have one-line messages, such as engine.settings.errors.ConfigError.
     """
-    from omnilead.engine.run import run_from_python
-
     return run_from_python(train_run, pretrain_task(), config, data, out, settings)
 
 
