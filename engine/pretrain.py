@@ -73,7 +73,7 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
         folder.locked(ranks),
         ExitStack() as opened,
     ):
-        # What is trained: training/pretraining.py, tasks/finetuning.py
+        # What is trained: training/pretraining.py, finetuning/task.py
         task = task_class(config, datasets, ranks)
         resumed = train.find_checkpoint(task, folder)
         # Crops to batches on the device: data/order.py, reader.py, augmenter.py
@@ -92,7 +92,7 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
             opened.enter_context(closing(logger))
             logger.services |= tracking.open_services(folder.path, config, progress.step)
             train.announce(task, loader, progress, engine)
-        loop = Loop(task, config, folder, engine, adam, loader, progress, total, logger)
+        loop = Loop(task, folder, engine, adam, loader, progress, total, logger)
         finished = train.run_loop(loop, profiler, opened)
     if finished:
         finish(folder, task_class)

@@ -51,19 +51,19 @@ class Bucket:
         say(f"{self.url}: the working folder is {run}, uploaded after every checkpoint")
         if place.exists(META):
             raise ConfigError(f"{self.url}: is a dataset: choose another with --out RUN")
-        there = {name: files for name, files in _steps(place).items() if MANIFEST in files}
+        there = {name: files for name, files in self._steps().items() if MANIFEST in files}
         here = checkpoint.named(root, LATEST)
         if here and checkpoint.fault(here):
             here = None
-        name = _newest(place, there, root, here)
+        name = self._newest(there, here)
         if not name:
             return
-        for best in _named(place, BEST, there):
-            if best == name or not _download(place, there[best], root / best):
+        for best in self._named(BEST, there):
+            if best == name or not self._download(there[best], root / best):
                 write_whole(root / BEST, best)
         for file in (METRICS, VALIDATION):
             if place.exists(file):
-                _get(place, file, run / file)
+                self._get(file, run / file)
         write_whole(root / LATEST, name)
 
     def claim(self) -> None:
@@ -84,7 +84,7 @@ class Bucket:
         try:
             if not self.reachable and not last:
                 replace(self.place, tries=1).exists(LOCK)
-            _send(self.place, self.working_folder, keep)
+            self._send(keep)
         except (DataError, OSError) as error:
             text = f"cannot upload: {error}: all is in {self.working_folder}: "
             if last:
@@ -99,104 +99,105 @@ class Bucket:
                 self.reachable = True
                 say(f"{self.url}: has been uploaded again, up to the newest checkpoint")
 
+    def _newest(self, there: Files, here: Path | None) -> str:
+        """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
+        is here counts, or there is none."""
+        if here and not there:
+            checkpoint.warn(f"{self.place.url}: has no checkpoint: {here} counts")
+        for name in dict.fromkeys([*self._named(LATEST, there), *there]):
+            if here and step_of(here) >= step_of(Path(name)):
+                return ""
+            why = self._download(there[name], self.working_folder / CHECKPOINTS / name)
+            if not why:
+                return name
+            checkpoint.warn(f"{self.place.url}: {why}")
+        if there and not here:
+            raise checkpoint.CheckpointError(
+                f"{self.place.url}: no checkpoint is whole: use --out NEW"
+            )
+        return ""
 
-def _newest(place: RemoteFolder, there: Files, root: Path, here: Path | None) -> str:
-    """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
-    is here counts, or there is none."""
-    if here and not there:
-        checkpoint.warn(f"{place.url}: has no checkpoint: {here} counts")
-    for name in dict.fromkeys([*_named(place, LATEST, there), *there]):
-        if here and step_of(here) >= step_of(Path(name)):
-            return ""
-        why = _download(place, there[name], root / name)
-        if not why:
-            return name
-        checkpoint.warn(f"{place.url}: {why}")
-    if there and not here:
-        raise checkpoint.CheckpointError(f"{place.url}: no checkpoint is whole: use --out NEW")
-    return ""
+    def _send(self, keep: int) -> None:
+        place, run = self.place, self.working_folder
+        if place.exists(LOCK) and place.read(LOCK, len(OWN)) != OWN:
+            raise checkpoint.CheckpointError(
+                f"{place.url}: the run was started elsewhere as well, and goes on there: this one ends"
+            )
+        pointers = {}
+        for pointer in (BEST, LATEST):
+            if path := checkpoint.named(run / CHECKPOINTS, pointer):
+                pointers[pointer] = path
+                self._send_checkpoint(path)
+        for file in run.rglob("*"):
+            name = file.relative_to(run)
+            if file.is_file() and name.parts[0] not in (CHECKPOINTS, LOCK):
+                with suppress(FileNotFoundError):  # it was temporary
+                    # not `upload`: training may write to it at the same time
+                    place.write(name.as_posix(), file.read_bytes())
+        for pointer, path in pointers.items():
+            place.write(f"{CHECKPOINTS}/{pointer}", path.name.encode())
+        if LATEST in pointers:
+            self._prune(pointers, keep)
 
+    def _steps(self) -> Files:
+        """The checkpoints in the bucket with the names of their files, the newest first."""
+        found: Files = {}
+        for file in map(Path, self.place.names(CHECKPOINTS)):
+            if step_of(file.parent) >= 0 and len(file.parts) == 3 and not file.name.startswith("."):
+                found.setdefault(file.parent.name, []).append(file.name)
+        return dict(sorted(found.items(), key=lambda item: -step_of(Path(item[0]))))
 
-def _send(place: RemoteFolder, run: Path, keep: int) -> None:
-    if place.exists(LOCK) and place.read(LOCK, len(OWN)) != OWN:
-        raise checkpoint.CheckpointError(
-            f"{place.url}: the run was started elsewhere as well, and goes on there: this one ends"
-        )
-    pointers = {}
-    for pointer in (BEST, LATEST):
-        if path := checkpoint.named(run / CHECKPOINTS, pointer):
-            pointers[pointer] = path
-            _send_checkpoint(place, path)
-    for file in run.rglob("*"):
-        name = file.relative_to(run)
-        if file.is_file() and name.parts[0] not in (CHECKPOINTS, LOCK):
-            with suppress(FileNotFoundError):  # it was temporary
-                # not `upload`: training may write to it at the same time
-                place.write(name.as_posix(), file.read_bytes())
-    for pointer, path in pointers.items():
-        place.write(f"{CHECKPOINTS}/{pointer}", path.name.encode())
-    if LATEST in pointers:
-        _prune(place, pointers, keep)
+    def _named(self, pointer: str, complete: Files) -> list[str]:
+        with suppress(ReadError):  # there is none
+            name = (
+                self.place.read(f"{CHECKPOINTS}/{pointer}", 1000).decode(errors="replace").strip()
+            )
+            return [name] if name in complete else []
+        return []
 
+    def _download(self, files: list[str], path: Path) -> str | None:
+        """What is wrong with it, if anything is."""
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        for file in sorted(files, key=lambda file: file == MANIFEST):
+            self._get(f"{CHECKPOINTS}/{path.name}/{file}", path / file)
+        if why := checkpoint.fault(path):
+            shutil.rmtree(path)
+        return why
 
-def _steps(place: RemoteFolder) -> Files:
-    """The checkpoints in the bucket with the names of their files, the newest first."""
-    found: Files = {}
-    for file in map(Path, place.names(CHECKPOINTS)):
-        if step_of(file.parent) >= 0 and len(file.parts) == 3 and not file.name.startswith("."):
-            found.setdefault(file.parent.name, []).append(file.name)
-    return dict(sorted(found.items(), key=lambda item: -step_of(Path(item[0]))))
+    def _get(self, name: str, path: Path) -> None:
+        size, part = self.place.size(name), checkpoint.CHUNK_BYTES
+        with open(path, "wb") as file:
+            for start in range(0, size, part):
+                file.write(self.place.read_range(name, start, min(part, size - start)))
+            file.flush()
+            os.fsync(file.fileno())
 
+    def _send_checkpoint(self, path: Path) -> None:
+        """Only the files that the bucket does not have yet."""
+        there = f"{CHECKPOINTS}/{path.name}"
+        manifest, before = json.loads((path / MANIFEST).read_text()), {}
+        with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
+            before = dict(
+                json.loads(self.place.read(f"{there}/{MANIFEST}", checkpoint.CHUNK_BYTES))
+            )
+        changed = [name for name in manifest if manifest[name] != before.get(name)]
+        if changed == [STATE]:  # amended: the new manifest lists the old file as well
+            changed = [MANIFEST, STATE]
+        elif changed:
+            self.place.remove(f"{there}/{MANIFEST}")
+            changed.append(MANIFEST)
+        for name in changed:
+            self.place.upload(path / name, f"{there}/{name}")
 
-def _named(place: RemoteFolder, pointer: str, complete: Files) -> list[str]:
-    with suppress(ReadError):  # there is none
-        name = place.read(f"{CHECKPOINTS}/{pointer}", 1000).decode(errors="replace").strip()
-        return [name] if name in complete else []
-    return []
-
-
-def _download(place: RemoteFolder, files: list[str], path: Path) -> str | None:
-    """What is wrong with it, if anything is."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    for file in sorted(files, key=lambda file: file == MANIFEST):
-        _get(place, f"{CHECKPOINTS}/{path.name}/{file}", path / file)
-    if why := checkpoint.fault(path):
-        shutil.rmtree(path)
-    return why
-
-
-def _get(place: RemoteFolder, name: str, path: Path) -> None:
-    size, part = place.size(name), checkpoint.CHUNK_BYTES
-    with open(path, "wb") as file:
-        for start in range(0, size, part):
-            file.write(place.read_range(name, start, min(part, size - start)))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _send_checkpoint(place: RemoteFolder, path: Path) -> None:
-    """Only the files that the bucket does not have yet."""
-    there = f"{CHECKPOINTS}/{path.name}"
-    manifest, before = json.loads((path / MANIFEST).read_text()), {}
-    with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
-        before = dict(json.loads(place.read(f"{there}/{MANIFEST}", checkpoint.CHUNK_BYTES)))
-    changed = [name for name in manifest if manifest[name] != before.get(name)]
-    if changed == [STATE]:  # amended: the new manifest lists the old file as well
-        changed = [MANIFEST, STATE]
-    elif changed:
-        place.remove(f"{there}/{MANIFEST}")
-        changed.append(MANIFEST)
-    for name in changed:
-        place.upload(path / name, f"{there}/{name}")
-
-
-def _prune(place: RemoteFolder, pointers: dict[str, Path], keep: int) -> None:
-    """As in the working folder; also what an upload left unfinished."""
-    last = step_of(pointers[LATEST])
-    steps = {name: files for name, files in _steps(place).items() if step_of(Path(name)) <= last}
-    complete = [name for name, files in steps.items() if MANIFEST in files]
-    for name in steps:
-        if name not in [*complete[:keep], *(path.name for path in pointers.values())]:
-            place.remove(f"{CHECKPOINTS}/{name}/{MANIFEST}")
-            place.remove(f"{CHECKPOINTS}/{name}")
+    def _prune(self, pointers: dict[str, Path], keep: int) -> None:
+        """As in the working folder; also what an upload left unfinished."""
+        last = step_of(pointers[LATEST])
+        steps = {
+            name: files for name, files in self._steps().items() if step_of(Path(name)) <= last
+        }
+        complete = [name for name, files in steps.items() if MANIFEST in files]
+        for name in steps:
+            if name not in [*complete[:keep], *(path.name for path in pointers.values())]:
+                self.place.remove(f"{CHECKPOINTS}/{name}/{MANIFEST}")
+                self.place.remove(f"{CHECKPOINTS}/{name}")

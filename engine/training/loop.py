@@ -1,6 +1,6 @@
 """The training loop: forward, backward, step, with regular logging, validation and checkpoints.
 
-    Loop(task, config, folder, engine, adam, loader, progress, total, logger).train()
+    Loop(task, folder, engine, adam, loader, progress, total, logger).train()
 
 Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change
 nothing and are counted (engine.training.optimizer); after train.max_nonfinite in a row the run
@@ -74,7 +74,6 @@ class Progress:
 @dataclass
 class Loop:
     task: TrainingTask
-    config: RunConfig
     folder: RunFolder
     engine: Any
     adam: GuardedAdamW
@@ -84,6 +83,7 @@ class Loop:
     logger: RunLogger | None  # on rank 0
 
     def __post_init__(self) -> None:
+        self.config: RunConfig = self.task.config
         t = self.config.train
         self.ranks = self.task.ranks
         self.micro, _ = micro_batch(self.config, self.ranks.world)
