@@ -1,2 +1,2 @@
 """Train, evaluate and use ECG models. Each module directly in this folder is a command, but for
-what `pretrain` and `finetune` share: command.py and run.py."""
+what `pretrain` and `finetune` share: trainings.py."""

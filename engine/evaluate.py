@@ -40,7 +40,6 @@ from omnilead.engine.settings.commandline import (
 from omnilead.engine.settings.errors import ConfigError, Facts, OutputError
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import environment
-from omnilead.engine.settings.metrics import METRIC_OF, label_of
 from omnilead.engine.settings.run_files import LABELS
 
 CLASSES_SHOWN = 12  # printed on the terminal

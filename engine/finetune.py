@@ -32,14 +32,14 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from omnilead.engine.command import SHORTCUTS, Shortcut, command
 from omnilead.engine.pretrain import train_run
 from omnilead.engine.settings.commandline import RUN_CODE, interruptible, leave
 from omnilead.engine.settings.files import File
+from omnilead.engine.trainings import SHORTCUTS, Shortcut, command, run_from_python
 
 if TYPE_CHECKING:
     from omnilead.engine.finetuning.task import FinetuneTask
-    from omnilead.engine.run import Data, TrainingRun
+    from omnilead.engine.trainings import Data, TrainingRun
 
 KINDS = ("binary", "multilabel", "multiclass", "regression", "survival")
 OWN: dict[str, Shortcut] = {
@@ -90,8 +90,6 @@ def finetune(
     writes a checkpoint and raises KeyboardInterrupt. Other errors have one-line messages, such as
     engine.settings.errors.ConfigError.
     """
-    from omnilead.engine.run import run_from_python
-
     of_task = {
         "labels": labels,
         "name": task,

@@ -35,14 +35,14 @@ from typing import TYPE_CHECKING, Any
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from omnilead.engine.command import SHORTCUTS, command
 from omnilead.engine.settings.commandline import interruptible, leave
+from omnilead.engine.trainings import SHORTCUTS, command, finish, run_from_python
 
 if TYPE_CHECKING:
-    from omnilead.engine.run import Data, TrainingRun
     from omnilead.engine.training.config import RunConfig
     from omnilead.engine.training.pretraining import PretrainTask
     from omnilead.engine.training.task import TrainingTask
+    from omnilead.engine.trainings import Data, TrainingRun
 
 
 def pretrain_task() -> "type[PretrainTask]":
@@ -56,23 +56,24 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
     """Trains or resumes a run, and exports its model at the end. Fine-tuning is this with another
     task. `profile`: how many steps to trace. False: stopped by SIGTERM, with a checkpoint. Errors
     are raised; KeyboardInterrupt after Ctrl-C, with a checkpoint too."""
-    from omnilead.engine import run
     from omnilead.engine.settings.launcher import environment
-    from omnilead.engine.training import bucket, checkpoint, distributed, tracking, train
+    from omnilead.engine.training import distributed, tracking, train
     from omnilead.engine.training.config import check
     from omnilead.engine.training.loop import Loop
+    from omnilead.engine.training.run_folder import RunFolder
 
     check(config, environment()[1])
     tracking.require_installed(config)
     profiler = tracking.Profile(profile) if profile else None
     datasets = train.open_datasets(config)
-    folder = train.make_folder(config.run)
+    folder = RunFolder(config.run)
+    folder.make()
     with (
         distributed.started(config.train) as ranks,
-        checkpoint.locked(folder, ranks),
+        folder.locked(ranks),
         ExitStack() as opened,
     ):
-        # What is trained: training/pretraining.py, tasks/finetuning.py
+        # What is trained: training/pretraining.py, finetuning/task.py
         task = task_class(config, datasets, ranks)
         resumed = train.find_checkpoint(task, folder)
         # Crops to batches on the device: data/order.py, reader.py, augmenter.py
@@ -80,20 +81,22 @@ def train_run(config: "RunConfig", task_class: "type[TrainingTask]", profile: in
         progress, total = train.progress_of(config, loader, resumed)
         if profiler:
             profiler.check(total - progress.step)
+        if ranks.first:
+            folder.keep(task.code, task.kept)
         # Model and optimiser: model/pretrainer.py, training/optimizer.py, DeepSpeed
-        engine, adam = train.make_engine(task, folder, resumed)
+        engine, adam = train.make_engine(task, resumed)
         opened.callback(engine.destroy)
         logger = None
         if ranks.first:
             logger = train.make_logger(task, folder, engine, progress, total)
             opened.enter_context(closing(logger))
-            logger.services |= tracking.open_services(folder, config, progress.step)
+            logger.services |= tracking.open_services(folder.path, config, progress.step)
             train.announce(task, loader, progress, engine)
-        loop = Loop(task, config, folder, engine, adam, loader, progress, total, logger)
+        loop = Loop(task, folder, engine, adam, loader, progress, total, logger)
         finished = train.run_loop(loop, profiler, opened)
     if finished:
-        run.finish(folder, task_class)
-    bucket.send(config.run, folder, config.train.keep, last=True)
+        finish(folder, task_class)
+    folder.send(config.train.keep, last=True)
     if not finished and loop.interrupted_at_s is not None:
         raise KeyboardInterrupt("interrupted: run it again to resume")
     return finished
@@ -115,8 +118,6 @@ def pretrain(
     **{"train.steps": 1000, "augment.rlm": 0.5}. Ctrl-C writes a checkpoint and raises
     KeyboardInterrupt. Other errors have one-line messages, such as engine.settings.errors.ConfigError.
     """
-    from omnilead.engine.run import run_from_python
-
     return run_from_python(train_run, pretrain_task(), config, data, out, settings)
 
 

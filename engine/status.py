@@ -27,7 +27,6 @@ from omnilead.data_tools.io.storage import RemoteFolder
 from omnilead.data_tools.io.terminal import UserError, show, tell
 from omnilead.engine.settings.commandline import interruptible, options_of
 from omnilead.engine.settings.errors import ConfigError, Facts
-from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import (
     LOCK,
     METRICS,

@@ -24,6 +24,7 @@ MOVED = {  # where what they held is now
     ],
     "omnilead.engine.config": ["omnilead.engine.training.config"],
     "omnilead.engine.evaluation.metrics": ["omnilead.engine.training.metrics"],
+    "omnilead.engine.run": ["omnilead.engine.trainings"],  # TrainingRun
 }
 
 

@@ -21,6 +21,7 @@ from ..settings.errors import ConfigError
 from ..training import checkpoint
 from ..training.export import seen_until
 from ..training.pretraining import PretrainTask
+from ..training.run_folder import RunFolder
 from ..training.task import TrainingTask
 from ..training.train import saved_config
 
@@ -81,7 +82,7 @@ def table_of(
 def trained_on(model: str) -> tuple[Any, pa.Table, Sequence[str], dict[str, np.ndarray]]:
     """Until which step, and on what; of a run also its datasets, and how often each crop was drawn,
     by dataset."""
-    path = checkpoint.newest(Path(model), checkpoint.warn)
+    path = RunFolder(Path(model)).newest(checkpoint.warn)
     if path is None:
         with model_folder(model) as (folder, _):
             trained = document_of(folder / CONFIG).get("trained")

@@ -46,13 +46,12 @@ from ..tasks.classifier import Classifier, layer_groups
 from ..tasks.config import FinetuneConfig
 from ..tasks.kinds import KINDS, Targets, listed_classes, thresholds
 from ..tasks.labels import DX_ROLES, SPLITS, TRAIN, TaskLabels, read_task, unknown_patients
-from ..training.bucket import working_folder
-from ..training.checkpoint import newest
 from ..training.config import micro_batch
 from ..training.distributed import Ranks, on_first_rank
 from ..training.export import is_model, signals_of
 from ..training.inputs import Arguments, dtype_of, whole
 from ..training.metrics import MEASURES, Array, identification, measure
+from ..training.run_folder import RunFolder
 from ..training.task import (
     Between,
     Groups,
@@ -271,7 +270,7 @@ class FinetuneTask(TrainingTask):
         if self.config.task.head == "start":
             model.head.load_state_dict(self.start.head_weights)
         means = self.identifies and self.config.task.class_vectors == "means"
-        if means and newest(working_folder(self.config.run)) is None:
+        if means and RunFolder(self.config.run).newest() is None:
             self._begin_at_means(model.to(self.ranks.device))
         return model
 

@@ -1,11 +1,11 @@
 """A run in object storage (--out s3://bucket/run): training writes to a working folder on a local
 disk, which is uploaded after every checkpoint.
 
-    run = working_folder(url)
-    fetch(url, run)                   # downloads the newest checkpoint, unless the one here is as new
-    claim(url)                        # unless the run was refused: another machine's ends
-    send(url, run, keep)              # after each checkpoint, by the thread that wrote it
-    send(url, run, keep, last=True)   # at the end: what cannot be uploaded is an error
+    bucket = Bucket("s3://bucket/run")
+    bucket.fetch()                 # downloads the newest checkpoint, unless the one here is as new
+    bucket.claim()                 # unless the run was refused: another machine's ends
+    bucket.send(keep)              # after each checkpoint, by the thread that wrote it
+    bucket.send(keep, last=True)   # at the end: what cannot be uploaded is an error
 
 A kill at any moment leaves a checkpoint in the bucket that can be resumed from: manifest.json is
 uploaded after the other files of a checkpoint, `latest` after both. If another machine starts the
@@ -29,182 +29,175 @@ from ..settings.errors import ConfigError
 from ..settings.launcher import environment
 from ..settings.run_files import LOCK, METRICS, VALIDATION
 from . import checkpoint
-from .checkpoint import BEST, LATEST, MANIFEST, STATE, step_of
+from .checkpoint import BEST, CHECKPOINTS, LATEST, MANIFEST, STATE, step_of
 
-ROOT = "checkpoints"
 OWN = secrets.token_bytes(16)  # in LOCK of a bucket: who started last
-_UNREACHABLE: set[str] = set()  # runs whose last upload failed
 Files = dict[str, list[str]]  # of checkpoints, by the names of these
 
 
-def place_of(url: str) -> RemoteFolder | None:
-    return RemoteFolder(url.rstrip("/")) if "://" in url else None
+class Bucket:
+    """A run's folder in object storage, and the working folder of this machine."""
 
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.place = RemoteFolder(url.rstrip("/"))
+        # the same for every start on this machine
+        self.working_folder = self.place.workdir() / "run" / Path(url).name
+        self.reachable = True  # the last upload did not fail
 
-def working_folder(run: str) -> Path:
-    """Where training writes; the same for every start on this machine."""
-    place = place_of(run)
-    return place.workdir() / "run" / Path(run).name if place else Path(run)
+    def fetch(self) -> None:
+        place, run = self.place, self.working_folder
+        root = run / CHECKPOINTS
+        say(f"{self.url}: the working folder is {run}, uploaded after every checkpoint")
+        if place.exists(META):
+            raise ConfigError(f"{self.url}: is a dataset: choose another with --out RUN")
+        there = {name: files for name, files in self._steps().items() if MANIFEST in files}
+        here = checkpoint.named(root, LATEST)
+        if here and checkpoint.fault(here):
+            here = None
+        name = self._newest(there, here)
+        if not name:
+            return
+        for best in self._named(BEST, there):
+            if best == name or not self._download(there[best], root / best):
+                write_whole(root / BEST, best)
+        for file in (METRICS, VALIDATION):
+            if place.exists(file):
+                self._get(file, run / file)
+        write_whole(root / LATEST, name)
 
+    def claim(self) -> None:
+        """Once it is known that training goes on here: whoever else does so ends. Whether the bucket
+        can be written is seen before training."""
+        try:
+            self.place.write(LOCK, OWN)
+        except FileNotFoundError as error:
+            raise ConfigError(f"{self.url}: {error}: make the bucket, or choose another") from None
 
-def fetch(url: str, run: Path) -> None:
-    place, root = place_of(url), run / ROOT
-    if not place:
-        return
-    say(f"{url}: the working folder is {run}, uploaded after every checkpoint")
-    if place.exists(META):
-        raise ConfigError(f"{url}: is a dataset: choose another with --out RUN")
-    there = {name: files for name, files in _steps(place).items() if MANIFEST in files}
-    here = checkpoint.named(root, LATEST)
-    if here and checkpoint.fault(here):
-        here = None
-    name = _newest(place, there, root, here)
-    if not name:
-        return
-    for best in _named(place, BEST, there):
-        if best == name or not _download(place, there[best], root / best):
-            write_whole(root / BEST, best)
-    for file in (METRICS, VALIDATION):
-        if place.exists(file):
-            _get(place, file, run / file)
-    write_whole(root / LATEST, name)
+    def send(self, keep: int, last: bool = False) -> None:
+        """What the bucket lacks of the newest and the best checkpoint, and all other files. If it
+        cannot be reached, training goes on and says so once; each later checkpoint asks it once,
+        without the seconds of retrying. At the end it is an error. Of all ranks, the first one
+        sends."""
+        if environment()[0]:
+            return
+        try:
+            if not self.reachable and not last:
+                replace(self.place, tries=1).exists(LOCK)
+            self._send(keep)
+        except (DataError, OSError) as error:
+            text = f"cannot upload: {error}: all is in {self.working_folder}: "
+            if last:
+                raise checkpoint.WriteError(
+                    f"{text}run the same command again on this machine"
+                ) from None
+            if self.reachable:
+                checkpoint.warn(f"{text}training goes on, and each checkpoint tries again")
+            self.reachable = False
+        else:
+            if not self.reachable:
+                self.reachable = True
+                say(f"{self.url}: has been uploaded again, up to the newest checkpoint")
 
+    def _newest(self, there: Files, here: Path | None) -> str:
+        """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
+        is here counts, or there is none."""
+        if here and not there:
+            checkpoint.warn(f"{self.place.url}: has no checkpoint: {here} counts")
+        for name in dict.fromkeys([*self._named(LATEST, there), *there]):
+            if here and step_of(here) >= step_of(Path(name)):
+                return ""
+            why = self._download(there[name], self.working_folder / CHECKPOINTS / name)
+            if not why:
+                return name
+            checkpoint.warn(f"{self.place.url}: {why}")
+        if there and not here:
+            raise checkpoint.CheckpointError(
+                f"{self.place.url}: no checkpoint is whole: use --out NEW"
+            )
+        return ""
 
-def claim(url: str) -> None:
-    """Once it is known that training goes on here: whoever else does so ends. Whether the bucket can be
-    written is seen before training."""
-    place = place_of(url)
-    if not place:
-        return
-    try:
-        place.write(LOCK, OWN)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{url}: {error}: make the bucket, or choose another") from None
+    def _send(self, keep: int) -> None:
+        place, run = self.place, self.working_folder
+        if place.exists(LOCK) and place.read(LOCK, len(OWN)) != OWN:
+            raise checkpoint.CheckpointError(
+                f"{place.url}: the run was started elsewhere as well, and goes on there: this one ends"
+            )
+        pointers = {}
+        for pointer in (BEST, LATEST):
+            if path := checkpoint.named(run / CHECKPOINTS, pointer):
+                pointers[pointer] = path
+                self._send_checkpoint(path)
+        for file in run.rglob("*"):
+            name = file.relative_to(run)
+            if file.is_file() and name.parts[0] not in (CHECKPOINTS, LOCK):
+                with suppress(FileNotFoundError):  # it was temporary
+                    # not `upload`: training may write to it at the same time
+                    place.write(name.as_posix(), file.read_bytes())
+        for pointer, path in pointers.items():
+            place.write(f"{CHECKPOINTS}/{pointer}", path.name.encode())
+        if LATEST in pointers:
+            self._prune(pointers, keep)
 
+    def _steps(self) -> Files:
+        """The checkpoints in the bucket with the names of their files, the newest first."""
+        found: Files = {}
+        for file in map(Path, self.place.names(CHECKPOINTS)):
+            if step_of(file.parent) >= 0 and len(file.parts) == 3 and not file.name.startswith("."):
+                found.setdefault(file.parent.name, []).append(file.name)
+        return dict(sorted(found.items(), key=lambda item: -step_of(Path(item[0]))))
 
-def _newest(place: RemoteFolder, there: Files, root: Path, here: Path | None) -> str:
-    """Downloads the newest whole checkpoint of the bucket and returns its name; "" if the one that
-    is here counts, or there is none."""
-    if here and not there:
-        checkpoint.warn(f"{place.url}: has no checkpoint: {here} counts")
-    for name in dict.fromkeys([*_named(place, LATEST, there), *there]):
-        if here and step_of(here) >= step_of(Path(name)):
-            return ""
-        why = _download(place, there[name], root / name)
-        if not why:
-            return name
-        checkpoint.warn(f"{place.url}: {why}")
-    if there and not here:
-        raise checkpoint.CheckpointError(f"{place.url}: no checkpoint is whole: use --out NEW")
-    return ""
+    def _named(self, pointer: str, complete: Files) -> list[str]:
+        with suppress(ReadError):  # there is none
+            name = (
+                self.place.read(f"{CHECKPOINTS}/{pointer}", 1000).decode(errors="replace").strip()
+            )
+            return [name] if name in complete else []
+        return []
 
+    def _download(self, files: list[str], path: Path) -> str | None:
+        """What is wrong with it, if anything is."""
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        for file in sorted(files, key=lambda file: file == MANIFEST):
+            self._get(f"{CHECKPOINTS}/{path.name}/{file}", path / file)
+        if why := checkpoint.fault(path):
+            shutil.rmtree(path)
+        return why
 
-def send(url: str, run: Path, keep: int, last: bool = False) -> None:
-    """What the bucket lacks of the newest and the best checkpoint, and all other files. If it cannot be
-    reached, training goes on and says so once; each later checkpoint asks it once, without the seconds
-    of retrying. At the end it is an error. Of all ranks, the first one sends."""
-    place = place_of(url)
-    if not place or environment()[0]:
-        return
-    try:
-        if url in _UNREACHABLE and not last:
-            replace(place, tries=1).exists(LOCK)
-        _send(place, run, keep)
-    except (DataError, OSError) as error:
-        text = f"cannot upload: {error}: all is in {run}: "
-        if last:
-            raise checkpoint.WriteError(
-                f"{text}run the same command again on this machine"
-            ) from None
-        if url not in _UNREACHABLE:
-            checkpoint.warn(f"{text}training goes on, and each checkpoint tries again")
-        _UNREACHABLE.add(url)
-    else:
-        if url in _UNREACHABLE:
-            _UNREACHABLE.remove(url)
-            say(f"{url}: has been uploaded again, up to the newest checkpoint")
+    def _get(self, name: str, path: Path) -> None:
+        size, part = self.place.size(name), checkpoint.CHUNK_BYTES
+        with open(path, "wb") as file:
+            for start in range(0, size, part):
+                file.write(self.place.read_range(name, start, min(part, size - start)))
+            file.flush()
+            os.fsync(file.fileno())
 
+    def _send_checkpoint(self, path: Path) -> None:
+        """Only the files that the bucket does not have yet."""
+        there = f"{CHECKPOINTS}/{path.name}"
+        manifest, before = json.loads((path / MANIFEST).read_text()), {}
+        with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
+            before = dict(
+                json.loads(self.place.read(f"{there}/{MANIFEST}", checkpoint.CHUNK_BYTES))
+            )
+        changed = [name for name in manifest if manifest[name] != before.get(name)]
+        if changed == [STATE]:  # amended: the new manifest lists the old file as well
+            changed = [MANIFEST, STATE]
+        elif changed:
+            self.place.remove(f"{there}/{MANIFEST}")
+            changed.append(MANIFEST)
+        for name in changed:
+            self.place.upload(path / name, f"{there}/{name}")
 
-def _send(place: RemoteFolder, run: Path, keep: int) -> None:
-    if place.exists(LOCK) and place.read(LOCK, len(OWN)) != OWN:
-        raise checkpoint.CheckpointError(
-            f"{place.url}: the run was started elsewhere as well, and goes on there: this one ends"
-        )
-    pointers = {}
-    for pointer in (BEST, LATEST):
-        if path := checkpoint.named(run / ROOT, pointer):
-            pointers[pointer] = path
-            _send_checkpoint(place, path)
-    for file in run.rglob("*"):
-        name = file.relative_to(run)
-        if file.is_file() and name.parts[0] not in (ROOT, LOCK):
-            with suppress(FileNotFoundError):  # it was temporary
-                # not `upload`: training may write to it at the same time
-                place.write(name.as_posix(), file.read_bytes())
-    for pointer, path in pointers.items():
-        place.write(f"{ROOT}/{pointer}", path.name.encode())
-    if LATEST in pointers:
-        _prune(place, pointers, keep)
-
-
-def _steps(place: RemoteFolder) -> Files:
-    """The checkpoints in the bucket with the names of their files, the newest first."""
-    found: Files = {}
-    for file in map(Path, place.names(ROOT)):
-        if step_of(file.parent) >= 0 and len(file.parts) == 3 and not file.name.startswith("."):
-            found.setdefault(file.parent.name, []).append(file.name)
-    return dict(sorted(found.items(), key=lambda item: -step_of(Path(item[0]))))
-
-
-def _named(place: RemoteFolder, pointer: str, complete: Files) -> list[str]:
-    with suppress(ReadError):  # there is none
-        name = place.read(f"{ROOT}/{pointer}", 1000).decode(errors="replace").strip()
-        return [name] if name in complete else []
-    return []
-
-
-def _download(place: RemoteFolder, files: list[str], path: Path) -> str | None:
-    """What is wrong with it, if anything is."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
-    for file in sorted(files, key=lambda file: file == MANIFEST):
-        _get(place, f"{ROOT}/{path.name}/{file}", path / file)
-    if why := checkpoint.fault(path):
-        shutil.rmtree(path)
-    return why
-
-
-def _get(place: RemoteFolder, name: str, path: Path) -> None:
-    size, part = place.size(name), checkpoint.CHUNK_BYTES
-    with open(path, "wb") as file:
-        for start in range(0, size, part):
-            file.write(place.read_range(name, start, min(part, size - start)))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _send_checkpoint(place: RemoteFolder, path: Path) -> None:
-    """Only the files that the bucket does not have yet."""
-    there = f"{ROOT}/{path.name}"
-    manifest, before = json.loads((path / MANIFEST).read_text()), {}
-    with suppress(ReadError, ValueError, TypeError):  # none yet, or damaged
-        before = dict(json.loads(place.read(f"{there}/{MANIFEST}", checkpoint.CHUNK_BYTES)))
-    changed = [name for name in manifest if manifest[name] != before.get(name)]
-    if changed == [STATE]:  # amended: the new manifest lists the old file as well
-        changed = [MANIFEST, STATE]
-    elif changed:
-        place.remove(f"{there}/{MANIFEST}")
-        changed.append(MANIFEST)
-    for name in changed:
-        place.upload(path / name, f"{there}/{name}")
-
-
-def _prune(place: RemoteFolder, pointers: dict[str, Path], keep: int) -> None:
-    """As in the working folder; also what an upload left unfinished."""
-    last = step_of(pointers[LATEST])
-    steps = {name: files for name, files in _steps(place).items() if step_of(Path(name)) <= last}
-    complete = [name for name, files in steps.items() if MANIFEST in files]
-    for name in steps:
-        if name not in [*complete[:keep], *(path.name for path in pointers.values())]:
-            place.remove(f"{ROOT}/{name}/{MANIFEST}")
-            place.remove(f"{ROOT}/{name}")
+    def _prune(self, pointers: dict[str, Path], keep: int) -> None:
+        """As in the working folder; also what an upload left unfinished."""
+        last = step_of(pointers[LATEST])
+        steps = {
+            name: files for name, files in self._steps().items() if step_of(Path(name)) <= last
+        }
+        complete = [name for name, files in steps.items() if MANIFEST in files]
+        for name in steps:
+            if name not in [*complete[:keep], *(path.name for path in pointers.values())]:
+                self.place.remove(f"{CHECKPOINTS}/{name}/{MANIFEST}")
+                self.place.remove(f"{CHECKPOINTS}/{name}")

@@ -1,10 +1,9 @@
 """Atomic checkpoints: RUN/checkpoints/step-N/, and `latest`, which names the last complete one.
 
-    writer = Writer(run, ranks, config.train)
+    writer = Writer(root, ranks, config.train, make_room, upload)   # RunFolder.writer
     writer.save(engine, state, loader_state)  # copies, and writes while training goes on
     writer.wait()                             # until it is written; WriteError if it cannot be
-    amend(run, progress, ranks)               # changes state.json of the checkpoint of this step
-    path = newest(run)                        # the one `latest` names; if that is damaged or missing, the newest complete one
+    writer.amend(progress)                    # changes state.json of the checkpoint of this step
     load(engine, path, universal=False)       # universal=True after to_universal(path)
 
 Each rank copies its weights and optimiser state into memory of the host, which it keeps for the
@@ -32,7 +31,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -42,13 +41,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.utils._pytree import tree_leaves
 
-from omnilead.data_tools.io.storage import locked_by_another, sync, write_whole
+from omnilead.data_tools.io.storage import sync, write_whole
 from omnilead.data_tools.io.terminal import UserError, is_memory, mend_for, tell
 
-from ..settings.run_files import LOCK
 from .config import TrainConfig
 from .distributed import Ranks, lost_a_rank, on_first_rank, quiet_deepspeed
 
+CHECKPOINTS = "checkpoints"  # in RUN
 LATEST = "latest"
 BEST = "best"
 MANIFEST = "manifest.json"
@@ -70,7 +69,6 @@ CLASSES = (
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 FORBID = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-_LOCKS: dict[Path, os.stat_result] = {}  # lock files of the runs that this process trains
 
 
 class CheckpointError(UserError):
@@ -81,39 +79,22 @@ class WriteError(UserError):
     """A checkpoint cannot be written; existing checkpoints are intact."""
 
 
-@contextmanager
-def locked(run: Path, ranks: Ranks) -> Iterator[None]:
-    """Refuses a second process in the same folder: they would delete each other's checkpoints."""
-    with ExitStack() as held:
-        on_first_rank(ranks, lambda: _lock(run, held))
-        yield
-
-
-def _lock(run: Path, held: ExitStack) -> None:
-    try:
-        lock = held.enter_context(open(run / LOCK, "w"))  # noqa: SIM115
-    except OSError as error:
-        raise CheckpointError(f"{run}: {error.strerror}: choose another with --out RUN") from None
-    if locked_by_another(lock, str(run)):
-        raise CheckpointError(f"{run}: another process trains here: wait for it, or use --out NEW")
-    _LOCKS[run] = os.stat(run / LOCK)
-    held.callback(_LOCKS.pop, run)
-
-
 class Writer:
     """Writes checkpoints in a thread, one at a time. All ranks call the methods at the same
     step."""
 
     def __init__(
         self,
-        run: Path,
+        root: Path,
         ranks: Ranks,
         settings: TrainConfig,
-        upload: Callable[[], None] = lambda: None,
+        make_room: Callable[[Path], None],
+        upload: Callable[[], None],
     ) -> None:
-        """`upload`: called by the thread when a checkpoint is written."""
-        self.upload = upload
-        self.root, self.ranks, self.settings = run / "checkpoints", ranks, settings
+        """`make_room`: called by the first rank before a checkpoint is written. `upload`: by each
+        rank's thread when one is written."""
+        self.make_room, self.upload = make_room, upload
+        self.root, self.ranks, self.settings = root, ranks, settings
         self.ends_s = math.inf  # nothing is written after it
         self.pending: Future[None] | None = None
         self.copies: dict[Any, Any] = {}
@@ -123,7 +104,7 @@ class Writer:
         path = self.root / f"step-{state['step']}"
         parts: list[tuple[Path, Any]] = []
         with _writing(path):
-            on_first_rank(self.ranks, lambda: _make_room(self.root, path))
+            on_first_rank(self.ranks, lambda: self.make_room(path))
             # DeepSpeed says what belongs in which file
             engine.checkpoint_engine.save = lambda state_dict, path: parts.append(
                 (Path(path), self._copy(state_dict, Path(path).name))
@@ -133,6 +114,11 @@ class Writer:
         thread = ThreadPoolExecutor(1)
         self.pending = thread.submit(self._write, path, parts, *facts)
         thread.shutdown(False)  # it ends when that is done
+
+    def amend(self, progress: dict[str, Any]) -> None:
+        """Changes the progress in the checkpoint of its step."""
+        self.wait()
+        on_first_rank(self.ranks, lambda: amend(self.root, progress))
 
     def wait(self) -> None:
         if pending := self.pending:
@@ -249,12 +235,7 @@ def _summed(text: str) -> dict[str, int]:
     return {"bytes": len(content), "crc32c": google_crc32c.value(content)}
 
 
-def amend(run: Path, progress: dict[str, Any], ranks: Ranks) -> None:
-    """Changes the progress in the checkpoint of its step. Called by all ranks."""
-    on_first_rank(ranks, lambda: _amend(run / "checkpoints", progress))
-
-
-def _amend(root: Path, progress: dict[str, Any]) -> None:
+def amend(root: Path, progress: dict[str, Any]) -> None:
     path = root / f"step-{progress['step']}"
     state = read_state(path) | progress
     text = json.dumps(state, indent=1)
@@ -271,16 +252,8 @@ def _point_to_best(root: Path, path: Path, state: dict[str, Any]) -> None:
         write_whole(root / BEST, path.name)
 
 
-def _make_room(root: Path, path: Path) -> None:
+def make_room(root: Path, path: Path) -> None:
     """Removes unfinished checkpoints that a kill left behind."""
-    lock = root.parent / LOCK
-    if root.parent in _LOCKS and not (
-        lock.exists() and os.path.samestat(lock.stat(), _LOCKS[root.parent])
-    ):
-        raise WriteError(
-            f"{root.parent}: was moved or deleted during training: run the same command to start "
-            "anew"
-        )
     root.mkdir(exist_ok=True)
     for unfinished in root.glob("step-*"):
         if step_of(unfinished) >= 0 and not (unfinished / MANIFEST).is_file():
@@ -307,7 +280,7 @@ def _publish(path: Path, state: str, manifest: dict[str, Any], keep: int) -> Non
 def _prune(root: Path, newest: Path, keep: int) -> None:
     """Keeps the last `keep` up to `newest`, the best, and any of later steps, which this run has
     not reached."""
-    for path in [path for path in _complete(root) if step_of(path) <= step_of(newest)][keep:]:
+    for path in [path for path in complete(root) if step_of(path) <= step_of(newest)][keep:]:
         if path != named(root, BEST):
             (path / MANIFEST).unlink()  # without it the folder is no checkpoint
             shutil.rmtree(path)
@@ -336,21 +309,12 @@ def named(root: Path, pointer: str) -> Path | None:
     return path if path.parent == root and step_of(path) >= 0 else None
 
 
-def _complete(root: Path) -> list[Path]:
+def complete(root: Path) -> list[Path]:
     """Finished checkpoints, the newest first."""
     complete = (
         path for path in root.glob("step-*") if step_of(path) >= 0 and (path / MANIFEST).is_file()
     )
     return sorted(complete, key=step_of, reverse=True)
-
-
-def data_of(run: Path) -> list[str]:
-    """The fingerprints of the datasets that a run was begun with; none without a checkpoint."""
-    for path in _complete(run / "checkpoints"):
-        with suppress(CheckpointError):  # resuming says what is wrong
-            datasets: list[str] = read_state(path)["datasets"]
-            return datasets
-    return []
 
 
 def fault(path: Path) -> str | None:
@@ -382,27 +346,6 @@ def _matches(file: Path, expected: dict[str, Any]) -> bool:
 
 def warn(text: str) -> None:
     tell(f"warning: {text}")
-
-
-def newest(run: Path, warn: Any = None) -> Path | None:
-    """The checkpoint that `latest` names, else the newest complete one; `warn` is called with what
-    was skipped and why."""
-    root = run / "checkpoints"
-    latest, complete = named(root, LATEST), _complete(root)
-    if latest is None and not complete and not (root / LATEST).exists():
-        return None
-    skipped = [] if latest else [f"{root / LATEST}: does not name a checkpoint"]
-    for path in dict.fromkeys([*([latest] if latest else []), *complete]):
-        why = fault(path)
-        if why is None:
-            if warn and skipped:
-                warn(
-                    f"{'; '.join(skipped)}: resuming from {path.name}, the newest complete "
-                    "checkpoint"
-                )
-            return path
-        skipped.append(why)
-    raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: {RESTORE}")
 
 
 class _State(BaseModel):

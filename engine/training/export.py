@@ -13,13 +13,13 @@ from omnilead.data_tools.io.terminal import mend_for
 
 from ..data import seen
 from ..model import folder
-from ..model.encoders import CODE
 from ..model.input import DEFAULT_INPUT, SCALES
 from ..settings.errors import ConfigError
 from ..settings.leads import describe_leads
 from . import checkpoint, distributed
 from .checkpoint import CheckpointError, WriteError, warn
 from .config import RunConfig
+from .run_folder import RunFolder
 from .task import TrainingTask
 from .train import saved_config
 
@@ -31,17 +31,17 @@ class Export(NamedTuple):
     seen: pa.Table
 
 
-def read_export(run: Path, task: type[TrainingTask]) -> Export:
+def read_export(run: RunFolder, task: type[TrainingTask]) -> Export:
     """What RUN/model will hold, from the best or the newest checkpoint."""
-    path = best(run) if task.exports_best else checkpoint.newest(run, warn)
+    path = run.best() if task.exports_best else run.newest(warn)
     if path is None:
-        raise CheckpointError(f"{run}: has no checkpoint: train it first")
+        raise CheckpointError(f"{run.path}: has no checkpoint: train it first")
     state = checkpoint.read_state(path)
     config: Any = saved_config(path, state, task.settings)
     with distributed.process_restored():  # reading may import DeepSpeed
         every = full_weights(path)
     weights = {name: tensor for name, tensor in every.items() if task.exports(config, name)}
-    return Export(config, state, weights, seen_until(run, config, state, task)[0])
+    return Export(config, state, weights, seen_until(run.path, config, state, task)[0])
 
 
 def seen_until(
@@ -68,12 +68,6 @@ def seen_until(
     return seen.joined(records), drawn
 
 
-def best(run: Path) -> Path | None:
-    """The best by validation; without validation the newest."""
-    path = checkpoint.named(run / "checkpoints", checkpoint.BEST)
-    return path if path and checkpoint.fault(path) is None else checkpoint.newest(run)
-
-
 def full_weights(path: Path) -> dict[str, Tensor]:
     """All weights in float32, by the model's own names. Frozen weights have the precision of
     training."""
@@ -96,21 +90,20 @@ def full_weights(path: Path) -> dict[str, Tensor]:
         return {name: tensor.contiguous().clone() for name, tensor in (weights | floats).items()}
 
 
-def write_export(run: Path, export: Export, task: type[TrainingTask], card: str) -> Path:
+def write_export(run: RunFolder, export: Export, task: type[TrainingTask], card: str) -> Path:
     """Writes RUN/model: weights in safetensors, the input specification, the card."""
     config, state, weights, record = export
     document = task.described(config, state) | {"trained": _history(config, state)}
-    code = {name: read_code(run / CODE / name) for name in state.get("code", ())}
+    code = run.kept_code(state.get("code", ()))
+    signals = signals_of(config, state)
     try:
-        folder.write(
-            run / "model", weights, document, signals_of(config, state), card, code, record
-        )
+        folder.write(run.model, weights, document, signals, card, code, record)
     except OSError as error:
         mend = mend_for(error, "free disk space", "make it writable")
         raise WriteError(
-            f"{run / 'model'}: {error.strerror}: {mend}, then {folder.export_command(run)}"
+            f"{run.model}: {error.strerror}: {mend}, then {folder.export_command(run.path)}"
         ) from error
-    return run / "model"
+    return run.model
 
 
 def signals_of(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
@@ -132,15 +125,6 @@ def _history(config: RunConfig, state: dict[str, Any]) -> dict[str, Any]:
         "precision": config.train.precision,
         "rlm": config.augment.rlm,
     }
-
-
-def read_code(file: Path) -> bytes:
-    if file.is_symlink() or not file.is_file():
-        raise CheckpointError(
-            f"{file}: no such file, or a link, but the checkpoint was trained with it: "
-            f"{checkpoint.RESTORE}"
-        )
-    return file.read_bytes()
 
 
 def is_model(start: str) -> bool:

@@ -1,6 +1,6 @@
 """The training loop: forward, backward, step, with regular logging, validation and checkpoints.
 
-    Loop(task, config, run, engine, adam, loader, progress, total, logger).train()
+    Loop(task, folder, engine, adam, loader, progress, total, logger).train()
 
 Nothing waits for the device between log lines. Steps with a non-finite loss or gradient change
 nothing and are counted (engine.training.optimizer); after train.max_nonfinite in a row the run
@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,12 +32,12 @@ from ..data.loader import Batch, Loader, State
 from ..data.order import Places
 from ..data.patients import source_names
 from ..model.objectives import sum_over_ranks
-from . import bucket, checkpoint
 from .config import RunConfig, micro_batch, zero_stage
 from .distributed import DeepSpeedLauncher, MaxOverRanks, Ranks, on_first_rank
 from .inputs import some_crops
 from .loggers import RunLogger, memory_gb, peak_tflops
 from .optimizer import GuardedAdamW, lr_at
+from .run_folder import RunFolder
 from .task import TrainingTask
 
 DROPOUT_STREAM = 200
@@ -76,8 +74,7 @@ class Progress:
 @dataclass
 class Loop:
     task: TrainingTask
-    config: RunConfig
-    run: Path
+    folder: RunFolder
     engine: Any
     adam: GuardedAdamW
     loader: Loader
@@ -86,6 +83,7 @@ class Loop:
     logger: RunLogger | None  # on rank 0
 
     def __post_init__(self) -> None:
+        self.config: RunConfig = self.task.config
         t = self.config.train
         self.ranks = self.task.ranks
         self.micro, _ = micro_batch(self.config, self.ranks.world)
@@ -101,8 +99,7 @@ class Loop:
         self.asked_to_stop = MaxOverRanks(self.ranks)
         self.asked_to_save = MaxOverRanks(self.ranks)
         self.loader_state = State()  # after the last whole step
-        upload = partial(bucket.send, self.config.run, self.run, t.keep)
-        self.writer = checkpoint.Writer(self.run, self.ranks, t, upload)
+        self.writer = self.folder.writer(self.ranks, t)
         self.saved = replace(self.progress)
         self.saved_at_s = time.monotonic()
 
@@ -320,8 +317,7 @@ class Loop:
         if self.progress.step > self.saved.step:
             self._write_checkpoint()
         else:  # it was validated since
-            self.writer.wait()
-            checkpoint.amend(self.run, vars(self.progress), self.ranks)
+            self.writer.amend(vars(self.progress))
         self.saved, self.saved_at_s = replace(self.progress), time.monotonic()
 
     def _write_checkpoint(self) -> None:

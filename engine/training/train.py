@@ -16,22 +16,20 @@ from typing import Any
 import torch
 
 from omnilead.data_tools.dataset import META, Dataset
-from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import say
 
 from ..data.loader import Loader
 from ..model.encoder import Encoder, attention_backend
-from ..model.encoders import CODE
-from ..model.folder import WEIGHTS
 from ..settings.errors import ConfigError
 from ..settings.files import flatten
-from . import bucket, checkpoint, distributed
+from . import checkpoint, distributed
 from .checkpoint import CheckpointError
 from .config import RunConfig, build, deepspeed_json, zero_stage
 from .distributed import on_first_rank
 from .loggers import RunLogger
 from .loop import Loop, Progress, run_facts
 from .optimizer import GuardedAdamW
+from .run_folder import RunFolder
 from .task import TrainingTask
 
 LONG_S = 600  # of a run on a CPU, from which on its duration is estimated
@@ -104,27 +102,13 @@ class Resumed:
         return Progress(**{name: self.state[name] for name in vars(Progress())})
 
 
-def make_folder(name: str) -> Path:
-    run = bucket.working_folder(name)
-    mend = "choose another with --out RUN"
-    if (run / META).exists() or (run.parent / META).exists():
-        raise ConfigError(f"{name}: is a dataset, or lies in one: {mend}")
-    if (run / WEIGHTS).exists():
-        raise ConfigError(f"{name}: is a model, which the run would hide: {mend}")
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{name}: {error.strerror}: {mend}") from None
-    return run
-
-
 def open_datasets(config: RunConfig) -> list[Dataset]:
     if "demo/dataset" in config.data.datasets and not Path("demo/dataset").exists():
         raise ConfigError(
             f"there is no demo/dataset: make it with `{MAKE_DEMO}`, or --set "
             "data.datasets=[DATASET]"
         )
-    begun_with = checkpoint.data_of(bucket.working_folder(config.run))
+    begun_with = RunFolder(config.run).begun_with()
     datasets = [
         Dataset.open(url, config.data.anonymous, begun_with=begun_with)
         for url in config.data.datasets
@@ -165,10 +149,10 @@ def progress_of(config: RunConfig, loader: Loader, resumed: Resumed | None) -> t
 
 
 def make_logger(
-    task: TrainingTask, run: Path, engine: Any, progress: Progress, total: int
+    task: TrainingTask, folder: RunFolder, engine: Any, progress: Progress, total: int
 ) -> RunLogger:
     facts = facts_of_run(task, engine) | {"steps": total}
-    return RunLogger(run, task.config, task.keys, facts, progress.done, total)
+    return RunLogger(folder.path, task.config, task.keys, facts, progress.done, total)
 
 
 def announce(task: TrainingTask, loader: Loader, progress: Progress, engine: Any) -> None:
@@ -191,7 +175,7 @@ def run_loop(loop: Loop, profile: Any, opened: ExitStack) -> bool:
     opened.callback(gc.unfreeze)
     ranks, tracer = loop.task.ranks, None
     if profile and ranks.first:
-        tracer = opened.enter_context(profile.traced(loop.run / "profile", ranks.device))
+        tracer = opened.enter_context(profile.traced(loop.folder.path / "profile", ranks.device))
     if ranks.first and ranks.device.type == "cpu" and (slow := estimate(loop)):
         say(slow)
     finished = loop.train(tracer)
@@ -229,22 +213,11 @@ def how_it_stopped(loop: Loop) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def write_files(run: Path, task: TrainingTask) -> None:
-    """Code and labels, without which the run's model could not be exported."""
-    for name, content in task.code.items():
-        (run / CODE).mkdir(exist_ok=True)
-        write_whole(run / CODE / name, content)
-    for name, content in task.kept.items():
-        write_whole(run / name, content)
-
-
-def make_engine(task: TrainingTask, run: Path, resumed: Resumed | None) -> tuple[Any, GuardedAdamW]:
+def make_engine(task: TrainingTask, resumed: Resumed | None) -> tuple[Any, GuardedAdamW]:
     """The model in DeepSpeed's engine, and its optimiser: with random weights, or a checkpoint's."""
     universal = bool(resumed and resumed.universal)
     if resumed and universal:
         distributed.on_first_rank(task.ranks, lambda: checkpoint.to_universal(resumed.path))
-    if task.ranks.first:
-        write_files(run, task)
     engine, adam = initialize(task, universal)
     if resumed:
         checkpoint.load(engine, resumed.path, universal)
@@ -327,16 +300,16 @@ def heading(task: TrainingTask, loader: Loader, progress: Progress, engine: Any)
     )
 
 
-def find_checkpoint(task: TrainingTask, run: Path) -> Resumed | None:
+def find_checkpoint(task: TrainingTask, folder: RunFolder) -> Resumed | None:
     """The newest whole checkpoint, if there is one. ConfigError if it is another run's, or if data
     or settings that shape the training have changed."""
     ranks = task.ranks
-    on_first_rank(ranks, lambda: bucket.fetch(task.config.run, run))
-    path = on_first_rank(ranks, lambda: checkpoint.newest(run, checkpoint.warn))
+    on_first_rank(ranks, folder.fetch)
+    path = on_first_rank(ranks, lambda: folder.newest(checkpoint.warn))
     if path:
         state = checkpoint.read_state(path)
         refuse_changes(path, state, task)
-    on_first_rank(ranks, lambda: bucket.claim(task.config.run))
+    on_first_rank(ranks, folder.claim)
     if not path:
         return None
     loader_state = checkpoint.read_loader_state(path)

@@ -48,6 +48,7 @@ from omnilead.engine.training.config import BestMetric, build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.export import full_weights
 from omnilead.engine.training.metrics import MEASURES, measure
+from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import best_metric
 from tests.conftest import save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401
@@ -180,7 +181,7 @@ def test_two_ranks_recognise_patients_as_one_does(tuned, tune, base, tmp_path):
     how = {"encoder__activation_dropout": 0.0, "encoder__feature_grad": 1.0}
     tuned("identification", "whole", **how)
     tuned("identification", "two", 2, train__zero_stage=3, **how)
-    state = checkpoint.read_state(checkpoint.newest(tmp_path / "whole"))
+    state = checkpoint.read_state(RunFolder(tmp_path / "whole").newest())
     assert "causal" not in state["finetuning"]["architecture"]  # nor in those of older runs
     whole, two = (
         [[row[key] for key in EXACT] for row in rows(tmp_path / name)] for name in ("whole", "two")
@@ -197,7 +198,7 @@ def test_training_with_layer_decay(tuned, tune, dataset, base, tmp_path):
     how |= {"encoder__feature_grad": 1.0, "train__validate_every": 0, "train__clip_norm": 0.01}
     # AdamW's first step is the rate of each weight, whatever its gradient
     tuned("diagnosis", "first", **how, train__steps=1, train__eps=1e-16, train__weight_decay=0)
-    before, after = (full_weights(checkpoint.newest(run)) for run in (base, tmp_path / "first"))
+    before, after = (full_weights(RunFolder(run).newest()) for run in (base, tmp_path / "first"))
     for name, share in {"conv.blocks.0.weight": 1 / 4, "layers.0.fc1.weight": 1 / 2}.items():
         moved = (after[f"encoder.{name}"] - before[f"encoder.{name}"]).abs().detach().median()
         assert float(moved) == pytest.approx(1e-3 * share, rel=1e-3)
@@ -239,11 +240,11 @@ def test_a_nan_in_one_group_of_weights_skips_the_step_of_all(
     how = {"encoder__layer_decay": 0.5, "train__validate_every": 0, "train__zero_stage": stage}
     how |= {"train__precision": precision, "train__clip_norm": 0.01}
     assert tune("diagnosis", "run", **how, train__steps=1).ok
-    good = full_weights(checkpoint.newest(tmp_path / "run"))
+    good = full_weights(RunFolder(tmp_path / "run").newest())
     monkeypatch.setattr(Classifier, "forward", poisoned)
     assert tune("diagnosis", "run", **how, train__steps=3).ok
     assert column(tmp_path / "run", "skipped_steps") == [0, 1, 2]
-    after = full_weights(checkpoint.newest(tmp_path / "run"))
+    after = full_weights(RunFolder(tmp_path / "run").newest())
     assert all(after[name].equal(good[name]) for name in good)
 
 

@@ -22,7 +22,8 @@ from omnilead.engine.data.loader import order_of
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.data.seen import as_bytes, seen_in
 from omnilead.engine.model.folder import document_of, seal
-from omnilead.engine.training.checkpoint import newest, read_state
+from omnilead.engine.training.checkpoint import read_state
+from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.train import build
 from omnilead.engine.training.validation import training_roles
 
@@ -70,7 +71,7 @@ def rows_of(path):
 
 def drawn_by(run, dataset):
     """How often the crops of a run's only dataset were drawn, step by step."""
-    state = read_state(newest(run))
+    state = read_state(RunFolder(run).newest())
     config = build(state["config"])
     order = order_of(config.loader, [dataset], **training_roles(config))
     times = np.zeros(len(dataset), int)

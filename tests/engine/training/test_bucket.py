@@ -18,8 +18,9 @@ from ranks import column, curve, run, settings, tuning
 from omnilead.data_tools.io import storage
 from omnilead.data_tools.io.storage import RemoteFolder
 from omnilead.engine.settings.run_files import LOCK
-from omnilead.engine.training import bucket, checkpoint
-from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training import checkpoint
+from omnilead.engine.training.bucket import Bucket
+from omnilead.engine.training.run_folder import RunFolder
 from tests.waiting import until
 
 s3fs = pytest.importorskip("s3fs")
@@ -58,7 +59,7 @@ class Store:
         self.patch.setenv("TMPDIR", str(self.tmp / machine))
         self.patch.setattr(tempfile, "tempdir", None)
         (self.tmp / machine).mkdir(exist_ok=True)
-        return bucket.working_folder(self.url)
+        return RunFolder(self.url).path
 
     def train(self, machine, world=1, before=None, start=None, **changes):
         self.folder(machine)
@@ -158,7 +159,7 @@ def test_what_a_severed_connection_lost_is_uploaded_with_the_next_checkpoint(how
 
 def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(store, monkeypatch):
     """The server is gone from the first checkpoint on; then there is one again."""
-    send, calls, asked = bucket._send, count(), []
+    send, calls, asked = Bucket._send, count(), []
 
     def tries(self, name, call, must_exist=False):
         asked.append(self.tries or storage.RETRIES)
@@ -171,7 +172,7 @@ def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(stor
         send(*arguments)
 
     retry = RemoteFolder._retry
-    monkeypatch.setattr(bucket, "_send", gone)
+    monkeypatch.setattr(Bucket, "_send", gone)
     ended = store.train("a")
     assert ended.codes == [1] and "Traceback" not in ended.output
     lines = ended.output.splitlines()
@@ -181,7 +182,7 @@ def test_what_was_not_uploaded_at_the_end_is_an_error_that_names_the_folder(stor
     assert f"all is in {store.folder('a')}: run the same command" in lines[-1]
     assert (store.folder("a") / "model").is_dir()
     store.start()
-    monkeypatch.setattr(bucket, "_send", send)
+    monkeypatch.setattr(Bucket, "_send", send)
     monkeypatch.setattr(RemoteFolder, "_retry", retry)
     said = store.train("a").good()
     assert "has no checkpoint" in said and "resumes after step 6" in said
@@ -232,14 +233,14 @@ def test_a_kill_in_an_upload_leaves_the_checkpoint_before(suffix, complete, stor
 
 
 def killed_in_a_download():
-    get, calls = bucket._get, count()
+    get, calls = Bucket._get, count()
 
     def deadly(*arguments):
         if next(calls) == 2:
             os._exit(9)
         get(*arguments)
 
-    bucket._get = deadly
+    Bucket._get = deadly
 
 
 def test_a_kill_in_a_download_begins_it_anew(store, whole):
@@ -266,10 +267,9 @@ def test_a_damaged_checkpoint_in_the_bucket_is_named_and_the_one_before_counts(s
 def test_of_an_amended_checkpoint_only_progress_is_uploaded(store):
     store.train("a", train__steps=2).good()
     folder = store.folder("a")
-    alone = Ranks(0, 1, None, None)
-    checkpoint.amend(folder, {"step": 2, "stale": 1}, alone)
+    checkpoint.amend(folder / "checkpoints", {"step": 2, "stale": 1})
     store.app.log.clear()
-    bucket.send(store.url, folder, 3)
+    RunFolder(store.url).send(3)
     put = [path for method, path, _ in store.app.log if method == "PUT" and "step-2" in path]
     assert [path.rpartition("/")[2] for path in put] == ["manifest.json", "state.json"]
     state = json.loads(store.fs.cat(f"{store.url}/checkpoints/step-2/state.json"))
@@ -278,7 +278,7 @@ def test_of_an_amended_checkpoint_only_progress_is_uploaded(store):
 
 def test_a_run_that_was_started_elsewhere_since_ends(store, whole, monkeypatch):
     """It uploads nothing more, and the other goes on from what it had."""
-    send, calls = bucket._send, count()
+    send, calls = Bucket._send, count()
 
     def second(*arguments):
         if next(calls) == 1:
@@ -286,7 +286,7 @@ def test_a_run_that_was_started_elsewhere_since_ends(store, whole, monkeypatch):
         send(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(bucket, "_send", second)
+        patch.setattr(Bucket, "_send", second)
         ended = store.train("a")
     assert "started elsewhere as well" in ended.last_line(2)
     assert store.latest() == "step-2" and store.steps() == {"step-2"}

@@ -19,9 +19,11 @@ from handmade import flip
 from ranks import column, curve, pretrain, run, settings, start
 
 from omnilead.engine.pretrain import main
+from omnilead.engine.settings.run_files import LOCK
 from omnilead.engine.training import checkpoint, export, loop
 from omnilead.engine.training.checkpoint import FORBID, FORCE, MANIFEST, CheckpointError, WriteError
 from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.run_folder import RunFolder
 from tests.forks import at_functions, death_at, started
 from tests.waiting import until
 
@@ -87,7 +89,7 @@ def test_killed_at_any_time_it_resumes_and_ends_as_if_nothing_had_happened(
         process.join()
         assert process.exitcode == -signal.SIGKILL, "it ended before the kill: lower CALLS"
         # the one that `latest` names is complete
-        path = checkpoint.newest(tmp_path / "killed", pytest.fail)
+        path = RunFolder(tmp_path / "killed").newest(pytest.fail)
         assert path is None or checkpoint.fault(path) is None
     run(tmp_path, arguments).good()
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
@@ -110,7 +112,7 @@ def die_within(number):
 def test_killed_between_any_two_files_of_a_checkpoint(name, training, tmp_path):
     training = partial(training, train__save_every_steps=2, train__steps=5)
     assert training(before=partial(die_before, name)).codes == [9]
-    path = checkpoint.newest(tmp_path / "run", pytest.fail)
+    path = RunFolder(tmp_path / "run").newest(pytest.fail)
     assert path is not None and path.name == "step-2"
     assert "resumes after step 2" in training().good()
     assert column(tmp_path / "run") == [1, 2, 3, 4, 5]
@@ -142,10 +144,10 @@ def test_killed_while_the_progress_of_a_checkpoint_changes(step, monkeypatch):
 
         monkeypatch.setattr(checkpoint, "write_whole", deadly)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.amend(step.parents[1], progress, ALONE)
+            checkpoint.amend(step.parent, progress)
         assert checkpoint.fault(step) is None and checkpoint.read_state(step) == before
     monkeypatch.setattr(checkpoint, "write_whole", written)
-    checkpoint.amend(step.parents[1], progress, ALONE)
+    checkpoint.amend(step.parent, progress)
     assert checkpoint.fault(step) is None and checkpoint.read_state(step) == before | progress
     assert checkpoint.named(step.parent, checkpoint.BEST) == step
     flip(step / checkpoint.STATE, 20)
@@ -226,7 +228,7 @@ def test_a_rank_that_does_not_write_its_part_ends_the_run(training, tmp_path):
     ended = training(world=2, before=partial(slow_rank_1, tmp_path / "out.txt"), **how)
     assert ended.codes[0] == 2 and "Traceback" not in ended.output, ended.output
     assert "rank 1 did not write its part: if it still runs, put RUN" in ended.output
-    assert checkpoint.newest(tmp_path / "run") is None
+    assert RunFolder(tmp_path / "run").newest() is None
 
 
 def stopped_in_write(number, times):
@@ -247,12 +249,12 @@ def test_sigterm_and_ctrl_c_while_a_checkpoint_is_written(training, tmp_path):
     how = {"train__save_every_steps": 2, "train__steps": 10_000}
     before = partial(stopped_in_write, signal.SIGTERM, 1)
     output = training("run", before=before, **how).good()
-    newest = checkpoint.newest(tmp_path / "run", pytest.fail)
+    newest = RunFolder(tmp_path / "run").newest(pytest.fail)
     assert f"stopped after {newest.name.replace('-', ' ')};" in output
     assert checkpoint.step_of(newest) >= 4
     ended = training("other", before=partial(stopped_in_write, signal.SIGINT, 10**6), **how)
     assert "stopped without a checkpoint" in ended.last_line(130)
-    assert checkpoint.newest(tmp_path / "other", pytest.fail).name == "step-2"
+    assert RunFolder(tmp_path / "other").newest(pytest.fail).name == "step-2"
 
 
 def test_a_damaged_checkpoint_and_one_without_latest(resumed, step):
@@ -299,13 +301,13 @@ def test_without_a_usable_latest_the_newest_complete_one_counts(latest, tmp_path
     (root / "step-10" / MANIFEST).write_text(
         '{"gone.pt": {"bytes": 1, "crc32c": 1}, "state.json": {}}'
     )
-    assert checkpoint.newest(tmp_path, said.append) == root / "step-9"
+    assert RunFolder(tmp_path).newest(said.append) == root / "step-9"
     (line,) = said
     assert "gone.pt" in line and "step-9" in line and ("latest" in line or "step-99" in line)
 
 
 def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path):
-    assert checkpoint.newest(tmp_path) is None
+    assert RunFolder(tmp_path).newest() is None
     made(tmp_path / "checkpoints", 3)
     step = tmp_path / "checkpoints" / "step-3"
     for manifest in ("[]", "3", '{"a": 3}', '{"state.json": {}}', "[" * 100_000, "", "{}"):
@@ -313,7 +315,7 @@ def test_damaged_checkpoints_are_refused_and_a_run_without_any_starts(tmp_path):
         reason = checkpoint.fault(step)
         assert reason and "\n" not in reason
     with pytest.raises(CheckpointError):
-        checkpoint.newest(tmp_path)
+        RunFolder(tmp_path).newest()
 
 
 @pytest.mark.parametrize(
@@ -326,19 +328,19 @@ def test_only_checkpoints_up_to_the_newest_are_pruned(keep, left, tmp_path):
     (tmp_path / "step-3.mine").mkdir()
     (tmp_path / checkpoint.BEST).write_text("step-5")
     checkpoint._prune(tmp_path, tmp_path / "step-30", keep)
-    checkpoint._make_room(tmp_path, tmp_path / "step-31")
+    checkpoint.make_room(tmp_path, tmp_path / "step-31")
     names = {f"step-{step}" for step in left} | {"step-3.mine"}
     assert {path.name for path in tmp_path.glob("step-*")} == names
 
 
 def test_two_processes_do_not_share_a_run(training, tmp_path):
     (tmp_path / "run").mkdir()
-    with checkpoint.locked(tmp_path / "run", ALONE):
+    with RunFolder(tmp_path / "run").locked(ALONE):
         for codes in ([2], [2, 2]):
             assert "another process trains here" in training(world=len(codes)).last_line(*codes)
     with (
         pytest.raises(CheckpointError, match=r"missing: .*--out RUN"),
-        checkpoint.locked(tmp_path / "missing", ALONE),
+        RunFolder(tmp_path / "missing").locked(ALONE),
     ):
         raise AssertionError
 
@@ -348,8 +350,8 @@ def test_a_run_on_a_file_system_without_locks_trains_with_a_note(tmp_path, monke
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with checkpoint.locked(tmp_path, ALONE):
-        assert (tmp_path / checkpoint.LOCK).exists()
+    with RunFolder(tmp_path).locked(ALONE):
+        assert (tmp_path / LOCK).exists()
     note = f"note: {tmp_path}: its file system has no locks: never let two runs write there\n"
     assert capsys.readouterr().err == note
 

@@ -15,10 +15,11 @@ from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import Loader
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training import pretraining
-from omnilead.engine.training.checkpoint import newest, read_state
+from omnilead.engine.training.checkpoint import read_state
 from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
+from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.train import refuse_changes
 
 ALONE = Ranks(0, 1, torch.device("cpu"), None)
@@ -142,7 +143,7 @@ def test_runs_resume_bit_for_bit_and_two_ranks_draw_the_same(two, tmp_path):
     train("ranks", world=2, before=partial(note, tmp_path)).good()
     states = []
     for name in ("whole", "ranks"):
-        path = newest(tmp_path / name)
+        path = RunFolder(tmp_path / name).newest()
         states.append((path / "loader-rank0.json").read_text())
     assert states[0] == states[1]
     assert [path.name for path in tmp_path.glob("rank-*")] == ["rank-0"]
@@ -154,7 +155,7 @@ def test_runs_resume_bit_for_bit_and_two_ranks_draw_the_same(two, tmp_path):
 
 def test_without_dedup_the_recipe_is_that_of_older_runs(two, tmp_path):
     pretrain(tmp_path, two[0].root.url, train__steps=1).good()
-    path = newest(tmp_path / "run")
+    path = RunFolder(tmp_path / "run").newest()
     state = read_state(path)
     assert state["config"]["data"].pop("dedup") is False
     config = build(state["config"])

@@ -275,7 +275,7 @@ def slow_first():
         if self.ranks.rank:
             self.terminated = True
         finished = train(self, tracer)
-        assert (self.run / "checkpoints" / "latest").is_file()
+        assert (self.folder.checkpoints / "latest").is_file()
         return finished
 
     checkpoint._publish, Loop.train = late, left

@@ -38,17 +38,19 @@ from omnilead.engine.model.draws import draw, row_keys
 from omnilead.engine.model.objectives import local_loss, nt_xent
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.files import CONFIGS
+from omnilead.engine.settings.run_files import LOCK
 from omnilead.engine.training import checkpoint, loop
 from omnilead.engine.training.config import Config, build, load
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.loop import Loop
 from omnilead.engine.training.pretraining import PretrainTask
+from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.validation import training_roles
 from tests.waiting import HANG_S, until
 
 
 def newest_step(run):
-    path = checkpoint.newest(run)
+    path = RunFolder(run).newest()
     return checkpoint.step_of(path) if path else 0
 
 
@@ -225,7 +227,7 @@ EXACT_TUNED = ["step", "crops_seen", "loss", "accuracy", "lr", "grad_norm"]
 
 def ended_as(run, keys=EXACT):
     """What must be equal bit for bit at the end of a run."""
-    state = checkpoint.read_state(checkpoint.newest(run))
+    state = checkpoint.read_state(RunFolder(run).newest())
     weights = (run / "model" / "model.safetensors").read_bytes()
     valid = rows(run, "validation.jsonl")
     best = (run / "checkpoints" / checkpoint.BEST).read_text()
@@ -266,7 +268,7 @@ def test_a_run_stopped_in_any_step_and_validation_ends_as_if_nothing_had_happene
         output = training("run", before=partial(stop_in, method, step, call)).good()
         assert f"stopped after step {step}; {says}" in output
         assert newest_step(tmp_path / "run") == step and not (tmp_path / "run" / "model").exists()
-        assert checkpoint.newest(tmp_path / "run", pytest.fail) or not step
+        assert RunFolder(tmp_path / "run").newest(pytest.fail) or not step
     training("run").good()
     assert ended_as(tmp_path / "run") == ended_as(tmp_path / "whole")
     assert saved_steps(tmp_path / "run") == saved_steps(tmp_path / "whole")
@@ -296,7 +298,7 @@ def test_a_step_whose_validation_is_repeated_may_be_the_best(dataset, tmp_path):
             assert not (tmp_path / "run" / "checkpoints" / checkpoint.BEST).exists()
         run(tmp_path, arguments).good()
     assert ended_as(tmp_path / "run", EXACT_TUNED) == ended_as(tmp_path / "whole", EXACT_TUNED)
-    state = checkpoint.read_state(checkpoint.newest(tmp_path / "run"))
+    state = checkpoint.read_state(RunFolder(tmp_path / "run").newest())
     assert state["best"]["step"] == 2 and state["best"]["thresholds"]
 
 
@@ -402,10 +404,11 @@ def test_a_moved_or_replaced_run_ends_with_one_line(replaced, training, tmp_path
 
     def losing(self, batch):
         if self.progress.step == 3:
-            self.run.rename(self.run.with_name("elsewhere"))
+            run = self.folder.path
+            run.rename(run.with_name("elsewhere"))
             if replaced:
-                self.run.mkdir()
-                (self.run / checkpoint.LOCK).touch()
+                run.mkdir()
+                (run / LOCK).touch()
         return step(self, batch)
 
     monkeypatch.setattr(Loop, "_step", losing)

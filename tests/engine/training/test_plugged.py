@@ -25,10 +25,10 @@ from omnilead.engine.model.folder import LoadError
 from omnilead.engine.settings.commandline import overridden
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import merge
-from omnilead.engine.training.checkpoint import newest
 from omnilead.engine.training.config import TrainConfig
 from omnilead.engine.training.continuing import read_settings
 from omnilead.engine.training.export import full_weights
+from omnilead.engine.training.run_folder import RunFolder
 
 OWN = """
 import torch
@@ -188,7 +188,7 @@ def test_an_objective_with_weights_resumes_bit_for_bit(method, own, training, tm
     assert curve(whole, [*EXACT, *names]) == curve(parts, [*EXACT, *names])
     assert rows(whole, "validation.jsonl") == rows(parts, "validation.jsonl")
     assert all(np.isfinite(column(whole, name, "validation.jsonl")).all() for name in names)
-    one, two = (full_weights(newest(run)) for run in (whole, parts))
+    one, two = (full_weights(RunFolder(run).newest()) for run in (whole, parts))
     assert one.keys() == two.keys() and all(one[name].equal(two[name]) for name in one)
     assert any(name.startswith("plugin.") for name in one)
     exported = weights(whole)
@@ -222,7 +222,7 @@ def test_a_run_with_age_and_sex_resumes_on_any_ranks_and_exports_no_heads(
     exported = weights(whole)
     assert exported.keys() == weights(parts).keys()
     assert all(exported[name].equal(weights(parts)[name]) for name in exported)
-    assert "attributes.weight" in full_weights(newest(whole))
+    assert "attributes.weight" in full_weights(RunFolder(whole).newest())
     assert not any(name.startswith("attributes.") for name in exported)
     assert "1.0 x age, 0.5 x sex" in (whole / "model" / "README.md").read_text()
     assert LABELLED in uses(omnilead.load(whole).seen, dataset, np.arange(len(dataset)))
@@ -255,7 +255,7 @@ def test_an_objective_of_one_s_own_in_a_run(own, training, tmp_path):
     valid = ([row["loss_apart"] for row in rows(run, "validation.jsonl")] for run in (one, two))
     np.testing.assert_allclose(*valid, rtol=2e-5)
     training("short", **STILL, **how | {"train__steps": 1}).good()
-    third, first = (full_weights(newest(run)) for run in (one, tmp_path / "short"))
+    third, first = (full_weights(RunFolder(run).newest()) for run in (one, tmp_path / "short"))
     assert not third["plugin.out.weight"].allclose(first["plugin.out.weight"])
     assert (one / "code" / "own.py").read_text() == OWN
     document = json.loads((one / "model" / "config.json").read_text())

@@ -10,7 +10,8 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.extras.synthetic.archive import synthesise
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.data.loader import LoaderConfig, order_of
-from omnilead.engine.training.checkpoint import newest, read_state
+from omnilead.engine.training.checkpoint import read_state
+from omnilead.engine.training.run_folder import RunFolder
 
 HOW = {"train__schedule": "fixed", "train__save_every_steps": 1, "train__validate_every": 0}
 
@@ -42,7 +43,7 @@ def test_a_run_goes_on_with_its_version_until_patients_are_removed(
     assert curve(tmp_path / "begun") == curve(tmp_path / "whole")
     said = pretrain(tmp_path, str(out), "new", train__steps=2, **how).good()
     assert "version" not in said
-    assert read_state(newest(tmp_path / "new"))["datasets"] == [made.fingerprint]
+    assert read_state(RunFolder(tmp_path / "new").newest())["datasets"] == [made.fingerprint]
     assert main(["seen", str(tmp_path / "begun")]) == 0
     assert "crops drawn: 32" in capsys.readouterr().out
     (tmp_path / "w").write_text(next(filter(None, made.column("patient"))))

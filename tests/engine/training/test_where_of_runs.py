@@ -20,10 +20,11 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.run_files import LABELS
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
 from omnilead.engine.tasks.labels import read_task
-from omnilead.engine.training.checkpoint import newest, read_state
+from omnilead.engine.training.checkpoint import read_state
 from omnilead.engine.training.config import build
 from omnilead.engine.training.distributed import Ranks
 from omnilead.engine.training.pretraining import PretrainTask
+from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.train import refuse_changes
 from omnilead.engine.training.validation import training_roles
 
@@ -114,7 +115,7 @@ def note(folder):
 
 def test_runs_begun_before_there_was_an_expression_resume(bare, tmp_path):
     pretrain(tmp_path, bare.root.url, train__steps=1).good()
-    path = newest(tmp_path / "run")
+    path = RunFolder(tmp_path / "run").newest()
     state = read_state(path)
     assert state["config"]["data"].pop("where") == ""
     config = build(state["config"])
@@ -171,7 +172,7 @@ def test_fine_tuning_says_it_and_refuses_to_resume_with_another(bare, tmp_path):
     tune = partial(finetune, tmp_path, bare.root.url, base, "diagnosis", "tuned", **how)
     said = tune(data__where="quality >= 3").good()
     assert "data.where='quality >= 3' leaves out" in said.splitlines()[0]
-    config = build(read_state(newest(tmp_path / "tuned"))["config"], FinetuneConfig)
+    config = build(read_state(RunFolder(tmp_path / "tuned").newest())["config"], FinetuneConfig)
     assert config.data.where == "quality >= 3"
     assert (tmp_path / "tuned" / LABELS).exists()
     meta = json.loads((tmp_path / "tuned" / "model" / "config.json").read_text())

@@ -1,0 +1,172 @@
+"""RUN, the folder of a training run: its place, its lock, its checkpoints, its copy in a bucket, and
+the files that are kept beside them.
+
+    folder = RunFolder("s3://bucket/run")     # or a local path
+    folder.make()
+    with folder.locked(ranks):
+        folder.fetch()                        # from a bucket, if it is in one
+        path = folder.newest(warn)            # the checkpoint to resume from
+        folder.claim()
+        folder.keep(code, files)
+        writer = folder.writer(ranks, config.train)   # uploads each checkpoint
+    folder.send(config.train.keep, last=True)
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from omnilead.data_tools.dataset import META
+from omnilead.data_tools.io.storage import locked_by_another, write_whole
+
+from ..model.encoders import CODE
+from ..model.folder import WEIGHTS
+from ..settings.errors import ConfigError
+from ..settings.run_files import LOCK
+from .bucket import Bucket
+from .checkpoint import (
+    BEST,
+    CHECKPOINTS,
+    LATEST,
+    RESTORE,
+    CheckpointError,
+    WriteError,
+    Writer,
+    complete,
+    fault,
+    make_room,
+    named,
+    read_state,
+)
+from .config import TrainConfig
+from .distributed import Ranks, on_first_rank
+
+
+class RunFolder:
+    def __init__(self, name: str | Path) -> None:
+        """`name`: as the user gave it. A string may be s3://bucket/run: then training writes to
+        `path`, a working folder. A Path is a folder of this machine."""
+        self.name = str(name)
+        self.bucket = Bucket(name) if isinstance(name, str) and "://" in name else None
+        self.path = self.bucket.working_folder if self.bucket else Path(name)
+        self.checkpoints = self.path / CHECKPOINTS
+        self.model = self.path / "model"
+        self.lock_file: os.stat_result | None = None  # since this process trains here
+
+    def make(self) -> None:
+        mend = "choose another with --out RUN"
+        if (self.path / META).exists() or (self.path.parent / META).exists():
+            raise ConfigError(f"{self.name}: is a dataset, or lies in one: {mend}")
+        if (self.path / WEIGHTS).exists():
+            raise ConfigError(f"{self.name}: is a model, which the run would hide: {mend}")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.name}: {error.strerror}: {mend}") from None
+
+    @contextmanager
+    def locked(self, ranks: Ranks) -> Iterator[None]:
+        """Refuses a second process in the same folder: they would delete each other's
+        checkpoints."""
+        with ExitStack() as held:
+            on_first_rank(ranks, lambda: self._lock(held))
+            yield
+
+    def _lock(self, held: ExitStack) -> None:
+        try:
+            lock = held.enter_context(open(self.path / LOCK, "w"))  # noqa: SIM115
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: {error.strerror}: choose another with --out RUN"
+            ) from None
+        if locked_by_another(lock, str(self.path)):
+            raise CheckpointError(
+                f"{self.path}: another process trains here: wait for it, or use --out NEW"
+            )
+        self.lock_file = os.stat(self.path / LOCK)
+
+    def _make_room(self, path: Path) -> None:
+        """For a checkpoint; but if the folder was moved, another training may have begun here."""
+        lock = self.path / LOCK
+        if self.lock_file and not (lock.exists() and os.path.samestat(lock.stat(), self.lock_file)):
+            raise WriteError(
+                f"{self.path}: was moved or deleted during training: run the same command to start "
+                "anew"
+            )
+        make_room(self.checkpoints, path)
+
+    def fetch(self) -> None:
+        """Downloads the newest checkpoint, unless the one here is as new."""
+        if self.bucket:
+            self.bucket.fetch()
+
+    def claim(self) -> None:
+        """Ends the run on another machine."""
+        if self.bucket:
+            self.bucket.claim()
+
+    def send(self, keep: int, last: bool = False) -> None:
+        """Uploads what is new. `last`: what cannot be uploaded is an error."""
+        if self.bucket:
+            self.bucket.send(keep, last)
+
+    def writer(self, ranks: Ranks, settings: TrainConfig) -> Writer:
+        upload = partial(self.send, settings.keep)
+        return Writer(self.checkpoints, ranks, settings, self._make_room, upload)
+
+    def newest(self, warn: Callable[[str], object] | None = None) -> Path | None:
+        """The checkpoint that `latest` names, else the newest complete one; `warn` is called with
+        what was skipped and why."""
+        root = self.checkpoints
+        latest, finished = named(root, LATEST), complete(root)
+        if latest is None and not finished and not (root / LATEST).exists():
+            return None
+        skipped = [] if latest else [f"{root / LATEST}: does not name a checkpoint"]
+        for path in dict.fromkeys([*([latest] if latest else []), *finished]):
+            why = fault(path)
+            if why is None:
+                if warn and skipped:
+                    warn(
+                        f"{'; '.join(skipped)}: resuming from {path.name}, the newest complete "
+                        "checkpoint"
+                    )
+                return path
+            skipped.append(why)
+        raise CheckpointError(f"{'; '.join(skipped)}: no checkpoint is complete: {RESTORE}")
+
+    def best(self) -> Path | None:
+        """The best checkpoint by validation; without validation the newest."""
+        path = named(self.checkpoints, BEST)
+        return path if path and fault(path) is None else self.newest()
+
+    def begun_with(self) -> list[str]:
+        """The fingerprints of the datasets that the run was begun with; none without a
+        checkpoint."""
+        for path in complete(self.checkpoints):
+            with suppress(CheckpointError):  # resuming says what is wrong
+                datasets: list[str] = read_state(path)["datasets"]
+                return datasets
+        return []
+
+    def keep(self, code: Mapping[str, bytes], files: Mapping[str, bytes]) -> None:
+        """Plugged-in code and files such as labels, without which the run's model could not be
+        exported."""
+        for name, content in code.items():
+            (self.path / CODE).mkdir(exist_ok=True)
+            write_whole(self.path / CODE / name, content)
+        for name, content in files.items():
+            write_whole(self.path / name, content)
+
+    def kept_code(self, names: Iterable[str]) -> dict[str, bytes]:
+        code = {}
+        for name in names:
+            file = self.path / CODE / name
+            if file.is_symlink() or not file.is_file():
+                raise CheckpointError(
+                    f"{file}: no such file, or a link, but the checkpoint was trained with it: "
+                    f"{RESTORE}"
+                )
+            code[name] = file.read_bytes()
+        return code

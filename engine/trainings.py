@@ -1,0 +1,290 @@
+"""What `pretrain` and `finetune` share around training: their command line, what follows a training
+(RUN/model, its model card and RUN/report.html), and trainings from Python. PyTorch is imported only
+once the arguments are known.
+
+main = partial(command, "pretrain", __doc__, train_run, pretrain_task, "quickstart", SHORTCUTS)
+main(["--config", "w2v_cmsc_rlm", "--data", "DATASET", "--out", "RUN"])  # -> exit code
+
+run = run_from_python(train_run, PretrainTask, None, "DATASET", "RUN", {"train.steps": 1000})
+run.model().embed(...), run.validation[-1], run.report
+
+export(RunFolder("RUN"), PretrainTask)                   # RUN/model from a checkpoint
+"""
+
+import argparse
+import errno
+import html
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from omnilead.data_tools.io.errors import DataError
+from omnilead.data_tools.io.terminal import Parser, is_memory, optional, say, show
+
+from .settings.commandline import note_for_torchrun, positive, run_folder, tell_failure
+from .settings.errors import ConfigError, OutputError
+from .settings.launcher import environment
+from .settings.run_files import METRICS, REPORT, VALIDATION, read_rows
+
+if TYPE_CHECKING:
+    from omnilead.data_tools.dataset import Dataset
+
+    from .inference.trained_model import TrainedModel
+    from .training.run_folder import RunFolder
+    from .training.task import TrainingTask
+
+    Data = str | os.PathLike[str] | Dataset
+    Train = Callable[[Any, type[TrainingTask]], bool]  # engine.pretrain.train_run
+
+LESS_MEMORY = "lower train.micro_batch or pipeline.read_ahead, or free memory"
+NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+Shortcut = tuple[
+    str, dict[str, Any]
+]  # the setting that an option sets, and its arguments for argparse
+SHORTCUTS: dict[str, Shortcut] = {
+    "--start": (
+        "start",
+        {"metavar": "RUN", "help": "a run or model folder whose weights training starts from"},
+    ),
+    "--data": (
+        "data.datasets",
+        {"nargs": "+", "metavar": "DATASET", "help": "one or more datasets; s3:// works too"},
+    ),
+    "--out": (
+        "run",
+        {"metavar": "RUN", "help": "the run's folder; a run that was interrupted is resumed"},
+    ),
+    "--anonymous": (
+        "data.anonymous",
+        {"action": "store_const", "const": True, "help": "s3:// data without credentials"},
+    ),
+}
+
+
+class TrainingParser(Parser):
+    """Knows the settings: suggests `--set train.steps=10` instead of `--steps 10`."""
+
+    settings: Callable[[], Any]  # their class
+    shortcuts: Mapping[str, Shortcut]
+
+    def suggest(self, option: str, value: str) -> str:
+        from .training.config import DEVICE, nearest_settings, settings_named
+
+        name, kind = option.lstrip("-").replace("-", "_"), self.settings()
+        if DEVICE.search(name):
+            return "CUDA_VISIBLE_DEVICES in the environment"
+        near = settings_named(name, kind)
+        if not near and (other := super().suggest(option, value)):
+            return other
+        near = near or nearest_settings(name, kind)
+        options = {setting: option for option, (setting, _) in self.shortcuts.items()}
+        return options.get(near[0], f"--set {near[0]}={value or '...'}") if near else ""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        if message:
+            note_for_torchrun(message.strip())
+        super().exit(status, message)
+
+
+def command(
+    name: str,
+    about: str | None,
+    train: Callable[..., bool],
+    task: Callable[[], Any],
+    default: str | None,
+    shortcuts: Mapping[str, Shortcut],
+    arguments: Sequence[str] | None = None,
+) -> int:
+    """Parses the arguments and trains with engine.pretrain.train_run. `task`: imports the class of
+    the task. `default`: the default config, for --help. Errors are one line and an exit code."""
+    parser = _parser(name, about, default, shortcuts)
+    parser.settings = lambda: task().settings
+    args = parser.parse_args(arguments)
+    given = [key for key, value in vars(args).items() if value not in (None, False, [])]
+    ignored = [f"--{key}" for key in given if key not in ("export", "schema", "local_rank")]
+    if ignored and (args.export or args.schema):
+        parser.error(f"{' '.join(ignored)}: --export and --schema take no other option")
+
+    from .training.config import schema
+    from .training.run_folder import RunFolder
+
+    task_class = task()
+    try:
+        if args.schema:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
+            return show(schema(task_class.settings) + "\n")
+        if args.export:
+            say(str(export(RunFolder(args.export), task_class)))
+        else:
+            settings = [*_overrides(args, shortcuts), *args.set]
+            train(task_class.read(args.config, settings), task_class, args.profile or 0)
+    except (Exception, KeyboardInterrupt) as error:
+        message, code = message_and_code(error)
+        if code != 130 or os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks
+            tell_failure(f"omnilead {name}: {' '.join(message.split())}", everywhere=code == 2)
+        return code
+    return 0
+
+
+def _parser(
+    name: str, about: str | None, default: str | None, shortcuts: Mapping[str, Shortcut]
+) -> TrainingParser:
+    parser = TrainingParser(
+        f"omnilead {name}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.shortcuts = shortcuts
+    add = parser.add_argument
+    which = f" (default: {default})" if default else ""
+    add("--config", metavar="NAME|F", help=f"a shipped config by its name, or a YAML file{which}")
+    for option, (setting, how) in shortcuts.items():
+        add(option, **{**how, "help": f"{how['help']}; --set {setting}=..."})
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="a.b=c",
+        help="settings by their names; may be given many times",
+    )
+    traced = (
+        "trace N steps after a warm-up into RUN/profile, print the slowest operations, and "
+        "continue training"
+    )
+    add("--profile", type=positive, metavar="N", help=traced)
+    add("--export", type=run_folder, metavar="RUN", help="write RUN/model and exit")
+    add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
+    # added by deepspeed's launcher; LOCAL_RANK is used instead
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _overrides(args: argparse.Namespace, shortcuts: Mapping[str, Shortcut]) -> list[str]:
+    """The options that stand for a setting, as --set would say them."""
+    overrides = []
+    for option, (setting, _) in shortcuts.items():
+        value = getattr(args, option.removeprefix("--"))
+        if value is not None:
+            overrides.append(f"{setting}={json.dumps(value)}")
+    return overrides
+
+
+def finish(run: "RunFolder", task: "type[TrainingTask]") -> None:
+    """When all steps are done: RUN/model and RUN/report.html, on rank 0."""
+    if environment()[0]:
+        return
+    made = [str(export(run, task))]
+    with optional("RUN/report.html"):
+        from .extras.reports.run_report import write_report
+
+        made.append(str(write_report(run.path)))
+    say(f"done: {', '.join(made)}")
+
+
+def export(run: "RunFolder", task: "type[TrainingTask]") -> Path:
+    """Writes RUN/model with its model card."""
+    from .training.export import read_export, write_export
+
+    read, card = read_export(run, task), ""
+    with optional("a model card"):
+        from .extras.interop.hub import model_card
+
+        card = model_card(run.path, read.config, read.state, read.weights, task)
+    return write_export(run, read, task, card)
+
+
+def message_and_code(error: BaseException) -> tuple[str, int]:
+    """A one-line message and an exit code: 2, settings or files are wrong; 1, the run failed;
+    130, Ctrl-C. Raises other errors: bugs."""
+    from .training.checkpoint import CheckpointError, WriteError
+    from .training.distributed import lost_a_rank
+    from .training.loop import TrainError
+
+    if isinstance(error, ConfigError | DataError | CheckpointError):
+        return str(error), 2
+    if isinstance(error, TrainError | WriteError | OutputError):
+        return str(error), 1
+    if isinstance(error, KeyboardInterrupt):
+        return str(error) or "interrupted before training: the same command continues", 130
+    if is_memory(error):
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        return f"out of memory: {LESS_MEMORY} ({reason})", 1
+    if isinstance(error, UnicodeEncodeError):  # torch accepts no such path
+        return f"{error.object[:200]!r}: not UTF-8: choose another name", 2
+    if isinstance(error, OSError):
+        name = f"{error.filename or '--out RUN'}: {error.strerror}"
+        if error.errno in NOT_WRITABLE:
+            return f"{name}: choose another with --out RUN", 2
+        return f"{name}: the last checkpoint is intact", 1
+    if isinstance(error, RuntimeError) and lost_a_rank(error):
+        reason = str(error).splitlines()[0][:150]
+        return f"another rank died or hung ({reason}): start again to resume", 1
+    raise error
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A finished run. Pass it wherever a path to a run is expected: omnilead.load(run),
+    omnilead.finetune(run, ...)."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def model(self, **options: Any) -> "TrainedModel":
+        """Same as omnilead.load(RUN, **options)."""
+        from .inference.trained_model import load
+
+        return load(self.path, **options)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Training metrics, one row for each logged step: pandas.DataFrame(run.metrics)."""
+        return read_rows(self.path / METRICS)[0]
+
+    @property
+    def validation(self) -> list[dict[str, Any]]:
+        return read_rows(self.path / VALIDATION)[0]
+
+    @property
+    def report(self) -> Path:
+        return self.path / REPORT
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.report.read_text(), quote=True)
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
+
+
+def run_from_python(
+    train: "Train",
+    task: "type[TrainingTask]",
+    config: str | Path | None,
+    data: "Data | Sequence[Data]",
+    out: str | os.PathLike[str],
+    settings: Mapping[str, Any],
+) -> TrainingRun:
+    """Implements omnilead.pretrain and omnilead.finetune."""
+    from omnilead.data_tools.dataset import Dataset
+
+    from .training.loop import TrainError
+    from .training.run_folder import RunFolder
+
+    datasets = [data] if isinstance(data, str | os.PathLike | Dataset) else data
+    urls = [one.root.url if isinstance(one, Dataset) else os.fspath(one) for one in datasets]
+    overrides: dict[str, Any] = {"data.datasets": urls, "run": os.fspath(out)}
+    for name, value in settings.items():
+        overrides[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    try:
+        finished = train(task.read(config, overrides), task)
+    except Exception as error:
+        message, code = message_and_code(error)
+        if message == str(error):
+            raise
+        raise (ConfigError if code == 2 else TrainError)(" ".join(message.split())) from error
+    if not finished:
+        raise KeyboardInterrupt(f"{os.fspath(out)}: stopped: the same call resumes")
+    return TrainingRun(RunFolder(os.fspath(out)).path)
