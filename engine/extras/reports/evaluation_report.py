@@ -9,20 +9,21 @@ largest errors.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
+import omnilead.data_tools.extras.plots as plots
 from omnilead.data_tools.dataset import Dataset
 
 from ...evaluation.results import IdentificationResult, TaskResult, pieces
 from ...inference.trained_model import HeadInfo
+from ...settings.errors import Facts
 from ...settings.metrics import METRIC_OF
 from ...tasks.kinds import KINDS
 from ...training.metrics import TOO_FEW, Array, calibration, kaplan_meier, predicted, unit_vectors
 from . import charts
-from .page import Line, LineStyle, ReportSection, Tile, readable, render, shown, titled
+from .page import Picture, ReportSection, picture, readable, render, shown, titled
 
 CLASSES_SHOWN = 11  # the most frequent classes, which have curves of their own
 CONFUSED = 30  # classes in the confusion chart, the most frequent
@@ -44,7 +45,7 @@ def build(result: TaskResult | IdentificationResult, dataset: Dataset | None = N
         kind, counts, sections = identification(result)
     facts, name = result.facts, str(result.facts.get("model", "model"))
     heading = [counts, *(f"{key} {facts[key]}" for key in ("role", "leads") if key in facts)]
-    sections.append(ReportSection("The evaluation", table=list(readable(facts))))
+    sections.append(ReportSection("The evaluation", facts=list(readable(facts))))
     return render(f"{name}: evaluation", kind, name, heading, sections)
 
 
@@ -58,30 +59,27 @@ def scored(result: TaskResult, dataset: Dataset | None) -> tuple[str, str, list[
     half, record, head = result.half, result.record, result.head
     windows = pieces(result.facts)
     y_NK, scores_NK, _ = result.of_records()
-    compared = {"regression": agreement, "survival": survival}.get(head.kind, decisions)
+    figures = {"regression": agreement, "survival": survival}.get(head.kind, decisions)
     note = scoring_note(head, windows, result.units)
-    title = windows.capitalize()
-    if "window_s" not in result.facts:
-        title += ", as in the paper"
-    by = "By column" if not KINDS[head.kind].of_classes else "By class"
+    by = "By class" if KINDS[head.kind].of_classes else "By column"
     sections = [
-        ReportSection("Records", tiles=tiles(record), note=note, remarks=result.remarks),
-        ReportSection(title, tiles=tiles(half)),
-        *compared(head, np.asarray(y_NK, float), scores_NK),
-        ReportSection(by, grid=class_table(record["classes"])),
+        ReportSection("Scores", table=score_table(record, half, windows), note=note),
+        ReportSection(remarks=result.remarks),
+        *figures(head, np.asarray(y_NK, float), scores_NK),
+        ReportSection(by, table=class_table(record["classes"])),
     ]
     for name, groups in result.groups.items():
         sections.append(group_section(name, groups, list(record["intervals"]), len(head.classes)))
     if dataset is not None and result.crops_N is not None and head.kind != "survival":
-        drawn = [ecg(result, dataset, row) for row in result.worst(WORST)]
-        title = f"The {len(drawn)} records with the largest errors"
-        sections.append(ReportSection(title, charts=drawn, columns=2))
+        ecgs = [ecg(result, dataset, row) for row in result.worst(WORST)]
+        title = f"The {len(ecgs)} records with the largest errors"
+        sections.append(ReportSection(title, pictures=ecgs))
     counts = f"{record['n']:,} records, {half['n']:,} {windows}"
     return f"{head.task}, {head.kind}", counts, sections
 
 
 def scoring_note(head: HeadInfo, windows: str, units: str) -> str:
-    note = f"Of whole records: the mean over the {windows}. Small: 95 % bootstrap intervals over {units}. "
+    note = f"Of a record: the mean over its {windows}. 95 % bootstrap intervals over {units}. "
     if head.kind == "regression":
         return f"{note}In {head.unit or 'its own unit'}."
     if head.kind == "survival":
@@ -101,15 +99,19 @@ def scoring_note(head: HeadInfo, windows: str, units: str) -> str:
     )
 
 
-def tiles(part: Mapping[str, Any]) -> list[Tile]:
-    drawn = []
-    for key, ends in part["intervals"].items():
+def score_table(record: Facts, half: Facts, windows: str) -> list[list[str]]:
+    table = [["", "Records", "95 % interval", windows.capitalize(), "95 % interval"]]
+    for key in record["intervals"]:
         percent = METRIC_OF[key].percent
-        drawn.append((titled(key), shown(part["metrics"][key], percent), interval(ends, percent)))
-    return drawn
+        row = [titled(key)]
+        for part in (record, half):
+            row.append(shown(part["metrics"][key], percent))
+            row.append(interval(part["intervals"][key], percent))
+        table.append(row)
+    return table
 
 
-def class_table(classes: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+def class_table(classes: Mapping[str, Facts]) -> list[list[str]]:
     columns = [key for key in (*COUNTS, *METRIC_OF) if key in next(iter(classes.values()))]
     table = [["Class", *(COUNTS.get(key) or titled(key) for key in columns)]]
     for name, figures in classes.items():
@@ -122,39 +124,36 @@ def class_table(classes: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 
 
 def group_section(
-    name: str, groups: Mapping[str, Any], metrics: Sequence[str], classes: int
+    name: str, groups: Mapping[str, Facts], metrics: Sequence[str], classes: int
 ) -> ReportSection:
     first, *others = metrics
     counted = any("positives" in group for group in groups.values())
     head = [name.capitalize(), "Records", "Patients"]
     if counted:
         head.append("Positives")
-    grid = [[*head, titled(first), "95 % interval", *map(titled, others)]]
+    table = [[*head, titled(first), "95 % interval", *map(titled, others)]]
     for value, group in groups.items():
         row = [value, f"{group['n']:,}", f"{group['patients']:,}"]
         if "positives" in group:
             counts = group["positives"].values()  # of the rarest and the most frequent class
             row.append(" to ".join(f"{n:,}" for n in sorted({min(counts), max(counts)})))
         row += [shown(group["metrics"][first]), interval(group["intervals"][first])]
-        grid.append(row + [shown(group["metrics"][key]) for key in others])
+        table.append(row + [shown(group["metrics"][key]) for key in others])
     notes = []
     if classes > 1 and counted:
         notes.append("Positives: of the rarest and of the most frequent class.")
-    if any(NO_INTERVAL in row for row in grid):
+    if any(NO_INTERVAL in row for row in table):
         notes.append(f"{TOO_FEW} have no interval, nor has a score on which all resamples agree.")
-    return ReportSection(f"Records by {name}", grid=grid, note=" ".join(notes))
+    return ReportSection(f"Records by {name}", table=table, note=" ".join(notes))
 
 
 def decisions(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
     """Curves, calibration and confusions."""
     names = list(head.classes)
-    outputs = predicted(head.kind, scores, head.thresholds) & ~np.isnan(y)
-    yield ReportSection(
-        "ROC and precision-recall curves",
-        charts=list(threshold_charts(y, scores, names)),
-        columns=4,
-    )
-    labels, frequent = y == 1, np.sort(np.argsort(-(y == 1).sum(0), kind="stable")[:CONFUSED])
+    curves = list(threshold_curves(y, scores, names))
+    yield ReportSection("ROC and precision-recall curves", pictures=curves)
+    labels, outputs = y == 1, predicted(head.kind, scores, head.thresholds) & ~np.isnan(y)
+    frequent = np.sort(most_frequent(y)[:CONFUSED])
     title = "Calibration and confusions"
     if len(names) > CONFUSED:
         title += f" of the {CONFUSED} most frequent classes"
@@ -162,20 +161,24 @@ def decisions(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
         known = ~np.isnan(y[:, 0])
         labels, outputs = np.hstack([~labels, labels])[known], np.hstack([~outputs, outputs])[known]
         names, frequent = [f"not {names[0]}", names[0]], np.arange(2)
-    shown_names = [names[k] for k in frequent]
-    confusions = charts.confusion_chart(labels[:, frequent], outputs[:, frequent], shown_names)
-    drawn = [charts.calibration_chart(*calibration(y, scores)), confusions]
-    yield ReportSection(title, charts=drawn)
+    labels, outputs = labels[:, frequent], outputs[:, frequent]
+    confusions = charts.confusion_matrix(labels, outputs, [names[k] for k in frequent])
+    calibrated = charts.calibration_curve(*calibration(y, scores))
+    yield ReportSection(title, pictures=[calibrated, confusions])
 
 
-def threshold_charts(y: Array, scores: Array, names: Sequence[str]) -> Iterator[str]:
+def most_frequent(y: Array) -> Array:
+    return np.argsort(-(y == 1).sum(0), kind="stable")
+
+
+def threshold_curves(y: Array, scores: Array, names: Sequence[str]) -> Iterator[Picture]:
     known = ~np.isnan(y)
     if len(names) > 1:
-        yield charts.roc_and_pr("All classes together", y[known] == 1, scores[known])
-    positives = (y == 1).sum(0)
-    for k in np.argsort(-positives, kind="stable")[:CLASSES_SHOWN].tolist():
-        if 0 < positives[k] < known[:, k].sum():
-            yield charts.roc_and_pr(names[k], y[known[:, k], k] == 1, scores[known[:, k], k])
+        yield charts.roc_and_precision_recall("All classes", y[known] == 1, scores[known])
+    for k in most_frequent(y)[:CLASSES_SHOWN].tolist():
+        label_N, score_N = y[known[:, k], k] == 1, scores[known[:, k], k]
+        if 0 < label_N.sum() < len(label_N):
+            yield charts.roc_and_precision_recall(names[k], label_N, score_N)
 
 
 def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
@@ -184,8 +187,9 @@ def agreement(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection
         known = np.isfinite(y[:, k])
         if known.any():
             values, predictions = y[known, k], scores[known, k].astype(float)
-            drawn = charts.agreement_charts(name, values, predictions, head.unit)
-            yield ReportSection(f"Predicted {name}", charts=drawn)
+            scatter = charts.predicted_against_true(name, values, predictions, head.unit)
+            differences = charts.bland_altman(values, predictions, head.unit)
+            yield ReportSection(f"Predicted {name}", pictures=[scatter, differences])
 
 
 def survival(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]:
@@ -195,25 +199,29 @@ def survival(head: HeadInfo, y: Array, scores: Array) -> Iterator[ReportSection]
     third_N = np.searchsorted(np.quantile(risk_N, (1 / 3, 2 / 3)), risk_N)
     unit = head.unit or "time"
     ticks = MaxNLocator(7).tick_values(0, np.abs(y_N).max())[:-1]
-    grid = [[f"At risk, {unit}", *map("{:.3g}".format, ticks)]]
-    lines = []
+    table = [[f"At risk, {unit}", *map("{:.3g}".format, ticks)]]
+    curves = []
     for third, name in enumerate(("lowest risks", "middle", "highest risks")):
         y_G = y_N[third_N == third]
         if not len(y_G):  # equal risks
             continue
-        lines.append(Line(name, name, *kaplan_meier(y_G), third))
-        grid.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
-    style = LineStyle(percent=True, floor=0, smooth=False, x_label=unit)
-    drawn = charts.line_chart("Without the event, by thirds of the risk", lines, style)
-    yield ReportSection("Kaplan-Meier curves", charts=[drawn], grid=grid)
+        curves.append(charts.Curve(name, *kaplan_meier(y_G)))
+        table.append([name, *(f"{(np.abs(y_G) >= tick).sum():,}" for tick in ticks)])
+    kept = charts.kaplan_meier_curves(curves, unit)
+    yield ReportSection("Kaplan-Meier curves", pictures=[kept], table=table)
 
 
-def ecg(result: TaskResult, dataset: Dataset, row: int) -> str:
+def ecg(result: TaskResult, dataset: Dataset, row: int) -> Picture:
     assert result.crops_N is not None
     crop = dataset[int(result.crops_N[row])]
     groups = [str(values[row]) for name, values in result.groups_N.items() if name != "source"]
-    title = f"{result.records_N[row]}: {', '.join(groups)}"
-    return charts.clinical_chart(title, reading(result, row), crop)
+    figure = plots.ecg_figure(crop.signal_uv, crop.halves, missing=crop.missing_leads)
+    for text in (*figure.texts, *figure.axes[0].texts):
+        text.set_fontsize(13)  # two ECGs beside each other, at half their size on paper
+    who = ", ".join([str(result.records_N[row]), *groups])
+    return picture(
+        f"{who}: {reading(result, row)}", figure, "webp", dpi=90, pil_kwargs={"lossless": True}
+    )
 
 
 def reading(result: TaskResult, row: int) -> str:
@@ -251,24 +259,22 @@ def identification(result: IdentificationResult) -> tuple[str, str, list[ReportS
         tiles.insert(1, ("Random weights", shown(share, True), ends))
         note += " Random weights: those of the same architecture, on the same pairs."
     ranks = np.arange(1, len(scores["cmc"]) + 1)
-    lines = [
-        Line("cmc", "patient among the first", ranks, scores["cmc"]),
-        Line("chance", "by chance", ranks, np.minimum(ranks * scores["chance"], 1), 1, dashed=True),
-    ]
+    shares = {
+        "patient among the first": scores["cmc"],
+        "by chance": np.minimum(ranks * scores["chance"], 1),
+    }
     if result.untrained:
-        lines.append(Line("untrained", "random weights", ranks, result.untrained.scores["cmc"], 2))
-    style = LineStyle(percent=True, floor=0, smooth=False, x_label="rank")
-    groups = [
-        ("same patient", scores["same"]),
-        ("other patients", other_pairs(result)),
-        ("most similar other", scores["other"]),
-    ]
-    similarity = charts.histogram("Similarity to the gallery (cosine)", groups)
-    drawn = [charts.line_chart("Patient among the most similar", lines, style), similarity]
+        shares["random weights"] = result.untrained.scores["cmc"]
+    cosines = {
+        "same patient": scores["same"],
+        "other patients": other_pairs(result),
+        "most similar other": scores["other"],
+    }
+    pictures = [charts.rank_curves(shares), charts.similarity_histogram(cosines)]
     counts = f"{scores['n_probes']:,} probes against {scores['n_gallery']:,} in the gallery"
     sections = [
         ReportSection(tiles=tiles, note=note, remarks=result.remarks),
-        ReportSection("Patients recognised", charts=drawn),
+        ReportSection("Patients recognised", pictures=pictures),
     ]
     return "Patient identification", counts, sections
 

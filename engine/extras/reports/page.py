@@ -1,35 +1,52 @@
-"""The page of a report, and what stands on it: nothing here needs matplotlib, which takes 0.3 s to
-import.
+"""The page of a report: sections of tiles, pictures and tables, in one file that loads nothing.
 
-    render("RUN: report", "Pre-training", "RUN", ["step 100"], [ReportSection("Loss", charts=[svg])])
+render("RUN: report", "Pre-training", "RUN", ["step 100"], [ReportSection("Curves", pictures=[...])])
 """
 
+import base64
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
+from matplotlib.figure import Figure
 
 from ...settings.files import flatten
 from ...settings.metrics import label_of
-from ...training.metrics import Array
 
 Tile = tuple[str, str, str]  # label, value, detail
+WIDE_IN = 5.5  # wider pictures are scrolled on a phone instead of shrunk
+
+
+class Picture(NamedTuple):
+    title: str
+    source: str  # a data: URI
+    wide: bool
+
+
+def picture(title: str, figure: Figure, kind: str = "svg", **options: Any) -> Picture:
+    """The same figure gives the same bytes."""
+    file = io.BytesIO()
+    if kind == "svg":
+        options |= {"metadata": {"Date": None}, "dpi": 150}  # dpi: of what is drawn as an image
+    figure.savefig(file, format=kind, **options)
+    mime = {"svg": "svg+xml"}.get(kind, kind)
+    source = f"data:image/{mime};base64,{base64.b64encode(file.getvalue()).decode()}"
+    return Picture(title, source, figure.get_figwidth() > WIDE_IN)
 
 
 @dataclass(frozen=True)
 class ReportSection:
-    """A section of a page. report.html draws the fields that are set, in this order."""
+    """A section of a page. report.html shows the fields that are set, in this order."""
 
     title: str = ""
     tiles: Sequence[Tile] = ()
-    charts: Sequence[str] = ()
-    columns: int = 3
-    # rows of numbers under a row of names; a row whose second cell is "0" is grey
-    grid: Sequence[Sequence[str]] = ()
-    table: Sequence[tuple[str, str]] = ()
+    pictures: Sequence[Picture] = ()
+    table: Sequence[Sequence[str]] = ()  # rows under a row of names
+    facts: Sequence[tuple[str, str]] = ()
     config: str = ""
     note: str = ""
     remarks: Sequence[str] = ()
@@ -68,24 +85,3 @@ def shown(value: float | None, percent: bool = False) -> str:
 def titled(metric: str) -> str:
     label = label_of(metric)
     return label[:1].upper() + label[1:]
-
-
-@dataclass(frozen=True, eq=False)
-class Line:
-    key: str  # the id of the curve in the page
-    label: str
-    x: Array
-    y: Array  # NaN or infinite where there is no number
-    colour: int = 0
-    dashed: bool = False
-    chance: float | None = None  # the value of guessing
-
-
-@dataclass(frozen=True)
-class LineStyle:
-    unit: str = ""
-    percent: bool = False
-    log: bool = False
-    floor: float | None = None  # the y axis reaches at least down to it
-    smooth: bool = True
-    x_label: str = "step"

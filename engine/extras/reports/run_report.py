@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,8 @@ from ...settings.errors import ConfigError
 from ...settings.metrics import METRIC_OF, Metric
 from ...settings.run_files import LARGEST, METRICS, REPORT, VALID, VALIDATION, number, read_rows
 from ...training.metrics import Array
-from .page import Line, LineStyle, ReportSection, Tile, readable, render, shown, titled
+from . import charts
+from .page import Picture, ReportSection, Tile, readable, render, shown, titled
 
 RESULT = "result.json"
 PATIENCE = 10  # validations without improvement that count as convergence if train.patience is 0
@@ -49,6 +50,12 @@ class StepLog:
         """Steps and values where the key was logged, NaN included."""
         logged = np.array([row.get(key) is not None for row in self.rows], bool)
         return self.steps[logged], self.column(key)[logged]
+
+    def known(self, key: str) -> tuple[Array, Array]:
+        """Steps and values where the key is a finite number."""
+        values = self.column(key)
+        good = np.isfinite(values)
+        return self.steps[good], values[good]
 
     def finite(self, key: str, rows: slice = slice(None)) -> Array:
         values = self.column(key)[rows]
@@ -98,30 +105,6 @@ class RunFiles:
         return value
 
 
-class Curve(NamedTuple):
-    key: str
-    label: str
-    held_out: bool = False  # from validation.jsonl
-
-
-class Chart(NamedTuple):
-    title: str
-    curves: tuple[Curve, ...]
-    style: LineStyle = LineStyle()
-
-
-LOSS = Chart("Loss", (Curve("loss", "training"), Curve("loss", "held out", True)))
-ACCURACY = Chart(
-    "Accuracy",
-    (
-        Curve("accuracy_local", "masked tokens"),
-        Curve("accuracy_global", "other half"),
-        Curve("identification_accuracy", "patients, held out", True),
-    ),
-    LineStyle(percent=True, floor=0),
-)
-GRADIENT = Chart("Gradient norm", (Curve("grad_norm", ""),), LineStyle(log=True))
-SPEED = Chart("Crops per second", (Curve("crops_per_s", ""),), LineStyle(floor=0))
 RECOGNISED = "identification_accuracy"
 
 
@@ -135,16 +118,14 @@ def build(run: Path) -> str:
     if isinstance(rates := files.fact("rates"), list):
         names = ["Learning rate", "Best step", f"{chosen_by(files)[0]} there", "Converged"]
         grid = [names, *(list(map(str, row)) for row in rates)]
-        sections.append(ReportSection("Learning rates", grid=grid))
-    drawn = [draw(chart, files, best) for chart in (LOSS, score_chart(files), GRADIENT, SPEED)]
-    drawn = [chart for chart in drawn if chart]
+        sections.append(ReportSection("Learning rates", table=grid))
     note = f"{validation_note(files)} Every curve is in {METRICS} and in TensorBoard (train.track)."
-    sections.append(ReportSection("Curves", charts=drawn, columns=2, note=note.strip()))
+    sections.append(ReportSection("Curves", pictures=list(curves(files, best)), note=note.strip()))
     elsewhere = ("config.", "chance.", "validation", "labels.", "rates")
-    table = [line for line in readable(files.facts) if not line[0].startswith(elsewhere)]
-    sections.append(ReportSection("The run", table=table, config=files.config))
-    title, facts = f"{files.name}: report", list(progress(files))
-    return render(title, kind_of(files), files.name, facts, sections)
+    facts = [line for line in readable(files.facts) if not line[0].startswith(elsewhere)]
+    sections.append(ReportSection("The run", facts=facts, config=files.config))
+    title, heading = f"{files.name}: report", list(progress(files))
+    return render(title, kind_of(files), files.name, heading, sections)
 
 
 def kind_of(files: RunFiles) -> str:
@@ -305,41 +286,37 @@ def result(files: RunFiles) -> dict[str, Any]:
     }
 
 
-def score_chart(files: RunFiles) -> Chart:
-    """The metric that chooses the best step; in pre-training, what is recognised."""
+def curves(files: RunFiles, best: float | None) -> Iterator[Picture]:
+    """Of what was logged: loss, score, gradient norm and speed."""
+    training, held_out = files.metrics, files.held_out
+    pairs = [
+        charts.Curve("training", *training.curve("loss")),
+        charts.Curve("held out", *held_out.known("loss"), dashed=True),
+    ]
+    yield from drawn("Loss", pairs, best=best if len(pairs[1].x) else None)
     name, sign = chosen_by(files)
     if name == "loss" or not sign:
-        return ACCURACY
-    style = LineStyle(percent=METRIC_OF[name].percent, floor=0)
-    return Chart(titled(name), (Curve(name, "held out", True),), style)
+        recognised = [
+            charts.Curve("masked tokens", *training.curve("accuracy_local")),
+            charts.Curve("other half", *training.curve("accuracy_global")),
+            charts.Curve("patients, held out", *held_out.known(RECOGNISED)),
+        ]
+        yield from drawn("Accuracy", recognised, percent=True, from_zero=True)
+    else:
+        score = [charts.Curve("held out", *held_out.known(name))]
+        chance = number(files.fact("chance", VALID + name))
+        percent = METRIC_OF[name].percent
+        yield from drawn(
+            titled(name), score, percent=percent, from_zero=True, chance=chance, best=best
+        )
+    yield from drawn("Gradient norm", [charts.Curve("", *training.curve("grad_norm"))], log=True)
+    speed = [charts.Curve("", *training.curve("crops_per_s"))]
+    yield from drawn("Crops per second", speed, from_zero=True)
 
 
-def draw(chart: Chart, files: RunFiles, best: float | None) -> str:
-    """The chart, or "" if none of its curves was logged."""
-    from . import charts  # late, so that training starts without it
-
-    lines: list[Line] = []
-    compared = not all(curve.held_out for curve in chart.curves)  # with training
-    for curve in chart.curves:
-        key = curve.key
-        x, y = files.metrics.curve(key)
-        if curve.held_out:
-            x, y = files.held_out.curve(key)
-            x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-            key = VALID + key
-        if not len(x):
-            continue
-        chance = number(files.fact("chance", key))
-        level = chance if math.isfinite(chance) and len(chart.curves) == 1 else None
-        dashed = compared and curve.held_out
-        lines.append(Line(key, curve.label, x, y, len(lines), dashed, level))
-    if not lines:
-        return ""
-    mark = None
-    held_out = any(line.key.startswith(VALID) for line in lines)
-    if held_out and best is not None and chart is not ACCURACY:  # its legend is full
-        mark = best, f"best at step {best:,.0f}"
-    return charts.line_chart(chart.title, lines, chart.style, files.metrics.steps, mark)
+def drawn(title: str, pairs: list[charts.Curve], **style: Any) -> Iterator[Picture]:
+    if logged := [curve for curve in pairs if len(curve.x)]:
+        yield charts.curves_over_steps(title, logged, **style)
 
 
 def write_report(run: Path) -> Path:

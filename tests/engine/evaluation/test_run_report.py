@@ -1,5 +1,6 @@
 """The report of a run: four curves are on it, nothing is loaded, and any run has one."""
 
+import base64
 import json
 import math
 import re
@@ -12,7 +13,6 @@ from pages import words
 from docs import augmentations
 from omnilead.engine.extras.reports import charts, run_report
 from omnilead.engine.extras.reports.__main__ import main as report_main
-from omnilead.engine.extras.reports.page import Line, LineStyle
 from omnilead.engine.training.metrics import identification
 from omnilead.engine.training.pretraining import PretrainTask
 from omnilead.engine.training.validation import identified_share
@@ -131,24 +131,38 @@ def test_errors_are_one_line(tmp_path, capsys):
         assert out == "" and len(err.splitlines()) == 1 and "metrics.jsonl" in err
 
 
-def test_thinning_keeps_outliers_and_smoothing_skips_gaps():
-    y = np.zeros(10_000)
-    y[4321], y[77] = 9.0, -3.0
-    x, kept = charts.thinned(np.arange(10_000), y)
-    assert len(x) <= charts.MAX_POINTS and x[kept == 9.0] == [4321] and x[kept == -3.0] == [77]
-    assert (np.diff(x) > 0).all()
-    y = np.full(300, 2.0)
-    y[100] = NAN
-    smooth = charts.smoothed(y)  # a mean of what is there
-    assert np.isnan(smooth[100]) and np.allclose(np.delete(smooth, 100), 2.0)
+def steps_with(values):
+    return charts.Curve("loss", np.arange(float(len(values))), np.array(values))
+
+
+def test_a_curve_of_many_steps_hides_no_outlier_and_makes_no_large_page():
+    """All its points are drawn, as an image; over them medians, which outliers do not move."""
+    y = np.full(100_000, 2.0)
+    y[4321] = 9.0
+    x, middle = charts.medians(np.arange(100_000.0), y)
+    assert (np.diff(x) > 0).all() and (middle == 2).all() and len(x) == charts.SMOOTHED_FROM
+    noise = np.random.default_rng(0).normal(size=100_000)
+    for values, highest in ((y, 9), (noise, max(noise))):
+        _, axes = charts.figure_and_axes()
+        charts.draw_over_steps(axes, steps_with(values), charts.BLUE)
+        points, line, _ = axes.lines
+        assert max(points.get_ydata()) == highest and points.get_rasterized()
+        assert len(line.get_ydata()) == charts.SMOOTHED_FROM
+        assert len(charts.curves_over_steps("Loss", [steps_with(values)]).source) < 100_000
+
+
+def test_what_is_not_finite_is_marked_on_the_axis():
+    _, axes = charts.figure_and_axes()
+    charts.draw_over_steps(axes, steps_with([NAN, 1.0, INF, 2.0, -INF]), charts.BLUE)
+    line, lost = axes.lines
+    assert line.get_xdata().tolist() == [1, 3] and lost.get_xdata().tolist() == [0, 2, 4]
+    assert lost.get_color() == charts.WRONG
 
 
 @pytest.mark.parametrize("values", [(2.2, 2.9, 3.1), (0.8, 1.4, 5.0), (1e-3, 1.0, 50.0)])
 def test_every_axis_has_at_least_two_numbers(values):
-    line = Line("grad_norm", "", np.arange(3.0), np.array(values))
-    axis = charts.line_chart("Gradient norm", [line], LineStyle(log=True)).partition(
-        "matplotlib.axis_2"
-    )[2]
+    source = charts.curves_over_steps("Gradient norm", [steps_with(values)], log=True).source
+    axis = base64.b64decode(source.partition(",")[2]).decode().partition("matplotlib.axis_2")[2]
     assert len(re.findall(r">[\d.]+</text>", axis)) >= 2
 
 
