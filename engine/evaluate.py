@@ -40,6 +40,7 @@ from omnilead.engine.settings.commandline import (
 from omnilead.engine.settings.errors import ConfigError, Facts, OutputError
 from omnilead.engine.settings.files import File
 from omnilead.engine.settings.launcher import environment
+from omnilead.engine.settings.metrics import METRIC_OF, label_of
 from omnilead.engine.settings.run_files import LABELS
 
 CLASSES_SHOWN = 12  # printed on the terminal
@@ -169,7 +170,6 @@ def labels_of_run(model: str) -> str:
 def lines(document: Facts) -> Iterator[str]:
     """The scores for the terminal."""
     from omnilead.engine.evaluation.results import pieces
-    from omnilead.engine.training.metrics import METRIC_OF, label_of
 
     yield "{task}, role {role}, leads {leads}: {model} on {dataset}".format(**document)
     labels = {name: label_of(name) for name in document["metrics"]}

@@ -27,6 +27,7 @@ from omnilead.data_tools.io.storage import RemoteFolder
 from omnilead.data_tools.io.terminal import UserError, show, tell
 from omnilead.engine.settings.commandline import interruptible, options_of
 from omnilead.engine.settings.errors import ConfigError, Facts
+from omnilead.engine.settings.metrics import label_of
 from omnilead.engine.settings.run_files import (
     LOCK,
     METRICS,
@@ -158,8 +159,6 @@ def rates(row: Facts, rows: list[Facts], recent: float) -> str:
 
 
 def losses(row: Facts, validations: list[Facts]) -> Iterator[tuple[str, str]]:
-    from omnilead.engine.training.metrics import label_of  # late, so that --help does not wait
-
     parts = [f"{number(row['loss']):.4f}"]
     for name, value in row.items():
         if name.startswith("loss_") and value is not None:
