@@ -27,6 +27,7 @@ from omnilead.engine import convert, evaluate
 from omnilead.engine.data import leakage
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.extras.reports import run_report
+from omnilead.engine.extras.reports.page import titled
 from omnilead.engine.finetune import main
 from omnilead.engine.finetuning import task as finetuning_task
 from omnilead.engine.finetuning.start import read_settings, read_start, select_leads
@@ -122,7 +123,7 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert first["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"
     assert json.loads((run / "result.json").read_text())["converged"] is False
-    assert f"valid/{figure}" in run_report.build(run)
+    assert titled(figure) in run_report.build(run)
     model, before = omnilead.load(run), omnilead.load(base)
     assert model.config["head"]["task"] == task and (model.head is not None) == diagnoses
     old, new = before.encoder.state_dict(), model.encoder.state_dict()
