@@ -215,6 +215,7 @@ def make_plan(
         raise _no_records(sources)
     if known and had.seen:
         scanned.refused += _other_ecgs(sources, had, known, workers, dask, quiet)
+    known_labels = had.labels
     del had
     keys, labels, known_patients = scanned.keys, scanned.labels, scanned.patients
     numbers = np.frombuffer(scanned.numbers, NUMBERS)
@@ -225,7 +226,7 @@ def make_plan(
     del scanned  # 16 bytes per record that are not needed further
     named: pa.Array = pa.nulls(labels.count)
     if patients and people and labels.count:
-        named = _named(patients, people, labels.column(), again)
+        named = _named(patients, people, labels.column(), again, known_labels.column())
     return ShardPlan(
         sources,
         keys,
@@ -265,6 +266,37 @@ def _other_ecgs(
 ) -> list[tuple[str, Reject]]:
     """The records that bear the name of another ECG of the dataset, or cannot be compared with it."""
     keys, labels = had.keys.column(), had.labels.column()
+    refused: dict[int, tuple[str, Reject]] = {}
+    others = []
+    for row, error in _unlike(sources, had, known, workers, dask, quiet):
+        if error.reason == MISSING_FILE:  # only a table or a header of the archive names it
+            continue
+        source, _, name = labels[row].as_py().partition("/")
+        refused[row] = _by_its_path(keys[row].as_py(), (source, name, error.reason, error.detail))
+        if error.reason == READ_ALREADY:
+            others.append(row)
+    if same := had.seen.total() - len(refused):
+        tell(f"note: {same:,} records are left out: the dataset has them")
+    if others:
+        shown = f"{len(others):,}" if known.key else some(np.sort(others), keys)
+        tell(
+            f"warning: records with the name of another ECG of the dataset are refused: {shown}: rename "
+            "their files and append them again"
+        )
+    return [refused[row] for row in sorted(refused)]
+
+
+def _unlike(
+    sources: tuple[Source, ...],
+    had: _Scanned,
+    known: KnownRecords,
+    workers: int,
+    dask: str | None,
+    quiet: bool,
+) -> Iterator[tuple[int, ReadError]]:
+    """The rows, in any order, of the records that are not the ECGs which the dataset has under their
+    names, and why."""
+    keys, labels = had.keys.column(), had.labels.column()
     archives = np.frombuffer(had.numbers, NUMBERS)["archive"]
     members = np.frombuffer(had.members, np.uint64)
 
@@ -275,33 +307,16 @@ def _other_ecgs(
 
     read = partial(read_signals, sources, known.removed, known.key)
     chunks = map(chunk, range(0, len(keys), SCAN_CHUNK))
-    refused: dict[int, tuple[str, Reject]] = {}
-    others = []
     with tqdm(total=len(keys), unit=" records", desc="comparing", disable=quiet) as bar:
         for begin, signals in cluster.run(read, chunks, workers, dask):
             bar.update(len(signals))
             expected = known.signals_of(members[begin : begin + len(signals)])
             for row, (signal, right) in enumerate(zip(signals, expected, strict=True), begin):
-                path, label = keys[row].as_py(), labels[row].as_py()
-                source, _, name = label.partition("/")
-                error = signal
-                if not isinstance(error, ReadError):
-                    if error == right:
-                        continue
-                    error = ReadError(READ_ALREADY, f"another {name} came first")
-                    others.append(row)
-                elif error.reason == MISSING_FILE:
-                    continue  # only a table or a header of the archive names it
-                refused[row] = _by_its_path(path, (source, name, error.reason, error.detail))
-    if same := had.seen.total() - len(refused):
-        tell(f"note: {same:,} records are left out: the dataset has them")
-    if others:
-        shown = f"{len(others):,}" if known.key else some(np.sort(others), keys)
-        tell(
-            f"warning: records with the name of another ECG of the dataset are refused: {shown}: rename "
-            "their files and append them again"
-        )
-    return [refused[row] for row in sorted(refused)]
+                if isinstance(signal, ReadError):
+                    yield row, signal
+                elif signal != right:
+                    _, _, name = labels[row].as_py().partition("/")
+                    yield row, ReadError(READ_ALREADY, f"another {name} came first")
 
 
 def _by_its_path(path: str, reject: Reject) -> tuple[str, Reject]:
@@ -322,12 +337,15 @@ def _in_order(scans: Iterable[_Scan]) -> Iterator[_Scan]:
             due += 1
 
 
-def _named(url: str, people: pa.Table, labels: pa.Array, again: np.ndarray) -> pa.Array:
-    """The patient that a table names, of each record."""
+def _named(
+    url: str, people: pa.Table, labels: pa.Array, again: np.ndarray, known: pa.Array
+) -> pa.Array:
+    """The patient that a table names, of each record. `known`: others that the table may name."""
     first = np.delete(np.arange(len(labels)), again)
-    found = patients_of(url, people, labels.take(pa.array(first)).cast(pa.string()))
+    every = pa.concat_arrays([labels.take(pa.array(first)), known]).cast(pa.string())
+    found = patients_of(url, people, every)
     rows = np.full(len(labels), len(found))
-    rows[first] = np.arange(len(found))
+    rows[first] = np.arange(len(first))
     return found.take(pa.array(rows, mask=rows == len(found)))
 
 

@@ -99,6 +99,17 @@ def listed(out, append=False, options=(), **records):
     return shard([Listed(**records)], how)
 
 
+def test_a_table_of_patients_may_name_those_that_the_dataset_has(small, tmp_path, capsys):
+    made = build(small, tmp_path / "out")
+    record = made.column("record")[0]
+    write_challenge(tmp_path / "more" / "training" / "georgia" / "g1", "E09999", ecg(seed=9))
+    (tmp_path / "who.csv").write_text(f"record,patient\n{record},p1\nE09999,p2\nnobody,p3\n")
+    shutil.copytree(small, tmp_path / "more", dirs_exist_ok=True)
+    capsys.readouterr()
+    build(tmp_path / "more", tmp_path / "out", append=True, patients=str(tmp_path / "who.csv"))
+    assert "who.csv: 1 (nobody) of 3 records are not in the data" in capsys.readouterr().err
+
+
 def roles_of(made):
     rows = made.table(ROLES).to_pylist()
     return {row["record"]: (row["pretrain"], row["dx_role"], row["id_role"]) for row in rows}
