@@ -214,7 +214,8 @@ def make_plan(
     if not scanned.seen and not had.seen:
         raise _no_records(sources)
     if known and had.seen:
-        scanned.refused += _other_ecgs(sources, had, known, workers, dask, quiet)
+        unlike = _unlike(sources, had, known, workers, dask, quiet)
+        scanned.refused += _other_ecgs(unlike, had, known)
     known_labels = had.labels
     del had
     keys, labels, known_patients = scanned.keys, scanned.labels, scanned.patients
@@ -257,18 +258,13 @@ def _read_headers(
 
 
 def _other_ecgs(
-    sources: tuple[Source, ...],
-    had: _Scanned,
-    known: KnownRecords,
-    workers: int,
-    dask: str | None,
-    quiet: bool,
+    unlike: Iterable[tuple[int, ReadError]], had: _Scanned, known: KnownRecords
 ) -> list[tuple[str, Reject]]:
     """The records that bear the name of another ECG of the dataset, or cannot be compared with it."""
     keys, labels = had.keys.column(), had.labels.column()
     refused: dict[int, tuple[str, Reject]] = {}
     others = []
-    for row, error in _unlike(sources, had, known, workers, dask, quiet):
+    for row, error in unlike:
         if error.reason == MISSING_FILE:  # only a table or a header of the archive names it
             continue
         source, _, name = labels[row].as_py().partition("/")

@@ -26,6 +26,7 @@ from omnilead.data_tools.ecg.constants import CROP_FLAGS, MAYBE_MISSING
 from ..settings.errors import ConfigError
 
 MAX_CHARACTERS = 500  # also bounds how deep an expression is
+MAX_SHOWN_DEPTH = 100  # of a refused part; deeper ones are not printed
 USE = 'write, for example, age >= 18 and not flags.einthoven, sex == "F", record in ["A", "B"], age is None'
 FLAGS = [f"flags.{flag}" for flag in CROP_FLAGS]
 FUNCTIONS: dict[type[ast.AST], Any] = {
@@ -52,7 +53,7 @@ def holds(dataset: Dataset, where: str, cells: pa.Table | None = None) -> np.nda
         if not isinstance(truth, pa.BooleanArray):
             raise ValueError(f"is not true or false of each crop: {USE}")
     except (SyntaxError, ValueError, OverflowError, RecursionError, pa.ArrowException) as error:
-        why = str(error).splitlines()[0]
+        why = str(error).partition("\n")[0]
         if isinstance(error, SyntaxError):
             why = f"not understood at character {error.offset}: {USE}"
         elif isinstance(error, RecursionError):
@@ -71,6 +72,19 @@ def _without_words(values: Any) -> Any:
 def _parsed(where: str) -> ast.expr:
     with warnings.catch_warnings(action="ignore"):  # Python's, of 5in [5] or of "\\d"
         return ast.parse(where, mode="eval").body
+
+
+def _as_text(refused: ast.expr) -> str:
+    """Python's own limit of recursion would tell differently in a program that imported PyTorch's
+    compiler, which raises it."""
+    level: list[ast.AST] = [refused]
+    depth = 0
+    while level:
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        depth += 1
+    if depth > MAX_SHOWN_DEPTH:
+        raise RecursionError
+    return ast.unparse(refused)
 
 
 class _Rows:
@@ -92,7 +106,7 @@ class _Rows:
                 return reduce(FUNCTIONS[type(op)], map(self.value, parts))
             case ast.Compare(left, ops, others):
                 return reduce(pc.and_kleene, map(self.compared, [left, *others], ops, others))
-        raise ValueError(f"{ast.unparse(node)} cannot be used: {USE}")
+        raise ValueError(f"{_as_text(node)} cannot be used: {USE}")
 
     def compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
         match op, right:
@@ -106,7 +120,7 @@ class _Rows:
             case ast.IsNot(), ast.Constant(None):
                 return pc.is_valid(self.value(left))
         if type(op) not in FUNCTIONS:
-            raise ValueError(f"{ast.unparse(right)} cannot be used after is or in: {USE}")
+            raise ValueError(f"{_as_text(right)} cannot be used after is or in: {USE}")
         sides = [self.value(left), self.value(right)]
         if sum(pa.types.is_string(side.type) for side in sides) == 1:
             # numbers in a label table are texts, or words such as NA where there is none

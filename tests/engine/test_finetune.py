@@ -123,7 +123,7 @@ def test_evaluate_agrees_with_the_runs_validation(
     assert first["step"] == 0 and json.loads((run / "run.json").read_text())["best"] == figure
     assert (run / "checkpoints" / "best").read_text() == f"step-{best['step']}"
     assert json.loads((run / "result.json").read_text())["converged"] is False
-    assert titled(figure) in run_report.build(run)
+    assert f"<figcaption>{titled(figure)}</figcaption>" in run_report.build(run)
     model, before = omnilead.load(run), omnilead.load(base)
     assert model.config["head"]["task"] == task and (model.head is not None) == diagnoses
     old, new = before.encoder.state_dict(), model.encoder.state_dict()

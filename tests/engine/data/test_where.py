@@ -103,8 +103,8 @@ def test_columns_of_a_label_table_come_first_and_may_hold_numbers_as_text():
         ("age > [x for x in age]", "cannot be used"),
         ("(lambda: age)()", "cannot be used"),
         ("~" * 490, "not understood"),
-        ("~" * 490 + "age", "(nested too deeply|cannot be used): write, for example"),
-        ("age > " + "~" * 490 + "5", "(nested too deeply|cannot be used)"),
+        ("~" * 490 + "age", "nested too deeply: write, for example"),
+        ("age > " + "~" * 490 + "5", "nested too deeply"),
         ("5in [5] and age is 5", "5 cannot be used after is or in"),
         ("-halves == -2", "negate_checked"),  # not 254
         ("f'{age}' == sex", "cannot be used"),

@@ -52,6 +52,7 @@ class Ended:
         """No launcher ends the other ranks here, so each says why it fails."""
         lines = set(self.output.splitlines())
         assert set(self.codes) == {code} and len(lines) == 1, self.output
+        assert self.output.count("\n") <= len(self.codes), self.output
         return f"{lines.pop()}\n"
 
     def last_line(self, *codes):
