@@ -309,15 +309,12 @@ def weight_gradient(
     y = y.reshape(rows * blocks, BLOCK, groups, each).permute(2, 0, 1, 3)
     y = y.reshape(groups, rows * blocks, BLOCK * each)
     x = patches(x_RND, kernel, groups, kernel // 2).transpose(1, 2)
-    band = torch.bmm(x, y)  # [G, window * c in, BLOCK * c out]
-    # [G, c out, c in, K, BLOCK]: tap k connects output b to input b + k
-    step = each * BLOCK * each  # one step of the window
-    taps = band.as_strided(
-        (groups, each, each, kernel, BLOCK),
-        ((kernel + BLOCK - 1) * step, 1, BLOCK * each, step, step + each),
-    )
+    band = torch.bmm(x, y).view(groups, -1, each, BLOCK, each)  # [G, window, c in, BLOCK, c out]
+    # Tap k connects output b to input b + k. Views, because the compiler may pad the product: with
+    # strides written out (as_strided) the gradient was another one on an H100, without a word.
+    taps = band.unfold(1, BLOCK, 1).diagonal(dim1=3, dim2=5)  # [G, K, c in, c out, BLOCK]
     summed = taps.sum(-1, dtype=torch.promote_types(taps.dtype, torch.float32))
-    return summed.view(width, each, kernel)
+    return summed.permute(0, 3, 2, 1).reshape(width, each, kernel)
 
 
 def in_blocks(
