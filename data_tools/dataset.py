@@ -40,10 +40,10 @@ from .ecg.constants import CROP_BYTES as CROP_BYTES
 from .ecg.constants import CROP_SHAPE as CROP_SHAPE
 from .ecg.constants import VENDORS as VENDORS
 from .ecg.pseudonyms import Removed, key_mark
+from .io.errors import MISSING_FILE, ReadError, one_line
 from .io.errors import ChunkError as ChunkError
 from .io.errors import DataError as DataError
 from .io.errors import DatasetError as DatasetError
-from .io.errors import ReadError, one_line
 from .io.storage import Folder, dataset_folder
 
 FORMAT_VERSION = 1
@@ -250,7 +250,7 @@ class Dataset:
             )
             raise DatasetError(
                 f"{url}: no {META} ({hint})"
-                if error.reason == "missing file" and name == META
+                if error.reason == MISSING_FILE and name == META
                 else f"{url}: {error}"
             ) from None
         except (ValueError, RecursionError) as error:

@@ -28,10 +28,10 @@ from ..ecg.record import Header, record_stem
 from ..ecg.record_tables import patients_of, read_patients, some
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
-from ..io.errors import ReadError, StorageError, printable
+from ..io.errors import MISSING_FILE, ReadError, StorageError, printable
 from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
-from ..sources.base import MISSING_FILE, Source, links_in, located, read_safely, shown_patient
+from ..sources.base import Source, links_in, located, read_safely, shown_patient
 from .known import KnownRecords, hash_of, member_hashes, read_signals
 from .shards import MAX_NAME
 
@@ -272,7 +272,8 @@ def _other_ecgs(
         if error.reason == READ_ALREADY:
             others.append(row)
     if same := had.seen.total() - len(refused):
-        tell(f"note: {same:,} records are left out: the dataset has them")
+        left_out = f"{same:,} records are" if same > 1 else "1 record is"
+        tell(f"note: {left_out} left out: the dataset has them")
     if others:
         shown = f"{len(others):,}" if known.key else some(np.sort(others), keys)
         tell(

@@ -43,10 +43,10 @@ from ..ecg.pseudonyms import Removed, other_key, pseudonym
 from ..ecg.record import LEADS, EcgRecord, class_row, known_patient
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
-from ..io.errors import ChunkError, DatasetError, ReadError, one_line
+from ..io.errors import MISSING_FILE, ChunkError, DatasetError, ReadError, one_line
 from ..io.storage import prefetch
 from ..io.terminal import tell
-from ..sources.base import MISSING_FILE, Source, missing_note, read_safely, shown_patient
+from ..sources.base import Source, missing_note, read_safely, shown_patient
 from ..zarr_reader import decode, index_bytes
 from .finishing import (
     FLAGS,
@@ -549,8 +549,10 @@ def _absent(rows: RecordIndex, seen: np.ndarray, how_many: str, mend: str) -> li
     if not len(absent):
         return []
     example = rows.row(absent[0])
-    says = f"{how_many}{len(absent):,} records are not in the archive"
-    return [f"{says}, for example {example['source']}/{example['record']}: {mend}"]
+    lack = f"{len(absent):,} records are" if len(absent) > 1 else "1 record is"
+    return [
+        f"{how_many}{lack} not in the archive, for example {example['source']}/{example['record']}: {mend}"
+    ]
 
 
 def _compare_record(

@@ -28,8 +28,9 @@ from ..ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
 from ..ecg.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from ..ecg.record_tables import doubtful_patients
 from ..ecg.resampling import FS_HZ
+from ..io.errors import MISSING_FILE
 from ..io.storage import replaced
-from ..sources.base import MISSING_FILE, missing_note
+from ..sources.base import missing_note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

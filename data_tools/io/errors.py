@@ -4,6 +4,7 @@ exceptions are bugs."""
 import errno
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+MISSING_FILE = "missing file"  # a reason of ReadError
 
 
 class UserError(Exception):

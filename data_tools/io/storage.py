@@ -26,7 +26,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from .errors import ReadError, StorageError, mend_for, one_line, printable
+from .errors import MISSING_FILE, ReadError, StorageError, mend_for, one_line, printable
 from .terminal import tell
 
 Pieces = list[tuple[int, bytes]]  # where they begin in a file, and what is there
@@ -129,7 +129,7 @@ class LocalFolder:
             )
         except OSError as error:
             link = ("not a regular file", f"{name}: a link, which is not followed")
-            reasons = {errno.ENOENT: ("missing file", name), errno.ELOOP: link}
+            reasons = {errno.ENOENT: (MISSING_FILE, name), errno.ELOOP: link}
             raise ReadError(
                 *reasons.get(error.errno or 0, ("unreadable file", f"{name}: {error.strerror}"))
             ) from None
@@ -156,7 +156,7 @@ class LocalFolder:
             with open(self.path(name), "rb") as file:
                 return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except FileNotFoundError:
-            raise ReadError("missing file") from None
+            raise ReadError(MISSING_FILE) from None
         except ValueError:
             raise ReadError("empty file") from None
 
@@ -348,7 +348,7 @@ class RemoteFolder:
         try:  # requests one byte more than the limit, to see whether there is more
             data = self._retry(name, lambda: self._range(name, 0, limit + 1), must_exist=cut)
         except FileNotFoundError:
-            raise ReadError("missing file", name) from None
+            raise ReadError(MISSING_FILE, name) from None
         if len(data) > limit and not cut:
             raise ReadError("file too large", f"{name}: over {limit} bytes")
         return data[:limit]

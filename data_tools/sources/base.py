@@ -22,13 +22,12 @@ import numpy as np
 from ..ecg.crops import CROP, Crop, crop_count, flags_of, prepare_crop
 from ..ecg.pseudonyms import pseudonym
 from ..ecg.record import LEADS, EcgRecord, Header, known_patient, patient_source, record_stem
-from ..io.errors import ReadError, StorageError, printable
+from ..io.errors import MISSING_FILE, ReadError, StorageError, printable
 from ..io.storage import Folder
 from ..io.terminal import tell
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MISSING_FILE = "missing file"
 # PhysioNet's lists: the names of the records in a folder, or of its subfolders with a slash at the end
 RECORDS, MAX_RECORDS = "RECORDS", 2**28
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from deflate import DeflateError, crc32, deflate_decompress  # twice as fast as zlib
 
-from ..io.errors import ReadError, StorageError
+from ..io.errors import MISSING_FILE, ReadError, StorageError
 from ..io.npz import ANY_RATIO_BYTES, MAX_RATIO
 from ..io.storage import Folder, LocalFolder, folder, local_order, prefetch
 from ..io.terminal import tell
@@ -154,7 +154,7 @@ class ZipFolder(LocalFolder):
             return self.base.read(name, limit, cut)
         member = found.index.find(path)
         if member is None:
-            raise ReadError("missing file", name)
+            raise ReadError(MISSING_FILE, name)
         is_whole = member.size <= limit
         _check(member, name, limit if not cut else member.size)
         most = member.packed if is_whole else limit

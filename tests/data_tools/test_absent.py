@@ -13,8 +13,8 @@ from twins import EXAMS, write_code15, write_mimic, write_ptbxl, write_quality
 from omnilead.data_tools.__main__ import main
 from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.io.errors import DataError, ReadError
-from omnilead.data_tools.sources.base import MISSING_FILE, absent_key, read_safely
+from omnilead.data_tools.io.errors import MISSING_FILE, DataError, ReadError
+from omnilead.data_tools.sources.base import absent_key, read_safely
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine import predict
 from tests.conftest import save_model

@@ -363,7 +363,7 @@ def test_a_changed_archive_is_found(tmp_path):
     assert found() == [f"georgia/E4 at {at} s: the archive has other samples" for at in (0, 10)]
     (place / "E4.hea").unlink()
     (line,) = found()
-    assert line.startswith("1 records are not in the archive, for example georgia/E4")
+    assert line.startswith("1 record is not in the archive, for example georgia/E4")
     for header in place.glob("*.hea"):
         header.rename(header.with_name(f"other{header.name}"))
     (line,) = found()

@@ -697,7 +697,7 @@ def test_another_ecg_of_a_known_name_is_refused_and_said(key, tmp_path, capsys):
     other = {"a": ("mine", "three", 9), "b": ("mine", "two", 2)}
     made = listed(tmp_path, True, how, **other)
     said = capsys.readouterr().err
-    assert "note: 1 records are left out: the dataset has them" in said
+    assert "note: 1 record is left out: the dataset has them" in said
     shown = "1 (a)" if key is None else "1"
     what = "records with the name of another ECG of the dataset are refused"
     assert f"warning: {what}: {shown}: rename their files and append them again\n" in said
