@@ -16,6 +16,7 @@ without them, as in an unpacked source distribution, Python finds the folders th
 
 import functools
 import importlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 moved.install()
+
+# PyTorch's threads wait for each other in long busy loops. With shorter ones `small` trains 1.3 to 2
+# times as fast on two cores that others use as well, and as fast on two that nobody else uses. Read
+# when PyTorch is imported, which must not have happened yet
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if not Path(__path__[0], "engine").is_dir():
     __path__.append(str(Path(__path__[0]).parent))

@@ -204,7 +204,7 @@ class CropWriter:
         (i,) = positions
         out_SLT = self.out[i]
         halves_SLT = crops_BLT.view(len(ALL), 2, HALF).transpose(0, 1)
-        torch.mul(halves_SLT, self.scale[i], out=out_SLT)
+        out_SLT.copy_(halves_SLT).mul_(self.scale[i])  # torch.mul takes up to a fifth longer
         if self.waves:
             out_SLT.addcmul_(self.keep[i], self.waves[i])
         for gain, start in self.white:

@@ -298,6 +298,8 @@ def initialise(model: nn.Module, generator: torch.Generator | None = None) -> No
     Without that bias, an ECG of zeros would be zeros in every layer. A layer norm of zeros multiplies
     the gradient by 316, and five of them overflow float32.
     """
+    if any(p.is_meta for p in model.parameters()):
+        return  # nothing to draw: their weights are loaded. To try would import torch._dynamo, 0.7 CPU-s
     _initialise_layers(model, generator)
     _initialise_transformer(model, generator)
 

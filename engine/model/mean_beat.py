@@ -15,7 +15,6 @@ the median beat. The measurements are RHYTHM and, for each lead, the heights of 
 
 import numpy as np
 from scipy import fft
-from scipy.signal import find_peaks
 
 from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.resampling import FS_HZ
@@ -118,6 +117,8 @@ def _filtered(x_LT: Array, *bands_hz: tuple[float, float]) -> list[Array]:
 
 
 def _peaks(qrs_LT: Array) -> Array:
+    from scipy.signal import find_peaks  # 0.6 CPU-s, for read-outs of beats only
+
     speed = np.abs(np.diff(qrs_LT)).sum(0)
     window = FS_HZ // 12
     speed = np.convolve(speed, np.ones(window) / window, "same")

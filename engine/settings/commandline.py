@@ -271,11 +271,8 @@ def one_blas_thread() -> None:
 
 def interruptible(name: str) -> None:
     """Prints one line instead of a traceback for Ctrl-C (importing torch takes seconds; exit code
-    130) or a lack of memory. Threads wait in short loops."""
+    130) or a lack of memory."""
     guard_streams()
-    # PyTorch's threads wait for each other in long busy loops. With shorter ones `small` trains 1.3 to 2
-    # times as fast on two cores that others use as well, and as fast on two that nobody else uses
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):

@@ -50,6 +50,16 @@ def parsers():
 PARSERS = dict(parsers())
 
 
+def test_loading_a_model_imports_no_compiler_and_no_filters():
+    """1.5 CPU-seconds of 3."""
+    code = (
+        "import sys, omnilead; omnilead.load('small'); "
+        "print({'torch._dynamo', 'scipy.signal', 'deepspeed', 'matplotlib'} & set(sys.modules))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout == "set()\n", ended
+
+
 def test_help_of_every_command_imports_nothing_heavy():
     subcommands = [
         f"{prog.split(maxsplit=1)[1]} --help" for prog in PARSERS if prog.count(" ") == 2
