@@ -1,6 +1,7 @@
 """Make tables and pictures from the records. Incomplete records are refused.
 
-    python -m benchmarks.report    rewrite RESULTS.md, results/*.png, and the tables of EVIDENCE.md and ../README.md
+    python -m benchmarks.report    rewrite RESULTS.md, results/*.png, and the tables of EVIDENCE.md and
+                                   ../docs/results.md
 
 The newest record of each benchmark and kind of device counts. On the same day, a record of its own
 comes before a part of a suite, which has fewer cases. A reduced record (--only, another --model,
@@ -36,7 +37,7 @@ from omnilead.engine.extras.reports import bench_report
 ROOT = Path(__file__).parents[1]
 DIAGNOSES = ("diagnosis", "ptbxl-superdiagnostic")  # tasks in the figure of the evidence
 RESULTS = ROOT / "benchmarks" / "results"
-TABLES, README = ROOT / "benchmarks" / "RESULTS.md", ROOT / "README.md"
+TABLES, OFFICIAL = ROOT / "benchmarks" / "RESULTS.md", ROOT / "docs" / "results.md"
 EVIDENCE, FOLD = ROOT / "benchmarks" / "EVIDENCE.md", RESULTS / "sources" / "fold10.json"
 BOOSTED = RESULTS / "sources" / "folds_8_to_10_981_labels.json"
 BEGIN, END = "<!-- results: made by benchmarks.report -->", "<!-- end of results -->"
@@ -287,10 +288,10 @@ def official_fold() -> Part:
     return {"results": {"real": json.loads(FOLD.read_text())}}
 
 
-def readme() -> str:
-    """README.md with the figure and the table of the official test fold."""
-    figure = "![AUROC on PTB-XL's official test fold](benchmarks/results/fold10.png)"
-    return filled(README, f"{figure}\n\n{tables.headline(official_fold())}")
+def official_page() -> str:
+    """docs/results.md with the figure and the table of the official test fold."""
+    figure = "![AUROC on PTB-XL's official test fold](../benchmarks/results/fold10.png)"
+    return filled(OFFICIAL, f"{figure}\n\n{tables.headline(official_fold())}")
 
 
 def picture_of(part: Part) -> str:
@@ -385,7 +386,7 @@ def main() -> int:
         return 2
     TABLES.write_text(whole(parts))
     EVIDENCE.write_text(evidence_page(parts))
-    README.write_text(readme())
+    OFFICIAL.write_text(official_page())
     figures = {"fold10.png": share_chart(official_fold())}
     latest = newest(parts)
     for part in latest.values():

@@ -1,4 +1,4 @@
-"""Every figure in README.md, EVIDENCE.md and RESULTS.md comes from a record, and incomplete records are
+"""Every figure in docs/results.md, EVIDENCE.md and RESULTS.md comes from a record, and incomplete records are
 refused."""
 
 import json
@@ -18,9 +18,9 @@ def loaded(folder, text):
     return report.load(folder / "suite.json")
 
 
-def test_readme_and_results_match_the_records():
+def test_pages_match_the_records():
     parts = report.every()
-    assert report.README.read_text() == report.readme()
+    assert report.OFFICIAL.read_text() == report.official_page()
     assert report.EVIDENCE.read_text() == report.evidence_page(parts)
     assert report.TABLES.read_text() == report.whole(parts)
     linked = re.findall(r"\]\(([^)#:]+)[)#]", report.TABLES.read_text())
