@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ RUN_CODE: Any = {
     "help": "allow running the custom encoder or head code in the model folder",
 }
 FIRST_TELLS_S = 10.0  # torchrun ends other ranks after 0.1 s, deepspeed after 1 s
+DEEPSPEED_ENDS_S = 60  # it waits 30 s for ranks that do not end
 MAX_YAML_BYTES, MAX_YAML_VALUES, MAX_INTEGER = 2**20, 10_000, 2**63
 
 
@@ -244,6 +246,23 @@ def tell_failure(line: str, everywhere: bool) -> None:
         time.sleep(FIRST_TELLS_S)
     with suppress(OSError):
         tell(line)
+    repeat_after_deepspeed(line)
+
+
+def repeat_after_deepspeed(line: str) -> None:
+    """deepspeed prints which processes it ends, and its whole command, once a rank has failed: a
+    process that waits for its end tells the line again, as the last one."""
+    launcher = os.getppid()
+    if "CROSS_SIZE" not in os.environ or os.fork():  # set by deepspeed.launcher.launch
+        return
+    try:
+        os.setsid()
+        ended = select.poll()
+        ended.register(os.pidfd_open(launcher), select.POLLIN)
+        ended.poll(DEEPSPEED_ENDS_S * 1000)
+        tell(line)
+    finally:
+        os._exit(0)
 
 
 def note_for_torchrun(line: str) -> None:
