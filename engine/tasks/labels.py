@@ -12,6 +12,7 @@ dataset, or by its path in the archive.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from difflib import SequenceMatcher
@@ -58,8 +59,10 @@ SPLIT_OF = {
 }
 TIMED = ("time", "event")  # columns of survival
 OWN_COLUMNS = ("age", "sex")  # a dataset's own columns
-WORDS = {"no": 0, "n": 0, "nein": 0, "negative": 0, "yes": 1, "y": 1, "ja": 1, "positive": 1}
-BOOLEANS = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1} | WORDS
+NO = ("0", "0.0", "false", "no", "n", "nein", "falsch", "negative", "negativ", "-")
+YES = ("1", "1.0", "true", "yes", "y", "ja", "j", "wahr", "positive", "positiv", "+")
+BOOLEANS = dict.fromkeys(NO, 0) | dict.fromkeys(YES, 1)
+PLAIN = ("0", "0.0", "false", "1", "1.0", "true")  # not worth a remark
 INDEX = re.compile(r"|Unnamed: \d+")  # pandas' row numbers
 DX_ROLES = "shard --dx-sources names the sources whose records have diagnosis roles"
 FEW = 10  # a column of numbers with at most this many values holds classes
@@ -182,7 +185,7 @@ def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Ta
     remarks = [*table.remarks, *remarks, *unknown_patients(unknown)]
     remarks += _doubtful_patients(people, known)
     remarks += _doubtful_classes(task, table, y_NK) + _codes_of_unknown(task, table)
-    remarks += _words_read(task, table)
+    remarks += _counted(task, table, y_NK) + _words_read(task, table)
     split = by_dataset(np.where(known, split_N, 0).astype(np.int8), datasets)
     patients = ids_of(datasets, people.owner_N, people.known_N)
     used_cells = None
@@ -195,6 +198,14 @@ def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Ta
     )
 
 
+def _maybe_missing(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Which cells hold a word that may mean that there is no value. Beside +, a - is no."""
+    is_word = missing_words(column)
+    if pc.any(pc.equal(column, "+")).as_py():
+        is_word = pc.and_not(is_word, pc.fill_null(pc.equal(column, "-"), False))
+    return is_word
+
+
 def _without_words(
     table: LabelTable, names: Sequence[str], classes: Sequence[str] = ()
 ) -> LabelTable:
@@ -205,7 +216,7 @@ def _without_words(
         if name not in names:
             continue
         named = pc.is_in(cells[name], pa.array(classes, pa.string()))
-        is_word = pc.and_not(missing_words(cells[name]), named)
+        is_word = pc.and_not(_maybe_missing(cells[name]), named)
         words = cells[name].filter(is_word)
         if not len(words):
             continue
@@ -261,12 +272,40 @@ def _doubtful_classes(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[
     return remarks
 
 
+def _counted(task: TaskConfig, table: LabelTable, y_NK: Array) -> list[str]:
+    """What the labels are taken for, and how many records have each."""
+    if not task.labels:
+        return []
+    rows = np.unique(np.concatenate(table.row))
+    y_NK = y_NK[rows[rows >= 0]]
+    unknown = int(np.isnan(y_NK).all(1).sum())
+    positive = (y_NK > 0).sum(0)
+    if task.kind == "binary":
+        counts = f"{positive[0]:,} yes, {int((y_NK == 0).sum()):,} no"
+    elif KINDS[task.kind].of_classes:
+        names = task.classes or task.columns
+        most = sorted(zip(positive.tolist(), names, strict=True), reverse=True)
+        counts = listed([f"{name} {count:,}" for count, name in most], SHOWN)
+    elif task.kind == "survival":
+        counts = f"{positive[0]:,} with the event, {int((y_NK < 0).sum()):,} without"
+    else:
+        counts = f"{len(y_NK) - unknown:,} from {np.nanmin(y_NK):g} to {np.nanmax(y_NK):g}"
+    return [
+        f"{task.labels}: {', '.join(task.columns[:SHOWN])}{', ...' * (len(task.columns) > SHOWN)}: "
+        f"{task.kind}: {counts}, {unknown:,} unknown"
+    ]
+
+
 def _words_read(task: TaskConfig, table: LabelTable) -> list[str]:
     """Which words were taken for 0 and which for 1."""
     if task.kind == "multiclass":
         return []
     cells = {str(cell).lower() for name in task.columns for cell in table.cells[name].unique()}
-    said = [f"{word} is {value}" for word, value in WORDS.items() if word in cells]
+    said = [
+        f"{word} is {value}"
+        for word, value in BOOLEANS.items()
+        if word in cells and word not in PLAIN
+    ]
     return [f"{task.labels}: {', '.join(said)}"] if said else []
 
 
@@ -415,7 +454,7 @@ def guess(task: TaskConfig) -> TaskConfig:
     columns = _columns(task, task.labels, cells)
     values, words = {}, {}
     for name in columns:
-        is_word = missing_words(cells[name])
+        is_word = _maybe_missing(cells[name])
         values[name] = pc.drop_null(cells[name].filter(pc.invert(is_word))).unique().to_pylist()
         words[name] = cells[name].filter(is_word)
     filled = [name for name in columns if values[name]]
@@ -433,6 +472,7 @@ def guess(task: TaskConfig) -> TaskConfig:
     elif len(columns) == 1 and (text or len(values[columns[0]]) <= FEW):
         kind = "multiclass"
         _require_classes(f"{task.labels}: column {columns[0]!r}", values[columns[0]])
+        _refuse_a_rare_third(f"{task.labels}: column {columns[0]!r}", cells[columns[0]])
     elif odd:
         mend = f"leave it out: {choosing(others)}"
         if not text:
@@ -441,9 +481,10 @@ def guess(task: TaskConfig) -> TaskConfig:
             mend = (
                 f"for texts as classes, choose one column: {choosing(text[:1])}; else write 0 and 1"
             )
+        culprit = next(value for value in values[odd] if value.lower() not in BOOLEANS)
         raise ConfigError(
             f"{task.labels}: column {odd!r} holds {'texts' if odd in text else 'numbers'} such "
-            f"as {values[odd][0][:40]!r}, not {'0 and 1' if of_two else '0, 1 or numbers'}: {mend}"
+            f"as {culprit[:40]!r}, not {'0 and 1' if of_two else '0, 1 or numbers'}: {mend}"
         )
     doubtful = [name for name in columns if len(words[name])]
     if doubtful and kind != "multiclass":
@@ -472,6 +513,22 @@ def _require_classes(column: str, values: Sequence[str]) -> None:
             f"{column} holds numbers followed by something else, such as {values[0][:40]!r}: leave "
             "the unit out, or choose the kind: --kind multiclass"
         )
+
+
+def _refuse_a_rare_third(column: str, cells: pa.ChunkedArray) -> None:
+    """Refuses to guess what a value is that stands beside yes and no, in fewer rows than either."""
+    counts = Counter(cells.drop_null().to_pylist())
+    sides = Counter[int | None]()
+    for value, count in counts.items():
+        sides[BOOLEANS.get(value.lower())] += count
+    others = {value: n for value, n in counts.items() if value.lower() not in BOOLEANS}
+    if len(sides) < 3 or sides[None] >= min(sides[0], sides[1]):
+        return
+    shown = " and ".join(f"{value[:40]!r} in {n:,} rows" for value, n in others.items())
+    raise ConfigError(
+        f"{column}: {sides[1]:,} yes, {sides[0]:,} no, and {shown}: is that unknown? Then leave these cells "
+        "empty. If it is a class, choose the kind: --kind multiclass (in a YAML task: kind)"
+    )
 
 
 def _read(task: TaskConfig, where: str = "") -> pa.Table:

@@ -95,16 +95,29 @@ def test_accepted_spellings_of_cells(mark, tables):
     value_of = dict(zip(tables.records, cycle(values), strict=False))
     expected = [value_of[name] for name in tables.dataset.column("record")]
     np.testing.assert_array_equal(known.y[0], np.array(expected, np.float32), strict=True)
-    nan, remark, words = known.remarks
+    nan, remark, counted, words = known.remarks
     assert nan == (
         f"{tables.path}: 'nan' in column 'c' (36 rows) is taken for an empty cell, which is unknown: if "
         "it means something else, write that"
     )
     assert remark.startswith("patients unknown for 60 of 180 records: split by record")
+    assert counted.startswith(f"{tables.path}: a, b, c: multilabel: ")
     assert words == f"{tables.path}: no is 0, yes is 1"
 
 
-@pytest.mark.parametrize("words", ["ja nein", "Y N", "positive negative", "yes no"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ja nein",
+        "Y N",
+        "positive negative",
+        "yes no",
+        "WAHR FALSCH",
+        "J N",
+        "positiv negativ",
+        "+ -",
+    ],
+)
 @pytest.mark.parametrize("columns", [["af"], ["af", "lbbb"]])
 def test_words_for_yes_and_no_are_alike_in_one_and_in_several_columns(words, columns, tables):
     yes, no = words.split()
@@ -132,7 +145,7 @@ def test_the_patients_of_a_table_count_where_the_data_have_none(tables):
     given = [(name, i % 2, whose.get(name, "other")) for i, name in enumerate(tables.records)]
     known = tables.read("record|v|Patient", given)
     assert known.unknown == (1, 180)
-    (remark,) = known.remarks
+    remark, _ = known.remarks
     assert remark == (
         "patients unknown for 1 of 180 records: split by record, scores may be too high"
     )
@@ -177,6 +190,33 @@ def test_the_kind_is_guessed(kind, cells, tables):
     if kind == "multiclass":
         assert known.classes == known.task.classes == tuple(cells)
         assert (known.y[0].sum(1) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "says"),
+    [
+        ("binary", ["1", "0", "0", ""], "v: binary: 45 yes, 90 no, 45 unknown"),
+        ("multiclass", ["AF", "AF", "NSR"], "v: multiclass: AF 120, NSR 60, 0 unknown"),
+        ("regression", ["1.5", "70", ""], "v: regression: 120 from 1.5 to 70, 60 unknown"),
+    ],
+)
+def test_the_kind_and_the_counts_are_told(kind, values, says, tables):
+    rows = zip(tables.records, cycle(values), strict=False)
+    assert f"{tables.path}: {says}" in tables.read("record|v", rows, kind=kind).remarks
+
+
+@pytest.mark.parametrize("values", ["1 0 0 1 0 9", "ja nein nein ja nein unklar", "J N N J N U"])
+def test_a_rare_third_value_is_asked_about(values, tables):
+    """It was a class of its own: another kind, and another score."""
+    path = tables.write("record|v", list(zip(tables.records, cycle(values.split()), strict=False)))
+    third = values.split()[-1]
+    says = rf"my.csv: column 'v': 60 yes, 90 no, and '{third}' in 30 rows: is that unknown\?"
+    with pytest.raises(ConfigError, match=says):
+        guess(TaskConfig(labels=path))
+    assert read_task(TaskConfig("a", "multiclass", labels=path), [tables.dataset]).classes
+    as_many_of_each = zip(tables.records, cycle(["1", "0", "2"]), strict=False)
+    path = tables.write("record|v", list(as_many_of_each))
+    assert guess(TaskConfig(labels=path)).kind == "multiclass"
 
 
 @pytest.mark.parametrize("columns", [(), ("time", "event")])
@@ -265,7 +305,7 @@ def test_copies_of_held_out_ecgs_are_left_out(held_out, tables, monkeypatch):
 
 def test_records_missing_from_table_or_data_are_counted(tables):
     rows = zip([*tables.records[10:], "X1", "X2"], cycle("01"), strict=False)
-    first, second, _ = tables.read("record|v", rows).remarks
+    first, second, *_ = tables.read("record|v", rows).remarks
     assert f"2 (X1, X2) of {len(tables.records) - 8} records are not in the data" in first
     assert f"/{tables.records[0]}" in second and "10 (" in second
 
@@ -446,6 +486,9 @@ def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
     ):
         guess(TaskConfig(labels=path))
     assert guess(TaskConfig(labels=path, columns=("AF", "none"))).kind == "multilabel"
+    tables.write("record|AF|EF", [("a", "0", "1"), ("b", "1", "2")])
+    with pytest.raises(ConfigError, match=r"column 'EF' holds numbers such as '2', not 0 and 1"):
+        guess(TaskConfig(labels=path))
     tables.write("record|age|time|event", [("a", "61", "2.5", "0"), ("b", "70", "3", "1")])
     with pytest.raises(ConfigError, match=r"'age' .*: --columns time event, .* --kind regression"):
         guess(TaskConfig(labels=path))
@@ -454,7 +497,7 @@ def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
 def test_misspelt_and_rare_classes_are_named(tables):
     common = cycle(["normal", "NORM", "grade1", "grade2"])
     values = ["normall", "Norm", "grade3", *(next(common) for _ in tables.records[3:])]
-    *_, one, two, rare = tables.read(
+    *_, one, two, rare, _ = tables.read(
         "record|v", zip(tables.records, values, strict=True), kind="multiclass"
     ).remarks
     assert "are 'Norm' (1 records) and 'NORM' (44) the same class? They are trained" in one
