@@ -121,6 +121,11 @@ def command(
             say(str(export(RunFolder(args.export), task_class)))
         else:
             settings = [*_overrides(args, shortcuts), *args.set]
+            if args.dry_run:
+                from .training.dry_run import dry_run
+
+                config = task_class.read(args.config, settings)
+                return show(dry_run(config, task_class, args.dry_run) + "\n")
             train(task_class.read(args.config, settings), task_class, args.profile or 0)
     except (Exception, KeyboardInterrupt) as error:
         message, code = message_and_code(error)
@@ -155,6 +160,15 @@ def _parser(
         "continue training"
     )
     add("--profile", type=positive, metavar="N", help=traced)
+    add(
+        "--dry-run",
+        type=positive,
+        nargs="?",
+        const=1,
+        metavar="GPUS",
+        help="print the settings, the data, and estimates of memory, time and disk on so many GPUs "
+        "(1), and exit",
+    )
     add("--export", type=run_folder, metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
     # added by deepspeed's launcher; LOCAL_RANK is used instead

@@ -87,10 +87,10 @@ class PretrainTask(TrainingTask):
         plugged["objective.method"] = config.objective.method
         self.code = code_of(plugged, config.run)
         dtype = dtype_of(config)
-        signals = config.signals
+        self.input = config.signals
         self.windows = config.loader.windows
         self.encoder, self.tokens = prepared(
-            config.model, local, dtype, config.train.seed, samples=signals.samples
+            config.model, local, dtype, config.train.seed, samples=self.input.samples
         )
         self.best = best_metric(config.train.best, ("loss", "identification_accuracy"))
         self.roles = training_roles(config)
@@ -108,7 +108,7 @@ class PretrainTask(TrainingTask):
         if self.start:
             self.kept = {SEEN: as_bytes(self.start.seen)}
         self.flops_per_crop = encoder_flops(
-            self.encoder, config.model, local, signals.samples, config.windows
+            self.encoder, config.model, local, self.input.samples, config.windows
         )
 
     def left_out(self) -> str:

@@ -22,6 +22,7 @@ from omnilead.data_tools.io.plugins import plugin
 from ..data.loader import Batch
 from ..model.config import ENCODERS, ModelConfig
 from ..model.encoders import file_of, portable
+from ..model.input import Input
 from ..settings.errors import ConfigError
 from ..settings.metrics import METRIC_OF, label_of
 from .config import RunConfig
@@ -42,6 +43,7 @@ class TrainingTask(ABC):
     # Of the crops to train on, as arguments of engine.data.order.DatasetRows.of
     roles: dict[str, Any]
     flops_per_crop: float
+    input: Input  # how the model sees an ECG
     windows: int = 0  # of each crop: LoaderConfig.windows
     remarks: Sequence[str] = ()  # printed at the start
     code: Mapping[str, bytes] = {}  # plugged-in files by name, for RUN/code and RUN/model

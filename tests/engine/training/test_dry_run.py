@@ -1,0 +1,92 @@
+"""pretrain --dry-run and finetune --dry-run: what a training would be."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from omnilead.engine import finetune, pretrain
+from omnilead.engine.data.loader import Batch, order_of
+from omnilead.engine.training.distributed import Ranks
+from omnilead.engine.training.dry_run import as_on_a_gpu, kept_bytes, state_bytes
+from omnilead.engine.training.pretraining import PretrainTask
+from omnilead.engine.training.train import open_datasets
+
+SMALL = ["model.conv=[[8,4],[8,4],[8,4]]", "model.width=16", "model.layers=2", "model.heads=2"]
+SMALL += ["model.ffn=32", "model.position_groups=2", "train.precision=fp32"]
+
+
+def words(dataset, tmp_path, *more):
+    out = str(tmp_path / "run")
+    return ["--data", dataset.root.url, "--out", out, *more]
+
+
+def test_nothing_is_written_and_eight_gpus_share(dataset, tmp_path, capsys):
+    settings = ["--set", *SMALL, "train.batch_crops=32", "train.epochs=null", "train.steps=10"]
+    assert pretrain.main(words(dataset, tmp_path, *settings, "--dry-run", "8")) == 0
+    assert not (tmp_path / "run").exists()
+    said = capsys.readouterr().out
+    assert "  batch_crops: 32\n" in said
+    assert "training: 10 steps, 1 x 4 crops on each of 8 GPUs" in said
+    assert "activations of 4 crops" in said and "GFLOP a crop" in said
+    assert pretrain.main(words(dataset, tmp_path, *settings, "train.steps=0", "--dry-run")) == 2
+
+
+def test_of_fine_tuning(dataset, saved_model, tmp_path, capsys):
+    how = ["--start", str(saved_model("start")), "--task", "diagnosis", "--dry-run"]
+    assert finetune.main(words(dataset, tmp_path, *how)) == 0
+    assert "memory of the GPU, an estimate: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings", [[], ["input.fs_hz=250", "input.scale=zscore"]])
+def test_activations_are_what_autograd_keeps(settings, dataset):
+    """Counted on tensors with numbers, by their addresses."""
+    every = ["run=nowhere", f'data.datasets=["{dataset.root.url}"]', *SMALL, *settings]
+    config = PretrainTask.read("w2v_cmsc_rlm", [*every, "train.batch_crops=8"])
+    datasets = open_datasets(config)
+    task = PretrainTask(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
+    loader = replace(config.loader, windows=task.windows)
+    places = order_of(loader, datasets, **task.roles).batch(0)[:3]
+    model = task.model(torch.Generator().manual_seed(0)).train()
+    kept = {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    x_BSLT = torch.randn(3, 2, 12, 2500)
+    masks = None if task.input.plain else torch.ones(3, 2, 12, 1, dtype=torch.bool).numpy()
+    arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
+    with as_on_a_gpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        model(*arguments)
+    for p in model.parameters():
+        kept.pop(p.untyped_storage().data_ptr(), None)
+    counted = sum(storage.nbytes() for storage in kept.values())
+    assert kept_bytes(task, model, places) == pytest.approx(counted, rel=0.02)
+
+
+def test_weights_gradients_and_adamw_are_spread_by_zero_stage():
+    def of(*how):
+        return list(state_bytes(1000, 900, *how).values())
+
+    assert of(False, 0, 8) == [4000, 3600, 7200]
+    assert of(True, 1, 8) == [2000, 1800, 10800 / 8]
+    assert of(True, 2, 8) == [2000, 1800 / 8, 10800 / 8]
+    assert of(True, 3, 8) == [2000 / 8, 1800 / 8, 10800 / 8]
+
+
+def test_a_plug_in_that_needs_numbers_is_told_of(dataset, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "class Encoder(torch.nn.Module):\n"
+        "    def __init__(self, leads, width=8):\n"
+        "        super().__init__()\n"
+        "        self.width, self.conv = width, torch.nn.Conv1d(leads, width, 25, 25)\n"
+        "    def forward(self, x):\n"
+        "        y = self.conv(x)\n"
+        "        return (y + float(y.sum()) * 0).mT\n"
+    )
+    own = ["model.encoder=own.py:Encoder", "objective.local=0", "train.batch_crops=8"]
+    assert pretrain.main(words(dataset, tmp_path, "--set", *own, "--dry-run")) == 0
+    assert "without activations of 8 crops: the plug-in needs numbers" in capsys.readouterr().out
