@@ -238,8 +238,8 @@ def global_draws(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class ExtraAugmentation:
-    """Your own augmentation, `augment.extra: file.py:function`. The backend torch applies it after
-    all others.
+    """Your own augmentation, `augment.extra: file.py:function`, applied after all others to the
+    batch on its device, whichever backend made it.
 
         def dim(x_BSLT, generator):              # float32 millivolts; may be changed in place
             gain = torch.rand(len(x_BSLT), 1, 1, 1, generator=generator, device=x_BSLT.device)

@@ -236,12 +236,10 @@ class Loader:
         self.meter = StageTimer()
 
     def _chosen_backend(self) -> str:
-        backend, extra = self.config.backend, self.config.augment.extra
-        if backend == "dali" and extra:
-            raise ConfigError(f"pipeline.backend=dali: cannot run augment.extra={extra}: use torch")
+        backend = self.config.backend
         if backend != "auto":
             return backend
-        backend = "dali" if self.device.type == "cuda" and not extra else "torch"
+        backend = "dali" if self.device.type == "cuda" else "torch"
         log.info("pipeline.backend=auto: %s, because the device is %s", backend, self.device.type)
         return backend
 

@@ -81,6 +81,21 @@ def scaled(x_BSLT, generator):
 """
 
 
+def test_an_own_augmentation_is_the_same_after_dali(dataset, tmp_path):
+    """And may change its batch in place."""
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def dimmed(x, generator):\n"
+        "    return x.mul_(torch.rand(len(x), 1, 1, 1, generator=generator, device=x.device))\n"
+    )
+    augment = AugmentConfig(extra=f"{tmp_path}/mine.py:dimmed", rlm=0.5)
+    by_torch, by_dali = (some(loader(dataset, name, augment=augment), 5) for name in BACKENDS)
+    for (one, _), (other, _) in zip(by_torch, by_dali, strict=True):
+        np.testing.assert_allclose(other.x_BSLT.numpy(), one.x_BSLT.numpy(), atol=1e-6)
+    plain = some(loader(dataset, "dali", augment=AugmentConfig(rlm=0.5)), 1)
+    assert plain[0][0].x_BSLT.abs().sum() > 1.2 * by_dali[0][0].x_BSLT.abs().sum() > 0
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_augmentation_may_draw_from_the_global_generators(threads, dataset, tmp_path):
     """Of torch, numpy and Python, which resuming does not restore. Those outside stay as they are."""

@@ -407,5 +407,3 @@ def test_a_users_own_augmentation(training, tmp_path):
     says = r"augment\.extra=.*half: \[2, 2, 3, 5\] became \[1, 2, 3, 5\]"
     with pytest.raises(ConfigError, match=says):
         augmented("half")
-    line = training(augment__extra=f"{path}:more", pipeline__backend="dali").one_line()
-    assert "pipeline.backend=dali: cannot run augment.extra=" in line
