@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import google_crc32c
 import numpy as np
@@ -213,7 +213,7 @@ class Dataset:
         anonymous: bool = False,
         version: int | str | None = None,
         begun_with: Sequence[str] = (),
-    ) -> "Dataset":
+    ) -> Self:
         """`version`: its number or its fingerprint; None: the newest, or the one of which
         `begun_with` has the fingerprint."""
         newest = cls.at(dataset_folder(url, anonymous), META)
@@ -222,7 +222,7 @@ class Dataset:
                 version = earlier
         return newest if version is None else newest.in_version(version)
 
-    def in_version(self, version: int | str) -> "Dataset":
+    def in_version(self, version: int | str) -> Self:
         """This dataset in another version."""
         if version in (self.version, self.fingerprint):
             return self
@@ -236,7 +236,7 @@ class Dataset:
         return self.at(self.root, f"{VERSIONS}/{number}/{META}")
 
     @classmethod
-    def at(cls, root: Folder, name: str) -> "Dataset":
+    def at(cls, root: Folder, name: str) -> Self:
         """`name`: that of dataset.json."""
         url = root.url
         try:

@@ -33,9 +33,9 @@ from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import MISSING_FILE, Source, links_in, located, read_safely, shown_patient
 from .known import KnownRecords, hash_of, member_hashes, read_signals
+from .rejects import Reject
 from .shards import MAX_NAME
 
-Reject = tuple[str, str, str, str]  # source, record, reason, detail
 # archive, key, label, patient that a table names, crop of the record
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
 SCAN_CHUNK = 2048

@@ -30,7 +30,7 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from .. import dataset
-from ..dataset import COLUMNS, CROP_SHAPE, FORMAT_MINOR, META, Dataset, label_names, waveform
+from ..dataset import COLUMNS, CROP_SHAPE, META, Dataset, label_names, waveform
 from ..ecg.crops import Crop, flags_of, prepare_crop
 from ..ecg.pseudonyms import REMOVED, key_mark, pseudonym
 from ..ecg.record import EcgRecord, class_row
@@ -42,6 +42,7 @@ from ..sources.base import Source, located, read_safely, shown_patient
 from .expected_roles import expected_roles
 from .finishing import (
     ROLES,
+    Parts,
     PlanFacts,
     check_patients,
     finish,
@@ -49,14 +50,15 @@ from .finishing import (
     nothing_to_add,
     read_part,
     recipe_hash,
-    rejects_of,
-    settle,
+    remove_traces,
     whole_tar,
     write_part,
 )
 from .finishing import ShardOptions as ShardOptions
 from .known import KnownRecords
-from .plan import PlannedCrops, Reject, ShardPlan, make_plan
+from .plan import PlannedCrops, ShardPlan, make_plan
+from .previous import PreviousVersion
+from .rejects import Reject, rejects_of
 from .roles import PAPER_SOURCES, ROLE_NAMES, CropRoles, RoleSources
 from .shards import MAX_INDEX, TarWriter, index_name, part_name, roles_text, shard_name
 
@@ -89,20 +91,12 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
 
 
 def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder) -> Dataset:
-    before = known = None
+    previous = known = None
     if options.append:
-        before = Dataset.open(options.out)
-        if (
-            "zarr" in before.meta["formats"]
-            or before.meta["plan"] == "paper-split"
-            or before.minor < FORMAT_MINOR
-        ):
-            raise DataError(
-                f"{options.out} has a zarr copy, roles by crop (--plan paper-split) or shards without "
-                "roles, of an earlier omnilead, so nothing can be appended: build it again"
-            )
-        known = KnownRecords.of(before, rejects_of(before), options.pseudonym_key)
-        options = replace(options, removed=before.removed)
+        previous = PreviousVersion.open(options.out)
+        previous.check_appendable(options.out)
+        known = KnownRecords.of(previous, rejects_of(previous), options.pseudonym_key)
+        options = replace(options, removed=previous.removed)
     how = options.workers, options.cluster, options.quiet, options.patients
     plan = make_plan(sources, options.seed, *how, options.pseudonym_key, known)
     mark = key_mark(options.pseudonym_key)
@@ -112,25 +106,23 @@ def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder
     recipe |= {"contents": [identity for identity, _ in marks], "pseudonyms": mark}
     recipe["base"] = None  # in the hash since version 1
     recipe |= options.role_sources.to_meta(options.plan)
-    if out.exists(META) and not before:
+    if out.exists(META) and not previous:
         return _same(Dataset.open(options.out), recipe)
-    if before and (changed := _changed(before, recipe)):
+    if previous and (changed := _changed(previous, recipe)):
         raise DataError(f"--append: {changed}: give the options that {out.url} was made with")
-    if not plan.shards and not before:
+    if not plan.shards and not previous:
         return nothing_to_add(out, hidden(plan.rejects, options), None)
-    first = next_number(before) if before else 0
     contents = [content + (mark or "") for _, content in marks]
-    expected = expected_roles(plan, options, before)
+    expected = expected_roles(plan, options, previous)
     pa.default_memory_pool().release_unused()  # 260 MB after ten million records
-    _build(plan, expected, contents, out, options, first, before)
-    planned = PlanFacts.of(plan, first, before)
+    if previous and len(contents) > 1:  # what is refused then should not cost hours
+        _build(plan, expected, contents[:1], out, options, previous)
+        first = shard_name(previous.next_shard_number)
+        check_patients(Parts(out, [first]), previous, SAMPLE)
+    _build(plan, expected, contents, out, options, previous)
+    planned = PlanFacts.of(plan, previous)
     del plan, expected  # a gigabyte of ten million records
-    return finish(planned, out, recipe, options, before)
-
-
-def next_number(before: Dataset) -> int:
-    """Of a new shard."""
-    return 1 + max(int(shard["name"].removesuffix(".tar")) for shard in before.shards)
+    return finish(planned, out, recipe, options, previous)
 
 
 @contextmanager
@@ -157,7 +149,7 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
             f"{finished.root.url} is already finished ({what}): choose another --out"
         )
     if finished.root.exists(".build"):  # a build was killed, perhaps that of another version
-        settle(finished)
+        remove_traces(finished)
     return finished
 
 
@@ -181,14 +173,10 @@ def _build(
     contents: list[str],
     out: Folder,
     options: ShardOptions,
-    first: int = 0,
-    before: Dataset | None = None,
+    previous: PreviousVersion | None,
 ) -> None:
-    """Build the missing ones of so many shards. `first`: the number of the first; `before`: the dataset
-    that they are for, if it has others."""
-    if before and len(contents) > 1:  # what is refused then should not cost hours
-        _build(plan, expected, contents[:1], out, options, first)
-        check_patients(out, PlanFacts([shard_name(first)], [], []), before, SAMPLE)
+    """Build the missing ones of so many shards."""
+    first = previous.next_shard_number if previous else 0
     written = set(out.names(".build"))  # by an interrupted run
     left = []
     for number, content in enumerate(contents, first):
