@@ -33,12 +33,12 @@ def expected_roles(
         none = np.zeros(plan.crops, np.int8)
         return splits.CropRoles(np.ones(len(none), bool), none, none)
     records = _planned_records(plan, options.pseudonym_key)
-    how = options.seed, options.role_sources
+    seed, sources = options.seed, options.role_sources
     old = _rows_of_patients(previous, records.patients) if previous else None
     if old is None:
-        return splits.assign(records, options.plan, *how)
-    every = records_of(old.select).and_then(records)
-    roles, _ = splits.extended(every, role_codes(old), *how)
+        return splits.assign(records, options.plan, seed, sources)
+    both = records_of(old.select).and_then(records)
+    roles, _ = splits.extended(both, role_codes(old), seed, sources)
     return roles.take(slice(len(old), None))
 
 

@@ -299,10 +299,10 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, An
     """Remove what killed runs with other sources or options left."""
     if "tar" not in formats:
         out.remove("shards")
-    ours = {shard["name"].removesuffix(".tar") for shard in shards}
+    wanted = {shard["name"].removesuffix(".tar") for shard in shards}
     for name in list(out.names("shards")):
-        found = _SHARD_FILE.fullmatch(name)
-        if found and found[1] not in ours:
+        shard_file = _SHARD_FILE.fullmatch(name)
+        if shard_file and shard_file[1] not in wanted:
             out.remove(name)
     if "zarr" not in formats and out.exists(f"{STORE}/zarr.json"):
         out.remove(STORE)
@@ -332,8 +332,9 @@ def _shard_facts(
 
 def _write_zarr(parts: Parts, shards: list[dict[str, Any]], options: ShardOptions) -> None:
     crops = parts.columns(["shard", "offset", "crc32c"])
-    how = options.workers, options.cluster, options.quiet
-    shard_writers.write_zarr(crops, shards, parts.out, *how)
+    shard_writers.write_zarr(
+        crops, shards, parts.out, options.workers, options.cluster, options.quiet
+    )
 
 
 def _write_roles(
@@ -432,8 +433,8 @@ def replaced(table: pa.Table, columns: pa.Table) -> pa.Table:
 def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """ROW_GROUP at a time."""
     left = COLUMNS.empty_table()
-    for some in rows:
-        left = pa.concat_tables([left, some])
+    for table in rows:
+        left = pa.concat_tables([left, table])
         while len(left) >= ROW_GROUP:
             yield left.slice(0, ROW_GROUP)
             left = left.slice(ROW_GROUP)
@@ -580,8 +581,8 @@ def assign_roles(
                 "have no role"
             )
     roles.leave_out(doubtful)
-    if old is None and plan != "paper-split" and (found := splits.leaks(records, roles)):
-        raise DatasetError(f"leakage between roles: {found[0]}")
+    if old is None and plan != "paper-split" and (leaks := splits.leaks(records, roles)):
+        raise DatasetError(f"leakage between roles: {leaks[0]}")
     named = _NAMED.take(pa.array(roles.dx)), _NAMED.take(pa.array(roles.identity))
     return pa.table([roles.pretrain, *named], ROLES)
 

@@ -338,11 +338,11 @@ def _named(
 ) -> pa.Array:
     """The patient that a table names, of each record. `known`: others that the table may name."""
     first = np.delete(np.arange(len(labels)), again)
-    every = pa.concat_arrays([labels.take(pa.array(first)), known]).cast(pa.string())
-    found = patients_of(url, people, every)
-    rows = np.full(len(labels), len(found))
+    records = pa.concat_arrays([labels.take(pa.array(first)), known]).cast(pa.string())
+    patients = patients_of(url, people, records)
+    rows = np.full(len(labels), len(patients))
     rows[first] = np.arange(len(first))
-    return found.take(pa.array(rows, mask=rows == len(found)))
+    return patients.take(pa.array(rows, mask=rows == len(patients)))
 
 
 def _tables(sources: Iterable[Source]) -> str:

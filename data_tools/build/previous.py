@@ -66,15 +66,16 @@ class PreviousVersion(Dataset):
         """A source whose records had patients, while none that is appended has: by chance, fewer than
         one in a hundred such appends would have none. `rows`: source, patient and start_s of the new
         crops; `fewest`: a source with less is not named. A record counts by its first crop."""
-        every = pa.concat_tables([self.table(rows.column_names), rows])
-        first = pc.equal(every["start_s"], 0).to_numpy()
-        known, new = every["patient"].is_valid().to_numpy(), np.arange(len(every)) >= len(self)
-        for name in every["source"].unique().to_pylist():
-            records = first & pc.equal(every["source"], name).to_numpy()
-            old, added = known[records & ~new], known[records & new]
-            if not len(old) or len(added) < fewest or added.any():
+        crops = pa.concat_tables([self.table(rows.column_names), rows])
+        is_first = pc.equal(crops["start_s"], 0).to_numpy()
+        has_patient = crops["patient"].is_valid().to_numpy()
+        is_new = np.arange(len(crops)) >= len(self)
+        for name in crops["source"].unique().to_pylist():
+            is_record = is_first & pc.equal(crops["source"], name).to_numpy()
+            old, new = has_patient[is_record & ~is_new], has_patient[is_record & is_new]
+            if not len(old) or len(new) < fewest or new.any():
                 continue
-            if (~old).mean() ** len(added) < 0.01:
+            if (~old).mean() ** len(new) < 0.01:
                 return str(name)
         return None
 

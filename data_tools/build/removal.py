@@ -78,11 +78,8 @@ def remove(
         mark = made.removed.mark
         marks = {mark(*person.split("/", 1)) for person in people}
         marks |= {mark("", str(wave)) for wave in waves.to_pylist()}
-        names = {*table["record"].filter(is_theirs).to_pylist()}
-        for person in [*wanted, *people]:
-            for text in (person, person.partition("/")[2]):
-                if len(text) >= SHORTEST:
-                    names |= {text, normalize("NFC", text), normalize("NFD", text)}
+        records = table["record"].filter(is_theirs).to_pylist()
+        names = {*records} | _written_forms([*wanted, *people])
         if people or (forget and made.removed.marks):
             left = _without(made, marks, lost, names, forget)
         else:
@@ -99,12 +96,22 @@ def remove(
     return left, missing
 
 
+def _written_forms(people: list[str]) -> set[str]:
+    """The names of patients with and without their source, as a text may have them."""
+    names = set()
+    for person in people:
+        for text in (person, person.partition("/")[2]):
+            if len(text) >= SHORTEST:
+                names |= {text, normalize("NFC", text), normalize("NFD", text)}
+    return names
+
+
 def _wanted(file: str) -> list[str]:
     """The first cell of each line, or that below `patient` or `patient_id`. A quote ends with its
     line."""
     try:
         lines = list(filter(str.strip, decoded(Path(file).read_bytes()).splitlines()))
-        mark = next((one for one in ";\t" if one in "".join(lines[:1])), ",")
+        mark = next((sign for sign in ";\t" if sign in "".join(lines[:1])), ",")
         rows = []
         for line in lines:
             row = next(csv.reader([line], delimiter=mark, skipinitialspace=True), [])
@@ -127,14 +134,14 @@ def _people_to_remove(
         raise DataError(wrong)
     people: set[str] = set()
     asked: set[str] = set()
-    missing, before = [], 0
-    every = {patient_source(one["name"]) for one in made.meta["sources"]}
+    missing, removed_before = [], 0
+    all_sources = {patient_source(source["name"]) for source in made.meta["sources"]}
     for name in sorted({*wanted} - {""}):
         source, slash, who = name.partition("/")
-        sources = {patient_source(source)} & every
+        sources = {patient_source(source)} & all_sources
         if not slash or not sources:
-            sources, who = every, name
-        ids = {f"{one}/{shown_patient(key, one, who)}" for one in sources}
+            sources, who = all_sources, name
+        ids = {f"{source}/{shown_patient(key, source, who)}" for source in sources}
         if len(ids & there) > 1:
             raise DataError(
                 f"patient {name}: several have this id: write {' or '.join(sorted(ids & there))}"
@@ -143,16 +150,16 @@ def _people_to_remove(
         asked |= ids
         if ids & there:
             continue
-        if any(made.removed.has(*one.split("/", 1)) for one in ids):
-            before += 1
+        if any(made.removed.has(*person.split("/", 1)) for person in ids):
+            removed_before += 1
         else:
             missing.append(name)
     if missing:
         shown = ", ".join(missing[:SHOWN]) + ", ..." * (len(missing) > SHOWN)
         tell(f"note: {len(missing):,} of these patients are not in the dataset: {shown}")
     _name_those_alike(asked, there - people)
-    if before:
-        tell(f"note: {before:,} of these patients were removed before")
+    if removed_before:
+        tell(f"note: {removed_before:,} of these patients were removed before")
     elif not people:
         raise DataError(f"none of the patients is in {made.root.url}: nothing is removed")
     return sorted(people), len(missing)
@@ -164,7 +171,7 @@ def _name_those_alike(asked: set[str], left: set[str]) -> None:
     stay = []
     for group in alike(pa.array(sorted((asked | left) - {None}), pa.string())):
         if not asked.isdisjoint(group):
-            stay += [one for one in group if one in left]
+            stay += [person for person in group if person in left]
     if stay:
         shown = ", ".join(stay[:SHOWN]) + ", ..." * (len(stay) > SHOWN)
         tell(
@@ -231,8 +238,8 @@ def _rows(
     numbers = np.arange(len(previous.shards) + 1)
     begins = np.searchsorted(previous.column("shard"), numbers)
     keeps = np.split(~lost, begins[1:-1])
-    every = zip(previous.shards, pieces(previous, COLUMNS.names, begins), keeps, strict=True)
-    for facts, rows, keep in every:
+    tables = pieces(previous, COLUMNS.names, begins)
+    for facts, rows, keep in zip(previous.shards, tables, keeps, strict=True):
         if keep.any() and not keep.all():
             facts, offset = _write(previous.root, facts, rows["offset"].to_numpy(), keep, number)
             rows = replaced(rows.filter(pa.array(keep)), pa.table({"offset": offset}))

@@ -87,32 +87,38 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     # A finished dataset may lie where nobody can write
     untouched = complete and not unfinished and not options.append
     with nullcontext() if untouched else locked(out):
-        return _planned_and_built(sources, options, out)
+        return _plan_and_build(sources, options, out)
 
 
-def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder) -> Dataset:
+def _plan_and_build(sources: list[Source], options: ShardOptions, out: Folder) -> Dataset:
     previous = known = None
     if options.append:
         previous = PreviousVersion.open(options.out)
         previous.check_appendable(options.out)
         known = KnownRecords.of(previous, rejects_of(previous), options.pseudonym_key)
         options = replace(options, removed=previous.removed)
-    how = options.workers, options.cluster, options.quiet, options.patients
-    plan = make_plan(sources, options.seed, *how, options.pseudonym_key, known)
+    plan = make_plan(
+        sources,
+        options.seed,
+        options.workers,
+        options.cluster,
+        options.quiet,
+        options.patients,
+        options.pseudonym_key,
+        known,
+    )
     mark = key_mark(options.pseudonym_key)
-    shards = plan.planned(range(plan.shards))
-    marks = [(shard.identity, shard.content) for shard in shards]
-    recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
-    recipe |= {"contents": [identity for identity, _ in marks], "pseudonyms": mark}
-    recipe["base"] = None  # in the hash since version 1
-    recipe |= options.role_sources.to_meta(options.plan)
+    identities, contents = [], []
+    for planned_shard in plan.planned(range(plan.shards)):
+        identities.append(planned_shard.identity)
+        contents.append(planned_shard.content + (mark or ""))
+    recipe = _recipe(options, identities, mark)
     if out.exists(META) and not previous:
-        return _same(Dataset.open(options.out), recipe)
-    if previous and (changed := _changed(previous, recipe)):
+        return _already_finished(Dataset.open(options.out), recipe)
+    if previous and (changed := _changed_settings(previous, recipe)):
         raise DataError(f"--append: {changed}: give the options that {out.url} was made with")
     if not plan.shards and not previous:
         return nothing_to_add(out, hidden(plan.rejects, options), None)
-    contents = [content + (mark or "") for _, content in marks]
     expected = expected_roles(plan, options, previous)
     pa.default_memory_pool().release_unused()  # 260 MB after ten million records
     if previous and len(contents) > 1:  # what is refused then should not cost hours
@@ -141,10 +147,23 @@ def locked(out: Folder) -> Iterator[None]:
             shutil.rmtree(place)
 
 
-def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
+def _recipe(options: ShardOptions, identities: list[str], mark: str | None) -> dict[str, Any]:
+    """All that determines the bytes. `identities`: of the shards; `mark`: of the key of pseudonyms."""
+    return {
+        "plan": options.plan,
+        "seed": options.seed,
+        "format": options.format,
+        "contents": identities,
+        "pseudonyms": mark,
+        "base": None,  # in the hash since version 1
+        **options.role_sources.to_meta(options.plan),
+    }
+
+
+def _already_finished(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     """Return the finished dataset; an error if it was made with another recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
-        what = _changed(finished, recipe) or "from other input or options"
+        what = _changed_settings(finished, recipe) or "from other input or options"
         raise DatasetError(
             f"{finished.root.url} is already finished ({what}): choose another --out"
         )
@@ -153,7 +172,7 @@ def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     return finished
 
 
-def _changed(finished: Dataset, recipe: dict[str, Any]) -> str:
+def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     """Which settings differ from those it was made with."""
     formats = finished.meta["formats"]
     left_out = RoleSources.from_meta(finished.meta).leave_out
@@ -280,8 +299,7 @@ class _ShardWriter:
     ) -> None:
         """Add crop number `part` of a record. `label`: its source/name; `roles`: the crop's, if it has
         no flag that leaves it out."""
-        source, _, plain = label.partition("/")
-        name = pseudonym(self.key, "r", source, plain)
+        source, _, name = label.partition("/")
         notes: list[tuple[str, str]] = []
         try:
             if isinstance(record, ReadError):
@@ -290,26 +308,28 @@ class _ShardWriter:
             self.options.removed.refuse(source, patient)
             notes += record.warnings if part == 0 else ()
             crop = prepare_crop(record, part, self.samples)
-            row = row_of(source, name, record, crop, self.key)
-            crc, hashed = waveform(self.samples)
-            self.options.removed.refuse("", str(hashed))
+            row = row_of(source, pseudonym(self.key, "r", source, name), record, crop, self.key)
+            row["crc32c"], row["waveform"] = waveform(self.samples)
+            self.options.removed.refuse("", str(row["waveform"]))
         except ReadError as error:
             if error.reason == REMOVED:
                 notes = []
             notes.append((error.reason, located(path, error.detail)))
-            refused = [(source, plain, *note) for note in notes]
+            refused = [(source, name, *note) for note in notes]
             self.rejects += hidden(refused, self.options)
             return
         # With a key without details, which may have names of files
         for reason, detail in (*notes, *_flags(crop)):
-            self.rejects.append((source, name, reason, "" if self.key else detail))
-        facts = row | {"crc32c": f"{crc:08x}", "waveform": f"{hashed:016x}"}
-        member = f"{source}-{name}-{part:03d}"
-        row["crc32c"] = crc
-        row["waveform"] = hashed
-        facts["label_names"] = label_names(facts["labels"])
+            self.rejects.append((source, row["record"], reason, "" if self.key else detail))
+        self._write(row, part, roles)
+
+    def _write(self, row: dict[str, Any], part: int, roles: CropRoles) -> None:
+        """Append the crop to the tar, with its row as JSON."""
+        facts = row | {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
+        facts["label_names"] = label_names(row["labels"])
         text = json.dumps(facts).removesuffix("}").encode() + b", "
         named = self._named(roles, row["flags"])
+        member = f"{row['source']}-{row['record']}-{part:03d}"
         ecg = self.samples.data.cast("B")
         row["offset"] = self.tar.add(member, ecg, text, roles_text(*named.values()))
         self.rows.append(row | named)

@@ -95,8 +95,8 @@ def _marked(seen: pa.Table, keys: set[str]) -> pa.Table:
 
 def joined(records: Sequence[pa.Table]) -> pa.Table:
     """One record of several models or datasets."""
-    every = pa.concat_tables([NOTHING, *records])
-    hashes, patient, use, guessable = (column.to_numpy() for column in every.columns)
+    rows = pa.concat_tables([NOTHING, *records])
+    hashes, patient, use, guessable = (column.to_numpy() for column in rows.columns)
     key = hashes << 1 | patient
     order = np.argsort(key)
     key = key[order]
