@@ -84,6 +84,7 @@ def remove(
             left = _without(made, marks, lost, names, forget)
         else:
             left = made
+        del made  # of a bucket, it holds all of samples.parquet
         remove_traces(left)  # also what a killed run has left
     own = pc.sum(is_theirs).as_py()
     tell(f"note: {own:,} crops are removed, and {lost.sum() - own:,} copies of them")
