@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import google_crc32c
 import numpy as np
@@ -213,7 +213,7 @@ class Dataset:
         anonymous: bool = False,
         version: int | str | None = None,
         begun_with: Sequence[str] = (),
-    ) -> "Dataset":
+    ) -> Self:
         """`version`: its number or its fingerprint; None: the newest, or the one of which
         `begun_with` has the fingerprint."""
         newest = cls.at(dataset_folder(url, anonymous), META)
@@ -222,7 +222,7 @@ class Dataset:
                 version = earlier
         return newest if version is None else newest.in_version(version)
 
-    def in_version(self, version: int | str) -> "Dataset":
+    def in_version(self, version: int | str) -> Self:
         """This dataset in another version."""
         if version in (self.version, self.fingerprint):
             return self
@@ -236,7 +236,7 @@ class Dataset:
         return self.at(self.root, f"{VERSIONS}/{number}/{META}")
 
     @classmethod
-    def at(cls, root: Folder, name: str) -> "Dataset":
+    def at(cls, root: Folder, name: str) -> Self:
         """`name`: that of dataset.json."""
         url = root.url
         try:
@@ -334,12 +334,13 @@ class Dataset:
     def oldest(self) -> int:
         """The oldest version that can be opened: a removal ends those before it."""
         versions = enumerate(self.meta.get("versions", ()), 1)
-        return max((number for number, one in versions if one["what"] == "remove"), default=1)
+        removals = (number for number, facts in versions if facts["what"] == "remove")
+        return max(removals, default=1)
 
     @property
     def earlier(self) -> list[str]:
         """The fingerprints of the versions before this one."""
-        return [one["fingerprint"] for one in self.meta.get("versions", ())[:-1]]
+        return [facts["fingerprint"] for facts in self.meta.get("versions", ())[:-1]]
 
     def place(self, name: str) -> str:
         """Where a table lies: those of an earlier version were kept."""
@@ -352,19 +353,22 @@ class Dataset:
 
     @property
     def synthetic_crops(self) -> int:
-        sources = self.meta.get("sources", ())
-        return sum(one["crops"] for one in sources if one["name"].startswith(SYNTHETIC))
+        crops = 0
+        for source in self.meta.get("sources", ()):
+            if source["name"].startswith(SYNTHETIC):
+                crops += source["crops"]
+        return crops
 
     @cached_property
     def public_sources(self) -> set[str]:
         """Published archives, by name and licence, and synthetic ones."""
-        found = set()
+        public = set()
         for source in self.meta.get("sources", ()):
             name = source["name"]
             published = PUBLIC.get(name.removeprefix(SYNTHETIC))
             if published and (name.startswith(SYNTHETIC) or source["licence"] == published):
-                found.add(name)
-        return found
+                public.add(name)
+        return public
 
     def is_public(self, part: pa.RecordBatch) -> np.ndarray:
         """Whether the name of each crop's patient, or of its record if the patient is unknown, is no
@@ -634,11 +638,11 @@ def fingerprint(meta: dict[str, Any]) -> str:
 def flagged(table: pa.Table, names: Sequence[str]) -> np.ndarray:
     """A mask of the rows of samples.parquet that have one of these flags; `flat`: of any lead."""
     flags = table["flags"].combine_chunks()
-    found = np.zeros(len(table), bool)
+    has_flag = np.zeros(len(table), bool)
     rows = np.asarray(pc.list_parent_indices(flags))
     kinds = pc.replace_substring_regex(pc.list_flatten(flags), ":.*", "")
-    found[rows[np.asarray(pc.is_in(kinds, pa.array(names, pa.string())))]] = True
-    return found
+    has_flag[rows[np.asarray(pc.is_in(kinds, pa.array(names, pa.string())))]] = True
+    return has_flag
 
 
 def label_names(labels: list[bool]) -> list[str]:

@@ -60,12 +60,12 @@ def seen(
     anonymous: shared.Anonymous = False,
 ) -> int:
     """Prints what the model has seen."""
-    from omnilead.engine.evaluation.seen import table_of
+    from omnilead.engine.evaluation.trained_on import report
 
     table = Path(out) if out else None
     if table:
         writable(table, "--out")
-    lines = table_of(model, data, table, anonymous, pseudonymize)
+    lines = report(model, data, table, anonymous, pseudonymize)
     return show("\n".join(lines) + "\n")
 
 

@@ -26,20 +26,20 @@ ODD = 0x9E3779B97F4A7C15
 
 
 def expected_roles(
-    plan: ShardPlan, options: ShardOptions, before: Dataset | None
+    plan: ShardPlan, options: ShardOptions, previous: Dataset | None
 ) -> splits.CropRoles:
-    """Those of the plan's crops, by their numbers. `before`: the dataset that they are for."""
+    """Those of the plan's crops, by their numbers. `previous`: the version that is extended."""
     if options.plan == "all" or not plan.crops:  # an append may only refuse
         none = np.zeros(plan.crops, np.int8)
         return splits.CropRoles(np.ones(len(none), bool), none, none)
     records = _planned_records(plan, options.pseudonym_key)
-    how = options.seed, options.role_sources
-    theirs = _of_these_patients(before, records.patients) if before else None
-    if theirs is None:
-        return splits.assign(records, options.plan, *how)
-    stand = role_codes(theirs)
-    roles, _ = splits.extended(records_of(theirs.select).and_then(records), stand, *how)
-    return roles.take(slice(len(theirs), None))
+    seed, sources = options.seed, options.role_sources
+    old = _rows_of_patients(previous, records.patients) if previous else None
+    if old is None:
+        return splits.assign(records, options.plan, seed, sources)
+    both = records_of(old.select).and_then(records)
+    roles, _ = splits.extended(both, role_codes(old), seed, sources)
+    return roles.take(slice(len(old), None))
 
 
 def _planned_records(plan: ShardPlan, key: bytes | None) -> splits.Records:
@@ -105,12 +105,12 @@ def _only_copies(marks: np.ndarray) -> np.ndarray:
     return marks
 
 
-def _of_these_patients(before: Dataset, patients: pa.Array) -> pa.Table | None:
+def _rows_of_patients(dataset: Dataset, patients: pa.Array) -> pa.Table | None:
     """The rows of a dataset that have one of these patients, if there are any."""
     people = patients.unique().drop_null()
-    theirs = pc.is_in(before.table(["patient"])["patient"], people)
-    if not pc.any(theirs).as_py():
+    wanted = pc.is_in(dataset.table(["patient"])["patient"], people)
+    if not pc.any(wanted).as_py():
         return None
     columns = ["source", "record", "patient", "start_s", "waveform", *ROLES]
     # One by one, as each is large before it is filtered
-    return pa.table({name: before.table([name])[name].filter(theirs) for name in columns})
+    return pa.table({name: dataset.table([name])[name].filter(wanted) for name in columns})

@@ -2,14 +2,11 @@
 last.
 """
 
-import csv
 import hashlib
-import io
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -23,45 +20,26 @@ from tqdm.auto import tqdm
 
 from .. import dataset
 from ..dataset import COLUMNS, META, STORE, VERSIONS, Dataset, Meta, fingerprint, flagged
-from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE, SPEC, SPEC_HASH
+from ..ecg.crops import SPEC, SPEC_HASH
 from ..ecg.pseudonyms import REMOVED, Removed, pseudonym
 from ..ecg.record import SYNTHETIC, patient_source
 from ..io import cluster
-from ..io.errors import DatasetError, ReadError, StorageError, one_line
-from ..io.spreadsheet import as_csv, unquoted
+from ..io.errors import DatasetError, ReadError, StorageError
 from ..io.storage import Folder, write_errors
 from ..io.terminal import tell
 from . import roles as splits
 from . import shards as shard_writers
 from .data_card import write_card
-from .plan import Reject, ShardPlan
+from .plan import ShardPlan
+from .previous import PreviousVersion
+from .rejects import FLAGS, Reject, most_common_reasons, reason_counts, rejects_csv, rejects_of
 from .roles import PAPER_SOURCES, RoleSources
 from .shards import ROLES_WIDTH, extended, part_name, roles_text, shard_name
 
 DIGEST_BYTES = 32  # at the end of a part
 SYNTHETIC_LICENCE = "CC0-1.0"
 ROW_GROUP = 65_536
-FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
-    "lead not measured",
-    "flat lead",
-    "saturated",
-    "large",
-    "zeros",
-    "einthoven",
-    "checksum differs",
-    "first value differs",
-    "diagnosis without a code",
-    "not in ptbxl_database.csv",
-    IMPLAUSIBLE_AMPLITUDE,
-    "shorter than stated",
-    "SOP class",
-    "further waveforms",
-    "channel status",
-    "no calibration pulse",
-    "inverted lead",
-)
 ROLES = ["pretrain", "dx_role", "id_role"]
-NAMES = ["source", "record"]
 _NAMED = pa.array([name or None for name in splits.ROLE_NAMES])
 FORMATS = {"tar": ["tar"], "zarr": ["zarr"], "both": ["tar", "zarr"]}
 _SHARD_FILE = re.compile(r"shards/(\d{5,})\.(?:tar|idx)", re.ASCII)
@@ -132,32 +110,49 @@ class PlanFacts(NamedTuple):
     """What the end of a build needs of its plan."""
 
     shards: list[str]  # their names
-    sources: list[dict[str, Any]]  # name, licence, dropped_s, seen (which an append counts later)
+    sources: list[dict[str, Any]]  # name, licence, dropped_s, seen
     rejects: list[Reject]
 
     @classmethod
-    def of(cls, plan: ShardPlan, first: int = 0, before: Dataset | None = None) -> "PlanFacts":
-        """`first`: the number of the first shard; `before`: has these sources as well."""
+    def of(cls, plan: ShardPlan, previous: PreviousVersion | None) -> "PlanFacts":
+        """With the sources of a previous version, whose licences stay."""
         sources = {}
-        licences = {one["name"]: one["licence"] for one in before.meta["sources"]} if before else {}
+        if previous:
+            sources = {old["name"]: old | {"seen": 0} for old in previous.meta["sources"]}
         for name, seen in plan.seen.items():
             licence, dropped_s = plan.facts(name)
-            licence = licence or licences.get(name, plan.sources[0].licence)
             if name.startswith(SYNTHETIC):
                 licence = SYNTHETIC_LICENCE
-            facts = {"name": name, "licence": licence, "seen": seen, "dropped_s": dropped_s}
-            sources[name] = facts
-        for one in before.meta["sources"] if before else ():
-            facts = sources.setdefault(one["name"], one | {"seen": 0, "dropped_s": 0.0})
-            if facts["licence"] != one["licence"]:
-                tell(
-                    f"note: the licence of {one['name']} stays {one['licence']}, although that of the new "
-                    f"records is {facts['licence']}"
-                )
-            facts["licence"] = one["licence"]
-            facts["dropped_s"] = round(facts["dropped_s"] + one["dropped_s"], 3)
+            if name in sources:
+                stays = sources[name]["licence"]
+                if licence not in (None, stays):
+                    tell(
+                        f"note: the licence of {name} stays {stays}, although that of the new "
+                        f"records is {licence}"
+                    )
+                licence = stays
+                dropped_s = round(dropped_s + sources[name]["dropped_s"], 3)
+            facts = {"name": name, "licence": licence or plan.sources[0].licence}
+            sources[name] = facts | {"seen": seen, "dropped_s": dropped_s}
+        first = previous.next_shard_number if previous else 0
         names = [shard_name(first + i) for i in range(plan.shards)]
         return cls(names, [sources[name] for name in sorted(sources)], plan.rejects)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of new shards, which lie beside them until the build ends. They are read several times:
+    all rows at once would take gigabytes."""
+
+    out: Folder
+    shards: list[str]  # their names
+
+    def __iter__(self) -> Iterator[pa.Table]:
+        return (read_part(self.out, name) for name in self.shards)
+
+    def columns(self, names: list[str]) -> pa.Table:
+        rows = (part.select(names).replace_schema_metadata() for part in self)
+        return pa.concat_tables([COLUMNS.empty_table().select(names), *rows])
 
 
 def finish(
@@ -165,112 +160,77 @@ def finish(
     out: Folder,
     recipe: dict[str, Any],
     options: ShardOptions,
-    before: Dataset | None = None,
+    previous: PreviousVersion | None = None,
 ) -> Dataset:
-    """Reads the parts several times: all rows at once would take gigabytes. `before`: a dataset that
-    is extended; its rows, roles and shards stay, in front of the new ones."""
+    """The dataset of finished shards. `previous`: the version that is extended."""
+    parts = Parts(out, planned.shards)
     leave_out = options.role_sources.leave_out
-    shards, rejects, doubtful, written, numbers = _shard_facts(out, planned, leave_out)
+    shards, rejects, doubtful, written, numbers = _shard_facts(parts, leave_out)
     rejects += hidden(planned.rejects, options)
     if not len(doubtful):
-        if not before or not (news := _new_refusals(rejects, before)):
-            return nothing_to_add(out, rejects, before)
+        if not previous or not (news := previous.new_refusals(rejects)):
+            return nothing_to_add(out, rejects, previous)
         tell(f"note: no record is added to {out.url}, but {news:,} lines to its rejects.csv")
-        planned, shards = planned._replace(shards=[]), []
-    records = records_of(partial(_columns, out, planned, known=numbers, before=before))
+        parts, shards = Parts(out, []), []
+    records = records_of(partial(_columns, parts, previous, numbers))
     del numbers  # 160 MB of ten million crops, of which the records have copies
-    if before:
-        rejects = _with_earlier(rejects, before, _parts(out, planned))
-        refused = {reject[:2] for reject in rejects if reject[2] not in FLAGS}
-        refused -= _with_crops(refused, chain(before.parts(NAMES), _parts(out, planned)))
-        _count_again(planned.sources, records, Counter(source for source, _ in refused))
-    sources = source_facts(planned.sources, records)
-    stand, count = before and before.table(ROLES), len(before or ())
-    if before:
-        check_patients(out, planned, before)
-    doubtful = np.append(np.zeros(count, bool), doubtful)
-    roles = assign_roles(records, doubtful, options.plan, options.seed, options.role_sources, stand)
-    new = roles.slice(count)
+    refused = None
+    if previous:
+        rejects = previous.rejects_with(rejects, parts)
+        refused = previous.refused_with(rejects, parts)
+        check_patients(parts, previous)
+    sources = source_facts(planned.sources, records, refused)
+    roles = _roles_of_all(records, doubtful, options, previous)
     del records
+    new_roles = roles.slice(len(previous or ()))
     if options.format != "zarr":
-        _write_roles(out, shards, new, written, options)
+        _write_roles(out, shards, new_roles, written, options)
     if options.format != "tar":
-        _write_zarr(out, planned, shards, options)
-    if options.format == "zarr":
-        shards = []
-    rows = with_roles(_parts(out, planned), new, before)
-    meta = _settings(recipe)
-    if before:
-        rows = chain(map(pa.table, before.parts(COLUMNS.names)), rows)
-        shards = before.shards + shards
-        meta = dict(before.meta)
-    elif not shards:
-        rows = map(_without_shards, rows)
+        _write_zarr(parts, shards, options)
+    rows = with_roles(parts, new_roles, len(previous.shards) if previous else 0)
+    if previous:
+        rows = chain(map(pa.table, previous.parts(COLUMNS.names)), rows)
+        shards = previous.shards + shards
+    elif options.format == "zarr":
+        rows, shards = map(_without_shards, rows), []
+    meta = dict(previous.meta) if previous else _settings(recipe)
     meta |= {"sources": sources, "formats": FORMATS[options.format]}
-    return settle(write_tables(out, meta, rows, rejects, shards, roles, before), not before)
+    made = write_tables(out, meta, rows, rejects, shards, roles, previous)
+    return remove_traces(made, is_first=not previous)
 
 
-def _new_refusals(rejects: list[Reject], before: Dataset) -> int:
-    """How many lines say what no line of the dataset's rejects.csv says, but that in other words. That
-    those who were removed do not come back is no news."""
-    said = {reject[:3] for reject in rejects if reject[2] != REMOVED}
-    return len(said - {reject[:3] for reject in rejects_of(before)})
+def _columns(
+    parts: Parts, previous: PreviousVersion | None, numbers: pa.Table, names: list[str]
+) -> pa.Table:
+    """Columns of all rows. `numbers`: some of the new ones, which have been read."""
+    if set(names) <= set(numbers.column_names):
+        new = numbers.select(names)
+    else:
+        new = parts.columns(names)
+    return pa.concat_tables([previous.table(names), new]) if previous else new
 
 
-def _with_earlier(
-    rejects: list[Reject], before: Dataset, parts: Iterable[pa.Table]
-) -> list[Reject]:
-    """With the lines of the version before, but for records that have been read again."""
-    earlier = rejects_of(before)
-    again = {reject[:2] for reject in rejects}
-    again |= _with_crops({reject[:2] for reject in earlier}, parts)
-    return [*rejects, *(reject for reject in earlier if reject[:2] not in again)]
+def _roles_of_all(
+    records: splits.Records,
+    doubtful: np.ndarray,
+    options: ShardOptions,
+    previous: PreviousVersion | None,
+) -> pa.Table:
+    """The roles of all crops. `doubtful`: the new ones that are not for pre-training."""
+    old = previous.table(ROLES) if previous else None
+    doubtful = np.append(np.zeros(len(old or ()), bool), doubtful)
+    return assign_roles(records, doubtful, options.plan, options.seed, options.role_sources, old)
 
 
-def _with_crops(
-    records: set[tuple[str, str]], parts: Iterable[pa.Table | pa.RecordBatch]
-) -> set[tuple[str, str]]:
-    """Those of the records that have crops in these parts of samples.parquet."""
-    if not records:
-        return set()
-    wanted = pa.array([f"{source}/{name}" for source, name in records])
-    found = set()
-    for part in parts:
-        labels = pc.binary_join_element_wise(part["source"], part["record"], "/")
-        for label in labels.filter(pc.is_in(labels, wanted)).to_pylist():
-            source, _, name = label.partition("/")
-            found.add((source, name))
-    return found
-
-
-def _count_again(
-    sources: list[dict[str, Any]], records: splits.Records, refused: Counter[str]
-) -> None:
-    """A record that was refused before is not another one when it is read again."""
-    counts = source_counts(records)
-    for one in sources:
-        _, used = counts.get(one["name"], (0, 0))
-        one["seen"] = used + refused[one["name"]]
-
-
-def check_patients(out: Folder, planned: PlanFacts, before: Dataset, fewest: int = 1) -> None:
-    """An error if records of a source had patients, and none that is appended has: by chance, fewer
-    than one in a hundred such appends would have none. `fewest`: of a source with less nothing is
-    said. A record counts by its first crop."""
-    rows = _columns(out, planned, ["source", "patient", "start_s"], before=before)
-    first = pc.equal(rows["start_s"], 0).to_numpy()
-    known, new = rows["patient"].is_valid().to_numpy(), np.arange(len(rows)) >= len(before)
-    for name in rows["source"].unique().to_pylist():
-        mine = first & pc.equal(rows["source"], name).to_numpy()
-        old, added = known[mine & ~new], known[mine & new]
-        if not len(old) or len(added) < fewest or added.any():
-            continue
-        if (~old).mean() ** len(added) < 0.01:
-            settle(before)
-            raise DatasetError(
-                f"--append: patients of the new records of {name} are unknown, those of others are "
-                "not, so one could be on both sides of a split: --patients FILE names them"
-            )
+def check_patients(parts: Parts, previous: PreviousVersion, fewest: int = 1) -> None:
+    """An error if records of a source had patients, and none that is appended has."""
+    rows = parts.columns(["source", "patient", "start_s"])
+    if name := previous.source_without_patients(rows, fewest):
+        remove_traces(previous)
+        raise DatasetError(
+            f"--append: patients of the new records of {name} are unknown, those of others are "
+            "not, so one could be on both sides of a split: --patients FILE names them"
+        )
 
 
 def write_tables(
@@ -280,45 +240,42 @@ def write_tables(
     rejects: list[Reject],
     shards: list[dict[str, Any]],
     roles: pa.Table,
-    before: Dataset | None = None,
+    previous: PreviousVersion | None = None,
     what: str = "append",
 ) -> Dataset:
-    """Write what is not in the shards, dataset.json last. `meta`: what it says besides; `before`: this
-    is another version of it, whose tables are kept."""
-    if before:
-        for name in (dataset.SAMPLES, dataset.REJECTS, META):
-            if before.place(name) == name:
-                out.write(f"{VERSIONS}/{before.version}/{name}", out.read(name, 2**40))
-        versions = meta.get("versions") or [{"what": "shard", "crops": len(before)}]
-        last = versions[-1] | {"fingerprint": meta.pop("fingerprint")}
-        meta["versions"] = [*versions[:-1], last, {"what": what, "crops": len(roles)}]
+    """Write what is not in the shards, dataset.json last. `meta`: what it says besides; `previous`: whose
+    tables are kept; `what` has changed since."""
+    if previous:
+        previous.keep_tables()
+        del meta["fingerprint"]
+        meta["versions"] = previous.versions_with(what, len(roles))
     else:  # of a finished dataset, other programs read whatever lies in shards/
         _remove_leftovers(out, meta["formats"], shards)
-    name_key = before.name_key if before else None
+    name_key = previous.name_key if previous else None
     samples, left_out = _write_samples(out, rows, meta.get("leave_out_flags", ()), name_key)
-    refused = _rejects_csv(rejects)
+    lines = rejects_csv(rejects)
     meta |= {
         "crops": len(roles),
         "sources": meta.pop("sources"),
         "roles": role_counts(roles),
         "formats": meta.pop("formats"),
         "samples": samples,
-        "rejects": {"bytes": len(refused), "sha256": hashlib.sha256(refused).hexdigest()},
+        "rejects": {"bytes": len(lines), "sha256": hashlib.sha256(lines).hexdigest()},
         "shards": shards,
     }
     if "leave_out_flags" in meta:
         meta["left_out"] = left_out
-    out.write(dataset.REJECTS, refused)
+    out.write(dataset.REJECTS, lines)
     meta["fingerprint"] = fingerprint(meta)
-    write_card(out, Meta(meta), Counter(reason for _, _, reason, _ in set(rejects)), FLAGS)
+    write_card(out, Meta(meta), reason_counts(rejects), FLAGS)
     out.write(META, (json.dumps(meta, indent=1) + "\n").encode())
     return Dataset.open(out.url)
 
 
-def settle(made: Dataset, new: bool = False) -> Dataset:
-    """Remove the traces of the build, of killed ones, and versions before a removal. `new`: it has none of
-    these."""
-    if not new:
+def remove_traces(made: Dataset, is_first: bool = False) -> Dataset:
+    """Of the build, of killed ones, and versions before a removal. `is_first`: the first version has only
+    its own."""
+    if not is_first:
         _remove_leftovers(made.root, made.meta["formats"], made.shards)
         if "zarr" not in made.meta["formats"]:  # a killed removal leaves a part of it
             made.root.remove(STORE)
@@ -329,7 +286,7 @@ def settle(made: Dataset, new: bool = False) -> Dataset:
             rejects = rejects_of(made)
             for name in (dataset.SAMPLES, dataset.REJECTS):
                 made.root.write(name, made.root.read(made.place(name), 2**40))
-            write_card(made.root, made.meta, Counter(one[2] for one in set(rejects)), FLAGS)
+            write_card(made.root, made.meta, reason_counts(rejects), FLAGS)
             made.root.remove(kept)
             tell(
                 f"note: {made.root.url}: what a killed run began is undone; README.md is written again"
@@ -342,17 +299,17 @@ def _remove_leftovers(out: Folder, formats: list[str], shards: list[dict[str, An
     """Remove what killed runs with other sources or options left."""
     if "tar" not in formats:
         out.remove("shards")
-    ours = {shard["name"].removesuffix(".tar") for shard in shards}
+    wanted = {shard["name"].removesuffix(".tar") for shard in shards}
     for name in list(out.names("shards")):
-        found = _SHARD_FILE.fullmatch(name)
-        if found and found[1] not in ours:
+        shard_file = _SHARD_FILE.fullmatch(name)
+        if shard_file and shard_file[1] not in wanted:
             out.remove(name)
     if "zarr" not in formats and out.exists(f"{STORE}/zarr.json"):
         out.remove(STORE)
 
 
 def _shard_facts(
-    out: Folder, planned: PlanFacts, leave_out: tuple[str, ...]
+    parts: Parts, leave_out: tuple[str, ...]
 ) -> tuple[list[dict[str, Any]], list[Reject], np.ndarray, splits.CropRoles, pa.Table]:
     """For dataset.json and rejects.csv; a mask of the crops with a flag of `leave_out`; the roles that
     they were written with; and the columns that are small enough to keep."""
@@ -362,7 +319,7 @@ def _shard_facts(
     written: list[tuple[np.ndarray, ...]]
     written = [(np.zeros(0, bool), np.zeros(0, np.int8), np.zeros(0, np.int8))]
     numbers = [COLUMNS.empty_table().select(["start_s", "waveform"])]
-    for part in _parts(out, planned):
+    for part in parts:
         facts = json.loads(part.schema.metadata[b"omnilead"])
         shards.append({name: facts[name] for name in ("name", "crops", "bytes", "sha256")})
         rejects += [tuple(reject) for reject in facts["rejects"]]
@@ -373,12 +330,11 @@ def _shard_facts(
     return shards, rejects, np.concatenate(doubtful), roles, pa.concat_tables(numbers)
 
 
-def _write_zarr(
-    out: Folder, planned: PlanFacts, shards: list[dict[str, Any]], options: ShardOptions
-) -> None:
-    crops = _columns(out, planned, ["shard", "offset", "crc32c"])
-    how = options.workers, options.cluster, options.quiet
-    shard_writers.write_zarr(crops, shards, out, *how)
+def _write_zarr(parts: Parts, shards: list[dict[str, Any]], options: ShardOptions) -> None:
+    crops = parts.columns(["shard", "offset", "crc32c"])
+    shard_writers.write_zarr(
+        crops, shards, parts.out, options.workers, options.cluster, options.quiet
+    )
 
 
 def _write_roles(
@@ -429,25 +385,6 @@ def write_roles(out: Folder, task: tuple[str, list[dict[str, Any]]]) -> tuple[st
     return name, hashlib.sha256(tar).hexdigest()
 
 
-def _parts(out: Folder, planned: PlanFacts) -> Iterator[pa.Table]:
-    return (read_part(out, name) for name in planned.shards)
-
-
-def _columns(
-    out: Folder,
-    planned: PlanFacts,
-    names: list[str],
-    known: pa.Table | None = None,
-    before: Dataset | None = None,
-) -> pa.Table:
-    """Columns of all rows; those of `known` have been read from the parts."""
-    old = [before.table(names)] if before else []
-    if known and set(names) <= set(known.column_names):
-        return pa.concat_tables([*old, known.select(names)])
-    new = (part.select(names).replace_schema_metadata() for part in _parts(out, planned))
-    return pa.concat_tables(chain(old, new))
-
-
 def _write_samples(
     out: Folder, rows: Iterable[pa.Table], leave_out: Iterable[str], name_key: bytes | None
 ) -> tuple[dict[str, Any], dict[str, int]]:
@@ -473,11 +410,11 @@ def _write_samples(
 
 
 def with_roles(
-    parts: Iterable[pa.Table], roles: pa.Table, before: Dataset | None = None
+    parts: Iterable[pa.Table], roles: pa.Table, first_shard: int = 0
 ) -> Iterator[pa.Table]:
-    """The rows of shards, which come after those of `before`."""
+    """The rows of shards. `first_shard`: its place in dataset.json."""
     begin = 0
-    for number, part in enumerate(parts, len(before.shards) if before else 0):
+    for number, part in enumerate(parts, first_shard):
         part = part.replace_schema_metadata().cast(COLUMNS)
         of_part = roles.slice(begin, len(part))
         begin += len(part)
@@ -496,8 +433,8 @@ def replaced(table: pa.Table, columns: pa.Table) -> pa.Table:
 def _row_groups(rows: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """ROW_GROUP at a time."""
     left = COLUMNS.empty_table()
-    for some in rows:
-        left = pa.concat_tables([left, some])
+    for table in rows:
+        left = pa.concat_tables([left, table])
         while len(left) >= ROW_GROUP:
             yield left.slice(0, ROW_GROUP)
             left = left.slice(ROW_GROUP)
@@ -541,68 +478,39 @@ def hidden(rejects: list[Reject], options: ShardOptions) -> list[Reject]:
     return shown
 
 
-def _rejects_csv(rejects: list[Reject]) -> bytes:
-    return as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
-
-
-def rejects_of(made: Dataset) -> list[Reject]:
-    """The rows of a dataset's rejects.csv: (source, record, reason, detail)."""
-    url, facts = made.root.url, made.meta.get("rejects")
-    if not facts:
-        raise DatasetError(f"{url}/{dataset.META}: has no entry `rejects`: build the dataset again")
-    try:
-        data = made.root.read(made.place(dataset.REJECTS), facts["bytes"])
-        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
-            raise ValueError("fails its sha256")
-        _, *rows = csv.reader(io.StringIO(data.decode()))
-        return [
-            (source, record, reason, detail)
-            for source, record, reason, detail in (map(unquoted, row) for row in rows)
-        ]
-    except (ReadError, ValueError, csv.Error) as error:
-        raise DatasetError(
-            one_line(f"{url}/{dataset.REJECTS}: {error}: restore the file")
-        ) from None
-
-
-def nothing_to_add(out: Folder, rejects: list[Reject], before: Dataset | None) -> Dataset:
+def nothing_to_add(out: Folder, rejects: list[Reject], previous: Dataset | None) -> Dataset:
     """If no record can be used: the dataset as it was, or an error, and rejects.csv. Names the most
     common reasons, each with its first file."""
-    why = _reasons(rejects)
-    if before:
+    why = most_common_reasons(rejects)
+    if previous:
         refused = len({reject[:2] for reject in rejects})
         why = f"{refused:,} cannot be used: {why}" if refused else "none is new"
         tell(f"note: no record is added to {out.url}: {why}")
-        return settle(before)
-    out.write(dataset.REJECTS, _rejects_csv(rejects))
+        return remove_traces(previous)
+    out.write(dataset.REJECTS, rejects_csv(rejects))
     raise StorageError(
         f"no record can be used: {why}: {out.url}/{dataset.REJECTS} lists all of them"
     )
 
 
-def _reasons(rejects: list[Reject]) -> str:
-    refusals = [reject for reject in rejects if reject[2] not in FLAGS]
-    examples = []
-    for reason, _ in Counter(reason for _, _, reason, _ in refusals).most_common(3):
-        detail = next(detail for _, _, why, detail in refusals if why == reason)
-        examples.append(f"{reason} ({detail})" if detail else reason)
-    return ", ".join(examples)
-
-
-def source_facts(sources: list[dict[str, Any]], records: splits.Records) -> list[dict[str, Any]]:
+def source_facts(
+    sources: list[dict[str, Any]], records: splits.Records, refused: Mapping[str, int] | None
+) -> list[dict[str, Any]]:
+    """`refused`: how many records of each source; None: all that were seen and have no crops."""
     counts = source_counts(records)
     facts = []
-    for of in sources:
-        crops, used = counts.get(of["name"], (0, 0))
-        seen = of["seen"] if "seen" in of else used + of["records"]["refused"]
-        one = {
-            "name": of["name"],
-            "licence": of["licence"],
-            "records": {"seen": seen, "used": used, "refused": seen - used},
+    for source in sources:
+        name = source["name"]
+        crops, used = counts.get(name, (0, 0))
+        unused = source["seen"] - used if refused is None else refused.get(name, 0)
+        of_source = {
+            "name": name,
+            "licence": source["licence"],
+            "records": {"seen": used + unused, "used": used, "refused": unused},
             "crops": crops,
-            "dropped_s": of["dropped_s"],
+            "dropped_s": source["dropped_s"],
         }
-        facts.append(one)
+        facts.append(of_source)
     return facts
 
 
@@ -673,8 +581,8 @@ def assign_roles(
                 "have no role"
             )
     roles.leave_out(doubtful)
-    if old is None and plan != "paper-split" and (found := splits.leaks(records, roles)):
-        raise DatasetError(f"leakage between roles: {found[0]}")
+    if old is None and plan != "paper-split" and (leaks := splits.leaks(records, roles)):
+        raise DatasetError(f"leakage between roles: {leaks[0]}")
     named = _NAMED.take(pa.array(roles.dx)), _NAMED.take(pa.array(roles.identity))
     return pa.table([roles.pretrain, *named], ROLES)
 

@@ -61,8 +61,10 @@ def member_hash(source: str, name: str) -> int:
 
 
 def member_hashes(names: Iterable[Sequence[str]], key: bytes | None) -> np.ndarray:
-    """`names`: source and name of each record."""
-    hashes = [member_hash(one[0], pseudonym(key, "r", one[0], one[1])) for one in names]
+    """`names`: source and name of each record, perhaps with more."""
+    hashes = []
+    for source, name, *_ in names:
+        hashes.append(member_hash(source, pseudonym(key, "r", source, name)))
     return np.array(hashes, np.uint64)
 
 
@@ -94,8 +96,8 @@ def read_signals(
             return error
 
     remote = any(source.root.remote for source in sources)
-    found = prefetch(read, records) if remote else map(read, records)
-    return number, list(found)
+    signals = prefetch(read, records) if remote else map(read, records)
+    return number, list(signals)
 
 
 def signal_of(record: EcgRecord, removed: Removed) -> int:

@@ -33,9 +33,9 @@ from ..io.storage import prefetch, write_errors
 from ..io.terminal import keep_freed_memory, tell
 from ..sources.base import Source, links_in, located, read_safely, shown_patient
 from .known import KnownRecords, hash_of, member_hashes, read_signals
+from .rejects import Reject
 from .shards import MAX_NAME
 
-Reject = tuple[str, str, str, str]  # source, record, reason, detail
 # archive, key, label, patient that a table names, crop of the record
 PlannedCrops = list[tuple[int, str, str, str | None, int]]
 SCAN_CHUNK = 2048
@@ -339,11 +339,11 @@ def _named(
 ) -> pa.Array:
     """The patient that a table names, of each record. `known`: others that the table may name."""
     first = np.delete(np.arange(len(labels)), again)
-    every = pa.concat_arrays([labels.take(pa.array(first)), known]).cast(pa.string())
-    found = patients_of(url, people, every)
-    rows = np.full(len(labels), len(found))
+    records = pa.concat_arrays([labels.take(pa.array(first)), known]).cast(pa.string())
+    patients = patients_of(url, people, records)
+    rows = np.full(len(labels), len(patients))
     rows[first] = np.arange(len(first))
-    return found.take(pa.array(rows, mask=rows == len(found)))
+    return patients.take(pa.array(rows, mask=rows == len(patients)))
 
 
 def _tables(sources: Iterable[Source]) -> str:

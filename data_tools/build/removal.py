@@ -33,15 +33,15 @@ from .finishing import (
     ROLES,
     owners_of,
     records_of,
-    rejects_of,
+    remove_traces,
     replaced,
-    settle,
     source_facts,
     with_roles,
     write_tables,
 )
-from .plan import Reject
-from .shard import locked, next_number
+from .previous import PreviousVersion
+from .rejects import Reject, rejects_of
+from .shard import locked
 from .shards import BLOCK, index_name, index_of, shard_name
 from .verify import pieces, verify
 
@@ -63,36 +63,48 @@ def remove(
     -> also how many of them the dataset never had."""
     wanted = _wanted(patients)
     with locked(Dataset.open(url).root):
-        made = Dataset.open(url)
+        made = PreviousVersion.open(url)
         if not made.shards:
             raise DataError(
                 f"{url} has a zarr store and no shards, so nobody can be removed: build it again "
                 "without these patients"
             )
         owners = owners_of(made)
-        people, missing = _found(made, set(owners.unique().to_pylist()), wanted, key)
-        theirs = pc.is_in(owners, pa.array(people, pa.string()))
+        people, missing = _people_to_remove(made, set(owners.unique().to_pylist()), wanted, key)
+        is_theirs = pc.is_in(owners, pa.array(people, pa.string()))
         table = made.table(["record", "waveform"])
-        waves = table["waveform"].filter(theirs).unique()
+        waves = table["waveform"].filter(is_theirs).unique()
         lost = np.asarray(pc.is_in(table["waveform"], waves))
         mark = made.removed.mark
-        marks = {mark(*one.split("/", 1)) for one in people}
-        marks |= {mark("", str(one)) for one in waves.to_pylist()}
-        names = {*table["record"].filter(theirs).to_pylist()}
-        for one in [*wanted, *people]:
-            for text in (one, one.partition("/")[2]):
-                if len(text) >= SHORTEST:
-                    names |= {text, normalize("NFC", text), normalize("NFD", text)}
+        marks = {mark(*person.split("/", 1)) for person in people}
+        marks |= {mark("", str(wave)) for wave in waves.to_pylist()}
+        records = table["record"].filter(is_theirs).to_pylist()
+        names = {*records} | _written_forms([*wanted, *people])
         if people or (forget and made.removed.marks):
-            made = _without(made, marks, lost, names, forget)
-        settle(made)  # also what a killed run has left
-    own = pc.sum(theirs).as_py()
+            left = _without(made, marks, lost, names, forget)
+        else:
+            left = made
+        del made  # of a bucket, it holds all of samples.parquet
+        remove_traces(left)  # also what a killed run has left
+    own = pc.sum(is_theirs).as_py()
     tell(f"note: {own:,} crops are removed, and {lost.sum() - own:,} copies of them")
     if forget:
         tell("note: no marks of removed patients are kept: --append can bring them back")
-    if found := verify(made, workers=workers, quiet=quiet):
-        raise DatasetError(f"{url}: {len(found)} findings after the removal, first: {found[0]}")
-    return made, missing
+    if findings := verify(left, workers=workers, quiet=quiet):
+        raise DatasetError(
+            f"{url}: {len(findings)} findings after the removal, first: {findings[0]}"
+        )
+    return left, missing
+
+
+def _written_forms(people: list[str]) -> set[str]:
+    """The names of patients with and without their source, as a text may have them."""
+    names = set()
+    for person in people:
+        for text in (person, person.partition("/")[2]):
+            if len(text) >= SHORTEST:
+                names |= {text, normalize("NFC", text), normalize("NFD", text)}
+    return names
 
 
 def _wanted(file: str) -> list[str]:
@@ -100,7 +112,7 @@ def _wanted(file: str) -> list[str]:
     line."""
     try:
         lines = list(filter(str.strip, decoded(Path(file).read_bytes()).splitlines()))
-        mark = next((one for one in ";\t" if one in "".join(lines[:1])), ",")
+        mark = next((sign for sign in ";\t" if sign in "".join(lines[:1])), ",")
         rows = []
         for line in lines:
             row = next(csv.reader([line], delimiter=mark, skipinitialspace=True), [])
@@ -115,7 +127,7 @@ def _wanted(file: str) -> list[str]:
     return [row[0] for row in rows if row]
 
 
-def _found(
+def _people_to_remove(
     made: Dataset, there: set[str], wanted: list[str], key: bytes | None
 ) -> tuple[list[str], int]:
     """SOURCE/PATIENT of those that are `there`, in the dataset; says who is not. -> also how many."""
@@ -123,14 +135,14 @@ def _found(
         raise DataError(wrong)
     people: set[str] = set()
     asked: set[str] = set()
-    missing, before = [], 0
-    every = {patient_source(one["name"]) for one in made.meta["sources"]}
+    missing, removed_before = [], 0
+    all_sources = {patient_source(source["name"]) for source in made.meta["sources"]}
     for name in sorted({*wanted} - {""}):
         source, slash, who = name.partition("/")
-        sources = {patient_source(source)} & every
+        sources = {patient_source(source)} & all_sources
         if not slash or not sources:
-            sources, who = every, name
-        ids = {f"{one}/{shown_patient(key, one, who)}" for one in sources}
+            sources, who = all_sources, name
+        ids = {f"{source}/{shown_patient(key, source, who)}" for source in sources}
         if len(ids & there) > 1:
             raise DataError(
                 f"patient {name}: several have this id: write {' or '.join(sorted(ids & there))}"
@@ -139,16 +151,16 @@ def _found(
         asked |= ids
         if ids & there:
             continue
-        if any(made.removed.has(*one.split("/", 1)) for one in ids):
-            before += 1
+        if any(made.removed.has(*person.split("/", 1)) for person in ids):
+            removed_before += 1
         else:
             missing.append(name)
     if missing:
         shown = ", ".join(missing[:SHOWN]) + ", ..." * (len(missing) > SHOWN)
         tell(f"note: {len(missing):,} of these patients are not in the dataset: {shown}")
     _name_those_alike(asked, there - people)
-    if before:
-        tell(f"note: {before:,} of these patients were removed before")
+    if removed_before:
+        tell(f"note: {removed_before:,} of these patients were removed before")
     elif not people:
         raise DataError(f"none of the patients is in {made.root.url}: nothing is removed")
     return sorted(people), len(missing)
@@ -160,7 +172,7 @@ def _name_those_alike(asked: set[str], left: set[str]) -> None:
     stay = []
     for group in alike(pa.array(sorted((asked | left) - {None}), pa.string())):
         if not asked.isdisjoint(group):
-            stay += [one for one in group if one in left]
+            stay += [person for person in group if person in left]
     if stay:
         shown = ", ".join(stay[:SHOWN]) + ", ..." * (len(stay) > SHOWN)
         tell(
@@ -170,40 +182,41 @@ def _name_those_alike(asked: set[str], left: set[str]) -> None:
 
 
 def _without(
-    before: Dataset, marks: set[str], lost: np.ndarray, names: set[str], forget: bool
+    previous: PreviousVersion, marks: set[str], lost: np.ndarray, names: set[str], forget: bool
 ) -> Dataset:
     """`marks`: of those who must not come back; `lost`: a mask of the crops to remove; `names`: what no
     line of rejects.csv may have; `forget`: keep no marks."""
     if lost.all():
-        raise DataError(f"{before.root.url}: no crop would be left: delete the whole dataset")
+        raise DataError(f"{previous.root.url}: no crop would be left: delete the whole dataset")
 
     def left(columns: list[str]) -> pa.Table:
-        return before.table(columns).filter(pa.array(~lost))
+        return previous.table(columns).filter(pa.array(~lost))
 
-    gone = before.table(["source", "record"]).filter(pa.array(lost))
-    rejects, theirs = _unnamed(rejects_of(before), names)
-    records = [*zip(*gone.to_pydict().values(), strict=True), *(line[:2] for line in theirs)]
-    marks |= {before.removed.mark(source, record, "r") for source, record in records}
-    marks |= before.removed.marks
+    gone = previous.table(["source", "record"]).filter(pa.array(lost))
+    rejects, lost_rejects = _unnamed(rejects_of(previous), names)
+    records = [*zip(*gone.to_pydict().values(), strict=True), *(line[:2] for line in lost_rejects)]
+    marks |= {previous.removed.mark(source, record, "r") for source, record in records}
+    marks |= previous.removed.marks
     if forget:
         marks = set()
         rejects = [line for line in rejects if line[2] != REMOVED]  # its record is a mark
-    if "zarr" in before.meta["formats"]:
-        tell(f"note: {before.root.url}/{STORE} is deleted: the shards hold the same crops")
-    meta = before.meta | {
+    if "zarr" in previous.meta["formats"]:
+        tell(f"note: {previous.root.url}/{STORE} is deleted: the shards hold the same crops")
+    refused = {source["name"]: source["records"]["refused"] for source in previous.meta["sources"]}
+    meta = previous.meta | {
         "formats": ["tar"],
-        "sources": source_facts(before.meta["sources"], records_of(left)),
+        "sources": source_facts(previous.meta["sources"], records_of(left), refused),
         "removed": sorted(marks),
     }
     roles, shards = left(ROLES), list[dict[str, Any]]()
-    rows = with_roles(_rows(before, lost, shards), roles)
-    return write_tables(before.root, meta, rows, rejects, shards, roles, before, "remove")
+    rows = with_roles(_rows(previous, lost, shards), roles)
+    return write_tables(previous.root, meta, rows, rejects, shards, roles, previous, "remove")
 
 
 def _unnamed(rejects: list[Reject], names: set[str]) -> tuple[list[Reject], list[Reject]]:
     """Those without any of the names, and the others."""
     left = []
-    theirs = []
+    others = []
     ends: dict[str, list[str]] = {}  # the names by their last words
     for name in names:
         ends.setdefault(["", *WORD.findall(name)][-1], []).append(name)
@@ -213,21 +226,23 @@ def _unnamed(rejects: list[Reject], names: set[str]) -> tuple[list[Reject], list
         if not any(name in text for word in words for name in ends.get(word, ())):
             left.append(reject)
         else:
-            theirs.append(reject)
-    return left, theirs
+            others.append(reject)
+    return left, others
 
 
-def _rows(before: Dataset, lost: np.ndarray, shards: list[dict[str, Any]]) -> Iterator[pa.Table]:
+def _rows(
+    previous: PreviousVersion, lost: np.ndarray, shards: list[dict[str, Any]]
+) -> Iterator[pa.Table]:
     """The rows that are left, by shard. Writes these shards, and adds what dataset.json says of
     them."""
-    number = next_number(before)
-    numbers = np.arange(len(before.shards) + 1)
-    begins = np.searchsorted(before.column("shard"), numbers)
+    number = previous.next_shard_number
+    numbers = np.arange(len(previous.shards) + 1)
+    begins = np.searchsorted(previous.column("shard"), numbers)
     keeps = np.split(~lost, begins[1:-1])
-    every = zip(before.shards, pieces(before, COLUMNS.names, begins), keeps, strict=True)
-    for facts, rows, keep in every:
+    tables = pieces(previous, COLUMNS.names, begins)
+    for facts, rows, keep in zip(previous.shards, tables, keeps, strict=True):
         if keep.any() and not keep.all():
-            facts, offset = _write(before.root, facts, rows["offset"].to_numpy(), keep, number)
+            facts, offset = _write(previous.root, facts, rows["offset"].to_numpy(), keep, number)
             rows = replaced(rows.filter(pa.array(keep)), pa.table({"offset": offset}))
             number += 1
         if keep.any():

@@ -30,7 +30,7 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from .. import dataset
-from ..dataset import COLUMNS, CROP_SHAPE, FORMAT_MINOR, META, Dataset, label_names, waveform
+from ..dataset import COLUMNS, CROP_SHAPE, META, Dataset, label_names, waveform
 from ..ecg.crops import Crop, flags_of, prepare_crop
 from ..ecg.pseudonyms import REMOVED, key_mark, pseudonym
 from ..ecg.record import EcgRecord, class_row
@@ -42,6 +42,7 @@ from ..sources.base import Source, located, read_safely, shown_patient
 from .expected_roles import expected_roles
 from .finishing import (
     ROLES,
+    Parts,
     PlanFacts,
     check_patients,
     finish,
@@ -49,14 +50,15 @@ from .finishing import (
     nothing_to_add,
     read_part,
     recipe_hash,
-    rejects_of,
-    settle,
+    remove_traces,
     whole_tar,
     write_part,
 )
 from .finishing import ShardOptions as ShardOptions
 from .known import KnownRecords
-from .plan import PlannedCrops, Reject, ShardPlan, make_plan
+from .plan import PlannedCrops, ShardPlan, make_plan
+from .previous import PreviousVersion
+from .rejects import Reject, rejects_of
 from .roles import PAPER_SOURCES, ROLE_NAMES, CropRoles, RoleSources
 from .shards import MAX_INDEX, TarWriter, index_name, part_name, roles_text, shard_name
 
@@ -85,52 +87,48 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     # A finished dataset may lie where nobody can write
     untouched = complete and not unfinished and not options.append
     with nullcontext() if untouched else locked(out):
-        return _planned_and_built(sources, options, out)
+        return _plan_and_build(sources, options, out)
 
 
-def _planned_and_built(sources: list[Source], options: ShardOptions, out: Folder) -> Dataset:
-    before = known = None
+def _plan_and_build(sources: list[Source], options: ShardOptions, out: Folder) -> Dataset:
+    previous = known = None
     if options.append:
-        before = Dataset.open(options.out)
-        if (
-            "zarr" in before.meta["formats"]
-            or before.meta["plan"] == "paper-split"
-            or before.minor < FORMAT_MINOR
-        ):
-            raise DataError(
-                f"{options.out} has a zarr copy, roles by crop (--plan paper-split) or shards without "
-                "roles, of an earlier omnilead, so nothing can be appended: build it again"
-            )
-        known = KnownRecords.of(before, rejects_of(before), options.pseudonym_key)
-        options = replace(options, removed=before.removed)
-    how = options.workers, options.cluster, options.quiet, options.patients
-    plan = make_plan(sources, options.seed, *how, options.pseudonym_key, known)
+        previous = PreviousVersion.open(options.out)
+        previous.check_appendable(options.out)
+        known = KnownRecords.of(previous, rejects_of(previous), options.pseudonym_key)
+        options = replace(options, removed=previous.removed)
+    plan = make_plan(
+        sources,
+        options.seed,
+        options.workers,
+        options.cluster,
+        options.quiet,
+        options.patients,
+        options.pseudonym_key,
+        known,
+    )
     mark = key_mark(options.pseudonym_key)
-    shards = plan.planned(range(plan.shards))
-    marks = [(shard.identity, shard.content) for shard in shards]
-    recipe = {name: getattr(options, name) for name in ("plan", "seed", "format")}
-    recipe |= {"contents": [identity for identity, _ in marks], "pseudonyms": mark}
-    recipe["base"] = None  # in the hash since version 1
-    recipe |= options.role_sources.to_meta(options.plan)
-    if out.exists(META) and not before:
-        return _same(Dataset.open(options.out), recipe)
-    if before and (changed := _changed(before, recipe)):
+    identities, contents = [], []
+    for planned_shard in plan.planned(range(plan.shards)):
+        identities.append(planned_shard.identity)
+        contents.append(planned_shard.content + (mark or ""))
+    recipe = _recipe(options, identities, mark)
+    if out.exists(META) and not previous:
+        return _already_finished(Dataset.open(options.out), recipe)
+    if previous and (changed := _changed_settings(previous, recipe)):
         raise DataError(f"--append: {changed}: give the options that {out.url} was made with")
-    if not plan.shards and not before:
+    if not plan.shards and not previous:
         return nothing_to_add(out, hidden(plan.rejects, options), None)
-    first = next_number(before) if before else 0
-    contents = [content + (mark or "") for _, content in marks]
-    expected = expected_roles(plan, options, before)
+    expected = expected_roles(plan, options, previous)
     pa.default_memory_pool().release_unused()  # 260 MB after ten million records
-    _build(plan, expected, contents, out, options, first, before)
-    planned = PlanFacts.of(plan, first, before)
+    if previous and len(contents) > 1:  # what is refused then should not cost hours
+        _build(plan, expected, contents[:1], out, options, previous)
+        first = shard_name(previous.next_shard_number)
+        check_patients(Parts(out, [first]), previous, SAMPLE)
+    _build(plan, expected, contents, out, options, previous)
+    planned = PlanFacts.of(plan, previous)
     del plan, expected  # a gigabyte of ten million records
-    return finish(planned, out, recipe, options, before)
-
-
-def next_number(before: Dataset) -> int:
-    """Of a new shard."""
-    return 1 + max(int(shard["name"].removesuffix(".tar")) for shard in before.shards)
+    return finish(planned, out, recipe, options, previous)
 
 
 @contextmanager
@@ -149,19 +147,32 @@ def locked(out: Folder) -> Iterator[None]:
             shutil.rmtree(place)
 
 
-def _same(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
+def _recipe(options: ShardOptions, identities: list[str], mark: str | None) -> dict[str, Any]:
+    """All that determines the bytes. `identities`: of the shards; `mark`: of the key of pseudonyms."""
+    return {
+        "plan": options.plan,
+        "seed": options.seed,
+        "format": options.format,
+        "contents": identities,
+        "pseudonyms": mark,
+        "base": None,  # in the hash since version 1
+        **options.role_sources.to_meta(options.plan),
+    }
+
+
+def _already_finished(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
     """Return the finished dataset; an error if it was made with another recipe."""
     if finished.meta["recipe"] != recipe_hash(recipe):
-        what = _changed(finished, recipe) or "from other input or options"
+        what = _changed_settings(finished, recipe) or "from other input or options"
         raise DatasetError(
             f"{finished.root.url} is already finished ({what}): choose another --out"
         )
     if finished.root.exists(".build"):  # a build was killed, perhaps that of another version
-        settle(finished)
+        remove_traces(finished)
     return finished
 
 
-def _changed(finished: Dataset, recipe: dict[str, Any]) -> str:
+def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     """Which settings differ from those it was made with."""
     formats = finished.meta["formats"]
     left_out = RoleSources.from_meta(finished.meta).leave_out
@@ -181,14 +192,10 @@ def _build(
     contents: list[str],
     out: Folder,
     options: ShardOptions,
-    first: int = 0,
-    before: Dataset | None = None,
+    previous: PreviousVersion | None,
 ) -> None:
-    """Build the missing ones of so many shards. `first`: the number of the first; `before`: the dataset
-    that they are for, if it has others."""
-    if before and len(contents) > 1:  # what is refused then should not cost hours
-        _build(plan, expected, contents[:1], out, options, first)
-        check_patients(out, PlanFacts([shard_name(first)], [], []), before, SAMPLE)
+    """Build the missing ones of so many shards."""
+    first = previous.next_shard_number if previous else 0
     written = set(out.names(".build"))  # by an interrupted run
     left = []
     for number, content in enumerate(contents, first):
@@ -292,8 +299,7 @@ class _ShardWriter:
     ) -> None:
         """Add crop number `part` of a record. `label`: its source/name; `roles`: the crop's, if it has
         no flag that leaves it out."""
-        source, _, plain = label.partition("/")
-        name = pseudonym(self.key, "r", source, plain)
+        source, _, name = label.partition("/")
         notes: list[tuple[str, str]] = []
         try:
             if isinstance(record, ReadError):
@@ -302,26 +308,28 @@ class _ShardWriter:
             self.options.removed.refuse(source, patient)
             notes += record.warnings if part == 0 else ()
             crop = prepare_crop(record, part, self.samples)
-            row = row_of(source, name, record, crop, self.key)
-            crc, hashed = waveform(self.samples)
-            self.options.removed.refuse("", str(hashed))
+            row = row_of(source, pseudonym(self.key, "r", source, name), record, crop, self.key)
+            row["crc32c"], row["waveform"] = waveform(self.samples)
+            self.options.removed.refuse("", str(row["waveform"]))
         except ReadError as error:
             if error.reason == REMOVED:
                 notes = []
             notes.append((error.reason, located(path, error.detail)))
-            refused = [(source, plain, *note) for note in notes]
+            refused = [(source, name, *note) for note in notes]
             self.rejects += hidden(refused, self.options)
             return
         # With a key without details, which may have names of files
         for reason, detail in (*notes, *_flags(crop)):
-            self.rejects.append((source, name, reason, "" if self.key else detail))
-        facts = row | {"crc32c": f"{crc:08x}", "waveform": f"{hashed:016x}"}
-        member = f"{source}-{name}-{part:03d}"
-        row["crc32c"] = crc
-        row["waveform"] = hashed
-        facts["label_names"] = label_names(facts["labels"])
+            self.rejects.append((source, row["record"], reason, "" if self.key else detail))
+        self._write(row, part, roles)
+
+    def _write(self, row: dict[str, Any], part: int, roles: CropRoles) -> None:
+        """Append the crop to the tar, with its row as JSON."""
+        facts = row | {"crc32c": f"{row['crc32c']:08x}", "waveform": f"{row['waveform']:016x}"}
+        facts["label_names"] = label_names(row["labels"])
         text = json.dumps(facts).removesuffix("}").encode() + b", "
         named = self._named(roles, row["flags"])
+        member = f"{row['source']}-{row['record']}-{part:03d}"
         ecg = self.samples.data.cast("B")
         row["offset"] = self.tar.add(member, ecg, text, roles_text(*named.values()))
         self.rows.append(row | named)

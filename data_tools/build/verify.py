@@ -49,18 +49,17 @@ from ..io.terminal import tell
 from ..sources.base import Source, missing_note, read_safely, shown_patient
 from ..zarr_reader import decode, index_bytes
 from .finishing import (
-    FLAGS,
     ROLES,
     assign_roles,
     recipe_hash,
     records_of,
-    rejects_of,
     role_counts,
     source_counts,
 )
 from .known import signal_of
-from .plan import Reject, check_name, make_plan
+from .plan import check_name, make_plan
 from .record_index import RecordIndex
+from .rejects import FLAGS, Reject, rejects_of
 from .roles import Records, RoleSources
 from .shard import row_of
 from .shards import BLOCK, MAX_INDEX, index_name, index_of, member, member_header

@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..build.finishing import owners_of, records_of, rejects_of, value_counts
+from ..build.finishing import owners_of, records_of, value_counts
+from ..build.rejects import rejects_of
 from ..build.roles import PAPER_SOURCES, RoleSources
 from ..dataset import Dataset, Ecg, flagged
 from ..ecg.crops import HALF, IMPLAUSIBLE, MAX_UV

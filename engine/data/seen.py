@@ -2,11 +2,12 @@
 
     seen = joined([start.seen, seen_in(dataset, rows, "unlabelled")])
     path.write_bytes(as_bytes(seen)); seen = read(path)
+    uses(seen, dataset, rows)       # of each crop: has the model seen it or another of its patient, and how?
     notes(seen, [dataset], [rows], [patients], "scored here")     # sentences for whoever reads the scores
 
-The record lies in a model's folder, as seen.parquet. Whoever has an ECG can ask whether it is there, if it is
-bit-identical: resampled, shifted or rescaled copies are not found. A patient (a record where the patient is
-unknown) is hashed
+The record lies in a model's folder, as seen.parquet. Whoever has an ECG can ask whether it is there (`omnilead
+seen`: engine/evaluation/trained_on.py), if it is bit-identical: resampled, shifted or rescaled copies are not
+found. A patient (a record where the patient is unknown) is hashed
 
 - openly, where names are public (Dataset.is_public) or are pseudonyms, which nobody can guess;
 - else with the key of the dataset (Dataset.name_key), which is never in a model's folder: so nobody finds a name
@@ -20,6 +21,7 @@ threshold or a penalty; "labelled", trained on with its label.
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -93,8 +95,8 @@ def _marked(seen: pa.Table, keys: set[str]) -> pa.Table:
 
 def joined(records: Sequence[pa.Table]) -> pa.Table:
     """One record of several models or datasets."""
-    every = pa.concat_tables([NOTHING, *records])
-    hashes, patient, use, guessable = (column.to_numpy() for column in every.columns)
+    rows = pa.concat_tables([NOTHING, *records])
+    hashes, patient, use, guessable = (column.to_numpy() for column in rows.columns)
     key = hashes << 1 | patient
     order = np.argsort(key)
     key = key[order]
@@ -154,14 +156,29 @@ def uses(
     people: list[list[np.ndarray]] = [[] for _ in keys]
     waves = []
     for part, wanted in parts_of(dataset, [*OWNER, "waveform"], [rows]):
-        of_people, of_waves = hashes_of(part.filter(wanted), keys)
+        of_people, of_waves = _hashes_of(part.filter(wanted), keys)
         for hashes, under_key in zip(people, of_people, strict=True):
             hashes.append(under_key)
         waves.append(of_waves)
-    used = use_of(seen, False, np.concatenate(waves))
+    used = _use_of(seen, False, np.concatenate(waves))
     for hashes in people:
-        used = np.maximum(used, use_of(seen, True, np.concatenate(hashes)))
+        used = np.maximum(used, _use_of(seen, True, np.concatenate(hashes)))
     return np.asarray(used[place])
+
+
+class CropUses(NamedTuple):
+    """How crops were used: an index of USES, -1 if not."""
+
+    waveform: np.ndarray
+    owner: np.ndarray  # any crop of the same patient
+    owner_hash: np.ndarray  # equal for crops of the same patient
+
+
+def uses_of_crops(seen: pa.Table, crops: pa.Table, keys: Sequence[bytes]) -> CropUses:
+    """`crops`: their source, patient, record and waveform; `keys`: those of keys_of."""
+    people, waves = _hashes_of(crops.combine_chunks().to_batches()[0], keys)
+    owner = np.max([_use_of(seen, True, under_key) for under_key in people], axis=0)
+    return CropUses(_use_of(seen, False, waves), owner, people[0])
 
 
 def notes(
@@ -175,19 +192,19 @@ def notes(
     """How many of the patients of these crops a model has seen, and how. `patients`: the id of each
     crop of each dataset (engine.data.patients.ids_of); `where`: for example "scored here".
     `validation`: these are meant to be those that chose the model."""
-    found = []
+    sentences = []
     if len(seen) and seen["hash"][0].as_py() == -1:
-        found.append(
+        sentences.append(
             "It is not known what the model was trained on elsewhere: it may have seen patients "
             f"that are {where}."
         )
     known = set[str]().union(*map(marks_of, datasets))
     if known:
-        found += unknown_keys(seen, known)
+        sentences += unknown_keys(seen, known)
     use, ids = [], []
-    for dataset, some, of_crops in zip(datasets, rows, patients, strict=True):
-        use.append(uses(seen, dataset, some, datasets))
-        ids.append(of_crops[some])
+    for dataset, rows_N, ids_N in zip(datasets, rows, patients, strict=True):
+        use.append(uses(seen, dataset, rows_N, datasets))
+        ids.append(ids_N[rows_N])
     use_N = np.concatenate(use)
     people, place_N = np.unique(np.concatenate(ids), return_inverse=True)
     use_P = np.full(len(people), -1)
@@ -200,12 +217,16 @@ def notes(
         units = "records"
     of_all = f"of the {len(people):,} {units} that are {where}"
     if labelled:
-        found.append(f"Leakage: the model was trained with labels on {labelled:,} {of_all}.")
+        sentences.append(f"Leakage: the model was trained with labels on {labelled:,} {of_all}.")
     if selected and not validation:
-        found.append(f"Leakage: {selected:,} {of_all} helped to choose the model in validation.")
+        sentences.append(
+            f"Leakage: {selected:,} {of_all} helped to choose the model in validation."
+        )
     if unlabelled:
-        found.append(f"The model's pre-training has seen {unlabelled:,} {of_all}, without labels.")
-    return found
+        sentences.append(
+            f"The model's pre-training has seen {unlabelled:,} {of_all}, without labels."
+        )
+    return sentences
 
 
 def unknown_keys(seen: pa.Table, known: set[str]) -> list[str]:
@@ -227,7 +248,7 @@ def keys_of(datasets: Iterable[Dataset]) -> list[bytes]:
     return keys
 
 
-def hashes_of(crops: pa.RecordBatch, keys: Sequence[bytes]) -> tuple[list[np.ndarray], np.ndarray]:
+def _hashes_of(crops: pa.RecordBatch, keys: Sequence[bytes]) -> tuple[list[np.ndarray], np.ndarray]:
     """Of the patient of each crop, under each key; and of its waveform."""
     names, _ = owners(crops)
     people = [_name_hashes(names, key) for key in keys]
@@ -246,7 +267,7 @@ def _waveform_hashes(words: np.ndarray) -> np.ndarray:
     return (mix(words.copy()) >> np.uint64(64 - BITS)).astype(np.int64)
 
 
-def use_of(seen: pa.Table, patient: bool, hashes: np.ndarray) -> np.ndarray:
+def _use_of(seen: pa.Table, patient: bool, hashes: np.ndarray) -> np.ndarray:
     """The use of each hash; -1 if it is not there."""
     kind = seen.filter(pc.equal(seen["patient"], patient))
     use = kind["use"].take(pc.index_in(pa.array(hashes), kind["hash"]))

@@ -291,10 +291,13 @@ class ParquetParts:
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.parquet"
 
+    def own(self, count: int) -> range:
+        """This rank's parts, of so many."""
+        return range(self.rank, count, self.world)
+
     def missing(self, count: int) -> list[int]:
         """This rank's parts that are still missing or damaged."""
-        mine = range(self.rank, count, self.world)
-        numbers = [number for number in mine if self._read(number) is None]
+        numbers = [number for number in self.own(count) if self._read(number) is None]
         # Checked last: another rank removes the parts only after this file exists
         self.finished = self.out.exists()
         return [] if self.finished else numbers
@@ -400,8 +403,8 @@ def make(
 ) -> list[int]:
     """Computes this rank's parts, and joins the file if no part is missing. Returns the missing
     parts."""
-    mine = range(parts.rank, source.parts, parts.world)
-    missing, total = parts.missing(source.parts), source.count(mine)
+    missing = parts.missing(source.parts)
+    total = source.count(parts.own(source.parts))
     with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
         for number, table in tables(source, output, model_input, missing, per, bar.update):
             parts.write(number, table, source.refused.get(number, 0))

@@ -455,7 +455,7 @@ def test_whoever_is_removed_next_a_killed_removal_ends(deleted, tmp_path, monkey
     listed(out, **records)
     file.write_text("who0")
     with monkeypatch.context() as patch:
-        patch.setattr("omnilead.data_tools.build.removal.settle", dies_at_once)
+        patch.setattr("omnilead.data_tools.build.removal.remove_traces", dies_at_once)
         with pytest.raises(KeyboardInterrupt):
             remove(str(out), str(file))
     assert "versions/1: not a part of the dataset" in str(verify(Dataset.open(str(out))))

@@ -1,0 +1,69 @@
+"""rejects.csv: every record, lead or crop that was refused, repaired or flagged, and why."""
+
+import csv
+import hashlib
+import io
+from collections import Counter
+
+from ..dataset import META, REJECTS, Dataset
+from ..ecg.crops import IMPLAUSIBLE_AMPLITUDE
+from ..io.errors import DatasetError, ReadError, one_line
+from ..io.spreadsheet import as_csv, unquoted
+
+Reject = tuple[str, str, str, str]  # source, record, reason, detail
+FLAGS = (  # reasons in rejects.csv for records that were used nevertheless
+    "lead not measured",
+    "flat lead",
+    "saturated",
+    "large",
+    "zeros",
+    "einthoven",
+    "checksum differs",
+    "first value differs",
+    "diagnosis without a code",
+    "not in ptbxl_database.csv",
+    IMPLAUSIBLE_AMPLITUDE,
+    "shorter than stated",
+    "SOP class",
+    "further waveforms",
+    "channel status",
+    "no calibration pulse",
+    "inverted lead",
+)
+
+
+def rejects_csv(rejects: list[Reject]) -> bytes:
+    return as_csv([("source", "record", "reason", "detail"), *sorted(set(rejects))]).encode()
+
+
+def rejects_of(made: Dataset) -> list[Reject]:
+    """The rows of a dataset's rejects.csv: (source, record, reason, detail)."""
+    url, facts = made.root.url, made.meta.get("rejects")
+    if not facts:
+        raise DatasetError(f"{url}/{META}: has no entry `rejects`: build the dataset again")
+    try:
+        data = made.root.read(made.place(REJECTS), facts["bytes"])
+        if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+            raise ValueError("fails its sha256")
+        _, *rows = csv.reader(io.StringIO(data.decode()))
+        return [
+            (source, record, reason, detail)
+            for source, record, reason, detail in (map(unquoted, row) for row in rows)
+        ]
+    except (ReadError, ValueError, csv.Error) as error:
+        raise DatasetError(one_line(f"{url}/{REJECTS}: {error}: restore the file")) from None
+
+
+def reason_counts(rejects: list[Reject]) -> Counter[str]:
+    """How many lines of rejects.csv have each reason."""
+    return Counter(reason for _, _, reason, _ in set(rejects))
+
+
+def most_common_reasons(rejects: list[Reject]) -> str:
+    """Why records were refused, each reason with the first file."""
+    refusals = [reject for reject in rejects if reject[2] not in FLAGS]
+    examples = []
+    for reason, _ in Counter(reason for _, _, reason, _ in refusals).most_common(3):
+        detail = next(detail for _, _, why, detail in refusals if why == reason)
+        examples.append(f"{reason} ({detail})" if detail else reason)
+    return ", ".join(examples)
