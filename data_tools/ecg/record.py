@@ -42,6 +42,8 @@ YEARS = re.compile(
     r"\s*(\d{1,3}(?:[.,]\d{1,2})?)\s*(?:y|yrs?|years?)?\s*", re.ASCII | re.IGNORECASE
 )
 SEXES = {"m": "M", "male": "M", "f": "F", "female": "F", "w": "F"}
+# What files have for an age or a sex that they do not state
+UNSTATED = ("", "nan", "n/a", "unknown", "un", "u", "o", "other", "unspecified")
 # What spreadsheets and floating-point columns make of a long number: 1.23457E+10
 ROUNDED = re.compile(r"\d(?:[.,]\d+)?[eE]\+\d+")
 # Before the names of synthetic records and patients, with the seed of `synth`: seeds share nobody
@@ -220,6 +222,18 @@ def clean_age(value: object) -> float | None:
 
 def clean_sex(value: object) -> str | None:
     return SEXES.get(str(value).strip().lower())
+
+
+def not_understood(age: object, sex: object) -> tuple[tuple[str, str], ...]:
+    """Warnings of an age and a sex, as a file states them, that leave the dataset's empty."""
+    warnings = []
+    for what, stated, clean in (("age", age, clean_age(age)), ("sex", sex, clean_sex(sex))):
+        text = "" if stated is None else str(stated).strip()
+        if clean is None and text.lower() not in UNSTATED:
+            # Longer ones may be a date of birth or a name
+            shown = text if len(text) < 6 else "over 5 characters"
+            warnings.append((f"{what} not understood", shown))
+    return tuple(warnings)
 
 
 # SNOMED code -> index in CLASSES

@@ -36,6 +36,7 @@ from ..ecg.record import (
     clean_age,
     clean_sex,
     lead_rows,
+    not_understood,
     record_stem,
     unit_name,
 )
@@ -224,7 +225,8 @@ class ArraySource(Source):
             doubt = amplitude_doubt(microvolts(record), record.fs_hz)
         if doubt:
             doubt += ": is the unit right?"
-            record = replace(record, warnings=((IMPLAUSIBLE_AMPLITUDE, doubt),))
+            warnings = (*record.warnings, (IMPLAUSIBLE_AMPLITUDE, doubt))
+            record = replace(record, warnings=warnings)
         return record
 
     def _ecg(self, key: str) -> EcgRecord:
@@ -256,6 +258,7 @@ class ArraySource(Source):
             patient=cells.get("patient"),
             age=clean_age(cells.get("age")),
             sex=clean_sex(cells.get("sex")),
+            warnings=not_understood(cells.get("age"), cells.get("sex")),
         )
 
 

@@ -24,6 +24,7 @@ from ..ecg.record import (
     EcgRecord,
     clean_age,
     clean_sex,
+    not_understood,
     parse_dx,
     unit_name,
 )
@@ -63,7 +64,6 @@ UNITS = {
     311: (4, 3),
 }
 FLAC = (508, 516, 524)
-UNKNOWN = ("", "nan", "n/a", "unknown")  # age or sex, in comments
 MAX_FALLBACK_VALUES = 8_000_000  # because wfdb converts to int64
 
 _COMMENT = re.compile(r"#\s{0,8}(Age|Sex|Dx)\s{0,8}:(.*)", re.IGNORECASE)
@@ -139,15 +139,7 @@ def parse_header(data: bytes) -> WfdbHeader:
         tuple(map(int, initials)),
         tuple(map(int, checksums)),
     )
-    age, sex = clean_age(comments.get("age")), clean_sex(comments.get("sex"))
-    unread = []
-    for what, value in (("age", age), ("sex", sex)):
-        text = comments.get(what, "")
-        if value is None and text.lower() not in UNKNOWN:
-            # Longer ones may be a date of birth or a name
-            unread.append(
-                (f"{what} not understood", text if len(text) < 6 else "over 5 characters")
-            )
+    age, sex = comments.get("age"), comments.get("sex")
     return WfdbHeader(
         name,
         fs_hz,
@@ -155,10 +147,10 @@ def parse_header(data: bytes) -> WfdbHeader:
         files,
         *columns,
         leads,
-        age,
-        sex,
+        clean_age(age),
+        clean_sex(sex),
         comments.get("dx", ""),
-        tuple(unread),
+        not_understood(age, sex),
     )
 
 

@@ -157,6 +157,16 @@ def test_patients_of_the_table_decide_the_roles(tmp_path):
         assert len(both) == 1 or both == {"gallery", "probe"}
 
 
+def test_an_age_or_a_sex_that_is_not_understood_is_reported(tmp_path):
+    place = write(tmp_path / "a", MV, FACTS + TABLE)
+    (place / "t.csv").write_text(PEOPLE.replace(",41,", ",forty-one,").replace(",F", ",girl"))
+    made = shard(place, out=tmp_path / "out", pretrain_sources=["all"], workers=1)
+    said = {reason: detail for *_, reason, detail in rejects_of(made)}
+    assert (
+        said["age not understood"] == "over 5 characters" and said["sex not understood"] == "girl"
+    )
+
+
 def test_parquet_and_columns_beside_the_array(tmp_path):
     ids, who = np.arange(100, 100 + N), np.array([f"p{i}" for i in range(N)], "S2")
     place = write(tmp_path / "h", MV, FACTS, "e.h5", "x", exam=ids, who=who, hz=np.full(N, 250.0))

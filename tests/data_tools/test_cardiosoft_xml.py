@@ -138,7 +138,7 @@ def test_only_id_age_and_sex_of_the_patient_are_copied(tmp_path):
         ('<Age units="MONTHS">6</Age>', 0.5),
         ("<Age>61</Age>", 61),
         ('<Age units="YEARS"></Age>', np.nan),
-        ('<Age units="FORTNIGHTS">6</Age>', np.nan),
+        ('<Age units="FORTNIGHTS">6</Age>', "6 fortnights"),
         ("", np.nan),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 from hospital_cases import (
     BORN,
     SECRET,
+    build_hospital,
     check_damage,
     check_private,
     check_truth,
@@ -19,7 +20,7 @@ from hospital_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnilead.data_tools.build.finishing import FLAGS
+from omnilead.data_tools.build.rejects import FLAGS, rejects_of
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.extras.hospital.dicom import MAX_DEPTH
 
@@ -233,11 +234,20 @@ def test_of_two_rates_the_one_with_more_leads_is_read():
 
 
 @pytest.mark.parametrize(
-    ("age", "years"), [("006M", 0.5), ("012W", 84 / 365.25), ("61", None), ("0x1Y", None)]
+    ("age", "years"), [("006M", 0.5), ("012W", 84 / 365.25), ("61", "61"), ("0x1Y", "0x1Y")]
 )
 def test_ages_are_converted_to_years(age, years):
+    """Or stay as stated, and are then reported."""
     found = same(file(x00101010_AS=age))
-    assert found.age == (years if years is None else pytest.approx(years))
+    assert found.age == (years if years == age else pytest.approx(years))
+
+
+def test_an_age_that_is_not_understood_is_reported(tmp_path):
+    (tmp_path / "ecgs").mkdir()
+    (tmp_path / "ecgs" / "A.dcm").write_bytes(file(x00101010_AS="0x1Y", x00100040_CS="?"))
+    made = build_hospital(tmp_path / "ecgs", tmp_path / "out", plan="all")
+    said = {reason: detail for *_, reason, detail in rejects_of(made)}
+    assert said["age not understood"] == "0x1Y" and said["sex not understood"] == "?"
 
 
 def nested(depth):

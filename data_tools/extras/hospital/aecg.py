@@ -5,7 +5,6 @@ A sample is origin + digits x scale, in the units of each lead. Apart from the s
 subject's id, sex and reported age are read: no names, birth dates, comments or annotations.
 """
 
-from contextlib import suppress
 from xml.etree.ElementTree import Element
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, LEADS, MV_PER_UNIT, unit_name
 from ...io.errors import ReadError
 from ...io.spreadsheet import as_number
-from .base import MAX_BYTES, Decoded, Format, root_tag, tree
+from .base import MAX_BYTES, Decoded, Format, age_of, root_tag, tree
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 YEARS = dict(zip(("a", "mo", "wk", "d", "h"), AGE_UNITS.values(), strict=True))
@@ -124,12 +123,12 @@ def _digits(text: str, lead: str) -> np.ndarray:
     return digits
 
 
-def _age(root: Element) -> float | None:
+def _age(root: Element) -> float | str | None:
+    age: float | str | None = None
     for stated in root.iterfind("controlVariable/relatedObservation"):
         if _attribute(stated, "code", "code") in AGE_CODES:
-            with suppress(KeyError, ValueError):
-                return (
-                    float(_attribute(stated, "value", "value"))
-                    * YEARS[_attribute(stated, "value", "unit")]
-                )
-    return None
+            number, unit = (_attribute(stated, "value", name) for name in ("value", "unit"))
+            age = age_of(number, unit, YEARS)
+            if isinstance(age, float) and age >= 0:
+                break
+    return age

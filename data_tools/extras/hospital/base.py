@@ -7,7 +7,8 @@ versions: `hl7:code` becomes `code`.
 """
 
 import binascii
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 from xml.etree.ElementTree import Element, TreeBuilder
 from xml.parsers import expat
@@ -15,6 +16,7 @@ from xml.parsers import expat
 import numpy as np
 
 from ...io.errors import ReadError
+from ...io.spreadsheet import as_number
 
 
 class Decoded(NamedTuple):
@@ -23,9 +25,15 @@ class Decoded(NamedTuple):
     signals: dict[str, np.ndarray]  # microvolts by lead name; NaN: not measured
     fs_hz: float
     patient: str | None = None
-    age: float | None = None  # years
+    age: float | str | None = None  # years, or what the file states, if that is none
     sex: str | None = None
     warnings: tuple[tuple[str, str], ...] = ()  # (reason, detail)
+
+
+def age_of(number: str, unit: str, years: Mapping[str, float]) -> float | str:
+    """In years; what the file states, if that is no age."""
+    age = as_number(number) * years.get(unit, math.nan)
+    return f"{number} {unit}" if number and math.isnan(age) else age
 
 
 class Format(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, lead_name
 from ...io.errors import ReadError
 from ...io.spreadsheet import as_number
-from .base import Decoded, Format, root_tag, tree
+from .base import Decoded, Format, age_of, root_tag, tree
 
 MAX_BYTES = 12 * 2**20  # of which a full disclosure of minutes takes most
 MAX_LEADS = 64
@@ -42,14 +42,13 @@ def decode(data: bytes) -> Decoded:
     if has_full:
         warnings.append(("further waveforms", "the full disclosure was not read"))
     person = {field.tag: field for field in root.iterfind("PatientInfo/*")}
-    years = AGE_UNITS.get(_unit(person, "Age").lower() or "years", np.nan)
     place, strip = strips[0]
     fields = {field.tag: field for field in (*place, *strip)}
     return Decoded(
         _signals(strip, fields),
         _quantity(fields, "SampleRate", "Hz", "sampling rate"),
         _text(person, "PID"),
-        as_number(_text(person, "Age")) * years,
+        age_of(_text(person, "Age"), _unit(person, "Age").lower() or "years", AGE_UNITS),
         _text(person, "Gender"),
         tuple(warnings),
     )

@@ -150,11 +150,11 @@ def _rhythm(groups: list["_Group"]) -> tuple[list["_Group"], str]:
     return chosen[0], ", ".join(unusable)
 
 
-def _age_years(text: str) -> float | None:
+def _age_years(text: str) -> float | str:
     """From 063Y, 011M, ..."""
-    if len(text) != 4 or not text[:3].isdecimal():
-        return None
-    return int(text[:3]) * YEARS.get(text[3], math.nan)
+    if len(text) != 4 or not text[:3].isdecimal() or text[3] not in YEARS:
+        return text
+    return int(text[:3]) * YEARS[text[3]]
 
 
 FORMAT = Format(

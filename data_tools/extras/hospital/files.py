@@ -24,6 +24,7 @@ from ...ecg.record import (
     clean_age,
     clean_sex,
     hashed,
+    not_understood,
     plain_name,
     record_stem,
     with_limb_leads,
@@ -166,7 +167,7 @@ class HospitalFiles(FileSource):
             )
         leads, fs_hz = np.array(list(signals.values())), found.fs_hz
         rate_ratio(fs_hz)  # refuses unsupported rates
-        warnings = found.warnings
+        warnings = (*found.warnings, *not_understood(found.age, found.sex))
         if doubt := amplitude_doubt(leads, fs_hz):
             doubt += ": is the scale in the file right?"
             warnings = (*warnings, (IMPLAUSIBLE_AMPLITUDE, doubt))

@@ -13,7 +13,7 @@ import numpy as np
 from ...ecg.record import AGE_UNITS, lead_name
 from ...io.errors import ReadError
 from ...io.spreadsheet import as_number
-from .base import MAX_BYTES, Decoded, Format, from_base64, root_tag, tree
+from .base import MAX_BYTES, Decoded, Format, age_of, from_base64, root_tag, tree
 
 MAX_LEADS = 64
 # Fields that could shift or scale the samples, and the only value that is accepted
@@ -54,14 +54,12 @@ def decode(data: bytes) -> Decoded:
             raise ReadError("duplicated lead", name[:10])
         signals[name] = _samples(lead, name)
     person = next((_fields(one) for one in root.iterfind("PatientDemographics")), {})
-    years = as_number(person.get("PatientAge")) * AGE_UNITS.get(
-        person.get("AgeUnits", "years").lower(), np.nan
-    )
+    age = age_of(person.get("PatientAge", ""), person.get("AgeUnits", "years").lower(), AGE_UNITS)
     return Decoded(
         {name: uv for name, uv in signals.items() if uv is not None},
         as_number(fields.get("SampleBase")),
         person.get("PatientID"),
-        years,
+        age,
         person.get("Gender"),
     )
 
