@@ -44,7 +44,7 @@ class Declared(NamedTuple):
     option: Option
     kind: type
     several: bool
-    choices: tuple[str, ...]
+    choices: tuple[Any, ...]
     default: Any
 
     def parse(self, text: str) -> Any:
@@ -86,6 +86,8 @@ def declared(function: Callable[..., Any]) -> Iterator[Declared]:
         if several:
             kind = first_type(get_args(kind)[0])
         choices = get_args(kind) if get_origin(kind) is Literal else ()
+        if choices:
+            kind = type(choices[0])
         yield Declared(name, flag, option, kind, several, choices, parameter.default)
 
 

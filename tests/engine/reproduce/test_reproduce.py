@@ -17,7 +17,7 @@ import pytest
 
 from omnilead.data_tools.io import cluster
 from omnilead.engine.extras.reproduce import __main__ as reproduce
-from omnilead.engine.extras.reproduce import jobs, plan, run
+from omnilead.engine.extras.reproduce import jobs, paper, start
 from omnilead.engine.extras.reproduce.jobs import Job, WorkDir
 from tests.data_tools.test_cluster import dask  # noqa: F401
 from tests.forks import started
@@ -75,11 +75,6 @@ def use_fake_jobs(fake, monkeypatch):
     program = str(Path(__file__).with_name("fake.py"))
     monkeypatch.setattr(jobs, "OMNILEAD", (program, str(fake)))
     monkeypatch.setattr(jobs, "POLL_S", 0.02)
-    monkeypatch.setattr(run, "seconds_per_crop", no_time)
-
-
-def no_time(config):
-    return 0
 
 
 def command(given, fake):
@@ -94,7 +89,7 @@ def test_jobs_run_once_a_failed_one_stops_no_other_and_is_retried(lab, capsys):
     assert lab.main("--jobs", "2") == 1
     out, err = capsys.readouterr()
     kinds = "(1 pretrain, 8 finetune, 8 evaluate)"
-    assert f"{JOBS} of {JOBS} jobs left {kinds}: about 1 min, 2 at a time; 0.0 GB" in out
+    assert f"{JOBS} of {JOBS} jobs left {kinds}: about 26 s, 2 at a time\n" in out
     failed = ["finetune/random-12/diagnosis-12-seed1", "pretrain/w2v-12"]
     told = [f"{name} failed: {ERROR}" for name in failed]
     assert sorted(err.splitlines()) == told and len(lab.ran()) == 6
@@ -197,7 +192,7 @@ def test_a_moved_dataset_goes_on_and_changed_configs_are_refused(
     (tmp_path / "moved").symlink_to(lab.data)
     lab.data = tmp_path / "moved"
     assert lab.main(rows=1) == 0 and lab.all_ran_once(8)
-    monkeypatch.setattr(plan, "read_yaml", lambda path: {"train": {"lr": 0.5}})
+    monkeypatch.setattr(paper, "basis", lambda *_: " changed")
     capsys.readouterr()
     assert lab.main(rows=1) == 2
     err = capsys.readouterr().err
@@ -205,12 +200,28 @@ def test_a_moved_dataset_goes_on_and_changed_configs_are_refused(
     assert "and 5 more: remove them, or use another --out" in err
 
 
+def test_a_folder_of_an_earlier_version_goes_on(lab, capsys):
+    """Its commands named data and runs by --set; what it depended on is the same, or refused."""
+    assert lab.main() == 0
+    place = lab.out / jobs.COMMANDS
+    commands = json.loads(place.read_text())
+    name = "pretrain/w2v-12"
+    last = commands[name].split()[-1]
+    earlier = f"omnilead pretrain --config w2v --set 'data.datasets=[\"DATA\"]' {last}"
+    place.write_text(json.dumps(commands | {name: earlier}))
+    assert lab.main() == 0 and lab.all_ran_once(JOBS)
+    assert json.loads(place.read_text()) == commands
+    place.write_text(json.dumps(commands | {name: f"{earlier}0"}))
+    assert lab.main() == 2
+    assert f"than this plan's: {lab.out}/{name}, " in capsys.readouterr().err
+
+
 def test_dry_run_and_collect_only(lab, capsys):
     assert lab.main("--dry-run") == 0
     told = capsys.readouterr().out
     assert not lab.out.exists() and told.count("\nomnilead ") == JOBS
-    assert told.rstrip().endswith(" GB of results")
-    assert "# pretrain/w2v-12: about 10 s\nomnilead pretrain --config " in told
+    assert told.rstrip().endswith("about 51 s, 1 at a time")
+    assert "# pretrain/w2v-12: about 3 s\nomnilead pretrain --config " in told
     lab.let("fail", "finetune")
     assert lab.main(rows=1) == 1
     assert reproduce.main(["--table", "2", "--out", str(lab.out), "--collect-only"]) == 0
@@ -219,7 +230,7 @@ def test_dry_run_and_collect_only(lab, capsys):
 
 
 def test_ctrl_c_before_a_job_runs_is_one_line(lab, monkeypatch, capsys):
-    monkeypatch.setattr(run, "_open", lambda url: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(start, "open_dataset", lambda url: (_ for _ in ()).throw(KeyboardInterrupt))
     assert lab.main() == 130
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -231,6 +242,7 @@ SCALES = {
     "typo2": "identification: {train: {stps: 6}}",
     "both": "diagnosis: {train: {steps: 6, epochs: 2}}",
     "three": "pretrain: 3",
+    "long": "minutes: {pretrain: long}",
 }
 
 
@@ -238,7 +250,7 @@ SCALES = {
     ("given", "says"),
     [
         ("--table 5", "argument --table: invalid choice: 5"),
-        ("--seeds 0", "argument --seeds: '0'"),
+        ("--seeds 0", "argument --seeds: 0: must be a whole number of at least 1"),
         ("--data=", "--data"),
         ("--data {tmp}/nothing", "nothing: no dataset.json"),
         ("--scale huge", "--scale 'huge'"),
@@ -253,6 +265,7 @@ SCALES = {
         ("--scale {tmp}/typo2.yaml --tasks Id", "train.stps"),
         ("--scale {tmp}/both.yaml", "train.steps=6, train.epochs=2.0"),
         ("--scale {tmp}/three.yaml", "three.yaml: pretrain: 3"),
+        ("--scale {tmp}/long.yaml", "write a number for pretrain, finetune, evaluate"),
         ("--scale {tmp}/list.yaml", "list.yaml: pretrain: []: write a table"),
         ("--scale {tmp}/empty.yaml", "empty.yaml: settings must be a mapping"),
         ("--collect-only", "settings/data.json"),
@@ -261,7 +274,7 @@ SCALES = {
 )
 def test_errors_are_one_line(given, says, lab, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
-    monkeypatch.setattr(run, "run_jobs", lambda *_: pytest.fail("jobs were run"))
+    monkeypatch.setattr(jobs, "run_jobs", lambda *_: pytest.fail("jobs were run"))
     for name, text in SCALES.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     folders = {"used": '{"scale": "small"}', "changed": '{"settings": {"pretrain": {}}}'}
@@ -293,7 +306,7 @@ def test_data_without_the_roles_are_one_line(plan, role, says, lab, dataset, mon
     roles[group][name] = 0
     monkeypatch.setitem(dataset.meta, "roles", roles)
     monkeypatch.setitem(dataset.meta, "plan", plan)
-    monkeypatch.setattr(run.Dataset, "open", lambda url: dataset)
+    monkeypatch.setattr(start.Dataset, "open", lambda url: dataset)
     assert lab.main("--dry-run") == 2
     line = f"omnilead reproduce: --data {lab.data}: no crop has the role {role}: {says}"
     assert capsys.readouterr().err.startswith(line)
@@ -329,7 +342,6 @@ def test_a_cell_of_real_jobs(dataset, tmp_path, monkeypatch):
             return int(self.process.exitcode)
 
     monkeypatch.setattr(jobs.subprocess, "Popen", Forked)
-    monkeypatch.setattr(run, "seconds_per_crop", no_time)
     given = f"--table 2 --data {dataset.root.url} --out {tmp_path} --scale smoke --seeds 1"
     given += " --rows W2V+CMSC+RLM --leads 2 --tasks Dx"
     assert reproduce.main(given.split()) == 0
