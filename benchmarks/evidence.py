@@ -173,10 +173,10 @@ def together(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
     whole: Tree = {"rows": [], "differences": [], "notes": []}
     paths = [folder.path / step.makes for step in steps if step.kind == kind]
     for path in paths or [folder.path / kind / "bench.json"]:
-        one = read_json(path)
-        for key in one.keys() & {"rows", "differences", "notes"}:
-            one[key] = whole[key] + one[key]
-        whole |= one
+        scores = read_json(path)
+        for key in scores.keys() & {"rows", "differences", "notes"}:
+            scores[key] = whole[key] + scores[key]
+        whole |= scores
     return whole
 
 

@@ -62,7 +62,6 @@ def reproduce(
 
     chosen = [tables()[number] for number in dict.fromkeys(table)]
     folder = WorkDir(Path(out).absolute())
-    start.check_folder(folder, out)
     if collect_only:
         settings, dataset = start.begun_with(folder)
     else:

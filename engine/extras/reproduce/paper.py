@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +153,9 @@ class PaperPlan:
             pretraining |= {"augment.leads": channels, "augment.padded": False}
             pretraining["model.leads"] = channels
         start, steps = f"pretrain/{row.pretrain}-{channels}", paper()["steps"]
-        if row.random:
+        if row.random:  # without the first step, pre-training
             start, steps = f"starts/random-{channels}.yaml", steps[1:]
-            tree = load(row.pretrain, pretraining).tree()
+            tree = load(row.pretrain, pretraining, Config).tree()
             self.starts[start] = {key: tree[key] for key in tree if key not in ("run", "data")}
         words = {
             "out": shlex.quote(str(self.out)),
@@ -195,12 +196,10 @@ def make_plan(
         )
     plan = PaperPlan(scale, data, out)
     for table in chosen:
-        for row in table.rows.values():
-            for n in leads or LEADS:
-                for task in tasks or TASKS:
-                    if row.printed[task][n] and (not rows or row.name in rows):
-                        cell = [plan.add_cell(table, row, task, n, seed) for seed in range(seeds)]
-                        plan.cells[table.number, row.name, task, n] = cell
+        for row, n, task in product(table.rows.values(), leads or LEADS, tasks or TASKS):
+            if row.printed[task][n] and (not rows or row.name in rows):
+                names = [plan.add_cell(table, row, task, n, seed) for seed in range(seeds)]
+                plan.cells[table.number, row.name, task, n] = names
     # Pre-training first: it takes longest, and the others wait for it
     plan.jobs = dict(sorted(plan.jobs.items(), key=lambda item: item[1].kind != "pretrain"))
     return plan

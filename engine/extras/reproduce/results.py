@@ -41,7 +41,7 @@ class Cell(NamedTuple):
     state: str
     paper_mean: float | None
     paper_interval: float | None
-    scores: list[float]
+    scores: list[float] | str  # text in the csv
     auroc: float | None  # of Dx.; the paper does not print it
     auroc_interval: float | None
 
@@ -90,6 +90,7 @@ def measured(
     scores = [document["score"] for document in documents if document.get("score") is not None]
     areas = [document.get("metrics", {}).get("auroc") for document in documents if task == "Dx"]
     printed = row.printed[task][leads]
+    paper_mean, paper_interval = printed or (None, None)
     state = "not asked" if printed else "none in the paper"
     if scores:
         state = "done" if len(scores) == len(jobs) else "part"
@@ -98,7 +99,7 @@ def measured(
     return Cell(
         table.number, row.name, task, leads, table.column(leads),
         *spread(scores), False, len(scores), len(jobs), state,
-        *(printed or (None, None)), scores, *spread(areas),
+        paper_mean, paper_interval, scores, *spread(areas),
     )  # fmt: skip
 
 

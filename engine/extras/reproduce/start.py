@@ -29,11 +29,6 @@ NEEDED_ROLES = {  # and what to do if --plan paper gave them to no crop
 }
 
 
-def check_folder(folder: WorkDir, out: str) -> None:
-    if folder.path.is_file() or (folder.path / META).exists():
-        raise ConfigError(f"--out {out}: is a file or a dataset: name another folder")
-
-
 def open_dataset(url: str) -> DatasetInfo:
     if not url:
         raise ConfigError(
@@ -53,6 +48,8 @@ def open_dataset(url: str) -> DatasetInfo:
 
 def begin(folder: WorkDir, plan: PaperPlan) -> None:
     """Creates the folder, or refuses one that was started with other data or another scale."""
+    if folder.path.is_file() or (folder.path / META).exists():
+        raise ConfigError(f"--out {folder.path}: is a file or a dataset: name another folder")
     path, scale = folder.path / STARTED_WITH, plan.scale
     before = read_json(path)
     now = {"scale": scale.name, "settings": scale.settings, **asdict(plan.data)}
@@ -72,8 +69,8 @@ def begin(folder: WorkDir, plan: PaperPlan) -> None:
 
 
 def accept_earlier(folder: WorkDir, plan: PaperPlan) -> None:
-    """Until version 0.9 the commands named data and runs by --set alone. What they made counts, if
-    it depended on the same settings."""
+    """Once the commands named data and runs by --set alone. What they made counts, if it depended on
+    the same settings."""
     path = folder.path / COMMANDS
     commands = read_json(path)
     for job in plan.jobs.values():

@@ -72,18 +72,20 @@ def test_the_numbers_are_those_of_the_paper(number):
 
 
 def test_a_plan_has_all_cells_and_every_job_once():
-    one, two, every = plan(1), plan(2), plan(1, 2, 3, 4, seeds=1)
-    assert len(one.cells) == 7 * 2 * 5 and all(len(jobs) == 3 for jobs in one.cells.values())
-    kinds = Counter(job.kind for job in one.jobs.values())
+    table_1, table_2, whole = plan(1), plan(2), plan(1, 2, 3, 4, seeds=1)
+    assert len(table_1.cells) == 7 * 2 * 5 and all(
+        len(jobs) == 3 for jobs in table_1.cells.values()
+    )
+    kinds = Counter(job.kind for job in table_1.jobs.values())
     assert kinds == {"pretrain": 6, "finetune": 210, "evaluate": 210}
     # the paper has no such cell
-    assert len(two.cells) == 5 * 2 * 5 - 2 and "w2v_cmsc_rlm-1/" not in str(list(two.jobs))
-    assert two.starts["starts/random-2.yaml"]["model"]["leads"] == 2
-    ordered = list(every.jobs.values())
-    assert every.jobs["finetune/w2v-12/diagnosis-12-seed0"].needs == ("pretrain/w2v-12",)
+    assert len(table_2.cells) == 5 * 2 * 5 - 2 and "w2v_cmsc_rlm-1/" not in str(list(table_2.jobs))
+    assert table_2.starts["starts/random-2.yaml"]["model"]["leads"] == 2
+    ordered = list(whole.jobs.values())
+    assert whole.jobs["finetune/w2v-12/diagnosis-12-seed0"].needs == ("pretrain/w2v-12",)
     models = {job.name for job in ordered if job.kind == "pretrain"}
     assert models == set(MODELS.split())
-    cells = every.cells
+    cells = whole.cells
     assert cells[1, "W2V+CMSC+RLM", "Dx", 3] == cells[4, "RLM", "Dx", 3]
     assert cells[1, "W2V", "Id", 12] == cells[2, "W2V", "Id", 12]
     assert cells[1, "W2V", "Id", 3] == cells[3, "W2V", "Id", 3] != cells[2, "W2V", "Id", 3]

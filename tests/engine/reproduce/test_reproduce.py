@@ -40,11 +40,11 @@ class Lab:
         (self.fake / what).write_text(jobs)
 
     def arguments(self, *more, rows=2):
-        given = (
+        words = (
             f"--table 1 --data {self.data} --out {self.out} --scale smoke --seeds 2 --leads 12 1"
         )
         names = ("Random Init.", "W2V")[:rows]
-        return [*given.split(), "--tasks", "Dx", "--rows", *names, *more]
+        return [*words.split(), "--tasks", "Dx", "--rows", *names, *more]
 
     def main(self, *more, rows=2):
         return reproduce.main(self.arguments(*more, rows=rows))
@@ -77,11 +77,11 @@ def use_fake_jobs(fake, monkeypatch):
     monkeypatch.setattr(jobs, "POLL_S", 0.02)
 
 
-def command(given, fake):
+def command(words, fake):
     """In a process of its own."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_fake_jobs(fake, monkeypatch)
-        return reproduce.main(given)
+        return reproduce.main(words)
 
 
 def test_jobs_run_once_a_failed_one_stops_no_other_and_is_retried(lab, capsys):
@@ -91,8 +91,8 @@ def test_jobs_run_once_a_failed_one_stops_no_other_and_is_retried(lab, capsys):
     kinds = "(1 pretrain, 8 finetune, 8 evaluate)"
     assert f"{JOBS} of {JOBS} jobs left {kinds}: about 26 s, 2 at a time\n" in out
     failed = ["finetune/random-12/diagnosis-12-seed1", "pretrain/w2v-12"]
-    told = [f"{name} failed: {ERROR}" for name in failed]
-    assert sorted(err.splitlines()) == told and len(lab.ran()) == 6
+    printed = [f"{name} failed: {ERROR}" for name in failed]
+    assert sorted(err.splitlines()) == printed and len(lab.ran()) == 6
     assert lab.states() == {"done": 1, "part": 1, "failed": 2, "not asked": 66}
     lab.let("fail", "")
     assert lab.main("--jobs", "2") == 0
@@ -179,10 +179,13 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
         futures = [
             executor.submit(lambda: (together.wait(), jobs._environment())[1]) for _ in range(4)
         ]
-    found = [future.result() for future in futures]
+    environments = [future.result() for future in futures]
     cores = str(max(1, len(os.sched_getaffinity(0)) // 4))
-    assert Counter(at["CUDA_VISIBLE_DEVICES"] for at in found) == {"3": 2, "5": 2}
-    assert {at["OMP_NUM_THREADS"] for at in found} == {cores}
+    assert Counter(environment["CUDA_VISIBLE_DEVICES"] for environment in environments) == {
+        "3": 2,
+        "5": 2,
+    }
+    assert {environment["OMP_NUM_THREADS"] for environment in environments} == {cores}
 
 
 def test_a_moved_dataset_goes_on_and_changed_configs_are_refused(
@@ -218,10 +221,10 @@ def test_a_folder_of_an_earlier_version_goes_on(lab, capsys):
 
 def test_dry_run_and_collect_only(lab, capsys):
     assert lab.main("--dry-run") == 0
-    told = capsys.readouterr().out
-    assert not lab.out.exists() and told.count("\nomnilead ") == JOBS
-    assert told.rstrip().endswith("about 51 s, 1 at a time")
-    assert "# pretrain/w2v-12: about 3 s\nomnilead pretrain --config " in told
+    printed = capsys.readouterr().out
+    assert not lab.out.exists() and printed.count("\nomnilead ") == JOBS
+    assert printed.rstrip().endswith("about 51 s, 1 at a time")
+    assert "# pretrain/w2v-12: about 3 s\nomnilead pretrain --config " in printed
     lab.let("fail", "finetune")
     assert lab.main(rows=1) == 1
     assert reproduce.main(["--table", "2", "--out", str(lab.out), "--collect-only"]) == 0
@@ -247,7 +250,7 @@ SCALES = {
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("words", "says"),
     [
         ("--table 5", "argument --table: invalid choice: 5"),
         ("--seeds 0", "argument --seeds: 0: must be a whole number of at least 1"),
@@ -272,7 +275,7 @@ SCALES = {
         ("--out {used} --collect-only", "settings/data.json"),
     ],
 )
-def test_errors_are_one_line(given, says, lab, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_line(words, says, lab, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
     monkeypatch.setattr(jobs, "run_jobs", lambda *_: pytest.fail("jobs were run"))
     for name, text in SCALES.items():
@@ -283,7 +286,7 @@ def test_errors_are_one_line(given, says, lab, tmp_path, monkeypatch, capsys):
         (tmp_path / name / "settings/data.json").write_text(text)
         folders[name] = tmp_path / name
     try:
-        code = lab.main(*given.format(tmp=tmp_path, data=lab.data, **folders).split())
+        code = lab.main(*words.format(tmp=tmp_path, data=lab.data, **folders).split())
     except SystemExit as error:
         code = error.code
     err = capsys.readouterr().err
@@ -342,9 +345,9 @@ def test_a_cell_of_real_jobs(dataset, tmp_path, monkeypatch):
             return int(self.process.exitcode)
 
     monkeypatch.setattr(jobs.subprocess, "Popen", Forked)
-    given = f"--table 2 --data {dataset.root.url} --out {tmp_path} --scale smoke --seeds 1"
-    given += " --rows W2V+CMSC+RLM --leads 2 --tasks Dx"
-    assert reproduce.main(given.split()) == 0
+    words = f"--table 2 --data {dataset.root.url} --out {tmp_path} --scale smoke --seeds 1"
+    words += " --rows W2V+CMSC+RLM --leads 2 --tasks Dx"
+    assert reproduce.main(words.split()) == 0
     cells = json.loads((tmp_path / "table-2.json").read_text())["cells"]
     (done,) = [cell for cell in cells if cell["state"] == "done"]
     assert (done["row"], done["column"], done["task"]) == ("W2V+CMSC+RLM", "2-lead", "Dx")

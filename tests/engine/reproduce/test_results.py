@@ -89,12 +89,12 @@ def test_the_protocol_names_differences_from_the_paper():
 @pytest.mark.parametrize("number", tables())
 def test_bold_cells_are_the_papers(number, tmp_path):
     """With the paper's numbers as ours. Table 4 has two bold cells that are not its best."""
-    theirs = {key for key, text in latex(number).items() if r"\bf" in text}
+    papers_bold = {key for key, text in latex(number).items() if r"\bf" in text}
     table, (folder, made) = tables()[number], started(tmp_path, number, seeds=1)
     for (_, row, task, leads), (name,) in made.cells.items():
         printed = table.rows[row].printed[task][leads] or [0.0]
         score(folder, name.removeprefix("evaluate/"), printed[0])
     cells = results.table_cells(folder, table, made)
-    ours = {(cell.row, cell.task, cell.leads) for cell in cells if cell.bold}
+    our_bold = {(cell.row, cell.task, cell.leads) for cell in cells if cell.bold}
     other = {("RLM", "Dx", 1), ("RLM+Physio(4)", "Dx", 1)}
-    assert ours ^ theirs == (other if number == 4 else set())
+    assert our_bold ^ papers_bold == (other if number == 4 else set())
