@@ -58,7 +58,7 @@ def reproduce(
     from omnilead.engine.extras.reproduce import start
     from omnilead.engine.extras.reproduce.jobs import Job, WorkDir, run_jobs, show_plan, workers
     from omnilead.engine.extras.reproduce.paper import ReproductionScale, make_plan, tables
-    from omnilead.engine.extras.reproduce.results import show_tables, write_table
+    from omnilead.engine.extras.reproduce.results import show_tables, write_tables
 
     chosen = [tables()[number] for number in dict.fromkeys(table)]
     folder = WorkDir(Path(out).absolute())
@@ -66,24 +66,23 @@ def reproduce(
         settings, dataset = start.begun_with(folder)
     else:
         settings, dataset = ReproductionScale.read(scale), start.open_dataset(data)
-    plan = make_plan(chosen, settings, dataset, folder.path, seeds, rows, leads, tasks)
+    plan = make_plan(chosen, settings, dataset, folder, seeds, rows, leads, tasks)
     if dry_run:
         return show_plan(folder, plan.jobs.values(), jobs)
 
-    def collect(job: Job | None = None) -> None:
-        if job is None or job.kind == "evaluate":
-            for each in chosen:
-                write_table(folder, each, plan, seeds)
+    def update(job: Job) -> None:
+        if job.kind == "evaluate":
+            write_tables(plan)
 
     code = 0
     if not collect_only:
-        start.begin(folder, plan)
-        collect()
+        start.begin(plan)
+        write_tables(plan)
         if folder.missing(plan.jobs.values()):
             with workers(jobs, cluster) as (executor, slots):
-                code = run_jobs(folder, plan.jobs.values(), executor, slots, collect)
-    collect()
-    show_tables(folder, plan, chosen)
+                code = run_jobs(folder, plan.jobs.values(), executor, slots, update)
+    write_tables(plan)
+    show_tables(plan)
     return code
 
 

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -157,15 +157,15 @@ def write_json(path: Path, value: Any) -> None:
 def expected_seconds(folder: WorkDir, jobs: Collection[Job]) -> dict[str, float]:
     """Of the jobs that are left: as planned, times what those of their kind that are done took of
     their plan."""
-    missing = folder.missing(jobs)
-    took, minutes = dict[str, float](), dict[str, float]()
-    for job in set(jobs).difference(missing):
-        if seconds := folder.note(job, "seconds"):
-            took[job.kind] = took.get(job.kind, 0) + seconds
-            minutes[job.kind] = minutes.get(job.kind, 0) + job.minutes
+    took, minutes = defaultdict[str, float](float), defaultdict[str, float](float)
+    for job in jobs:
+        seconds = folder.note(job, "seconds")
+        if seconds and folder.done(job):
+            took[job.kind] += seconds
+            minutes[job.kind] += job.minutes
     expected = {}
-    for job in missing:
-        pace = took[job.kind] / minutes[job.kind] if minutes.get(job.kind) else 60
+    for job in folder.missing(jobs):
+        pace = took[job.kind] / minutes[job.kind] if minutes[job.kind] else 60
         expected[job.name] = job.minutes * pace
     return expected
 

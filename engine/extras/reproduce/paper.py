@@ -3,7 +3,7 @@
 
 tables()[1].rows["W2V"].printed["Dx"][12]             # [0.714, 0.011]
 ReproductionScale.read("small").settings["pretrain"]  # {"model.width": 128, ...}: set over configs/pretrain/METHOD.yaml
-plan = make_plan([tables()[1]], scale, data, out, seeds=3)
+plan = make_plan([tables()[1]], scale, data, folder, seeds=3)
 plan.jobs["pretrain/w2v-12"]                          # every job is after those that it needs
 plan.cells[1, "W2V", "Dx", 3]                         # names of the evaluations behind a cell, one per seed
 
@@ -27,7 +27,7 @@ from ...settings.errors import ConfigError
 from ...settings.files import CONFIGS, find_config, flatten
 from ...tasks.config import FinetuneConfig
 from ...training.config import Config, check, load
-from .jobs import Job, planned
+from .jobs import Job, WorkDir, planned
 
 Settings = dict[str, Any]
 HERE = CONFIGS / "reproduce"
@@ -88,9 +88,9 @@ class ReproductionScale:
         """A shipped scale, or a YAML file of the same form."""
         path = find_config(name, "reproduce/scales", "--scale").absolute()
         tree = read_yaml(path)
-        if unknown := tree.keys() - {*STAGES, "minutes"}:
-            raise ConfigError(f"{path}: {min(unknown)}: no such stage: use {', '.join(STAGES)}")
         for stage, section in tree.items():
+            if stage not in (*STAGES, "minutes"):
+                raise ConfigError(f"{path}: {stage}: no such stage: use {', '.join(STAGES)}")
             if section is not None and not isinstance(section, dict):
                 raise ConfigError(f"{path}: {stage}: {section!r}: write a table of keys and values")
         settings = {}
@@ -137,9 +137,11 @@ class DatasetInfo:
 
 @dataclass
 class PaperPlan:
+    tables: Sequence[Table]
     scale: ReproductionScale
     data: DatasetInfo
-    out: Path
+    folder: WorkDir
+    seeds: int
     jobs: dict[str, Job] = field(default_factory=dict)
     # names of evaluations, by table, row, task, leads
     cells: dict[tuple[int, str, str, int], list[str]] = field(default_factory=dict)
@@ -158,7 +160,7 @@ class PaperPlan:
             tree = load(row.pretrain, pretraining, Config).tree()
             self.starts[start] = {key: tree[key] for key in tree if key not in ("run", "data")}
         words = {
-            "out": shlex.quote(str(self.out)),
+            "out": shlex.quote(str(self.folder.path)),
             "data": shlex.quote(self.data.path),
             "method": row.pretrain,
             "pretraining": as_options(pretraining),
@@ -176,7 +178,7 @@ class PaperPlan:
             "finetune": basis("finetune", stage, self.starts.get(start)),
         }
         for step in steps:
-            job = planned(step, words, self.jobs, self.out)
+            job = planned(step, words, self.jobs, self.folder.path)
             minutes = self.scale.minutes[job.kind]
             job = replace(job, minutes=minutes, basis=bases.get(job.kind, ""))
             self.jobs.setdefault(job.name, job)
@@ -184,7 +186,7 @@ class PaperPlan:
 
 
 def make_plan(
-    chosen: Sequence[Table], scale: ReproductionScale, data: DatasetInfo, out: Path, seeds: int,
+    chosen: Sequence[Table], scale: ReproductionScale, data: DatasetInfo, folder: WorkDir, seeds: int,
     rows: Sequence[str] = (), leads: Sequence[int] = (), tasks: Sequence[str] = (),
 ) -> PaperPlan:  # fmt: skip
     """The plan for the chosen tables. `rows`, `leads` and `tasks` select cells; if empty, all."""
@@ -194,7 +196,7 @@ def make_plan(
         raise ConfigError(
             f"--rows {unknown[0]!r}: table {numbers} has no such row: use {', '.join(names)}"
         )
-    plan = PaperPlan(scale, data, out)
+    plan = PaperPlan(chosen, scale, data, folder, seeds)
     for table in chosen:
         for row, n, task in product(table.rows.values(), leads or LEADS, tasks or TASKS):
             if row.printed[task][n] and (not rows or row.name in rows):

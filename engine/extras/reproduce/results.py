@@ -1,6 +1,6 @@
 """The tables, a view of the scores measured so far beside the paper's: DIR/table-N.md, .csv and .json.
 
-    write_table(folder, table, plan, seeds)
+    write_tables(plan)
 
 A cell is the mean and half of the 95 % interval (Student's t) over the seeds of fine-tuning.
 """
@@ -15,7 +15,7 @@ from omnilead.data_tools.io.storage import write_whole
 from omnilead.data_tools.io.terminal import echo
 
 from ...training.metrics import over_seeds
-from .jobs import Job, WorkDir, read_json, write_json
+from .jobs import Job, read_json, write_json
 from .paper import LEADS, TASKS, PaperPlan, Row, Table
 
 LEGEND = {
@@ -46,47 +46,47 @@ class Cell(NamedTuple):
     auroc_interval: float | None
 
 
-def write_table(folder: WorkDir, table: Table, plan: PaperPlan, seeds: int) -> None:
-    cells, text = table_cells(folder, table, plan), protocol(plan, seeds)
-    path = folder.path / f"table-{table.number}"
-    document = {
-        "table": table.number,
-        "title": table.title,
-        "protocol": text,
-        "scale": plan.scale.name,
-        "data": asdict(plan.data),
-        "cells": [cell._asdict() for cell in cells],
-    }
-    write_json(path.with_suffix(".json"), document)
-    lines = [cell._replace(scores=" ".join(map(repr, cell.scores))) for cell in cells]
-    write_whole(path.with_suffix(".csv"), as_csv([Cell._fields, *lines]))
-    write_whole(path.with_suffix(".md"), markdown(table, cells, text))
+def write_tables(plan: PaperPlan) -> None:
+    text = protocol(plan)
+    for table in plan.tables:
+        cells = table_cells(table, plan)
+        path = plan.folder.path / f"table-{table.number}"
+        document = {
+            "table": table.number,
+            "title": table.title,
+            "protocol": text,
+            "scale": plan.scale.name,
+            "data": asdict(plan.data),
+            "cells": [cell._asdict() for cell in cells],
+        }
+        write_json(path.with_suffix(".json"), document)
+        lines = [cell._replace(scores=" ".join(map(repr, cell.scores))) for cell in cells]
+        write_whole(path.with_suffix(".csv"), as_csv([Cell._fields, *lines]))
+        write_whole(path.with_suffix(".md"), markdown(table, cells, text))
 
 
-def show_tables(folder: WorkDir, plan: PaperPlan, tables: list[Table]) -> None:
-    paths = [folder.path / f"table-{table.number}.md" for table in tables]
+def show_tables(plan: PaperPlan) -> None:
+    paths = [plan.folder.path / f"table-{table.number}.md" for table in plan.tables]
     for path in paths:
         lines = path.read_text().splitlines()
         shown = [line for line in lines if line.startswith(("#", "|", "Each cell"))]
         echo("\n".join(shown) + "\n")
-    left, total = len(folder.missing(plan.jobs.values())), len(plan.jobs)
+    left, total = len(plan.folder.missing(plan.jobs.values())), len(plan.jobs)
     text = f"{', '.join(map(str, paths))}: {total - left} of {total} jobs done"
     if left:
         text += "; run the same command again to continue"
     echo(text)
 
 
-def table_cells(folder: WorkDir, table: Table, plan: PaperPlan) -> list[Cell]:
+def table_cells(table: Table, plan: PaperPlan) -> list[Cell]:
     positions = product(table.rows.values(), TASKS, LEADS)
-    cells = [measured(folder, table, row, task, leads, plan) for row, task, leads in positions]
+    cells = [measured(table, row, task, leads, plan) for row, task, leads in positions]
     return [cell._replace(bold=is_bold(cell, table, cells)) for cell in cells]
 
 
-def measured(
-    folder: WorkDir, table: Table, row: Row, task: str, leads: int, plan: PaperPlan
-) -> Cell:
+def measured(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) -> Cell:
     jobs = [plan.jobs[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
-    documents = [read_json(folder.path / job.makes) for job in jobs]
+    documents = [read_json(plan.folder.path / job.makes) for job in jobs]
     scores = [document["score"] for document in documents if document.get("score") is not None]
     areas = [document.get("metrics", {}).get("auroc") for document in documents if task == "Dx"]
     printed = row.printed[task][leads]
@@ -95,7 +95,7 @@ def measured(
     if scores:
         state = "done" if len(scores) == len(jobs) else "part"
     elif jobs:
-        state = "failed" if any(failed(folder, plan, job) for job in jobs) else "not yet"
+        state = "failed" if any(failed(plan, job) for job in jobs) else "not yet"
     return Cell(
         table.number, row.name, task, leads, table.column(leads),
         *spread(scores), False, len(scores), len(jobs), state,
@@ -109,10 +109,10 @@ def spread(values: Iterable[float | None]) -> tuple[float | None, float | None]:
     return mean, half if len(known) > 1 else None
 
 
-def failed(folder: WorkDir, plan: PaperPlan, job: Job) -> bool:
+def failed(plan: PaperPlan, job: Job) -> bool:
     """Whether this job or one that it needs has failed."""
-    needed = (plan.jobs[name] for name in job.needs)
-    return bool(folder.note(job, "error")) or any(failed(folder, plan, other) for other in needed)
+    needed = (failed(plan, plan.jobs[name]) for name in job.needs)
+    return bool(plan.folder.note(job, "error")) or any(needed)
 
 
 def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
@@ -171,7 +171,7 @@ def number(mean: float | None, interval: float | None) -> str:
     return f"{mean:.3f}" if interval is None else f"{mean:.3f} ± {interval:.3f}"
 
 
-def protocol(plan: PaperPlan, seeds: int) -> str:
+def protocol(plan: PaperPlan) -> str:
     """How this differs from the paper, in one paragraph."""
     scale, data = plan.scale, plan.data
     dx = " / ".join(f"{data.count('dx', role):,}" for role in ("train", "valid", "test"))
@@ -179,8 +179,8 @@ def protocol(plan: PaperPlan, seeds: int) -> str:
     if data.split == "paper-split":
         leak = ", split by crop as in the authors' code: crops of one ECG are on both sides"
     over = "1 seed of fine-tuning"
-    if seeds > 1:
-        over = f"{seeds} seeds of fine-tuning ± half of the 95 % interval (Student's t)"
+    if plan.seeds > 1:
+        over = f"{plan.seeds} seeds of fine-tuning ± half of the 95 % interval (Student's t)"
     best = scale.settings["diagnosis"].get("train.best", "auroc")
     best = "CinC score" if best == "challenge" else best.upper()
     stages = []

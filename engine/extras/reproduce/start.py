@@ -46,11 +46,12 @@ def open_dataset(url: str) -> DatasetInfo:
     return data
 
 
-def begin(folder: WorkDir, plan: PaperPlan) -> None:
+def begin(plan: PaperPlan) -> None:
     """Creates the folder, or refuses one that was started with other data or another scale."""
+    folder, scale = plan.folder, plan.scale
     if folder.path.is_file() or (folder.path / META).exists():
         raise ConfigError(f"--out {folder.path}: is a file or a dataset: name another folder")
-    path, scale = folder.path / STARTED_WITH, plan.scale
+    path = folder.path / STARTED_WITH
     before = read_json(path)
     now = {"scale": scale.name, "settings": scale.settings, **asdict(plan.data)}
     for key in before.keys() - {"path"}:
@@ -59,7 +60,7 @@ def begin(folder: WorkDir, plan: PaperPlan) -> None:
                 f"--out {folder.path}: was started with other data or settings ({key} was "
                 f"{str(before[key])[:40]} and is {str(now.get(key))[:40]}): use another --out"
             )
-    accept_earlier(folder, plan)
+    accept_earlier(plan)
     folder.start(plan.jobs.values(), {plan.data.path: plan.data.fingerprint})
     for name in ("settings", "starts"):
         (folder.path / name).mkdir(exist_ok=True)
@@ -68,10 +69,10 @@ def begin(folder: WorkDir, plan: PaperPlan) -> None:
         write_whole(folder.path / start, yaml.safe_dump(tree, sort_keys=False))
 
 
-def accept_earlier(folder: WorkDir, plan: PaperPlan) -> None:
+def accept_earlier(plan: PaperPlan) -> None:
     """Once the commands named data and runs by --set alone. What they made counts, if it depended on
     the same settings."""
-    path = folder.path / COMMANDS
+    path = plan.folder.path / COMMANDS
     commands = read_json(path)
     for job in plan.jobs.values():
         text = commands.get(job.name, "")

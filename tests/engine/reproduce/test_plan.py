@@ -44,7 +44,9 @@ pretrain/w2v-1 pretrain/cmsc-1 pretrain/w2v_cmsc-1
 @cache
 def plan(*numbers, scale="paper", seeds=3, out="/out", **choice):
     chosen = [tables()[number] for number in numbers]
-    return make_plan(chosen, ReproductionScale.read(scale), DATA, Path(out), seeds, **choice)
+    return make_plan(
+        chosen, ReproductionScale.read(scale), DATA, WorkDir(Path(out)), seeds, **choice
+    )
 
 
 def latex(number):

@@ -8,7 +8,7 @@ import pytest
 from test_plan import DATA, latex, plan
 
 from omnilead.engine.extras.reproduce import results
-from omnilead.engine.extras.reproduce.jobs import WorkDir, write_json
+from omnilead.engine.extras.reproduce.jobs import write_json
 from omnilead.engine.extras.reproduce.paper import tables
 
 GOLDEN = """
@@ -22,8 +22,8 @@ GOLDEN = """
 
 def started(out, number, **choice):
     made = plan(number, out=str(out), **choice)
-    WorkDir(out).start(made.jobs.values())
-    return WorkDir(out), made
+    made.folder.start(made.jobs.values())
+    return made.folder, made
 
 
 def score(folder, name, value, **metrics):
@@ -40,7 +40,7 @@ def test_a_table_of_unfinished_scores(tmp_path):
     score(folder, "w2v_rlm-12/diagnosis-12-seed2", 0.615)
     failed = made.jobs["finetune/w2v_rlm-12/diagnosis-P-3-seed0"]
     write_json(folder.file(failed, "json"), {"error": "no room"})
-    results.write_table(folder, tables()[3], made, 3)
+    results.write_tables(made)
     text = (tmp_path / "table-3.md").read_text()
     assert GOLDEN in text
     assert text.startswith("# Table 3: Random lead masking added to W2V and to CMSC\n")
@@ -68,13 +68,13 @@ def test_a_damaged_score_does_not_count(damaged, tmp_path):
     assert folder.done(job)
     (tmp_path / job.makes).write_text(damaged)
     assert not folder.done(job)
-    assert not any(cell.scores for cell in results.table_cells(folder, tables()[3], made))
+    assert not any(cell.scores for cell in results.table_cells(tables()[3], made))
 
 
 def test_the_protocol_names_differences_from_the_paper():
     def protocol(scale, seeds=3, **facts):
-        made = plan(3, scale=scale, rows=("W2V",), leads=(12,), tasks=("Dx",))
-        return results.protocol(replace(made, data=replace(DATA, **facts)), seeds)
+        made = plan(3, scale=scale, seeds=seeds, rows=("W2V",), leads=(12,), tasks=("Dx",))
+        return results.protocol(replace(made, data=replace(DATA, **facts)))
 
     exact, small = protocol("paper"), protocol("small")
     assert exact.endswith("configurations: diagnosis: train.best challenge.")
@@ -94,7 +94,7 @@ def test_bold_cells_are_the_papers(number, tmp_path):
     for (_, row, task, leads), (name,) in made.cells.items():
         printed = table.rows[row].printed[task][leads] or [0.0]
         score(folder, name.removeprefix("evaluate/"), printed[0])
-    cells = results.table_cells(folder, table, made)
+    cells = results.table_cells(table, made)
     our_bold = {(cell.row, cell.task, cell.leads) for cell in cells if cell.bold}
     other = {("RLM", "Dx", 1), ("RLM+Physio(4)", "Dx", 1)}
     assert our_bold ^ papers_bold == (other if number == 4 else set())
