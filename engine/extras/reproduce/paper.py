@@ -159,19 +159,19 @@ class PaperPlan:
             start, steps = f"starts/random-{channels}.yaml", steps[1:]
             tree = load(row.pretrain, pretraining, Config).tree()
             self.starts[start] = {key: tree[key] for key in tree if key not in ("run", "data")}
+        column = table.column(leads).removesuffix("-lead")
         words = {
             "out": shlex.quote(str(self.folder.path)),
             "data": shlex.quote(self.data.path),
             "method": row.pretrain,
             "pretraining": as_options(pretraining),
             "start": start,
-            "model": Path(start).stem,
             "task": stage,
             "finetuning": as_options({**row.finetune.get(stage, {}), **self.scale.settings[stage]}),
             "leads": leads,
             "padded": json.dumps(channels == 12),
-            "column": table.column(leads).removesuffix("-lead"),
             "seed": seed,
+            "cell": f"{Path(start).stem}/{stage}-{column}-seed{seed}",
         }
         bases = {
             "pretrain": basis("pretrain", row.pretrain),
