@@ -21,6 +21,7 @@ import itertools
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ from omnilead.data_tools.io.terminal import say
 from omnilead.engine.extras.reproduce.jobs import (
     Job,
     WorkDir,
+    planned,
     read_json,
     run_jobs,
     show_plan,
     workers,
     write_json,
 )
-from omnilead.engine.extras.reproduce.paper import ReproductionScale, as_arguments
+from omnilead.engine.extras.reproduce.paper import ReproductionScale, as_options
 from omnilead.engine.inference.commands import exit_code
 from omnilead.engine.settings.commandline import positive, read_yaml
 from omnilead.engine.settings.errors import ConfigError
@@ -97,27 +99,21 @@ def read_plan(tree: Tree, out: Path, only: str = "") -> list[Job]:
 
 
 def filled(tree: Tree, out: Path) -> Iterator[Job]:
-    scale = ReproductionScale.read(tree["scale"]).settings["pretrain"] | tree.get("settings", {})
-    scale_words = [word for pair in as_arguments(scale) for word in ("--set", pair)]
-    words = {"out": shlex.quote(str(out)), "scale": shlex.join(scale_words)}
+    settings = ReproductionScale.read(tree["scale"]).settings["pretrain"]
+    scale = as_options(settings | tree.get("settings", {}))
+    words = {"out": shlex.quote(str(out)), "scale": scale}
     values = {}
     for key, value in tree["values"].items():
         values[key] = value.format_map(words) if isinstance(value, str) else value
     names: list[str] = []
-    for entry in tree["steps"]:
-        each = entry.get("each", {})
+    for step in tree["steps"]:
+        each = step.get("each", {})
         lists = [values[name] for name in each.values()]
-        groups = words | grouped(names, words["out"])
+        known = grouped(names, words["out"]) | values | words
         for combination in itertools.product(*lists):
-            known = groups | values | words | dict(zip(each, combination, strict=True))
-            name = entry["name"].format_map(known)
-            command = tuple(shlex.split(entry["run"].format_map(known)))
-            inputs = [f"{word}/" for word in command]
-            needs = [other for other in names if any(f"{out}/{other}/" in word for word in inputs)]
-            names.append(name)
-            minutes = float(tree.get("pace", 1) * entry["minutes"])
-            makes = f"{name}/{entry['makes'].format_map(known)}"
-            yield Job(name, command, tuple(needs), makes, minutes)
+            job = planned(step, known | dict(zip(each, combination, strict=True)), names, out)
+            names.append(job.name)
+            yield replace(job, minutes=float(tree.get("pace", 1) * step["minutes"]))
 
 
 def grouped(names: Sequence[str], out: str) -> dict[str, str]:
@@ -177,10 +173,10 @@ def together(steps: Sequence[Job], folder: WorkDir, kind: str) -> Tree:
     whole: Tree = {"rows": [], "differences": [], "notes": []}
     paths = [folder.path / step.makes for step in steps if step.kind == kind]
     for path in paths or [folder.path / kind / "bench.json"]:
-        one = read_json(path)
-        for key in one.keys() & {"rows", "differences", "notes"}:
-            one[key] = whole[key] + one[key]
-        whole |= one
+        scores = read_json(path)
+        for key in scores.keys() & {"rows", "differences", "notes"}:
+            scores[key] = whole[key] + scores[key]
+        whole |= scores
     return whole
 
 

@@ -25,7 +25,7 @@ HEAVY = [
     "omnilead.engine.extras.reports.evaluation_report",
     "omnilead.engine.inference.commands",
     "omnilead.engine.evaluation.results",
-    "omnilead.engine.extras.reproduce.run",
+    "omnilead.engine.extras.reproduce.start",
     "deepspeed",
     "torch._dynamo",
     "torch.utils.tensorboard",

@@ -44,7 +44,7 @@ class Declared(NamedTuple):
     option: Option
     kind: type
     several: bool
-    choices: tuple[str, ...]
+    choices: tuple[Any, ...]
     default: Any
 
     def parse(self, text: str) -> Any:
@@ -86,6 +86,8 @@ def declared(function: Callable[..., Any]) -> Iterator[Declared]:
         if several:
             kind = first_type(get_args(kind)[0])
         choices = get_args(kind) if get_origin(kind) is Literal else ()
+        if choices:
+            kind = type(choices[0])
         yield Declared(name, flag, option, kind, several, choices, parameter.default)
 
 
@@ -95,39 +97,39 @@ def first_type(annotation: Any) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser, function: Callable[..., Any]) -> None:
-    for one in declared(function):
-        settings: dict[str, Any] = {"help": one.option.help}
-        required = one.option.required or one.default is inspect.Parameter.empty
-        if one.flag.startswith("-"):
-            settings |= {"dest": one.name, "required": required}
+    for parameter in declared(function):
+        settings: dict[str, Any] = {"help": parameter.option.help}
+        required = parameter.option.required or parameter.default is inspect.Parameter.empty
+        if parameter.flag.startswith("-"):
+            settings |= {"dest": parameter.name, "required": required}
         if not required:
-            settings["default"] = one.default
-        if one.kind is bool:
+            settings["default"] = parameter.default
+        if parameter.kind is bool:
             settings["action"] = "store_true"
         else:
-            settings["metavar"] = one.option.metavar
-        if one.kind in (int, float):
-            settings["type"] = one.parse
-        if one.choices:
-            settings["choices"] = one.choices
-        if one.several:
+            settings["metavar"] = parameter.option.metavar
+        if parameter.kind in (int, float):
+            settings["type"] = parameter.parse
+        if parameter.choices:
+            settings["choices"] = parameter.choices
+        if parameter.several:
             settings["nargs"] = "+"
-        parser.add_argument(one.flag, **settings)
+        parser.add_argument(parameter.flag, **settings)
 
 
 def check_values(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Refuses what the command would refuse, with the same line."""
-    options = {one.name: one for one in declared(function)}
-    given = {**dict(zip(options, args, strict=False)), **kwargs}
-    for name, value in given.items():
-        one = options.get(name)
-        if one is None or value is one.default:  # an unknown name: Python says so
+    options = {parameter.name: parameter for parameter in declared(function)}
+    values = {**dict(zip(options, args, strict=False)), **kwargs}
+    for name, value in values.items():
+        parameter = options.get(name)
+        if parameter is None or value is parameter.default:  # an unknown name: Python says so
             continue
-        several = one.several and not isinstance(value, str | os.PathLike)
+        several = parameter.several and not isinstance(value, str | os.PathLike)
         for single in value if several else [value]:
             try:
-                one.check(single)
+                parameter.check(single)
             except argparse.ArgumentTypeError as error:
-                raise DataError(f"argument {one.flag}: {error}") from None
+                raise DataError(f"argument {parameter.flag}: {error}") from None

@@ -65,14 +65,14 @@ steps:
 def test_what_is_done_is_not_done_again(tmp_path, capsys, golden):
     """What other commands made is refused. Steps without their ECGs are skipped. What is no plan is
     one line."""
-    out, said = tmp_path / "my out", []
+    out, printed = tmp_path / "my out", []
 
     def run(words, old="", new=""):
         text = PLAN.replace(old, new).replace("DIR", str(tmp_path))
         (tmp_path / "plan.yaml").write_text(text)
         code = evidence.main([*f"{tmp_path}/{words} --out".split(), str(out)])
         made = [f"{path.parent}: {path.read_text()}\n" for path in sorted(out.rglob("f"))]
-        said.extend([f"$ {words} {old} {new}\n", *capsys.readouterr(), f"{code}\n", *made, "\n"])
+        printed.extend([f"$ {words} {old} {new}\n", *capsys.readouterr(), f"{code}\n", *made, "\n"])
 
     run("plan.yaml --dry-run")
     run("plan.yaml --only evaluate")  # with those that it needs
@@ -88,7 +88,7 @@ def test_what_is_done_is_not_done_again(tmp_path, capsys, golden):
     run("plan.yaml --only four")
     run("plan.yaml", "letters:", "others:")
     run("none")
-    text = re.sub(r"done in \d+ s", "done", "".join(said))
+    text = re.sub(r"done in \d+ s", "done", "".join(printed))
     golden("plan.txt", text.replace(str(tmp_path), "DIR"))
 
 

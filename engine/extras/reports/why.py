@@ -16,11 +16,9 @@ drawing show what the model uses.
 Axes: P stretches.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +27,7 @@ from torch import Tensor
 
 import omnilead.data_tools.extras.plots as plots
 from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 
 from ...data.augmenter import FS_HZ, HALF
@@ -38,7 +37,8 @@ from ...inference.outputs import predictions
 from ...inference.trained_model import ROWS, TrainedModel
 from ...model.encoder import Encoder
 from ...model.input import Input
-from ...settings.commandline import RUN_CODE, command_parser, writable
+from ...settings import options as shared
+from ...settings.commandline import options_of, writable
 from ...settings.errors import ConfigError
 from ...training.metrics import Array
 
@@ -142,30 +142,29 @@ def in_stretches(x_RLT: Tensor, stretch_T: Tensor) -> Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
-    return exit_code("omnilead show", partial(run, **vars(args)), args.png, "--png")
+    options = options_of(draw_why, "show", __doc__, arguments)
+    return exit_code("omnilead show", lambda: draw_why(**options), options["png"], "--png")
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("show", __doc__)
-    add = parser.add_argument
-    add("what", metavar="DATASET|FILE", help="a record, an array, or a dataset with --crop")
-    add("--model", required=True, help="a model with a head")
-    add("--why", required=True, metavar="CLASS", help="a class, or a label column, or risk")
-    add("--png", required=True, metavar="FILE", help="save the figure as .png, .svg or .pdf")
-    add("--crop", type=int, metavar="ROW", help="a crop of the dataset")
-    add("--code", **RUN_CODE)
-    add("--leads", metavar="L", help="shown to the model; of an array, the names of its rows")
-    add("--fs", dest="fs_hz", type=float, metavar="HZ", help="sampling rate of an array")
-    add("--unit", help="of an array: V, mV, uV (mV)")
-    add("--device", default="auto", help="cpu, cuda, ... (auto: a GPU if there is one)")
-    return parser.parse_args(arguments)
-
-
-def run(what: str, model: str, why: str, png: str, crop: int | None, **options: Any) -> int:
+def draw_why(
+    what: Annotated[str, Option("a record, an array, or a dataset with --crop", "DATASET|FILE")],
+    *,
+    model: Annotated[str, Option("a model with a head")],
+    why: Annotated[str, Option("a class, or a label column, or risk", "CLASS")],
+    png: Annotated[str, Option("save the figure as .png, .svg or .pdf", "FILE")],
+    crop: Annotated[int | None, Option("a crop of the dataset", "ROW")] = None,
+    code: shared.Code = False,
+    leads: Annotated[
+        str | None, Option("shown to the model; of an array, the names of its rows", "L")
+    ] = None,
+    fs_hz: Annotated[float | None, Option("sampling rate of an array", "HZ", "--fs")] = None,
+    unit: Annotated[str | None, Option("of an array: V, mV, uV (mV)")] = None,
+    device: shared.Device = "auto",
+) -> int:
+    ecg = {"leads": leads, "fs_hz": fs_hz, "unit": unit}
     writable(Path(png), "--png")
     plots.picture_kind(Path(png))
-    setup = prepare(model, what, precision="fp32", **options)
+    setup = prepare(model, what, device=device, precision="fp32", code=code, **ecg)
     predictions(setup.model)  # refuses models without classes
     classes = setup.model.classes
     if why not in classes:

@@ -13,91 +13,84 @@ Exit 0: all done, or stopped by SIGTERM; 130: by Ctrl-C. Exit 1: jobs failed. Ex
 file is wrong.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
-from omnilead.engine.extras.reproduce.paper import LEADS, TABLES, TASKS
-from omnilead.engine.settings.commandline import command_parser, interruptible, positive
+from omnilead.data_tools.io.options import Option
+from omnilead.engine.settings.commandline import interruptible, options_of
+
+
+def reproduce(
+    *,
+    table: Annotated[Sequence[Literal[1, 2, 3, 4]], Option("1, 2, 3, 4: one or several", "N")],
+    out: Annotated[
+        str, Option("folder for runs, scores and tables of one dataset and one scale", "DIR")
+    ],
+    data: Annotated[
+        str, Option("a folder or s3:// address, built with --plan paper", "DATASET")
+    ] = "",
+    scale: Annotated[str, Option("smoke, small, paper (the default), or a YAML file")] = "paper",
+    seeds: Annotated[int, Option("fine-tunings per cell (3)", "K", low=1)] = 3,
+    rows: Annotated[
+        Sequence[str], Option("only these rows of the tables, such as W2V+CMSC+RLM", "NAME")
+    ] = (),
+    leads: Annotated[
+        Sequence[Literal[12, 6, 3, 2, 1]], Option("only these columns: 12 6 3 2 1", "N")
+    ] = (),
+    tasks: Annotated[Sequence[Literal["Dx", "Id"]], Option("only this task: Dx or Id", "T")] = (),
+    dry_run: Annotated[
+        bool, Option("print every job's command and its expected time, and run nothing")
+    ] = False,
+    collect_only: Annotated[
+        bool, Option("make the tables from the scores in DIR, and run nothing")
+    ] = False,
+    jobs: Annotated[
+        int, Option("jobs at a time on this machine, each on one GPU (1)", "N", low=1)
+    ] = 1,
+    cluster: Annotated[
+        str, Option("run jobs on a Dask cluster instead, one per worker thread", "ADDRESS")
+    ] = "",
+) -> int:
+    """Plans the jobs, runs those that are left, and prints the tables. Returns the exit code."""
+    # imported late, so that --help does not wait for PyTorch
+    from omnilead.engine.extras.reproduce import start
+    from omnilead.engine.extras.reproduce.jobs import Job, WorkDir, run_jobs, show_plan, workers
+    from omnilead.engine.extras.reproduce.paper import ReproductionScale, make_plan, tables
+    from omnilead.engine.extras.reproduce.results import show_tables, write_tables
+
+    chosen = [tables()[number] for number in dict.fromkeys(table)]
+    folder = WorkDir(Path(out).absolute())
+    if collect_only:
+        settings, dataset = start.begun_with(folder)
+    else:
+        settings, dataset = ReproductionScale.read(scale), start.open_dataset(data)
+    plan = make_plan(chosen, settings, dataset, folder, seeds, rows, leads, tasks)
+    if dry_run:
+        return show_plan(folder, plan.jobs.values(), jobs)
+
+    def update(job: Job) -> None:
+        if job.kind == "evaluate":
+            write_tables(plan)
+
+    code = 0
+    if not collect_only:
+        start.begin(plan)
+        write_tables(plan)
+        if folder.missing(plan.jobs.values()):
+            with workers(jobs, cluster) as (executor, slots):
+                code = run_jobs(folder, plan.jobs.values(), executor, slots, update)
+    write_tables(plan)
+    show_tables(plan)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    from omnilead.engine.extras.reproduce.run import run
+    options = options_of(reproduce, "reproduce", __doc__, arguments)
     from omnilead.engine.inference.commands import exit_code
 
-    return exit_code("omnilead reproduce", lambda: run(options), Path(options.out))
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command_parser("reproduce", __doc__)
-    add = parser.add_argument
-    add(
-        "--table",
-        type=int,
-        nargs="+",
-        choices=TABLES,
-        required=True,
-        metavar="N",
-        help="1, 2, 3, 4: one or several",
-    )
-    add(
-        "--out",
-        required=True,
-        metavar="DIR",
-        help="folder for runs, scores and tables of one dataset and one scale",
-    )
-    add("--data", metavar="DATASET", help="a folder or s3:// address, built with --plan paper")
-    add("--scale", default="paper", help="smoke, small, paper (the default), or a YAML file")
-    add("--seeds", type=positive, default=3, metavar="K", help="fine-tunings per cell (3)")
-    add(
-        "--rows",
-        nargs="+",
-        default=(),
-        metavar="NAME",
-        help="only these rows of the tables, such as W2V+CMSC+RLM",
-    )
-    add(
-        "--leads",
-        nargs="+",
-        type=int,
-        choices=LEADS,
-        default=(),
-        metavar="N",
-        help="only these columns: 12 6 3 2 1",
-    )
-    add(
-        "--tasks",
-        nargs="+",
-        choices=sorted(TASKS),
-        default=(),
-        metavar="T",
-        help="only this task: Dx or Id",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print every job's command and its expected time, and run nothing",
-    )
-    add(
-        "--collect-only",
-        action="store_true",
-        help="make the tables from the scores in DIR, and run nothing",
-    )
-    add(
-        "--jobs",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="jobs at a time on this machine, each on one GPU (1)",
-    )
-    add(
-        "--cluster",
-        metavar="ADDRESS",
-        help="run jobs on a Dask cluster instead, one per worker thread",
-    )
-    return parser.parse_args(arguments)
+    return exit_code("omnilead reproduce", lambda: reproduce(**options), Path(options["out"]))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ CHILD = (
     "[sys.executable, *sys.argv[1:]])"
 )
 STOPPED = "stopped"
+COMMANDS = "commands.json"
 NAMED = 3  # paths in a message
 THREAD = threading.local()  # .environment: for the jobs that this thread starts
 
@@ -63,7 +64,6 @@ class Job:
     needs: tuple[str, ...]  # names of jobs to run before
     makes: str  # the path below DIR that exists once the job is done
     minutes: float = 0  # expected
-    disk: float = 0  # bytes of what it makes
     basis: str = ""  # of what its result depends on besides the command
 
     @property
@@ -75,6 +75,23 @@ class Job:
         """The command after `python`."""
         program, *words = self.command
         return (*OMNILEAD, *words) if program == "omnilead" else tuple(words)
+
+
+def planned(
+    step: Mapping[str, Any], words: Mapping[str, Any], earlier: Iterable[str], out: Path
+) -> Job:
+    """The job of a step in a plan's YAML: a command, and what it makes in the folder NAME below DIR, or
+    below DIR itself if that begins with /. `words` fill its braces. It needs those of the earlier jobs
+    whose folders its command names."""
+    name, makes = step["name"].format_map(words), step["makes"].format_map(words)
+    command = tuple(shlex.split(step["run"].format_map(words)))
+    read = set()
+    for word in command:
+        path = PurePosixPath(word.partition(f"{out}/")[2])
+        read |= {str(path), *map(str, path.parents)}
+    needs = tuple(other for other in earlier if other in read)
+    made = str(PurePosixPath("/", name, makes))[1:]
+    return Job(name, command, needs, made)
 
 
 @dataclass(frozen=True)
@@ -99,11 +116,11 @@ class WorkDir:
     def missing(self, jobs: Iterable[Job]) -> list[Job]:
         return [job for job in jobs if not self.done(job)]
 
-    def start(self, jobs: Sequence[Job], places: Mapping[str, str] | None = None) -> None:
+    def start(self, jobs: Collection[Job], places: Mapping[str, str] | None = None) -> None:
         """Creates the folder, or refuses results of other commands than the plan's, and what was made
         from them. `places`: words for paths that may change."""
         (self.path / "jobs").mkdir(parents=True, exist_ok=True)
-        path = self.path / "commands.json"
+        path = self.path / COMMANDS
         before, now, changed = read_json(path), dict[str, str](), set[str]()
         refused = []
         for job in jobs:
@@ -137,32 +154,30 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
-def expected_seconds(folder: WorkDir, jobs: Sequence[Job]) -> dict[str, float]:
+def expected_seconds(folder: WorkDir, jobs: Collection[Job]) -> dict[str, float]:
     """Of the jobs that are left: as planned, times what those of their kind that are done took of
     their plan."""
-    missing = folder.missing(jobs)
-    took, minutes = dict[str, float](), dict[str, float]()
-    for job in set(jobs).difference(missing):
-        if seconds := folder.note(job, "seconds"):
-            took[job.kind] = took.get(job.kind, 0) + seconds
-            minutes[job.kind] = minutes.get(job.kind, 0) + job.minutes
+    took, minutes = defaultdict[str, float](float), defaultdict[str, float](float)
+    for job in jobs:
+        seconds = folder.note(job, "seconds")
+        if seconds and folder.done(job):
+            took[job.kind] += seconds
+            minutes[job.kind] += job.minutes
     expected = {}
-    for job in missing:
-        pace = took[job.kind] / minutes[job.kind] if minutes.get(job.kind) else 60
+    for job in folder.missing(jobs):
+        pace = took[job.kind] / minutes[job.kind] if minutes[job.kind] else 60
         expected[job.name] = job.minutes * pace
     return expected
 
 
-def forecast(jobs: Sequence[Job], expected: Mapping[str, float], at_once: int) -> str:
+def forecast(jobs: Collection[Job], expected: Mapping[str, float], at_once: int) -> str:
     left = [job for job in jobs if job.name in expected]
     kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(job.kind for job in left).items())
     text = f"{len(left)} of {len(jobs)} jobs left{f' ({kinds})' if kinds else ''}: about "
-    text += f"{duration(sum(expected.values()) / at_once)}, {at_once} at a time"
-    disk = sum(job.disk for job in left) / 1e9
-    return f"{text}; {disk:.1f} GB of results" if disk else text
+    return f"{text}{duration(sum(expected.values()) / at_once)}, {at_once} at a time"
 
 
-def show_plan(folder: WorkDir, jobs: Sequence[Job], at_once: int) -> int:
+def show_plan(folder: WorkDir, jobs: Collection[Job], at_once: int) -> int:
     """Every command, and how long what is left takes."""
     expected = expected_seconds(folder, jobs)
     for job in jobs:
@@ -202,7 +217,7 @@ def on_this_machine(jobs: int) -> ThreadPoolExecutor:
 
 def run_jobs(
     folder: WorkDir,
-    jobs: Sequence[Job],
+    jobs: Collection[Job],
     executor: Executor,
     slots: Callable[[], int],
     on_done: Callable[[Job], None] = lambda job: None,

@@ -1,43 +1,31 @@
-"""Writes the scores measured so far, beside the paper's, to DIR/table-N.md, .csv and .json.
+"""The tables, a view of the scores measured so far beside the paper's: DIR/table-N.md, .csv and .json.
 
-    write_table(folder, table, plan, seeds)
+    write_tables(plan)
 
 A cell is the mean and half of the 95 % interval (Student's t) over the seeds of fine-tuning.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict
 from itertools import product
+from typing import NamedTuple
 
 from omnilead.data_tools.io.spreadsheet import as_csv
 from omnilead.data_tools.io.storage import write_whole
+from omnilead.data_tools.io.terminal import echo
 
-from ...settings.commandline import read_yaml
-from ...settings.files import CONFIGS, flatten
-from ...training.config import Config, load
 from ...training.metrics import over_seeds
-from .jobs import Job, WorkDir, read_json, write_json
-from .paper import LEADS, TASKS, ReproductionScale, Row, Table
-from .plan import DatasetInfo, JobPlan, parameters
+from .jobs import Job, read_json, write_json
+from .paper import LEADS, TASKS, PaperPlan, Row, Table
 
 LEGEND = {
     "not yet": "...: not run yet.",
     "part": "[1/3]: 1 of 3 seeds is done.",
     "failed": "failed: run the same command again to retry.",
 }
-# Settings that do not influence scores or are mentioned elsewhere.
-UNMENTIONED = (
-    "train.log_every",
-    "train.save_every_minutes",
-    "train.keep",
-    "train.zero_stage",
-    "train.deepspeed",
-    "train.best",
-)
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A line of the csv."""
 
     table: int
@@ -53,178 +41,160 @@ class Cell:
     state: str
     paper_mean: float | None
     paper_interval: float | None
-    scores: list[float]
+    scores: list[float] | str  # text in the csv
     auroc: float | None  # of Dx.; the paper does not print it
     auroc_interval: float | None
 
 
-def table_cells(folder: WorkDir, table: Table, plan: JobPlan) -> list[Cell]:
+def write_tables(plan: PaperPlan) -> None:
+    text = protocol(plan)
+    for table in plan.tables:
+        cells = table_cells(table, plan)
+        path = plan.folder.path / f"table-{table.number}"
+        document = {
+            "table": table.number,
+            "title": table.title,
+            "protocol": text,
+            "scale": plan.scale.name,
+            "data": asdict(plan.data),
+            "cells": [cell._asdict() for cell in cells],
+        }
+        write_json(path.with_suffix(".json"), document)
+        lines = [cell._replace(scores=" ".join(map(repr, cell.scores))) for cell in cells]
+        write_whole(path.with_suffix(".csv"), as_csv([Cell._fields, *lines]))
+        write_whole(path.with_suffix(".md"), markdown(table, cells, text))
+
+
+def show_tables(plan: PaperPlan) -> None:
+    paths = [plan.folder.path / f"table-{table.number}.md" for table in plan.tables]
+    for path in paths:
+        lines = path.read_text().splitlines()
+        shown = [line for line in lines if line.startswith(("#", "|", "Each cell"))]
+        echo("\n".join(shown) + "\n")
+    left, total = len(plan.folder.missing(plan.jobs.values())), len(plan.jobs)
+    text = f"{', '.join(map(str, paths))}: {total - left} of {total} jobs done"
+    if left:
+        text += "; run the same command again to continue"
+    echo(text)
+
+
+def table_cells(table: Table, plan: PaperPlan) -> list[Cell]:
     positions = product(table.rows.values(), TASKS, LEADS)
-    cells = [_cell(folder, table, row, task, leads, plan) for row, task, leads in positions]
-    return [replace(cell, bold=_is_bold(cell, table, cells)) for cell in cells]
+    cells = [measured(table, row, task, leads, plan) for row, task, leads in positions]
+    return [cell._replace(bold=is_bold(cell, table, cells)) for cell in cells]
 
 
-def _cell(folder: WorkDir, table: Table, row: Row, task: str, leads: int, plan: JobPlan) -> Cell:
+def measured(table: Table, row: Row, task: str, leads: int, plan: PaperPlan) -> Cell:
     jobs = [plan.jobs[name] for name in plan.cells.get((table.number, row.name, task, leads), ())]
-    documents = [read_json(folder.path / job.makes) for job in jobs]
-    scores = _known(document.get("score") for document in documents)
-    areas = _known(document.get("metrics", {}).get("auroc") for document in documents)
-    mean, interval = _spread(scores)
-    auroc, auroc_interval = _spread(areas if task == "Dx" else [])
+    documents = [read_json(plan.folder.path / job.makes) for job in jobs]
+    scores = [document["score"] for document in documents if document.get("score") is not None]
+    areas = [document.get("metrics", {}).get("auroc") for document in documents if task == "Dx"]
     printed = row.printed[task][leads]
     paper_mean, paper_interval = printed or (None, None)
+    state = "not asked" if printed else "none in the paper"
     if scores:
         state = "done" if len(scores) == len(jobs) else "part"
     elif jobs:
-        state = "failed" if any(_failed(folder, plan, job) for job in jobs) else "not yet"
-    else:
-        state = "not asked" if printed else "none in the paper"
+        state = "failed" if any(failed(plan, job) for job in jobs) else "not yet"
     return Cell(
         table.number, row.name, task, leads, table.column(leads),
-        mean, interval, False, len(scores), len(jobs), state,
-        paper_mean, paper_interval, scores, auroc, auroc_interval,
+        *spread(scores), False, len(scores), len(jobs), state,
+        paper_mean, paper_interval, scores, *spread(areas),
     )  # fmt: skip
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def spread(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    known = [value for value in values if value is not None]
+    mean, half = over_seeds(known) if known else (None, None)
+    return mean, half if len(known) > 1 else None
 
 
-def _spread(values: list[float]) -> tuple[float | None, float | None]:
-    center, half = over_seeds(values) if values else (None, None)
-    return center, half if len(values) > 1 else None
-
-
-def _failed(folder: WorkDir, plan: JobPlan, job: Job) -> bool:
+def failed(plan: PaperPlan, job: Job) -> bool:
     """Whether this job or one that it needs has failed."""
-    needed = (plan.jobs[name] for name in job.needs)
-    return bool(folder.note(job, "error")) or any(_failed(folder, plan, other) for other in needed)
+    needed = (failed(plan, plan.jobs[name]) for name in job.needs)
+    return bool(plan.folder.note(job, "error")) or any(needed)
 
 
-def _is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
+def is_bold(cell: Cell, table: Table, cells: list[Cell]) -> bool:
     """By the rule in the table's caption, with the scores as printed."""
-    scores = {}
+    gain, rivals = table.bold == "gain", []
     for other in cells:
-        if (other.task, other.leads) == (cell.task, cell.leads) and other.mean is not None:
-            scores[other.row] = round(other.mean, 3)
-    own = scores.pop(cell.row, None)
-    if own is None:
+        same_column = (other.task, other.leads) == (cell.task, cell.leads)
+        compared = other.row == table.rows[cell.row].against if gain else other.row != cell.row
+        if same_column and compared and other.mean is not None:
+            rivals.append(round(other.mean, 3))
+    if cell.mean is None or not rivals:
         return False
-    if table.bold == "gain":
-        return own > scores.get(table.rows[cell.row].against, own)
-    return bool(scores) and own >= max(scores.values())
-
-
-def write_table(folder: WorkDir, table: Table, plan: JobPlan, seeds: int) -> None:
-    cells, text = table_cells(folder, table, plan), protocol(plan.scale, plan.data, seeds)
-    path = folder.path / f"table-{table.number}"
-    rows = [asdict(cell) for cell in cells]
-    document = {
-        "table": table.number,
-        "title": table.title,
-        "protocol": text,
-        "scale": plan.scale.name,
-        "data": asdict(plan.data),
-        "cells": rows,
-    }
-    write_json(path.with_suffix(".json"), document)
-    lines = [list(rows[0])]
-    for row in rows:
-        row["scores"] = " ".join(map(repr, row["scores"]))
-        lines.append([*row.values()])
-    write_whole(path.with_suffix(".csv"), as_csv(lines))
-    write_whole(path.with_suffix(".md"), markdown(table, cells, text))
+    own = round(cell.mean, 3)
+    return own > max(rivals) if gain else own >= max(rivals)
 
 
 def markdown(table: Table, cells: list[Cell], text: str) -> str:
     """The requested rows and columns."""
     asked = [cell for cell in cells if cell.seeds_asked] or cells
     columns = [leads for leads in LEADS if any(cell.leads == leads for cell in asked)]
-    head = ["Methods", "", *(table.column(leads) for leads in columns)]
-    lines = [f"# Table {table.number}: {table.title}", "", text, ""]
-    lines += [_line(head), _line(["---"] * len(head))]
+    lines = [["Methods", "", *map(table.column, columns)], ["---"] * (len(columns) + 2)]
     shown = ""
     for row, task in dict.fromkeys((cell.row, cell.task) for cell in asked):
-        own = [
-            cell for cell in cells if (cell.row, cell.task) == (row, task) and cell.leads in columns
-        ]
-        lines.append(_line(["" if row == shown else row, f"{task}.", *map(_cell_text, own)]))
+        own = [cell for cell in cells if (cell.row, cell.task) == (row, task)]
+        own = [cell for cell in own if cell.leads in columns]
+        lines.append(["" if row == shown else row, f"{task}.", *map(cell_text, own)])
         shown = row
         if any(cell.auroc is not None for cell in own):
-            areas = [_number(cell.auroc, cell.auroc_interval) for cell in own]
-            lines.append(_line(["", "AUROC", *areas]))
+            lines.append(["", "AUROC", *(number(cell.auroc, cell.auroc_interval) for cell in own)])
     bold = "better than without random lead masking"
     if table.bold == "best":
         bold = "the best of its column"
-    legend = f"Each cell: ours / the paper's. Bold: {bold}, among ours."
-    for state, meaning in LEGEND.items():
-        if any(cell.state == state for cell in asked):
-            legend += f" {meaning}"
-    return "\n".join([*lines, "", legend]) + "\n"
+    states = {cell.state for cell in asked}
+    legend = [f"Each cell: ours / the paper's. Bold: {bold}, among ours."]
+    legend += [meaning for state, meaning in LEGEND.items() if state in states]
+    head = f"# Table {table.number}: {table.title}\n\n{text}\n\n"
+    return (
+        head + "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{' '.join(legend)}\n"
+    )
 
 
-def _line(parts: list[str]) -> str:
-    return "| " + " | ".join(parts) + " |"
-
-
-def _cell_text(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
     if cell.state == "none in the paper":
         return "-"
-    ours = _number(cell.mean, cell.interval)
-    ours = {"failed": "failed", "not yet": "..."}.get(cell.state, ours)
+    ours = {"failed": "failed", "not yet": "..."}.get(cell.state, number(cell.mean, cell.interval))
     if cell.bold:
         ours = f"**{ours}**"
     if cell.state == "part":
         ours += f" [{cell.seeds_done}/{cell.seeds_asked}]"
-    return f"{ours} / {_number(cell.paper_mean, cell.paper_interval)}".strip()
+    return f"{ours} / {number(cell.paper_mean, cell.paper_interval)}".strip()
 
 
-def _number(mean: float | None, interval: float | None) -> str:
+def number(mean: float | None, interval: float | None) -> str:
     if mean is None:
         return ""
     return f"{mean:.3f}" if interval is None else f"{mean:.3f} ± {interval:.3f}"
 
 
-def protocol(scale: ReproductionScale, data: DatasetInfo, seeds: int) -> str:
+def protocol(plan: PaperPlan) -> str:
     """How this differs from the paper, in one paragraph."""
+    scale, data = plan.scale, plan.data
     dx = " / ".join(f"{data.count('dx', role):,}" for role in ("train", "valid", "test"))
     leak = ""
     if data.split == "paper-split":
         leak = ", split by crop as in the authors' code: crops of one ECG are on both sides"
     over = "1 seed of fine-tuning"
-    if seeds > 1:
-        over = f"{seeds} seeds of fine-tuning ± half of the 95 % interval (Student's t)"
+    if plan.seeds > 1:
+        over = f"{plan.seeds} seeds of fine-tuning ± half of the 95 % interval (Student's t)"
     best = scale.settings["diagnosis"].get("train.best", "auroc")
-    changes = "; ".join(_changes(scale)) or "nothing"
+    best = "CinC score" if best == "challenge" else best.upper()
+    stages = []
+    for stage, settings in scale.settings.items():
+        changed = [f"{key} {value}" for key, value in settings.items() if value is not None]
+        if changed:
+            stages.append(f"{stage}: {', '.join(changed)}")
     return (
         f"Scale `{scale.name}`, dataset {data.fingerprint[:12]}: {data.count('pretrain'):,} crops "
-        "of 10 s for pre-training "
-        f"(the paper: about 85,000), {dx} for training, validation and test of diagnosis (the "
-        "paper: 32,640 / 4,079 / 4,079 "
-        f"halves), {data.count('id', 'probe'):,} probes for identification (the paper: "
-        f"2,127){leak}. "
-        f"A cell is the mean over {over}, from one pre-trained model. Dx. is the CinC score, "
-        "AUROC the mean over the classes "
-        "of the same outputs, Id. the accuracy of identification. "
-        f"Dx. keeps the step with the best "
-        f"{'CinC score' if best == 'challenge' else best.upper()} in validation. "
-        f"Changed from the paper's configurations: {changes}."
+        f"of 10 s for pre-training (the paper: about 85,000), {dx} for training, validation and "
+        "test of diagnosis (the paper: 32,640 / 4,079 / 4,079 halves), "
+        f"{data.count('id', 'probe'):,} probes for identification (the paper: 2,127){leak}. "
+        f"A cell is the mean over {over}, from one pre-trained model. Dx. is the CinC score, AUROC "
+        "the mean over the classes of the same outputs, Id. the accuracy of identification. "
+        f"Dx. keeps the step with the best {best} in validation. "
+        f"Set over the paper's configurations: {'; '.join(stages) or 'nothing'}."
     )
-
-
-def _changes(scale: ReproductionScale) -> Iterator[str]:
-    """The settings that a scale changes, by stage."""
-    for stage, settings in scale.settings.items():
-        path = CONFIGS / "finetune" / f"{stage}.yaml"
-        if stage == "pretrain":
-            path = CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"
-        base = flatten(read_yaml(path))
-        shown = []
-        for key, value in settings.items():
-            if value is not None and value != base.get(key) and key not in UNMENTIONED:
-                shown.append(f"{key} {value}")
-        if stage == "pretrain" and shown:
-            config: Config = load(path, settings)
-            shown.insert(0, f"a model of {parameters(config.model) / 1e6:.2g} M parameters")
-        if shown:
-            yield f"{stage}: {', '.join(shown)}"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 def main(fake, kind, arguments):
     pairs = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    settings = dict(word.split("=", 1) for word in arguments if "=" in word)
-    run = Path(pairs["--model"] if kind == "evaluate" else json.loads(settings["run"]))
+    run = Path(pairs["--model" if kind == "evaluate" else "--out"])
     name = f"{kind} {run.parent.name}/{run.name}" if kind != "pretrain" else f"{kind} {run.name}"
     print(f"warning: this is {name}", file=sys.stderr)
     if any(word in name for word in (fake / "hang").read_text().split()):
@@ -29,7 +28,7 @@ def main(fake, kind, arguments):
         Path(pairs["--json"]).write_text(json.dumps(score))
     else:
         if kind == "finetune":
-            start = Path(json.loads(settings["start"]))
+            start = Path(pairs["--start"])
             assert start.is_file() if start.suffix == ".yaml" else (start / "model").is_dir()
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         (run / "model").mkdir()

@@ -17,7 +17,7 @@ import pytest
 
 from omnilead.data_tools.io import cluster
 from omnilead.engine.extras.reproduce import __main__ as reproduce
-from omnilead.engine.extras.reproduce import jobs, plan, run
+from omnilead.engine.extras.reproduce import jobs, paper, start
 from omnilead.engine.extras.reproduce.jobs import Job, WorkDir
 from tests.data_tools.test_cluster import dask  # noqa: F401
 from tests.forks import started
@@ -40,11 +40,11 @@ class Lab:
         (self.fake / what).write_text(jobs)
 
     def arguments(self, *more, rows=2):
-        given = (
+        words = (
             f"--table 1 --data {self.data} --out {self.out} --scale smoke --seeds 2 --leads 12 1"
         )
         names = ("Random Init.", "W2V")[:rows]
-        return [*given.split(), "--tasks", "Dx", "--rows", *names, *more]
+        return [*words.split(), "--tasks", "Dx", "--rows", *names, *more]
 
     def main(self, *more, rows=2):
         return reproduce.main(self.arguments(*more, rows=rows))
@@ -75,18 +75,13 @@ def use_fake_jobs(fake, monkeypatch):
     program = str(Path(__file__).with_name("fake.py"))
     monkeypatch.setattr(jobs, "OMNILEAD", (program, str(fake)))
     monkeypatch.setattr(jobs, "POLL_S", 0.02)
-    monkeypatch.setattr(run, "seconds_per_crop", no_time)
 
 
-def no_time(config):
-    return 0
-
-
-def command(given, fake):
+def command(words, fake):
     """In a process of its own."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_fake_jobs(fake, monkeypatch)
-        return reproduce.main(given)
+        return reproduce.main(words)
 
 
 def test_jobs_run_once_a_failed_one_stops_no_other_and_is_retried(lab, capsys):
@@ -94,10 +89,10 @@ def test_jobs_run_once_a_failed_one_stops_no_other_and_is_retried(lab, capsys):
     assert lab.main("--jobs", "2") == 1
     out, err = capsys.readouterr()
     kinds = "(1 pretrain, 8 finetune, 8 evaluate)"
-    assert f"{JOBS} of {JOBS} jobs left {kinds}: about 1 min, 2 at a time; 0.0 GB" in out
+    assert f"{JOBS} of {JOBS} jobs left {kinds}: about 26 s, 2 at a time\n" in out
     failed = ["finetune/random-12/diagnosis-12-seed1", "pretrain/w2v-12"]
-    told = [f"{name} failed: {ERROR}" for name in failed]
-    assert sorted(err.splitlines()) == told and len(lab.ran()) == 6
+    printed = [f"{name} failed: {ERROR}" for name in failed]
+    assert sorted(err.splitlines()) == printed and len(lab.ran()) == 6
     assert lab.states() == {"done": 1, "part": 1, "failed": 2, "not asked": 66}
     lab.let("fail", "")
     assert lab.main("--jobs", "2") == 0
@@ -184,10 +179,13 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
         futures = [
             executor.submit(lambda: (together.wait(), jobs._environment())[1]) for _ in range(4)
         ]
-    found = [future.result() for future in futures]
+    environments = [future.result() for future in futures]
     cores = str(max(1, len(os.sched_getaffinity(0)) // 4))
-    assert Counter(at["CUDA_VISIBLE_DEVICES"] for at in found) == {"3": 2, "5": 2}
-    assert {at["OMP_NUM_THREADS"] for at in found} == {cores}
+    assert Counter(environment["CUDA_VISIBLE_DEVICES"] for environment in environments) == {
+        "3": 2,
+        "5": 2,
+    }
+    assert {environment["OMP_NUM_THREADS"] for environment in environments} == {cores}
 
 
 def test_a_moved_dataset_goes_on_and_changed_configs_are_refused(
@@ -197,7 +195,7 @@ def test_a_moved_dataset_goes_on_and_changed_configs_are_refused(
     (tmp_path / "moved").symlink_to(lab.data)
     lab.data = tmp_path / "moved"
     assert lab.main(rows=1) == 0 and lab.all_ran_once(8)
-    monkeypatch.setattr(plan, "read_yaml", lambda path: {"train": {"lr": 0.5}})
+    monkeypatch.setattr(paper, "basis", lambda *_: " changed")
     capsys.readouterr()
     assert lab.main(rows=1) == 2
     err = capsys.readouterr().err
@@ -205,12 +203,28 @@ def test_a_moved_dataset_goes_on_and_changed_configs_are_refused(
     assert "and 5 more: remove them, or use another --out" in err
 
 
+def test_a_folder_of_an_earlier_version_goes_on(lab, capsys):
+    """Its commands named data and runs by --set; what it depended on is the same, or refused."""
+    assert lab.main() == 0
+    place = lab.out / jobs.COMMANDS
+    commands = json.loads(place.read_text())
+    name = "pretrain/w2v-12"
+    last = commands[name].split()[-1]
+    earlier = f"omnilead pretrain --config w2v --set 'data.datasets=[\"DATA\"]' {last}"
+    place.write_text(json.dumps(commands | {name: earlier}))
+    assert lab.main() == 0 and lab.all_ran_once(JOBS)
+    assert json.loads(place.read_text()) == commands
+    place.write_text(json.dumps(commands | {name: f"{earlier}0"}))
+    assert lab.main() == 2
+    assert f"than this plan's: {lab.out}/{name}, " in capsys.readouterr().err
+
+
 def test_dry_run_and_collect_only(lab, capsys):
     assert lab.main("--dry-run") == 0
-    told = capsys.readouterr().out
-    assert not lab.out.exists() and told.count("\nomnilead ") == JOBS
-    assert told.rstrip().endswith(" GB of results")
-    assert "# pretrain/w2v-12: about 10 s\nomnilead pretrain --config " in told
+    printed = capsys.readouterr().out
+    assert not lab.out.exists() and printed.count("\nomnilead ") == JOBS
+    assert printed.rstrip().endswith("about 51 s, 1 at a time")
+    assert "# pretrain/w2v-12: about 3 s\nomnilead pretrain --config " in printed
     lab.let("fail", "finetune")
     assert lab.main(rows=1) == 1
     assert reproduce.main(["--table", "2", "--out", str(lab.out), "--collect-only"]) == 0
@@ -219,7 +233,7 @@ def test_dry_run_and_collect_only(lab, capsys):
 
 
 def test_ctrl_c_before_a_job_runs_is_one_line(lab, monkeypatch, capsys):
-    monkeypatch.setattr(run, "_open", lambda url: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(start, "open_dataset", lambda url: (_ for _ in ()).throw(KeyboardInterrupt))
     assert lab.main() == 130
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -231,14 +245,15 @@ SCALES = {
     "typo2": "identification: {train: {stps: 6}}",
     "both": "diagnosis: {train: {steps: 6, epochs: 2}}",
     "three": "pretrain: 3",
+    "long": "minutes: {pretrain: long}",
 }
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("words", "says"),
     [
         ("--table 5", "argument --table: invalid choice: 5"),
-        ("--seeds 0", "argument --seeds: '0'"),
+        ("--seeds 0", "argument --seeds: 0: must be a whole number of at least 1"),
         ("--data=", "--data"),
         ("--data {tmp}/nothing", "nothing: no dataset.json"),
         ("--scale huge", "--scale 'huge'"),
@@ -253,15 +268,16 @@ SCALES = {
         ("--scale {tmp}/typo2.yaml --tasks Id", "train.stps"),
         ("--scale {tmp}/both.yaml", "train.steps=6, train.epochs=2.0"),
         ("--scale {tmp}/three.yaml", "three.yaml: pretrain: 3"),
+        ("--scale {tmp}/long.yaml", "write a number for pretrain, finetune, evaluate"),
         ("--scale {tmp}/list.yaml", "list.yaml: pretrain: []: write a table"),
         ("--scale {tmp}/empty.yaml", "empty.yaml: settings must be a mapping"),
         ("--collect-only", "settings/data.json"),
         ("--out {used} --collect-only", "settings/data.json"),
     ],
 )
-def test_errors_are_one_line(given, says, lab, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_line(words, says, lab, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cluster, "CONNECT_S", 1)
-    monkeypatch.setattr(run, "run_jobs", lambda *_: pytest.fail("jobs were run"))
+    monkeypatch.setattr(jobs, "run_jobs", lambda *_: pytest.fail("jobs were run"))
     for name, text in SCALES.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     folders = {"used": '{"scale": "small"}', "changed": '{"settings": {"pretrain": {}}}'}
@@ -270,7 +286,7 @@ def test_errors_are_one_line(given, says, lab, tmp_path, monkeypatch, capsys):
         (tmp_path / name / "settings/data.json").write_text(text)
         folders[name] = tmp_path / name
     try:
-        code = lab.main(*given.format(tmp=tmp_path, data=lab.data, **folders).split())
+        code = lab.main(*words.format(tmp=tmp_path, data=lab.data, **folders).split())
     except SystemExit as error:
         code = error.code
     err = capsys.readouterr().err
@@ -293,7 +309,7 @@ def test_data_without_the_roles_are_one_line(plan, role, says, lab, dataset, mon
     roles[group][name] = 0
     monkeypatch.setitem(dataset.meta, "roles", roles)
     monkeypatch.setitem(dataset.meta, "plan", plan)
-    monkeypatch.setattr(run.Dataset, "open", lambda url: dataset)
+    monkeypatch.setattr(start.Dataset, "open", lambda url: dataset)
     assert lab.main("--dry-run") == 2
     line = f"omnilead reproduce: --data {lab.data}: no crop has the role {role}: {says}"
     assert capsys.readouterr().err.startswith(line)
@@ -329,10 +345,9 @@ def test_a_cell_of_real_jobs(dataset, tmp_path, monkeypatch):
             return int(self.process.exitcode)
 
     monkeypatch.setattr(jobs.subprocess, "Popen", Forked)
-    monkeypatch.setattr(run, "seconds_per_crop", no_time)
-    given = f"--table 2 --data {dataset.root.url} --out {tmp_path} --scale smoke --seeds 1"
-    given += " --rows W2V+CMSC+RLM --leads 2 --tasks Dx"
-    assert reproduce.main(given.split()) == 0
+    words = f"--table 2 --data {dataset.root.url} --out {tmp_path} --scale smoke --seeds 1"
+    words += " --rows W2V+CMSC+RLM --leads 2 --tasks Dx"
+    assert reproduce.main(words.split()) == 0
     cells = json.loads((tmp_path / "table-2.json").read_text())["cells"]
     (done,) = [cell for cell in cells if cell["state"] == "done"]
     assert (done["row"], done["column"], done["task"]) == ("W2V+CMSC+RLM", "2-lead", "Dx")
