@@ -20,11 +20,11 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg import crops as prepare
 from omnilead.data_tools.ecg.crops import CROP
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.ecg.record_tables import find, read_table
 from omnilead.data_tools.io.errors import DataError, ReadError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.arrays import ArrayFacts, ArraySource
 from omnilead.data_tools.sources.detect import open_sources
+from tests.tables import tabulated
 
 N = 6
 UV = np.stack([ecg(seed=number) for number in range(N)])  # [ecgs, leads, samples]
@@ -184,19 +184,6 @@ def test_the_example_in_the_documentation_is_valid():
     assert not set(ArrayFacts.model_fields) - facts.model_fields_set
 
 
-def test_labels_join_by_the_names_of_the_records(tmp_path):
-    write(tmp_path / "a", MV, FACTS + TABLE)
-    made = shard(tmp_path / "a", out=tmp_path / "out", plan="all", workers=1)
-    (tmp_path / "labels.csv").write_text("record,AF\nr4,1\nr0,0\n")
-    names = made.table(["record"])["record"].combine_chunks()
-    url = str(tmp_path / "labels.csv")
-    found = find(url, read_table(url), names, names)
-    assert {names[i].as_py(): row for i, row in enumerate(found.row.tolist()) if row >= 0} == {
-        "r4": 0,
-        "r0": 1,
-    }
-
-
 def test_missing_leads_padding_and_implausible_units(tmp_path):
     values = MV[:, :8].copy()
     values[0, 3] = 0.0
@@ -271,66 +258,59 @@ def test_the_layouts_of_public_sets(tmp_path):
         assert source.read("e.npy#0").leads[4:6] == ("aVF", "aVL")
 
 
+# What arrays.yaml says; a bar between it and the error, a slash between its lines
+SAID = tabulated(r"""
+fs_hz: 500 / leads: 12                   | unit: Field required: mV, uV, V, or how many
+unit: mV / leads: 12                     | fs_hz: Field required: the sampling rate
+unit: mV / fs_hz: 500                    | leads: Field required: 12
+fs_hz: HZ / unit: mV / leads: 12         | is a single array, without HZ
+fs_hz: 0 / unit: mV / leads: 12          | sampling rate: 0.0 Hz: 50 to 2000
+fs_hz: 500 / unit: UNIT / leads: 12      | unknown unit: 'UNIT'
+fs_hz: 500 / unit: 0 / leads: 12         | unit: 0: write mV, uV
+FACTS / lead: 3                          | lead: Extra inputs are not permitted: not one of file,
+FACTS / 1: 3                             | arrays.yaml: 1:
+FACTS / table: [a]                       | table: Input should be a valid string
+FACTS / padding: ones                    | padding: Input should be '' or 'zeros'
+FACTS / layout: [ecgs, x]                | layout: \[ecgs, x\]: name each axis once: leads
+FACTS / layout: leads leads samples      | each axis once
+FACTS / file: x.npy                      | file: x.npy: there is no such file
+FACTS / file: ../t/e.npy                 | not a regular file: ../t/e.npy
+FACTS / dataset: x                       | is a single array, without x
+FACTS / table: no.csv / patient: who     | not a regular file: no.csv
+FACTS / table: t.csv                     | add patient: and the name of its column
+FACTS / table: t.csv / patient: x        | t.csv: no column x: it has id, who, years
+FACTS / TABLE / index: who               | who: has a value twice: 3 values in 6 rows
+- a                                      | write one `word: value` a line
+a: [                                     | is no YAML: while parsing
+a: !!bool x                              | is no YAML: 'x'
+""")
 SQUARE = np.zeros((N, 12, 12), "f4")
+NEEDED = r"needs arrays.yaml .* for e.npy, float32 \[6, 12, 5000\], is \{file: e.npy, fs_hz: "
+BOTH = r"\[6, 12, 12\] with 12 leads fits both layout: \[ecgs, leads, samples\] and "
+NEITHER = r"\[6, 8, 5000\] with 12 leads fits neither layout: .* nor layout: "
 REFUSED = [
-    (
-        "",
-        {},
-        MV,
-        r"needs arrays.yaml .* for e.npy, float32 \[6, 12, 5000\], is \{file: e.npy, fs_hz: ",
-    ),
+    ("", {}, MV, NEEDED),
     ("", {"fs_hz": "500", "leads": "12"}, MV, r"unit: UNIT, leads: 12\}"),
     ("", {}, MV[:, :8], r"leads: \[I, II, ...\]\}"),
-    (FACTS, {"fs_hz": "500"}, MV, "arrays.yaml describes the arrays: leave out --fs"),
-    ("fs_hz: 500\nleads: 12\n", {}, MV, "unit: Field required: mV, uV, V, or how many"),
-    ("unit: mV\nleads: 12\n", {}, MV, "fs_hz: Field required: the sampling rate"),
-    ("unit: mV\nfs_hz: 500\n", {}, MV, "leads: Field required: 12 "),
-    (FACTS + "lead: 3\n", {}, MV, "lead: Extra inputs are not permitted: not one of file, "),
-    (FACTS + "1: 3\n", {}, MV, "arrays.yaml: 1: "),
-    (FACTS + "table: [a]\n", {}, MV, "table: Input should be a valid string"),
-    (FACTS + "padding: ones\n", {}, MV, "padding: Input should be '' or 'zeros'"),
-    ("- a\n", {}, MV, "write one `word: value` a line"),
-    ("a: [", {}, MV, "is no YAML: while parsing"),
-    ("a: !!bool x", {}, MV, "is no YAML: 'x'"),
+    ("FACTS", {"fs_hz": "500"}, MV, "arrays.yaml describes the arrays: leave out --fs"),
     ("[" * 9000, {}, MV, "is no YAML: "),
     ("#" * 70_000, {}, MV, "file too large: arrays.yaml"),
-    (FACTS.replace("500", "HZ"), {}, MV, "is a single array, without HZ"),
-    (FACTS.replace("500", "0"), {}, MV, "sampling rate: 0.0 Hz: 50 to 2000"),
-    (FACTS.replace("mV", "UNIT"), {}, MV, "unknown unit: 'UNIT'"),
-    (FACTS.replace("mV", "0"), {}, MV, "unit: 0: write mV, uV"),
-    (FACTS.replace("12", "I, I"), {}, MV[:, :2], "duplicated lead: I"),
-    (FACTS.replace("12", "A, B"), {}, MV[:, :2], "no known lead: A, B"),
-    (
-        FACTS,
-        {},
-        SQUARE,
-        r"\[6, 12, 12\] with 12 leads fits both layout: \[ecgs, leads, samples\] and ",
-    ),
-    (FACTS, {}, MV[:, :8], r"\[6, 8, 5000\] with 12 leads fits neither layout: .* nor layout: "),
-    (FACTS, {}, MV[:, None], r"shape \[6, 1, 12, 5000\]: name its axes, such as layout: "),
-    (FACTS + "layout: [ecgs, x]\n", {}, MV, r"layout: \[ecgs, x\]: name each axis once: leads"),
-    (FACTS + "layout: leads leads samples\n", {}, MV, "each axis once"),
-    (FACTS + "file: x.npy\n", {}, MV, "file: x.npy: there is no such file"),
-    (FACTS + "file: ../t/e.npy\n", {}, MV, "not a regular file: ../t/e.npy"),
-    (FACTS + "dataset: x\n", {}, MV, "is a single array, without x"),
-    (FACTS + "table: no.csv\npatient: who\n", {}, MV, "not a regular file: no.csv"),
-    (FACTS + "table: t.csv\n", {}, MV, "add patient: and the name of its column"),
-    (FACTS + "table: t.csv\npatient: x\n", {}, MV, "t.csv: no column x: it has id, who, years"),
-    (FACTS + TABLE, {}, MV[:4], "t.csv: 6 rows for 4 ECGs: add index: "),
-    (
-        FACTS + TABLE + "index: row\n",
-        {},
-        MV[:4],
-        "index: row: has 4, but 4 ECGs are counted from 0",
-    ),
-    (FACTS + TABLE + "index: who\n", {}, MV, "who: has a value twice: 3 values in 6 rows"),
-    (FACTS + "table: t.csv\npatient: who\n", {}, MV[0], "record: add it"),
-    (FACTS, {}, MV.astype("O"), "cannot be read as numbers"),
+    ("fs_hz: 500 / unit: mV / leads: I, I", {}, MV[:, :2], "duplicated lead: I"),
+    ("fs_hz: 500 / unit: mV / leads: A, B", {}, MV[:, :2], "no known lead: A, B"),
+    ("FACTS", {}, SQUARE, BOTH),
+    ("FACTS", {}, MV[:, :8], NEITHER),
+    ("FACTS", {}, MV[:, None], r"shape \[6, 1, 12, 5000\]: name its axes, such as layout: "),
+    ("FACTS / TABLE", {}, MV[:4], "t.csv: 6 rows for 4 ECGs: add index: "),
+    ("FACTS / TABLE / index: row", {}, MV[:4], "index: row: has 4, but 4 ECGs are counted from 0"),
+    ("FACTS / table: t.csv / patient: who", {}, MV[0], "record: add it"),
+    ("FACTS", {}, MV.astype("O"), "cannot be read as numbers"),
+    *((said, {}, MV, error) for said, error in SAID),
 ]
 
 
 @pytest.mark.parametrize(("said", "options", "values", "error"), REFUSED)
 def test_what_is_not_said_or_contradicts_is_one_error(tmp_path, said, options, values, error):
+    said = said.replace(" / ", "\n").replace("FACTS", FACTS).replace("TABLE", TABLE)
     write(tmp_path / "t", values, said)
     with pytest.raises(DataError, match=error) as raised:
         opened(tmp_path / "t", **options)

@@ -53,6 +53,7 @@ from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import best_metric
 from tests.conftest import save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401
+from tests.tables import tabulated
 
 KINDS = {"diagnosis": "multilabel", "identification": "identity"}
 GOLDEN = {
@@ -624,14 +625,14 @@ def test_a_run_has_one_learning_rate(tune, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "cell", "says"),
-    [
-        ("binary", "1", "has only positives of v: nothing to tell apart; an empty cell is"),
-        ("multilabel", "1", "has only positives of v: nothing to tell apart; an empty cell is"),
-        ("binary", "0", "has no positive of v: nothing to tell apart"),
-        ("multiclass", "a", "the training split has only a: nothing to tell apart"),
-        ("regression", "61", "all known values of v in the training split are equal"),
-        ("binary", "", "has no crop with a known label in the training split"),
-    ],
+    tabulated("""
+binary     | 1  | has only positives of v: nothing to tell apart; an empty cell is
+multilabel | 1  | has only positives of v: nothing to tell apart; an empty cell is
+binary     | 0  | has no positive of v: nothing to tell apart
+multiclass | a  | the training split has only a: nothing to tell apart
+regression | 61 | all known values of v in the training split are equal
+binary     |    | has no crop with a known label in the training split
+"""),
 )
 def test_labels_that_cannot_be_learnt_are_refused(kind, cell, says, tune, dataset, tmp_path):
     path, names = tmp_path / "mine.csv", list(dict.fromkeys(dataset.column("record")))

@@ -22,6 +22,7 @@ from omnilead.__main__ import COMMANDS, GONE, main
 from omnilead.data_tools.io.errors import DataError, UserError
 from omnilead.engine.settings.errors import ConfigError
 from tests.parsers import parser_of
+from tests.tables import tabulated
 
 ROOT = Path(__file__).parents[2]
 # Every command's help in one process; fails with the heavy modules that were imported
@@ -103,19 +104,14 @@ def test_options_are_the_same_in_every_command(option):
 
 @pytest.mark.parametrize(
     ("module", "command", "extra"),
-    [
-        ("s3fs", "verify s3://bucket/dataset", "s3"),
-        ("distributed", "shard {archive} --out {tmp}/out --cluster tcp://127.0.0.1:1", "cluster"),
-        ("h5py", "shard {tmp} --source code15 --out {tmp}/out", "formats"),
-        ("huggingface_hub", "hub pull org/name {tmp}/out", "hub"),
-        ("onnxruntime", "convert to-onnx {model} {tmp}/model.onnx", "onnx"),
-        (
-            "nvidia.dali",
-            "pretrain --data {dataset} --out {tmp}/run --set pipeline.backend=dali --set "
-            "train.precision=fp32",
-            "cu13",
-        ),
-    ],
+    tabulated("""
+s3fs            | verify s3://bucket/dataset | s3
+distributed     | shard {archive} --out {tmp}/out --cluster tcp://127.0.0.1:1 | cluster
+h5py            | shard {tmp} --source code15 --out {tmp}/out | formats
+huggingface_hub | hub pull org/name {tmp}/out | hub
+onnxruntime     | convert to-onnx {model} {tmp}/model.onnx | onnx
+nvidia.dali     | pretrain --data {dataset} --out {tmp}/run --set pipeline.backend=dali --set train.precision=fp32 | cu13
+"""),
 )
 def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     module, command, extra, archive, dataset, tmp_path, saved_model,
@@ -156,18 +152,18 @@ def test_version_and_a_command_that_does_not_exist(capsys):
 
 @pytest.mark.parametrize(
     ("command", "mend"),
-    [
-        ("pretrain --steps 10", "--set train.steps=10"),
-        ("pretrain --lr=1e-3", "--set train.lr=1e-3"),
-        ("finetune --batch-size 64", "--set train.batch_crops=64"),
-        ("finetune --output_dir tuned", "--out"),
-        ("finetune --augment.rml 0.2", "--set augment.rlm=0.2"),
-        ("pretrain --dataa d", "--data"),
-        ("pretrain --qqqqqqqq", ""),
-        ("shard archive --out d --pln all", "--plan"),
-        ("hub psh RUN org/name", "push"),
-        ("verify d extra", ""),
-    ],
+    tabulated("""
+pretrain --steps 10             | --set train.steps=10
+pretrain --lr=1e-3              | --set train.lr=1e-3
+finetune --batch-size 64        | --set train.batch_crops=64
+finetune --output_dir tuned     | --out
+finetune --augment.rml 0.2      | --set augment.rlm=0.2
+pretrain --dataa d              | --data
+pretrain --qqqqqqqq             |
+shard archive --out d --pln all | --plan
+hub psh RUN org/name            | push
+verify d extra                  |
+"""),
 )
 def test_an_unknown_argument_gets_a_suggestion(command, mend, capsys):
     with pytest.raises(SystemExit) as ended:
