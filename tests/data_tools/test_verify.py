@@ -25,6 +25,7 @@ from omnilead.data_tools.dataset import CROP_BYTES, Dataset, fingerprint
 from omnilead.data_tools.ecg.crops import prepare_crop
 from omnilead.data_tools.io.errors import DatasetError
 from omnilead.data_tools.sources.detect import open_sources
+from tests.tables import tabulated
 
 MISSING = object()
 TAR, INDEX, ZARR = "shards/00000.tar", "shards/00000.idx", "store.zarr/c/0/0/0"
@@ -281,38 +282,16 @@ def test_fast_checks_sizes_without_reading_samples(copy):
     assert [line.split(":")[0] for line in found] == [TAR, INDEX, ZARR]
 
 
-SHARD = {"name": "00000.tar", "crops": 1, "bytes": 1, "sha256": "0" * 64}
-# facts of dataset.json, whose fingerprint is right. A shard's name and sha256 become file names
-INVALID = [
-    ("crops", "9"),
-    ("formats", ["hdf5"]),
-    ("samples", {"bytes": 1}),
-    ("rejects", 3),
-    ("seed", "x"),
-    ("plan", "mine"),
-    ("roles", []),
-    ("sources", 3),
-    ("sources", [{"name": "x"}]),
-    ("role_sources", {"dx": 3}),
-    ("role_sources", 3),
-    ("id_share", 1.5),
-    ("shards", None),
-    ("shards", [{"name": 3}]),
-    ("shards", [SHARD | {"name": "../../outside.tar"}]),
-    ("shards", [SHARD | {"name": "a.tar\n"}]),
-    ("shards", [SHARD | {"sha256": "/home/somebody/precious"}]),
-    ("shards", [SHARD | {"bytes": -1}]),
-]
-
-
 def text(content):
     return lambda root: (root / "dataset.json").write_bytes(content)
+
+
+SHARD = {"name": "00000.tar", "crops": 1, "bytes": 1, "sha256": "0" * 64}
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        *[(meta(name, value), rf"dataset\.json: {name} ") for name, value in INVALID],
         (text(b"[" * 100_000), "not JSON"),
         (text(b'{"crops": ' + b"9" * 5000 + b"}"), "not JSON"),
         (text(b"\xff"), "not JSON"),
@@ -323,12 +302,67 @@ def text(content):
         (meta("formats", ["zarr"]), "contradicts itself"),
         (meta("shards.0.crops", 10**30), "dataset.json"),
         (meta("shards", [SHARD | {"crops": 15}, SHARD | {"crops": 0}]), "contradicts itself"),
+        (meta("shards", [SHARD | {"name": "a.tar\n"}]), r"dataset\.json: shards "),
+        (meta("sources.0.licence", "\udc80"), r"dataset\.json: not JSON "),
     ],
 )
 def test_a_damaged_dataset_json_does_not_open(damage, words, whole, tmp_path):
     shutil.copy(Path(whole.root.url, "dataset.json"), tmp_path)
     damage(tmp_path)
     with pytest.raises(DatasetError, match=rf"\A[^\n]*{words}[^\n]*\Z"):
+        Dataset.open(str(tmp_path))
+
+
+# Facts of dataset.json, whose fingerprint is right; 0 is the first of a list. A shard's name and sha256 become file names
+FORGED = """
+crops                  | "9"
+crops                  | -1
+crops                  | 1000000000000000000
+fs_hz                  | 250
+fs_hz                  |
+leads                  | ["II", "I"]
+leads                  | null
+uv_per_lsb             | 4.88
+uv_per_lsb             | "1"
+crop_samples           | 2500
+formats                | ["hdf5"]
+preprocessing          | 3
+pseudonyms             | 3
+removed                | [[]]
+rejects                | 3
+seed                   | "x"
+plan                   | "mine"
+roles                  | []
+roles.dx               | "train"
+roles.dx.test          | [1]
+roles.pretrain         | Infinity
+role_sources           | {"dx": 3}
+role_sources           | 3
+id_share               | 1.5
+id_share               | NaN
+samples                | {"bytes": 1}
+samples.bytes          | -1
+sources                | 3
+sources                | [{"name": "x"}]
+sources.0.dropped_s    | NaN
+sources.0.crops        | -3
+sources.0.records.used | -3
+versions               | [{"what": "append", "crops": -1}]
+shards                 | null
+shards                 | [{"name": 3}]
+shards.0.name          | "../../outside.tar"
+shards.0.sha256        | "/home/somebody/precious"
+shards.0.bytes         | -1
+shards.0.crops         | 1180591620717411303424
+"""
+
+
+@pytest.mark.parametrize(("name", "value"), tabulated(FORGED))
+def test_a_forged_dataset_json_does_not_open(name, value, whole, tmp_path):
+    shutil.copy(Path(whole.root.url, "dataset.json"), tmp_path)
+    meta(name, json.loads(value) if value else MISSING)(tmp_path)
+    says = name.partition(".")[0]
+    with pytest.raises(DatasetError, match=rf"\A[^\n]*dataset\.json: {says} [^\n]*\Z"):
         Dataset.open(str(tmp_path))
 
 
