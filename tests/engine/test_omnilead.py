@@ -258,22 +258,24 @@ def test_from_python_alone(dataset, saved_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "flag", "word", "value", "wrong"),
-    [
-        ("embed", "--workers", "workers", 0, "0: must be a whole number of at least 1"),
-        ("embed", "--per", "per", "crp", "invalid choice: 'crp': did you mean crop?"),
-        ("predict", "--fs", "fs_hz", "fast", "'fast': must be a number"),
-        ("predict", "--precision", "precision", "x", "invalid choice: 'x' (choose from auto, fp32, bf16)"),
-        ("evaluate", "--batch", "batch", -1, "-1: must be a whole number of at least 1"),
-        ("shard", "--id-share", "id_share", 1.5, "1.5: must be a number from 0 to 1"),
-        ("verify", "--workers", "workers", -1, "-1: must be a whole number of at least 1"),
-        ("bench", "--share", "share", [1, "all"], "'all': must be a number"),
-    ],
-)  # fmt: skip
+    ("name", "word", "value", "wrong"),
+    tabulated("""
+embed    | workers   | 0          | 0: must be a whole number of at least 1
+embed    | per       | "crp"      | invalid choice: 'crp': did you mean crop?
+predict  | fs_hz     | "fast"     | 'fast': must be a number
+predict  | precision | "x"        | invalid choice: 'x' (choose from auto, fp32, bf16)
+evaluate | batch     | -1         | -1: must be a whole number of at least 1
+shard    | id_share  | 1.5        | 1.5: must be a number from 0 to 1
+verify   | workers   | -1         | -1: must be a whole number of at least 1
+bench    | share     | [1, "all"] | 'all': must be a number
+"""),
+)
 def test_a_wrong_value_is_the_same_line_from_the_command_and_from_python(
-    name, flag, word, value, wrong, capsys
+    name, word, value, wrong, capsys
 ):
+    value = json.loads(value)
     typed = value if isinstance(value, list) else [value]
+    flag = "--fs" if word == "fs_hz" else f"--{word.replace('_', '-')}"
     with pytest.raises(SystemExit):
         main([name, flag, *map(str, typed)])
     line = f"omnilead {name}: argument {flag}: {wrong} (--help shows all)\n"
