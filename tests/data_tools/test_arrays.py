@@ -56,6 +56,10 @@ def write(place, values, said=FACTS, name="e.npy", inside="", **others):
     return place
 
 
+def made_of(place, out):
+    return shard(place, out=out, plan="all", workers=1)
+
+
 def opened(place, **options):
     return ArraySource(folder(place), options)
 
@@ -104,7 +108,7 @@ def test_every_kind_of_file_is_read_by_row(tmp_path, name, inside, axes):
 )
 def test_units_give_the_same_microvolts(tmp_path, values, unit):
     write(tmp_path / "a", values, FACTS.replace("mV", str(unit)))
-    made = shard(tmp_path / "a", out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(tmp_path / "a", tmp_path / "out")
     rows = crops_of(made)
     exact = UV // 5 * 5 if unit == 5 else UV
     for number in range(N):
@@ -167,7 +171,7 @@ def test_parquet_and_columns_beside_the_array(tmp_path):
     assert found == [(f"{100 + i}", f"p{i}", 250.0) for i in range(N)]
     who = np.array([12345678901, 7, np.nan, 7, 7, 1e16])
     place = write(tmp_path / "f", MV, words, "e.h5", "x", exam=ids, who=who, hz=np.full(N, 250.0))
-    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(place, tmp_path / "out")
     assert set(made.table()["patient"].to_pylist()) == {"12345678901", "7", None}
     assert rejected(made) == [("105", "patient id")]
     place = write(tmp_path / "p", MV, FACTS + "table: t.parquet\nrecord: id\npatient: who\n")
@@ -192,7 +196,7 @@ def test_missing_leads_padding_and_implausible_units(tmp_path):
     values[3, :, :700] = values[3, :, 4000:] = 0.0
     names = "I, II, V1, V2, V3, V4, other, V6"
     place = write(tmp_path / "a", values, FACTS.replace("12", names) + "padding: zeros\n")
-    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(place, tmp_path / "out")
     found = {name: rows[0] for (_, name), rows in crops_of(made).items()}
     assert found.keys() == {"e_0", "e_1", "e_3", "e_4", "e_5"}
     absent = ["III", "aVR", "aVL", "aVF"]
@@ -202,7 +206,7 @@ def test_missing_leads_padding_and_implausible_units(tmp_path):
     assert found["e_3"]["halves"] == 1 and found["e_3"]["x"][0, 0] == UV[3, 0, 700]
     assert ("e_2", "no valid lead") in rejected(made)
     write(tmp_path / "b", MV, FACTS.replace("mV", "V"))
-    made = shard(tmp_path / "b", out=tmp_path / "wrong", plan="all", workers=1)
+    made = made_of(tmp_path / "b", tmp_path / "wrong")
     assert {reason for _, reason in rejected(made)} >= {"implausible amplitude"}
     invalid = UV.copy()
     invalid[0, 0, 5] = -32768
@@ -226,7 +230,7 @@ def test_the_layouts_of_public_sets(tmp_path):
         write(place, MV[row], SPH, f"records/A{row:05d}.h5", "ecg")
     rows = "".join(f"A{row:05d},S{row // 2},{row + 60},M\n" for row in reversed(range(N)))
     (place / "metadata.csv").write_text("ECG_ID,Patient_ID,Age,Sex\n" + rows)
-    made = crops_of(shard(place, out=tmp_path / "sph-out", plan="all", workers=1))
+    made = crops_of(made_of(place, tmp_path / "sph-out"))
     assert made["sph", "A00004"][0]["patient"] == "S2" and made["sph", "A00004"][0]["age"] == 64
     np.testing.assert_array_equal(made["sph", "A00004"][0]["x"], UV[4])
 
@@ -348,7 +352,7 @@ def test_one_bad_file_or_row_of_many_is_refused_and_the_others_are_read(tmp_path
         write(place, values, said, f"{name}.npy")
     (place / "c.npy").write_bytes(b"\x93NUMPY")
     (place / "l.npy").symlink_to("a.npy")
-    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(place, tmp_path / "out")
     assert {name for _, name in crops_of(made)} == {f"a_{row}" for row in range(N)}
     refused = dict(rejected(made))
     assert (
@@ -479,9 +483,9 @@ def test_an_ecg_with_a_missing_chunk_is_refused(tmp_path, zarr_format, cut):
     names = {("ecgs", 2): "1.0.0", ("ecgs", 3): "c/1/0/0"}
     names |= {("samples", 2): "2.0.1", ("samples", 3): "c/2/0/1"}
     name = names[cut, zarr_format]
-    assert len(shard(place, out=tmp_path / "whole", plan="all", workers=1)) == N
+    assert len(made_of(place, tmp_path / "whole")) == N
     (place / "e.zarr" / name).unlink()
-    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(place, tmp_path / "out")
     lost = {"e_2", "e_3"} if cut == "ecgs" else {"e_2"}
     assert rejected(made) == [(record, "missing chunk") for record in sorted(lost)]
     assert {record for _, record in crops_of(made)} == {f"e_{row}" for row in range(N)} - lost
@@ -510,7 +514,7 @@ def test_a_dataset_made_before_zeros_were_flagged_still_agrees_with_its_archive(
     values = MV.copy()
     values[1, :, 2500:] = 0
     monkeypatch.setattr(prepare, "_has_zeros", lambda *_: False)
-    made = shard(write(tmp_path / "a", values), out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(write(tmp_path / "a", values), tmp_path / "out")
     assert rejected(made) == []
     monkeypatch.undo()
     assert run_verify(tmp_path / "out", tmp_path / "a") == 0
@@ -519,7 +523,7 @@ def test_a_dataset_made_before_zeros_were_flagged_still_agrees_with_its_archive(
 def test_zeros_in_all_leads_are_flagged_and_told(tmp_path, capsys):
     values = MV.copy()
     values[1, :, 2500:] = 0
-    made = shard(write(tmp_path / "a", values), out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(write(tmp_path / "a", values), tmp_path / "out")
     assert rejected(made) == [("e_1", "zeros")]
     said = "1 of 6 crops of arrays are zero in all leads for half a second or more: is that right?"
     assert said in capsys.readouterr().err

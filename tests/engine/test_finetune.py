@@ -53,6 +53,7 @@ from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import best_metric
 from tests.conftest import save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401
+from tests.engine.test_convert import Malice
 from tests.tables import tabulated
 
 KINDS = {"diagnosis": "multilabel", "identification": "identity"}
@@ -695,14 +696,6 @@ def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypat
             read_settings(None, {**start, **wrong})
 
 
-class Payload:
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.trace}",)
-
-
 def test_no_command_runs_a_payload(base, saved_model, tmp_path, capsys):
     """In a checkpoint whose manifest lists it, or in what is called safetensors."""
     run, trace = tmp_path / "run", tmp_path / "executed"
@@ -710,7 +703,7 @@ def test_no_command_runs_a_payload(base, saved_model, tmp_path, capsys):
     (weights,) = run.glob("checkpoints/*/mp_rank_00_model_states.pt")
     named = saved_model() / "model.safetensors"
     for file in (weights, named):
-        torch.save({"payload": Payload(trace)}, file)
+        torch.save({"payload": Malice(os.system, f"touch {trace}")}, file)
     manifest = json.loads((weights.parent / checkpoint.MANIFEST).read_text())
     manifest[weights.name] = {"bytes": weights.stat().st_size, "crc32c": checkpoint.crc32c(weights)}
     (weights.parent / checkpoint.MANIFEST).write_text(json.dumps(manifest))
