@@ -3,8 +3,11 @@
 import os
 import re
 import shlex
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +27,8 @@ from omnilead.engine.settings.files import flatten
 from omnilead.engine.tasks.config import FinetuneConfig
 from omnilead.engine.training.config import Config
 from omnilead.engine.training.config import load as load_config
-from tests.forks import started
+from tests.engine.test_convert import alone
+from tests.forks import fork, started
 from tests.parsers import parse
 from tests.test_house import ROOMS
 
@@ -102,12 +106,18 @@ def test_the_extension_points_are_as_documented(tmp_path):
         assert (tmp_path / name).exists()
 
 
+def forked_twin(command, cwd, **_):
+    """Instead of the interpreter that convert starts: test_convert.py has tests of that one."""
+    return subprocess.CompletedProcess(command, fork(partial(alone, cwd)), stderr="failed")
+
+
 def foreign_models(folder, dataset):
     """All files and commands of docs/foreign_models.md; each adapter against its network."""
     os.chdir(folder)
     sys.path.insert(0, "")
     write_files(page := (DOCS / "foreign_models.md").read_text())
-    run_commands(page, dataset)
+    with mock.patch.object(subprocess, "run", forked_twin):
+        run_commands(page, dataset)
     x_RLT = torch.randn(3, 12, 500, generator=torch.Generator().manual_seed(0))
     expected = {
         "eight_leads": lambda net: net(x_RLT[:, [1, 0, *range(6, 12)]]).mT,

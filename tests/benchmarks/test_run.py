@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import measure, report, run
 from benchmarks.measure import CaseError
+from tests.tables import tabulated
 
 INPUT = {"archive": "synthetic", "dataset": "0" * 64, "crops": 4}
 SPREAD = {"median": 2.0, "low": 1.0, "high": 3.0}
@@ -46,18 +47,18 @@ def cases(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("words", "named"),
-    [
-        ("e2e --model nope", "--model 'nope'"),
-        ("embed --model {bad}", "model.layers"),
-        ("e2e --batch 0", "--batch: '0': must be a whole number"),
-        ("e2e --only [", "--only '[': not a regular expression"),
-        ("loader --repeats 2", "--repeats 2: at least 3"),
-        ("ingest --device cuda", "--device cuda: ingest does not use one"),
-        ("suite --device cuda", "--device cuda: torch finds no CUDA device: use --device cpu"),
-        ("suite --stages nosuch", "--stages nosuch: no such stage: use ingest"),
-        ("start --out {folder}", "is a folder"),
-        ("nosuch", "invalid choice: 'nosuch'"),
-    ],
+    tabulated("""
+e2e --model nope      | --model 'nope'
+embed --model {bad}   | model.layers
+e2e --batch 0         | --batch: '0': must be a whole number
+e2e --only [          | --only '[': not a regular expression
+loader --repeats 2    | --repeats 2: at least 3
+ingest --device cuda  | --device cuda: ingest does not use one
+suite --device cuda   | --device cuda: torch finds no CUDA device: use --device cpu
+suite --stages nosuch | --stages nosuch: no such stage: use ingest
+start --out {folder}  | is a folder
+nosuch                | invalid choice: 'nosuch'
+"""),
 )
 def test_a_wrong_option_is_a_one_line_error_before_any_work(words, named, cases, tmp_path, capsys):
     (tmp_path / "bad.yaml").write_text("model: {layers: frog}")

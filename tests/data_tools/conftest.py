@@ -3,6 +3,8 @@
 import pytest
 from shell import Shell
 
+from omnilead.data_tools.build import plan
+from omnilead.data_tools.build import shards as shard_writers
 from omnilead.data_tools.extras.synthetic.archive import synthesise
 
 
@@ -18,3 +20,12 @@ def small(tmp_path_factory):
 @pytest.fixture
 def shell(capsys):
     return Shell(capsys)
+
+
+@pytest.fixture(scope="module")
+def small_shards():
+    """Four crops in a shard and in a storage object."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "SHARD_CROPS", 4)
+        patch.setattr(shard_writers, "SHARD_CROPS", 4)
+        yield

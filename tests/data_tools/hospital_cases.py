@@ -21,6 +21,7 @@ from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.extras.hospital.base import Decoded
 from omnilead.data_tools.extras.hospital.files import FORMATS, HospitalFiles
 from omnilead.data_tools.io.errors import ReadError
+from tests.tables import tabulated
 
 SECRET = "Quijote SECRET"  # a name
 BORN, BORN_ISO = "19370521", "1937-05-21"  # the age is to be no secret
@@ -81,9 +82,8 @@ def refuses(kind, *faults):
 def edited(good, table):
     """Faulty files by reason. A line of the table: reason | text of the good file | in its place."""
     faults = {}
-    for line in table.strip().splitlines():
-        reason, old, new = (part.strip() for part in line.split("|"))
-        assert old in good, line
+    for reason, old, new in tabulated(table):
+        assert old in good, (reason, old)
         faults.setdefault(reason, []).append(good.replace(old, new))
     return faults
 

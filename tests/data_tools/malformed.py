@@ -18,6 +18,7 @@ import scipy.io
 from handmade import ecg, header, mat
 
 from omnilead.data_tools.ecg.record import LEADS
+from tests.tables import tabulated
 
 SECRET = "Dr. Dolores Quijote saw this on 3 May"
 
@@ -142,10 +143,7 @@ another name inside         | NAME 12      | NAMEx 12        | record name diffe
 a path upwards              | NAME.mat     | ../g1/NAME.mat  | signal file name
 another file                | NAME.mat     | a.mat           | signal file name | missing file
 """
-REFUSED = {}
-for line in EDITS.strip().splitlines():
-    name, old, new, *reasons = (part.strip() for part in line.split("|"))
-    REFUSED[name] = Refused(edit(old, new), *reasons)
+REFUSED = {name: Refused(edit(old, new), *reasons) for name, old, new, *reasons in tabulated(EDITS)}
 REFUSED |= {
     "val transposed": Refused(level_4(axis=-1), NO_MATLAB),
     "another variable": Refused(level_4(name=b"ecg\0"), NO_MATLAB),

@@ -20,11 +20,11 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg import crops as prepare
 from omnilead.data_tools.ecg.crops import CROP
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.ecg.record_tables import find, read_table
 from omnilead.data_tools.io.errors import DataError, ReadError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.arrays import ArrayFacts, ArraySource
 from omnilead.data_tools.sources.detect import open_sources
+from tests.tables import tabulated
 
 N = 6
 UV = np.stack([ecg(seed=number) for number in range(N)])  # [ecgs, leads, samples]
@@ -54,6 +54,10 @@ def write(place, values, said=FACTS, name="e.npy", inside="", **others):
         (place / "arrays.yaml").write_text(said)
     (place / "t.csv").write_text(PEOPLE)
     return place
+
+
+def made_of(place, out):
+    return shard(place, out=out, plan="all", workers=1)
 
 
 def opened(place, **options):
@@ -104,7 +108,7 @@ def test_every_kind_of_file_is_read_by_row(tmp_path, name, inside, axes):
 )
 def test_units_give_the_same_microvolts(tmp_path, values, unit):
     write(tmp_path / "a", values, FACTS.replace("mV", str(unit)))
-    made = shard(tmp_path / "a", out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(tmp_path / "a", tmp_path / "out")
     rows = crops_of(made)
     exact = UV // 5 * 5 if unit == 5 else UV
     for number in range(N):
@@ -177,7 +181,7 @@ def test_parquet_and_columns_beside_the_array(tmp_path):
     assert found == [(f"{100 + i}", f"p{i}", 250.0) for i in range(N)]
     who = np.array([12345678901, 7, np.nan, 7, 7, 1e16])
     place = write(tmp_path / "f", MV, words, "e.h5", "x", exam=ids, who=who, hz=np.full(N, 250.0))
-    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(place, tmp_path / "out")
     assert set(made.table()["patient"].to_pylist()) == {"12345678901", "7", None}
     assert rejected(made) == [("105", "patient id")]
     place = write(tmp_path / "p", MV, FACTS + "table: t.parquet\nrecord: id\npatient: who\n")
@@ -194,19 +198,6 @@ def test_the_example_in_the_documentation_is_valid():
     assert not set(ArrayFacts.model_fields) - facts.model_fields_set
 
 
-def test_labels_join_by_the_names_of_the_records(tmp_path):
-    write(tmp_path / "a", MV, FACTS + TABLE)
-    made = shard(tmp_path / "a", out=tmp_path / "out", plan="all", workers=1)
-    (tmp_path / "labels.csv").write_text("record,AF\nr4,1\nr0,0\n")
-    names = made.table(["record"])["record"].combine_chunks()
-    url = str(tmp_path / "labels.csv")
-    found = find(url, read_table(url), names, names)
-    assert {names[i].as_py(): row for i, row in enumerate(found.row.tolist()) if row >= 0} == {
-        "r4": 0,
-        "r0": 1,
-    }
-
-
 def test_missing_leads_padding_and_implausible_units(tmp_path):
     values = MV[:, :8].copy()
     values[0, 3] = 0.0
@@ -215,7 +206,7 @@ def test_missing_leads_padding_and_implausible_units(tmp_path):
     values[3, :, :700] = values[3, :, 4000:] = 0.0
     names = "I, II, V1, V2, V3, V4, other, V6"
     place = write(tmp_path / "a", values, FACTS.replace("12", names) + "padding: zeros\n")
-    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(place, tmp_path / "out")
     found = {name: rows[0] for (_, name), rows in crops_of(made).items()}
     assert found.keys() == {"e_0", "e_1", "e_3", "e_4", "e_5"}
     absent = ["III", "aVR", "aVL", "aVF"]
@@ -225,7 +216,7 @@ def test_missing_leads_padding_and_implausible_units(tmp_path):
     assert found["e_3"]["halves"] == 1 and found["e_3"]["x"][0, 0] == UV[3, 0, 700]
     assert ("e_2", "no valid lead") in rejected(made)
     write(tmp_path / "b", MV, FACTS.replace("mV", "V"))
-    made = shard(tmp_path / "b", out=tmp_path / "wrong", plan="all", workers=1)
+    made = made_of(tmp_path / "b", tmp_path / "wrong")
     assert {reason for _, reason in rejected(made)} >= {"implausible amplitude"}
     invalid = UV.copy()
     invalid[0, 0, 5] = -32768
@@ -249,7 +240,7 @@ def test_the_layouts_of_public_sets(tmp_path):
         write(place, MV[row], SPH, f"records/A{row:05d}.h5", "ecg")
     rows = "".join(f"A{row:05d},S{row // 2},{row + 60},M\n" for row in reversed(range(N)))
     (place / "metadata.csv").write_text("ECG_ID,Patient_ID,Age,Sex\n" + rows)
-    made = crops_of(shard(place, out=tmp_path / "sph-out", plan="all", workers=1))
+    made = crops_of(made_of(place, tmp_path / "sph-out"))
     assert made["sph", "A00004"][0]["patient"] == "S2" and made["sph", "A00004"][0]["age"] == 64
     np.testing.assert_array_equal(made["sph", "A00004"][0]["x"], UV[4])
 
@@ -281,66 +272,59 @@ def test_the_layouts_of_public_sets(tmp_path):
         assert source.read("e.npy#0").leads[4:6] == ("aVF", "aVL")
 
 
+# What arrays.yaml says; a bar between it and the error, a slash between its lines
+SAID = tabulated(r"""
+fs_hz: 500 / leads: 12                   | unit: Field required: mV, uV, V, or how many
+unit: mV / leads: 12                     | fs_hz: Field required: the sampling rate
+unit: mV / fs_hz: 500                    | leads: Field required: 12
+fs_hz: HZ / unit: mV / leads: 12         | is a single array, without HZ
+fs_hz: 0 / unit: mV / leads: 12          | sampling rate: 0.0 Hz: 50 to 2000
+fs_hz: 500 / unit: UNIT / leads: 12      | unknown unit: 'UNIT'
+fs_hz: 500 / unit: 0 / leads: 12         | unit: 0: write mV, uV
+FACTS / lead: 3                          | lead: Extra inputs are not permitted: not one of file,
+FACTS / 1: 3                             | arrays.yaml: 1:
+FACTS / table: [a]                       | table: Input should be a valid string
+FACTS / padding: ones                    | padding: Input should be '' or 'zeros'
+FACTS / layout: [ecgs, x]                | layout: \[ecgs, x\]: name each axis once: leads
+FACTS / layout: leads leads samples      | each axis once
+FACTS / file: x.npy                      | file: x.npy: there is no such file
+FACTS / file: ../t/e.npy                 | not a regular file: ../t/e.npy
+FACTS / dataset: x                       | is a single array, without x
+FACTS / table: no.csv / patient: who     | not a regular file: no.csv
+FACTS / table: t.csv                     | add patient: and the name of its column
+FACTS / table: t.csv / patient: x        | t.csv: no column x: it has id, who, years
+FACTS / TABLE / index: who               | who: has a value twice: 3 values in 6 rows
+- a                                      | write one `word: value` a line
+a: [                                     | is no YAML: while parsing
+a: !!bool x                              | is no YAML: 'x'
+""")
 SQUARE = np.zeros((N, 12, 12), "f4")
+NEEDED = r"needs arrays.yaml .* for e.npy, float32 \[6, 12, 5000\], is \{file: e.npy, fs_hz: "
+BOTH = r"\[6, 12, 12\] with 12 leads fits both layout: \[ecgs, leads, samples\] and "
+NEITHER = r"\[6, 8, 5000\] with 12 leads fits neither layout: .* nor layout: "
 REFUSED = [
-    (
-        "",
-        {},
-        MV,
-        r"needs arrays.yaml .* for e.npy, float32 \[6, 12, 5000\], is \{file: e.npy, fs_hz: ",
-    ),
+    ("", {}, MV, NEEDED),
     ("", {"fs_hz": "500", "leads": "12"}, MV, r"unit: UNIT, leads: 12\}"),
     ("", {}, MV[:, :8], r"leads: \[I, II, ...\]\}"),
-    (FACTS, {"fs_hz": "500"}, MV, "arrays.yaml describes the arrays: leave out --fs"),
-    ("fs_hz: 500\nleads: 12\n", {}, MV, "unit: Field required: mV, uV, V, or how many"),
-    ("unit: mV\nleads: 12\n", {}, MV, "fs_hz: Field required: the sampling rate"),
-    ("unit: mV\nfs_hz: 500\n", {}, MV, "leads: Field required: 12 "),
-    (FACTS + "lead: 3\n", {}, MV, "lead: Extra inputs are not permitted: not one of file, "),
-    (FACTS + "1: 3\n", {}, MV, "arrays.yaml: 1: "),
-    (FACTS + "table: [a]\n", {}, MV, "table: Input should be a valid string"),
-    (FACTS + "padding: ones\n", {}, MV, "padding: Input should be '' or 'zeros'"),
-    ("- a\n", {}, MV, "write one `word: value` a line"),
-    ("a: [", {}, MV, "is no YAML: while parsing"),
-    ("a: !!bool x", {}, MV, "is no YAML: 'x'"),
+    ("FACTS", {"fs_hz": "500"}, MV, "arrays.yaml describes the arrays: leave out --fs"),
     ("[" * 9000, {}, MV, "is no YAML: "),
     ("#" * 70_000, {}, MV, "file too large: arrays.yaml"),
-    (FACTS.replace("500", "HZ"), {}, MV, "is a single array, without HZ"),
-    (FACTS.replace("500", "0"), {}, MV, "sampling rate: 0.0 Hz: 50 to 2000"),
-    (FACTS.replace("mV", "UNIT"), {}, MV, "unknown unit: 'UNIT'"),
-    (FACTS.replace("mV", "0"), {}, MV, "unit: 0: write mV, uV"),
-    (FACTS.replace("12", "I, I"), {}, MV[:, :2], "duplicated lead: I"),
-    (FACTS.replace("12", "A, B"), {}, MV[:, :2], "no known lead: A, B"),
-    (
-        FACTS,
-        {},
-        SQUARE,
-        r"\[6, 12, 12\] with 12 leads fits both layout: \[ecgs, leads, samples\] and ",
-    ),
-    (FACTS, {}, MV[:, :8], r"\[6, 8, 5000\] with 12 leads fits neither layout: .* nor layout: "),
-    (FACTS, {}, MV[:, None], r"shape \[6, 1, 12, 5000\]: name its axes, such as layout: "),
-    (FACTS + "layout: [ecgs, x]\n", {}, MV, r"layout: \[ecgs, x\]: name each axis once: leads"),
-    (FACTS + "layout: leads leads samples\n", {}, MV, "each axis once"),
-    (FACTS + "file: x.npy\n", {}, MV, "file: x.npy: there is no such file"),
-    (FACTS + "file: ../t/e.npy\n", {}, MV, "not a regular file: ../t/e.npy"),
-    (FACTS + "dataset: x\n", {}, MV, "is a single array, without x"),
-    (FACTS + "table: no.csv\npatient: who\n", {}, MV, "not a regular file: no.csv"),
-    (FACTS + "table: t.csv\n", {}, MV, "add patient: and the name of its column"),
-    (FACTS + "table: t.csv\npatient: x\n", {}, MV, "t.csv: no column x: it has id, who, years"),
-    (FACTS + TABLE, {}, MV[:4], "t.csv: 6 rows for 4 ECGs: add index: "),
-    (
-        FACTS + TABLE + "index: row\n",
-        {},
-        MV[:4],
-        "index: row: has 4, but 4 ECGs are counted from 0",
-    ),
-    (FACTS + TABLE + "index: who\n", {}, MV, "who: has a value twice: 3 values in 6 rows"),
-    (FACTS + "table: t.csv\npatient: who\n", {}, MV[0], "record: add it"),
-    (FACTS, {}, MV.astype("O"), "cannot be read as numbers"),
+    ("fs_hz: 500 / unit: mV / leads: I, I", {}, MV[:, :2], "duplicated lead: I"),
+    ("fs_hz: 500 / unit: mV / leads: A, B", {}, MV[:, :2], "no known lead: A, B"),
+    ("FACTS", {}, SQUARE, BOTH),
+    ("FACTS", {}, MV[:, :8], NEITHER),
+    ("FACTS", {}, MV[:, None], r"shape \[6, 1, 12, 5000\]: name its axes, such as layout: "),
+    ("FACTS / TABLE", {}, MV[:4], "t.csv: 6 rows for 4 ECGs: add index: "),
+    ("FACTS / TABLE / index: row", {}, MV[:4], "index: row: has 4, but 4 ECGs are counted from 0"),
+    ("FACTS / table: t.csv / patient: who", {}, MV[0], "record: add it"),
+    ("FACTS", {}, MV.astype("O"), "cannot be read as numbers"),
+    *((said, {}, MV, error) for said, error in SAID),
 ]
 
 
 @pytest.mark.parametrize(("said", "options", "values", "error"), REFUSED)
 def test_what_is_not_said_or_contradicts_is_one_error(tmp_path, said, options, values, error):
+    said = said.replace(" / ", "\n").replace("FACTS", FACTS).replace("TABLE", TABLE)
     write(tmp_path / "t", values, said)
     with pytest.raises(DataError, match=error) as raised:
         opened(tmp_path / "t", **options)
@@ -378,7 +362,7 @@ def test_one_bad_file_or_row_of_many_is_refused_and_the_others_are_read(tmp_path
         write(place, values, said, f"{name}.npy")
     (place / "c.npy").write_bytes(b"\x93NUMPY")
     (place / "l.npy").symlink_to("a.npy")
-    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(place, tmp_path / "out")
     assert {name for _, name in crops_of(made)} == {f"a_{row}" for row in range(N)}
     refused = dict(rejected(made))
     assert (
@@ -509,9 +493,9 @@ def test_an_ecg_with_a_missing_chunk_is_refused(tmp_path, zarr_format, cut):
     names = {("ecgs", 2): "1.0.0", ("ecgs", 3): "c/1/0/0"}
     names |= {("samples", 2): "2.0.1", ("samples", 3): "c/2/0/1"}
     name = names[cut, zarr_format]
-    assert len(shard(place, out=tmp_path / "whole", plan="all", workers=1)) == N
+    assert len(made_of(place, tmp_path / "whole")) == N
     (place / "e.zarr" / name).unlink()
-    made = shard(place, out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(place, tmp_path / "out")
     lost = {"e_2", "e_3"} if cut == "ecgs" else {"e_2"}
     assert rejected(made) == [(record, "missing chunk") for record in sorted(lost)]
     assert {record for _, record in crops_of(made)} == {f"e_{row}" for row in range(N)} - lost
@@ -540,7 +524,7 @@ def test_a_dataset_made_before_zeros_were_flagged_still_agrees_with_its_archive(
     values = MV.copy()
     values[1, :, 2500:] = 0
     monkeypatch.setattr(prepare, "_has_zeros", lambda *_: False)
-    made = shard(write(tmp_path / "a", values), out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(write(tmp_path / "a", values), tmp_path / "out")
     assert rejected(made) == []
     monkeypatch.undo()
     assert run_verify(tmp_path / "out", tmp_path / "a") == 0
@@ -549,7 +533,7 @@ def test_a_dataset_made_before_zeros_were_flagged_still_agrees_with_its_archive(
 def test_zeros_in_all_leads_are_flagged_and_told(tmp_path, capsys):
     values = MV.copy()
     values[1, :, 2500:] = 0
-    made = shard(write(tmp_path / "a", values), out=tmp_path / "out", plan="all", workers=1)
+    made = made_of(write(tmp_path / "a", values), tmp_path / "out")
     assert rejected(made) == [("e_1", "zeros")]
     said = "1 of 6 crops of arrays are zero in all leads for half a second or more: is that right?"
     assert said in capsys.readouterr().err

@@ -8,7 +8,6 @@ import pytest
 from handmade import build, ecg, files, no_roles, write_challenge
 from twins import write_code15, write_mimic
 
-from omnilead.data_tools.build import plan
 from omnilead.data_tools.build import shard as building
 from omnilead.data_tools.build.roles import RoleSources
 from omnilead.data_tools.build.shard import ShardOptions, shard
@@ -20,13 +19,7 @@ from omnilead.data_tools.sources.base import Source
 KEY = b"k" * 32
 TABLE = "ecg_id,patient_id,age,sex,scp_codes,heart_axis\n"
 LETTERS = {"cpsc_2018": "A", "georgia": "E", "ningbo": "JS", "ptb-xl": "HR"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_shards():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SHARD_CROPS", 4)
-        yield
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_killed_over_and_over(small, tmp_path):
     during = _script("storm", small, tmp_path, KILLS)
     assert sum(during.values()) >= KILLS
     # Kills fell where something can break
-    assert min(during[phase] for phase in ("shards", "zarr", "tables")) >= 5
+    assert min(during[phase] for phase in ("shards", "zarr", "tables")) >= 3
 
 
 def test_killing_a_run_also_ends_its_worker_processes(small, tmp_path):
@@ -199,6 +199,7 @@ def holds(out):
 
 def storm(archive, root, kills):
     """-> how many kills fell into each phase."""
+    plan.SHARD_CROPS = shard_writers.SHARD_CROPS = 8  # two shards: a third has nothing new to break
     rng = random.Random(SEED)
     functions, calls, worst = reference(archive, root / "right")
     right, out = files(root / "right"), root / "out"

@@ -33,6 +33,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import read_task
 from tests.forks import started
+from tests.tables import tabulated
 
 SHARED = Path(__file__).parents[3] / "shared"
 MIMIC_COLUMNS = " ".join(
@@ -278,9 +279,9 @@ Summary: SECRET of Mr. Pace, a patient |  |
 """
 
 
-@pytest.mark.parametrize("line", STATEMENTS.strip().splitlines())
-def test_statements_give_the_right_codes(line):
-    text, *codes = line.split("|")
+@pytest.mark.parametrize("row", tabulated(STATEMENTS), ids=lambda row: row[0])
+def test_statements_give_the_right_codes(row):
+    text, *codes = row
     for bits, names in zip(statement_codes(text), codes, strict=True):
         assert {code for i, code in enumerate(CODES) if bits >> i & 1} == set(names.split())
 
@@ -360,25 +361,21 @@ MEASURED = ",".join(["study_id", *REPORTS, *NUMBERS]) + "\n1" + 27 * ",soon"
 
 @pytest.mark.parametrize(
     ("archive", "table", "text", "words"),
-    [
-        ("ptbxl", "other", "", "no scp_statements.csv: copy it from PTB-XL's release"),
-        (
-            "ptbxl",
-            "ptbxl_database",
-            "ecg_id,patient_id,scp_codes,strat_fold\n1,,,x",
-            "strat_fold is not 1 to",
-        ),
-        ("code15", "other", "", "missing file: exams.csv"),
-        ("code15", "exams", "exam_id,age\n1,2\n", "no column 1dAVb, AF, LBBB"),
-        ("code15", "exams", EXAM, "exams.csv: 'a b' is not a record's id"),
-        ("mimic-iv-ecg", "other", "", "missing file: machine_measurements.csv"),
-        ("mimic-iv-ecg", "machine_measurements", "study_id,report_0\n1,x\n", "Column 'report_1'"),
-        ("mimic-iv-ecg", "machine_measurements", MEASURED, "conversion error to float"),
-        ("physionet2021", "other", "", "no readable header of PhysioNet/CinC Challenge 2021"),
-        ("physionet2011", "other", "", "missing file: RECORDS: restore the file"),
-    ],
+    tabulated("""
+ptbxl         | other       | | no scp_statements.csv: copy it from PTB-XL's release
+ptbxl         | ptbxl_database | ecg_id,patient_id,scp_codes,strat_fold / 1,,,x | strat_fold is not 1 to
+code15        | other       | | missing file: exams.csv
+code15        | exams       | exam_id,age / 1,2 | no column 1dAVb, AF, LBBB
+code15        | exams       | EXAM | exams.csv: 'a b' is not a record's id
+mimic-iv-ecg  | other       | | missing file: machine_measurements.csv
+mimic-iv-ecg  | machine_measurements | study_id,report_0 / 1,x | Column 'report_1'
+mimic-iv-ecg  | machine_measurements | MEASURED | conversion error to float
+physionet2021 | other       | | no readable header of PhysioNet/CinC Challenge 2021
+physionet2011 | other       | | missing file: RECORDS: restore the file
+"""),
 )
 def test_bad_tables_give_a_one_line_error(archive, table, text, words, shell, tmp_path):
+    text = {"EXAM": EXAM, "MEASURED": MEASURED}.get(text, text.replace(" / ", "\n"))
     (tmp_path / f"{table}.csv").write_text(text)
     if table == "ptbxl_database":
         (tmp_path / "scp_statements.csv").write_text(NO_STATEMENT)

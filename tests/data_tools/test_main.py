@@ -15,6 +15,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.extras.plots import PAPER_SETS
 from omnilead.data_tools.io import terminal as cli
 from omnilead.data_tools.io.errors import DataError, DatasetError
+from tests.tables import tabulated
 
 
 def test_all_commands_run_from_synth_to_a_figure(shell, tmp_path):
@@ -35,52 +36,49 @@ SAME = "--workers 1 --pretrain-sources all --id-share 1"  # as the tests' datase
 
 @pytest.mark.parametrize(
     ("command", "words"),
-    [
-        ("", "required"),
-        ("shard nowhere", "--out"),
-        ("shard nowhere --out x", "nowhere"),
-        ("shard SRC --out x --workers 0", "--workers: 0: must be a whole number of at least 1"),
-        ("shard SRC --out x --seed -1", "--seed"),
-        ("shard SRC --out x --plan mine", "paper-split"),
-        ("shard SRC --out x --source no_such_module:Thing", "no_such_module"),
-        ("shard SRC --out x --source json:loads", "not a subclass"),
-        ("shard SRC --out x --source json:Csv", "has no attribute 'Csv'"),
-        ("shard SRC --out x --source nonsense", "not auto, physionet2021, ptbxl, mimic-iv-ecg, "),
-        ("shard SRC --out x --source clinic.py:Csv", "no such file clinic.py"),
-        ("shard SRC --out x --source code15", "no .hdf5 in it"),
-        ("shard SRC --out x --source omnilead.data_tools.sources:Source", "abstract method"),
-        ("shard SRC --out x --source :", "ValueError: Empty module name"),
-        ("shard SRC --out x --source raising.py:Csv", "raising.py:Csv: RuntimeError: a b"),
-        ("shard LINKS --out x", "mine is a link, and such folders are not entered"),
-        (f"shard SRC --out DATASET {SAME}", "format was both, not tar"),
-        (f"shard SRC --out DATASET {SAME} --seed 5", "seed was 0, not 5, format was both, not tar"),
-        ("shard SRC --out x --id-share 1.5", "--id-share: 1.5: must be a number from 0 to 1"),
-        ("shard SRC --out x --plan all --pretrain-sources ptb", "--pretrain-sources has no effect"),
-        ("shard SRC --out x --pseudonymize nokey", "nokey"),
-        ("shard SRC --out x --pseudonymize SHORT", "at least 16"),
-        ("shard SRC --out x --pseudonymize OPEN", "read it (-rw-r-----): chmod 600 OPEN"),
-        ("shard SRC --out SHORT", "--out SHORT: is a file"),
-        ("shard SRC --out x --crop 3", "unrecognized arguments: --crop 3 (--help"),
-        (
-            "shard SRC --out x --patients p.csv",
-            "p.csv: no such file: name a CSV or parquet file of patients",
-        ),
-        ("shard OWN --out x --patients raising.py", "raising.py: its columns are"),
-        ("shard DATASET --out x", "a dataset, not an archive"),
-        ("verify SRC", "shard SRC --out DATASET` makes or finishes it"),
-        ("verify nothing", "no dataset.json"),
-        ("verify DATASET --patients p.csv", "p.csv applies to an archive, and none is given"),
-        ("show nothing", "no dataset.json"),
-        ("show DATASET --crop 999999", "crops 0 to"),
-        ("show nothing.hea", "missing file"),
-        ("show OWN/one.hea --crop 77", "--crop 77: OWN/one.hea is a record"),
-        ("show DATASET --png PIPE", "--png PIPE: exists and is not a regular file"),
-        ("show DATASET --png x.foo", "x.foo: .foo is not a picture format"),
-        ("show DATASET --png no/such/folder/x.png", "--png no/such/folder/x.png: folder "),
-        ("synth s3://bucket/archive", "s3://bucket/archive: archives are made on a local disk"),
-        ("synth SRC", "empty"),
-        ("synth new --patients 0", "--patients"),
-    ],
+    tabulated("""
+ | required
+shard nowhere | --out
+shard nowhere --out x | nowhere
+shard SRC --out x --workers 0 | --workers: 0: must be a whole number of at least 1
+shard SRC --out x --seed -1 | --seed
+shard SRC --out x --plan mine | paper-split
+shard SRC --out x --source no_such_module:Thing | no_such_module
+shard SRC --out x --source json:loads | not a subclass
+shard SRC --out x --source json:Csv | has no attribute 'Csv'
+shard SRC --out x --source nonsense | not auto, physionet2021, ptbxl, mimic-iv-ecg,
+shard SRC --out x --source clinic.py:Csv | no such file clinic.py
+shard SRC --out x --source code15 | no .hdf5 in it
+shard SRC --out x --source omnilead.data_tools.sources:Source | abstract method
+shard SRC --out x --source : | ValueError: Empty module name
+shard SRC --out x --source raising.py:Csv | raising.py:Csv: RuntimeError: a b
+shard LINKS --out x | mine is a link, and such folders are not entered
+shard SRC --out DATASET --workers 1 --pretrain-sources all --id-share 1 | format was both, not tar
+shard SRC --out DATASET --workers 1 --pretrain-sources all --id-share 1 --seed 5 | seed was 0, not 5, format was both, not tar
+shard SRC --out x --id-share 1.5 | --id-share: 1.5: must be a number from 0 to 1
+shard SRC --out x --plan all --pretrain-sources ptb | --pretrain-sources has no effect
+shard SRC --out x --pseudonymize nokey | nokey
+shard SRC --out x --pseudonymize SHORT | at least 16
+shard SRC --out x --pseudonymize OPEN | read it (-rw-r-----): chmod 600 OPEN
+shard SRC --out SHORT | --out SHORT: is a file
+shard SRC --out x --crop 3 | unrecognized arguments: --crop 3 (--help
+shard SRC --out x --patients p.csv | p.csv: no such file: name a CSV or parquet file of patients
+shard OWN --out x --patients raising.py | raising.py: its columns are
+shard DATASET --out x | a dataset, not an archive
+verify SRC | shard SRC --out DATASET` makes or finishes it
+verify nothing | no dataset.json
+verify DATASET --patients p.csv | p.csv applies to an archive, and none is given
+show nothing | no dataset.json
+show DATASET --crop 999999 | crops 0 to
+show nothing.hea | missing file
+show OWN/one.hea --crop 77 | --crop 77: OWN/one.hea is a record
+show DATASET --png PIPE | --png PIPE: exists and is not a regular file
+show DATASET --png x.foo | x.foo: .foo is not a picture format
+show DATASET --png no/such/folder/x.png | --png no/such/folder/x.png: folder
+synth s3://bucket/archive | s3://bucket/archive: archives are made on a local disk
+synth SRC | empty
+synth new --patients 0 | --patients
+"""),
 )
 def test_wrong_arguments_give_a_one_line_error(
     command,

@@ -9,6 +9,7 @@ import pytest
 from omnilead.data_tools.io.errors import DataError
 from omnilead.data_tools.io.options import Option, add_options, check_values
 from omnilead.data_tools.io.terminal import Parser
+from tests.tables import tabulated
 
 
 def cut(
@@ -44,15 +45,15 @@ def test_parameters_make_the_parser():
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [
-        ("a", "the following arguments are required: --out"),
-        ("--out o", "the following arguments are required: FILE"),
-        ("a --out o --parts 10", "argument --parts: 10: must be a whole number from 1 to 9"),
-        ("a --out o --parts 1.0", "argument --parts: '1.0': must be a whole number from 1 to 9"),
-        ("a --out o --at nan", "argument --at: nan: must be a number of at least 0"),
-        ("a --out o --end-mode pd", "argument --end-mode: invalid choice: 'pd': did you mean pad?"),
-        ("a --out o --hidden 1", "unrecognized arguments: --hidden 1"),
-    ],
+    tabulated("""
+a                       | the following arguments are required: --out
+--out o                 | the following arguments are required: FILE
+a --out o --parts 10    | argument --parts: 10: must be a whole number from 1 to 9
+a --out o --parts 1.0   | argument --parts: '1.0': must be a whole number from 1 to 9
+a --out o --at nan      | argument --at: nan: must be a number of at least 0
+a --out o --end-mode pd | argument --end-mode: invalid choice: 'pd': did you mean pad?
+a --out o --hidden 1    | unrecognized arguments: --hidden 1
+"""),
 )
 def test_a_wrong_argument_is_one_line(words, says, capsys):
     with pytest.raises(SystemExit) as ended:

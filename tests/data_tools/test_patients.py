@@ -11,6 +11,7 @@ from twins import write_code15, write_ptbxl
 from omnilead.data_tools.__main__ import shard, verify
 from omnilead.data_tools.build.removal import remove
 from omnilead.data_tools.io.errors import DataError
+from tests.tables import tabulated
 
 NUMBERS = range(1, 31)
 PERSON = {number: number // 3 for number in NUMBERS}
@@ -22,6 +23,17 @@ def plain(tmp_path):
     for number in NUMBERS:
         write_challenge(tmp_path / "plain" / "00000", f"{number:05d}_hr", ecg(seed=number))
     return tmp_path / "plain"
+
+
+@pytest.fixture
+def made_with(plain, tmp_path):
+    """The dataset of `plain` with the patients of a table."""
+
+    def made(table, **more):
+        how = {"out": tmp_path / "out", "plan": "all", "workers": 1}
+        return shard(plain, **how | more, patients=str(table))
+
+    return made
 
 
 def patients_in(dataset):
@@ -51,10 +63,10 @@ TABLES = {
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_plain_folder_gets_its_patients_from_a_table(kind, plain, tmp_path, capsys):
+def test_a_plain_folder_gets_its_patients_from_a_table(kind, made_with, plain, tmp_path, capsys):
     table = TABLES[kind](tmp_path / "who")
-    out = str(tmp_path / "out")
-    made = shard(plain, out=out, plan="all", workers=1, patients=str(table))
+    out = tmp_path / "out"
+    made = made_with(table)
     assert patients_in(made) == {f"00000_{n:05d}_hr": str(p) for n, p in PERSON.items()}
     assert "patients unknown" not in capsys.readouterr().err
     assert verify(out, archive=plain, patients=str(table)) == []
@@ -62,12 +74,12 @@ def test_a_plain_folder_gets_its_patients_from_a_table(kind, plain, tmp_path, ca
     assert len(findings) > 1 and all("differs in patient" in one for one in findings[:20])
     other = write_who(tmp_path / "other", [("00000_00001_hr", "B")])
     with pytest.raises(DataError, match="is already finished"):
-        shard(plain, out=out, plan="all", workers=1, patients=str(other))
+        made_with(other)
 
 
-def test_records_that_are_in_one_of_both_only_are_counted(plain, tmp_path, capsys):
+def test_records_that_are_in_one_of_both_only_are_counted(made_with, tmp_path, capsys):
     table = write_who(tmp_path / "who.csv", [("00000_00001_hr", "A B"), ("X", "C"), ("Y", "D")])
-    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+    made = made_with(table)
     assert patients_in(made)["00000_00001_hr"].startswith("A_B_")
     told = capsys.readouterr().err
     assert "who.csv: 2 (X, Y) of 3 records are not in the data" in told
@@ -96,21 +108,21 @@ def test_a_table_counts_more_than_the_archive_and_may_name_sources(tmp_path):
     assert patients_in(made) == {"7": "one", "8": "one", "HR00007": "5"}
 
 
-def test_pseudonyms_of_named_patients(plain, tmp_path):
+def test_pseudonyms_of_named_patients(made_with, plain, tmp_path):
     key = tmp_path / "key"
     key.write_bytes(bytes(range(32)))
     key.chmod(0o600)
     table = TABLES["names"](tmp_path / "who.csv")
-    how = {"patients": str(table), "pseudonymize": str(key)}
-    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, **how)
+    made = made_with(table, pseudonymize=str(key))
     people = patients_in(made)
     assert len(set(people.values())) == len(set(PERSON.values()))
     assert all(name.startswith("p") and len(name) == 21 for name in people.values())
     assert b"00000_00001_hr" not in everything_in(made)
+    how = {"patients": str(table), "pseudonymize": str(key)}
     assert verify(tmp_path / "out", archive=plain, **how) == []
 
 
-def test_one_id_in_several_spellings_is_one_patient(plain, tmp_path):
+def test_one_id_in_several_spellings_is_one_patient(made_with, tmp_path):
     """Long numbers as floats, and Unicode that is composed or not."""
     names = [f"00000_{n:05d}_hr" for n in NUMBERS]
     out = {}
@@ -120,24 +132,23 @@ def test_one_id_in_several_spellings_is_one_patient(plain, tmp_path):
         ("text", pa.array([f"{12345678901 + n % 2}.0" for n in NUMBERS])),
     ):
         pq.write_table(pa.table({"record": names, "patient": ids}), tmp_path / kind)
-        how = {"plan": "all", "workers": 1, "patients": str(tmp_path / kind)}
-        out[kind] = patients_in(shard(plain, out=tmp_path / f"out_{kind}", **how))
+        out[kind] = patients_in(made_with(tmp_path / kind, out=tmp_path / f"out_{kind}"))
     assert out["int"] == out["float"] == out["text"]
     assert set(out["int"].values()) == {"12345678901", "12345678902"}
     rows = zip(names, ("M\u00fcller" if n % 2 else "Mu\u0308ller" for n in NUMBERS), strict=True)
     table = write_who(tmp_path / "who.csv", rows)
-    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+    made = made_with(table)
     assert len(set(patients_in(made).values())) == 1
     (tmp_path / "w").write_text("Mu\u0308ller\n")
     with pytest.raises(DataError, match="no crop would be left"):
         remove(made.root.url, str(tmp_path / "w"))
 
 
-def test_ids_that_differ_only_in_zeros_or_in_case_are_named(plain, tmp_path, capsys):
+def test_ids_that_differ_only_in_zeros_or_in_case_are_named(made_with, tmp_path, capsys):
     ids = ["007", "7", "ab1", "AB1", "07b", "7b"]
     rows = [(f"00000_{n:05d}_hr", ids[n % len(ids)]) for n in NUMBERS]
     table = write_who(tmp_path / "who.csv", rows)
-    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+    made = made_with(table)
     early, late = (one for one in capsys.readouterr().err.split("\n") if "zeros or in case" in one)
     said = (
         "007 and 7, AB1 and ab1 differ only in zeros or in case (2 in all) and count as different"
@@ -158,32 +169,28 @@ def test_ids_that_differ_only_in_zeros_or_in_case_are_named(plain, tmp_path, cap
     assert f"zeros or in case: {source}/007" in capsys.readouterr().err
 
 
-def test_words_for_an_unknown_patient_are_nobody(plain, tmp_path, capsys):
+def test_words_for_an_unknown_patient_are_nobody(made_with, tmp_path, capsys):
     """Not one person, who would join all of them."""
     words = ["NA", "unknown", "nan", "", "?"]
     rows = [(f"00000_{n:05d}_hr", words[n % 5] if n > 5 else "B") for n in NUMBERS]
     table = write_who(tmp_path / "who.csv", rows)
-    made = shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+    made = made_with(table)
     assert set(patients_in(made).values()) == {"B", None}
     assert "patients unknown for 25 of 30 records" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [
-        ("record,who\nA,B", "who.csv: its columns are record, who: a column `patient` must name"),
-        ("name,patient\nA,B", "who.csv: its columns are name, patient: a column `record` must"),
-        (
-            "record,patient\nA,B",
-            "none of its 1 records is in the data: it names A, the data 00000_",
-        ),
-        ("record,patient\n00000_00001_hr,A\n00000/00001_hr,B", "is in rows 1 and 2: keep one"),
-        ("record,patient\n00000_00001_hr,1.23457E+10", r"patient id: 1.23457E\+10 lacks digits"),
-    ],
+    tabulated(r"""
+record,who / A,B     | who.csv: its columns are record, who: a column `patient` must name
+name,patient / A,B   | who.csv: its columns are name, patient: a column `record` must
+record,patient / A,B | none of its 1 records is in the data: it names A, the data 00000_
+record,patient / 00000_00001_hr,A / 00000/00001_hr,B | is in rows 1 and 2: keep one
+record,patient / 00000_00001_hr,1.23457E+10          | patient id: 1.23457E\+10 lacks digits
+"""),
 )
-def test_tables_that_do_not_fit_are_refused(text, says, plain, tmp_path):
-    table = tmp_path / "who.csv"
-    table.write_text(text)
+def test_tables_that_do_not_fit_are_refused(text, says, made_with, tmp_path):
+    (tmp_path / "who.csv").write_text(text.replace(" / ", "\n"))
     with pytest.raises(DataError, match=says):
-        shard(plain, out=tmp_path / "out", plan="all", workers=1, patients=str(table))
+        made_with(tmp_path / "who.csv")
     assert not (tmp_path / "out" / "dataset.json").exists()

@@ -60,10 +60,18 @@ def server():
 
 
 @pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Nine records, six of them of PTB-XL: each costs several requests a test."""
+    out = tmp_path_factory.mktemp("small") / "archive"
+    synthesise(out, patients=3, two_sessions=1, seed=7, progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
 def right(small, tmp_path_factory):
     """The local build."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SHARD_CROPS", 5)
+        patch.setattr(plan, "SHARD_CROPS", 3)
         return build(small, tmp_path_factory.mktemp("right") / "both", format="both")
 
 
@@ -83,6 +91,8 @@ def environment(server, small):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in keys.items():
             patch.setenv(f"AWS_{name}", value)
+        # A busy machine's late answer is not a store that stalls
+        patch.setattr(s3fs.S3FileSystem, "read_timeout", 60)
         forget()
         fs = s3fs.S3FileSystem(s3_additional_kwargs={"ACL": "public-read"})
         fs.mkdir("archives", acl="public-read")
@@ -93,14 +103,13 @@ def environment(server, small):
 
 @pytest.fixture
 def s3(server, environment, tmp_path, monkeypatch):
-    """With an empty bucket; waits are short; the scratch folder is the test's own."""
+    """With an empty bucket; waits are short; the scratch folder is the test's own. The client stays
+    for the next test."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(plan, "SHARD_CROPS", 5)
-    # A busy machine's late answer is not a store that stalls
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 60)
-    forget()
+    monkeypatch.setattr(plan, "SHARD_CROPS", 3)
+    forget_tables()
     fs = storage._connect(BUCKET, False)
     if fs.exists(BUCKET):
         fs.rm(BUCKET, recursive=True)
@@ -109,18 +118,22 @@ def s3(server, environment, tmp_path, monkeypatch):
     yield server
     server.faults.clear()
     server.together = ""
+
+
+@pytest.fixture
+def another_client(s3):
+    """To be called after a change of its settings, which end with the test."""
+    yield forget
     forget()
 
 
-def impatient(monkeypatch):
-    """From now on a store that stalls is asked again soon, and so may be one that is only slow."""
-    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", STALL_S / 2)
-    forget()
+def forget_tables():
+    wfdb_archives._patients.cache_clear()
+    wfdb_archives._rows.cache_clear()
 
 
 def forget():
-    wfdb_archives._patients.cache_clear()
-    wfdb_archives._rows.cache_clear()
+    forget_tables()
     storage._connect.cache_clear()
     s3fs.S3FileSystem.clear_instance_cache()
 
@@ -248,7 +261,7 @@ def test_a_remote_dataset_is_verified_and_drawn_in_place(s3, small, right, shell
     assert "shards/00001.tar" in shell.run("verify", url, "--workers", 1, code=1)[0]
 
 
-def test_public_bucket(s3, shell, tmp_path, monkeypatch):
+def test_public_bucket(s3, another_client, shell, tmp_path, monkeypatch):
     """Without credentials, --anonymous sends unsigned requests; without it there is an error at
     once."""
     public, command = f"{BUCKET}/public", ("shard", ARCHIVE, "--out", tmp_path, "--workers", 1)
@@ -258,7 +271,7 @@ def test_public_bucket(s3, shell, tmp_path, monkeypatch):
     fs.chmod(BUCKET, "public-read", recursive=True)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    forget()
+    another_client()
     s3.log.clear()
     shell.run(*command, "--anonymous")
     shell.run("verify", public, "--workers", 1, "--anonymous")
@@ -270,11 +283,12 @@ def test_public_bucket(s3, shell, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["500", "drop", "cut", "lie", "stall"])
-def test_bad_network_is_harmless(s3, right, monkeypatch, how):
+def test_bad_network_is_harmless(s3, another_client, right, monkeypatch, how):
     """Every kind of request fails a few times, for reads and for writes, and the bytes stay the
     same."""
-    if how == "stall":
-        impatient(monkeypatch)
+    if how == "stall":  # a store that is only slow may be asked again, too
+        monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", STALL_S / 2)
+        another_client()
     reads, writes = ["hea$", "mat$", "tar$"], ["tar$", "/c/0/0/0$", "dataset.json$"]
     if how != "stall":  # each takes its time
         reads, writes = [*reads, "csv$", "parquet$"], [*writes, "idx$", "parquet$", "zarr.json$"]
@@ -287,12 +301,15 @@ def test_bad_network_is_harmless(s3, right, monkeypatch, how):
 
 
 @pytest.mark.parametrize("how", ["500", "404", "drop", "cut", "lie", "stall"])
-def test_crops_read_over_a_bad_network_are_right(s3, right, tmp_path, monkeypatch, how):
+def test_crops_read_over_a_bad_network_are_right(
+    s3, another_client, right, tmp_path, monkeypatch, how
+):
     """From tar and zarr, every crop equals the local one, or there is a one-line error."""
     url = f"{BUCKET}/made"
     upload(right.root.url, url)
     if how == "stall":
-        impatient(monkeypatch)
+        monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", STALL_S / 2)
+        another_client()
     dataset, rows = Dataset.open(url), np.arange(len(right))
     ahead = [(0, shard) for shard in range(len(dataset.shards))]
     out = np.empty((len(rows), *CROP_SHAPE), np.int16)
@@ -398,7 +415,7 @@ def test_the_working_folder_is_nobody_elses(tmp_path, monkeypatch):
 
 def build_small(source, out):
     tempfile.tempdir = None  # TMPDIR is the test's
-    plan.SHARD_CROPS = 5
+    plan.SHARD_CROPS = 3
     build(source, out, format="both")
 
 
@@ -462,8 +479,8 @@ def test_wrong_addresses_fail(s3, small, shell, tmp_path):
             shell.error("shard", small, "--out", url, "--workers", 1)
 
 
-def test_a_store_that_does_not_answer_gives_an_error_after_retries(s3, monkeypatch):
+def test_a_store_that_does_not_answer_gives_an_error_after_retries(another_client, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    forget()
+    another_client()
     with pytest.raises(StorageError, match="after 6 tries"):
         open_sources(ARCHIVE)

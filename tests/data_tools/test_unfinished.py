@@ -8,7 +8,7 @@ import shutil
 import pytest
 from handmade import build, files, flip, no_roles
 
-from omnilead.data_tools.build import finishing, plan
+from omnilead.data_tools.build import finishing
 from omnilead.data_tools.build import shard as building
 from omnilead.data_tools.build import shards as shard_writers
 from omnilead.data_tools.build.roles import RoleSources
@@ -18,14 +18,7 @@ from omnilead.data_tools.io.errors import DatasetError, StorageError
 from omnilead.data_tools.io.storage import LocalFolder
 
 FLIPS, AT_ONCE = 120, 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_shards():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "SHARD_CROPS", 4)
-        patch.setattr(shard_writers, "SHARD_CROPS", 4)
-        yield
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 def no_space(*arguments):

@@ -25,6 +25,7 @@ from omnilead.data_tools.dataset import CROP_BYTES, Dataset, fingerprint
 from omnilead.data_tools.ecg.crops import prepare_crop
 from omnilead.data_tools.io.errors import DatasetError
 from omnilead.data_tools.sources.detect import open_sources
+from tests.tables import tabulated
 
 MISSING = object()
 TAR, INDEX, ZARR = "shards/00000.tar", "shards/00000.idx", "store.zarr/c/0/0/0"
@@ -144,6 +145,11 @@ def in_tar(old, new):
     return damage
 
 
+def stated(name, value):
+    """An entry of dataset.json in JSON; without a value it is missing."""
+    return meta(name, json.loads(value) if value else MISSING)
+
+
 def swap(values):
     return [values[1], values[0], *values[2:]]
 
@@ -158,13 +164,6 @@ DAMAGES = [  # words of the finding
     (flipped("samples.parquet", 500), "samples.parquet"),
     (longer("samples.parquet"), "samples.parquet: fails its sha256"),
     (flipped(ZARR, 40_000), ZARR),
-    (meta("formats", ["tar"]), "store.zarr: not a part"),
-    (meta("preprocessing.filter", "band"), "preprocessing fails"),
-    (meta("sources.0.crops", 99), "counts of"),
-    (meta("sources.0.records.seen", 10**6), "counts of"),
-    (meta("sources.0.name", "mine"), "missing in sources"),
-    (meta("plan", MISSING), "plan is missing"),
-    (meta("rejects", MISSING), "has no entry `rejects`"),
     (with_table(lambda table: table.append_column("name", table["record"])), "name"),
     (with_table(lambda table: table.drop_columns("waveform")), "waveform is missing"),
     (column("dx", lambda values: [None, *values[1:]]), "dx is missing in some rows"),
@@ -183,22 +182,43 @@ DAMAGES = [  # words of the finding
     (cut(ZARR, 100_000), "index fails"),
     (cut(ZARR, 50_000, 60_000), ZARR),
     (lambda root: (root / LAYOUT).write_text("[]"), "store.zarr"),
-    (edited(LAYOUT, "endian", "endman"), "store.zarr"),
-    (edited(LAYOUT, "5000", "2500"), "shape"),
-    (edited(LAYOUT, '"attributes": {', '"attributes": {"a": 1,'), "zarr.json: has entries"),
-    (edited(LAYOUT, '"uV"', '"mV"'), "zarr.json: has entries"),
-    (in_tar(b'"pretrain": true', b'"pretrain":false'), "samples.parquet differ in pretrain"),
-    (in_tar(b'"dx_role": null', b'"dx_role": "no"'), "samples.parquet differ in dx_role"),
-    (in_tar(b'"id_role": "train"', b'"id_role": "valid"'), "samples.parquet differ in id_role"),
-    (in_tar(b'"label_names": ["N', b'"label_names": ["M'), "samples.parquet differ in label_names"),
-    (meta("format_minor", MISSING), "differ in id_role, label_names, pretrain"),
-    (meta("format_minor", MISSING), "zarr.json: has entries"),
     (column("pretrain", lambda values: [True] * len(values)), "pretrain"),
     (column("record", swap), "is in its place"),
     (column("offset", swap), "crc32c"),
     (column("flags", lambda values: [["large"]] * len(values)), "flags"),
     (column("labels", lambda values: [[True] * 26, *values[1:]]), "labels"),
-    (meta("roles.pretrain", 1), "counts per role"),
+]
+
+
+FACTS = tabulated("""
+formats                | ["tar"] | store.zarr: not a part
+preprocessing.filter   | "band"  | preprocessing fails
+sources.0.crops        | 99      | counts of
+sources.0.records.seen | 1000000 | counts of
+sources.0.name         | "mine"  | missing in sources
+plan                   |         | plan is missing
+rejects                |         | has no entry `rejects`
+format_minor           |         | differ in id_role, label_names, pretrain
+format_minor           |         | zarr.json: has entries
+roles.pretrain         | 1       | counts per role
+""")
+DAMAGES += [(stated(name, value), words) for name, value, words in FACTS]
+EDITS = tabulated("""
+endian          | endman                 | store.zarr
+5000            | 2500                   | shape
+"attributes": { | "attributes": {"a": 1, | zarr.json: has entries
+"uV"            | "mV"                   | zarr.json: has entries
+""")
+DAMAGES += [(edited(LAYOUT, old, new), words) for old, new, words in EDITS]
+IN_TARS = tabulated("""
+"pretrain": true    | "pretrain":false    | pretrain
+"dx_role": null     | "dx_role": "no"     | dx_role
+"id_role": "train"  | "id_role": "valid"  | id_role
+"label_names": ["N  | "label_names": ["M  | label_names
+""")
+DAMAGES += [
+    (in_tar(old.encode(), new.encode()), f"samples.parquet differ in {name}")
+    for old, new, name in IN_TARS
 ]
 
 
@@ -281,38 +301,16 @@ def test_fast_checks_sizes_without_reading_samples(copy):
     assert [line.split(":")[0] for line in found] == [TAR, INDEX, ZARR]
 
 
-SHARD = {"name": "00000.tar", "crops": 1, "bytes": 1, "sha256": "0" * 64}
-# facts of dataset.json, whose fingerprint is right. A shard's name and sha256 become file names
-INVALID = [
-    ("crops", "9"),
-    ("formats", ["hdf5"]),
-    ("samples", {"bytes": 1}),
-    ("rejects", 3),
-    ("seed", "x"),
-    ("plan", "mine"),
-    ("roles", []),
-    ("sources", 3),
-    ("sources", [{"name": "x"}]),
-    ("role_sources", {"dx": 3}),
-    ("role_sources", 3),
-    ("id_share", 1.5),
-    ("shards", None),
-    ("shards", [{"name": 3}]),
-    ("shards", [SHARD | {"name": "../../outside.tar"}]),
-    ("shards", [SHARD | {"name": "a.tar\n"}]),
-    ("shards", [SHARD | {"sha256": "/home/somebody/precious"}]),
-    ("shards", [SHARD | {"bytes": -1}]),
-]
-
-
 def text(content):
     return lambda root: (root / "dataset.json").write_bytes(content)
+
+
+SHARD = {"name": "00000.tar", "crops": 1, "bytes": 1, "sha256": "0" * 64}
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        *[(meta(name, value), rf"dataset\.json: {name} ") for name, value in INVALID],
         (text(b"[" * 100_000), "not JSON"),
         (text(b'{"crops": ' + b"9" * 5000 + b"}"), "not JSON"),
         (text(b"\xff"), "not JSON"),
@@ -323,12 +321,67 @@ def text(content):
         (meta("formats", ["zarr"]), "contradicts itself"),
         (meta("shards.0.crops", 10**30), "dataset.json"),
         (meta("shards", [SHARD | {"crops": 15}, SHARD | {"crops": 0}]), "contradicts itself"),
+        (meta("shards", [SHARD | {"name": "a.tar\n"}]), r"dataset\.json: shards "),
+        (meta("sources.0.licence", "\udc80"), r"dataset\.json: not JSON "),
     ],
 )
 def test_a_damaged_dataset_json_does_not_open(damage, words, whole, tmp_path):
     shutil.copy(Path(whole.root.url, "dataset.json"), tmp_path)
     damage(tmp_path)
     with pytest.raises(DatasetError, match=rf"\A[^\n]*{words}[^\n]*\Z"):
+        Dataset.open(str(tmp_path))
+
+
+# Facts of dataset.json, whose fingerprint is right; 0 is the first of a list. A shard's name and sha256 become file names
+FORGED = """
+crops                  | "9"
+crops                  | -1
+crops                  | 1000000000000000000
+fs_hz                  | 250
+fs_hz                  |
+leads                  | ["II", "I"]
+leads                  | null
+uv_per_lsb             | 4.88
+uv_per_lsb             | "1"
+crop_samples           | 2500
+formats                | ["hdf5"]
+preprocessing          | 3
+pseudonyms             | 3
+removed                | [[]]
+rejects                | 3
+seed                   | "x"
+plan                   | "mine"
+roles                  | []
+roles.dx               | "train"
+roles.dx.test          | [1]
+roles.pretrain         | Infinity
+role_sources           | {"dx": 3}
+role_sources           | 3
+id_share               | 1.5
+id_share               | NaN
+samples                | {"bytes": 1}
+samples.bytes          | -1
+sources                | 3
+sources                | [{"name": "x"}]
+sources.0.dropped_s    | NaN
+sources.0.crops        | -3
+sources.0.records.used | -3
+versions               | [{"what": "append", "crops": -1}]
+shards                 | null
+shards                 | [{"name": 3}]
+shards.0.name          | "../../outside.tar"
+shards.0.sha256        | "/home/somebody/precious"
+shards.0.bytes         | -1
+shards.0.crops         | 1180591620717411303424
+"""
+
+
+@pytest.mark.parametrize(("name", "value"), tabulated(FORGED))
+def test_a_forged_dataset_json_does_not_open(name, value, whole, tmp_path):
+    shutil.copy(Path(whole.root.url, "dataset.json"), tmp_path)
+    stated(name, value)(tmp_path)
+    says = name.partition(".")[0]
+    with pytest.raises(DatasetError, match=rf"\A[^\n]*dataset\.json: {says} [^\n]*\Z"):
         Dataset.open(str(tmp_path))
 
 

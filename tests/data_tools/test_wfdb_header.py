@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from omnilead.data_tools.ecg.record import LEADS, only_codes, parse_dx
 from omnilead.data_tools.io.errors import ReadError
 from omnilead.data_tools.sources.wfdb import MAX_SAMPLES, WfdbHeader, parse_header, peek
+from tests.tables import tabulated
 from tests.waiting import bounded_work
 
 CAPITALS = {lead.upper() for lead in LEADS}
@@ -152,51 +153,35 @@ def test_a_record_name_may_end_in_mat_and_a_rate_may_have_a_counter():
     assert (found.name, found.fs_hz) == ("E00001", 360.5)
 
 
-def each(name, reason, words, form="{}"):
-    return [(name, form.format(word), reason) for word in words.split()]
-
-
-# (field, hostile text, the reason of the refusal); "" drops the field
-HOSTILE_SIGNAL = [
-    *each(
-        "gain",
-        "gain",
-        "0 0.0 nan inf -inf -1000 1e-300 1e400 1e10 0x10 1_000 \uff11000 --1 1e",
-        "{}(0)/mV",
-    ),
-    *each(
-        "gain",
-        "gain",
-        "(0)/mV /mV mV 1000(/mV 1000(1.5)/mV 1000(99999999999)/mV 1000()/mV 1000(0)mV",
-    ),
-    *each("gain", "unknown unit", "kV mmHg m ADU 1/mV m\0V", "1000/{}"),
+# A field, the reason of the refusal, hostile words for the field, and what is around each
+HOSTILE_WORDS = tabulated("""
+gain     | gain               | 0 0.0 nan inf -inf -1000 1e-300 1e400 1e10 0x10 1_000 \uff11000 --1 1e | {}(0)/mV
+gain     | gain               | (0)/mV /mV mV 1000(/mV 1000(1.5)/mV 1000(99999999999)/mV 1000()/mV 1000(0)mV
+gain     | unknown unit       | kV mmHg m ADU 1/mV m\0V | 1000/{}
+form     | signal format      | x 16x 16+ 16++24 1600 16.0 -16 +24 16+24+24 16:+24 1\uff16
+form     | several samples a frame | 16x2+24 16x0+24 212x4
+form     | skewed signal      | 16:1+24 16x1:300+24
+file     | signal file name   | ../x.mat ../../etc/passwd /etc/passwd a/b.mat http://x/y.mat s3://x/y ~x.mat
+file     | signal file name   | ~ .. . .mat a..mat a.b.mat a\\b.mat \xe9.mat a\0b.mat
+zero     | signal line        | nan 1.5 99999999999 0x7 \uff11
+checksum | signal line        | x 1234567 1e3
+fs       | sampling rate      | 0 -500 nan inf 1e400 1e-3 49.9 2000.1 5_00 5\uff10\uff10 x /500 500Hz
+samples  | sample count       | -1 0 2000001 1000000000000 1e3 5000.0 5_000 x 05-Feb-2020
+count    | signal count       | 0 -1 11 13 65 100000000 99999999999999 1.2 1_2 x
+name     | record name        | E00001/3 ../E00001 /etc/passwd .. a.b a.mat.mat \xe9 ~ s3://a/b
+""")
+HOSTILE = [
+    (name, (*around, "{}")[0].format(word), reason)
+    for name, reason, words, *around in HOSTILE_WORDS
+    for word in words.split(" ")
+]
+HOSTILE += [(name, "", "signal line") for name in SIGNAL]  # without the field
+HOSTILE += [(name, "", "record line incomplete") for name in RECORD]
+HOSTILE += [
     ("gain", "1000.0(0) /mV", "signal line"),
-    *[(name, "", "signal line") for name in SIGNAL],
-    *each("form", "signal format", "x 16x 16+ 16++24 1600 16.0 -16 +24 16+24+24 16:+24 1\uff16"),
-    *each("form", "several samples a frame", "16x2+24 16x0+24 212x4"),
-    *each("form", "skewed signal", "16:1+24 16x1:300+24"),
-    *each(
-        "file",
-        "signal file name",
-        "../x.mat ../../etc/passwd /etc/passwd a/b.mat http://x/y.mat s3://x/y ~x.mat",
-    ),
-    *each("file", "signal file name", "~ .. . .mat a..mat a.b.mat a\\b.mat \xe9.mat a\0b.mat"),
-    *each("zero", "signal line", "nan 1.5 99999999999 0x7 \uff11"),
-    *each("checksum", "signal line", "x 1234567 1e3"),
     ("lead", "I" * 600, "header line too long"),
     ("first", "9" * 5000, "header line too long"),
     ("file", "x" * 100_000, "header too large"),
-]
-HOSTILE_RECORD = [
-    *each(
-        "fs",
-        "sampling rate",
-        "0 -500 nan inf 1e400 1e-3 49.9 2000.1 5_00 5\uff10\uff10 x /500 500Hz",
-    ),
-    *each("samples", "sample count", "-1 0 2000001 1000000000000 1e3 5000.0 5_000 x 05-Feb-2020"),
-    *each("count", "signal count", "0 -1 11 13 65 100000000 99999999999999 1.2 1_2 x"),
-    *each("name", "record name", "E00001/3 ../E00001 /etc/passwd .. a.b a.mat.mat \xe9 ~ s3://a/b"),
-    *[(name, "", "record line incomplete") for name in RECORD],
     ("samples", "9" * 5000, "header line too long"),
     ("name", "E" * 100_000, "header too large"),
     ("name", "E" * 65, "record name"),
@@ -205,7 +190,7 @@ HOSTILE_RECORD = [
 
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
-    HOSTILE_SIGNAL + HOSTILE_RECORD,
+    HOSTILE,
     ids=lambda value: ascii(value)[:30],
 )
 def test_a_hostile_field_refuses_the_header(name, value, reason):

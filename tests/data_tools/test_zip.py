@@ -24,6 +24,7 @@ from omnilead.data_tools.extras.hospital.files import HospitalFiles
 from omnilead.data_tools.io.errors import ReadError, StorageError
 from omnilead.data_tools.sources import zip_folder
 from omnilead.data_tools.sources.zip_folder import archive_folder, folder_or_zip
+from tests.tables import tabulated
 
 BOTH = pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 
@@ -233,13 +234,13 @@ def one_member(path, name, data=b"x", twice=False):
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [
-        ("../x", "an unsafe path"),
-        ("/x", "an unsafe path"),
-        ("a/./x", "an unsafe path"),
-        ("a//x", "an unsafe path"),
-        ("in.ZIP", "a zip, which is not read"),
-    ],
+    tabulated("""
+../x   | an unsafe path
+/x     | an unsafe path
+a/./x  | an unsafe path
+a//x   | an unsafe path
+in.ZIP | a zip, which is not read
+"""),
 )
 def test_unsafe_names_stop_the_run(name, why, shell, tmp_path):
     path = one_member(tmp_path / "z.zip", name)

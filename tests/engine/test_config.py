@@ -19,14 +19,12 @@ from omnilead.engine.training.config import (
     micro_batch,
     zero_stage,
 )
+from tests.tables import tabulated
 
 PRETRAIN, FINETUNE = (sorted((CONFIGS / kind).glob("*.yaml")) for kind in ("pretrain", "finetune"))
 PAPER = CONFIGS / "pretrain" / "w2v_cmsc_rlm.yaml"
 DATA = "data.datasets=[D]"
 TUNED = [DATA, "start=RUN"]
-SIMCLR = "objective.method=simclr pipeline.views=window"
-STAGE_3 = "train.deepspeed=null train.zero_stage=3"
-ALONE = "a crop is contrasted"
 
 
 @pytest.mark.parametrize("path", [*PRETRAIN, *FINETUNE], ids=lambda path: path.stem)
@@ -56,40 +54,28 @@ def test_the_methods_of_the_paper_are_all_there_and_differ():
 
 @pytest.mark.parametrize(
     ("override", "says"),
-    [
-        (
-            "data.datasets=DIR",
-            "data.datasets='DIR': input should be a valid array: write data.datasets=[DIR]",
-        ),
-        ("code=true", "code: no such setting here: it belongs to omnilead finetune"),
-        ("train.stepz=3", "train.stepz: no such setting: did you mean train.steps?"),
-        ("model.widht=3", "model.widht: no such setting: did you mean model.width?"),
-        ("lr=1e-4", "lr: no such setting: did you mean train.lr?"),
-        (
-            "train.device=cpu",
-            "train.device: no such setting: training takes a GPU if it sees one: ",
-        ),
-        ("gpus=2", "CUDA_VISIBLE_DEVICES=1 in the environment chooses it"),
-        (
-            "train.learning_rate=1e-4",
-            "train.learning_rate: no such setting: did you mean train.lr?",
-        ),
-        ("batch_size=8", "batch_size: no such setting: did you mean train.batch_crops?"),
-        ("augment.amplitude_mv.emgs=1", "did you mean augment.amplitude_mv.emg?"),
-        ("train.lr=fast", "train.lr='fast': "),
-        ("train.steps='3'", "train.steps='3': "),
-        (
-            "train.precision=fp16",
-            "train.precision='fp16': input should be 'auto', 'bf16' or 'fp32'",
-        ),
-        ("train.seed=-1", "train.seed=-1: "),
-        ("train.betas=[0.9, 1.0]", "train.betas.1=1.0: "),
-        ("train=3", "train=3: "),
-        ("model.heads=7", "model.width=768: must be a multiple of model.heads=7"),
-        ("augment.leads=I,Q", "augment.leads='I,Q': "),
-        ("train.steps", "--set 'train.steps': write key=value"),
-        ("train.steps=[", "--set train.steps: "),
-    ],
+    tabulated("""
+data.datasets=DIR           | data.datasets='DIR': input should be a valid array: write data.datasets=[DIR]
+code=true                   | code: no such setting here: it belongs to omnilead finetune
+train.stepz=3               | train.stepz: no such setting: did you mean train.steps?
+model.widht=3               | model.widht: no such setting: did you mean model.width?
+lr=1e-4                     | lr: no such setting: did you mean train.lr?
+train.device=cpu            | train.device: no such setting: training takes a GPU if it sees one:
+gpus=2                      | CUDA_VISIBLE_DEVICES=1 in the environment chooses it
+train.learning_rate=1e-4    | train.learning_rate: no such setting: did you mean train.lr?
+batch_size=8                | batch_size: no such setting: did you mean train.batch_crops?
+augment.amplitude_mv.emgs=1 | did you mean augment.amplitude_mv.emg?
+train.lr=fast               | train.lr='fast':
+train.steps='3'             | train.steps='3':
+train.precision=fp16        | train.precision='fp16': input should be 'auto', 'bf16' or 'fp32'
+train.seed=-1               | train.seed=-1:
+train.betas=[0.9, 1.0]      | train.betas.1=1.0:
+train=3                     | train=3:
+model.heads=7               | model.width=768: must be a multiple of model.heads=7
+augment.leads=I,Q           | augment.leads='I,Q':
+train.steps                 | --set 'train.steps': write key=value
+train.steps=[               | --set train.steps:
+"""),
 )
 def test_a_wrong_setting_is_one_line(override, says):
     with pytest.raises(ConfigError) as error:
@@ -128,34 +114,34 @@ def test_precision_auto_follows_the_hardware(
 
 @pytest.mark.parametrize(
     ("overrides", "world", "says"),
-    [
-        ("data.datasets=[]", 1, "data.datasets=[]"),
-        ("train.epochs=null", 1, "--set train.steps="),
-        ("train.steps=3 train.epochs=2", 1, "--set train.epochs=null"),
-        ("run=r", 3, "train.batch_crops=512: must be a multiple of the 3 ranks"),
-        ("train.micro_batch=100", 2, "train.micro_batch=100: must divide"),
-        ("train.deepspeed=null train.zero_stage=0", 1, "train.zero_stage=0"),
-        ("train.zero_stage=2", 1, "zero_stage=2, but configs/deepspeed/zero1.json has stage 1"),
-        ("train.deepspeed=nowhere.json", 1, "train.deepspeed='nowhere.json': no such file"),
-        ("augment.leads=3 augment.padded=false", 1, "model.leads=12: augment.leads='3' needs 3"),
-        ("model.mask_span=155", 1, "model.mask_span=155"),
-        ("model.conv=[[32,1000],[32,10]] objective.local=0", 1, "model.conv: a token is 10000"),
-        ("pipeline.views=window", 1, "objective.method=cmsc needs halves"),
-        ("objective.method=simclr", 1, "objective.method=simclr needs window"),
-        (f"{SIMCLR} augment.rlm=0", 1, "pipeline.views='window'"),
-        ("pipeline.weights=[1.0,2.0]", 1, "pipeline.weights=(1.0, 2.0)"),
-        ("train.schedule=tri_stage train.warmup=0.9", 1, "train.warmup=0.9, train.hold=0.2"),
-        ("train.batch_crops=1", 1, f"train.batch_crops=1, train.micro_batch=None: {ALONE}"),
-        ("train.micro_batch=1 objective.gathered=false", 2, f"train.micro_batch=1: {ALONE}"),
-        ("train.micro_batch=1 objective.form=authors", 2, f"train.micro_batch=1: {ALONE}"),
-        (f"{STAGE_3} train.compile=layers", 1, "train.compile=layers"),
-        ("run=''", 1, "run=''"),
-    ],
+    tabulated("""
+data.datasets=[] | 1 | data.datasets=[]
+train.epochs=null | 1 | --set train.steps=
+train.steps=3 train.epochs=2 | 1 | --set train.epochs=null
+run=r | 3 | train.batch_crops=512: must be a multiple of the 3 ranks
+train.micro_batch=100 | 2 | train.micro_batch=100: must divide
+train.deepspeed=null train.zero_stage=0 | 1 | train.zero_stage=0
+train.zero_stage=2 | 1 | zero_stage=2, but configs/deepspeed/zero1.json has stage 1
+train.deepspeed=nowhere.json | 1 | train.deepspeed='nowhere.json': no such file
+augment.leads=3 augment.padded=false | 1 | model.leads=12: augment.leads='3' needs 3
+model.mask_span=155 | 1 | model.mask_span=155
+model.conv=[[32,1000],[32,10]] objective.local=0 | 1 | model.conv: a token is 10000
+pipeline.views=window | 1 | objective.method=cmsc needs halves
+objective.method=simclr | 1 | objective.method=simclr needs window
+objective.method=simclr pipeline.views=window augment.rlm=0 | 1 | pipeline.views='window'
+pipeline.weights=[1.0,2.0] | 1 | pipeline.weights=(1.0, 2.0)
+train.schedule=tri_stage train.warmup=0.9 | 1 | train.warmup=0.9, train.hold=0.2
+train.batch_crops=1 | 1 | train.batch_crops=1, train.micro_batch=None: a crop is contrasted
+train.micro_batch=1 objective.gathered=false | 2 | train.micro_batch=1: a crop is contrasted
+train.micro_batch=1 objective.form=authors | 2 | train.micro_batch=1: a crop is contrasted
+train.deepspeed=null train.zero_stage=3 train.compile=layers | 1 | train.compile=layers
+run='' | 1 | run=''
+"""),
 )
 def test_contradictory_settings_are_one_line(overrides, world, says):
     config = load(PAPER, [DATA, *overrides.split()])
     with pytest.raises(ConfigError) as error:
-        check(config, world)
+        check(config, int(world))
     assert says in str(error.value) and "\n" not in str(error.value)
 
 

@@ -24,6 +24,7 @@ from omnilead.engine.inference import commands, outputs
 from omnilead.engine.settings.errors import ConfigError, OutputError
 from tests.conftest import save_model
 from tests.forks import started
+from tests.tables import tabulated
 from tests.waiting import until
 
 torch.set_num_threads(1)
@@ -377,22 +378,22 @@ def test_files_without_arrays(embedded, tmp_path):
 
 @pytest.mark.parametrize(
     "change, named",
-    [
-        ("--out /tmp", "--out /tmp: "),
-        ("--data nothing/here", "nothing/here: "),
-        ("--data folder/x.txt", "folder/x.txt: "),
-        ("--data DATASET B", "--data "),
-        ("--leads I,V9", "'V9'"),
-        ("--device cuda:7", "--device cuda:7"),
-        ("--data folder", "`omnilead shard --source`"),
-        ("--model no/model", "no/model: "),
-        ("--data three.npy", "three.npy: .*--fs"),
-        ("--fs 500", "--fs and --unit"),
-        ("--out e.npy", r"e\.parquet"),
-        ("--data three.npy --fs 500", "three.npy: has 3 rows, not 12: .*--leads"),
-        ("--data zeros.npy --fs 500", "zeros.npy: no valid lead"),
-        ("--out no/folder/F.parquet", "no/folder"),
-    ],
+    tabulated(r"""
+--out /tmp                | --out /tmp:
+--data nothing/here       | nothing/here:
+--data folder/x.txt       | folder/x.txt:
+--data DATASET B          | --data
+--leads I,V9              | 'V9'
+--device cuda:7           | --device cuda:7
+--data folder             | `omnilead shard --source`
+--model no/model          | no/model:
+--data three.npy          | three.npy: .*--fs
+--fs 500                  | --fs and --unit
+--out e.npy               | e\.parquet
+--data three.npy --fs 500 | three.npy: has 3 rows, not 12: .*--leads
+--data zeros.npy --fs 500 | zeros.npy: no valid lead
+--out no/folder/F.parquet | no/folder
+"""),
 )
 def test_errors_are_one_line(
     change, named, dataset, folder, tmp_path, monkeypatch,

@@ -53,6 +53,8 @@ from omnilead.engine.training.run_folder import RunFolder
 from omnilead.engine.training.task import best_metric
 from tests.conftest import save_probed
 from tests.engine.evaluate.conftest import quick  # noqa: F401
+from tests.engine.test_convert import Malice
+from tests.tables import tabulated
 
 KINDS = {"diagnosis": "multilabel", "identification": "identity"}
 GOLDEN = {
@@ -624,14 +626,14 @@ def test_a_run_has_one_learning_rate(tune, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "cell", "says"),
-    [
-        ("binary", "1", "has only positives of v: nothing to tell apart; an empty cell is"),
-        ("multilabel", "1", "has only positives of v: nothing to tell apart; an empty cell is"),
-        ("binary", "0", "has no positive of v: nothing to tell apart"),
-        ("multiclass", "a", "the training split has only a: nothing to tell apart"),
-        ("regression", "61", "all known values of v in the training split are equal"),
-        ("binary", "", "has no crop with a known label in the training split"),
-    ],
+    tabulated("""
+binary     | 1  | has only positives of v: nothing to tell apart; an empty cell is
+multilabel | 1  | has only positives of v: nothing to tell apart; an empty cell is
+binary     | 0  | has no positive of v: nothing to tell apart
+multiclass | a  | the training split has only a: nothing to tell apart
+regression | 61 | all known values of v in the training split are equal
+binary     |    | has no crop with a known label in the training split
+"""),
 )
 def test_labels_that_cannot_be_learnt_are_refused(kind, cell, says, tune, dataset, tmp_path):
     path, names = tmp_path / "mine.csv", list(dict.fromkeys(dataset.column("record")))
@@ -694,14 +696,6 @@ def test_settings_that_suit_the_labels(table, dataset, base, tmp_path, monkeypat
             read_settings(None, {**start, **wrong})
 
 
-class Payload:
-    def __init__(self, trace):
-        self.trace = trace
-
-    def __reduce__(self):
-        return os.system, (f"touch {self.trace}",)
-
-
 def test_no_command_runs_a_payload(base, saved_model, tmp_path, capsys):
     """In a checkpoint whose manifest lists it, or in what is called safetensors."""
     run, trace = tmp_path / "run", tmp_path / "executed"
@@ -709,7 +703,7 @@ def test_no_command_runs_a_payload(base, saved_model, tmp_path, capsys):
     (weights,) = run.glob("checkpoints/*/mp_rank_00_model_states.pt")
     named = saved_model() / "model.safetensors"
     for file in (weights, named):
-        torch.save({"payload": Payload(trace)}, file)
+        torch.save({"payload": Malice(os.system, f"touch {trace}")}, file)
     manifest = json.loads((weights.parent / checkpoint.MANIFEST).read_text())
     manifest[weights.name] = {"bytes": weights.stat().st_size, "crc32c": checkpoint.crc32c(weights)}
     (weights.parent / checkpoint.MANIFEST).write_text(json.dumps(manifest))

@@ -15,8 +15,6 @@ from omnilead.engine.model import folder as folders
 from omnilead.engine.settings.errors import ConfigError
 
 NAN = float("nan")
-ONE = {"task": "age", "kind": "regression", "classes": ["age"], "center": [60.0], "scale": [20.0]}
-TWO = {"task": "t", "kind": "multilabel", "classes": ["A", "B"], "thresholds": [0.5, 0.5]}
 
 
 def sealed(folder, **changes):
@@ -93,35 +91,6 @@ def test_forged_weights_are_one_line(change, says, boosted):
     with_weights(boosted, change)
     with pytest.raises(ConfigError, match=rf"\A[^\n]*{says}[^\n]*\Z"):
         predicted(boosted)
-
-
-@pytest.mark.parametrize(
-    ("head", "says"),
-    [
-        (TWO | {"thresholds": [NAN, 0.5]}, "head.thresholds=nan: input should be a finite number"),
-        (TWO | {"thresholds": [1e12, 0.5]}, "head.thresholds=1.*less than or equal to 1"),
-        (TWO | {"thresholds": [-0.1, 0.5]}, "head.thresholds=-0.1: .*greater than or equal to 0"),
-        (TWO | {"chosen": [2.0, 0.5]}, "head.chosen=2.0"),
-        (TWO | {"classes": ["A", "A"]}, "two classes have the same name"),
-        (TWO | {"classes": ["A", ""]}, "head.classes=''"),
-        (ONE | {"center": [NAN]}, "head.center=nan"),
-        (ONE | {"scale": [np.inf]}, "head.scale=inf"),
-        (ONE | {"scale": [-20.0]}, "head.scale=-20.0"),
-        (ONE | {"trees": [2**40, 1]}, "head.trees=1099511627776"),
-    ],
-)
-def test_a_forged_head_is_one_line(head, says, saved_model):
-    folder = saved_model(
-        head=head | {"thresholds": [0.5] * 2} if head["kind"] != "regression" else ONE
-    )
-    sealed(folder, head=head)
-    with pytest.raises(ConfigError, match=rf"\A[^\n]*config.json: [^\n]*{says}[^\n]*\Z"):
-        omnilead.load(folder)
-
-
-def test_a_window_is_a_number(saved_model):
-    with pytest.raises(ConfigError, match="segment_s=True: must be above 0"):
-        omnilead.load(saved_model(preprocessing={"segment_s": True}))
 
 
 @pytest.mark.parametrize("rlm", [[[]], "0.5", NAN, None])

@@ -22,6 +22,7 @@ from omnilead.__main__ import COMMANDS, GONE, main
 from omnilead.data_tools.io.errors import DataError, UserError
 from omnilead.engine.settings.errors import ConfigError
 from tests.parsers import parser_of
+from tests.tables import tabulated
 
 ROOT = Path(__file__).parents[2]
 # Every command's help in one process; fails with the heavy modules that were imported
@@ -113,19 +114,14 @@ def test_options_are_the_same_in_every_command(option):
 
 @pytest.mark.parametrize(
     ("module", "command", "extra"),
-    [
-        ("s3fs", "verify s3://bucket/dataset", "s3"),
-        ("distributed", "shard {archive} --out {tmp}/out --cluster tcp://127.0.0.1:1", "cluster"),
-        ("h5py", "shard {tmp} --source code15 --out {tmp}/out", "formats"),
-        ("huggingface_hub", "hub pull org/name {tmp}/out", "hub"),
-        ("onnxruntime", "convert to-onnx {model} {tmp}/model.onnx", "onnx"),
-        (
-            "nvidia.dali",
-            "pretrain --data {dataset} --out {tmp}/run --set pipeline.backend=dali --set "
-            "train.precision=fp32",
-            "cu13",
-        ),
-    ],
+    tabulated("""
+s3fs            | verify s3://bucket/dataset | s3
+distributed     | shard {archive} --out {tmp}/out --cluster tcp://127.0.0.1:1 | cluster
+h5py            | shard {tmp} --source code15 --out {tmp}/out | formats
+huggingface_hub | hub pull org/name {tmp}/out | hub
+onnxruntime     | convert to-onnx {model} {tmp}/model.onnx | onnx
+nvidia.dali     | pretrain --data {dataset} --out {tmp}/run --set pipeline.backend=dali --set train.precision=fp32 | cu13
+"""),
 )
 def test_a_package_that_is_not_installed_is_one_line_with_its_extra(
     module, command, extra, archive, dataset, tmp_path, saved_model,
@@ -166,18 +162,18 @@ def test_version_and_a_command_that_does_not_exist(capsys):
 
 @pytest.mark.parametrize(
     ("command", "mend"),
-    [
-        ("pretrain --steps 10", "--set train.steps=10"),
-        ("pretrain --lr=1e-3", "--set train.lr=1e-3"),
-        ("finetune --batch-size 64", "--set train.batch_crops=64"),
-        ("finetune --output_dir tuned", "--out"),
-        ("finetune --augment.rml 0.2", "--set augment.rlm=0.2"),
-        ("pretrain --dataa d", "--data"),
-        ("pretrain --qqqqqqqq", ""),
-        ("shard archive --out d --pln all", "--plan"),
-        ("hub psh RUN org/name", "push"),
-        ("verify d extra", ""),
-    ],
+    tabulated("""
+pretrain --steps 10             | --set train.steps=10
+pretrain --lr=1e-3              | --set train.lr=1e-3
+finetune --batch-size 64        | --set train.batch_crops=64
+finetune --output_dir tuned     | --out
+finetune --augment.rml 0.2      | --set augment.rlm=0.2
+pretrain --dataa d              | --data
+pretrain --qqqqqqqq             |
+shard archive --out d --pln all | --plan
+hub psh RUN org/name            | push
+verify d extra                  |
+"""),
 )
 def test_an_unknown_argument_gets_a_suggestion(command, mend, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -272,22 +268,24 @@ def test_from_python_alone(dataset, saved_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "flag", "word", "value", "wrong"),
-    [
-        ("embed", "--workers", "workers", 0, "0: must be a whole number of at least 1"),
-        ("embed", "--per", "per", "crp", "invalid choice: 'crp': did you mean crop?"),
-        ("predict", "--fs", "fs_hz", "fast", "'fast': must be a number"),
-        ("predict", "--precision", "precision", "x", "invalid choice: 'x' (choose from auto, fp32, bf16)"),
-        ("evaluate", "--batch", "batch", -1, "-1: must be a whole number of at least 1"),
-        ("shard", "--id-share", "id_share", 1.5, "1.5: must be a number from 0 to 1"),
-        ("verify", "--workers", "workers", -1, "-1: must be a whole number of at least 1"),
-        ("bench", "--share", "share", [1, "all"], "'all': must be a number"),
-    ],
-)  # fmt: skip
+    ("name", "word", "value", "wrong"),
+    tabulated("""
+embed    | workers   | 0          | 0: must be a whole number of at least 1
+embed    | per       | "crp"      | invalid choice: 'crp': did you mean crop?
+predict  | fs_hz     | "fast"     | 'fast': must be a number
+predict  | precision | "x"        | invalid choice: 'x' (choose from auto, fp32, bf16)
+evaluate | batch     | -1         | -1: must be a whole number of at least 1
+shard    | id_share  | 1.5        | 1.5: must be a number from 0 to 1
+verify   | workers   | -1         | -1: must be a whole number of at least 1
+bench    | share     | [1, "all"] | 'all': must be a number
+"""),
+)
 def test_a_wrong_value_is_the_same_line_from_the_command_and_from_python(
-    name, flag, word, value, wrong, capsys
+    name, word, value, wrong, capsys
 ):
+    value = json.loads(value)
     typed = value if isinstance(value, list) else [value]
+    flag = "--fs" if word == "fs_hz" else f"--{word.replace('_', '-')}"
     with pytest.raises(SystemExit):
         main([name, flag, *map(str, typed)])
     line = f"omnilead {name}: argument {flag}: {wrong} (--help shows all)\n"

@@ -35,6 +35,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL
 from omnilead.engine.training.config import build
 from omnilead.engine.training.continuing import read_weights
+from tests.tables import tabulated
 
 TAPS, GROUPS = 8, 4
 SMALL = ModelConfig(
@@ -252,22 +253,22 @@ def test_leads_and_kind_are_inferred_or_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("task", "options", "text"),
-    [
-        ({"filter": True}, "", "task.filter=True .* NeuroKit2: to convert it anyway, give --input"),
-        ({"normalize": True, "mean_path": "m"}, "", "task.mean_path=m .* are in another file"),
-        ({"sample_rate": 25}, "", "fs_hz=25: must be 50 to 2000"),
-        ({"leads_to_load": "[0, 12]"}, "", "leads_to_load=.* must be a list of lead names or"),
-        ({"leads_to_load": "__import__('os')"}, "", "task.leads_to_load="),
-        ({}, "--classes A,B", "2 names: must be 3, in the order of the outputs"),
-        ({}, "--classes A,B,A", "2 names: must be 3"),
-        ({}, "--classes {}/names.txt", "2 names: must be 3"),
-        ({}, "--classes A", "only pre-trained, without a classifier"),
-        ({}, "--classes no.csv", "no.csv: .*No such file.*: give a CSV with a column `name`"),
-        ({}, "--fs nan", "fs_hz=nan"),
-    ],
+    tabulated(r"""
+{"filter": true}                         | | task.filter=True .* NeuroKit2: to convert it anyway, give --input
+{"normalize": true, "mean_path": "m"}    | | task.mean_path=m .* are in another file
+{"sample_rate": 25}                      | | fs_hz=25: must be 50 to 2000
+{"leads_to_load": "[0, 12]"}             | | leads_to_load=.* must be a list of lead names or
+{"leads_to_load": "__import__('os')"}    | | task.leads_to_load=
+{} | --classes A,B          | 2 names: must be 3, in the order of the outputs
+{} | --classes A,B,A        | 2 names: must be 3
+{} | --classes {}/names.txt | 2 names: must be 3
+{} | --classes A            | only pre-trained, without a classifier
+{} | --classes no.csv       | no.csv: .*No such file.*: give a CSV with a column `name`
+{} | --fs nan               | fs_hz=nan
+"""),
 )
 def test_what_cannot_be_converted_is_a_one_line_error(task, options, text, tmp_path, capsys):
-    saved(tmp_path / "a.pt", SMALL, task, classes=0 if "only pre-trained" in text else 3)
+    saved(tmp_path / "a.pt", SMALL, json.loads(task), 0 if "only pre-trained" in text else 3)
     (tmp_path / "names.txt").write_text("A\nB")
     convert_refused(tmp_path, options.format(tmp_path), text, capsys)
 

@@ -24,6 +24,7 @@ from omnilead.engine.model.resnet import ResNet
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.training.pretraining import examine_objective
 from omnilead.engine.training.task import describe_encoder
+from tests.tables import tabulated
 
 OWN = """
 import torch
@@ -238,18 +239,18 @@ def test_an_objective_of_one_s_own(own, objectives):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [
-        ("Nothing", "returns []: name one loss or more"),
-        ("Number", "loss 'global' is not a scalar tensor"),
-        ("Rows", "loss 'global' is not a scalar tensor"),
-        ("Cut", "loss 'near' is not a scalar tensor with a gradient"),
-        ("Root", "gives the encoder no gradient, or one that is not finite"),
-        ("Flat", "or one that is not finite"),
-        ("Head", "gives the encoder no gradient"),
-        ("Taken", "returns ['local']: name one loss or more, and none diversity, features, local"),
-        ("Keeper", "keeps the encoder"),
-        ("Absent", "has no attribute 'Absent'"),
-    ],
+    tabulated("""
+Nothing | returns []: name one loss or more
+Number  | loss 'global' is not a scalar tensor
+Rows    | loss 'global' is not a scalar tensor
+Cut     | loss 'near' is not a scalar tensor with a gradient
+Root    | gives the encoder no gradient, or one that is not finite
+Flat    | or one that is not finite
+Head    | gives the encoder no gradient
+Taken   | returns ['local']: name one loss or more, and none diversity, features, local
+Keeper  | keeps the encoder
+Absent  | has no attribute 'Absent'
+"""),
 )
 def test_errors_of_an_objective_are_reported_at_the_start(name, says, own, objectives):
     with pytest.raises(ConfigError) as raised:

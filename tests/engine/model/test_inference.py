@@ -2,7 +2,6 @@
 encoder, the dataset builder."""
 
 import json
-from functools import partial
 from unittest import mock
 
 import fsspec
@@ -26,12 +25,13 @@ from omnilead.engine.model.input import Input, SignalError
 from omnilead.engine.model.pretrainer import Pretrainer
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL
+from tests.tables import tabulated
 
-UNSCORED = {"task": "diagnosis", "kind": "multilabel"}
-DIAGNOSIS = UNSCORED | {"classes": ["AF", "NSR", "SB"], "thresholds": [0.5] * 3}
+DIAGNOSIS = {"task": "diagnosis", "kind": "multilabel", "classes": ["AF", "NSR", "SB"]}
+DIAGNOSIS |= {"thresholds": [0.5] * 3}
 RHYTHM = {"task": "rhythm", "kind": "multiclass", "classes": ["AF", "NSR"]}
-UNSCALED = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years"}
-AGE = UNSCALED | {"center": [60.0], "scale": [15.0]}
+AGE = {"task": "age", "kind": "regression", "classes": ["age"], "unit": "years"}
+AGE |= {"center": [60.0], "scale": [15.0]}
 WHOLE = Input(ALL, ALL)
 
 
@@ -103,19 +103,6 @@ def sealed(folder):
     seal(folder, document(folder))
 
 
-def changed(folder, name, **to):
-    (folder / name).write_text(json.dumps(document(folder, name) | to))
-    sealed(folder)
-
-
-config = partial(changed, name="config.json")
-signals = partial(changed, name="preprocessing.json")
-
-
-def settings(folder, **to):
-    config(folder, model=document(folder)["model"] | to)
-
-
 def weights(folder, **to):
     path = folder / "model.safetensors"
     state = load_file(path) | to
@@ -149,34 +136,81 @@ HARMS = [
     ("1 unexpected: encoder.x", weights, {"encoder.x": torch.zeros(48)}),
     (r"encoder.norm.weight is \[31\], not \[32\]", weights, OTHER_NORM),
     ("1 missing: head.bias", weights, {"head.bias": None}),
-    ("and 26 more", settings, {"width": 64}),
-    ("model.heads=5", settings, {"heads": 5}),
-    ("2 unexpected: head.bias, head.weight", config, {"head": None}),
-    ("'age'", config, {"head": {"task": "age"}}),
-    ("0 classes", config, {"head": UNSCORED}),
-    ("1 classes, 0 center, 0 scale", config, {"head": UNSCALED}),
-    ("head=diagnosis", config, {"head": "diagnosis"}),
-    ("format_version=2", config, {"format_version": 2}),
     ("no model settings", text, {"name": "config.json", "content": FOREIGN}),
     ("config.json", text, {"name": "config.json", "content": "{"}),
     ("preprocessing.json: no such file", removed, {"name": "preprocessing.json"}),
     ("no model.safetensors", removed, {"name": "model.safetensors"}),
-    ("fs_hz=25: must be 50 to 2000", signals, {"fs_hz": 25}),
-    ("fs_hz='250'", signals, {"fs_hz": "250"}),
-    ("scale=", signals, {"scale": [[1]]}),
-    ("12 channels", signals, {"leads": ["I", "II"]}),
     ("cannot be read as safetensors", cut, {}),
     ("run omnilead pretrain --export", not_exported, {}),
 ]
+
+
+def refused(folder, says):
+    with pytest.raises(LoadError, match=says) as caught:
+        omnilead.load(folder.parent)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize(("says", "harm", "to"), HARMS, ids=[case[0] for case in HARMS])
 def test_an_invalid_model_is_a_one_line_error(says, harm, to, saved_model):
     folder = saved_model(head=DIAGNOSIS)
     harm(folder, **to)
-    with pytest.raises(LoadError, match=says) as caught:
-        omnilead.load(folder.parent)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    refused(folder, says)
+
+
+# An entry of a model's documents, the JSON that is in its place, and what the line says
+ENTRIES = tabulated(r"""
+config format_version      | 2                 | format_version=2
+config model.width         | 64                | and 26 more
+config model.heads         | 5                 | model.heads=5
+config readout             | ""                | config\.json: readout=
+config readout             | null              | config\.json: readout=
+config readout             | 5                 | config\.json: readout=
+config readout             | ["mean"]          | config\.json: readout=
+config head                | null              | 2 unexpected: head.bias, head.weight
+config head                | "diagnosis"       | head=diagnosis
+config head                | {"task": "age"}   | 'age'
+config head.classes        |                   | 0 classes
+config head.classes        | ["A", "A", "B"]   | config.json: .*two classes have the same name
+config head.classes        | ["A", "B", ""]    | config.json: .*head.classes=''
+config head.thresholds     | [NaN, 0.5, 0.5]   | config.json: .*head.thresholds=nan: input should be a finite number
+config head.thresholds     | [1e12, 0.5, 0.5]  | config.json: .*head.thresholds=1.*less than or equal to 1
+config head.thresholds     | [-0.1, 0.5, 0.5]  | config.json: .*head.thresholds=-0.1: .*greater than or equal to 0
+config head.chosen         | [2.0, 0.5, 0.5]   | config.json: .*head.chosen=2.0
+age    head.center         |                   | 1 classes, 0 center, 1 scale
+age    head.center         | [NaN]             | config.json: .*head.center=nan
+age    head.scale          | [Infinity]        | config.json: .*head.scale=inf
+age    head.scale          | [-20.0]           | config.json: .*head.scale=-20.0
+age    head.trees          | [1099511627776, 1] | config.json: .*head.trees=1099511627776
+preprocessing fs_hz        | 25                | fs_hz=25: must be 50 to 2000
+preprocessing fs_hz        | "250"             | fs_hz='250'
+preprocessing scale        | [[1]]             | scale=
+preprocessing leads        | ["I", "II"]       | 12 channels
+preprocessing segment_s    | 11                | segment_s=11: must be above 0 and at most 10 s
+preprocessing segment_s    | "5"               | segment_s='5'
+preprocessing segment_s    | true              | segment_s=True: must be above 0
+preprocessing band_hz      | []                | band_hz=\[\]: give \[LOW, HIGH\]
+preprocessing band_hz      | [1, "a"]          | band_hz=
+preprocessing band_hz      | [0.5, 250]        | less than half of fs_hz=500
+""")
+LONG = ("config readout", json.dumps("mean+" * 10**5), r"config\.json: readout=")
+
+
+@pytest.mark.parametrize(("place", "value", "says"), [*ENTRIES, LONG], ids=lambda text: text[:30])
+def test_an_invalid_entry_of_a_model_is_a_one_line_error(place, value, says, saved_model):
+    file, place = place.split()
+    folder = saved_model(head=AGE if file == "age" else DIAGNOSIS)
+    path = folder / ("preprocessing.json" if file == "preprocessing" else "config.json")
+    changed = entry = json.loads(path.read_text())
+    *parents, name = place.split(".")
+    for parent in parents:
+        entry = entry[parent]
+    entry.pop(name, None)
+    if value:
+        entry[name] = json.loads(value)
+    path.write_text(json.dumps(changed))
+    sealed(folder)
+    refused(folder, says)
 
 
 def test_incomplete_documents_are_read(saved_model):

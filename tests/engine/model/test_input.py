@@ -171,22 +171,6 @@ def test_refused_inputs(config, says):
     assert str(error.value).startswith(says)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"segment_s": 11}, "segment_s=11: must be above 0 and at most 10 s"),
-        ({"segment_s": "5"}, "segment_s='5'"),
-        ({"band_hz": []}, r"band_hz=\[\]: give \[LOW, HIGH\]"),
-        ({"band_hz": [1, "a"]}, "band_hz="),
-        ({"band_hz": [0.5, 250]}, "less than half of fs_hz=500"),
-    ],
-)
-def test_wrong_preprocessing(wrong, says, tmp_path):
-    folder = save_model(tmp_path / "model", preprocessing=wrong)
-    with pytest.raises(ConfigError, match=says):
-        omnilead.load(folder)
-
-
 def test_an_ecg_without_a_whole_window_is_refused(dataset, tmp_path):
     model = omnilead.load(save_model(tmp_path / "a", preprocessing={"segment_s": 8.0}))
     uv_LT = dataset.read(0)

@@ -24,6 +24,7 @@ from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
 from omnilead.engine.tasks.labels import guess, read_task
 from tests.data_tools.test_versions import listed
+from tests.tables import tabulated
 
 Rows = Iterable[Sequence[Any]]
 
@@ -323,48 +324,55 @@ def test_a_row_that_lacks_its_subfolder_is_named(others, tables):
     assert re.search(says, find("my.csv", table, names, names).missing)
 
 
-ONE = "record,v\n{0},1"
-BAD = [  # {0}: the name of the first record
-    ("none of its 1 records is in the data: it names X", "record,v\nX,1", {}),
-    ("record .* is in rows 1 and 3", "record,v\n{0},1\n{1},0\n{0},0", {}),
-    ("patient .* is in folds \\d and \\d", "record,v,fold" + "".join(f"\n{{{i}}},1,{i % 3}" for i in range(171)), {}),
-    ("folds 1, 2: at least 3", "record,v,fold\n{0},1,1\n{1},0,2", {}),
-    ("v has 171 values: use at most 100 classes", "record,v" + "".join(f"\n{{{i}}},{i}" for i in range(171)),
-     {"kind": "multiclass"}),
-    ("fold has 171 values: use at most 100", "record,v,fold" + "".join(f"\n{{{i}}},1,{i}" for i in range(171)), {}),
-    ("split 'tset': write train", "record,v,split\n{0},1,train\n{1},0,tset", {}),
-    ("'v' of record .*: 'high' is not a number", "record,v\n{0},high", {"kind": "regression"}),
-    ("'v' of record .*: 'inf' is not a number", "record,v\n{0},inf", {"kind": "regression"}),
-    ("'v' of record .*: '2' is not 0 or 1", "record,v\n{0},2", {}),
-    ("'v' of record .*: 'C' is not one of its classes A, B", "record,v\n{0},C", {"kind": "multiclass", "classes": ("A", "B")}),
-    ("two columns, the time and .*, not v", ONE, {"kind": "survival", "columns": ("v",)}),
-    ("no column 'time': its label columns are v", ONE, {"kind": "survival"}),
-    ("'time' of record .*: '0' is not a number above 0", "record,time,event\n{0},0,1", {"kind": "survival"}),
-    ("'time' of record .*: '1e-60' is not a number above 0", "record,time,event\n{0},1e-60,1", {"kind": "survival"}),
-    ("'event' of record .*: '2' is not 0 or 1", "record,time,event\n{0},3,2", {"kind": "survival"}),
-    ("no record has a known label in v", "record,v\n{0},\n{1},nan", {}),
-    ("no column 'w': its label columns are v", ONE, {"columns": ("w",)}),
-    ("has one column, not v, w", "record,v,w\n{0},1,1", {}),
-    ("no column 'of labels'", "record,fold\n{0},1", {}),
-    ("a column `record` must name", "name,v\n{0},1", {}),
-    ("two columns are called 'v'", "record,v,v\n{0},1,1", {}),
-    ("has neither `fold` nor `split`", ONE, {"split": "column"}),
-    ("cannot be read as CSV or parquet", "record,v\n{0},1\n{1},1,2,3", {}),
-    ("no such file: name a CSV", "", {"labels": "/nowhere.csv"}),
-    ("the first line has a quote that is not closed", 'record,"v\n' + "A,1\n" * 60_000, {}),
-    ("name a label table", "", {"labels": ""}),
-    ("its labels are the dataset's patients", ONE, {"kind": "identity"}),
-    ("'height' is not in the dataset", "", {"kind": "regression", "labels": "", "columns": ("height",)}),
-    ("name one with --labels", "", {"kind": "multilabel", "labels": "", "split": "8:1:1"}),
-    (r"task\.folds: '2' is in two splits", ONE, {"folds": {"train": ("1", "2"), "test": ("2",)}}),
-]  # fmt: skip
+# A slash ends a line of the labels; {0} is the name of the first record
+BAD = tabulated(r"""
+none of its 1 records is in the data: it names X     | record,v / X,1
+record .* is in rows 1 and 3                         | record,v / {0},1 / {1},0 / {0},0
+folds 1, 2: at least 3                               | record,v,fold / {0},1,1 / {1},0,2
+split 'tset': write train                            | record,v,split / {0},1,train / {1},0,tset
+'v' of record .*: '2' is not 0 or 1                  | record,v / {0},2
+no record has a known label in v                     | record,v / {0}, / {1},nan
+has one column, not v, w                             | record,v,w / {0},1,1
+no column 'of labels'                                | record,fold / {0},1
+a column `record` must name                          | name,v / {0},1
+two columns are called 'v'                           | record,v,v / {0},1,1
+cannot be read as CSV or parquet                     | record,v / {0},1 / {1},1,2,3
+'v' of record .*: 'high' is not a number             | record,v / {0},high           | kind="regression"
+'v' of record .*: 'inf' is not a number              | record,v / {0},inf            | kind="regression"
+'v' of record .*: 'C' is not one of its classes A, B | record,v / {0},C | kind="multiclass", classes=("A", "B")
+two columns, the time and .*, not v                  | record,v / {0},1              | kind="survival", columns=("v",)
+no column 'time': its label columns are v            | record,v / {0},1              | kind="survival"
+'time' of record .*: '0' is not a number above 0     | record,time,event / {0},0,1   | kind="survival"
+'time' of record .*: '1e-60' is not a number above 0 | record,time,event / {0},1e-60,1 | kind="survival"
+'event' of record .*: '2' is not 0 or 1              | record,time,event / {0},3,2   | kind="survival"
+no column 'w': its label columns are v               | record,v / {0},1              | columns=("w",)
+has neither `fold` nor `split`                       | record,v / {0},1              | split="column"
+its labels are the dataset's patients                | record,v / {0},1              | kind="identity"
+task\.folds: '2' is in two splits | record,v / {0},1 | folds={"train": ("1", "2"), "test": ("2",)}
+no such file: name a CSV           |                  | labels="/nowhere.csv"
+name a label table                 |                  | labels=""
+'height' is not in the dataset     |                  | labels="", kind="regression", columns=("height",)
+name one with --labels             |                  | labels="", kind="multilabel", split="8:1:1"
+""")
+EACH = range(171)  # of the records
+MANY = "".join(f" / {{{i}}},{i}" for i in EACH)
+BAD += [
+    ("v has 171 values: use at most 100 classes", f"record,v{MANY}", 'kind="multiclass"'),
+    ("fold has 171 values: use at most 100", f"record,v,fold{MANY.replace(',', ',1,')}"),
+    ("the first line has a quote that is not closed", 'record,"v' + " / A,1" * 60_000),
+    (
+        r"patient .* is in folds \d and \d",
+        "record,v,fold" + "".join(f" / {{{i}}},1,{i % 3}" for i in EACH),
+    ),
+]
 
 
-@pytest.mark.parametrize(("says", "text", "how"), BAD, ids=[case[0][:30] for case in BAD])
-def test_a_task_that_cannot_be_read_is_one_line(says, text, how, tables):
-    tables.path.write_text(text.format(*tables.records))
+@pytest.mark.parametrize("row", BAD, ids=[row[0][:30] for row in BAD])
+def test_a_task_that_cannot_be_read_is_one_line(row, tables):
+    says, text, *how = row
+    tables.path.write_text(text.replace(" / ", "\n").format(*tables.records))
     with pytest.raises(ConfigError, match=says) as caught:
-        tables.read_file(**how)
+        tables.read_file(**eval(f"dict({''.join(how)})"))
     assert "\n" not in str(caught.value)
 
 
@@ -399,18 +407,19 @@ def test_decimal_commas_are_numbers_where_commas_do_not_separate(mark, tables):
 
 @pytest.mark.parametrize(
     ("mark", "values", "says"),
-    [
-        ("\t", ["1,234", "987"], "holds 1,234 and 987: write numbers without thousands"),
-        (";", ["1.234", "987"], "holds 1.234 and 987: write"),
-        (";", ["12,5", "1.234"], "holds 1.234 and 12,5: write"),
-        (";", ["4,125", "4"], "holds 4,125 and 4: .*, decimals as 1,0, or leave the column out"),
-        (";", ["4,125", "4,0"], ""),
-        (";", ["1,234", "0,125", "987"], ""),
-        (";", ["1.234", "2.345"], ""),
-    ],
+    tabulated("""
+tab | 1,234 987       | holds 1,234 and 987: write numbers without thousands
+;   | 1.234 987       | holds 1.234 and 987: write
+;   | 12,5 1.234      | holds 1.234 and 12,5: write
+;   | 4,125 4         | holds 4,125 and 4: .*, decimals as 1,0, or leave the column out
+;   | 4,125 4,0       |
+;   | 1,234 0,125 987 |
+;   | 1.234 2.345     |
+"""),
 )
 def test_a_mark_of_thousands_is_not_taken_for_a_decimal_point(mark, values, says, tables):
-    path = tables.write("record|v", zip(tables.records, cycle(values), strict=False), mark)
+    rows = zip(tables.records, cycle(values.split()), strict=False)
+    path = tables.write("record|v", rows, mark.replace("tab", "\t"))
     if not says:
         assert tables.read_file(kind="regression").y
         return
