@@ -149,7 +149,7 @@ def test_processes_find_the_same_in_an_archive(small, tmp_path, monkeypatch):
     first.unlink()
     sources = open_sources(str(archive), "fatal:Fatal")  # takes its time
     found = verify(made, sources)
-    assert len(found) == len(others[::2]) + 1 and found[-1].startswith("1 records are not")
+    assert len(found) == len(others[::2]) + 1 and found[-1].startswith("1 record is not")
     for workers in (2, 3):
         assert verify(made, sources, workers=workers) == found
 
