@@ -22,9 +22,9 @@ from benchmarks import program_parser
 from benchmarks.measure import say
 from benchmarks.trials import named
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.engine.evaluation.bench import (
-    Found,
+from omnilead.engine.evaluation.differences import (
     Scored,
+    Scores,
     add_weighted,
     by_class,
     compared,
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score(options: argparse.Namespace) -> int:
-    dataset, starts, found = Dataset.open(options.data), dict[str, dict[str, Path]](), Found()
+    dataset, starts, found = Dataset.open(options.data), dict[str, dict[str, Path]](), Scores()
     prefix = f"{options.task}-{options.leads}-"
     for name, run in named(options.runs, prefix).items():
         start, _, seed = name.rpartition("-")
@@ -90,7 +90,7 @@ def score(options: argparse.Namespace) -> int:
             add_weighted(samples, of, weight_B)
             for name, of_B in of.items():
                 each.setdefault(name, []).append(float(of_B[0]))
-        found[start, options.task, options.leads, None, 0.0] = facts | {"each": each}, samples
+        found[start, options.task, options.leads, None] = facts | {"each": each}, samples
         notes += [
             f"{options.task}, leads {options.leads}, {start}: {said}." for said in remarks(runs)
         ]

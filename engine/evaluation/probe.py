@@ -28,7 +28,6 @@ from scipy.optimize import minimize
 from scipy.special import expit, softmax
 from torch import Tensor, nn
 
-from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.terminal import tell
 
 from ..data.seen import joined
@@ -39,9 +38,8 @@ from ..model.input import Input
 from ..model.readout import Readout
 from ..settings.errors import ConfigError
 from ..settings.leads import describe_leads
-from ..tasks.config import TaskConfig
-from ..tasks.kinds import EMPTY, KINDS, cox, sensitive, thresholds
-from ..tasks.labels import DX_ROLES, TaskLabels, read_task, unknown_patients
+from ..tasks.kinds import KINDS, cox, sensitive, thresholds
+from ..tasks.labels import TaskLabels, unknown_patients
 from ..training.metrics import Array
 
 # Of the penalty on the mean loss; strongest first, because each starts from the last solution
@@ -82,21 +80,6 @@ class ProbeFit(NamedTuple):
 
 
 Probe = Callable[[ProbeData], ProbeFit]
-
-
-def labels_to_probe(dataset: Dataset, task: TaskConfig) -> TaskLabels:
-    """ConfigError if there is nothing to fit on."""
-    if task.kind == "identity":
-        raise ConfigError("is of patients: use identification, without a table")
-    labels = read_task(task, [dataset])
-    if not len(labels.rows(0, "train")):
-        mend = "a probe needs train and test"
-        if labels.role == "dx":
-            mend += f"; {DX_ROLES}"
-        name = labels.name or dataset.root.url
-        raise ConfigError(f"{name}: no record is in the split train: {mend}")
-    require_unlike(labels, "train", dataset)
-    return labels
 
 
 def require_free(out: Path, flag: str) -> None:
@@ -165,30 +148,6 @@ def _card(labels: TaskLabels, readout: Readout, made: str, data: ProbeData) -> s
         "This is not a medical device: whatever is built on it must be validated for its use and its "
         "population.\n"
     )
-
-
-def require_unlike(labels: TaskLabels, split: str, dataset: Dataset) -> None:
-    kind = labels.task.kind
-    y_NK = labels.y[0][labels.rows(0, split)]
-    if unlike(kind, y_NK).any():
-        return
-    what, mend = f"all labels of the split {split} are the same", ""
-    if kind == "survival":
-        what = f"no event in the split {split}"
-    elif KINDS[kind].has_thresholds and (y_NK > 0).any():
-        mend = f"; {EMPTY}"
-    name = labels.name or dataset.root.url
-    raise ConfigError(f"{name}: {what}: nothing to learn or to score{mend}")
-
-
-def unlike(kind: str, y_NK: Array) -> Array:
-    """bool [K]: the known labels are not all the same; in survival, there is an event."""
-    if kind == "survival":
-        return np.asarray((y_NK > 0).any(0))
-    unknown_NK = np.isnan(y_NK)
-    least_K = np.where(unknown_NK, np.inf, y_NK).min(0, initial=np.inf)
-    most_K = np.where(unknown_NK, -np.inf, y_NK).max(0, initial=-np.inf)
-    return np.asarray(least_K < most_K)
 
 
 def fit_scaled(fit: Probe, data: ProbeData) -> ProbeFit:

@@ -54,6 +54,7 @@ class Kind(ABC):
     meaning: ClassVar[str]
     of_classes: ClassVar[bool] = True  # outputs are classes, not values
     one_column: ClassVar[bool] = False  # of the label table
+    same_in_a_share = "no class has positives and negatives in both"  # why a probe learns nothing
     # Numbers of a model's head that have one entry for each output
     head_numbers: ClassVar[tuple[str, ...]] = ()
 
@@ -86,6 +87,17 @@ class Kind(ABC):
 
     def scores(self, logits_RK: Tensor) -> Tensor:
         return logits_RK
+
+    def varied(self, y_NK: Array) -> Array:
+        """bool [K]: the outputs of which a probe can learn something: known labels differ."""
+        unknown_NK = np.isnan(y_NK)
+        least_K = np.where(unknown_NK, np.inf, y_NK).min(0, initial=np.inf)
+        most_K = np.where(unknown_NK, -np.inf, y_NK).max(0, initial=-np.inf)
+        return np.asarray(least_K < most_K)
+
+    def all_same(self, split: str) -> str:
+        """Why nothing is `varied`."""
+        return f"all labels of the split {split} are the same"
 
     def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
         """The weight of each label [N, K]; for multiclass [N, 1]."""
@@ -301,6 +313,7 @@ class SurvivalKind(Kind):
     name: ClassVar[TaskKind] = "survival"
     meaning = "the time until an event"
     of_classes = False
+    same_in_a_share = "no event in one of them"
 
     def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         return cox(logits_RK, y_RK), y_RK > 0
@@ -318,6 +331,12 @@ class SurvivalKind(Kind):
 
     def cannot_choose(self, y: Array) -> str:
         return "" if (y > 0).any() else "no event in validation"
+
+    def varied(self, y_NK: Array) -> Array:
+        return np.asarray((y_NK > 0).any(0))
+
+    def all_same(self, split: str) -> str:
+        return f"no event in the split {split}"
 
 
 class IdentityKind(Kind):
