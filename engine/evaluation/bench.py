@@ -29,7 +29,7 @@ from ..inference.trained_model import load
 from ..model.input import Input
 from ..settings.commandline import writing
 from ..settings.errors import ConfigError, Facts
-from ..training.metrics import Array, identification
+from ..training.metrics import identification
 from .boosted import INSTALL, installed
 from .differences import (
     Samples,
@@ -55,7 +55,7 @@ from .embedders import (
     rows_to_compare,
 )
 from .plan import IDENTIFICATION, Identities, ProbedTask, Work, measured, planned
-from .probe import Probe, ProbeData, fit_scaled, require_free, save_with_head
+from .probe import Fit, ProbeData, require_free, save_with_head
 from .results import EvalOptions, leakage, nullable, shown_input
 
 ROCKET_CROPS = 20_000  # MiniRocket keeps 80 kB of each
@@ -157,7 +157,7 @@ def draw_scores(
         ]
     scores: Scores = {}
     for name, task in work.tasks.items():
-        for share, scored in probe_scores(task, vectors[fit], vectors[test], row.probe):
+        for share, scored in probe_scores(task, vectors[fit], vectors[test], row.fit):
             scores[name, lead, share] = scored
     if work.persons and row.identifies:
         compared_D = embedders[0].compared
@@ -166,28 +166,23 @@ def draw_scores(
 
 
 def probe_scores(
-    task: ProbedTask, fit: Sequence[Vectors], test: Sequence[Vectors], probe: Probe
+    task: ProbedTask, fitted: Sequence[Vectors], tested: Sequence[Vectors], fit: Fit
 ) -> Iterator[tuple[float, Scored]]:
     """Scores for each share, averaged over the draws of the share."""
-    x_ND, test_ND = task.train.means(fit), task.test.means(test)
+    data = ProbeData(task.train.means(fitted), task.train.y_NK, task.train.patient_N, task.kind)
+    test_ND = task.test.means(tested)
     for share, draws in task.draws.items():
         used_K = task.used[share]
+        # Exclusive classes are solved together, also those that are not scored
+        solved_K = np.ones_like(used_K) if task.kind == "multiclass" else used_K
         means: Samples = {}
         for rows, weight_B in weighted(draws):
-            y_NK, patient_N = task.train.y_NK[rows], task.train.patient_N[rows]
-            data = ProbeData(x_ND[rows], y_NK, patient_N, test_ND, task.kind)
-            scores_NK = probed_scores(data, used_K, probe)
+            drawn = data.of(rows)
+            probe = fit(drawn._replace(y_NK=drawn.y_NK[:, solved_K]))
+            scores_NK = probe.scores(test_ND)[:, used_K[solved_K]]
             samples = by_class(task.kind, task.test.y_NK[:, used_K], scores_NK, task.weight_NB)
             add_weighted(means, samples, weight_B)
         yield share, (probe_facts(task, share, means), over_classes(means, share in task.few))
-
-
-def probed_scores(data: ProbeData, used_K: Array, probe: Probe) -> Array:
-    """Scores of the used classes. Exclusive classes are solved together, also those that are not
-    scored."""
-    solved_K = np.ones_like(used_K) if data.kind == "multiclass" else used_K
-    data = data._replace(labels_NK=data.labels_NK[:, solved_K])
-    return fit_scaled(probe, data).scores_NK[:, used_K[solved_K]]
 
 
 def probe_facts(task: ProbedTask, share: float, samples: Samples) -> Facts:
@@ -307,7 +302,7 @@ def save_head(row: Compared, work: Work, args: Namespace, folder: Path) -> None:
     x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
     if args.reader == "boosted":
         x_ND, record_N = train.windows(vectors)
-    data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], x_ND[:1], task.kind)
+    data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], task.kind)
     fitted = seen_in(work.fitted, np.sort(train.rows), "labelled")
     if embedder.precision == "bf16":  # its weights were rounded
         model = load(name_and_folder(args.models[0])[1], args.code)

@@ -27,7 +27,7 @@ def resampled(group_N: Array) -> Array:
     groups (one group: NaN)."""
     groups, group_N = np.unique(group_N, return_inverse=True)
     n, rng = len(groups), np.random.default_rng(0)
-    columns_BG = [np.ones(n)]
+    columns_BG: list[Array] = [np.ones(n)]
     for _ in range(RESAMPLES):
         drawn_G = np.bincount(rng.integers(n, size=n), minlength=n)
         columns_BG.append(drawn_G if n > 1 else np.array([np.nan]))

@@ -40,7 +40,7 @@ from ..settings.leads import ALL
 from ..training.metrics import Array
 from .boosted import INSTALL, boosted, installed
 from .minirocket import MiniRocket
-from .probe import Probe, least_squares, linear
+from .probe import Fit, least_squares, linear
 
 RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
 BOOSTED, ROCKET = "boosted features", "MiniRocket + ridge"
@@ -72,7 +72,7 @@ class Compared(NamedTuple):
     # times, and the scores averaged; MiniRocket has no draw before data are known
     draws: list[list[Embedder]]
     random: str = ""  # the row of random weights of the same architecture
-    probe: Probe = linear
+    fit: Fit = linear
     identifies: bool = True  # whether patients are identified by it, too
 
     @property
@@ -101,20 +101,20 @@ def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
         raise ConfigError(f"--reader boosted: {INSTALL}")
     beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
     measured = _measured(MEASURED, mean_beat.measurements)
-    rows = [row._replace(probe=READERS[args.reader]) for row in _model_rows(models, measured, args)]
+    rows = [row._replace(fit=READERS[args.reader]) for row in _model_rows(models, measured, args)]
     untrained = [
         Compared(MEAN_BEAT, [[beat]]),
         Compared(MEASURED, [[measured]], identifies=False),
-        Compared(ROCKET, [], probe=least_squares, identifies=False),
+        Compared(ROCKET, [], fit=least_squares, identifies=False),
     ]
     if installed():
-        row = Compared(BOOSTED, [[beat, measured]], probe=boosted, identifies=False)
+        row = Compared(BOOSTED, [[beat, measured]], fit=boosted, identifies=False)
         untrained.append(row)
     both = []
     for row in rows:
         if row.model:
             name, draws = f"{MEAN_BEAT} + {row.name}", [[beat, *row.draws[0]]]
-            both.append(Compared(name, draws, probe=row.probe, identifies=False))
+            both.append(Compared(name, draws, fit=row.fit, identifies=False))
     return [*rows, *untrained, *both]
 
 

@@ -383,8 +383,8 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     for share, (facts, samples) in bench.probe_scores(task, vectors, vectors, linear):
         direct, known = [], y[:, used[share]]
         for at in draws[share]:
-            data = ProbeData(x[at], known[at], at // 2, x[140:])
-            direct.append(measure("multilabel", known[140:], linear(data).scores_NK))
+            probe = linear(ProbeData(x[at], known[at], at // 2, "multilabel"))
+            direct.append(measure("multilabel", known[140:], probe.scores(x[140:])))
         assert (facts["draws"], facts["left_out"]) == {0.2: (2, ["b"]), 1.0: (1, [])}[share]
         for name in ("auroc", "auprc"):
             assert samples[name][0] == pytest.approx(np.mean([one[name] for one in direct]))
