@@ -15,7 +15,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 from zlib import crc32
 
@@ -31,16 +30,7 @@ from ..settings.commandline import writing
 from ..settings.errors import ConfigError, Facts
 from ..training.metrics import identification
 from .boosted import INSTALL, installed
-from .differences import (
-    Samples,
-    Scored,
-    Scores,
-    add_weighted,
-    by_class,
-    compared,
-    over_classes,
-    weighted,
-)
+from .differences import Samples, Scores, averaged, by_class, compared, over_classes
 from .embedders import (
     BOOSTED,
     READERS,
@@ -117,37 +107,27 @@ def row_scores(row: Compared, lead: str, work: Work, folder: Path) -> Scores:
     if not draws:
         task = next(iter(work.tasks.values()))
         draws = [[rocket(work.fitted, task.train.rows, work.fit_leads or lead)]]
-    each = [draw_scores(row, embedders, lead, work, folder) for embedders in draws]
-    if len(each) == 1:
-        return each[0]
-    seed = crc32(row.name.encode())  # every row resamples its own draws
-    return {key: averaged([scores[key] for scores in each], seed) for key in each[0]}
+    each = [draw_samples(row, embedders, lead, work, folder) for embedders in draws]
+    scores: Scores = {}
+    for name, share in each[0]:
+        of_draws = [samples[name, share] for samples in each]
+        means = averaged(of_draws, crc32(row.name.encode()))  # every row resamples its own draws
+        if name in work.tasks:
+            facts = work.tasks[name].facts(share, means)
+            few = share in work.tasks[name].few
+        elif work.persons:
+            facts, few = work.persons.facts, False
+        if len(draws) > 1:
+            own = [over_classes(samples) for samples in of_draws]
+            facts["each"] = {key: [float(value[key][0]) for value in own] for key in means}
+        scores[name, lead, share] = facts, over_classes(means, few)
+    return scores
 
 
-def averaged(each: Sequence[Scored], seed: int) -> Scored:
-    """Means over the draws of random weights, and the scores of each."""
-    means: Samples = {}
-    for (_, samples), weight_B in weighted(each, seed):
-        add_weighted(means, samples, weight_B)
-    own = {name: [float(samples[name][0]) for _, samples in each] for name in means}
-    facts = each[0][0] | {"each": own}
-    if "per_class" in facts:
-        facts["per_class"] = mean_per_class([facts["per_class"] for facts, _ in each])
-    return facts, means
-
-
-def mean_per_class(each: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Means over draws, by metric and class."""
-    means: dict[str, dict[str, float]] = {}
-    for metric, classes in each[0].items():
-        means[metric] = {name: fmean(draw[metric][name] for draw in each) for name in classes}
-    return means
-
-
-def draw_scores(
+def draw_samples(
     row: Compared, embedders: Sequence[Embedder], lead: str, work: Work, folder: Path
-) -> Scores:
-    """The scores of joined embedders, by task, leads and share."""
+) -> dict[tuple[str, Any], Samples]:
+    """Metrics [K, B] of joined embedders, by task and share."""
     fit, test = (work.fitted, work.fit_leads or lead), (work.tested, lead)
     vectors = {}
     for dataset, leads in dict.fromkeys([fit, test] if work.tasks else [test]):
@@ -155,71 +135,43 @@ def draw_scores(
         vectors[dataset, leads] = [
             embedded(embedder, dataset, rows, leads, folder) for embedder in embedders
         ]
-    scores: Scores = {}
+    found: dict[tuple[str, Any], Samples] = {}
     for name, task in work.tasks.items():
-        for share, scored in probe_scores(task, vectors[fit], vectors[test], row.fit):
-            scores[name, lead, share] = scored
+        for share, samples in probe_samples(task, vectors[fit], vectors[test], row.fit):
+            found[name, share] = samples
     if work.persons and row.identifies:
         compared_D = embedders[0].compared
-        scores[IDENTIFICATION, lead, None] = identified(work.persons, vectors[test], compared_D)
-    return scores
+        found[IDENTIFICATION, None] = identified(work.persons, vectors[test], compared_D)
+    return found
 
 
-def probe_scores(
+def probe_samples(
     task: ProbedTask, fitted: Sequence[Vectors], tested: Sequence[Vectors], fit: Fit
-) -> Iterator[tuple[float, Scored]]:
-    """Scores for each share, averaged over the draws of the share."""
+) -> Iterator[tuple[float, Samples]]:
+    """Metrics [K, B] for each share, averaged over the draws of the share."""
     data = ProbeData(task.train.means(fitted), task.train.y_NK, task.train.patient_N, task.kind)
     test_ND = task.test.means(tested)
     for share, draws in task.draws.items():
-        used_K = task.used[share]
+        used_K, y_NK = task.used[share], task.test.y_NK[:, task.used[share]]
         # Exclusive classes are solved together, also those that are not scored
         solved_K = np.ones_like(used_K) if task.kind == "multiclass" else used_K
-        means: Samples = {}
-        for rows, weight_B in weighted(draws):
+        each = []
+        for rows in draws:
             drawn = data.of(rows)
             probe = fit(drawn._replace(y_NK=drawn.y_NK[:, solved_K]))
             scores_NK = probe.scores(test_ND)[:, used_K[solved_K]]
-            samples = by_class(task.kind, task.test.y_NK[:, used_K], scores_NK, task.weight_NB)
-            add_weighted(means, samples, weight_B)
-        yield share, (probe_facts(task, share, means), over_classes(means, share in task.few))
+            each.append(by_class(task.kind, y_NK, scores_NK, task.weight_NB))
+        yield share, averaged(each)
 
 
-def probe_facts(task: ProbedTask, share: float, samples: Samples) -> Facts:
-    test, draws, used_K = task.test, task.draws[share], task.used[share]
-    names, people = np.array(task.labels.classes), np.unique(test.patient_N)
-    used = names[used_K].tolist()
-    per_class = {}
-    for name, value_KB in samples.items():
-        if len(value_KB) == len(used):  # values of regression are means over the columns
-            per_class[name] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
-    return {
-        "n": len(test.y_NK),
-        "patients": len(people) if (people & 1).all() else None,  # some are unknown
-        "labelled": len(draws[0]),
-        "draws": len(draws),
-        "classes": len(used),
-        "left_out": names[~used_K].tolist(),
-        "per_class": per_class,
-    }
-
-
-def identified(persons: Identities, each: Sequence[Vectors], compared_D: slice) -> Scored:
+def identified(persons: Identities, each: Sequence[Vectors], compared_D: slice) -> Samples:
     """Accuracy by cosine of some dimensions of the joined vectors."""
-    sides, ids = [], []
+    sides = []
     for crops in (persons.gallery, persons.probe):
         first_ND = np.hstack([vectors.of(crops).c_BSD[:, 0] for vectors in each])
-        sides.append(first_ND[:, compared_D])
-        ids.append(persons.patient_B[crops].tolist())
-    found = identification(sides[0], ids[0], sides[1], ids[1])
-    facts = {
-        "n": len(ids[1]),
-        "patients": len(set(ids[1])),
-        "gallery": len(ids[0]),
-        "chance": found["chance"],
-    }
-    accuracy_B = found["hits"] @ persons.weight_NB / persons.weight_NB.sum(0)
-    return facts, {"accuracy": accuracy_B}
+        sides += [first_ND[:, compared_D], persons.patient_B[crops].tolist()]
+    hits_N = identification(*sides)["hits"]
+    return {"accuracy": (hits_N @ persons.weight_NB / persons.weight_NB.sum(0))[None]}
 
 
 def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:

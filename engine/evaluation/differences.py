@@ -7,7 +7,7 @@ resamples of test patients, and of draws.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,17 +34,18 @@ def resampled(group_N: Array) -> Array:
     return np.asarray(np.stack(columns_BG, 1, dtype=np.float32)[group_N])
 
 
-def weighted(draws: Sequence[Any], seed: int = 1) -> Iterator[tuple[Any, Array]]:
-    """Each draw with its weights [B]: in the mean over the draws, and in resamples. These have
-    one draw fewer, so that their means vary as means of all draws do (Rao and Wu 1988)."""
+def averaged(draws: Sequence[Samples], seed: int = 1) -> Samples:
+    """Means over draws, of labels or of random weights. In resamples these are drawn again, one
+    fewer, so that their means vary as means of all draws do (Rao and Wu 1988)."""
     n, fewer = len(draws), max(1, len(draws) - 1)
     weight_BR = np.random.default_rng(seed).multinomial(fewer, np.full(n, 1 / n), RESAMPLES) / fewer
-    return zip(draws, np.vstack([np.full(n, 1 / n), weight_BR]).T, strict=True)
-
-
-def add_weighted(sums: Samples, samples: Samples, weight_B: Array) -> None:
-    for name, value_KB in samples.items():
-        sums[name] = sums.get(name, 0) + weight_B * value_KB
+    weight_RB = np.vstack([np.full(n, 1 / n), weight_BR]).T
+    means = {}
+    for name in draws[0]:
+        means[name] = sum(
+            weight_B * samples[name] for samples, weight_B in zip(draws, weight_RB, strict=True)
+        )
+    return means
 
 
 def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samples:

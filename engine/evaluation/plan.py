@@ -7,9 +7,11 @@ crops of identification.
 """
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ from omnilead.data_tools.dataset import Dataset
 from ..data import counter
 from ..data.leakage import overlap
 from ..data.patients import patient_ids
-from ..settings.errors import ConfigError
+from ..settings.errors import ConfigError, Facts
 from ..settings.files import shipped
 from ..settings.leads import parse_leads
 from ..tasks.config import TaskConfig
@@ -33,7 +35,7 @@ from ..tasks.labels import (
     read_task,
 )
 from ..training.metrics import TOO_FEW, Array, few_patients
-from .differences import resampled
+from .differences import Samples, resampled
 from .embedders import Vectors
 from .results import identity_rows, load_task
 
@@ -82,12 +84,41 @@ class ProbedTask(NamedTuple):
     def kind(self) -> str:
         return self.labels.task.kind
 
+    def facts(self, share: float, samples: Samples) -> Facts:
+        """What was scored, with the values of each class."""
+        draws, used_K = self.draws[share], self.used[share]
+        names, people = np.array(self.labels.classes), np.unique(self.test.patient_N)
+        used = names[used_K].tolist()
+        per_class = {}
+        for metric, value_KB in samples.items():
+            if len(value_KB) == len(used):  # values of regression are means over the columns
+                per_class[metric] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
+        return {
+            "n": len(self.test.y_NK),
+            "patients": len(people) if (people & 1).all() else None,  # some are unknown
+            "labelled": len(draws[0]),
+            "draws": len(draws),
+            "classes": len(used),
+            "left_out": names[~used_K].tolist(),
+            "per_class": per_class,
+        }
+
 
 class Identities(NamedTuple):
     gallery: Array  # crops
     probe: Array
     patient_B: Array  # of all crops
     weight_NB: Array  # of the probes
+
+    @property
+    def facts(self) -> Facts:
+        asked, entries = self.patient_B[self.probe], Counter(self.patient_B[self.gallery].tolist())
+        return {
+            "n": len(asked),
+            "patients": len(np.unique(asked)),
+            "gallery": len(self.gallery),
+            "chance": fmean(entries[patient] for patient in asked.tolist()) / len(self.gallery),
+        }
 
 
 class Work(NamedTuple):

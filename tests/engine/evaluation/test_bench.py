@@ -380,7 +380,8 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     weight = resampled(test.patient_N)
     task = plan.ProbedTask(labels, train, test, draws, used, weight, set(), every)
     vectors = [embedders.Vectors(every, np.full(200, 2), c_BSD)]
-    for share, (facts, samples) in bench.probe_scores(task, vectors, vectors, linear):
+    for share, of_classes in bench.probe_samples(task, vectors, vectors, linear):
+        facts, samples = task.facts(share, of_classes), differences.over_classes(of_classes)
         direct, known = [], y[:, used[share]]
         for at in draws[share]:
             probe = linear(ProbeData(x[at], known[at], at // 2, "multilabel"))
@@ -407,7 +408,7 @@ def test_areas_for_many_weightings_at_once():
 def test_means_over_resampled_draws_vary_as_means_over_all_draws_do(n, monkeypatch):
     monkeypatch.setattr(differences, "RESAMPLES", 4000)
     value_R = np.array([1.0, 4, 2, 8, 5])[:n]
-    mean_B = np.sum([value * weight_B for value, weight_B in differences.weighted(value_R)], axis=0)
+    mean_B = differences.averaged([{"auroc": value} for value in value_R])["auroc"]
     assert mean_B[0] == pytest.approx(value_R.mean())
     expected = value_R.var(ddof=1) / n if n > 1 else 0
     assert mean_B[1:].var() == pytest.approx(expected, rel=0.1)
