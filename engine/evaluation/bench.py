@@ -28,6 +28,7 @@ from ..inference.trained_model import load
 from ..model.input import Input
 from ..settings.commandline import writing
 from ..settings.errors import ConfigError, Facts
+from ..tasks.kinds import KINDS
 from ..training.metrics import identification
 from .boosted import INSTALL, installed
 from .differences import Samples, Scores, averaged, by_class, compared, over_classes
@@ -154,7 +155,7 @@ def probe_samples(
     for share, draws in task.draws.items():
         used_K, y_NK = task.used[share], task.test.y_NK[:, task.used[share]]
         # Exclusive classes are solved together, also those that are not scored
-        solved_K = np.ones_like(used_K) if task.kind == "multiclass" else used_K
+        solved_K = np.ones_like(used_K) if KINDS[task.kind].exclusive else used_K
         each = []
         for rows in draws:
             drawn = data.of(rows)

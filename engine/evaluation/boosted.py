@@ -18,9 +18,9 @@ import torch
 
 from ..inference.trees import Trees
 from ..settings.errors import Facts
-from ..tasks.kinds import KINDS
+from ..tasks.kinds import KINDS, event_loss
 from ..training.metrics import Array
-from .probe import Probe, ProbeData, event_loss, standardised
+from .probe import Probe, ProbeData, standardised
 
 ROUNDS = 400
 SETTINGS = {
@@ -35,7 +35,6 @@ SETTINGS = {
 }
 SHARE, AT_LEAST = 0.05, 32  # of the numbers, that a tree sees
 FEW = 3
-OBJECTIVES = {"multiclass": "multiclass", "regression": "regression"}
 INSTALL = "lightgbm is not installed: pip install 'omnilead[bench]'"
 Node = dict[str, Any]  # of LightGBM's dump
 
@@ -49,7 +48,7 @@ def boosted(data: ProbeData) -> Probe:
     found: list[tuple[Node, int]] = []  # trees, and their outputs
     x_ND, outputs = data.x_ND.astype(np.float32), data.y_NK.shape[1]
     x_ND[x_ND == 0] = np.nan
-    if data.kind == "multiclass":
+    if KINDS[data.kind].exclusive:
         known_N = ~np.isnan(data.y_NK).any(1)
         y_N = data.y_NK[known_N].argmax(1)
         found += _trees(x_ND[known_N], y_N, "multiclass", num_class=outputs)
@@ -75,9 +74,7 @@ def _trees(x_ND: Array, y_N: Array, kind: str, **more: Any) -> list[tuple[Node, 
     share = min(1.0, max(SHARE, AT_LEAST / x_ND.shape[1]))
     settings: Facts = {**SETTINGS, **more, "feature_fraction": share}
     settings["num_threads"] = torch.get_num_threads()
-    settings["objective"] = OBJECTIVES.get(kind, "binary")
-    if kind == "survival":
-        settings["objective"] = _hazards
+    settings["objective"] = OBJECTIVES[kind]
     made = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), ROUNDS)
     trees = made.dump_model()["tree_info"]
     return [
@@ -94,6 +91,15 @@ def _hazards(risk_N: Array, data: Any) -> tuple[Array, Array]:
     (slope_N1,) = torch.autograd.grad(loss, risk_N1)
     slope_N = slope_N1[:, 0]
     return slope_N.numpy(), (slope_N + event_N).clamp_min(1e-6).numpy()
+
+
+OBJECTIVES: Facts = {
+    "binary": "binary",
+    "multilabel": "binary",
+    "multiclass": "multiclass",
+    "regression": "regression",
+    "survival": _hazards,
+}
 
 
 def planted(found: list[tuple[Node, int]], outputs: int) -> Trees:

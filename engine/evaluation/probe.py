@@ -8,8 +8,7 @@ Each record is one row, the mean over its halves. Linear: a logistic regression 
 softmax for exclusive classes, ridge regression for values, Cox regression for survival. Features
 and values are standardised by the training rows. The penalty, the same for all classes, is chosen
 by cross-validation over the patients of the training rows: it minimises the mean squared error of
-probabilities or values of those held out, which is defined even for a class without positives; in
-survival, the partial likelihood.
+probabilities or values of those held out; in survival, the partial likelihood.
 
 Axes: N rows, D width of an embedding, K classes. Labels that are NaN are unknown.
 """
@@ -26,7 +25,7 @@ from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.model_selection import GroupKFold
 from sklearn.preprocessing import StandardScaler
-from torch import Tensor, nn
+from torch import nn
 
 from omnilead.data_tools.io.terminal import tell
 
@@ -38,7 +37,7 @@ from ..model.input import Input
 from ..model.readout import Readout
 from ..settings.errors import ConfigError
 from ..settings.leads import describe_leads
-from ..tasks.kinds import KINDS, cox, sensitive, thresholds
+from ..tasks.kinds import KINDS, event_loss, sensitive, thresholds
 from ..tasks.labels import TaskLabels, unknown_patients
 from ..training.metrics import Array
 
@@ -86,7 +85,7 @@ Weights = tuple[Array, Array]  # [K, D], and intercepts [K]
 def standardised(data: ProbeData) -> tuple[ProbeData, Array, Array]:
     """With standardised values, and their center and scale; classes and risks stay."""
     outputs = data.y_NK.shape[1]
-    if data.kind != "regression":
+    if not KINDS[data.kind].has_scale:
         return data, np.zeros(outputs), np.ones(outputs)
     scaler = StandardScaler().fit(data.y_NK)
     return data._replace(y_NK=scaler.transform(data.y_NK)), scaler.mean_, scaler.scale_
@@ -96,12 +95,13 @@ def linear(data: ProbeData) -> Probe:
     """The fit with the penalty whose error is least on patients held out of the training rows; with a
     single patient, the strongest."""
     data, center_K, scale_K = standardised(data)
+    kind = KINDS[data.kind]
     errors, tried = np.zeros(len(STRENGTHS)), len(STRENGTHS)
     for rest, held in folds(data.patient_N):
         least = np.inf
         for number, probe in enumerate(_penalised(data.of(rest), STRENGTHS[:tried])):
             scores_NK = probe.scores(data.x_ND[held])
-            error = len(held) * _error(scores_NK, data.y_NK[held], data.kind)
+            error = len(held) * kind.held_out_error(scores_NK, data.y_NK[held])
             errors[number] += error
             least = min(least, error)
             if error > least + WORSE * abs(least):
@@ -224,19 +224,6 @@ SOLVERS = {
 }
 
 
-def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
-    """The mean loss of the events; 0 if there is none."""
-    event_N1 = y_N1 > 0
-    return (cox(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
-
-
-def _error(scores_NK: Array, y_NK: Array, kind: str) -> float:
-    if kind == "survival":
-        return event_loss(torch.from_numpy(scores_NK), torch.from_numpy(y_NK)).item()
-    known_NK = ~np.isnan(y_NK)
-    return float(np.square(scores_NK - y_NK)[known_NK].sum() / max(known_NK.sum(), 1))
-
-
 def require_free(out: Path, flag: str) -> None:
     """ConfigError unless the folder can be made."""
     if os.path.lexists(out):
@@ -262,7 +249,7 @@ def save_with_head(
     task = labels.task
     head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels.facts}
     head["definition"] = {**head["definition"], "head": ""}
-    if task.kind == "regression":
+    if KINDS[task.kind].has_scale:
         head |= {"center": probe.center_K.tolist(), "scale": probe.scale_K.tolist()}
     elif KINDS[task.kind].has_thresholds:
         scored = held_out(fit, data)
