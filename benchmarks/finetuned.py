@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,15 +21,14 @@ from benchmarks import program_parser
 from benchmarks.measure import say
 from benchmarks.trials import named
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.engine.evaluation.bench import (
-    Found,
+from omnilead.engine.evaluation.differences import (
     Scored,
-    add_weighted,
+    Scores,
+    averaged,
     by_class,
     compared,
     over_classes,
     resampled,
-    weighted,
 )
 from omnilead.engine.evaluation.results import (
     CHOSEN,
@@ -66,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score(options: argparse.Namespace) -> int:
-    dataset, starts, found = Dataset.open(options.data), dict[str, dict[str, Path]](), Found()
+    dataset, starts, found = Dataset.open(options.data), dict[str, dict[str, Path]](), Scores()
     prefix = f"{options.task}-{options.leads}-"
     for name, run in named(options.runs, prefix).items():
         start, _, seed = name.rpartition("-")
@@ -80,17 +78,17 @@ def score(options: argparse.Namespace) -> int:
     names = sorted(starts, key=RANDOM.__eq__)
     notes = ["Means over seeds."]
     for start in names:
-        samples: dict[str, Any] = {}
-        each: dict[str, list[float]] = {}
-        facts: dict[str, Any] = {}
         runs = [starts[start][seed] for seed in seeds[start]]
-        for run, weight_B in weighted(runs):
+        scored = []
+        for run in runs:
             say(f"{run.name} on {options.leads} leads ...")
-            facts, of = scores_of(run, dataset, options)
-            add_weighted(samples, of, weight_B)
-            for name, of_B in of.items():
-                each.setdefault(name, []).append(float(of_B[0]))
-        found[start, options.task, options.leads, None, 0.0] = facts | {"each": each}, samples
+            scored.append(scores_of(run, dataset, options))
+        samples = averaged([of_run for _, of_run in scored])
+        each = {}
+        for name in samples:
+            each[name] = [float(of_run[name][0]) for _, of_run in scored]
+        facts = scored[-1][0] | {"each": each}
+        found[start, options.task, options.leads, None] = facts, samples
         notes += [
             f"{options.task}, leads {options.leads}, {start}: {said}." for said in remarks(runs)
         ]

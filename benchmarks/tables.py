@@ -26,7 +26,7 @@ HEADLINE = (
     ("real", "ptbxl-superdiagnostic", "auroc", "1", 1.0),
     ("synthetic", "diagnosis", "auroc", "12", 0.01),
     ("synthetic", "diagnosis", "auroc", "1", 0.01),
-    ("synthetic", "identification", "accuracy_whitened", "1", None),
+    ("synthetic", "identification", "accuracy", "1", None),
 )
 BY_CROPS = "real, by crops"  # a result of the evidence that has a figure instead of a table
 

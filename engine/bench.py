@@ -1,20 +1,20 @@
-"""Compare models on frozen embeddings: linear probes over shares of the labels, leads and noise,
-and identification.
+"""Compare models on frozen embeddings: linear probes over shares of the labels and leads, and
+identification.
 
     omnilead bench --models A=RUN B=hf://org/name --data DATASET --tasks sex identification --leads 12 1 --out OUT
     omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
-    omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --noise 0 1 --out OUT      trained on A, tested on B
+    omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --out OUT      trained on A, tested on B
     omnilead bench --models small --data DATASET --tasks my.csv --reader boosted --head MODEL --out OUT    for omnilead predict
 
 Baselines are included: five draws of random weights of each architecture, and methods without
 pre-training: the mean beat, measurements of the signal, gradient boosting on both (extra `bench`),
-and MiniRocket. NAME=RUN,RUN,... averages the scores of runs with different seeds. OUT holds
-bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the embeddings. Run again after an
-interruption or with more tasks, the command computes only what is missing. Without a terminal, a
-line on stderr says when a model is done. How to compare fairly: docs/comparing.md. Exit code 2: an
-argument or a file is wrong.
+and MiniRocket. OUT holds bench.md, bench.csv, bench.json and bench.png; OUT/parts caches the
+embeddings. Run again after an interruption or with more tasks, the command computes only what is
+missing. Without a terminal, a line on stderr says when a model is done. How to compare fairly:
+docs/comparing.md. Exit code 2: an argument or a file is wrong.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def bench(
         Sequence[str],
         Option(
             "RUN, small, s3://... or hf://org/name; the first is the reference",
-            "[NAME=]RUN[,RUN]",
+            "[NAME=]RUN",
             "--models",
         ),
     ],
@@ -57,11 +57,9 @@ def bench(
         str, Option("leads that probes are fitted on (those of --leads)", "L")
     ] = "",
     share: Annotated[
-        Sequence[float], Option("share of the patients of train and valid to fit on (1)", "S")
+        Sequence[float],
+        Option("share of the patients of train and valid to fit on (1)", "S", low=0.0001, high=1),
     ] = (1.0,),
-    noise: Annotated[
-        Sequence[float], Option("noise added to test ECGs; 1: the paper's amplitude (0)", "N")
-    ] = (0.0,),
     readout: shared.Readout = "",
     out: Annotated[File, Option("folder for the results and the embeddings", "OUT")],
     reader: Annotated[
@@ -77,12 +75,12 @@ def bench(
 ) -> dict[str, Any]:
     """Compares models on frozen embeddings, as `omnilead bench`: returns what OUT/bench.json holds.
     Errors have one-line messages."""
-    options = locals()
+    args = argparse.Namespace(**locals())
     # imported late, so that --help does not wait for PyTorch
     from omnilead.engine.evaluation import bench as comparison
     from omnilead.engine.extras.reports.bench_report import write
 
-    document = comparison.bench(**options)
+    document = comparison.bench(args)
     write(document, Path(out))
     return document
 

@@ -178,12 +178,16 @@ def save_model(
 def save_probed(model, data, task, out, labels="", readout="", leads="12"):
     """Writes the model that `omnilead bench --head` writes, without the comparison. `task`: as for
     --tasks."""
-    from omnilead.engine.evaluation import bench, embedders
+    from omnilead.engine.evaluation import bench, embedders, plan
 
-    how = {**bench.DEFAULTS, "labels": labels, "readout": readout, "head": str(out)}
-    how = argparse.Namespace(**how, leads=[leads], shown=[leads])
-    rows = embedders.rows_to_compare([str(model)], how)
-    how.widest = bench.widest_input(rows)
-    work = bench.planned(data, [str(task)], [1.0], [0.0], how)
-    bench.require_one_probe(rows, work, how)
-    bench.save_head(str(model), rows[0], work, how, Path(f"{out}-parts"))
+    how = {"models": [str(model)], "data": data, "tasks": [str(task)], "share": [1.0]}
+    how |= {"labels": labels, "readout": readout, "head": str(out), "leads": [leads]}
+    how |= {"test_data": "", "test_labels": "", "fit_leads": "", "shown": [leads], "seed": 0}
+    how |= {"reader": "linear", "code": False, "anonymous": False}
+    how |= {"device": "auto", "precision": "auto", "batch": None}
+    args = argparse.Namespace(**how)
+    rows = embedders.rows_to_compare([str(model)], args)
+    args.widest = bench.widest_input(rows)
+    work = plan.planned(args)
+    bench.require_one_probe(rows, work, args)
+    bench.save_head(rows[0], work, args, Path(f"{out}-parts"))

@@ -42,7 +42,10 @@ MEMORY = (
     "failed to map segment",
 )
 # Options that are gone, and what to type instead
-RENAMED = {"--pretrain-implausible": "--leave-out-flags none"}
+RENAMED = {
+    "--pretrain-implausible": "--leave-out-flags none",
+    "--noise": "--test-data DATASET, made of noisy ECGs",
+}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -70,8 +73,9 @@ class Parser(argparse.ArgumentParser):
 
     def suggest(self, option: str, value: str) -> str:
         """What to write instead of an unknown option, or nothing."""
-        if option in RENAMED:
-            return RENAMED[option]
+        mend = RENAMED.get(option, "")
+        if mend.partition(" ")[0] in self._option_string_actions:
+            return mend
         near = difflib.get_close_matches(option, self._option_string_actions, 1)
         return near[0] if near else ""
 

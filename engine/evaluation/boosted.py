@@ -1,7 +1,7 @@
 """Gradient boosting on the numbers of an ECG, by LightGBM (the extra `bench`).
 
-    fit = fit_scaled(boosted, ProbeData(train_ND, labels_NK, patient_N, test_ND))
-    fit.trees                                # engine.inference.trees
+    probe = boosted(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
+    probe.head                               # engine.inference.trees
 
 One setting for few labels and for many, chosen on folds 1 to 7 of PTB-XL with 85 and 850 labelled
 ECGs (benchmarks/LOG.md): small trees that see a twentieth of the numbers each. A number that is
@@ -18,8 +18,9 @@ import torch
 
 from ..inference.trees import Trees
 from ..settings.errors import Facts
+from ..tasks.kinds import KINDS, event_loss
 from ..training.metrics import Array
-from .probe import ProbeData, ProbeFit, event_loss, linked
+from .probe import Probe, ProbeData, standardised
 
 ROUNDS = 400
 SETTINGS = {
@@ -34,7 +35,6 @@ SETTINGS = {
 }
 SHARE, AT_LEAST = 0.05, 32  # of the numbers, that a tree sees
 FEW = 3
-OBJECTIVES = {"multiclass": "multiclass", "regression": "regression"}
 INSTALL = "lightgbm is not installed: pip install 'omnilead[bench]'"
 Node = dict[str, Any]  # of LightGBM's dump
 
@@ -43,30 +43,28 @@ def installed() -> bool:
     return find_spec("lightgbm") is not None
 
 
-def boosted(data: ProbeData) -> ProbeFit:
+def boosted(data: ProbeData) -> Probe:
+    data, center_K, scale_K = standardised(data)
     found: list[tuple[Node, int]] = []  # trees, and their outputs
-    x_ND = data.train_ND.astype(np.float32)
+    x_ND, outputs = data.x_ND.astype(np.float32), data.y_NK.shape[1]
     x_ND[x_ND == 0] = np.nan
-    if data.kind == "multiclass":
-        known_N = ~np.isnan(data.labels_NK).any(1)
-        y_N = data.labels_NK[known_N].argmax(1)
-        classes = data.labels_NK.shape[1]
-        found += _trees(x_ND[known_N], y_N, "multiclass", num_class=classes)
+    if KINDS[data.kind].exclusive:
+        known_N = ~np.isnan(data.y_NK).any(1)
+        y_N = data.y_NK[known_N].argmax(1)
+        found += _trees(x_ND[known_N], y_N, "multiclass", num_class=outputs)
     else:
-        for number, y_N in enumerate(data.labels_NK.T):
+        for number, y_N in enumerate(data.y_NK.T):
             known_N = ~np.isnan(y_N)
             y_N = y_N[known_N]
-            if data.kind not in ("regression", "survival"):
+            if KINDS[data.kind].of_classes:
                 positives = y_N.sum()
                 if min(positives, len(y_N) - positives) < FEW:
                     rate = (positives + 0.5) / (len(y_N) + 1)
                     found.append(({"leaf_value": np.log(rate / (1 - rate))}, number))
                     continue
             found += [(tree, number) for tree, _ in _trees(x_ND[known_N], y_N, data.kind)]
-    trees = planted(found, data.labels_NK.shape[1]).check(x_ND.shape[1])
-    with torch.no_grad():
-        logits_NK = trees(torch.from_numpy(data.test_ND.astype(np.float32))).double().numpy()
-    return ProbeFit(linked(data.kind, logits_NK), trees=trees)
+    trees = planted(found, outputs).check(x_ND.shape[1])
+    return Probe(data.kind, trees, center_K, scale_K)
 
 
 def _trees(x_ND: Array, y_N: Array, kind: str, **more: Any) -> list[tuple[Node, int]]:
@@ -76,9 +74,7 @@ def _trees(x_ND: Array, y_N: Array, kind: str, **more: Any) -> list[tuple[Node, 
     share = min(1.0, max(SHARE, AT_LEAST / x_ND.shape[1]))
     settings: Facts = {**SETTINGS, **more, "feature_fraction": share}
     settings["num_threads"] = torch.get_num_threads()
-    settings["objective"] = OBJECTIVES.get(kind, "binary")
-    if kind == "survival":
-        settings["objective"] = _hazards
+    settings["objective"] = OBJECTIVES[kind]
     made = lightgbm.train(settings, lightgbm.Dataset(x_ND, y_N), ROUNDS)
     trees = made.dump_model()["tree_info"]
     return [
@@ -95,6 +91,15 @@ def _hazards(risk_N: Array, data: Any) -> tuple[Array, Array]:
     (slope_N1,) = torch.autograd.grad(loss, risk_N1)
     slope_N = slope_N1[:, 0]
     return slope_N.numpy(), (slope_N + event_N).clamp_min(1e-6).numpy()
+
+
+OBJECTIVES: Facts = {
+    "binary": "binary",
+    "multilabel": "binary",
+    "multiclass": "multiclass",
+    "regression": "regression",
+    "survival": _hazards,
+}
 
 
 def planted(found: list[tuple[Node, int]], outputs: int) -> Trees:

@@ -1,24 +1,21 @@
 """Frozen embeddings to compare: of models, of random weights of their architectures, and of
 measurements that need no training.
 
-    first, *others = rows_to_compare(["A=RUN1,RUN2", "hf://org/name"], args)     # args: bench.DEFAULTS
-    vectors = embedded(first.members[0], dataset, rows, 0.0, "12", Path("OUT/parts"))
+    first, *others = rows_to_compare(["A=RUN", "hf://org/name"], args)     # args: the options of engine.bench
+    vectors = embedded(first.draws[0][0], dataset, rows, "12", Path("OUT/parts"))
 
-A row has one or more members: runs of several seeds, or draws of random weights, whose scores are
-averaged. Files in `folder` are reused if the model's files, the read-out, the dataset, the leads
-and the noise are the same; only missing or damaged crops are computed. Noise is physio4 at a
-multiple of the paper's amplitude, the same for all models. B: crops, S: windows.
+Files in `folder` are reused if the model's files, the read-out, the dataset and the leads are the
+same; only missing or damaged crops are computed. B: crops, S: windows.
 """
 
 import io
 import json
 import zipfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +26,7 @@ from torch import Tensor
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.io.storage import write_whole
 
-from ..data.augmentations import AugmentConfig
-from ..data.augmentations.noise import PAPER_NOISE, AmplitudeMv
-from ..data.augmenter import MV_PER_UV, Augmenter, measured_leads
-from ..data.batches import CropBatch, dataset_batches, predict
-from ..data.order import Places
+from ..data.batches import dataset_batches, predict
 from ..inference.commands import prepare_model
 from ..inference.outputs import progress_bar
 from ..inference.trained_model import NOT_FINITE, TrainedModel
@@ -47,7 +40,7 @@ from ..settings.leads import ALL
 from ..training.metrics import Array
 from .boosted import INSTALL, boosted, installed
 from .minirocket import MiniRocket
-from .probe import Probe, least_squares, linear
+from .probe import Fit, least_squares, linear
 
 RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
 BOOSTED, ROCKET = "boosted features", "MiniRocket + ridge"
@@ -75,31 +68,26 @@ class Compared(NamedTuple):
     """What is compared, under one name."""
 
     name: str
-    # The scores of the members are averaged; the embeddings within a member are joined. MiniRocket
-    # has none before data are known
-    members: list[tuple[Embedder, ...]]
+    # Each draw is a list of embedders, whose vectors are joined. Random weights are drawn several
+    # times, and the scores averaged; MiniRocket has no draw before data are known
+    draws: list[list[Embedder]]
     random: str = ""  # the row of random weights of the same architecture
-    members_of: str = ""  # the row whose members these are, too; "": its own
-    probe: Probe = linear
+    fit: Fit = linear
     identifies: bool = True  # whether patients are identified by it, too
 
     @property
-    def trained(self) -> list[TrainedModel]:
+    def model(self) -> TrainedModel | None:
+        """None for a baseline."""
         if self.name == self.random:
-            return []
-        embedders = chain.from_iterable(self.members)
-        return [embedder.model for embedder in embedders if embedder.model]
+            return None
+        models = [embedder.model for draw in self.draws for embedder in draw if embedder.model]
+        return models[0] if models else None
 
 
 class Vectors(NamedTuple):
     row_B: Array  # crops, ascending
-    halves_B: Array  # how many windows each crop has; halves, unless a model has other windows
+    windows_B: Array  # how many windows each crop has; halves, unless a model has other windows
     c_BSD: Array  # zeros where there is no such window
-
-    def averaged(self) -> "Vectors":
-        """With the mean of each crop's windows as its only one."""
-        mean_BD = self.c_BSD.sum(1) / self.halves_B[:, None]
-        return Vectors(self.row_B, np.ones_like(self.halves_B), mean_BD[:, None])
 
     def of(self, rows: Array) -> "Vectors":
         at = np.searchsorted(self.row_B, rows)
@@ -107,32 +95,26 @@ class Vectors(NamedTuple):
 
 
 def rows_to_compare(models: Sequence[str], args: Namespace) -> list[Compared]:
-    """`models`: folders, NAME=FOLDER, or NAME=FOLDER,FOLDER for runs of several seeds. Random
-    weights follow the first model of their architecture; what needs no training is last. Without
-    LightGBM, no row is boosted."""
+    """`models`: folders, or NAME=FOLDER. Random weights follow the first model of their
+    architecture; what needs no training is last. Without LightGBM, no row is boosted."""
     if args.reader == "boosted" and not installed():
         raise ConfigError(f"--reader boosted: {INSTALL}")
     beat = _measured(MEAN_BEAT, mean_beat.mean_beats, slice(12 * mean_beat.BEAT))
     measured = _measured(MEASURED, mean_beat.measurements)
-    rows = [row._replace(probe=READERS[args.reader]) for row in _model_rows(models, measured, args)]
-    both = []
-    for row in rows:
-        if row.trained:
-            joined = [(beat, *member) for member in row.members]
-            name = f"{MEAN_BEAT} + {row.name}"
-            both.append(
-                row._replace(
-                    name=name, members=joined, random="", members_of=row.name, identifies=False
-                )
-            )
+    rows = [row._replace(fit=READERS[args.reader]) for row in _model_rows(models, measured, args)]
     untrained = [
-        Compared(MEAN_BEAT, [(beat,)]),
-        Compared(MEASURED, [(measured,)], identifies=False),
-        Compared(ROCKET, [], probe=least_squares, identifies=False),
+        Compared(MEAN_BEAT, [[beat]]),
+        Compared(MEASURED, [[measured]], identifies=False),
+        Compared(ROCKET, [], fit=least_squares, identifies=False),
     ]
     if installed():
-        row = Compared(BOOSTED, [(beat, measured)], probe=boosted, identifies=False)
+        row = Compared(BOOSTED, [[beat, measured]], fit=boosted, identifies=False)
         untrained.append(row)
+    both = []
+    for row in rows:
+        if row.model:
+            name, draws = f"{MEAN_BEAT} + {row.name}", [[beat, *row.draws[0]]]
+            both.append(Compared(name, draws, fit=row.fit, identifies=False))
     return [*rows, *untrained, *both]
 
 
@@ -150,42 +132,36 @@ def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> l
     rows: dict[str, Compared] = {}
     random_of: dict[str, str] = {}  # by architecture, the name of its row of random weights
     for text in models:
-        name, folders = name_and_folders(text)
+        name, folder = name_and_folder(text)
         if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, BOOSTED, ROCKET):
-            raise ConfigError(
-                f"--models {text}: the name {name!r} is taken: write NAME={folders[0]}"
-            )
-        members = [_embedder(name, folder, args) for folder in folders]
-        architecture, *others = [architecture_of(member, args) for member in members]
-        if len(set(folders)) < len(folders) or set(others) - {architecture}:
-            raise ConfigError(
-                f"--models {text}: runs of one name must differ in their seed alone: give each a "
-                "name of its own"
-            )
-        model: Any = members[0].model
+            raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={folder}")
+        embedder = _embedder(name, folder, args)
+        architecture = architecture_of(embedder, args)
+        model: Any = embedder.model
         random = f"{RANDOM} of {name}" if random_of else RANDOM
         random = random_of.setdefault(architecture, random)
         # The measurements are the same for all models, and made once
-        rhythm = (measured,) if "rhythm" in model.readout_of(args.readout) else ()
-        rows[name] = Compared(name, [(member, *rhythm) for member in members], random)
+        rhythm = [measured] if "rhythm" in model.readout_of(args.readout) else []
+        rows[name] = Compared(name, [[embedder, *rhythm]], random)
         if random not in rows:
             seeds = range(args.seed, args.seed + DRAWS)
-            draws = [_drawn(members[0], random, architecture, args, seed) for seed in seeds]
-            rows[random] = Compared(random, [(draw, *rhythm) for draw in draws], random)
+            draws = [_drawn(embedder, random, architecture, args, seed) for seed in seeds]
+            rows[random] = Compared(random, [[draw, *rhythm] for draw in draws], random)
     return list(rows.values())
 
 
-def name_and_folders(text: str) -> tuple[str, list[str]]:
-    """The name of a model and its folders, from NAME=FOLDER,FOLDER or FOLDER."""
-    name, equals, listed = text.partition("=")
-    folders = listed.split(",")
+def name_and_folder(text: str) -> tuple[str, str]:
+    """The name of a model and its folder, from NAME=FOLDER or FOLDER."""
+    name, equals, folder = text.partition("=")
     if not equals or "/" in name or Path(text).exists():
-        name, listed, folders = "", text, [text]
-    if not all(folders):
-        raise ConfigError(f"--models {text}: an empty name: write NAME=RUN or NAME=RUN,RUN")
-    path = Path(listed)
-    name = name or (path.parent.name if path.name == "model" else path.name)
-    return name, [listed] if path.exists() else folders
+        name, folder = "", text
+    if not folder:
+        raise ConfigError(f"--models {text}: names no folder: write NAME=RUN")
+    path = Path(folder)
+    if "," in folder and not path.exists():
+        each = [f"{name or 'A'}-{n}={run}" for n, run in enumerate(folder.split(","), 1)]
+        raise ConfigError(f"--models {text}: one run to a name: write {' '.join(each)}")
+    return name or (path.parent.name if path.name == "model" else path.name), folder
 
 
 def _embedder(name: str, folder: str, args: Namespace) -> Embedder:
@@ -258,27 +234,11 @@ def architecture_of(embedder: Embedder, args: Namespace) -> str:
 
 
 def embedded(
-    member: Sequence[Embedder],
-    dataset: Dataset,
-    rows: Array,
-    noise: float,
-    leads: str,
-    folder: Path,
+    embedder: Embedder, dataset: Dataset, rows: Array, leads: str, folder: Path
 ) -> Vectors:
-    """The joined vectors of these crops, ascending; leads that the model is not shown are set to
-    zero."""
-    parts = [_embedded(embedder, dataset, rows, noise, leads, folder) for embedder in member]
-    if len({part.c_BSD.shape[1] for part in parts}) > 1:
-        parts = [part.averaged() for part in parts]
-    c_BSD = np.concatenate([part.c_BSD for part in parts], 2)
-    return parts[0]._replace(c_BSD=c_BSD)
-
-
-def _embedded(
-    embedder: Embedder, dataset: Dataset, rows: Array, noise: float, leads: str, folder: Path
-) -> Vectors:
+    """The vectors of these crops, ascending; leads that the model is not shown are set to zero."""
     shown = embedder.input.limited_to(leads)
-    job = json.dumps([embedder.digest, dataset.fingerprint, shown.seen, noise])
+    job = json.dumps([embedder.digest, dataset.fingerprint, shown.seen])
     folder = folder / sha256(job.encode()).hexdigest()[:24]
     folder.mkdir(parents=True, exist_ok=True)
     rows = np.unique(rows)
@@ -287,7 +247,7 @@ def _embedded(
     with progress_bar(len(missing), f" crops, {embedder.name}, leads {leads}") as bar:
         for start in range(0, len(missing), BLOCK):
             block = missing[start : start + BLOCK]
-            part = _embed(embedder, dataset, block, noise, shown, bar)
+            part = _embed(embedder, dataset, block, shown, bar)
             if not np.isfinite(part.c_BSD).all():
                 raise ConfigError(f"{embedder.name}: {NOT_FINITE}")
             buffer = io.BytesIO()
@@ -299,14 +259,10 @@ def _embedded(
     return Vectors(*(array[first] for array in whole)).of(rows)
 
 
-def _embed(
-    embedder: Embedder, dataset: Dataset, rows: Array, noise: float, shown: Input, bar: Any
-) -> Vectors:
+def _embed(embedder: Embedder, dataset: Dataset, rows: Array, shown: Input, bar: Any) -> Vectors:
     device = embedder.model.device if embedder.model else torch.device("cpu")
     groups = np.split(rows, range(embedder.batch, len(rows), embedder.batch))
     batches = dataset_batches(dataset, groups, pin=device.type == "cuda")
-    if noise:
-        batches = noisy(batches, dataset, noise)
     parts = []
     for batch, y_RD in predict(batches, shown.windows, embedder.forward, device):
         windows, windows_B = shown.count(), shown.count(batch.halves_B)
@@ -329,19 +285,3 @@ def _kept(folder: Path) -> Iterator[Vectors]:
             np.load(file) as arrays,
         ):
             yield Vectors(*(arrays[name] for name in Vectors._fields))
-
-
-def noisy(batches: Iterable[CropBatch], dataset: Dataset, strength: float) -> Iterator[CropBatch]:
-    paper = AmplitudeMv()
-    amplitudes = {kind: strength * getattr(paper, kind) for kind in PAPER_NOISE}
-    config = AugmentConfig(rlm=0.0, noise=PAPER_NOISE, amplitude_mv=AmplitudeMv(**amplitudes))
-    cpu, measured = torch.device("cpu"), measured_leads([dataset])
-    augmenter = Augmenter(config, "halves", 0, cpu, measured)
-    for batch in batches:
-        zeros = np.zeros(len(batch.crops), np.int64)
-        places = Places(zeros, batch.crops, zeros)
-        p = augmenter.to_device(augmenter.parameters(places))
-        x_BSLT = augmenter(torch.from_numpy(batch.uv_BLT), p) / MV_PER_UV
-        x_BSLT = x_BSLT.round_().clamp_(-32767, 32767)
-        uv_BLT = x_BSLT.transpose(1, 2).flatten(2).to(torch.int16)
-        yield batch._replace(uv_BLT=uv_BLT.numpy())

@@ -114,7 +114,7 @@ class TaskResult:
                 rows = np.flatnonzero(values_N == value)
                 scores = self._of_records(rows, min(self.resamples, GROUP_RESAMPLES))
                 group = {key: scores[key] for key in ("n", "patients", "metrics", "intervals")}
-                if self.head.kind != "regression":
+                if KINDS[self.head.kind].has_positives:
                     classes = scores["classes"].items()
                     group["positives"] = {label: facts["positives"] for label, facts in classes}
                 groups.setdefault(name, {})[value] = group
@@ -131,7 +131,8 @@ class TaskResult:
     @cached_property
     def errors_NK(self) -> Array:
         """Values' errors in standard deviations of the column; 0 where the label is unknown."""
-        spread_K = np.nanstd(self.labels_NK, 0) if self.head.kind == "regression" else np.ones(1)
+        has_scale = KINDS[self.head.kind].has_scale
+        spread_K = np.nanstd(self.labels_NK, 0) if has_scale else np.ones(1)
         error_NK = np.abs(self.scores_NK - self.labels_NK) / np.where(spread_K > 0, spread_K, 1)
         return np.asarray(np.nan_to_num(error_NK))
 
@@ -386,7 +387,7 @@ def require_classes(model: TrainedModel, labels: TaskLabels) -> None:
     unknown = [name for name in labels.classes if name not in model.classes]
     if unknown:
         differ = f"not {', '.join(unknown[:5])}"
-    elif labels.task.kind == "multiclass" and len(labels.classes) < len(model.classes):
+    elif KINDS[labels.task.kind].exclusive and len(labels.classes) < len(model.classes):
         differ = f"of which the labels have {', '.join(labels.classes)}"
     else:
         return
@@ -405,7 +406,7 @@ def labelled_rows(labels: TaskLabels, dataset: Dataset, role: str) -> Array:
         raise ConfigError(
             f"{name}: no record of {dataset.root.url} is in the split {role}: choose another --role"
         )
-    if labels.task.kind != "regression" and not (labels.y[0][rows] > 0).any():
+    if KINDS[labels.task.kind].has_positives and not (labels.y[0][rows] > 0).any():
         what = f"of the split {role} has a positive label"
         if labels.role:
             what = f"with dx={role} has a scored diagnosis"

@@ -219,7 +219,7 @@ class FinetuneTask(TrainingTask):
         if self.readout != (PAPER,):
             facts["finetuning"]["readout"] = "+".join(self.readout)
         facts["labels"] = dict(self.label_facts)
-        if "scale" in self.kind.head_numbers:
+        if self.kind.has_scale:
             facts["labels"] |= {
                 "center": self.targets.center_K.tolist(),
                 "scale": self.targets.scale_K.tolist(),

@@ -119,7 +119,7 @@ class HeadInfo:
 
     def scores(self, logits_RK: Tensor) -> Tensor:
         """Probabilities, values in `unit`, or risks."""
-        if "scale" in KINDS[self.kind].head_numbers:
+        if KINDS[self.kind].has_scale:
             return logits_RK * logits_RK.new_tensor(self.scale) + logits_RK.new_tensor(self.center)
         return KINDS[self.kind].scores(logits_RK)
 

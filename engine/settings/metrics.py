@@ -56,7 +56,6 @@ METRIC_OF = {
         ),
         Metric("accuracy_local", "local accuracy", None, in_brief=True, percent=True),
         Metric("accuracy_global", "global accuracy", None, in_brief=True, percent=True),
-        Metric("accuracy_whitened", "accuracy, whitened", None, in_bench=True),
     )
 }
 

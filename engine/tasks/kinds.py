@@ -54,12 +54,19 @@ class Kind(ABC):
     meaning: ClassVar[str]
     of_classes: ClassVar[bool] = True  # outputs are classes, not values
     one_column: ClassVar[bool] = False  # of the label table
+    exclusive: ClassVar[bool] = False  # an ECG has one of the classes
+    has_positives: ClassVar[bool] = True  # labels above 0 are examples of a class, or events
+    same_in_a_share = "no class has positives and negatives in both"  # why a probe learns nothing
     # Numbers of a model's head that have one entry for each output
     head_numbers: ClassVar[tuple[str, ...]] = ()
 
     @property
     def has_thresholds(self) -> bool:
         return "thresholds" in self.head_numbers
+
+    @property
+    def has_scale(self) -> bool:
+        return "scale" in self.head_numbers
 
     @abstractmethod
     def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,6 +93,23 @@ class Kind(ABC):
 
     def scores(self, logits_RK: Tensor) -> Tensor:
         return logits_RK
+
+    def varied(self, y_NK: Array) -> Array:
+        """bool [K]: the outputs of which a probe can learn something: known labels differ."""
+        unknown_NK = np.isnan(y_NK)
+        least_K = np.where(unknown_NK, np.inf, y_NK).min(0, initial=np.inf)
+        most_K = np.where(unknown_NK, -np.inf, y_NK).max(0, initial=-np.inf)
+        return np.asarray(least_K < most_K)
+
+    def all_same(self, split: str) -> str:
+        """Why nothing is `varied`."""
+        return f"all labels of the split {split} are the same"
+
+    def held_out_error(self, scores_NK: Array, y_NK: Array) -> float:
+        """What a probe's penalty minimises: the mean squared error of known labels, which is
+        defined even for a class without positives."""
+        known_NK = ~np.isnan(y_NK)
+        return float(np.square(scores_NK - y_NK)[known_NK].sum() / max(known_NK.sum(), 1))
 
     def weights(self, y_NK: Array, balanced_2K: Array) -> Array:
         """The weight of each label [N, K]; for multiclass [N, 1]."""
@@ -222,6 +246,7 @@ class MulticlassKind(_Classes):
     name: ClassVar[TaskKind] = "multiclass"
     meaning = "each ECG has exactly one of them"
     one_column = True
+    exclusive = True
 
     def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         known_R1 = ~y_RK[:, :1].isnan()
@@ -267,6 +292,7 @@ class RegressionKind(Kind):
     name: ClassVar[TaskKind] = "regression"
     meaning = "numbers"
     of_classes = False
+    has_positives = False
     head_numbers = ("center", "scale")
 
     def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,6 +327,7 @@ class SurvivalKind(Kind):
     name: ClassVar[TaskKind] = "survival"
     meaning = "the time until an event"
     of_classes = False
+    same_in_a_share = "no event in one of them"
 
     def cell_losses(self, logits_RK: Tensor, y_RK: Tensor) -> tuple[Tensor, Tensor]:
         return cox(logits_RK, y_RK), y_RK > 0
@@ -318,6 +345,15 @@ class SurvivalKind(Kind):
 
     def cannot_choose(self, y: Array) -> str:
         return "" if (y > 0).any() else "no event in validation"
+
+    def varied(self, y_NK: Array) -> Array:
+        return np.asarray((y_NK > 0).any(0))
+
+    def all_same(self, split: str) -> str:
+        return f"no event in the split {split}"
+
+    def held_out_error(self, scores_NK: Array, y_NK: Array) -> float:
+        return event_loss(torch.from_numpy(scores_NK), torch.from_numpy(y_NK)).item()
 
 
 class IdentityKind(Kind):
@@ -382,6 +418,12 @@ def cox(risk_R1: Tensor, y_R1: Tensor) -> Tensor:
     at_risk_R = torch.searchsorted(-time_R[order], -time_R, right=True)
     total_R = risk_R[order].logcumsumexp(0)[at_risk_R - 1]
     return (total_R - at_risk_R.to(risk_R).log() - risk_R)[:, None]
+
+
+def event_loss(risk_N1: Tensor, y_N1: Tensor) -> Tensor:
+    """The mean loss of the events; 0 if there is none."""
+    event_N1 = y_N1 > 0
+    return (cox(risk_N1, y_N1) * event_N1).sum() / event_N1.sum().clamp_min(1)
 
 
 def thresholds(y_NK: Array, scores_NK: Array) -> list[float]:

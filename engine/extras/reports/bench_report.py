@@ -24,7 +24,7 @@ from ...settings.metrics import METRIC_OF
 
 MAIN = {metric.name: metric.label for metric in METRIC_OF.values() if metric.in_bench}
 MAIN["accuracy"] = "accuracy, cosine"  # of identification
-KEYS = ("model", "task", "leads", "share", "noise")
+KEYS = ("model", "task", "leads", "share")
 OVER = (
     "over test patients, over the seeds or draws of a row and, at small shares, over the drawn "
     "labelled patients; the gallery, and labelled patients drawn only once, are held fixed"
@@ -100,14 +100,14 @@ def score_table(document: Row, rows: Sequence[Row], metric: str, several: bool) 
     """Each model's score, and its differences from its random weights and from the first model."""
     gaps = {(*_key(gap), gap["metric"], gap["against"]): gap for gap in document["differences"]}
     first = next(iter(document["models"]))
-    head = ["leads", "share", "noise", "model", MAIN[metric]]
+    head = ["leads", "share", "model", MAIN[metric]]
     head += ["minus random weights", f"minus {first}"]
     if several:
         head.append("of each seed or draw")
     table = [head]
     for row in rows:
         share = "" if row["share"] is None else f"{row['share']:g}"
-        line = [row["leads"], share, f"{row['noise']:g}", row["model"]]
+        line = [row["leads"], share, row["model"]]
         line.append(_cell(row["metrics"][metric], row["intervals"][metric]))
         for against in (document["models"][row["model"]], first):
             gap = gaps.get((*_key(row), metric, against))
@@ -147,10 +147,10 @@ def _cell(value: float | None, ends: Sequence[float | None] = (), sign: str = ""
 
 
 def picture(document: Row) -> Figure:
-    """A line of panels for each task and metric, a panel for each set of leads and level of noise;
-    in it a line for each model, with a dot and its interval for each share of labels."""
+    """A line of panels for each task and metric, a panel for each set of leads; in it a line for
+    each model, with a dot and its interval for each share of labels."""
     by_panel = panels(document)
-    columns = list(dict.fromkeys((row["leads"], row["noise"]) for row in document["rows"]))
+    columns = list(dict.fromkeys(row["leads"] for row in document["rows"]))
     shares = sorted({row["share"] for row in document["rows"]} - {None})
     marks = dict(zip(shares, cycle(MARKS), strict=False))
     models = []  # those of each line of panels, in the order of the comparison
@@ -171,10 +171,10 @@ def picture(document: Row) -> Figure:
         )
         for ((task, metric), rows), names, line in zip(by_panel.items(), models, grid, strict=True):
             for column, axes in zip(columns, line, strict=True):
-                of_panel = [row for row in rows if (row["leads"], row["noise"]) == column]
+                of_panel = [row for row in rows if row["leads"] == column]
                 _draw(axes, of_panel, metric, names, marks)
-                axes.set_title(_seen(*column), loc="left")
-            line[0].set_title(f"{task}\n{_seen(*columns[0])}", loc="left")
+                axes.set_title(_seen(column), loc="left")
+            line[0].set_title(f"{task}\n{_seen(columns[0])}", loc="left")
         if len(shares) > 1:
             _add_legend(figure, marks)
     return figure
@@ -188,12 +188,10 @@ def _add_legend(figure: Figure, marks: Mapping[float, str]) -> None:
     figure.legend(dots, names, title="patients with labels", loc="outside upper left", ncols=4)
 
 
-def _seen(leads: str, noise: float) -> str:
+def _seen(leads: str) -> str:
     """What the models were shown."""
     text = f"leads {leads}" if "," in leads else f"{leads} leads"
-    if leads == "1":
-        text = "lead I"
-    return f"{text}, noise {noise:g}" if noise else text
+    return "lead I" if leads == "1" else text
 
 
 def _draw(

@@ -12,7 +12,14 @@ from omnilead.data_tools.dataset import CLASSES, fingerprint
 from omnilead.data_tools.extras.synthetic.archive import synthesise
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine.evaluate import main
-from omnilead.engine.evaluation import bench, boosted, embedders, minirocket, probe, results
+from omnilead.engine.evaluation import (
+    boosted,
+    differences,
+    embedders,
+    minirocket,
+    probe,
+    results,
+)
 from omnilead.engine.inference import inputs
 from omnilead.engine.training import metrics
 from tests.conftest import save_model
@@ -55,7 +62,7 @@ def diagnostic(tmp_path_factory):
 
 def make_quick(patch):
     """Few resamples, random weights, penalties, trees and features, and a part for each batch."""
-    patch.setattr(bench, "RESAMPLES", 20)
+    patch.setattr(differences, "RESAMPLES", 20)
     patch.setattr(embedders, "DRAWS", 2)
     patch.setattr(probe, "STRENGTHS", probe.STRENGTHS[::6])
     patch.setattr(boosted, "ROUNDS", 5)

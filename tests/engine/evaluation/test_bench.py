@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 import omnilead
 from omnilead.__main__ import main
 from omnilead.data_tools.ecg.constants import LEADS as LEADS_OF
-from omnilead.engine.evaluation import bench, embedders
-from omnilead.engine.evaluation.bench import ProbedRecords, drawn, resampled, unlike, whitening
+from omnilead.engine.evaluation import bench, differences, embedders, plan
+from omnilead.engine.evaluation.differences import resampled
+from omnilead.engine.evaluation.plan import ProbedRecords, drawn
 from omnilead.engine.evaluation.probe import ProbeData, linear
 from omnilead.engine.extras.reports import bench_report
 from omnilead.engine.extras.reports.bench_report import KEYS
@@ -28,6 +29,7 @@ from omnilead.engine.model.input import Input
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.leads import ALL, parse_leads
 from omnilead.engine.tasks.config import TaskConfig
+from omnilead.engine.tasks.kinds import KINDS
 from omnilead.engine.tasks.labels import TaskLabels
 from omnilead.engine.training.metrics import (
     Classification,
@@ -55,8 +57,7 @@ def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_model(folder / "A" / "model")
     save_model(folder / "B", layers=1)
-    save_model(folder / "C", layers=1, conv_norm="layer")
-    save_model(folder / "causal", layers=1, conv_norm="layer", causal=True)
+    save_model(folder / "C", layers=1)
     return [f"first={folder / 'A'}", str(folder / "B")]
 
 
@@ -64,7 +65,7 @@ def models(tmp_path_factory):
 def out(models, dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "OUT"
     words = ["--data", dataset.root.url, "--tasks", *TASKS, "--leads", *LEADS, "--seed", "3"]
-    words += ["--share", "1", "0.3", "--noise", "0", "1", "--out", str(folder)]
+    words += ["--share", "1", "0.3", "--out", str(folder)]
     assert main(["bench", "--models", *models, *words]) == 0
     return folder
 
@@ -103,10 +104,9 @@ def test_every_row_and_its_differences_in_every_file(out, found):
     rows, gaps, scores = found["rows"], found["differences"], metrics_of(found)
     identified = {key[0] for key in scores if key[1] == "identification"}
     assert identified == {"first", "random weights", "B", "random weights of B", "mean beat"}
-    assert len(scores) == len(rows) == 10 * (2 * 2 * 2) + 5 * 2
-    assert scores["first", "age", *LEADS, 1, 0].keys() == {"mae", "rmse", "r2", "pearson"}
-    clean, noisy = (scores["mean beat", "identification", *LEADS, None, level] for level in (0, 1))
-    assert min(clean.values()) > 0.2 and noisy != clean
+    assert len(scores) == len(rows) == 10 * (2 * 2) + 5
+    assert scores["first", "age", *LEADS, 1].keys() == {"mae", "rmse", "r2", "pearson"}
+    assert scores["mean beat", "identification", *LEADS, None]["accuracy"] > 0.2
     compared = {("first", "random weights"), ("B", "random weights of B")}
     compared |= {(name, "first") for name in found["models"] if name != "first"}
     drawn_scores = next(row for row in rows if row["model"] == "random weights")
@@ -133,7 +133,7 @@ def test_every_row_and_its_differences_in_every_file(out, found):
     numbers = [value for of in classes for value in of.values()]
     assert [float(line["value"]) for line in lines if line["class"]] == numbers
     text = (out / "bench.md").read_text()
-    assert "## identification: accuracy, whitened\n" in text and "| minus first" in text
+    assert "## identification: accuracy, cosine\n" in text and "| minus first" in text
     assert "## age: mean absolute error (lower is better)\n" in text
     assert (out / "bench.png").read_bytes().startswith(b"\x89PNG")
 
@@ -148,10 +148,10 @@ def test_the_picture_has_a_line_for_each_model_and_clips_no_word(found):
     assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["30 %", "100 %"]
-    left = figure.axes[0]  # sex, AUROC, without noise
+    left = figure.axes[0]  # sex, AUROC
     named = [label.get_text() for label in left.get_yticklabels()]
     assert named == list(document["models"])
-    rows = [row for row in document["rows"] if row["task"] == "sex" and not row["noise"]]
+    rows = [row for row in document["rows"] if row["task"] == "sex"]
     dots = [line for line in left.lines if line.get_marker() not in ("", "None")]
     places = {(round(line.get_ydata()[0]), line.get_marker()): line.get_xdata() for line in dots}
     assert len(dots) == len(places) == len(rows) == 2 * len(named)
@@ -196,7 +196,7 @@ def test_a_model_under_two_names_does_not_differ_from_itself(again, models):
         [gap for gap in gaps if (gap["model"], gap["against"]) == pair]
         for pair in (("twin", "first"), ("first", "random weights"), ("twin", "random weights"))
     )
-    metrics = {"auroc", "auprc", "mae", "accuracy", "accuracy_whitened"}
+    metrics = {"auroc", "auprc", "mae", "accuracy"}
     assert {gap["metric"] for gap in own} >= metrics
     assert all(gap["difference"] == 0 and gap["interval"] == [0, 0] for gap in own)
     assert [gap | {"model": "twin"} for gap in first] == twin
@@ -243,7 +243,7 @@ def test_boosted_trees_are_written_as_a_model(again, models, dataset, tmp_path, 
     head, how = tmp_path / "head", {"reader": "boosted", **again}
     found = omnilead.bench(models[:1], tasks=["sex"], head=str(head), **how)
     linear = omnilead.bench(models[:1], tasks=["sex"], **again)
-    rows = [metrics_of(one)["first", "sex", *LEADS, 1, 0] for one in (found, linear)]
+    rows = [metrics_of(one)["first", "sex", *LEADS, 1] for one in (found, linear)]
     assert rows[0] != rows[1]
     model = omnilead.load(head)
     assert model.readout == ("mean", "rhythm", "waveform") and model.head.depth > 0
@@ -284,20 +284,17 @@ def test_without_lightgbm_one_line_says_what_is_left_out(again, models, monkeypa
 
 
 def test_identification_equals_a_direct_computation(out, found, dataset):
-    """The probes have noise, the gallery has none."""
-    (beats,) = embedders.rows_to_compare([], Namespace(seed=3, reader="linear"))[0].members[0]
-    how = Namespace(shown=LEADS, widest=Input(ALL, ALL))
-    of = bench.identities(dataset, dataset, how)
+    (beats,) = embedders.rows_to_compare([], Namespace(seed=3, reader="linear"))[0].draws[0]
+    of = plan.identities(dataset, Namespace(shown=LEADS, widest=Input(ALL, ALL)))
 
-    def vectors(rows, noise):
-        made = embedders.embedded([beats], dataset, rows, noise, *LEADS, out / "parts")
+    def vectors(rows):
+        made = embedders.embedded(beats, dataset, rows, *LEADS, out / "parts")
         return made.of(rows).c_BSD[:, 0, beats.compared]  # of unit length
 
-    for level in (0, 1):
-        nearest = (vectors(of.probe, level) @ vectors(of.gallery, 0).T).argmax(1)
-        hits = of.patient_B[of.gallery][nearest] == of.patient_B[of.probe]
-        scores = metrics_of(found)["mean beat", "identification", *LEADS, None, level]
-        assert scores["accuracy"] == pytest.approx(hits.mean())
+    nearest = (vectors(of.probe) @ vectors(of.gallery).T).argmax(1)
+    hits = of.patient_B[of.gallery][nearest] == of.patient_B[of.probe]
+    scores = metrics_of(found)["mean beat", "identification", *LEADS, None]
+    assert scores["accuracy"] == pytest.approx(hits.mean())
 
 
 @pytest.fixture
@@ -342,13 +339,13 @@ def test_few_patients_have_no_interval(models, dataset, tmp_path, monkeypatch):
 
 def test_shares_that_no_resample_changes():
     same = np.full(1001, 1 - 1e-16)  # a mean of ones over several members
-    assert bench.interval(same, 2) == exact_interval(2, 2)
+    assert differences.interval(same, 2) == exact_interval(2, 2)
     facts = {"patients": 2}
     scored = {
-        (name, "identification", "12", None, 0.0): (facts, {"accuracy": np.full(1001, share)})
+        (name, "identification", "12", None): (facts, {"accuracy": np.full(1001, share)})
         for name, share in (("A", 1), ("B", 0))
     }
-    (gap,) = bench.compared(scored, {"A": "", "B": "A"})["differences"]
+    (gap,) = differences.compared(scored, {"A": "", "B": "A"})["differences"]
     assert gap["difference"] == -1 and np.isnan(gap["interval"]).all()
 
 
@@ -381,13 +378,14 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
     draws = {0.2: list(drawn(train.patient_N, 0.2)), 1.0: [np.arange(140)]}
     used = {0.2: np.array([True, False, True]), 1.0: np.ones(3, bool)}
     weight = resampled(test.patient_N)
-    task = bench.ProbedTask(labels, (train, test), draws, used, weight, set(), {})
-    vectors = embedders.Vectors(every, np.full(200, 2), c_BSD)
-    for (share, _), (facts, samples) in bench.probe_scores(task, vectors, {0.0: vectors}, linear):
+    task = plan.ProbedTask(labels, train, test, draws, used, weight, set(), every)
+    vectors = [embedders.Vectors(every, np.full(200, 2), c_BSD)]
+    for share, of_classes in bench.probe_samples(task, vectors, vectors, linear):
+        facts, samples = task.facts(share, of_classes), differences.over_classes(of_classes)
         direct, known = [], y[:, used[share]]
         for at in draws[share]:
-            data = ProbeData(x[at], known[at], at // 2, x[140:])
-            direct.append(measure("multilabel", known[140:], linear(data).scores_NK))
+            probe = linear(ProbeData(x[at], known[at], at // 2, "multilabel"))
+            direct.append(measure("multilabel", known[140:], probe.scores(x[140:])))
         assert (facts["draws"], facts["left_out"]) == {0.2: (2, ["b"]), 1.0: (1, [])}[share]
         for name in ("auroc", "auprc"):
             assert samples[name][0] == pytest.approx(np.mean([one[name] for one in direct]))
@@ -408,9 +406,9 @@ def test_areas_for_many_weightings_at_once():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_means_over_resampled_draws_vary_as_means_over_all_draws_do(n, monkeypatch):
-    monkeypatch.setattr(bench, "RESAMPLES", 4000)
+    monkeypatch.setattr(differences, "RESAMPLES", 4000)
     value_R = np.array([1.0, 4, 2, 8, 5])[:n]
-    mean_B = np.sum([value * weight_B for value, weight_B in bench.weighted(value_R)], axis=0)
+    mean_B = differences.averaged([{"auroc": value} for value in value_R])["auroc"]
     assert mean_B[0] == pytest.approx(value_R.mean())
     expected = value_R.var(ddof=1) / n if n > 1 else 0
     assert mean_B[1:].var() == pytest.approx(expected, rel=0.1)
@@ -430,46 +428,23 @@ def test_small_shares_are_subsets_of_larger_ones_and_patients_stay_whole():
     for one in patient[:2]:
         assert len(np.unique(weight[patient == one], axis=0)) == 1
     labels = np.array([[0, 1, 1, np.nan], [1, 1, np.nan, np.nan]])
-    assert unlike("multilabel", labels).tolist() == [True, False, False, False]
-
-
-def test_whitened_halves_differ_equally_in_every_direction():
-    mix, person = np.eye(4) + 0.2 * RNG.normal(size=(4, 4)), RNG.normal(size=(5000, 1, 4))
-    matrix = whitening(person + RNG.normal(size=(5000, 2, 4)) @ mix)[1]
-    np.testing.assert_allclose(matrix.T @ mix.T @ mix @ matrix, np.eye(4), atol=0.1)
-    few = np.zeros((3, 2, 8))
-    few[:, :, :2] = RNG.normal(size=(3, 2, 2))
-    for crops in (few, few[:1] * 0):
-        assert np.isfinite(whitening(crops)[1]).all()
-
-
-def test_the_covariance_is_shrunk_by_the_formula():
-    """By hand: 6 crops of width 8 with covariance diag(6, 1, 0, ...), so tr = 7 and tr of the
-    square = 37. OAS shrinks by (0.75 * 37 + 49) / (6.75 * (37 - 49 / 8)) = 0.36827 towards 7 /
-    8."""
-    c_BSD = np.zeros((6, 2, 8), np.float32)
-    c_BSD[0, 1, 0], c_BSD[1, 1, 1] = 6 * 2**0.5, 6**0.5 * 2**0.5
-    matrix = whitening(c_BSD)[1]
-    shrunk = np.diag([4.1126, 0.95397] + [0.32224] * 6)
-    np.testing.assert_allclose(np.linalg.inv(matrix @ matrix.T), shrunk, atol=1e-4)
+    assert KINDS["multilabel"].varied(labels).tolist() == [True, False, False, False]
 
 
 def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
-    key, facts = ("A", "identification", "12", None, 0.0), {"n": 25, "patients": 20}
-    samples = {"accuracy": np.zeros(21), "accuracy_whitened": np.ones(21), "auroc": np.ones(21)}
-    (row,) = bench.compared({key: (facts, samples)}, {"A": ""})["rows"]
-    tail = 0.025 ** (1 / 20)
-    auroc = row["intervals"].pop("auroc")
-    exact = {"accuracy": [0, 1 - tail], "accuracy_whitened": [tail, 1]}
-    assert row["intervals"] == {name: pytest.approx(ends) for name, ends in exact.items()}
-    assert np.isnan(auroc).all()  # that all resamples agree does not make it certain
+    facts, tail = {"n": 25, "patients": 20}, 0.025 ** (1 / 20)
+    for accuracy, exact in ((np.zeros(21), [0, 1 - tail]), (np.ones(21), [tail, 1])):
+        samples = {"accuracy": accuracy, "auroc": np.ones(21)}
+        scores = {("A", "identification", "12", None): (facts, samples)}
+        (row,) = differences.compared(scores, {"A": ""})["rows"]
+        assert row["intervals"]["accuracy"] == pytest.approx(exact)
+        # That all resamples agree does not make it certain
+        assert np.isnan(row["intervals"]["auroc"]).all()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("sex --share 0", "--share 0: must be from 0.0001 to 1"),
-        ("sex --noise -1", "--noise -1: must be from 0 to 20"),
         ("sexx", "'sexx': no such file or shipped config: did you mean sex"),
         (
             "ptbxl-form",
@@ -510,10 +485,8 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex sex", "two tasks have the same name"),
         ("sex --models A=nowhere", "nowhere: no such folder"),
         ("sex --models none/lr=1/RUN", " none/lr=1/RUN: no such folder"),
-        ("sex --models A=B,", "--models A=B,: an empty name: write NAME=RUN or NAME=RUN,RUN"),
-        ("sex --models A=B,B", "runs of one name must differ in their seed alone"),
-        ("sex --models X=B,A", "runs of one name must differ in their seed alone"),
-        ("sex --models X=C,causal", "runs of one name must differ in their seed alone"),
+        ("sex --models A=", "--models A=: names no folder: write NAME=RUN"),
+        ("sex --models A=B,C", "--models A=B,C: one run to a name: write A-1=B A-2=C"),
         ("sex --readout rhythm", "it has nothing of a model: add mean, std or beats"),
         ("sex --readout loud", "readout='loud': join different parts by +, out of mean, std"),
         ("sex --models B B", "--models B: the name 'B' is taken: write NAME=B"),
@@ -544,6 +517,20 @@ def test_refusals_are_one_line(
     assert not Path("OUT").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--share 0", "argument --share: 0.0: must be a number from 0.0001 to 1 "),
+        ("--noise 1", "--noise 1: did you mean --test-data DATASET, made of noisy ECGs? "),
+    ],
+)
+def test_options_that_are_refused(words, message, capsys):
+    given = ["--models", "B", "--data", "D", "--out", "OUT", "--tasks", "sex"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *given, *words.split()])
+    assert message in capsys.readouterr().err
+
+
 def test_several_ranks_are_refused(models, dataset, tmp_path, monkeypatch, capsys):
     """They would all do the whole work, and write the same files."""
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -553,16 +540,12 @@ def test_several_ranks_are_refused(models, dataset, tmp_path, monkeypatch, capsy
     assert not (tmp_path / "OUT").exists()
 
 
-def test_models_with_other_windows_are_averaged_and_not_whitened_by_one():
-    c_BSD = RNG.normal(size=(6, 4, 3))
+def test_a_model_with_other_windows_is_joined_by_its_mean():
+    c_BSD = RNG.normal(size=(3, 4, 3))
     c_BSD[2, 2:] = 0  # has two windows
-    windows_B = np.array([4, 4, 2, 4, 4, 4])
-    vectors = embedders.Vectors(np.arange(6), windows_B, c_BSD)
-    one = vectors.averaged()
-    assert one.c_BSD.shape == (6, 1, 3) and one.halves_B.tolist() == [1] * 6
-    np.testing.assert_allclose(one.c_BSD[2, 0], c_BSD[2, :2].mean(0))
-    rows, weight_NB = np.arange(3), np.ones((3, 2))
-    persons = bench.Identities(rows, rows + 3, np.arange(6), np.arange(6) % 3, weight_NB)
-    for given, metrics in ((one, ["accuracy"]), (vectors, ["accuracy", "accuracy_whitened"])):
-        _, samples = bench.identified(persons, given, given, given, slice(None))
-        assert list(samples) == metrics
+    many = embedders.Vectors(np.arange(3), np.array([4, 4, 2]), c_BSD)
+    one = embedders.Vectors(np.arange(3), np.ones(3), c_BSD[:, :1])
+    records = ProbedRecords(np.arange(3), np.arange(3), np.zeros((3, 1)), np.arange(3))
+    means = records.means([many, one])
+    assert means.shape == (3, 6)
+    np.testing.assert_allclose(means[2], [*c_BSD[2, :2].mean(0), *c_BSD[2, 0]])

@@ -10,6 +10,7 @@ from omnilead.engine.evaluation.minirocket import MiniRocket
 from omnilead.engine.evaluation.probe import ProbeData
 from omnilead.engine.inference.trees import MAX_DEPTH, Trees
 from omnilead.engine.model.folder import LoadError
+from omnilead.engine.tasks.kinds import KINDS
 
 lightgbm = pytest.importorskip("lightgbm")
 RNG = np.random.default_rng(0)
@@ -33,14 +34,14 @@ def kept(monkeypatch):
 
 
 def fitted(y, kind="multilabel"):
-    return boosted.boosted(ProbeData(X[:200], y[:200], np.arange(200), X[200:], kind))
+    return boosted.boosted(ProbeData(X[:200], y[:200], np.arange(200), kind))
 
 
 @pytest.mark.parametrize("kind", ["multilabel", "multiclass", "regression"])
 def test_scores_equal_those_of_lightgbm(kept, kind):
     """Also where numbers are missing."""
     y = {"multilabel": Z > 0, "multiclass": np.eye(3)[Z.argmax(1)], "regression": Z}[kind]
-    scores = fitted(y.astype(float), kind).scores_NK
+    scores = KINDS[kind].scores(fitted(y.astype(float), kind).head(torch.tensor(X[200:]))).numpy()
     x = np.where(X[200:] == 0, np.nan, X[200:])
     theirs = np.stack([booster.predict(x) for booster in kept], 1).reshape(scores.shape)
     np.testing.assert_allclose(scores, theirs, atol=1e-5)
@@ -49,19 +50,19 @@ def test_scores_equal_those_of_lightgbm(kept, kind):
 def test_what_was_never_missing_goes_where_most_went():
     whole = np.where(X == 0, 0.1, X)
     y = (whole[:, :1] > -1).astype(float)
-    data = ProbeData(whole, y, np.arange(300), whole * 0)
-    assert boosted.boosted(data).scores_NK.min() > y.mean()
+    probe = boosted.boosted(ProbeData(whole, y, np.arange(300), "multilabel"))
+    assert probe.scores(whole * 0).min() > y.mean()
 
 
 def test_unknown_labels_are_left_out_and_rare_classes_get_their_rate(kept):
     y = (Z > 0).astype(float)
     y[:200, 1] = np.arange(200) < 2
     y[:100, 0] = np.nan
-    scores = fitted(y).scores_NK
+    scores = fitted(y).scores(X[200:])
     assert [booster.num_trees() for booster in kept] == [30, 30]
     np.testing.assert_allclose(scores[:, 1], 2.5 / 201, rtol=1e-5)
-    known = ProbeData(X[100:200], y[100:200, :1], np.arange(100), X[200:])
-    np.testing.assert_array_equal(scores[:, :1], boosted.boosted(known).scores_NK)
+    known = boosted.boosted(ProbeData(X[100:200], y[100:200, :1], np.arange(100), "multilabel"))
+    np.testing.assert_array_equal(scores[:, :1], known.scores(X[200:]))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_unknown_labels_are_left_out_and_rare_classes_get_their_rate(kept):
     ],
 )
 def test_arrays_that_are_no_trees_are_refused(name, value):
-    trees = fitted((Z > 0).astype(float)).trees
+    trees = fitted((Z > 0).astype(float)).head
     getattr(trees, name)[1 if name == "child" else 0] = value
     with pytest.raises(LoadError, match=f"head.{name}: is out of range"):
         trees.check(6)

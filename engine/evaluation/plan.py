@@ -1,0 +1,317 @@
+"""What models are compared on: the tasks, with the records and labels of their probes, and the
+crops of identification.
+
+    work = planned(args)                        # of the options of engine.bench; ConfigError
+    work.tasks["sex"].train                     # ProbedRecords
+    work.rows[work.tested]                      # crops that every model embeds
+"""
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+
+from omnilead.data_tools.dataset import Dataset
+
+from ..data import counter
+from ..data.leakage import overlap
+from ..data.patients import patient_ids
+from ..settings.errors import ConfigError, Facts
+from ..settings.files import shipped
+from ..settings.leads import parse_leads
+from ..tasks.config import TaskConfig
+from ..tasks.kinds import EMPTY, KINDS, Kind
+from ..tasks.labels import (
+    DX_ROLES,
+    OWN_COLUMNS,
+    TaskLabels,
+    data_records,
+    guess,
+    read_task,
+)
+from ..training.metrics import TOO_FEW, Array, few_patients
+from .differences import Samples, resampled
+from .embedders import Vectors
+from .results import identity_rows, load_task
+
+IDENTIFICATION = "identification"
+TABLES = (".parquet", ".csv")
+DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
+
+
+class ProbedRecords(NamedTuple):
+    """The records of one split."""
+
+    rows: Array  # crops, grouped by record
+    begins: Array  # where each record begins in `rows`
+    y_NK: Array
+    patient_N: Array
+
+    def means(self, each: Sequence[Vectors]) -> Array:
+        """Mean embedding of each record, over all its windows; those of several embedders joined."""
+        return np.hstack([self._mean(vectors.of(self.rows)) for vectors in each])
+
+    def _mean(self, vectors: Vectors) -> Array:
+        sum_ND = np.add.reduceat(vectors.c_BSD.sum(1), self.begins)
+        count_N = np.add.reduceat(vectors.windows_B, self.begins)
+        return np.asarray(sum_ND / count_N[:, None])
+
+    def windows(self, vectors: Vectors) -> tuple[Array, Array]:
+        """Embeddings of all windows, and the record of each."""
+        _, windows_B, c_BSD = vectors.of(self.rows)
+        there_BS = np.arange(c_BSD.shape[1]) < windows_B[:, None]
+        record_B = np.searchsorted(self.begins, np.arange(len(self.rows)), "right") - 1
+        return c_BSD[there_BS], np.repeat(record_B, windows_B)
+
+
+class ProbedTask(NamedTuple):
+    labels: TaskLabels
+    train: ProbedRecords  # with valid
+    test: ProbedRecords
+    draws: dict[float, list[Array]]  # by share: the drawn training records
+    # By share, bool [K]: outputs whose labels vary in test and in each draw
+    used: dict[float, Array]
+    weight_NB: Array  # of the test records
+    few: set[float]  # shares of which the test has too few patients for intervals
+    patient_B: Array  # of all crops of the tested dataset
+
+    @property
+    def kind(self) -> str:
+        return self.labels.task.kind
+
+    def facts(self, share: float, samples: Samples) -> Facts:
+        """What was scored, with the values of each class."""
+        draws, used_K = self.draws[share], self.used[share]
+        names, people = np.array(self.labels.classes), np.unique(self.test.patient_N)
+        used = names[used_K].tolist()
+        per_class = {}
+        for metric, value_KB in samples.items():
+            if len(value_KB) == len(used):  # values of regression are means over the columns
+                per_class[metric] = dict(zip(used, value_KB[:, 0].tolist(), strict=True))
+        return {
+            "n": len(self.test.y_NK),
+            "patients": len(people) if (people & 1).all() else None,  # some are unknown
+            "labelled": len(draws[0]),
+            "draws": len(draws),
+            "classes": len(used),
+            "left_out": names[~used_K].tolist(),
+            "per_class": per_class,
+        }
+
+
+class Identities(NamedTuple):
+    gallery: Array  # crops
+    probe: Array
+    patient_B: Array  # of all crops
+    weight_NB: Array  # of the probes
+
+    @property
+    def facts(self) -> Facts:
+        asked, entries = self.patient_B[self.probe], Counter(self.patient_B[self.gallery].tolist())
+        return {
+            "n": len(asked),
+            "patients": len(np.unique(asked)),
+            "gallery": len(self.gallery),
+            "chance": fmean(entries[patient] for patient in asked.tolist()) / len(self.gallery),
+        }
+
+
+class Work(NamedTuple):
+    """What every model is scored on."""
+
+    fitted: Dataset
+    tested: Dataset
+    tasks: dict[str, ProbedTask]  # by name
+    persons: Identities | None
+    fit_leads: str  # shown while a probe is fitted; "": those that are shown in the test
+
+    @property
+    def rows(self) -> dict[Dataset, Array]:
+        """Crops that are embedded."""
+        none = np.zeros(0, np.int64)
+        rows = {self.fitted: [none], self.tested: [none]}  # may be one key
+        for task in self.tasks.values():
+            rows[self.fitted].append(task.train.rows)
+            rows[self.tested].append(task.test.rows)
+        if self.persons:
+            rows[self.tested] += [self.persons.gallery, self.persons.probe]
+        return {dataset: np.concatenate(parts) for dataset, parts in rows.items()}
+
+
+def planned(args: Namespace) -> Work:
+    require_labels("--labels", args.labels)
+    require_labels("--test-labels", args.test_labels)
+    fitted = Dataset.open(args.data, args.anonymous)
+    tested = Dataset.open(args.test_data, args.anonymous) if args.test_data else fitted
+    tasks: dict[str, ProbedTask] = {}
+    for word in args.tasks:
+        if word == IDENTIFICATION:
+            continue
+        try:
+            task = task_to_probe(word, fitted, tested, args)
+        except ConfigError as error:
+            raise ConfigError(f"--tasks {word}: {error}") from None
+        name = task.labels.task.name
+        if name in tasks:
+            raise ConfigError(
+                f"--tasks {' '.join(args.tasks)}: two tasks have the same name: leave one out, or "
+                "rename its table"
+            )
+        tasks[name] = task
+    persons = identities(tested, args) if IDENTIFICATION in args.tasks else None
+    return Work(fitted, tested, tasks, persons, args.fit_leads)
+
+
+def measured(dataset: Dataset, args: Namespace) -> Array:
+    """bool [crops]: every set of leads has a recorded lead, and every model a window, so that all
+    rows are of the same ECGs."""
+    inputs = [replace(args.widest, seen=parse_leads(lead)) for lead in args.shown]
+    return np.asarray(np.all([one.usable(dataset) for one in inputs], axis=0))
+
+
+def identities(tested: Dataset, args: Namespace) -> Identities:
+    gallery, probe = identity_rows(tested, np.flatnonzero(measured(tested, args)))
+    patient_B = patient_ids([tested])[0]
+    return Identities(gallery, probe, patient_B, resampled(patient_B[probe]))
+
+
+def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) -> ProbedTask:
+    """`tested`: if it is another dataset, it has outputs of the same names, and its own test
+    split."""
+    task = _task_named(word, args)
+    labels = test_labels = labels_to_probe(fitted, task)
+    if tested is not fitted:
+        url = table_of(args.test_labels, word) or task.labels
+        columns, classes = labels.task.columns, labels.task.classes
+        test_task = replace(task, columns=columns, classes=classes, labels=url)
+        test_labels = read_task(test_task, [tested])
+    train = records_of(fitted, labels, ("train", "valid"), args)
+    test = records_of(tested, test_labels, ("test",), args)
+    require_varied(test_labels, "test", tested)
+    shared = "" if tested is fitted else overlap(fitted, np.sort(train.rows), tested, test.rows)
+    if shared:
+        labels.remarks.append(
+            f"Possible leakage: {shared} is in train or valid of --data and in test of --test-data."
+        )
+    kind = KINDS[task.kind]
+    draws = {share: list(drawn(train.patient_N, share)) for share in args.share}
+    used = {share: varied_in_all(kind, train, test, draws[share]) for share in args.share}
+    for share, used_K in used.items():
+        if not used_K.any():
+            raise ConfigError(
+                f"--share {share:g} of {len(np.unique(train.patient_N)):,} patients of train, "
+                f"{len(test.y_NK):,} records of test: {kind.same_in_a_share}: use a larger share"
+            )
+    few = set()
+    for share, used_K in used.items():
+        if few_patients(task.kind, test.y_NK[:, used_K], test.patient_N):
+            few.add(share)
+    if few:
+        labels.remarks.append(f"{TOO_FEW} have no interval.")
+    weight_NB, patient_B = resampled(test.patient_N), test_labels.patients[0]
+    return ProbedTask(labels, train, test, draws, used, weight_NB, few, patient_B)
+
+
+def varied_in_all(
+    kind: Kind, train: ProbedRecords, test: ProbedRecords, draws: Sequence[Array]
+) -> Array:
+    """bool [K]: the outputs whose labels vary in test and in each draw."""
+    used_K = kind.varied(test.y_NK)
+    for rows in draws:
+        used_K = used_K & kind.varied(train.y_NK[rows])
+    return used_K
+
+
+def labels_to_probe(dataset: Dataset, task: TaskConfig) -> TaskLabels:
+    """ConfigError if there is nothing to fit on."""
+    if task.kind == "identity":
+        raise ConfigError("is of patients: use identification, without a table")
+    labels = read_task(task, [dataset])
+    if not len(labels.rows(0, "train")):
+        mend = "a probe needs train and test"
+        if labels.role == "dx":
+            mend += f"; {DX_ROLES}"
+        name = labels.name or dataset.root.url
+        raise ConfigError(f"{name}: no record is in the split train: {mend}")
+    require_varied(labels, "train", dataset)
+    return labels
+
+
+def require_varied(labels: TaskLabels, split: str, dataset: Dataset) -> None:
+    kind = KINDS[labels.task.kind]
+    y_NK = labels.y[0][labels.rows(0, split)]
+    if kind.varied(y_NK).any():
+        return
+    mend = f"; {EMPTY}" if kind.has_thresholds and (y_NK > 0).any() else ""
+    raise ConfigError(
+        f"{labels.name or dataset.root.url}: {kind.all_same(split)}: nothing to learn or "
+        f"to score{mend}"
+    )
+
+
+def _task_named(word: str, args: Namespace) -> TaskConfig:
+    """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
+    shipped task needs a table and there is none."""
+    if word.endswith(TABLES):
+        return guess(TaskConfig(Path(word).stem[:64], labels=word))
+    url, known = table_of(args.labels, word), word in shipped("tasks")
+    if url and not known and not Path(word).exists():
+        raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
+    task = load_task(word)
+    needed = task.split == "column" or not set(task.columns) <= set(OWN_COLUMNS)
+    if known and needed and not url:
+        absent = (
+            f"no {word}.parquet in --labels {args.labels}" if args.labels else "needs --labels DIR"
+        )
+        made = f"omnilead labels {word.partition('-')[0]} SRC --out {args.labels or 'DIR'}"
+        raise ConfigError(f"{absent}: `{made}` writes it")
+    return replace(task, labels=url or task.labels)
+
+
+def require_labels(option: str, folder: str) -> None:
+    if not Path(folder).exists():  # "" is this one
+        raise ConfigError(f"{option} {folder}: no such folder or table")
+
+
+def table_of(folder: str, word: str) -> str:
+    """The label table of a task, in a folder written by `omnilead labels` or `folder` itself; "" if
+    there is none."""
+    if folder.endswith(TABLES):
+        return folder
+    names = [Path(word).stem]
+    if not word.endswith(TABLES):
+        names.append(word.partition("-")[0])  # code15-mortality is in the table code15
+    paths = [Path(folder, name + suffix) for name in names for suffix in TABLES]
+    return next((str(path) for path in paths if folder and path.is_file()), "")
+
+
+def records_of(
+    dataset: Dataset, labels: TaskLabels, splits: Sequence[str], args: Namespace
+) -> ProbedRecords:
+    rows = np.concatenate([labels.rows(0, split) for split in splits])
+    rows = rows[measured(dataset, args)[rows]]
+    if not len(rows):
+        raise ConfigError(
+            f"{labels.name or dataset.root.url}: no record of {dataset.root.url} is in the split "
+            f"{splits[0]}"
+        )
+    record_B = data_records([dataset]).key_of_crop
+    rows = rows[np.argsort(record_B[rows], kind="stable")]
+    begins = np.flatnonzero(np.diff(record_B[rows], prepend=-1))
+    first = rows[begins]
+    return ProbedRecords(rows, begins, labels.y[0][first], labels.patients[0][first])
+
+
+def drawn(patient_N: Array, share: float) -> Iterator[Array]:
+    """For each draw, the rows of a share of the patients. A smaller share is a subset of a larger
+    one."""
+    patients = np.unique(patient_N)
+    count = max(1, round(share * len(patients)))
+    for draw in range(max(1, min(DRAWS, int(0.5 / share)))):
+        order = np.argsort(counter.uniform(0, counter.RandomStream.LABELS, draw, patients))
+        yield np.flatnonzero(np.isin(patient_N, patients[order[:count]]))
