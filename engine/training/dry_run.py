@@ -41,55 +41,79 @@ def dry_run(config: RunConfig, task_class: type[TrainingTask], gpus: int) -> str
     check(config, gpus)
     datasets = open_datasets(config)
     task = task_class(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
-    t, stage, is_bf16 = config.train, zero_stage(config), dtype_of(config) == torch.bfloat16
     order = order_of(replace(config.loader, windows=task.windows), datasets, **task.roles)
-    steps = t.steps or math.ceil((t.epochs or 0) * order.steps_per_epoch)
-    model = task.model(torch.Generator().manual_seed(t.seed))
-    every, trained = (sum(p.numel() for p in ps) for ps in (model.parameters(), trained_of(model)))
-    crops, passes = micro_batch(config, gpus)
-    memory = state_bytes(every, trained, is_bf16, stage, gpus)
-    activations = f"activations of {crops} crops"
+    model = task.model(torch.Generator().manual_seed(config.train.seed))
+    each = "the GPU" if gpus == 1 else f"each of {gpus} GPUs"
+    lines = [
+        yaml.safe_dump(config.tree(), sort_keys=False),
+        *of_data(task, order),
+        of_training(task, model, order, gpus, each),
+        of_memory(task, model, order, gpus, each),
+        *of_time_and_disk(task, model, order, gpus),
+    ]
+    return "\n".join(lines)
+
+
+def of_data(task: TrainingTask, order: Order) -> list[str]:
+    crops, kept = sum(map(len, task.datasets)), sum(map(len, order.rows))
+    once = f"{order.steps_per_epoch:,} steps of {order.batch_crops} go through them once"
+    return [f"data: {crops:,} crops, {kept:,} to train on{task.left_out()}; {once}", *task.remarks]
+
+
+def of_training(task: TrainingTask, model: nn.Module, order: Order, gpus: int, each: str) -> str:
+    crops, passes = micro_batch(task.config, gpus)
+    parameters = sum(p.numel() for p in model.parameters())
+    return (
+        f"model: {parameters:,} parameters, {task.flops_per_crop / 1e9:.4g} GFLOP a crop; training: "
+        f"{steps_of(task, order):,} steps, {passes} x {crops} crops on {each}"
+    )
+
+
+def of_memory(task: TrainingTask, model: nn.Module, order: Order, gpus: int, each: str) -> str:
+    crops, _ = micro_batch(task.config, gpus)
+    memory = state_bytes(model, dtype_of(task.config), zero_stage(task.config), gpus)
+    activations, unknown = f"activations of {crops} crops", ""
     try:
         memory[activations] = crops * activations_of(task, model, order)
     except Exception as error:
         if not task.code:
             raise
-        activations = f"without {activations}: the plug-in needs numbers ({type(error).__name__})"
-    rate = gpus * MEASURED_TFLOPS * 1e12 / task.flops_per_crop
-    checkpoint = sum(state_bytes(every, trained, is_bf16, 0, 1).values())
-    each = "the GPU" if gpus == 1 else f"each of {gpus} GPUs"
+        why = type(error).__name__
+        unknown = f", without {activations}: the plug-in needs numbers ({why})"
     parts = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in memory.items())
-    if activations not in memory:
-        parts += f", {activations}"
-    lines = [
-        f"data: {sum(map(len, datasets)):,} crops, {sum(map(len, order.rows)):,} to train on"
-        f"{task.left_out()}; {order.steps_per_epoch:,} steps of {t.batch_crops} go through them once",
-        *task.remarks,
-        f"model: {every:,} parameters, {task.flops_per_crop / 1e9:.4g} GFLOP a crop",
-        f"training: {steps:,} steps, {passes} x {crops} crops on {each}",
-        f"memory of {each}, an estimate: {sum(memory.values()) / 1e9:.2f} GB: {parts}",
-        f"time on H100 or H200, an estimate: at least {duration(steps * t.batch_crops / rate)}, at most "
-        f"{rate:,.0f} crops/s: {MEASURED_TFLOPS} TFLOP/s a GPU, as the paper's model had on one H100; small "
-        "models have less",
-        f"disk: {checkpoint / 1e9:.2f} GB a checkpoint, {t.keep} are kept; reads up to "
-        f"{rate * CROP_BYTES / 1e6:,.0f} MB/s",
-    ]
-    return "\n".join([yaml.safe_dump(config.tree(), sort_keys=False), *lines])
+    whole = sum(memory.values()) / 1e9
+    return f"memory of {each}, an estimate: {whole:.2f} GB: {parts}{unknown}"
 
 
-def trained_of(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+def of_time_and_disk(
+    task: TrainingTask, model: nn.Module, order: Order, gpus: int
+) -> tuple[str, str]:
+    crops_s = gpus * MEASURED_TFLOPS * 1e12 / task.flops_per_crop
+    seconds = steps_of(task, order) * order.batch_crops / crops_s
+    checkpoint = sum(state_bytes(model, dtype_of(task.config), 0, 1).values()) / 1e9
+    return (
+        f"time on H100 or H200, an estimate: at least {duration(seconds)}, at most {crops_s:,.0f} "
+        f"crops/s: {MEASURED_TFLOPS} TFLOP/s a GPU, as the paper's model had on one H100; small models "
+        "have less",
+        f"disk: {checkpoint:.2f} GB a checkpoint, {task.config.train.keep} are kept; reads up to "
+        f"{crops_s * CROP_BYTES / 1e6:,.0f} MB/s",
+    )
 
 
-def state_bytes(
-    parameters: int, trained: int, is_bf16: bool, stage: int, gpus: int
-) -> dict[str, float]:
+def steps_of(task: TrainingTask, order: Order) -> int:
+    t = task.config.train
+    return t.steps or math.ceil((t.epochs or 0) * order.steps_per_epoch)
+
+
+def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> dict[str, float]:
     """Weights, gradients and what AdamW keeps, which with bf16 has weights in float32 too."""
-    width = 2 if is_bf16 else 4
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    adamw = 12 if dtype == torch.bfloat16 else 8
     return {
-        "weights": parameters * width / (gpus if stage >= 3 else 1),
-        "gradients": trained * width / (gpus if stage >= 2 else 1),
-        f"AdamW with ZeRO {stage}": trained * (12 if is_bf16 else 8) / (gpus if stage else 1),
+        "weights": parameters * dtype.itemsize / (gpus if stage >= 3 else 1),
+        "gradients": trained * dtype.itemsize / (gpus if stage >= 2 else 1),
+        f"AdamW with ZeRO {stage}": trained * adamw / (gpus if stage else 1),
     }
 
 

@@ -66,13 +66,16 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
 
 
 def test_weights_gradients_and_adamw_are_spread_by_zero_stage():
-    def of(*how):
-        return list(state_bytes(1000, 900, *how).values())
+    model = torch.nn.ParameterList([torch.empty(900), torch.empty(100)])
+    model[1].requires_grad_(False)
 
-    assert of(False, 0, 8) == [4000, 3600, 7200]
-    assert of(True, 1, 8) == [2000, 1800, 10800 / 8]
-    assert of(True, 2, 8) == [2000, 1800 / 8, 10800 / 8]
-    assert of(True, 3, 8) == [2000 / 8, 1800 / 8, 10800 / 8]
+    def of(*how):
+        return list(state_bytes(model, *how).values())
+
+    assert of(torch.float32, 0, 8) == [4000, 3600, 7200]
+    assert of(torch.bfloat16, 1, 8) == [2000, 1800, 10800 / 8]
+    assert of(torch.bfloat16, 2, 8) == [2000, 1800 / 8, 10800 / 8]
+    assert of(torch.bfloat16, 3, 8) == [2000 / 8, 1800 / 8, 10800 / 8]
 
 
 def test_a_plug_in_that_needs_numbers_is_told_of(dataset, tmp_path, capsys, monkeypatch):
