@@ -105,7 +105,11 @@ def command(
     parser.settings = lambda: task().settings
     args = parser.parse_args(arguments)
     given = [key for key, value in vars(args).items() if value not in (None, False, [])]
-    ignored = [f"--{key}" for key in given if key not in ("export", "schema", "local_rank")]
+    ignored = [
+        f"--{key.replace('_', '-')}"
+        for key in given
+        if key not in ("export", "schema", "local_rank")
+    ]
     if ignored and (args.export or args.schema):
         parser.error(f"{' '.join(ignored)}: --export and --schema take no other option")
 
@@ -124,6 +128,10 @@ def command(
             if args.dry_run:
                 from .training.dry_run import dry_run
 
+                if args.profile:
+                    parser.error("--profile: --dry-run runs no step: leave one of them out")
+                if environment()[0]:
+                    return 0
                 config = task_class.read(args.config, settings)
                 return show(dry_run(config, task_class, args.dry_run) + "\n")
             train(task_class.read(args.config, settings), task_class, args.profile or 0)

@@ -43,7 +43,7 @@ YEARS = re.compile(
 )
 SEXES = {"m": "M", "male": "M", "f": "F", "female": "F", "w": "F"}
 # What files have for an age or a sex that they do not state
-UNSTATED = ("", "nan", "n/a", "unknown", "un", "u", "o", "other", "unspecified")
+UNSTATED = MAYBE_MISSING | {"", "un", "u", "o", "other", "unspecified"}
 # What spreadsheets and floating-point columns make of a long number: 1.23457E+10
 ROUNDED = re.compile(r"\d(?:[.,]\d+)?[eE]\+\d+")
 # Before the names of synthetic records and patients, with the seed of `synth`: seeds share nobody
@@ -224,15 +224,16 @@ def clean_sex(value: object) -> str | None:
     return SEXES.get(str(value).strip().lower())
 
 
-def not_understood(age: object, sex: object) -> tuple[tuple[str, str], ...]:
-    """Warnings of an age and a sex, as a file states them, that leave the dataset's empty."""
+def not_understood(stated: Mapping[str, object], **read: object) -> tuple[tuple[str, str], ...]:
+    """Warnings of an age and a sex that a file states and that were not read."""
     warnings = []
-    for what, stated, clean in (("age", age, clean_age(age)), ("sex", sex, clean_sex(sex))):
-        text = "" if stated is None else str(stated).strip()
-        if clean is None and text.lower() not in UNSTATED:
-            # Longer ones may be a date of birth or a name
-            shown = text if len(text) < 6 else "over 5 characters"
-            warnings.append((f"{what} not understood", shown))
+    for what, value in read.items():
+        text = "" if stated.get(what) is None else str(stated[what]).strip()
+        if value is None and text.lower() not in UNSTATED:
+            # Longer ones may be a year of birth or a name
+            warnings.append(
+                (f"{what} not understood", text if len(text) < 4 else "over 3 characters")
+            )
     return tuple(warnings)
 
 

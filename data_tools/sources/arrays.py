@@ -247,6 +247,7 @@ class ArraySource(Source):
             name = record_stem(cells["record"].replace("/", "_") + ".", longest=None)
         fs_hz = as_number(cells.get("fs_hz", facts.fs_hz))
         rate_ratio(fs_hz)  # refuses unsupported rates
+        age, sex = clean_age(cells.get("age")), clean_sex(cells.get("sex"))
         return EcgRecord(
             name,
             signal,
@@ -256,9 +257,9 @@ class ArraySource(Source):
             invalid=NOT_MEASURED if signal.dtype == np.int16 else None,
             source=self.name,
             patient=cells.get("patient"),
-            age=clean_age(cells.get("age")),
-            sex=clean_sex(cells.get("sex")),
-            warnings=not_understood(cells.get("age"), cells.get("sex")),
+            age=age,
+            sex=sex,
+            warnings=not_understood(cells, age=age, sex=sex),
         )
 
 

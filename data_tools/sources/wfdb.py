@@ -139,7 +139,7 @@ def parse_header(data: bytes) -> WfdbHeader:
         tuple(map(int, initials)),
         tuple(map(int, checksums)),
     )
-    age, sex = comments.get("age"), comments.get("sex")
+    age, sex = clean_age(comments.get("age")), clean_sex(comments.get("sex"))
     return WfdbHeader(
         name,
         fs_hz,
@@ -147,10 +147,10 @@ def parse_header(data: bytes) -> WfdbHeader:
         files,
         *columns,
         leads,
-        clean_age(age),
-        clean_sex(sex),
+        age,
+        sex,
         comments.get("dx", ""),
-        not_understood(age, sex),
+        not_understood(comments, age=age, sex=sex),
     )
 
 

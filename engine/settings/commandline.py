@@ -253,7 +253,10 @@ def repeat_after_deepspeed(line: str) -> None:
     """deepspeed prints which processes it ends, and its whole command, once a rank has failed: a
     process that waits for its end tells the line again, as the last one."""
     launcher = os.getppid()
-    if "CROSS_SIZE" not in os.environ or os.fork():  # set by deepspeed.launcher.launch
+    try:
+        if "CROSS_SIZE" not in os.environ or os.fork():  # set by deepspeed.launcher.launch
+            return
+    except OSError:  # no memory for it
         return
     try:
         os.setsid()

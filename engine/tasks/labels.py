@@ -198,12 +198,16 @@ def _of_columns(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Ta
     )
 
 
-def _maybe_missing(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Which cells hold a word that may mean that there is no value. Beside +, a - is no."""
+def _maybe_missing(column: pa.ChunkedArray, beside_plus: bool) -> pa.ChunkedArray:
+    """Which cells hold a word that may mean that there is no value. In a table with +, - is no."""
     is_word = missing_words(column)
-    if pc.any(pc.equal(column, "+")).as_py():
+    if beside_plus:
         is_word = pc.and_not(is_word, pc.fill_null(pc.equal(column, "-"), False))
     return is_word
+
+
+def _has_plus(cells: pa.Table, columns: Sequence[str]) -> bool:
+    return any(pc.any(pc.equal(cells[name], "+")).as_py() for name in columns)
 
 
 def _without_words(
@@ -212,11 +216,12 @@ def _without_words(
     """Words such as NA are empty cells in these columns, unless they are among the classes. Remarks say
     so."""
     cells, remarks = table.cells, list(table.remarks)
+    beside_plus = _has_plus(cells, [name for name in names if name in cells.column_names])
     for place, name in enumerate(cells.column_names):
         if name not in names:
             continue
         named = pc.is_in(cells[name], pa.array(classes, pa.string()))
-        is_word = pc.and_not(_maybe_missing(cells[name]), named)
+        is_word = pc.and_not(_maybe_missing(cells[name], beside_plus), named)
         words = cells[name].filter(is_word)
         if not len(words):
             continue
@@ -453,8 +458,9 @@ def guess(task: TaskConfig) -> TaskConfig:
     cells = _read(task)
     columns = _columns(task, task.labels, cells)
     values, words = {}, {}
+    beside_plus = _has_plus(cells, columns)
     for name in columns:
-        is_word = _maybe_missing(cells[name])
+        is_word = _maybe_missing(cells[name], beside_plus)
         values[name] = pc.drop_null(cells[name].filter(pc.invert(is_word))).unique().to_pylist()
         words[name] = cells[name].filter(is_word)
     filled = [name for name in columns if values[name]]
@@ -472,7 +478,7 @@ def guess(task: TaskConfig) -> TaskConfig:
     elif len(columns) == 1 and (text or len(values[columns[0]]) <= FEW):
         kind = "multiclass"
         _require_classes(f"{task.labels}: column {columns[0]!r}", values[columns[0]])
-        _refuse_a_rare_third(f"{task.labels}: column {columns[0]!r}", cells[columns[0]])
+        _refuse_a_third(f"{task.labels}: column {columns[0]!r}", cells[columns[0]])
     elif odd:
         mend = f"leave it out: {choosing(others)}"
         if not text:
@@ -481,7 +487,8 @@ def guess(task: TaskConfig) -> TaskConfig:
             mend = (
                 f"for texts as classes, choose one column: {choosing(text[:1])}; else write 0 and 1"
             )
-        culprit = next(value for value in values[odd] if value.lower() not in BOOLEANS)
+        others_here = [value for value in values[odd] if value.lower() not in BOOLEANS]
+        culprit = (others_here or values[odd])[0]
         raise ConfigError(
             f"{task.labels}: column {odd!r} holds {'texts' if odd in text else 'numbers'} such "
             f"as {culprit[:40]!r}, not {'0 and 1' if of_two else '0, 1 or numbers'}: {mend}"
@@ -515,19 +522,19 @@ def _require_classes(column: str, values: Sequence[str]) -> None:
         )
 
 
-def _refuse_a_rare_third(column: str, cells: pa.ChunkedArray) -> None:
-    """Refuses to guess what a value is that stands beside yes and no, in fewer rows than either."""
+def _refuse_a_third(column: str, cells: pa.ChunkedArray) -> None:
+    """Refuses to guess what a value means that stands beside yes and no. 0, 1, 2, ... are classes."""
     counts = Counter(cells.drop_null().to_pylist())
-    sides = Counter[int | None]()
-    for value, count in counts.items():
-        sides[BOOLEANS.get(value.lower())] += count
-    others = {value: n for value, n in counts.items() if value.lower() not in BOOLEANS}
-    if len(sides) < 3 or sides[None] >= min(sides[0], sides[1]):
+    others = [value for value in counts if value.lower() not in BOOLEANS]
+    sides = {BOOLEANS.get(value.lower()) for value in counts}
+    numbers = sorted(map(float, counts)) if _numbers([*counts]) else []
+    if len(sides) < 3 or numbers == list(range(len(counts))):
         return
-    shown = " and ".join(f"{value[:40]!r} in {n:,} rows" for value, n in others.items())
+    shown = listed([f"{value[:40]!r} in {n:,} rows" for value, n in counts.most_common()], FEW)
     raise ConfigError(
-        f"{column}: {sides[1]:,} yes, {sides[0]:,} no, and {shown}: is that unknown? Then leave these cells "
-        "empty. If it is a class, choose the kind: --kind multiclass (in a YAML task: kind)"
+        f"{column} holds {shown}: does {listed([repr(one[:40]) for one in others], SHOWN)} mean unknown? "
+        "Then leave these cells empty. If it is a class, choose the kind: --kind multiclass (in a YAML "
+        "task: kind)"
     )
 
 

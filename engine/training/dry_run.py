@@ -2,9 +2,10 @@
 
     print(dry_run(config, PretrainTask, gpus=8))
 
-Needs no GPU and writes nothing. Memory and hours are estimates. Activations are what autograd keeps
-of a step on tensors that have shapes and no numbers, uncompiled: 31.7 and 61.8 GB for the paper's
-model with 256 and 512 crops, of which it needed 29.9 and 54.3 on an H100, compiled by layers.
+Needs no GPU, writes nothing, and does not look at RUN. Memory and hours are estimates. Activations
+are what autograd keeps of a step on tensors that have shapes and no numbers, uncompiled. With 256 and
+512 crops on an H100, compiled by layers, the paper's model needed 29.9 and 54.3 GB; this says 31.7
+and 61.8.
 """
 
 import math
@@ -32,12 +33,12 @@ from .train import duration, open_datasets
 
 # Of one H100 with the paper's model: 1,748 crops/s of 175.9 GFLOP (benchmarks/RESULTS.md). An H200
 # has the same processor
-MEASURED_TFLOPS = 307
+MEASURED_TFLOPS, MEASURED_GFLOP = 307, 176
 CROP_BYTES = 121_856  # of a shard
 
 
 def dry_run(config: RunConfig, task_class: type[TrainingTask], gpus: int) -> str:
-    """Several lines, after the settings. Raises what a training would raise at its start."""
+    """Several lines, after the settings. Raises what a training would, but for what RUN holds."""
     check(config, gpus)
     datasets = open_datasets(config)
     task = task_class(config, datasets, Ranks(0, 1, torch.device("cpu"), None))
@@ -56,8 +57,8 @@ def dry_run(config: RunConfig, task_class: type[TrainingTask], gpus: int) -> str
 
 def of_data(task: TrainingTask, order: Order) -> list[str]:
     crops, kept = sum(map(len, task.datasets)), sum(map(len, order.rows))
-    once = f"{order.steps_per_epoch:,} steps of {order.batch_crops} go through them once"
-    return [f"data: {crops:,} crops, {kept:,} to train on{task.left_out()}; {once}", *task.remarks]
+    epoch = f"an epoch is {order.steps_per_epoch:,} x {order.batch_crops} crops"
+    return [f"data: {crops:,} crops, {kept:,} to train on{task.left_out()}; {epoch}", *task.remarks]
 
 
 def of_training(task: TrainingTask, model: nn.Module, order: Order, gpus: int, each: str) -> str:
@@ -80,24 +81,34 @@ def of_memory(task: TrainingTask, model: nn.Module, order: Order, gpus: int, eac
             raise
         why = type(error).__name__
         unknown = f", without {activations}: the plug-in needs numbers ({why})"
-    parts = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in memory.items())
-    whole = sum(memory.values()) / 1e9
-    return f"memory of {each}, an estimate: {whole:.2f} GB: {parts}{unknown}"
+    parts = ", ".join(f"{name} {size_of(size)}" for name, size in memory.items())
+    return f"memory of {each}, an estimate: {size_of(sum(memory.values()))}: {parts}{unknown}"
 
 
 def of_time_and_disk(
     task: TrainingTask, model: nn.Module, order: Order, gpus: int
 ) -> tuple[str, str]:
+    states = state_bytes(model, dtype_of(task.config), 0, 1)
+    states.pop("gradients")
+    checkpoint = size_of(sum(states.values()))
+    disk = f"disk: {checkpoint} a checkpoint; the {task.config.train.keep} newest and the best are kept"
+    is_like_the_measured = (
+        dtype_of(task.config) == torch.bfloat16 and task.flops_per_crop > MEASURED_GFLOP * 1e8
+    )
+    if not is_like_the_measured:
+        why = f"only a model of {MEASURED_GFLOP} GFLOP a crop in bf16 has been measured on a GPU"
+        return f"time: not estimated, {why}", disk
     crops_s = gpus * MEASURED_TFLOPS * 1e12 / task.flops_per_crop
     seconds = steps_of(task, order) * order.batch_crops / crops_s
-    checkpoint = sum(state_bytes(model, dtype_of(task.config), 0, 1).values()) / 1e9
     return (
-        f"time on H100 or H200, an estimate: at least {duration(seconds)}, at most {crops_s:,.0f} "
-        f"crops/s: {MEASURED_TFLOPS} TFLOP/s a GPU, as the paper's model had on one H100; small models "
-        "have less",
-        f"disk: {checkpoint:.2f} GB a checkpoint, {task.config.train.keep} are kept; reads up to "
-        f"{crops_s * CROP_BYTES / 1e6:,.0f} MB/s",
+        f"time on H100 or H200, an estimate: {duration(seconds)}, {crops_s:,.0f} crops/s: "
+        f"{MEASURED_TFLOPS} TFLOP/s a GPU, as the paper's model had on one H100",
+        f"{disk}; reads {crops_s * CROP_BYTES / 1e6:,.0f} MB/s",
     )
+
+
+def size_of(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size > 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def steps_of(task: TrainingTask, order: Order) -> int:
@@ -139,7 +150,9 @@ def kept_bytes(task: TrainingTask, model: nn.Module, places: Places) -> float:
         for name, p in model.named_parameters():
             weights[name] = mode.from_tensor(p).to(dtype).detach().requires_grad_(p.requires_grad)
         x_BSLT = torch.empty(len(places), 2, leads, HALF)
-        masks = None if task.input.plain else np.ones((len(places), 2, leads, 1), bool)
+        masks = None
+        if not task.input.plain:
+            masks = np.ones((len(places), task.windows, leads, 1), bool)
         arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             torch.func.functional_call(model.train(), weights, arguments)

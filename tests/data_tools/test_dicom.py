@@ -244,10 +244,11 @@ def test_ages_are_converted_to_years(age, years):
 
 def test_an_age_that_is_not_understood_is_reported(tmp_path):
     (tmp_path / "ecgs").mkdir()
-    (tmp_path / "ecgs" / "A.dcm").write_bytes(file(x00101010_AS="0x1Y", x00100040_CS="?"))
+    (tmp_path / "ecgs" / "A.dcm").write_bytes(file(x00101010_AS="61", x00100040_CS="X"))
     made = build_hospital(tmp_path / "ecgs", tmp_path / "out", plan="all")
     said = {reason: detail for *_, reason, detail in rejects_of(made)}
-    assert said["age not understood"] == "0x1Y" and said["sex not understood"] == "?"
+    assert said["age not understood"] == "61" and said["sex not understood"] == "X"
+    assert np.isnan(made.column("age")[0])
 
 
 def nested(depth):

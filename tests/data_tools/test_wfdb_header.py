@@ -101,7 +101,7 @@ def test_comments_give_age_sex_and_dx(said, comments):
 
 def test_ages_and_sexes_that_are_not_understood_are_said():
     found = parsed(header("# Age: 12.03.1956\n# Sex: 1"))
-    long = ("age not understood", "over 5 characters")  # it may identify somebody
+    long = ("age not understood", "over 3 characters")  # it may identify somebody
     assert found.warnings == (long, ("sex not understood", "1"))
     for unknown in ("# Age: NaN\n# Sex: Unknown", "# Age:\n# Sex:", "#", "# Age: 45 Y\n# Sex: W"):
         assert not parsed(header(unknown)).warnings

@@ -167,7 +167,10 @@ class HospitalFiles(FileSource):
             )
         leads, fs_hz = np.array(list(signals.values())), found.fs_hz
         rate_ratio(fs_hz)  # refuses unsupported rates
-        warnings = (*found.warnings, *not_understood(found.age, found.sex))
+        age = None if isinstance(found.age, str) else clean_age(found.age)
+        sex = clean_sex(found.sex)
+        unread = not_understood({"age": found.age, "sex": found.sex}, age=age, sex=sex)
+        warnings = (*found.warnings, *unread)
         if doubt := amplitude_doubt(leads, fs_hz):
             doubt += ": is the scale in the file right?"
             warnings = (*warnings, (IMPLAUSIBLE_AMPLITUDE, doubt))
@@ -179,8 +182,8 @@ class HospitalFiles(FileSource):
             "uV",
             source=kind,
             patient=_patient(found.patient),
-            age=clean_age(found.age),
-            sex=clean_sex(found.sex),
+            age=age,
+            sex=sex,
             warnings=warnings,
         )
 

@@ -206,18 +206,35 @@ def test_the_kind_and_the_counts_are_told(kind, values, says, tables):
     assert f"{tables.path}: {says}" in tables.read("record|v", rows, kind=kind).remarks
 
 
-@pytest.mark.parametrize("values", ["1 0 0 1 0 9", "ja nein nein ja nein unklar", "J N N J N U"])
-def test_a_rare_third_value_is_asked_about(values, tables):
+@pytest.mark.parametrize(
+    "values", ["1 0 0 1 0 9", "ja nein nein ja nein unklar", "J N N J N U", "yes no maybe"]
+)
+def test_a_third_value_is_asked_about(values, tables):
     """It was a class of its own: another kind, and another score."""
     path = tables.write("record|v", list(zip(tables.records, cycle(values.split()), strict=False)))
     third = values.split()[-1]
-    says = rf"my.csv: column 'v': 60 yes, 90 no, and '{third}' in 30 rows: is that unknown\?"
+    says = rf"my.csv: column 'v' holds '.*' in \d+ rows: does '{third}' mean unknown\?"
     with pytest.raises(ConfigError, match=says):
         guess(TaskConfig(labels=path))
     assert read_task(TaskConfig("a", "multiclass", labels=path), [tables.dataset]).classes
-    as_many_of_each = zip(tables.records, cycle(["1", "0", "2"]), strict=False)
-    path = tables.write("record|v", list(as_many_of_each))
-    assert guess(TaskConfig(labels=path)).kind == "multiclass"
+    for classes in ("1 0 2", "0 0 0 1 0 1 2 3"):
+        rows = list(zip(tables.records, cycle(classes.split()), strict=False))
+        assert guess(TaskConfig(labels=tables.write("record|v", rows))).kind == "multiclass"
+
+
+def test_a_minus_is_no_in_a_table_with_a_plus(tables):
+    """In every label column, also in one without any plus."""
+    rows = [(name, "+-"[i % 2], "-", "") for i, name in enumerate(tables.records)]
+    task = guess(TaskConfig(labels=tables.write("record|a|b|c", rows)))
+    assert task.kind == "multilabel"
+    known = read_task(task, [tables.dataset])
+    assert np.nansum(known.y[0], axis=0).tolist()[1:] == [0, 0] and (known.y[0][:, 1] == 0).all()
+
+
+def test_times_with_another_column_of_yes_and_no_are_one_line(tables):
+    path = tables.write("record|time|event|sick", [("a", "2", "1", "0"), ("b", "3", "0", "1")])
+    with pytest.raises(ConfigError, match=r"column 'sick' .*: leave it out"):
+        guess(TaskConfig(labels=path))
 
 
 @pytest.mark.parametrize("columns", [(), ("time", "event")])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,16 +30,36 @@ def test_nothing_is_written_and_eight_gpus_share(dataset, tmp_path, capsys):
     assert "  batch_crops: 32\n" in said
     assert "training: 10 steps, 1 x 4 crops on each of 8 GPUs" in said
     assert "activations of 4 crops" in said and "GFLOP a crop" in said
+    assert "an epoch is " in said and "time: not estimated" in said
     assert pretrain.main(words(dataset, tmp_path, *settings, "train.steps=0", "--dry-run")) == 2
 
 
-def test_of_fine_tuning(dataset, saved_model, tmp_path, capsys):
-    how = ["--start", str(saved_model("start")), "--task", "diagnosis", "--dry-run"]
+@pytest.mark.parametrize("window_s", [5, 10, 2.5])
+def test_of_fine_tuning(window_s, dataset, saved_model, tmp_path, capsys):
+    model = saved_model("start", preprocessing={"window_s": window_s})
+    how = ["--start", str(model), "--task", "diagnosis", "--dry-run"]
     assert finetune.main(words(dataset, tmp_path, *how)) == 0
-    assert "memory of the GPU, an estimate: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "memory of the GPU, an estimate: " in said and "time: not estimated" in said
 
 
-@pytest.mark.parametrize("settings", [[], ["input.fs_hz=250", "input.scale=zscore"]])
+def test_of_the_papers_model(dataset, tmp_path, capsys):
+    how = ["--config", "w2v_cmsc_rlm", "--set", "train.batch_crops=16", "train.epochs=null"]
+    how += ["train.steps=1000000", "train.precision=bf16"]
+    assert pretrain.main(words(dataset, tmp_path, *how, "--dry-run", "8")) == 0
+    said = capsys.readouterr().out
+    assert "90,883,072 parameters, 175.9 GFLOP a crop" in said
+    assert "an estimate: 19 minutes, 13,963 crops/s" in said
+    assert "disk: 1.27 GB a checkpoint" in said
+    with pytest.raises(SystemExit):
+        pretrain.main(words(dataset, tmp_path, *how, "--dry-run", "--profile", "2"))
+    assert "--dry-run runs no step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["input.fs_hz=250", "input.scale=zscore"], ["input.window_s=10", "objective.contrast=0"]],
+)
 def test_activations_are_what_autograd_keeps(settings, dataset):
     """Counted on tensors with numbers, by their addresses."""
     every = ["run=nowhere", f'data.datasets=["{dataset.root.url}"]', *SMALL, *settings]
@@ -55,7 +76,7 @@ def test_activations_are_what_autograd_keeps(settings, dataset):
         return x
 
     x_BSLT = torch.randn(3, 2, 12, 2500)
-    masks = None if task.input.plain else torch.ones(3, 2, 12, 1, dtype=torch.bool).numpy()
+    masks = None if task.input.plain else np.ones((3, task.windows, 12, 1), bool)
     arguments = task.arguments(Batch(x_BSLT, places, keep_BSL1=masks), 1, 1)
     with as_on_a_gpu(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(*arguments)
