@@ -277,7 +277,7 @@ predict  | precision | "x"        | invalid choice: 'x' (choose from auto, fp32,
 evaluate | batch     | -1         | -1: must be a whole number of at least 1
 shard    | id_share  | 1.5        | 1.5: must be a number from 0 to 1
 verify   | workers   | -1         | -1: must be a whole number of at least 1
-bench    | share     | [1, "all"] | 'all': must be a number
+bench    | share     | [1, "all"] | 'all': must be a number from 0.0001 to 1
 """),
 )
 def test_a_wrong_value_is_the_same_line_from_the_command_and_from_python(
