@@ -1,6 +1,7 @@
 """Training from an S3 bucket, served on loopback."""
 
 import logging
+import secrets
 from collections import Counter
 from contextlib import closing
 
@@ -48,8 +49,9 @@ def fs(server):
 
 # its caches are closed before the server, or their threads go on with the next test's
 @pytest.fixture
-def bucket(ten, server, fs, staged):
-    name = f"ecgs-{server.get_host_and_port()[1]}"  # moto's buckets outlive its servers
+def bucket(ten, fs, staged):
+    # moto's buckets outlive its servers, and a port comes again
+    name = f"ecgs-{secrets.token_hex(8)}"
     fs.mkdir(name)
     fs.put(ten.root.url, f"{name}/ten", recursive=True)
     return f"s3://{name}/ten"
