@@ -175,7 +175,7 @@ def _parser(
         const=1,
         metavar="GPUS",
         help="print the settings, the data, and estimates of memory, time and disk on so many GPUs "
-        "(1), and exit",
+        "(1), and exit; RUN is not looked at",
     )
     add("--export", type=run_folder, metavar="RUN", help="write RUN/model and exit")
     add("--schema", action="store_true", help="print the JSON schema of the settings and exit")
