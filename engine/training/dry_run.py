@@ -8,7 +8,6 @@ are what autograd keeps of a step on tensors that have shapes and no numbers, un
 and 61.8.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from .config import RunConfig, check, micro_batch, zero_stage
 from .distributed import Ranks
 from .inputs import dtype_of
 from .task import TrainingTask
-from .train import duration, open_datasets
+from .train import duration, open_datasets, total_steps
 
 # Of one H100 with the paper's model: 1,748 crops/s of 175.9 GFLOP (benchmarks/RESULTS.md). An H200
 # has the same processor
@@ -66,7 +65,7 @@ def of_training(task: TrainingTask, model: nn.Module, order: Order, gpus: int, e
     parameters = sum(p.numel() for p in model.parameters())
     return (
         f"model: {parameters:,} parameters, {task.flops_per_crop / 1e9:.4g} GFLOP a crop; training: "
-        f"{steps_of(task, order):,} steps, {passes} x {crops} crops on {each}"
+        f"{total_steps(task.config, order.steps_per_epoch):,} steps, {passes} x {crops} crops on {each}"
     )
 
 
@@ -99,7 +98,7 @@ def of_time_and_disk(
         why = f"only a model of {MEASURED_GFLOP} GFLOP a crop in bf16 has been measured on a GPU"
         return f"time: not estimated, {why}", disk
     crops_s = gpus * MEASURED_TFLOPS * 1e12 / task.flops_per_crop
-    seconds = steps_of(task, order) * order.batch_crops / crops_s
+    seconds = total_steps(task.config, order.steps_per_epoch) * order.batch_crops / crops_s
     return (
         f"time on H100 or H200, an estimate: {duration(seconds)}, {crops_s:,.0f} crops/s: "
         f"{MEASURED_TFLOPS} TFLOP/s a GPU, as the paper's model had on one H100",
@@ -109,11 +108,6 @@ def of_time_and_disk(
 
 def size_of(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size > 1e8 else f"{size / 1e6:.1f} MB"
-
-
-def steps_of(task: TrainingTask, order: Order) -> int:
-    t = task.config.train
-    return t.steps or math.ceil((t.epochs or 0) * order.steps_per_epoch)
 
 
 def state_bytes(model: nn.Module, dtype: torch.dtype, stage: int, gpus: int) -> dict[str, float]:

@@ -143,9 +143,13 @@ def make_loader(task: TrainingTask, resumed: Resumed | None) -> Loader:
 
 def progress_of(config: RunConfig, loader: Loader, resumed: Resumed | None) -> tuple[Progress, int]:
     """Where a run stands, and how many steps it has in all."""
-    t = config.train
-    total = t.steps or math.ceil((t.epochs or 0) * loader.steps_per_epoch)
+    total = total_steps(config, loader.steps_per_epoch)
     return resumed.progress(loader.step, total) if resumed else Progress(), total
+
+
+def total_steps(config: RunConfig, steps_per_epoch: int) -> int:
+    t = config.train
+    return t.steps or math.ceil((t.epochs or 0) * steps_per_epoch)
 
 
 def make_logger(

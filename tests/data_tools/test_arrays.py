@@ -20,6 +20,7 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg import crops as prepare
 from omnilead.data_tools.ecg.crops import CROP
 from omnilead.data_tools.ecg.record import LEADS
+from omnilead.data_tools.ecg.record_tables import find, read_table
 from omnilead.data_tools.io.errors import DataError, ReadError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.arrays import ArrayFacts, ArraySource
@@ -167,6 +168,19 @@ def test_an_age_or_a_sex_that_is_not_understood_is_reported(tmp_path):
     made = shard(place, out=tmp_path / "out", pretrain_sources=["all"], workers=1)
     said = {reason: detail for *_, reason, detail in rejects_of(made)}
     assert said["age not understood"] == "over 3 characters" and said["sex not understood"] == "x"
+
+
+def test_labels_join_by_the_names_of_the_records(tmp_path):
+    write(tmp_path / "a", MV, FACTS + TABLE)
+    made = shard(tmp_path / "a", out=tmp_path / "out", plan="all", workers=1)
+    (tmp_path / "labels.csv").write_text("record,AF\nr4,1\nr0,0\n")
+    names = made.table(["record"])["record"].combine_chunks()
+    url = str(tmp_path / "labels.csv")
+    found = find(url, read_table(url), names, names)
+    assert {names[i].as_py(): row for i, row in enumerate(found.row.tolist()) if row >= 0} == {
+        "r4": 0,
+        "r0": 1,
+    }
 
 
 def test_parquet_and_columns_beside_the_array(tmp_path):

@@ -161,6 +161,10 @@ def keep(folder, names):
 
 HARMS = {
     "nothing there": (shutil.rmtree, "NAME_cfg.json"),
+    "cut": (
+        lambda d: (d / "small_eval.npz").write_bytes((d / "small_eval.npz").read_bytes()[:1000]),
+        "cannot be read",
+    ),
     "no array": (lambda d: keep(d, {"source", "segment"}), "mask_indices"),
     "a missing weight": (
         lambda d: weights(d, lambda state: state.pop("mask_emb")),
@@ -169,6 +173,7 @@ HARMS = {
     "settings": (lambda d: (d / "small_cfg.json").write_text("[" * 100_000), "RecursionError"),
     "no weights": (lambda d: (d / "small_state_dict.safetensors").unlink(), "NAME_state_dict"),
     "other shape": (lambda d: change(d, source=lambda x: x[:, :5]), "RuntimeError"),
+    "betas": (lambda d: edit(d, optimizer={"adam_betas": "(0.9,)"}), "not enough values"),
     "inputs only": (lambda d: keep(d, parity.INPUTS), "has only inputs"),
     "ragged mask": (
         lambda d: change(d, mask_indices=lambda x: x & (np.arange(len(x)) > 0)[:, None]),

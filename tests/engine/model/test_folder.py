@@ -30,7 +30,7 @@ def test_every_flipped_bit_of_a_folder_is_detected(saved_model, capsys):
     rng = np.random.default_rng(0)
     for name in (CONFIG, PREPROCESSING, WEIGHTS):
         whole = (folder / name).read_bytes()
-        for bit in rng.choice(8 * len(whole), 20, replace=False).tolist():
+        for bit in rng.choice(8 * len(whole), 40, replace=False).tolist():
             flip(folder / name, bit)
             try:
                 omnilead.load(folder)
