@@ -16,6 +16,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+)(#[^)]*)?\)")
 CELL = re.compile(r"^# %%.*\n", re.MULTILINE)
+NOT_HERE = re.compile(r"<!-- not in the site -->.*?\n\n", re.DOTALL)
+WIDE = ("deviations.md", "project/benchmarks/RESULTS.md")  # tables
 NOT_SEARCHED = ("LOG.md", "RESULTS.md", "CHANGELOG.md")
 
 
@@ -68,6 +70,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     page.meta["search"] = {"exclude": here.endswith(NOT_SEARCHED)}
     if here == "index.md":
         page.meta["hide"] = ["navigation"]  # which has only this page
+    elif here in WIDE:
+        page.meta["hide"] = ["toc"]
 
     def changed(found: re.Match[str]) -> str:
         words, link, anchor = found.groups(default="")
@@ -78,7 +82,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         target = os.path.relpath(place(paths[link]), os.path.dirname(here) or ".")
         return f"[{words}]({target}{anchor})"
 
-    return LINK.sub(changed, markdown)
+    return LINK.sub(changed, NOT_HERE.sub("", markdown))
 
 
 def tutorial(script: str) -> tuple[str, str]:
