@@ -69,6 +69,35 @@ def test_the_tutorial_runs(tmp_path):
     assert {"ecg.png", "scores.html", "predictions.csv", "pretrained", "tuned"} <= made
 
 
+def first_pages(folder):
+    """All commands of both tutorials, with few ECGs, steps and labels."""
+    os.chdir(folder)
+    page = (DOCS / "pretraining.md").read_text()
+    run_commands(page.replace("--patients 200", "--patients 30"))
+    page = (DOCS / "first_steps.md").read_text()
+    (table,) = re.findall(r"```\n(record,.*?)```", page, re.DOTALL)
+    records = sorted(path.with_suffix("") for path in Path("archive").rglob("*.hea"))
+    assert table.splitlines()[0] == "record,abnormal,patient"
+    rows = [f"{path.name},{number % 2},{number}" for number, path in enumerate(records)]
+    Path("labels.csv").write_text("\n".join([table.splitlines()[0], *rows]))
+    for name in ("ecgs", "new"):
+        Path(name).symlink_to("archive")
+    Path("dataset").rename("first")
+    run_commands(page.replace("ECG.xml", f"{records[0]}.hea"))
+
+
+def test_the_tutorials_run_as_they_stand(tmp_path):
+    run_in(tmp_path, first_pages)
+    made = {path.name for path in tmp_path.iterdir()}
+    assert {
+        "ecg.png",
+        "embeddings.parquet",
+        "ecg.parquet",
+        "scores.html",
+        "predictions.csv",
+    } <= made
+
+
 def extending(folder):
     """All files and commands of docs/extending.md, with few steps on few ECGs."""
     os.chdir(folder)
@@ -92,8 +121,8 @@ def write_files(page):
 
 
 def run_commands(page, dataset="DATASET"):
-    for program, line in re.findall(r"^    (omnilead|python -c) (.*)", page, re.MULTILINE):
-        words = shlex.split(line.replace("DATASET", dataset))
+    for program, line in re.findall(r"^(?:    )?(omnilead|python -c) (.*)", page, re.MULTILINE):
+        words = shlex.split(line.replace("DATASET", dataset), comments=program == "omnilead")
         if program == "python -c":
             exec(words[0], {})
             continue
