@@ -4,15 +4,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
 
-.PHONY: help test demo lint bench bench-gpu clean
+.PHONY: help test demo lint docs bench bench-gpu clean
 
 help:
 	@echo "make test   install into .venv and run all tests"
 	@echo "make demo   install into .venv; archive -> dataset -> a minute of pre-training; the shipped model beside it and the baselines"
 	@echo "make lint   run ruff and mypy"
+	@echo "make docs   make the site of docs/ in site/, from an environment of its own; a warning is an error"
 	@echo "make bench  measure this machine for 15 minutes (rerun to continue); tables in benchmarks/RESULTS.md"
 	@echo "make bench-gpu   the same on a GPU, 15 minutes including checks and tests (rerun to continue)"
-	@echo "make clean  remove .venv, .bench and demo/"
+	@echo "make clean  remove .venv, .venv-docs, .bench, demo/ and site/"
 
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'Python 3.11 or newer is required: make PYTHON=python3.11')"
@@ -44,6 +45,16 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+.venv-docs/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check pip==26.3
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --group docs
+	@touch $@
+
+docs: .venv-docs/installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "see site/index.html"
+
 bench: .venv/installed
 	$(RUN) -m benchmarks.run suite --minutes 13
 	$(RUN) -m benchmarks.report
@@ -62,4 +73,4 @@ bench-gpu: $(if $(READY),,.venv/installed)
 	    $(GPU_PYTHON) -m benchmarks.report && exit $$code  # the tables are made also if a case failed
 
 clean:
-	rm -rf .venv .bench demo
+	rm -rf .venv .venv-docs .bench demo site

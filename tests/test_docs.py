@@ -1,20 +1,25 @@
 """docs/: the tutorial runs, settings and links in the pages exist, the pictures can be drawn."""
 
+import hashlib
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import google_crc32c
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from handmade import ecg, write_challenge
 
-from docs import house, settings
+from docs import commands, house, settings
 from omnilead.__main__ import COMMANDS, main
 from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS
@@ -33,7 +38,6 @@ from tests.parsers import parse
 from tests.test_house import ROOMS
 
 DOCS = Path(__file__).parents[1] / "docs"
-README = DOCS.parent / "data_tools" / "README.md"
 FEW = "train.steps=2 train.epochs=null train.batch_crops=4 train.precision=fp32 train.compile=eager"
 SMALL = "model.conv=[[8,4],[8,4],[8,1]] model.width=16 model.layers=1 model.heads=2 model.ffn=32 model.position_groups=2"
 
@@ -69,7 +73,7 @@ def extending(folder):
     """All files and commands of docs/extending.md, with few steps on few ECGs."""
     os.chdir(folder)
     page = (DOCS / "extending.md").read_text()
-    write_files(page + README.read_text())
+    write_files(page + (DOCS / "own_format.md").read_text())
     Path("FOLDER").mkdir()
     table, heading = ["record,rhythm,split"], ",".join(LEADS)
     for number in range(24):
@@ -191,7 +195,69 @@ def test_commands_in_place_of_those_of_fairseq_signals_are_accepted():
 def test_the_reference_of_settings_is_current():
     text = settings.text()
     assert (DOCS / "settings.md").read_text() == text, "write it again: python -m docs.settings"
-    assert " | |" not in text, "a setting has no comment beside it that says what it means"
+    assert "|  *(" not in text, "a setting has no comment beside it that says what it means"
+
+
+def test_the_reference_of_commands_is_current():
+    text = commands.text()
+    assert (DOCS / "commands.md").read_text() == text, "write it again: python -m docs.commands"
+    assert set(re.findall(r"^## (\w+)", text, re.MULTILINE)) == set(COMMANDS)
+    assert "|  |" not in text, "an option says nothing"
+
+
+def test_a_reader_written_from_the_specification_reads_a_dataset(dataset):
+    """Of what docs/dataset_format.md states: columns, fields, addresses, checksums, members."""
+    page = (DOCS / "dataset_format.md").read_text()
+    tables = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", page, re.M | re.S))
+    rows = re.findall(r"^\| (`.*?) \|", tables["samples.parquet"], re.MULTILINE)
+    columns = [name for row in rows for name in re.findall("`(\\w+)`", row)]
+    root = Path(dataset.root.url)
+    table = pq.read_table(root / "samples.parquet")
+    assert table.column_names == columns
+    meta = json.loads((root / "dataset.json").read_text())
+    fields = {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", tables["dataset.json"], re.M)
+        for name in re.findall("`(\\w+)`", row)
+    }
+    assert meta.keys() - {"fingerprint"} <= fields
+    rest = json.dumps({name: meta[name] for name in meta if name != "fingerprint"}, sort_keys=True)
+    assert hashlib.sha256(rest.encode()).hexdigest() == meta["fingerprint"]
+    for name in ("samples.parquet", "rejects.csv"):
+        facts = meta[name.partition(".")[0]]
+        data = (root / name).read_bytes()
+        assert facts == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    row, shard = table.slice(3, 1).to_pylist()[0], (root / "shards" / "00000.tar").read_bytes()
+    assert hashlib.sha256(shard).hexdigest() == meta["shards"][0]["sha256"]
+    assert shard.endswith(bytes(1024))
+    crop = shard[row["offset"] : row["offset"] + 120_000]
+    assert google_crc32c.value(crop) == row["crc32c"]
+    halves = [google_crc32c.value(half) for half in (crop[:60_000], crop[60_000:])]
+    assert halves[0] << 32 | halves[1] == row["waveform"]
+    with tarfile.open(root / "shards" / "00000.tar") as tar:
+        ecg, text = tar.getmembers()[6:8]
+        facts = json.loads(tar.extractfile(text).read())
+    assert ecg.name.startswith(f"{row['source']}-{row['record']}-") and ecg.name.endswith(".ecg")
+    assert text.name == ecg.name.removesuffix("ecg") + "json" and ecg.offset_data == row["offset"]
+    assert {ecg.mode, ecg.uid, ecg.mtime} == {0o644, 0}
+    for key in ("crc32c", "waveform"):
+        facts[key] = int(facts[key], 16)
+    known = {key: row[key] for key in columns if key not in ("shard", "offset")}
+    assert facts == known | {"label_names": facts["label_names"]}
+    assert list(facts)[-3:] == ["pretrain", "dx_role", "id_role"]
+    index = (root / "shards" / "00000.idx").read_text().splitlines()
+    assert index[0] == f"v1.2 {meta['shards'][0]['crops']}"
+    size = text.size
+    assert (
+        index[4]
+        == f"ecg {row['offset']} 120000 {ecg.name} json {text.offset_data} {size} {text.name}"
+    )
+
+
+def test_every_page_is_in_the_site():
+    nav = (DOCS.parent / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    pages = {path.name for path in DOCS.glob("*.md")} | {"tutorial.md", "index.md"}
+    assert set(re.findall(r": (\w+\.md)$", nav, re.MULTILINE)) == pages
 
 
 def test_the_page_for_hospitals_names_every_format_and_command():
@@ -204,7 +270,8 @@ def test_options_in_the_prose_of_the_page_on_comparing_exist(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     known, text = capsys.readouterr().out, (DOCS / "comparing.md").read_text()
-    named = set(re.findall("--[a-z][a-z-]*", text)) - {"--plan"}  # of omnilead shard
+    text = re.sub("omnilead predict .*|show --why|`--plan [a-z]+`", "", text)
+    named = set(re.findall("--[a-z][a-z-]*", text))
     assert len(named) >= 8 and named <= set(re.findall("--[a-z-]+", known))
 
 

@@ -7,7 +7,7 @@
     table: metadata.csv
     patient: subject_id          # a column
 
-data_tools/README.md lists all words. What is missing is never guessed. One key per ECG, `file#row`;
+docs/arrays.md lists all words. What is missing is never guessed. One key per ECG, `file#row`;
 files are opened once in each process and read by row.
 """
 

@@ -1,7 +1,7 @@
 """The `Source` interface: lists the keys of an archive's records and reads a record for each key.
 
 For your own format, write a subclass with two methods and pass `--source your_file.py:YourClass`:
-see data_tools/README.md.
+see docs/own_format.md.
 """
 
 import csv

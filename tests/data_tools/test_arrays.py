@@ -204,7 +204,7 @@ def test_parquet_and_columns_beside_the_array(tmp_path):
 
 
 def test_the_example_in_the_documentation_is_valid():
-    page = (Path(__file__).parents[2] / "data_tools" / "README.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "arrays.md").read_text()
     facts = ArrayFacts(**yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
     assert facts.many and facts.columns.keys() == {"record", "patient", "age", "sex", "index"}
     assert not set(ArrayFacts.model_fields) - facts.model_fields_set

@@ -212,7 +212,7 @@ def test_the_flags_agree_with_the_lists_as_often_as_counted_by_hand(
     ecgs["6"][7, 100] = 21_000
     write_quality(tmp_path / "set-a", ecgs, **lists)
     (tmp_path / "set-a" / "8.dat").write_bytes(b"")
-    readme = (Path(__file__).parents[2] / "data_tools" / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "docs" / "published_labels.md").read_text()
     commands, script = re.search(
         r"```\n(omnilead shard +set-a(?:.*\n)*?)```\n\n((?:    .*\n|\n)*)", readme
     ).groups()

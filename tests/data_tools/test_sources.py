@@ -375,7 +375,7 @@ def test_a_truncated_table_or_one_saved_by_a_spreadsheet_is_read(tmp_path):
 
 def test_the_custom_source_in_the_readme_works(tmp_path, capsys):
     """The example in the README, word for word, through the command line."""
-    readme = (Path(__file__).parents[2] / "data_tools" / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "docs" / "own_format.md").read_text()
     (example, *_) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     x = ecg(2500, 3)
     lines = [",".join(LEADS), *(",".join(map(str, row)) for row in x.T / 1000)]

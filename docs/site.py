@@ -1,0 +1,104 @@
+"""What MkDocs makes of this repository, whose pages are also read where they lie: README.md is the
+front page; pages and files outside docs/ that others link to are in project/; docs/tutorial.py is a
+page and a notebook.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+)(#[^)]*)?\)")
+CELL = re.compile(r"^# %%.*\n", re.MULTILINE)
+NOT_HERE = re.compile(r"<!-- not in the site -->.*?\n\n", re.DOTALL)
+WIDE = ("deviations.md", "project/benchmarks/RESULTS.md")  # tables
+NOT_SEARCHED = ("LOG.md", "RESULTS.md", "CHANGELOG.md")
+
+
+def place(path: str) -> str:
+    """Where a file of the repository is in the site."""
+    if path == "README.md":
+        return "index.md"
+    if path == "docs/tutorial.py":
+        return "tutorial.md"
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"project/{path}"
+
+
+def linked(page: str) -> dict[str, str]:
+    """Of each link of a page to a file or folder in the repository: its path."""
+    found = {}
+    for _, link, _ in LINK.findall((ROOT / page).read_text()):
+        path = os.path.normpath(os.path.join(os.path.dirname(page), link))
+        if (ROOT / path).exists():
+            found[link] = path
+    return found
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    known = {file.src_uri for file in files.documentation_pages()}
+    left = ["README.md", *(f"docs/{name}" for name in known)]
+    done = {f"docs/{file.src_uri}" for file in files if not file.inclusion.is_excluded()}
+    while left:
+        page = left.pop()
+        if page.endswith(".md"):
+            paths = set(linked(page).values()) - done - set(left)
+            left += [path for path in paths if (ROOT / path).is_file()]
+        if page not in done and page != "docs/tutorial.py":
+            files.append(File.generated(config, place(page), abs_src_path=str(ROOT / page)))
+        done.add(page)
+    page_text, notebook = tutorial((ROOT / "docs/tutorial.py").read_text())
+    files.append(File.generated(config, "tutorial.md", content=page_text))
+    files.append(File.generated(config, "tutorial.ipynb", content=notebook))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links as they are in the site."""
+    here = page.file.src_uri
+    if here == "tutorial.md":
+        return markdown
+    source = "README.md" if here == "index.md" else f"docs/{here}"
+    if here.startswith("project/"):
+        source = here.removeprefix("project/")
+    paths = linked(source)
+    page.meta["search"] = {"exclude": here.endswith(NOT_SEARCHED)}
+    if here == "index.md":
+        page.meta["hide"] = ["navigation"]  # which has only this page
+    elif here in WIDE:
+        page.meta["hide"] = ["toc"]
+
+    def changed(found: re.Match[str]) -> str:
+        words, link, anchor = found.groups(default="")
+        if link not in paths:
+            return found[0]
+        if (ROOT / paths[link]).is_dir():  # which has no page
+            return words
+        target = os.path.relpath(place(paths[link]), os.path.dirname(here) or ".")
+        return f"[{words}]({target}{anchor})"
+
+    return LINK.sub(changed, NOT_HERE.sub("", markdown))
+
+
+def tutorial(script: str) -> tuple[str, str]:
+    """A script with cells as a page, and as a notebook."""
+    page, cells = [], []
+    for number, cell in enumerate(CELL.split(script)[1:]):
+        text = cell.strip()
+        is_text = text.startswith('"""')
+        text = text.strip('"').strip() if is_text else text
+        page.append(text if is_text else f"```python\n{text}\n```")
+        if number == 0:
+            page.append("As a [notebook](tutorial.ipynb).")
+        shown: dict[str, Any] = {"id": f"cell-{number}", "metadata": {}, "source": text}
+        if is_text:
+            cells.append({"cell_type": "markdown", **shown})
+        else:
+            cells.append({"cell_type": "code", "execution_count": None, "outputs": [], **shown})
+    notebook = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+    return "\n\n".join(page) + "\n", json.dumps(notebook, indent=1)
