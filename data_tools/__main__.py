@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
             "show",
             _show,
             _show,
-            "print or draw a dataset, one of its crops, or a record; to draw where a model looks, see show --why AF --help",
+            "print or draw a dataset, a crop or a record; what each lead adds to a model's answer: show --why AF --help",
             "dataset --crop 7 --png ecg.png",
         ),
         (
