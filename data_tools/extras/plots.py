@@ -26,6 +26,7 @@ from ..build.rejects import rejects_of
 from ..build.roles import PAPER_SOURCES, RoleSources
 from ..dataset import Dataset, Ecg, flagged
 from ..ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
+from ..ecg.mean_beat import rate_and_axis
 from ..ecg.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from ..ecg.record_tables import doubtful_patients
 from ..ecg.resampling import FS_HZ
@@ -88,9 +89,16 @@ def plot_ecg(ecg: Ecg) -> "Figure":
     """A figure of a crop's twelve leads on ECG paper, to scale; notebooks display it."""
     title = f"{ecg.source}/{ecg.record}, from {ecg.start_s:g} s"
     caption = caption_of(ecg.age, ecg.sex, ecg.dx)
+    caption = f"{computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)}. {caption}"
     if ecg.flags:  # first, because a long caption is cut
         caption = f"flagged: {', '.join(ecg.flags)}. {caption}"
     return ecg_figure(ecg.signal_uv, ecg.halves, title, caption, ecg.missing_leads)
+
+
+def computed(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
+    """Heart rate and electrical axis of a crop, or why there are none."""
+    mv = signal_uv[:, : HALF * halves] / 1000
+    return f"{rate_and_axis(mv, missing)} (computed, not a diagnosis)"
 
 
 class _Cell(NamedTuple):

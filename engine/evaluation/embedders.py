@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.ecg import mean_beat
 from omnilead.data_tools.io.storage import write_whole
 
 from ..data.batches import dataset_batches, predict
 from ..inference.commands import prepare_model
 from ..inference.outputs import progress_bar
 from ..inference.trained_model import NOT_FINITE, TrainedModel
-from ..model import mean_beat
 from ..model import readout as readouts
 from ..model.folder import config_of
 from ..model.input import Input

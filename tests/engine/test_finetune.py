@@ -22,6 +22,7 @@ from ranks import TINY, column, curve, finetune, pretrain, rows, run, tuning
 import omnilead
 from omnilead.data_tools.build.roles import RoleSources
 from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.ecg.mean_beat import RHYTHM, measurements
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine import convert, evaluate
 from omnilead.engine.data import leakage
@@ -36,7 +37,6 @@ from omnilead.engine.model.config import ModelConfig, flops_per_crop, validated
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.folder import LoadError
-from omnilead.engine.model.mean_beat import RHYTHM, measurements
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.settings.metrics import METRIC_OF, Metric
