@@ -25,15 +25,10 @@ from ..settings.errors import ConfigError, Facts
 from ..settings.files import shipped
 from ..settings.leads import parse_leads
 from ..tasks.config import TaskConfig
+from ..tasks.guess import guess_kind
+from ..tasks.join import OWN_COLUMNS, data_records
 from ..tasks.kinds import EMPTY, KINDS, Kind
-from ..tasks.labels import (
-    DX_ROLES,
-    OWN_COLUMNS,
-    TaskLabels,
-    data_records,
-    guess,
-    read_task,
-)
+from ..tasks.labels import DX_ROLES, TaskLabels, read_task
 from ..training.metrics import TOO_FEW, Array, few_patients
 from .differences import Samples, resampled
 from .embedders import Vectors
@@ -258,7 +253,7 @@ def _task_named(word: str, args: Namespace) -> TaskConfig:
     """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
     shipped task needs a table and there is none."""
     if word.endswith(TABLES):
-        return guess(TaskConfig(Path(word).stem[:64], labels=word))
+        return guess_kind(TaskConfig(Path(word).stem[:64], labels=word))
     url, known = table_of(args.labels, word), word in shipped("tasks")
     if url and not known and not Path(word).exists():
         raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")

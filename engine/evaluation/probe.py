@@ -38,7 +38,8 @@ from ..model.readout import Readout
 from ..settings.errors import ConfigError
 from ..settings.leads import describe_leads
 from ..tasks.kinds import KINDS, event_loss, sensitive, thresholds
-from ..tasks.labels import TaskLabels, unknown_patients
+from ..tasks.labels import TaskLabels
+from ..tasks.people import unknown_patients
 from ..training.metrics import Array
 
 # Of the penalty per feature; strongest first, because each fit starts from the last solution

@@ -22,7 +22,8 @@ from omnilead.data_tools.io.errors import DataError, UserError
 from omnilead.engine import finetune
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.labels import guess, read_task
+from omnilead.engine.tasks.guess import guess_kind
+from omnilead.engine.tasks.labels import read_task
 from tests.data_tools.test_versions import listed
 from tests.tables import tabulated
 
@@ -90,7 +91,7 @@ def test_accepted_spellings_of_cells(mark, tables):
     with pytest.raises(
         ConfigError, match=r"'nan' in column 'c' \(36 .* --kind multilabel if it is"
     ):
-        guess(task)
+        guess_kind(task)
     known = read_task(task, [tables.dataset])
     assert known.task.columns == ("a, b", "c")
     value_of = dict(zip(tables.records, cycle(values), strict=False))
@@ -125,7 +126,7 @@ def test_words_for_yes_and_no_are_alike_in_one_and_in_several_columns(words, col
     rows = [
         [name, *[yes if i % 3 else no for _ in columns]] for i, name in enumerate(tables.records)
     ]
-    task = guess(TaskConfig(labels=tables.write(f"record|{'|'.join(columns)}", rows)))
+    task = guess_kind(TaskConfig(labels=tables.write(f"record|{'|'.join(columns)}", rows)))
     assert task.kind == ("binary" if len(columns) == 1 else "multilabel")
     known = read_task(task, [tables.dataset])
     assert known.remarks[-1] == f"{tables.path}: {no.lower()} is 0, {yes.lower()} is 1"
@@ -185,7 +186,7 @@ def test_a_parquet_table_and_a_source_where_names_clash(dataset, tmp_path):
 )
 def test_the_kind_is_guessed(kind, cells, tables):
     rows = zip(tables.records, cycle(cells), strict=False)
-    task = guess(TaskConfig(labels=tables.write("record|v", rows)))
+    task = guess_kind(TaskConfig(labels=tables.write("record|v", rows)))
     assert task.kind == kind
     known = read_task(task, [tables.dataset])
     if kind == "multiclass":
@@ -215,17 +216,17 @@ def test_a_third_value_is_asked_about(values, tables):
     third = values.split()[-1]
     says = rf"my.csv: column 'v' holds '.*' in \d+ rows: does '{third}' mean unknown\?"
     with pytest.raises(ConfigError, match=says):
-        guess(TaskConfig(labels=path))
+        guess_kind(TaskConfig(labels=path))
     assert read_task(TaskConfig("a", "multiclass", labels=path), [tables.dataset]).classes
     for classes in ("1 0 2", "0 0 0 1 0 1 2 3"):
         rows = list(zip(tables.records, cycle(classes.split()), strict=False))
-        assert guess(TaskConfig(labels=tables.write("record|v", rows))).kind == "multiclass"
+        assert guess_kind(TaskConfig(labels=tables.write("record|v", rows))).kind == "multiclass"
 
 
 def test_a_minus_is_no_in_a_table_with_a_plus(tables):
     """In every label column, also in one without any plus."""
     rows = [(name, "+-"[i % 2], "-", "") for i, name in enumerate(tables.records)]
-    task = guess(TaskConfig(labels=tables.write("record|a|b|c", rows)))
+    task = guess_kind(TaskConfig(labels=tables.write("record|a|b|c", rows)))
     assert task.kind == "multilabel"
     known = read_task(task, [tables.dataset])
     assert np.nansum(known.y[0], axis=0).tolist()[1:] == [0, 0] and (known.y[0][:, 1] == 0).all()
@@ -233,8 +234,8 @@ def test_a_minus_is_no_in_a_table_with_a_plus(tables):
 
 def test_times_with_another_column_of_yes_and_no_are_one_line(tables):
     path = tables.write("record|time|event|sick", [("a", "2", "1", "0"), ("b", "3", "0", "1")])
-    with pytest.raises(ConfigError, match=r"column 'sick' .*: leave it out"):
-        guess(TaskConfig(labels=path))
+    with pytest.raises(ConfigError, match=r"column 'sick' is neither time nor event: leave it out"):
+        guess_kind(TaskConfig(labels=path))
 
 
 @pytest.mark.parametrize("columns", [(), ("time", "event")])
@@ -245,7 +246,7 @@ def test_times_are_negative_if_censored(columns, tables):
         "record|event|time", ((r, *row) for r, row in zip(tables.records, rows, strict=False))
     )
     task = TaskConfig(labels=path, columns=columns)
-    task = replace(task, kind="survival") if columns else guess(task)
+    task = replace(task, kind="survival") if columns else guess_kind(task)
     found = read_task(task, [tables.dataset])
     assert found.task.kind == "survival" and found.task.columns == ("time", "event")
     time_of = dict(zip(tables.dataset.column("record"), found.y[0][:, 0], strict=True))
@@ -417,7 +418,7 @@ def test_a_name_shared_by_two_databases_needs_a_source(tables, monkeypatch):
 def test_decimal_commas_are_numbers_where_commas_do_not_separate(mark, tables):
     rows = zip(tables.records, cycle(["40,1", "-0,5", "1,5e2", "7", ""]), strict=False)
     path = tables.write("record|v", rows, mark)
-    assert guess(TaskConfig(labels=path)).kind == "multiclass"  # of few values
+    assert guess_kind(TaskConfig(labels=path)).kind == "multiclass"  # of few values
     known = tables.read_file(kind="regression")
     assert set(known.y[0][:, 0].round(2)) >= {np.float32(40.1), -0.5, 150, 7}
 
@@ -441,14 +442,14 @@ def test_a_mark_of_thousands_is_not_taken_for_a_decimal_point(mark, values, says
         assert tables.read_file(kind="regression").y
         return
     with pytest.raises(ConfigError, match=f"column 'v' {says}"):
-        guess(TaskConfig(labels=path))
+        guess_kind(TaskConfig(labels=path))
 
 
 def test_only_columns_that_are_used_must_have_clear_numbers(tables):
     rows = zip(tables.records, cycle("01"), cycle(["1.234", "12,5"]), strict=False)
     tables.write("record|af|v", rows, ";")
     chosen = TaskConfig("af", "binary", labels=str(tables.path), columns=("af",))
-    assert guess(chosen).kind == "binary" and tables.read_file(columns=("af",)).y
+    assert guess_kind(chosen).kind == "binary" and tables.read_file(columns=("af",)).y
     with pytest.raises(ConfigError, match=r"column 'v' holds 1\.234 and 12,5"):
         read_task(chosen, [tables.dataset], where="v > 2")
 
@@ -499,10 +500,10 @@ def test_a_column_that_is_neither_numbers_nor_classes_is_refused(values, says, t
     path = tables.write("record|v", rows)
     if says:
         with pytest.raises(ConfigError, match=rf"my.csv: column 'v' .*{re.escape(says)}"):
-            guess(TaskConfig(labels=path))
+            guess_kind(TaskConfig(labels=path))
         assert read_task(TaskConfig("a", "multiclass", labels=path), [tables.dataset]).classes
     else:
-        assert guess(TaskConfig(labels=path)).kind == "multiclass"
+        assert guess_kind(TaskConfig(labels=path)).kind == "multiclass"
 
 
 def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
@@ -510,14 +511,14 @@ def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
     with pytest.raises(
         ConfigError, match=r"column 'EF' holds numbers such as '40', not 0 and 1: .*AF"
     ):
-        guess(TaskConfig(labels=path))
-    assert guess(TaskConfig(labels=path, columns=("AF", "none"))).kind == "multilabel"
+        guess_kind(TaskConfig(labels=path))
+    assert guess_kind(TaskConfig(labels=path, columns=("AF", "none"))).kind == "multilabel"
     tables.write("record|AF|EF", [("a", "0", "1"), ("b", "1", "2")])
     with pytest.raises(ConfigError, match=r"column 'EF' holds numbers such as '2', not 0 and 1"):
-        guess(TaskConfig(labels=path))
+        guess_kind(TaskConfig(labels=path))
     tables.write("record|age|time|event", [("a", "61", "2.5", "0"), ("b", "70", "3", "1")])
     with pytest.raises(ConfigError, match=r"'age' .*: --columns time event, .* --kind regression"):
-        guess(TaskConfig(labels=path))
+        guess_kind(TaskConfig(labels=path))
 
 
 def test_misspelt_and_rare_classes_are_named(tables):
@@ -546,7 +547,7 @@ def test_files_that_are_no_tables_of_records(data, says, tmp_path):
     path = tmp_path / "my.csv"
     path.write_bytes(data) if data else path.mkdir()
     with pytest.raises(ConfigError, match=re.escape(f"{path}: ") + f".*{says}"):
-        guess(TaskConfig(labels=str(path)))
+        guess_kind(TaskConfig(labels=str(path)))
 
 
 def test_utf_16_is_read(tmp_path):
@@ -574,7 +575,9 @@ def test_row_numbers_and_odd_numbers(dataset, tables):
     """What spreadsheets and pandas leave in a table."""
     numbers = ["1_000", "", *["12.5"] * (len(tables.records) - 2)]
     rows = [(i, tables.records[i], number, i) for i, number in enumerate(numbers)]
-    assert guess(TaskConfig(labels=tables.write("|record|ef|Unnamed: 0", rows))).columns == ("ef",)
+    assert guess_kind(TaskConfig(labels=tables.write("|record|ef|Unnamed: 0", rows))).columns == (
+        "ef",
+    )
     labels = tables.read("|record|ef|Unnamed: 0", rows, kind="regression")
     of = dict(zip(dataset.column("record"), labels.y[0][:, 0].tolist(), strict=True))
     assert [of[name] for name in tables.records[:3]] == pytest.approx(
@@ -610,7 +613,7 @@ def test_columns_of_texts_are_not_proposed(columns, mend, tables):
     with pytest.raises(
         ConfigError, match=f"'note' holds texts such as 'calm', .*: {re.escape(mend)}"
     ):
-        guess(TaskConfig(labels=tables.write(f"record|{columns}", rows)))
+        guess_kind(TaskConfig(labels=tables.write(f"record|{columns}", rows)))
 
 
 @pytest.mark.parametrize("word", ["NA", "null", "nan", "N/A", "none", "Unknown", "?"])
@@ -618,7 +621,7 @@ def test_a_class_that_may_mean_a_missing_value_is_asked_about(word, tables):
     """An empty cell is missing. Of a word only the user knows, who says it by naming the classes."""
     values = dict(zip(tables.records, cycle([word, "AF", "", "SR"]), strict=False))
     path = tables.write("record|v", values.items())
-    task = guess(TaskConfig(labels=path))
+    task = guess_kind(TaskConfig(labels=path))
     assert task.kind == "multiclass"
     names = sorted([word, "AF", "SR"])
     asked = rf"'{word}' in column 'v' (45 rows): is it a class, or unknown? .* --set 'task.classes="
@@ -642,7 +645,7 @@ def test_a_word_among_numbers_is_asked_about_and_then_unknown(cells, kind, table
     values = dict(zip(tables.records, cycle(cells), strict=False))
     task = TaskConfig(labels=tables.write("record|v", values.items()))
     with pytest.raises(ConfigError, match=f"--kind {kind} if it is unknown, --kind multiclass if"):
-        guess(task)
+        guess_kind(task)
     known = read_task(replace(task, kind=kind), [tables.dataset])
     expected = [values[name] for name in tables.dataset.column("record")]
     expected = [float(cell) if cell.isdigit() else np.nan for cell in expected]
