@@ -25,7 +25,8 @@ from tqdm.auto import tqdm
 from ..dataset import FORMAT_VERSION, SHARD_CROPS
 from ..ecg.crops import SPEC_HASH, crop_count, dropped_samples
 from ..ecg.record import Header, record_stem
-from ..ecg.record_tables import patients_of, read_patients, some
+from ..ecg.record_names import some
+from ..ecg.record_tables import patients_of, read_patients
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
 from ..io.errors import MISSING_FILE, ReadError, StorageError, printable

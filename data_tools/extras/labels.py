@@ -45,7 +45,7 @@ from ..ecg.record import (
     record_stem,
     synthetic_prefix,
 )
-from ..ecg.record_tables import PTBXL as PTBXL_NAME
+from ..ecg.record_names import PTBXL as PTBXL_NAME
 from ..ecg.record_tables import read_table as read_record_table
 from ..io.errors import DataError, ReadError, StorageError, one_line, printable
 from ..io.spreadsheet import as_number

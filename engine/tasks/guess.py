@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.ecg.record_tables import SHOWN
+from omnilead.data_tools.ecg.record_names import SHOWN
 
 from ..settings.errors import ConfigError, listed
 from .config import TaskConfig, TaskKind

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.ecg.record_tables import SHOWN, as_text, find, some
+from omnilead.data_tools.ecg.record_names import SHOWN, match_records, some
+from omnilead.data_tools.ecg.record_tables import as_text
 from omnilead.data_tools.io.errors import DataError
 
 from ..settings.errors import ConfigError
@@ -68,18 +69,15 @@ def join_sheet(task: TaskConfig, datasets: Sequence[Dataset], where: str) -> Joi
     url, cells = task.labels, read_sheet(task, where)
     data = data_records(datasets)
     try:
-        matches = find(url, cells, data.keys, data.names)
+        matches = match_records(url, cells, data.keys, data.names)
     except DataError as error:
         raise ConfigError(f"{error}{_pseudonyms(url, datasets)}") from None
-    remarks, name = [], url
-    if matches.missing:
-        remarks.append(f"{url}: {matches.missing}")
-        if matches.mostly:
-            examples = ", ".join(data.names[:SHOWN].to_pylist())
-            name = (
-                f"{remarks[0]}, which has {examples}, ...: check that the table belongs to the data"
-            )
-            remarks[0] += _pseudonyms(url, datasets)
+    name = url
+    remarks = [f"{url}: {note}" for note in matches.notes]
+    if matches.mostly_missing:
+        examples = ", ".join(data.names[:SHOWN].to_pylist())
+        name = f"{remarks[0]}, which has {examples}, ...: check that the table belongs to the data"
+        remarks[0] += _pseudonyms(url, datasets)
     without_row = np.flatnonzero(matches.row < 0)
     if len(without_row):
         all_records = f"{len(data.keys):,} records of the data"

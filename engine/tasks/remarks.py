@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pyarrow.compute as pc
 
-from omnilead.data_tools.ecg.record_tables import SHOWN
+from omnilead.data_tools.ecg.record_names import SHOWN
 
 from ..settings.errors import listed
 from .config import TaskConfig

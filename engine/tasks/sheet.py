@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.ecg.record_tables import RESERVED, SHOWN, missing_words, read_table
+from omnilead.data_tools.ecg.record_names import SHOWN
+from omnilead.data_tools.ecg.record_tables import RESERVED, missing_words, read_table
 from omnilead.data_tools.io.errors import DataError
 
 from ..settings.errors import ConfigError, listed

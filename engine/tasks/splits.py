@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from omnilead.data_tools.dataset import Dataset
-from omnilead.data_tools.ecg.record_tables import index_in
+from omnilead.data_tools.ecg.record_names import index_in
 
 from ..data.patients import uniforms
 from ..settings.errors import ConfigError
@@ -147,7 +147,7 @@ def _last_folds(sheet: str, values: list[str]) -> dict[str, tuple[str, ...]]:
 
 def _splits_of_folds(folds: Any, values: list[str]) -> Array:
     """The split of each value; 0 where task.folds does not name it."""
-    split_of = {}
+    split_of: dict[str, int] = {}
     for split, names in folds.items():
         split_of |= dict.fromkeys(names, SPLIT_OF[split])
     # pandas writes whole numbers as 1.0 in a column with empty cells

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from omnilead.data_tools.ecg.record_tables import index_in, missing_words
+from omnilead.data_tools.ecg.record_names import index_in
+from omnilead.data_tools.ecg.record_tables import missing_words
 
 from ..settings.errors import ConfigError
 from .config import TaskConfig, TaskKind
@@ -84,7 +85,7 @@ def _one_hot(task: TaskConfig, sheet: JoinedSheet) -> Array:
         raise ConfigError(f"{cell} is not one of its classes {', '.join(task.classes)}")
     y_RK = (code_R[:, None] == np.arange(len(task.classes))).astype(np.float32)
     y_RK[code_R < 0] = np.nan
-    return y_RK
+    return np.asarray(y_RK)
 
 
 def _signed_times(task: TaskConfig, sheet: JoinedSheet) -> Array:

@@ -17,7 +17,8 @@ from pyarrow import parquet
 
 import omnilead
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.ecg.record_tables import find, read_table
+from omnilead.data_tools.ecg.record_names import match_records
+from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.io.errors import DataError, UserError
 from omnilead.engine import finetune
 from omnilead.engine.settings.errors import ConfigError
@@ -329,17 +330,61 @@ def test_records_missing_from_table_or_data_are_counted(tables):
     assert f"/{tables.records[0]}" in second and "10 (" in second
 
 
-@pytest.mark.parametrize("others", [0, 5])
-def test_a_row_that_lacks_its_subfolder_is_named(others, tables):
-    """Of a file ward/A1.hea."""
-    names = pa.array([f"ward_{name}" for name in tables.records[:9]] + tables.records[9:])
-    table = pa.table({"record": ["", f"{tables.records[3]}.hea", *tables.records[9 : 9 + others]]})
-    says = rf"; is {tables.records[3]} \(row 2\) ward_{tables.records[3]}\? A name begins"
-    if not others:
-        with pytest.raises(DataError, match=says):
-            find("my.csv", table, names, names)
-        return
-    assert re.search(says, find("my.csv", table, names, names).missing)
+NAMES = ["ward_3_A1", "ward_3_A2", "icu_A2", "Jahr_2000_07434", "1009874_1009874", "syn0_HR00001"]
+NAMES += ["plain", "HR00001", "HR00002"]
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "by_end"),
+    tabulated(r"""
+ward 3/A1                        | ward_3_A1 |
+ward 3\A1.xml                    | ward_3_A1 |
+C:\My ECGs\ward 3\A2.hea         | ward_3_A2 |
+Jahr 2000/07434                  | Jahr_2000_07434 |
+./icu/A2                         | icu_A2 |
+records500/00000/00002_hr        | HR00002 |
+other/folder/plain.dcm           | plain |
+A1                               | ward_3_A1        | end
+3/A2                             | ward_3_A2        | end
+A1.xml                           | ward_3_A1        | end
+07434                            | Jahr_2000_07434  | end
+1009874                          | 1009874_1009874  | end
+HR00001                          | HR00001 |
+other/A1                         | |
+1                                | |
+"""),
+)
+def test_ways_in_which_a_table_may_name_a_record(record, name, by_end):
+    names = pa.array(NAMES)
+    table = pa.table({"record": [record, "icu_A2" if name != "icu_A2" else "plain"]})
+    matches = match_records("my.csv", table, names, names)
+    rows = dict(zip(NAMES, matches.row, strict=True))
+    assert [found for found, row in rows.items() if row == 0] == ([name] if name else [])
+    said = " ".join(matches.notes)
+    assert (f"1 ({record}) of 2 records are matched by the end of a name" in said) == bool(by_end)
+    assert (f"{record} is {name}" in said) == bool(by_end)
+    assert ("not in the data" in said) == (not name)
+
+
+def test_the_end_of_several_names_is_refused():
+    names = pa.array(NAMES)
+    table = pa.table({"record": ["plain", "", "A2.xml"]})
+    says = (
+        r"my.csv: A2 \(row 3\) is the end of ward_3_A2 and of icu_A2: write the record's name with"
+    )
+    with pytest.raises(DataError, match=says):
+        match_records("my.csv", table, names, names)
+    keys = pa.array([f"dicom/{name}" for name in NAMES[:2]] + [f"edf/{name}" for name in NAMES[2:]])
+    table = pa.table({"record": ["A2", "A2", "A1", None], "source": ["edf", "dicom", "edf", "edf"]})
+    matches = match_records("my.csv", table, keys, names)
+    assert matches.row.tolist() == [-1, 1, 0, *[-1] * 6]
+
+
+def test_a_real_record_is_not_taken_for_a_synthetic_one():
+    names = pa.array(["syn0_HR00001", "syn0_HR00002", "A_HR00001"])
+    table = pa.table({"record": ["HR00001", "HR00002", "syn0_HR00002"]})
+    matches = match_records("my.csv", table, names, names)
+    assert matches.row.tolist() == [-1, 2, 0]
 
 
 # A slash ends a line of the labels; {0} is the name of the first record
@@ -352,7 +397,8 @@ split 'tset': write train                            | record,v,split / {0},1,tr
 no record has a known label in v                     | record,v / {0}, / {1},nan
 has one column, not v, w                             | record,v,w / {0},1,1
 no column 'of labels'                                | record,fold / {0},1
-a column `record` must name                          | name,v / {0},1
+columns are name, v: a column `record` must name .*: rename the one that does | name,v / {0},1
+columns are id, ef, af: a column `record` must name  | id;ef;af / {0};40,5;1 / {1};38,0;0
 two columns are called 'v'                           | record,v,v / {0},1,1
 cannot be read as CSV or parquet                     | record,v / {0},1 / {1},1,2,3
 'v' of record .*: 'high' is not a number             | record,v / {0},high           | kind="regression"
