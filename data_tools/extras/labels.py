@@ -209,6 +209,7 @@ def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
         source, record = row["source"], row["record"]
         if not (source and record):
             raise DataError(f"{url}: row {number} lacks its source or its record: fill it in")
+        record = record.replace("\\", "/")
         name = record_stem(record)
         if source in VENDORS or source == WfdbFolder.name:
             name = path_name(record, name)
