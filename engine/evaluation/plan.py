@@ -36,6 +36,7 @@ from .results import identity_rows, load_task
 
 IDENTIFICATION = "identification"
 TABLES = (".parquet", ".csv")
+SHEETS = (*TABLES, ".tsv", ".xls", ".xlsx")  # the last two are refused as sheets
 DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
 
 
@@ -252,7 +253,7 @@ def require_varied(labels: TaskLabels, split: str, dataset: Dataset) -> None:
 def _task_named(word: str, args: Namespace) -> TaskConfig:
     """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
     shipped task needs a table and there is none."""
-    if word.endswith(TABLES):
+    if word.endswith(SHEETS):
         return guess_kind(TaskConfig(Path(word).stem[:64], labels=word))
     url, known = table_of(args.labels, word), word in shipped("tasks")
     if url and not known and not Path(word).exists():
