@@ -205,6 +205,9 @@ def shard(
     format: Annotated[
         Literal["tar", "zarr", "both"], Option("storage format of the samples (tar)")
     ] = "tar",
+    shard_crops: Annotated[
+        int | None, Option("crops in a tar shard (1024)", "N", low=1, high=16_384)
+    ] = None,
     plan: Annotated[
         Literal["paper", "all", "paper-split"],
         Option(
@@ -275,6 +278,7 @@ def shard(
             os.fspath(out),
             plan=plan,
             seed=seed,
+            shard_crops=shard_crops,
             format=format,
             workers=workers or CORES,
             cluster=cluster,

@@ -28,16 +28,11 @@ from ..settings.errors import ConfigError, Facts
 from ..settings.files import shipped
 from ..settings.leads import parse_leads
 from ..tasks.config import TaskConfig
+from ..tasks.guess import guess_kind
+from ..tasks.join import OWN_COLUMNS, data_records
 from ..tasks.kinds import EMPTY, KINDS
-from ..tasks.labels import (
-    DX_ROLES,
-    OWN_COLUMNS,
-    SPLITS,
-    TaskLabels,
-    data_records,
-    guess,
-    read_task,
-)
+from ..tasks.labels import DX_ROLES, TaskLabels, read_task
+from ..tasks.splits import SPLITS
 from ..training.metrics import TOO_FEW, Array, few_patients
 from .differences import Samples, resampled
 from .embedders import Vectors
@@ -47,6 +42,7 @@ from .results import FEW_TESTED, load_task
 IDENTIFICATION = "identification"
 FITTED = ("train", "valid")  # splits that a probe is fitted on
 TABLES = (".parquet", ".csv")
+SHEETS = (*TABLES, ".tsv", ".xls", ".xlsx")  # the last two are refused as sheets
 DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
 
 
@@ -319,9 +315,9 @@ def require_varied(labels: TaskLabels, splits: Sequence[str], dataset: Dataset) 
 def task_named(word: str, args: Namespace) -> TaskConfig:
     """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
     shipped task needs a table and there is none."""
-    if word.endswith(TABLES):
+    if word.endswith(SHEETS):
         task = TaskConfig(Path(word).stem[:64], labels=word, columns=tuple(args.columns))
-        return replace(task, kind=args.kind) if args.kind else guess(task)
+        return replace(task, kind=args.kind) if args.kind else guess_kind(task)
     url, known = table_of(args.labels, word), word in shipped("tasks")
     if url and not known and not Path(word).exists():
         raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")
