@@ -30,12 +30,12 @@ from omnilead.engine.evaluation.differences import (
     over_classes,
     resampled,
 )
+from omnilead.engine.evaluation.identification import identify
 from omnilead.engine.evaluation.results import (
     CHOSEN,
     EvalOptions,
     by_record,
     chosen_task,
-    identify,
     nullable,
     score_task,
 )

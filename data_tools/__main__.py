@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
             "show",
             _show,
             _show,
-            "print or draw a dataset, one of its crops, or a record; to draw where a model looks, see show --why AF --help",
+            "print or draw a dataset, a crop or a record; what each lead adds to a model's answer: show --why AF --help",
             "dataset --crop 7 --png ecg.png",
         ),
         (
@@ -205,6 +205,9 @@ def shard(
     format: Annotated[
         Literal["tar", "zarr", "both"], Option("storage format of the samples (tar)")
     ] = "tar",
+    shard_crops: Annotated[
+        int | None, Option("crops in a tar shard (1024)", "N", low=1, high=16_384)
+    ] = None,
     plan: Annotated[
         Literal["paper", "all", "paper-split"],
         Option(
@@ -275,6 +278,7 @@ def shard(
             os.fspath(out),
             plan=plan,
             seed=seed,
+            shard_crops=shard_crops,
             format=format,
             workers=workers or CORES,
             cluster=cluster,
@@ -568,6 +572,8 @@ def _show(
             for name, value in vars(ecg).items():
                 if name != "signal_uv":
                     echo(f"{name:15}{'' if value is None else value}")
+            rate_and_axis = plots.computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)
+            echo(f"{'rate, axis':15}{rate_and_axis}")
             figure = plots.plot_ecg(ecg) if png else None
     if png:
         plots.save(figure, png)
@@ -619,7 +625,7 @@ def _record_figure(path: str) -> Any:
     from omnilead.data_tools.ecg.crops import HALF, prepare_crop
     from omnilead.data_tools.ecg.resampling import FS_HZ
     from omnilead.data_tools.extras.hospital.files import HospitalFiles
-    from omnilead.data_tools.extras.plots import caption_of, ecg_figure
+    from omnilead.data_tools.extras.plots import caption_of, computed, ecg_figure
     from omnilead.data_tools.sources.base import read_safely
     from omnilead.data_tools.sources.wfdb_archives import WfdbFolder
     from omnilead.data_tools.sources.zip_folder import folder_or_zip
@@ -647,8 +653,10 @@ def _record_figure(path: str) -> Any:
     except ReadError as error:
         raise DataError(f"{path} would be refused: {error}") from None
     drawn_s = crop.halves * HALF / FS_HZ
+    rate_and_axis = computed(samples, crop.halves, crop.missing)
+    echo(f"  {rate_and_axis}")
     part = f"first {drawn_s:g} of {seconds:.3g} s" if seconds > drawn_s else ""
-    said = [part, *warnings, caption_of(record.age, record.sex, record.dx)]
+    said = [part, rate_and_axis, *warnings, caption_of(record.age, record.sex, record.dx)]
     caption = ". ".join(filter(None, said))
     return ecg_figure(samples, crop.halves, record.name, caption, crop.missing)
 

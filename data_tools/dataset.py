@@ -148,6 +148,7 @@ class DatasetFacts(BaseModel, strict=True):
     shards: list[ShardFacts]
     formats: list[Literal["tar", "zarr"]]
     seed: int = 0
+    shard_crops: Crops = SHARD_CROPS  # of all shards but the last of each version
     plan: Literal["paper", "all", "paper-split"] = "all"
     id_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     role_sources: dict[Literal["dx", "id", "pretrain"], list[str]] = {}

@@ -23,7 +23,8 @@ import pyarrow.compute as pc
 
 from .ecg.constants import ABBREVIATIONS as CLASSES
 from .ecg.constants import CROP_SHAPE
-from .ecg.record_tables import RESERVED, find, missing_words, read_table
+from .ecg.record_names import match_records
+from .ecg.record_tables import RESERVED, missing_words, read_table
 from .io.errors import DataError, DatasetError, one_line
 from .io.terminal import tell
 
@@ -114,11 +115,11 @@ def _labels_in_table(dataset: Any, url: str) -> np.ndarray:
     keys = pc.binary_join_element_wise(table["source"], table["record"], "/")
     records = keys.combine_chunks().dictionary_encode()
     plain = pc.replace_substring_regex(records.dictionary, "^[^/]*/", "")
-    found = find(url, cells, records.dictionary, plain)
-    if found.missing:
-        tell(f"note: {url}: {found.missing}")
+    matches = match_records(url, cells, records.dictionary, plain)
+    for note in matches.notes:
+        tell(f"note: {url}: {note}")
     y = np.append(y, np.full((1, len(names)), np.nan, np.float32), 0)  # row -1: not in the table
-    labels: np.ndarray = y[found.row[records.indices.to_numpy()]]
+    labels: np.ndarray = y[matches.row[records.indices.to_numpy()]]
     return labels
 
 

@@ -4,7 +4,8 @@ identification.
     omnilead bench --models A=RUN B=hf://org/name --data DATASET --tasks sex identification --leads 12 1 --out OUT
     omnilead bench --models RUN --data DATASET --labels LABELS --tasks ptbxl-rhythm --share 0.01 0.1 1 --out OUT
     omnilead bench --models RUN --data A --test-data B --tasks rhythm.csv --out OUT      trained on A, tested on B
-    omnilead bench --models small --data DATASET --tasks my.csv --reader boosted --head MODEL --out OUT    for omnilead predict
+    omnilead bench --models small --data DATASET --labels my.csv --folds 5 --out OUT     few ECGs: each is tested once
+    omnilead bench --models small --data DATASET --labels my.csv --reader boosted --head MODEL --out OUT    for omnilead predict
 
 Baselines are included: five draws of random weights of each architecture, and methods without
 pre-training: the mean beat, measurements of the signal, gradient boosting on both (extra `bench`),
@@ -18,7 +19,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
@@ -43,11 +44,17 @@ def bench(
         str, Option("score on the test split of this dataset instead", "DATASET")
     ] = "",
     tasks: Annotated[
-        Sequence[str], Option("shipped tasks such as age, label tables, identification", "TASK")
-    ],
+        Sequence[str],
+        Option(
+            "label tables, shipped tasks such as age, identification (the table --labels)", "TASK"
+        ),
+    ] = (),
     labels: Annotated[
-        str, Option("folder of label tables, as `omnilead labels` writes them, or one table", "DIR")
+        str,
+        Option("your table, or a folder of tables as `omnilead labels` writes them", "CSV|DIR"),
     ] = "",
+    columns: shared.Columns = (),
+    kind: shared.Kind = None,
     test_labels: Annotated[str, Option("the same for --test-data", "DIR")] = "",
     leads: Annotated[
         Sequence[str],
@@ -60,12 +67,15 @@ def bench(
         Sequence[float],
         Option("share of the patients of train and valid to fit on (1)", "S", low=0.0001, high=1),
     ] = (1.0,),
+    folds: Annotated[
+        int | None,
+        Option(
+            "cross-validate in K folds of patients: each labelled ECG is tested once", "K", low=2
+        ),
+    ] = None,
     readout: shared.Readout = "",
     out: Annotated[File, Option("folder for the results and the embeddings", "OUT")],
-    reader: Annotated[
-        Literal["linear", "boosted"],
-        Option("what is fitted on embeddings: a linear probe or gradient boosting (linear)"),
-    ] = "linear",
+    reader: shared.Reader = "linear",
     head: Annotated[str, Option("write the model with its probe as a head", "MODEL")] = "",
     seed: Annotated[int, Option("seed of the random weights (0)")] = 0,
     batch: shared.Batch = None,

@@ -92,7 +92,8 @@ def evaluate(
     """Scores a trained model on held-out ECGs, as `omnilead evaluate`: returns what --json holds;
     None on all ranks but the first. Errors have one-line messages."""
     from omnilead.data_tools.dataset import Dataset
-    from omnilead.engine.evaluation.results import EvalOptions, chosen_task, identify, score_task
+    from omnilead.engine.evaluation.identification import identify
+    from omnilead.engine.evaluation.results import EvalOptions, chosen_task, score_task
     from omnilead.engine.inference.commands import chosen_device
     from omnilead.engine.inference.trained_model import load
     from omnilead.engine.training.distributed import close, lost_a_rank, share_work

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from omnilead.engine.embed import embed as embed
     from omnilead.engine.evaluate import evaluate as evaluate
     from omnilead.engine.finetune import finetune as finetune
+    from omnilead.engine.fit import fit as fit
     from omnilead.engine.inference.trained_model import load as load
     from omnilead.engine.predict import predict as predict
     from omnilead.engine.pretrain import pretrain as pretrain
@@ -55,6 +56,7 @@ MODULES = {
     "embed": "omnilead.engine.embed",
     "evaluate": "omnilead.engine.evaluate",
     "finetune": "omnilead.engine.finetune",
+    "fit": "omnilead.engine.fit",
     "load": "omnilead.engine.inference.trained_model",
     "predict": "omnilead.engine.predict",
     "pretrain": "omnilead.engine.pretrain",

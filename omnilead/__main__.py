@@ -19,8 +19,7 @@ from omnilead.data_tools.io.terminal import Parser, tell
 from omnilead.engine.settings.commandline import interruptible, leave
 
 COMMANDS = {  # name: (module with main(arguments), optionally its first arguments; what it does)
-    "synth": ("omnilead.data_tools.__main__ synth", "make a synthetic archive"),
-    "shard": ("omnilead.data_tools.__main__ shard", "make a dataset from archives"),
+    "shard": ("omnilead.data_tools.__main__ shard", "make a dataset from archives or files"),
     "verify": ("omnilead.data_tools.__main__ verify", "check every byte of a dataset"),
     "remove": ("omnilead.data_tools.__main__ remove", "remove patients from a dataset"),
     "show": ("omnilead.data_tools.__main__ show", "print or draw a dataset, a crop or a record"),
@@ -28,24 +27,30 @@ COMMANDS = {  # name: (module with main(arguments), optionally its first argumen
         "omnilead.data_tools.__main__ labels",
         "write an archive's published labels as tables",
     ),
-    "pretrain": ("omnilead.engine.pretrain", "pre-train an encoder on a dataset"),
-    "finetune": ("omnilead.engine.finetune", "fine-tune a pre-trained encoder on a task"),
-    "report": ("omnilead.engine.extras.reports.__main__", "write RUN/report.html, at any time"),
-    "status": ("omnilead.engine.status", "show the state of a training run"),
-    "evaluate": ("omnilead.engine.evaluate", "score a model on held-out ECGs"),
+    "synth": ("omnilead.data_tools.__main__ synth", "make a synthetic archive"),
     "embed": ("omnilead.engine.embed", "write embeddings of ECGs as parquet"),
-    "bench": ("omnilead.engine.bench", "compare models by linear probes on frozen embeddings"),
-    "predict": (
-        "omnilead.engine.predict",
-        "write the predictions of a fine-tuned model as CSV or parquet",
-    ),
+    "fit": ("omnilead.engine.fit", "fit a classifier of your own labels on a frozen model"),
+    "predict": ("omnilead.engine.predict", "write a fitted model's predictions as CSV or parquet"),
+    "pretrain": ("omnilead.engine.pretrain", "pre-train an encoder on a dataset"),
+    "finetune": ("omnilead.engine.finetune", "train a pre-trained encoder on labels"),
+    "status": ("omnilead.engine.status", "show the state of a training run"),
+    "report": ("omnilead.engine.extras.reports.__main__", "write RUN/report.html, at any time"),
+    "evaluate": ("omnilead.engine.evaluate", "score a model on held-out ECGs"),
+    "bench": ("omnilead.engine.bench", "compare frozen models with each other and with baselines"),
+    "seen": ("omnilead.engine.seen", "say which ECGs a model or a run was trained on"),
+    "reproduce": ("omnilead.engine.extras.reproduce.__main__", "reproduce the tables of the paper"),
     "convert": (
         "omnilead.engine.convert",
         "convert weights from and to fairseq-signals, from any PyTorch network, and to ONNX",
     ),
-    "seen": ("omnilead.engine.seen", "say which ECGs a model or a run was trained on"),
     "hub": ("omnilead.engine.hub", "share a model on the Hugging Face Hub, or fetch one"),
-    "reproduce": ("omnilead.engine.extras.reproduce.__main__", "reproduce the tables of the paper"),
+}
+HEADINGS = {  # in the help, before the first command of each group
+    "shard": "make a dataset",
+    "embed": "use a model",
+    "pretrain": "train",
+    "evaluate": "compare",
+    "convert": "share",
 }
 GONE = {  # what to type instead
     "parity": "python -m tests.parity DIR, in a clone of the repository",
@@ -57,8 +62,7 @@ GONE = {  # what to type instead
 def main(arguments: Sequence[str] | None = None) -> int:
     """Imports only the module of the chosen command, so that --help does not wait for PyTorch."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    listed = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
-    about = {"description": __doc__, "epilog": f"commands:\n{listed}"}
+    about = {"description": __doc__, "epilog": listed_commands()}
     if given and given[0] in GONE:
         tell(f"omnilead: {given[0]} is no longer a command: type {GONE[given[0]]}")
         return 2
@@ -72,6 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module, first = "omnilead.engine.extras.reports.why", []  # data_tools knows no models
     code: int = importlib.import_module(module).main([*first, *given[1:]])
     return code
+
+
+def listed_commands() -> str:
+    lines = []
+    for name, (_, text) in COMMANDS.items():
+        if name in HEADINGS:
+            lines.append(f"{HEADINGS[name]}:")
+        lines.append(f"  {name:<10} {text}")
+    return "\n".join(lines)
 
 
 def script() -> NoReturn:

@@ -50,6 +50,7 @@ class ShardOptions:
     out: str
     plan: str = "paper"
     seed: int = 0
+    shard_crops: int | None = None  # None: as usual
     role_sources: RoleSources = PAPER_SOURCES
     format: str = "tar"
     workers: int = 1
@@ -450,7 +451,7 @@ def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
         meta[name] = SPEC[name]
     meta["preprocessing"] = SPEC
     meta["preprocessing_sha256"] = SPEC_HASH
-    for name in ("seed", "plan", "id_share", "role_sources", "leave_out_flags"):
+    for name in ("seed", "plan", "shard_crops", "id_share", "role_sources", "leave_out_flags"):
         if name in recipe:
             meta[name] = recipe[name]
     return meta | {"recipe": recipe_hash(recipe), "pseudonyms": recipe["pseudonyms"]}

@@ -25,7 +25,8 @@ from tqdm.auto import tqdm
 from ..dataset import FORMAT_VERSION, SHARD_CROPS
 from ..ecg.crops import SPEC_HASH, crop_count, dropped_samples
 from ..ecg.record import Header, record_stem
-from ..ecg.record_tables import patients_of, read_patients, some
+from ..ecg.record_names import some
+from ..ecg.record_tables import patients_of, read_patients
 from ..ecg.resampling import FS_HZ
 from ..io import cluster
 from ..io.errors import MISSING_FILE, ReadError, StorageError, printable
@@ -109,6 +110,7 @@ class ShardPlan:
     known_patients: Texts  # that its archive names, as the dataset shows them; "": none
     tables: str  # a hash of the sources' tables
     seed: int
+    shard_crops: int  # crops of each shard but the last
     seen: dict[str, int]  # number of records by source
     rejects: list[Reject]
 
@@ -118,7 +120,7 @@ class ShardPlan:
 
     @property
     def shards(self) -> int:
-        return -(-self.crops // SHARD_CROPS)
+        return -(-self.crops // self.shard_crops)
 
     def planned(self, shards: Iterable[int]) -> Iterator[PlannedShard]:
         """These shards."""
@@ -126,7 +128,7 @@ class ShardPlan:
         order = permutation(self.crops, self.seed)
         first_crop = np.cumsum(np.append(0, self.numbers["crops"]), dtype=np.int64)
         for index in shards:
-            crops = order[index * SHARD_CROPS : (index + 1) * SHARD_CROPS]
+            crops = order[index * self.shard_crops : (index + 1) * self.shard_crops]
             records = np.searchsorted(first_crop, crops, side="right") - 1
             yield self._planned(crops, records, crops - first_crop[records], columns)
 
@@ -204,9 +206,10 @@ def make_plan(
     patients: str | None = None,
     key: bytes | None = None,
     known: KnownRecords | None = None,
+    shard_crops: int | None = None,
 ) -> ShardPlan:
     """Read all headers in parallel and plan the shards. `patients`: a table that names them; `key`: of
-    pseudonyms; `known`: records that a dataset has, which are left out."""
+    pseudonyms; `known`: records that a dataset has, which are left out; `shard_crops`: None as usual."""
     sources = tuple(sources)
     people = read_patients(patients) if patients else None  # before hours of reading
     scans = cluster.run(partial(_scan, key), _chunks(sources), workers, dask)
@@ -237,6 +240,7 @@ def make_plan(
         known_patients,
         _tables(sources),
         seed,
+        shard_crops or SHARD_CROPS,
         seen,
         _with_unique_names(refused, labels.column(), again),
     )

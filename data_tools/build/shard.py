@@ -30,7 +30,7 @@ import pyarrow as pa
 from tqdm.auto import tqdm
 
 from .. import dataset
-from ..dataset import COLUMNS, CROP_SHAPE, META, Dataset, label_names, waveform
+from ..dataset import COLUMNS, CROP_SHAPE, META, SHARD_CROPS, Dataset, label_names, waveform
 from ..ecg.crops import Crop, flags_of, prepare_crop
 from ..ecg.pseudonyms import REMOVED, key_mark, pseudonym
 from ..ecg.record import EcgRecord, class_row
@@ -72,6 +72,11 @@ def shard(sources: list[Source], options: ShardOptions) -> Dataset:
     out = dataset_folder(options.out)
     if not out.remote and os.path.exists(out.url) and not os.path.isdir(out.url):
         raise DataError(f"--out {options.out}: is a file: choose a folder")
+    if options.shard_crops and options.format == "zarr":
+        raise DataError(
+            f"--shard-crops {options.shard_crops} is of tar shards, which --format zarr does not keep: "
+            "leave it out"
+        )
     complete = out.exists(META)
     unfinished = out.exists(".build")
     if not complete and not unfinished:
@@ -106,6 +111,7 @@ def _plan_and_build(sources: list[Source], options: ShardOptions, out: Folder) -
         options.patients,
         options.pseudonym_key,
         known,
+        options.shard_crops,
     )
     mark = key_mark(options.pseudonym_key)
     identities, contents = [], []
@@ -149,7 +155,7 @@ def locked(out: Folder) -> Iterator[None]:
 
 def _recipe(options: ShardOptions, identities: list[str], mark: str | None) -> dict[str, Any]:
     """All that determines the bytes. `identities`: of the shards; `mark`: of the key of pseudonyms."""
-    return {
+    recipe = {
         "plan": options.plan,
         "seed": options.seed,
         "format": options.format,
@@ -158,6 +164,9 @@ def _recipe(options: ShardOptions, identities: list[str], mark: str | None) -> d
         "base": None,  # in the hash since version 1
         **options.role_sources.to_meta(options.plan),
     }
+    if options.shard_crops not in (None, SHARD_CROPS):
+        recipe["shard_crops"] = options.shard_crops
+    return recipe
 
 
 def _already_finished(finished: Dataset, recipe: dict[str, Any]) -> Dataset:
@@ -176,10 +185,15 @@ def _changed_settings(finished: Dataset, recipe: dict[str, Any]) -> str:
     """Which settings differ from those it was made with."""
     formats = finished.meta["formats"]
     left_out = RoleSources.from_meta(finished.meta).leave_out
-    old = finished.meta | {"format": "both" if len(formats) > 1 else formats[0]}
+    old = (
+        {"shard_crops": SHARD_CROPS}
+        | finished.meta
+        | {"format": "both" if len(formats) > 1 else formats[0]}
+    )
     old["leave_out_flags"] = list(left_out)
     changed = []
     usual = {"leave_out_flags": list(PAPER_SOURCES.leave_out), "role_sources": None}
+    usual["shard_crops"] = SHARD_CROPS
     for name, value in (usual | recipe).items():
         if name not in ("contents", "base") and old.get(name) != value:
             changed.append(f"{name} was {old.get(name)}, not {value}")

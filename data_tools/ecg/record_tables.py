@@ -2,16 +2,14 @@
 `source` where databases share names.
 
     cells = read_table("my.csv")                # all columns as text, null where a cell is empty
-    found = find("my.csv", cells, keys, names)  # the row of each of these records
     patients = patients_of("who.csv", read_patients("who.csv"), keys)   # null where unknown
 
-The separator of a CSV is a comma, a semicolon or a tab; with the latter two, 40,1 is a number. A
-record is named as in a dataset, or by its path in the archive.
+The separator of a CSV is a comma, a semicolon or a tab; with the latter two, 40,1 is a number.
+record_names.py finds the rows of records.
 """
 
 import csv
 import io
-import re
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,16 +26,10 @@ from ..io.spreadsheet import QUOTED, unquoted
 from ..io.storage import missing_package
 from ..io.terminal import tell
 from .record import MAYBE_MISSING, known_patient
+from .record_names import SHOWN, match_records
 
 RESERVED = ("record", "source", "patient", "fold", "split")
-ENDING, FOLDERS = (r"\.[A-Za-z]\w{1,3}$", ""), ("^.*/", "")
-# File names of PTB-XL to record names of the Challenge
-PTBXL = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
-# Ways a table may name a record: as in the dataset, or by its path in the archive, perhaps with
-# folders joined by _
-FORMS = ((), (ENDING,), (ENDING, ("/", "_")), (ENDING, FOLDERS), (ENDING, FOLDERS, PTBXL))
 PTBXL_TABLE = {"filename_hr": "record", "patient_id": "patient"}  # of ptbxl_database.csv
-SHOWN = 3  # names in a message
 # 40,1 and also -0,5e-3, but neither 1,234,567 nor 1.234,5
 DECIMAL_COMMA = r"^([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)$"
 # More than a thousand, perhaps
@@ -45,15 +37,8 @@ THOUSANDS = r"^[+-]?[1-9]\d{0,2}[.,]\d{3}$"
 WHOLE = r"^(\d+)\.0$"  # what spreadsheets and pandas make of an id that is a number
 
 
-class Found(NamedTuple):
-    row: np.ndarray  # of each record, its row in the table; -1: none
-    # "2 (A, B) of 9 records are not in the data"; "" if the table has no others
-    missing: str
-    mostly: bool  # whether most of the table's records are missing
-
-
 def read_cells(
-    url: str, of: str = "labels", key: str = "record", used: Sequence[str] = ()
+    url: str, contents: str = "labels", key: str = "record", used: Sequence[str] = ()
 ) -> pa.Table:
     """Reads all columns as text; names of reserved columns become lower case. `key`: a column that
     the table must have. `used`: columns that may hold numbers; none: all."""
@@ -70,9 +55,9 @@ def read_cells(
     except ImportError as error:
         raise DataError(missing_package(url, error)) from None
     except FileNotFoundError:
-        raise DataError(f"{url}: no such file: name a CSV or parquet file of {of}") from None
+        raise DataError(f"{url}: no such file: name a CSV or parquet file of {contents}") from None
     except IsADirectoryError:
-        raise DataError(f"{url}: is a folder: name a CSV or parquet file of {of}") from None
+        raise DataError(f"{url}: is a folder: name a CSV or parquet file of {contents}") from None
     except Exception as error:  # many kinds: from object stores, pyarrow, a missing package
         why = one_line(str(error), 200)
         raise DataError(f"{url}: cannot be read as CSV or parquet: {why}") from None
@@ -82,16 +67,17 @@ def read_cells(
     return cells
 
 
-def read_table(url: str, of: str = "labels", used: Sequence[str] = ()) -> pa.Table:
+def read_table(url: str, contents: str = "labels", used: Sequence[str] = ()) -> pa.Table:
     """A table that names records."""
-    cells = read_cells(url, of, used=used)
+    cells = read_cells(url, contents, used=used)
     names = cells.column_names
     if PTBXL_TABLE.keys() <= set(names) and "record" not in names:
         names = [PTBXL_TABLE.get(name, name) for name in names]
         cells = cells.rename_columns(names)
     if "record" not in names:
         raise DataError(
-            f"{url}: its columns are {', '.join(names[:10])}: a column `record` must name the ECGs"
+            f"{url}: its columns are {', '.join(names[:10])}: a column `record` must name the ECGs: "
+            "rename the one that does"
         )
     if not len(cells):
         raise DataError(f"{url}: has a header, but no rows: add a row for each ECG")
@@ -105,21 +91,36 @@ def read_table(url: str, of: str = "labels", used: Sequence[str] = ()) -> pa.Tab
     return cells
 
 
-def _csv(data: bytes, key: str, used: Sequence[str]) -> pa.Table:
-    """The separator is the one that yields a column `key` in the header."""
-    text = decoded(data)
-    for mark in (",", ";", "\t", ","):  # a comma if none yields it
+class _Header(NamedTuple):
+    names: list[str]
+    mark: str  # the separator
+    lines: int  # that it takes
+    is_all: bool  # whether nothing follows
+
+
+def _header(text: str, key: str) -> _Header:
+    """The separator is the one that yields a column `key`, or else the most columns."""
+    headers = []
+    for mark in (",", ";", "\t"):
         lines = io.StringIO(text, newline="")
         reader = csv.reader(lines, delimiter=mark)
         try:
             names = [unquoted(cell) for cell in next(reader, [])]
         except csv.Error:
             raise DataError("the first line has a quote that is not closed") from None
+        header = _Header(names, mark, reader.line_num, not lines.read(2**10).strip())
         if len(names) > 1 and _name(key) in map(_name, names):
-            break
-    if not lines.read(2**10).strip():
+            return header
+        headers.append(header)
+    return max(headers, key=lambda header: len(header.names))
+
+
+def _csv(data: bytes, key: str, used: Sequence[str]) -> pa.Table:
+    text = decoded(data)
+    names, mark, lines, is_all = _header(text, key)
+    if is_all:
         return pa.table({name: pa.array([], pa.string()) for name in names})
-    read = pa_csv.ReadOptions(column_names=names, skip_rows=reader.line_num)
+    read = pa_csv.ReadOptions(column_names=names, skip_rows=lines)
     parse = pa_csv.ParseOptions(delimiter=mark, newlines_in_values=True)
     convert = pa_csv.ConvertOptions(
         column_types=dict.fromkeys(names, pa.string()), null_values=[""], strings_can_be_null=True
@@ -211,100 +212,6 @@ def missing_words(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.fill_null(pc.is_in(pc.utf8_lower(column), words), False)
 
 
-def find(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Found:
-    """Finds the row of each record. `keys`: their source/record; `names`: their record."""
-    by_source = "source" in cells.column_names
-    # without a source, records of two databases that share a name have equal targets
-    targets = keys if by_source else names
-    found = _targets(cells, targets, by_source)
-    record = cells["record"].combine_chunks()
-    rows, missing = np.flatnonzero(found >= 0), np.flatnonzero(found < 0)
-    found = found[rows]
-    hint = _in_subfolder(record, missing, names)
-    _refuse_ambiguous(url, record, rows, found, keys, targets, hint)
-    row_of_key = np.full(len(keys), -1)
-    row_of_key[found] = rows
-    absent = ""
-    if len(missing):
-        absent = f"{some(missing, record)} of {len(record):,} records are not in the data"
-        absent += hint
-    return Found(row_of_key, absent, len(missing) > len(rows))
-
-
-def _targets(cells: pa.Table, targets: pa.Array, by_source: bool) -> np.ndarray:
-    """For each row of a table, its index in `targets`; -1 if it is not among them. The first of
-    FORMS that yields one counts."""
-    record = cells["record"].combine_chunks()
-    found = np.full(len(record), -1)
-    for form in FORMS:
-        left = pa.array(np.flatnonzero(found < 0))
-        names = record.take(left)
-        for pattern, new in form:
-            names = pc.replace_substring_regex(names, pattern, new)
-        if by_source:
-            names = pc.binary_join_element_wise(cells["source"].take(left), names, "/")
-        found[left] = index_in(names, targets)
-    return found
-
-
-def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
-    """Index of each value in `among`; -1 if it is not there, or null."""
-    index = pc.fill_null(pc.index_in(values, among), -1)
-    return np.asarray(index.to_numpy(zero_copy_only=False))
-
-
-def _refuse_ambiguous(
-    url: str,
-    record: pa.Array,
-    rows: np.ndarray,
-    found: np.ndarray,
-    keys: pa.Array,
-    targets: pa.Array,
-    hint: str,
-) -> None:
-    """`rows` of the table name the `targets` that are `found`."""
-    if not len(rows):
-        here = ", ".join(map(str, record[:SHOWN].to_pylist()))
-        there = ", ".join(map(str, targets[:SHOWN].to_pylist()))
-        raise DataError(
-            f"{url}: none of its {len(record):,} records is in the data: it names {here}, the "
-            f"data {there}{hint}"
-        )
-    target = targets.dictionary_encode().indices.to_numpy()
-    named = np.bincount(target[found], minlength=len(keys))
-    records = np.bincount(target, minlength=len(keys))
-    shared = np.flatnonzero((named > 0) & (records > 1))
-    if len(shared):
-        twice = keys.take(pa.array(np.flatnonzero(target == shared[0]))).to_pylist()
-        raise DataError(
-            f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the "
-            "table"
-        )
-    again = np.flatnonzero(named > 1)
-    if len(again):
-        lines = rows[target[found] == again[0]] + 1
-        raise DataError(
-            f"{url}: record {record[lines[0] - 1]} is in rows {lines[0]} and {lines[1]}: keep one "
-            "of them"
-        )
-
-
-def _in_subfolder(record: pa.Array, missing: np.ndarray, names: pa.Array) -> str:
-    """What the first of these rows may mean that names a file of a subfolder without it."""
-    for row in missing[:SHOWN]:
-        name = re.sub(ENDING[0], "", str(record[row]))
-        if len(there := names.filter(pc.ends_with(names, f"_{name}"))):
-            return (
-                f"; is {name} (row {row + 1}) {there[0]}? A name begins with the file's subfolder"
-            )
-    return ""
-
-
-def some(positions: np.ndarray, names: pa.Array) -> str:
-    shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
-    return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"
-
-
 def read_patients(url: str) -> pa.Table:
     """A table with the columns `record` and `patient`, or ptbxl_database.csv."""
     cells = read_table(url, "patients")
@@ -347,8 +254,8 @@ def alike(owners: pa.Array) -> list[list[str]]:
 def patients_of(url: str, cells: pa.Table, keys: pa.Array) -> pa.Array:
     """The patient of each of these source/record; null where unknown. Tells which records of the
     table are not among them."""
-    found = find(url, cells, keys, pc.replace_substring_regex(keys, "^[^/]*/", ""))
-    if found.missing:
-        tell(f"note: {url}: {found.missing}")
-    rows = pa.array(found.row, mask=found.row < 0)
+    matches = match_records(url, cells, keys, pc.replace_substring_regex(keys, "^[^/]*/", ""))
+    for note in matches.notes:
+        tell(f"note: {url}: {note}")
+    rows = pa.array(matches.row, mask=matches.row < 0)
     return cells["patient"].combine_chunks().take(rows)

@@ -45,7 +45,7 @@ from ..ecg.record import (
     record_stem,
     synthetic_prefix,
 )
-from ..ecg.record_tables import PTBXL as PTBXL_NAME
+from ..ecg.record_names import PTBXL as PTBXL_NAME
 from ..ecg.record_tables import read_table as read_record_table
 from ..io.errors import DataError, ReadError, StorageError, one_line, printable
 from ..io.spreadsheet import as_number
@@ -209,6 +209,7 @@ def with_pseudonyms(url: str, key: bytes | None) -> pa.Table:
         source, record = row["source"], row["record"]
         if not (source and record):
             raise DataError(f"{url}: row {number} lacks its source or its record: fill it in")
+        record = record.replace("\\", "/")
         name = record_stem(record)
         if source in VENDORS or source == WfdbFolder.name:
             name = path_name(record, name)

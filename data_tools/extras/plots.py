@@ -23,9 +23,10 @@ import pyarrow.compute as pc
 
 from ..build.finishing import owners_of, records_of, value_counts
 from ..build.rejects import rejects_of
-from ..build.roles import PAPER_SOURCES, RoleSources
+from ..build.roles import PAPER_SOURCES, Records, RoleSources
 from ..dataset import Dataset, Ecg, flagged
 from ..ecg.crops import HALF, IMPLAUSIBLE, MAX_UV
+from ..ecg.mean_beat import rate_and_axis
 from ..ecg.record import ABBREVIATIONS, CLASS_OF, LEADS, real_source
 from ..ecg.record_tables import doubtful_patients
 from ..ecg.resampling import FS_HZ
@@ -88,9 +89,16 @@ def plot_ecg(ecg: Ecg) -> "Figure":
     """A figure of a crop's twelve leads on ECG paper, to scale; notebooks display it."""
     title = f"{ecg.source}/{ecg.record}, from {ecg.start_s:g} s"
     caption = caption_of(ecg.age, ecg.sex, ecg.dx)
+    caption = f"{computed(ecg.signal_uv, ecg.halves, ecg.missing_leads)}. {caption}"
     if ecg.flags:  # first, because a long caption is cut
         caption = f"flagged: {', '.join(ecg.flags)}. {caption}"
     return ecg_figure(ecg.signal_uv, ecg.halves, title, caption, ecg.missing_leads)
+
+
+def computed(signal_uv: np.ndarray, halves: int, missing: Collection[str]) -> str:
+    """Heart rate and electrical axis of a crop, or why there are none."""
+    mv = signal_uv[:, : HALF * halves] / 1000
+    return f"{rate_and_axis(mv, missing)} (computed, not a diagnosis)"
 
 
 class _Cell(NamedTuple):
@@ -499,12 +507,26 @@ def _role_lines(dataset: Dataset) -> Iterator[str]:
 
 def _duplicate_lines(dataset: Dataset) -> list[str]:
     records = records_of(dataset.table)
-    _, number = np.unique(records.waveform, return_inverse=True)
-    pairs = np.unique(np.stack([number, records.crop_record]), axis=1)
-    duplicates = int((np.bincount(pairs[0])[number] > 1).sum())
-    if not duplicates:
+    _, waveform = np.unique(records.waveform, return_inverse=True)
+    in_order = np.unique(np.stack([waveform, records.crop_record]), axis=1)
+    records_with = np.bincount(in_order[0])
+    copies = int((records_with[waveform] > 1).sum())
+    if not copies:
         return []
-    return ["", f"{duplicates:,} crops have the same waveform as a crop of another record"]
+    first = (np.cumsum(records_with) - records_with)[records_with > 1]  # in in_order[1]
+    pairs = np.unique(in_order[1][np.stack([first, first + 1])], axis=1).T
+    shown = [" and ".join(sorted(_key(records, record) for record in pair)) for pair in pairs[:3]]
+    more = ", ..." * (len(pairs) > len(shown))
+    return [
+        "",
+        f"{copies:,} crops have the same waveform as a crop of another record: {', '.join(shown)}"
+        f"{more}; samples.parquet has the same `waveform` for them",
+    ]
+
+
+def _key(records: Records, record: int) -> str:
+    """SOURCE/NAME"""
+    return f"{records.source_names[records.source[record]]}/{records.names[record]}"
 
 
 def _whose(without: pa.Table) -> str:

@@ -209,6 +209,8 @@ class LocalFolder:
         place = self.path(under) if under else self.url
         try:
             return sorted(os.listdir(place))
+        except NotADirectoryError:
+            raise StorageError(f"{place} is a file: name the folder that it is in") from None
         except OSError as error:
             raise StorageError(f"cannot list {place}: {error.strerror}") from None
 

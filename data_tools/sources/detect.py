@@ -66,6 +66,7 @@ ARCHIVES: dict[str, type[Source]] = {
     "wfdb": WfdbFolder,
     "arrays": ArraySource,
 }
+TEXTS = (".txt", ".csv", ".tsv", ".asc")
 FileReader = type[FileSource]
 
 
@@ -116,9 +117,13 @@ def open_sources(
             f"{root.url}: a dataset, not an archive: pass the archives that it was made from"
         )
     some = "" if private else f" ({', '.join(names[:5])}, ...)"
-    raise UnknownArchive(
-        f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source"
-    )
+    error = f"{root.url}: no known archive{some}{links_in(root)}: set its format with --source"
+    if any(name.lower().endswith(TEXTS) for name in names):
+        error += (
+            "; texts do not state their rate, leads and unit: save them as .npy (--source arrays), or "
+            "read them with a file.py:Class of your own (data_tools/README.md)"
+        )
+    raise UnknownArchive(error)
 
 
 def _of_kind(root: Folder, kind: str, hospital: FileReader | None) -> Source:

@@ -104,7 +104,7 @@ def peek(data: bytes) -> tuple[str, int, float, int]:
     for line in _lines(data):
         if line and not line.startswith("#"):
             return _record_line(line)
-    raise ReadError("empty header")
+    raise ReadError("empty header", "copy the file again")
 
 
 def signal_marks(data: bytes) -> bytes:
@@ -129,7 +129,7 @@ def parse_header(data: bytes) -> WfdbHeader:
         elif line:
             lines.append(line)
     if not lines:
-        raise ReadError("empty header")
+        raise ReadError("empty header", "copy the file again")
     name, n_signals, fs_hz, samples = _record_line(lines[0])
     if len(lines) - 1 != n_signals:
         raise ReadError("signal count", f"{n_signals} announced, {len(lines) - 1} described")

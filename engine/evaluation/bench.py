@@ -15,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from zlib import crc32
 
@@ -22,31 +23,38 @@ import numpy as np
 
 from omnilead.data_tools.io.terminal import interactive, tell
 
-from ..data.seen import seen_in
 from ..inference.commands import refuse_ranks
-from ..inference.trained_model import load
 from ..model.input import Input
 from ..settings.commandline import writing
 from ..settings.errors import ConfigError, Facts
 from ..tasks.kinds import KINDS
 from ..training.metrics import identification
 from .boosted import INSTALL, installed
-from .differences import Samples, Scores, averaged, by_class, compared, over_classes
+from .differences import Samples, Scores, averaged, by_class, by_fold, compared, over_classes
 from .embedders import (
     BOOSTED,
-    READERS,
     ROCKET,
     Compared,
     Embedder,
     Vectors,
     embedded,
-    name_and_folder,
-    reading,
     rocket,
     rows_to_compare,
 )
-from .plan import IDENTIFICATION, Identities, ProbedTask, Work, measured, planned
-from .probe import Fit, ProbeData, require_free, save_with_head
+from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
+from .plan import (
+    FITTED,
+    IDENTIFICATION,
+    Identities,
+    ProbedRecords,
+    ProbedTask,
+    Work,
+    fits,
+    left_out,
+    planned,
+    records_of,
+)
+from .probe import Fit, ProbeData
 from .results import EvalOptions, leakage, nullable, shown_input
 
 ROCKET_CROPS = 20_000  # MiniRocket keeps 80 kB of each
@@ -61,15 +69,18 @@ def bench(args: Namespace) -> Facts:
     rows = rows_to_compare(args.models, args)
     args.widest = widest_input(rows)
     work = planned(args)
-    require_one_probe(rows, work, args)
+    require_one_probe(work, args)
     notes = remarks(rows, args, work)  # refuses bad input early
     rows = affordable(rows, work, notes)
     parts = Path(args.out, "parts")
     scores: Scores = {}
+    began = monotonic()
     for number, row in enumerate(rows, 1):
         for lead in args.leads:
             for key, scored in row_scores(row, lead, work, parts).items():
                 scores[row.name, *key] = scored
+            if (number, lead) == (1, args.leads[0]):
+                tell(about_time(monotonic() - began, rows, args.leads))
         if not interactive():  # there are no progress bars
             tell(f"bench: {number} of {len(rows)} done: {row.name}")
     random = {row.name: row.random for row in rows}
@@ -89,8 +100,19 @@ def bench(args: Namespace) -> Facts:
         **compared(scores, random),
     }
     if args.head:  # last: a run that is interrupted before can be run again
-        save_head(rows[0], work, args, parts)
+        notes += save_head(rows[0], work, args, parts)
     return dict(nullable(document))
+
+
+def about_time(first_s: float, rows: Sequence[Compared], leads: Sequence[str]) -> str:
+    """An estimate, by how often something is fitted. A draw of random weights takes as long as the
+    model; the baselines take less, but boosting more."""
+    parts = len(leads) * sum(max(1, len(row.draws)) for row in rows)
+    minutes = max(1, round(first_s * parts / 60))
+    return (
+        f"bench: part 1 of {parts} took {first_s:.0f} s: all may take {minutes} minute{'s' * (minutes > 1)}. "
+        "What is done is kept"
+    )
 
 
 def widest_input(rows: Sequence[Compared]) -> Input:
@@ -157,11 +179,16 @@ def probe_samples(
         # Exclusive classes are solved together, also those that are not scored
         solved_K = np.ones_like(used_K) if KINDS[task.kind].exclusive else used_K
         each = []
-        for rows in draws:
-            drawn = data.of(rows)
-            probe = fit(drawn._replace(y_NK=drawn.y_NK[:, solved_K]))
-            scores_NK = probe.scores(test_ND)[:, used_K[solved_K]]
-            each.append(by_class(task.kind, y_NK, scores_NK, task.weight_NB))
+        for draw in draws:
+            scores_NK = np.zeros(y_NK.shape)
+            for rows, scored in fits(draw, task.fold_N):
+                drawn = data.of(rows)
+                probe = fit(drawn._replace(y_NK=drawn.y_NK[:, solved_K]))
+                scores_NK[scored] = probe.scores(test_ND[scored])[:, used_K[solved_K]]
+            if task.fold_N is None:
+                each.append(by_class(task.kind, y_NK, scores_NK, task.weight_NB))
+            else:
+                each.append(by_fold(task.kind, y_NK, scores_NK, task.weight_NB, task.fold_N))
         yield share, averaged(each)
 
 
@@ -186,11 +213,7 @@ def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
         warned = shown_input(models[name], dataset, EvalOptions(leads=lead))[1]
         notes += [f"{name}: {note}" for note in warned]
     for dataset in work.rows:
-        if lost := int((~measured(dataset, args)).sum()):
-            notes.append(
-                f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was "
-                f"recorded in them{args.widest.too_short}."
-            )
+        notes += left_out(dataset, args)
     # Which models have seen the patients that they are tested on
     tested = {name: (task.test.rows, task.patient_B) for name, task in work.tasks.items()}
     if persons := work.persons:
@@ -201,7 +224,22 @@ def remarks(rows: Sequence[Compared], args: Namespace, work: Work) -> list[str]:
         notes += [f"{name}, {task_name}: {note}" for note in warned]
     if args.fit_leads:
         notes.append(f"Probes were fitted on leads {args.fit_leads}.")
+    if args.folds:
+        notes.append(
+            f"Cross-validation in {args.folds} folds: each ECG is scored once, by a probe that was "
+            "fitted without its patient. It is ranked among the ECGs of its own fold."
+        )
+    elif work.tested is work.fitted:
+        notes += [few_tested(name, task) for name, task in work.tasks.items() if task.few_tested]
     return list(dict.fromkeys(notes))
+
+
+def few_tested(name: str, task: ProbedTask) -> str:
+    every = sum(len(records.y_NK) for records in (task.train, task.test))
+    return (
+        f"{name}: {len(task.test.y_NK)} ECGs are tested, which says little: --folds 5 tests "
+        f"all {every:,}."
+    )
 
 
 def affordable(rows: list[Compared], work: Work, notes: list[str]) -> list[Compared]:
@@ -215,7 +253,7 @@ def affordable(rows: list[Compared], work: Work, notes: list[str]) -> list[Compa
     return [row for row in rows if row.draws]
 
 
-def require_one_probe(rows: Sequence[Compared], work: Work, args: Namespace) -> None:
+def require_one_probe(work: Work, args: Namespace) -> None:
     """ConfigError unless --head can be written: one probe, fitted on known labels of every class."""
     if not args.head:
         return
@@ -230,44 +268,27 @@ def require_one_probe(rows: Sequence[Compared], work: Work, args: Namespace) -> 
                 f"--head {args.head}: is one probe of one model, but {option} names {count}: use one"
             )
     (task,) = work.tasks.values()
-    unknown_K = np.isnan(task.train.y_NK).all(0)
-    if unknown_K.any():
-        names = ", ".join(np.array(task.labels.classes)[unknown_K])
-        raise ConfigError(
-            f"{task.labels.name}: no record of train and valid has a known label in {names}: leave "
-            "the column out, or fill in its cells"
-        )
+    require_known(task.labels, head_records(task, work, args))
 
 
-def save_head(row: Compared, work: Work, args: Namespace, folder: Path) -> None:
-    """Writes the model with its probe as a head, fitted on all labels of train and valid; a
-    boosted one on windows, since a model scores these, with the measurements and the mean beat."""
+def head_records(task: ProbedTask, work: Work, args: Namespace) -> ProbedRecords:
+    """Those of train and valid, with --folds too, so that `omnilead evaluate` can test the head."""
+    return records_of(work.fitted, task.labels, FITTED, args) if args.folds else task.train
+
+
+def save_head(row: Compared, work: Work, args: Namespace, parts: Path) -> list[str]:
+    """Writes the model with its probe as a head, and returns what to say of it."""
     (task,), embedder = work.tasks.values(), row.draws[0][0]
-    model: Any = embedder.model
-    readout = model.readout_of(args.readout)
-    if args.reader == "boosted":
-        more = [part for part in ("rhythm", "waveform") if part not in readout]
-        readout = model.readout_of("+".join([*readout, *more]))
-    train = task.train
+    train = head_records(task, work, args)
     leads = args.fit_leads or args.leads[0]
-    # The model will measure rhythm itself, in its own leads
-    vectors = embedded(reading(embedder, readout), work.fitted, train.rows, leads, folder)
-    x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
+    choice = Choice(args.reader, args.readout, leads, args.folds)
+    head = fit_head(embedder, work.fitted, task.labels, train, choice, parts)
+    with writing(Path(args.head), "--head"):
+        write_head(head, unrounded(embedder, args.models[0], args.code), Path(args.head))
+    is_row = f"is the row {row.name!r}, leads {leads}, fitted on {head.people}"
     if args.reader == "boosted":
-        x_ND, record_N = train.windows(vectors)
-    data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], task.kind)
-    fitted = seen_in(work.fitted, np.sort(train.rows), "labelled")
-    if embedder.precision == "bf16":  # its weights were rounded
-        model = load(name_and_folder(args.models[0])[1], args.code)
-    out = Path(args.head)
-    with writing(out, "--head"):
-        save_with_head(
-            model,
-            embedder.input.limited_to(leads),
-            readout,
-            task.labels,
-            READERS[args.reader],
-            data,
-            fitted,
-            out,
+        is_row = (
+            f"is {head.made} on {row.name!r}, the mean beat and measurements, leads {leads}, which no row "
+            f"has, fitted on {head.people}; boosting without an encoder is --readout rhythm+waveform"
         )
+    return [f"{args.head}: {sentence}." for sentence in [is_row, *head.said]]

@@ -17,6 +17,7 @@ from ..tasks.kinds import KINDS
 from ..training.metrics import Array, exact_interval, statistic_of, weighted_measures
 
 RESAMPLES = 1000
+RANKED = ("auroc", "auprc", "c_index")  # metrics that compare the scores of ECGs
 Samples = dict[str, Array]  # metrics [B]
 Scored = tuple[Facts, Samples]
 Scores = dict[tuple[Any, ...], Scored]  # by model, task, leads and share
@@ -57,6 +58,28 @@ def by_class(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array) -> Samp
     columns = zip(y_NK.T, scores_NK.T, strict=True)
     classes = [weighted_measures(y_N, score_N, weight_NB) for y_N, score_N in columns]
     return {name: np.stack([metrics[name] for metrics in classes]) for name in classes[0]}
+
+
+def by_fold(kind: str, y_NK: Array, scores_NK: Array, weight_NB: Array, fold_N: Array) -> Samples:
+    """Metrics [K, B] of cross-validation. The scores of two folds are of two probes, so only values
+    and probabilities are on one scale: where ECGs are ranked, each is ranked in its own fold alone,
+    and a fold counts by its pairs of an ECG with the class and one without it (survival: by its
+    events)."""
+    samples = by_class(kind, y_NK, scores_NK, weight_NB)
+    sums = {name: np.zeros_like(samples[name]) for name in RANKED if name in samples}
+    pairs_KB = np.zeros((y_NK.shape[1], weight_NB.shape[1]))
+    for fold in np.unique(fold_N):
+        rows = fold_N == fold
+        y_RK, weight_RB = y_NK[rows], weight_NB[rows]
+        of_fold_KB = (y_RK > 0).T @ weight_RB
+        if KINDS[kind].of_classes:
+            of_fold_KB = of_fold_KB * ((y_RK == 0).T @ weight_RB)
+        ranked = by_class(kind, y_RK, scores_NK[rows], weight_RB)
+        for name, sum_KB in sums.items():
+            sum_KB += np.where(of_fold_KB > 0, ranked[name], 0) * of_fold_KB
+        pairs_KB += of_fold_KB
+    with np.errstate(invalid="ignore"):  # no pairs: NaN
+        return samples | {name: sum_KB / pairs_KB for name, sum_KB in sums.items()}
 
 
 def over_classes(samples: Samples, few: bool = False) -> Samples:

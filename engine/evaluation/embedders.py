@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.ecg import mean_beat
 from omnilead.data_tools.io.storage import write_whole
 
 from ..data.batches import dataset_batches, predict
 from ..inference.commands import prepare_model
 from ..inference.outputs import progress_bar
 from ..inference.trained_model import NOT_FINITE, TrainedModel
-from ..model import mean_beat
 from ..model import readout as readouts
 from ..model.folder import config_of
 from ..model.input import Input
@@ -46,7 +46,7 @@ RANDOM, MEAN_BEAT, MEASURED = "random weights", "mean beat", "measurements"
 BOOSTED, ROCKET = "boosted features", "MiniRocket + ridge"
 READERS = {"linear": linear, "boosted": boosted}
 ROCKET_HZ = 100.0
-ROCKET_CROPS = 64  # that give its thresholds
+ROCKET_SAMPLE = 64  # crops, that give its thresholds
 DRAWS = 5  # of random weights: their scores differ by as much as 0.02
 BLOCK = 4096  # crops in a file
 
@@ -122,7 +122,7 @@ def rocket(dataset: Dataset, rows: Array, leads: str) -> Embedder:
     """MiniRocket of these leads, with thresholds from some of these crops."""
     whole = Input(ALL, ALL, fs_hz=ROCKET_HZ)
     shown = whole.limited_to(leads)
-    (batch,) = dataset_batches(dataset, [np.unique(rows)[:ROCKET_CROPS]])
+    (batch,) = dataset_batches(dataset, [np.unique(rows)[:ROCKET_SAMPLE]])
     windows_RLT = shown.windows(torch.from_numpy(batch.uv_BLT), batch.halves_B)
     features = MiniRocket(windows_RLT, shown.seen)
     return Embedder(ROCKET, f"{ROCKET} {features.digest}", whole, features)
@@ -135,7 +135,7 @@ def _model_rows(models: Sequence[str], measured: Embedder, args: Namespace) -> l
         name, folder = name_and_folder(text)
         if name in rows or name in (RANDOM, MEAN_BEAT, MEASURED, BOOSTED, ROCKET):
             raise ConfigError(f"--models {text}: the name {name!r} is taken: write NAME={folder}")
-        embedder = _embedder(name, folder, args)
+        embedder = embedder_of(name, folder, args)
         architecture = architecture_of(embedder, args)
         model: Any = embedder.model
         random = f"{RANDOM} of {name}" if random_of else RANDOM
@@ -164,7 +164,7 @@ def name_and_folder(text: str) -> tuple[str, str]:
     return name or (path.parent.name if path.name == "model" else path.name), folder
 
 
-def _embedder(name: str, folder: str, args: Namespace) -> Embedder:
+def embedder_of(name: str, folder: str, args: Namespace) -> Embedder:
     model, precision = prepare_model(folder, args.device, args.precision, args.code)
     batch = args.batch or (256 if model.device.type == "cuda" else 16)
     embedder = Embedder(name, "", model.input, model, model, batch, precision=precision)

@@ -12,9 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
+from sklearn.model_selection import GroupKFold
 
 from omnilead.data_tools.dataset import Dataset
 
@@ -25,22 +28,21 @@ from ..settings.errors import ConfigError, Facts
 from ..settings.files import shipped
 from ..settings.leads import parse_leads
 from ..tasks.config import TaskConfig
-from ..tasks.kinds import EMPTY, KINDS, Kind
-from ..tasks.labels import (
-    DX_ROLES,
-    OWN_COLUMNS,
-    TaskLabels,
-    data_records,
-    guess,
-    read_task,
-)
+from ..tasks.guess import guess_kind
+from ..tasks.join import OWN_COLUMNS, data_records
+from ..tasks.kinds import EMPTY, KINDS
+from ..tasks.labels import DX_ROLES, TaskLabels, read_task
+from ..tasks.splits import SPLITS
 from ..training.metrics import TOO_FEW, Array, few_patients
 from .differences import Samples, resampled
 from .embedders import Vectors
-from .results import identity_rows, load_task
+from .identification import identity_rows
+from .results import FEW_TESTED, load_task
 
 IDENTIFICATION = "identification"
+FITTED = ("train", "valid")  # splits that a probe is fitted on
 TABLES = (".parquet", ".csv")
+SHEETS = (*TABLES, ".tsv", ".xls", ".xlsx")  # the last two are refused as sheets
 DRAWS = 5  # for shares up to 0.1; for larger ones as many as half of the labels allow
 
 
@@ -71,7 +73,7 @@ class ProbedRecords(NamedTuple):
 
 class ProbedTask(NamedTuple):
     labels: TaskLabels
-    train: ProbedRecords  # with valid
+    train: ProbedRecords  # with valid; with --folds all labelled records, also as `test`
     test: ProbedRecords
     draws: dict[float, list[Array]]  # by share: the drawn training records
     # By share, bool [K]: outputs whose labels vary in test and in each draw
@@ -79,10 +81,15 @@ class ProbedTask(NamedTuple):
     weight_NB: Array  # of the test records
     few: set[float]  # shares of which the test has too few patients for intervals
     patient_B: Array  # of all crops of the tested dataset
+    fold_N: Array | None = None  # with --folds, that of each record
 
     @property
     def kind(self) -> str:
         return self.labels.task.kind
+
+    @property
+    def few_tested(self) -> bool:
+        return len(self.test.y_NK) < FEW_TESTED
 
     def facts(self, share: float, samples: Samples) -> Facts:
         """What was scored, with the values of each class."""
@@ -96,7 +103,7 @@ class ProbedTask(NamedTuple):
         return {
             "n": len(self.test.y_NK),
             "patients": len(people) if (people & 1).all() else None,  # some are unknown
-            "labelled": len(draws[0]),
+            "labelled": len(fits(draws[0], self.fold_N)[0][0]),
             "draws": len(draws),
             "classes": len(used),
             "left_out": names[~used_K].tolist(),
@@ -144,12 +151,23 @@ class Work(NamedTuple):
 
 
 def planned(args: Namespace) -> Work:
+    words = args.tasks or [word for word in [args.labels] if word.endswith(TABLES)]
+    if not words:
+        raise ConfigError(
+            "no task: name tasks with --tasks, or a table of labels with --labels my.csv"
+        )
+    if (args.columns or args.kind) and not any(word.endswith(TABLES) for word in words):
+        raise ConfigError(
+            "--columns and --kind are for a table of labels: name one with --labels my.csv"
+        )
+    if args.folds and args.test_data:
+        raise ConfigError("--folds tests the ECGs of --data: leave --test-data out")
     require_labels("--labels", args.labels)
     require_labels("--test-labels", args.test_labels)
     fitted = Dataset.open(args.data, args.anonymous)
     tested = Dataset.open(args.test_data, args.anonymous) if args.test_data else fitted
     tasks: dict[str, ProbedTask] = {}
-    for word in args.tasks:
+    for word in words:
         if word == IDENTIFICATION:
             continue
         try:
@@ -159,11 +177,11 @@ def planned(args: Namespace) -> Work:
         name = task.labels.task.name
         if name in tasks:
             raise ConfigError(
-                f"--tasks {' '.join(args.tasks)}: two tasks have the same name: leave one out, or "
+                f"--tasks {' '.join(words)}: two tasks have the same name: leave one out, or "
                 "rename its table"
             )
         tasks[name] = task
-    persons = identities(tested, args) if IDENTIFICATION in args.tasks else None
+    persons = identities(tested, args) if IDENTIFICATION in words else None
     return Work(fitted, tested, tasks, persons, args.fit_leads)
 
 
@@ -172,6 +190,16 @@ def measured(dataset: Dataset, args: Namespace) -> Array:
     rows are of the same ECGs."""
     inputs = [replace(args.widest, seen=parse_leads(lead)) for lead in args.shown]
     return np.asarray(np.all([one.usable(dataset) for one in inputs], axis=0))
+
+
+def left_out(dataset: Dataset, args: Namespace) -> list[str]:
+    lost = int((~measured(dataset, args)).sum())
+    if not lost:
+        return []
+    return [
+        f"{dataset.root.url}: {lost:,} crops are left out: none of the shown leads was recorded in "
+        f"them{args.widest.too_short}."
+    ]
 
 
 def identities(tested: Dataset, args: Namespace) -> Identities:
@@ -183,16 +211,18 @@ def identities(tested: Dataset, args: Namespace) -> Identities:
 def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) -> ProbedTask:
     """`tested`: if it is another dataset, it has outputs of the same names, and its own test
     split."""
-    task = _task_named(word, args)
-    labels = test_labels = labels_to_probe(fitted, task)
+    task = task_named(word, args)
+    every: Sequence[str] = SPLITS[1:] if args.folds else ()
+    labels = test_labels = labels_to_probe(fitted, task, every or ("train",))
     if tested is not fitted:
         url = table_of(args.test_labels, word) or task.labels
         columns, classes = labels.task.columns, labels.task.classes
         test_task = replace(task, columns=columns, classes=classes, labels=url)
         test_labels = read_task(test_task, [tested])
-    train = records_of(fitted, labels, ("train", "valid"), args)
-    test = records_of(tested, test_labels, ("test",), args)
-    require_varied(test_labels, "test", tested)
+    train = records_of(fitted, labels, every or FITTED, args)
+    test = records_of(tested, test_labels, every or ("test",), args)
+    require_varied(test_labels, every or ("test",), tested)
+    fold_N = folds_of(fitted, train, args.folds) if args.folds else None
     shared = "" if tested is fitted else overlap(fitted, np.sort(train.rows), tested, test.rows)
     if shared:
         labels.remarks.append(
@@ -200,12 +230,17 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) 
         )
     kind = KINDS[task.kind]
     draws = {share: list(drawn(train.patient_N, share)) for share in args.share}
-    used = {share: varied_in_all(kind, train, test, draws[share]) for share in args.share}
-    for share, used_K in used.items():
+    used = {}
+    for share in args.share:
+        used[share] = used_K = kind.varied(test.y_NK)
+        for draw in draws[share]:
+            for rows, _ in fits(draw, fold_N):
+                used_K &= kind.varied(train.y_NK[rows])
         if not used_K.any():
+            mend = "a larger share" + ", or fewer --folds" * bool(args.folds)
             raise ConfigError(
                 f"--share {share:g} of {len(np.unique(train.patient_N)):,} patients of train, "
-                f"{len(test.y_NK):,} records of test: {kind.same_in_a_share}: use a larger share"
+                f"{len(test.y_NK):,} records of test: {kind.same_in_a_share}: use {mend}"
             )
     few = set()
     for share, used_K in used.items():
@@ -214,37 +249,60 @@ def task_to_probe(word: str, fitted: Dataset, tested: Dataset, args: Namespace) 
     if few:
         labels.remarks.append(f"{TOO_FEW} have no interval.")
     weight_NB, patient_B = resampled(test.patient_N), test_labels.patients[0]
-    return ProbedTask(labels, train, test, draws, used, weight_NB, few, patient_B)
+    return ProbedTask(labels, train, test, draws, used, weight_NB, few, patient_B, fold_N)
 
 
-def varied_in_all(
-    kind: Kind, train: ProbedRecords, test: ProbedRecords, draws: Sequence[Array]
-) -> Array:
-    """bool [K]: the outputs whose labels vary in test and in each draw."""
-    used_K = kind.varied(test.y_NK)
-    for rows in draws:
-        used_K = used_K & kind.varied(train.y_NK[rows])
-    return used_K
+def fits(rows: Array, fold_N: Array | None) -> list[tuple[Array, Any]]:
+    """For each probe, the training records that it is fitted on, of those in `rows`, and the test
+    records that it scores: all, or those of a fold."""
+    if fold_N is None:
+        return [(rows, slice(None))]
+    return [(rows[fold_N[rows] != fold], fold_N == fold) for fold in np.unique(fold_N)]
 
 
-def labels_to_probe(dataset: Dataset, task: TaskConfig) -> TaskLabels:
+def folds_of(dataset: Dataset, records: ProbedRecords, count: int) -> Array:
+    """The fold of each record. Those of a patient, and those with the same waveform, are in one: the
+    same ECG may be there under two names."""
+    n, crops = len(records.y_NK), len(records.rows)
+    record_B = np.repeat(np.arange(n), np.diff(records.begins, append=crops))
+    wave_B = np.unique(dataset.column("waveform")[records.rows], return_inverse=True)[1]
+    patients, patient_N = np.unique(records.patient_N, return_inverse=True)
+    # A graph whose nodes are patients, then waveforms
+    edges = patient_N[record_B], len(patients) + wave_B
+    nodes = len(patients) + crops
+    graph = coo_matrix((np.ones(crops), edges), (nodes, nodes))
+    group_N = connected_components(graph, directed=False)[1][patient_N]
+    first = np.unique(group_N, return_index=True)[1]
+    if count > len(first):
+        raise ConfigError(f"--folds {count}: only {len(first):,} patients have labels: use fewer")
+    # Groups are named by a patient, so that folds are those of the patients where no ECG is there twice
+    least = np.full(group_N.max() + 1, len(patients))
+    np.minimum.at(least, group_N, patient_N)
+    fold_N = np.zeros(n, np.int64)
+    splits = GroupKFold(count).split(patient_N, groups=least[group_N])
+    for fold, (_, held) in enumerate(splits):
+        fold_N[held] = fold
+    return fold_N
+
+
+def labels_to_probe(dataset: Dataset, task: TaskConfig, splits: Sequence[str]) -> TaskLabels:
     """ConfigError if there is nothing to fit on."""
     if task.kind == "identity":
         raise ConfigError("is of patients: use identification, without a table")
     labels = read_task(task, [dataset])
-    if not len(labels.rows(0, "train")):
+    if not any(len(labels.rows(0, split)) for split in splits):
         mend = "a probe needs train and test"
         if labels.role == "dx":
             mend += f"; {DX_ROLES}"
         name = labels.name or dataset.root.url
         raise ConfigError(f"{name}: no record is in the split train: {mend}")
-    require_varied(labels, "train", dataset)
+    require_varied(labels, splits, dataset)
     return labels
 
 
-def require_varied(labels: TaskLabels, split: str, dataset: Dataset) -> None:
-    kind = KINDS[labels.task.kind]
-    y_NK = labels.y[0][labels.rows(0, split)]
+def require_varied(labels: TaskLabels, splits: Sequence[str], dataset: Dataset) -> None:
+    kind, split = KINDS[labels.task.kind], splits[0]
+    y_NK = np.concatenate([labels.y[0][labels.rows(0, name)] for name in splits])
     if kind.varied(y_NK).any():
         return
     mend = f"; {EMPTY}" if kind.has_thresholds and (y_NK > 0).any() else ""
@@ -254,11 +312,12 @@ def require_varied(labels: TaskLabels, split: str, dataset: Dataset) -> None:
     )
 
 
-def _task_named(word: str, args: Namespace) -> TaskConfig:
+def task_named(word: str, args: Namespace) -> TaskConfig:
     """A task with its label table, or that of a table, whose kind is guessed. ConfigError if a
     shipped task needs a table and there is none."""
-    if word.endswith(TABLES):
-        return guess(TaskConfig(Path(word).stem[:64], labels=word))
+    if word.endswith(SHEETS):
+        task = TaskConfig(Path(word).stem[:64], labels=word, columns=tuple(args.columns))
+        return replace(task, kind=args.kind) if args.kind else guess_kind(task)
     url, known = table_of(args.labels, word), word in shipped("tasks")
     if url and not known and not Path(word).exists():
         raise ConfigError(f"is no shipped task: to probe the table, give --tasks {url}")

@@ -1,8 +1,7 @@
-"""Linear probes of frozen embeddings by scikit-learn, and a model with one as its head.
+"""Linear probes of frozen embeddings by scikit-learn.
 
     probe = linear(ProbeData(x_ND, y_NK, patient_N, "multilabel"))
     probe.scores(test_ND)                # probabilities, values or risks
-    save_with_head(model, shown, readout, labels, linear, data, seen, Path("MODEL"))
 
 Each record is one row, the mean over its halves. Linear: a logistic regression for each class,
 softmax for exclusive classes, ridge regression for values, Cox regression for survival. Features
@@ -13,13 +12,10 @@ probabilities or values of those held out; in survival, the partial likelihood.
 Axes: N rows, D width of an embedding, K classes. Labels that are NaN are unknown.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
 from scipy.optimize import minimize
 from sklearn.linear_model import LogisticRegression, Ridge
@@ -27,18 +23,7 @@ from sklearn.model_selection import GroupKFold
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from omnilead.data_tools.io.terminal import tell
-
-from ..data.seen import joined
-from ..inference.trained_model import TrainedModel
-from ..inference.trees import Trees
-from ..model.folder import write
-from ..model.input import Input
-from ..model.readout import Readout
-from ..settings.errors import ConfigError
-from ..settings.leads import describe_leads
-from ..tasks.kinds import KINDS, event_loss, sensitive, thresholds
-from ..tasks.labels import TaskLabels, unknown_patients
+from ..tasks.kinds import KINDS, event_loss
 from ..training.metrics import Array
 
 # Of the penalty per feature; strongest first, because each fit starts from the last solution
@@ -130,15 +115,6 @@ def folds(patient_N: Array) -> Iterator[tuple[Array, Array]]:
             return
 
 
-def held_out(fit: Fit, data: ProbeData) -> tuple[Array, Array]:
-    """Labels and scores of training rows by probes of other patients."""
-    labels, scores = [data.y_NK[:0]], [data.y_NK[:0]]
-    for rest, held in folds(data.patient_N):
-        labels.append(data.y_NK[held])
-        scores.append(fit(data.of(rest)).scores(data.x_ND[held]))
-    return np.concatenate(labels), np.concatenate(scores)
-
-
 def _penalised(data: ProbeData, strengths: Sequence[float]) -> Iterator[Probe]:
     scaler = StandardScaler().fit(data.x_ND)
     x_ND, outputs = scaler.transform(data.x_ND), data.y_NK.shape[1]
@@ -223,64 +199,3 @@ SOLVERS = {
     "regression": ridge,
     "survival": proportional_hazards,
 }
-
-
-def require_free(out: Path, flag: str) -> None:
-    """ConfigError unless the folder can be made."""
-    if os.path.lexists(out):
-        raise ConfigError(f"{flag} {out}: exists: choose another folder")
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {out}: no folder can be made in {folder}: choose another")
-
-
-def save_with_head(
-    model: TrainedModel,
-    shown: Input,
-    readout: Readout,
-    labels: TaskLabels,
-    fit: Fit,
-    data: ProbeData,
-    fitted: pa.Table,
-    out: Path,
-) -> None:
-    """Writes the model with the probe as its head, for `omnilead predict` and `evaluate`.
-    `shown`: the leads that the probe was fitted on; `fitted`: its crops (engine.data.seen)."""
-    probe = fit(data)
-    task = labels.task
-    head: dict[str, Any] = {"task": task.name, "kind": task.kind, "unit": task.unit, **labels.facts}
-    head["definition"] = {**head["definition"], "head": ""}
-    if KINDS[task.kind].has_scale:
-        head |= {"center": probe.center_K.tolist(), "scale": probe.scale_K.tolist()}
-    elif KINDS[task.kind].has_thresholds:
-        scored = held_out(fit, data)
-        head["thresholds"] = thresholds(*scored)
-        for line in sensitive(*scored, labels.classes):
-            tell(f"{out}, by cross-validation: {line}")
-    made = "a linear layer"
-    if isinstance(probe.head, Trees):
-        made = "boosted trees"
-        head["trees"] = [len(probe.head.feature), len(probe.head.root)]
-    modules = nn.ModuleDict({"encoder": model.encoder, "head": probe.head.float()})
-    document = model.config | {
-        "head": head,
-        "readout": "+".join(readout),
-        # The head was fitted without missing leads
-        "trained": model.history | {"rlm": 0},
-    }
-    signals = model.preprocessing | {"seen": describe_leads(shown.seen).split(",")}
-    card, seen = _card(labels, readout, made, data), joined([model.seen, fitted])
-    write(out, modules.state_dict(), document, signals, card, model.code, seen)
-
-
-def _card(labels: TaskLabels, readout: Readout, made: str, data: ProbeData) -> str:
-    unknown = "".join(f"Labels: {remark}. " for remark in unknown_patients(labels.unknown))
-    people = len(np.unique(data.patient_N))
-    return (
-        f"# ECG {labels.task.name}: {made} on a frozen encoder\n\nThe encoder is read out as "
-        f"{'+'.join(readout)}. The head, {made}, was fitted on labelled ECGs of {people:,} people, "
-        "whom cross-validation held out in turn to choose it and its thresholds. config.json says "
-        f"what data trained both. {unknown}"
-        "This is not a medical device: whatever is built on it must be validated for its use and its "
-        "population.\n"
-    )

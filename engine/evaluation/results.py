@@ -1,13 +1,10 @@
 """Scores a trained model on held-out ECGs: metrics with 95 % intervals, also as JSON.
 
     score_task(model, dataset, task, EvalOptions(role="test", leads="I,II,V2")).document()["score"]     # of a TaskConfig
-    identify(model, dataset, EvalOptions()).document()["score"]                                          # accuracy
     TaskResult(labels_NK, scores_NK, records, patients).document()                                       # from arrays alone
 
-A sample is a half of 5 s (paper, section "Datasets"). Identification compares the first 5 s of each
-patient's gallery crop and probe crop; with role "valid", the two halves of each crop that was held
-out of fine-tuning. Intervals are from a bootstrap over patients, which draws all halves of a
-patient together.
+A sample is a half of 5 s (paper, section "Datasets"). Intervals are from a bootstrap over patients,
+which draws all halves of a patient together.
 """
 
 import math
@@ -20,14 +17,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from omnilead.data_tools.dataset import CLASSES, Dataset
 
 from ..data import seen
-from ..data.patients import patient_ids
 from ..inference.inputs import DatasetSource, Per
 from ..inference.outputs import RESUMABLE, Output, ParquetParts, make, matrix, vectors, whole
 from ..inference.trained_model import THRESHOLD, HeadInfo, TrainedModel
@@ -39,7 +33,7 @@ from ..settings.files import find_config, shipped
 from ..settings.launcher import environment
 from ..settings.leads import describe_leads
 from ..tasks.config import TaskConfig
-from ..tasks.kinds import KINDS, sensitive
+from ..tasks.kinds import KINDS, sensitive, sensitive_points
 from ..tasks.labels import DX_ROLES, TaskLabels, read_task
 from ..training.metrics import (
     TOO_FEW,
@@ -48,9 +42,7 @@ from ..training.metrics import (
     bootstrap,
     calibration,
     challenge_statistic,
-    exact_interval,
     few_patients,
-    identification,
     intervals_of_few,
     statistic_of,
 )
@@ -58,6 +50,7 @@ from ..training.metrics import (
 RESAMPLES, GROUP_RESAMPLES = 1000, 200
 AGES = (18, 40, 60, 80)  # years
 AGE_BANDS = np.array(["0-17", "18-39", "40-59", "60-79", "80+", "unknown"])
+FEW_TESTED = 100  # ECGs: the interval of an AUROC is often wider than 0.2
 CHOSEN = "challenge_chosen"
 CHALLENGE_NOTE = (
     f"A class counts as predicted above {THRESHOLD}, as in the Challenge. Only the Challenge score "
@@ -158,7 +151,8 @@ class TaskResult:
         if labels.dtype.kind == "f" and (unknown := int(np.isnan(labels).sum())):
             remarks.append(f"{unknown:,} of {labels.size:,} labels are unknown and ignored.")
         if self.facts.get("role") == "valid" and self.head.thresholds:
-            remarks += sensitive(*self.of_records()[:2], self.head.classes)
+            points = sensitive_points(*self.of_records()[:2], self.head.classes)
+            remarks += sensitive(points, self.head.classes)
         if half["patients"] == 1:
             remarks.append("All samples are from one patient: there are no intervals.")
         elif few_patients(self.head.kind, labels, self.patients_N):
@@ -246,79 +240,6 @@ def by_record(
     return np.asarray(labels)[first], sums / halves[:, None], np.asarray(patients)[first].tolist()
 
 
-@dataclass(frozen=True, eq=False)
-class IdentificationResult:
-    gallery_PD: Array
-    gallery_ids: Sequence[Any]
-    probe_QD: Array
-    probe_ids: Sequence[Any]
-    facts: Facts = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    resamples: int = RESAMPLES
-    # Random weights of the same architecture, on the same pairs
-    untrained: "IdentificationResult | None" = None
-
-    @cached_property
-    def scores(self) -> Facts:
-        return identification(self.gallery_PD, self.gallery_ids, self.probe_QD, self.probe_ids)
-
-    @cached_property
-    def interval(self) -> list[float]:
-        hits, people = self.scores["hits"], len(set(self.probe_ids))
-        if people > 1 and hits.mean() in (0, 1):  # resamples would all agree
-            return exact_interval(int(hits[0]) * people, people)
-
-        def accuracy(weight_Q: Array) -> Any:
-            return weight_Q @ hits / weight_Q.sum()
-
-        return list(bootstrap(accuracy, self.probe_ids, self.resamples).tolist())
-
-    @property
-    def remarks(self) -> list[str]:
-        remarks, scores = list(self.notes), self.scores
-        if scores["n_gallery"] == 1:
-            remarks.append("The gallery has one entry: accuracy and chance say nothing.")
-        elif scores["ties"] > 0.5:
-            remarks.append(
-                "Most probes are equally similar to several patients: the embeddings have "
-                "collapsed, or are copies."
-            )
-        if scores["one_sided"]:
-            remarks.append(
-                f"{scores['one_sided']:,} probes are of patients who are not in the gallery: they "
-                "count as misses."
-            )
-        if self.untrained and self.untrained.scores["accuracy"] >= scores["accuracy"]:
-            remarks.append(
-                "Random weights of the same architecture recognise as many patients: training "
-                "gains nothing here."
-            )
-        return remarks
-
-    def document(self) -> Facts:
-        scores = self.scores
-        metrics = {name: scores[name] for name in ("accuracy", "top5", "chance", "ties")}
-        intervals = {"accuracy": self.interval}
-        if self.untrained:
-            metrics["random_weights"] = self.untrained.scores["accuracy"]
-            intervals["random_weights"] = self.untrained.interval
-        document = {
-            "task": "identification",
-            **self.facts,
-            "unit": "patient",
-            "n": scores["n_probes"],
-            "gallery": scores["n_gallery"],
-            "one_sided": scores["one_sided"],
-            "metrics": metrics,
-            "intervals": intervals,
-            "classes": {},
-            "cmc": scores["cmc"].tolist(),
-            "score": scores["accuracy"],
-            "remarks": self.remarks,
-        }
-        return dict(nullable(document))
-
-
 def nullable(value: Any) -> Any:
     """Replaces NaN, which JSON does not have, by None."""
     if isinstance(value, dict):
@@ -337,17 +258,17 @@ def score_task(
     labels = read_task(task, [dataset])
     require_classes(model, labels)
     labelled = labelled_rows(labels, dataset, options.role)
-    (rows,), left_out = _measured(dataset, model_input, labelled)
+    (rows,), left_out = measured_crops(dataset, model_input, labelled)
     output = vectors(model, model.scores, len(model.classes))
-    scores_RK, crop_R = _outputs(output, dataset, rows, model_input, options)
+    scores_RK, crop_R = outputs_of(output, dataset, rows, model_input, options)
     columns = [model.classes.index(name) for name in labels.classes]
     scored_head = with_thresholds(head, labels, columns)
     if scored_head.chosen:
         notes.append(CHALLENGE_NOTE)
     notes += leakage(model, dataset, rows, labels.patients[0], options.role)
     notes += unscored_note(model, dataset, labels, options.role)
-    notes += left_out + labels.remarks
-    facts = _facts(dataset, options, model_input)
+    notes += few_scored(dataset, rows, labels) + left_out + labels.remarks
+    facts = evaluated_facts(dataset, options, model_input)
     if task.labels:
         facts["labels"] = task.labels
     crops = rows[crop_R]
@@ -371,8 +292,8 @@ def head_for(model: TrainedModel, task: TaskConfig) -> HeadInfo:
     if model.head is None or head is None:
         kind = f"fine-tuned for {head.task}" if head else "only pre-trained"
         raise ConfigError(
-            f"--task {task.name}: the model has no head, it is {kind}: fine-tune it with omnilead "
-            "finetune"
+            f"--task {task.name}: the model has no head, it is {kind}: fit one with omnilead fit, or "
+            "fine-tune it with omnilead finetune"
         )
     if task.kind != head.kind:
         raise ConfigError(
@@ -451,6 +372,16 @@ def unscored_note(
     ]
 
 
+def few_scored(dataset: Dataset, rows: Array, labels: TaskLabels) -> list[str]:
+    scored = len(set(record_names(dataset, rows)))
+    if not labels.task.labels or scored >= FEW_TESTED:
+        return []
+    return [
+        f"{scored:,} ECGs are scored, which says little: `omnilead bench --folds 5` tests every labelled "
+        "ECG once."
+    ]
+
+
 def record_names(dataset: Dataset, rows: Array) -> list[str]:
     table = dataset.table(["source", "record"]).take(rows).to_pydict()
     return [f"{source}/{name}" for source, name in zip(*table.values(), strict=True)]
@@ -466,68 +397,6 @@ def groups_of(dataset: Dataset, rows: Array) -> dict[str, Array]:
         "sex": np.array([sex or "unknown" for sex in table["sex"]]),
         "source": np.array(table["source"], str),
     }
-
-
-def identify(model: TrainedModel, dataset: Dataset, options: EvalOptions) -> IdentificationResult:
-    """Both the model's and its random weights' embeddings are made in one pass over the crops."""
-    model_input, notes = shown_input(model, dataset, options)
-    untrained, width = model.untrained(), model.encoder.width
-
-    def with_untrained(x_RLT: Tensor) -> Tensor:
-        return torch.cat([model.pooled(x_RLT), untrained.pooled(x_RLT)], 1)
-
-    output = vectors(model, with_untrained, 2 * width)
-    if options.role == "valid":
-        rows = _with_two_windows(dataset, model_input)
-        (rows,), left_out = _measured(dataset, model_input, rows)
-        gallery = probe = rows
-        c_RD, _ = _outputs(output, dataset, rows, model_input, options)
-        gallery_PD, probe_QD = c_RD[:: model_input.count()], c_RD[1 :: model_input.count()]
-    else:
-        sides = identity_rows(dataset)
-        (gallery, probe), left_out = _measured(dataset, model_input, *sides)
-        rows = np.union1d(gallery, probe)
-        c_BD, _ = _outputs(output, dataset, rows, model_input, options, "first")
-        gallery_PD, probe_QD = (c_BD[np.searchsorted(rows, side)] for side in (gallery, probe))
-    patients = patient_ids([dataset])[0]
-    notes += leakage(model, dataset, rows, patients, options.role)
-    gallery_ids, probe_ids = patients[gallery].tolist(), patients[probe].tolist()
-    baseline = IdentificationResult(
-        gallery_PD[:, width:], gallery_ids, probe_QD[:, width:], probe_ids
-    )
-    return IdentificationResult(
-        gallery_PD[:, :width],
-        gallery_ids,
-        probe_QD[:, :width],
-        probe_ids,
-        _facts(dataset, options, model_input),
-        notes + left_out,
-        untrained=baseline,
-    )
-
-
-def _with_two_windows(dataset: Dataset, model_input: Input) -> Array:
-    if model_input.count() < 2:
-        raise ConfigError(
-            f"--role valid: compares two windows of a crop, but the model takes "
-            f"{model_input.window_s:g} s at once: use --role test"
-        )
-    rows = dataset.select(identity="valid")
-    rows = rows[dataset.column("halves")[rows] == 2]
-    require(rows, dataset, "id=valid and two halves", "records that are not kept for tests")
-    return np.asarray(rows)
-
-
-def identity_rows(dataset: Dataset, among: Array | None = None) -> list[Array]:
-    """The gallery and the probe crops; ConfigError if there are none."""
-    sides = []
-    for role in ("gallery", "probe"):
-        rows = dataset.select(identity=role)
-        rows = rows if among is None else np.intersect1d(rows, among)
-        source = "patients of ptb-xl with two sessions: shard --id-sources names others"
-        require(rows, dataset, f"id={role}", source)
-        sides.append(rows)
-    return sides
 
 
 def load_task(name: str) -> TaskConfig:
@@ -563,8 +432,8 @@ def chosen_task(model: TrainedModel, name: str = "auto", labels: str = "") -> Ta
         task = load_task(name)
     if task.kind == "identity" and labels:
         raise ConfigError(
-            f"--labels {labels}: the model was not fine-tuned for labels: use omnilead finetune, "
-            "or omnilead bench --head MODEL"
+            f"--labels {labels}: the model was not fitted to labels: omnilead fit --model RUN --labels "
+            f"{labels} --data DATASET --out MODEL writes one that is"
         )
     return replace(task, labels=labels) if labels else task
 
@@ -599,7 +468,9 @@ def shown_input(
     return model_input, notes
 
 
-def _measured(dataset: Dataset, model_input: Input, *sides: Array) -> tuple[list[Array], list[str]]:
+def measured_crops(
+    dataset: Dataset, model_input: Input, *sides: Array
+) -> tuple[list[Array], list[str]]:
     """The crops that have a window in which at least one of the model's leads was recorded, and a
     note on the others."""
     blank = ~model_input.usable(dataset)
@@ -614,7 +485,7 @@ def _measured(dataset: Dataset, model_input: Input, *sides: Array) -> tuple[list
     return [rows[~blank[rows]] for rows in sides], notes
 
 
-def _facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> Facts:
+def evaluated_facts(dataset: Dataset, options: EvalOptions, model_input: Input) -> Facts:
     window = {} if model_input.window_s == HALF_S else {"window_s": model_input.window_s}
     return window | {
         "model": options.name,
@@ -632,7 +503,7 @@ def pieces(facts: Mapping[str, Any]) -> str:
     return f"windows of {window_s:g} s" if window_s else "halves of 5 s"
 
 
-def _outputs(
+def outputs_of(
     output: Output,
     dataset: Dataset,
     rows: Array,

@@ -36,8 +36,9 @@ from ..settings.files import find_config, merge
 from ..settings.launcher import environment
 from ..settings.leads import describe_leads
 from ..tasks.config import FinetuneConfig
+from ..tasks.guess import guess_kind
 from ..tasks.kinds import KINDS
-from ..tasks.labels import TaskLabels, guess, read_task
+from ..tasks.labels import TaskLabels, read_task
 from ..training.config import Config, TrainConfig, build, check, load
 from ..training.export import is_model
 from ..training.train import open_datasets
@@ -167,13 +168,10 @@ def read_settings(
     task = wanted.task
     guessed = bool(task.labels) and "kind" not in tree["task"]
     if guessed:
-        task = guess(task)
+        task = guess_kind(task)
     start, datasets = read_start(wanted.start, wanted.code), open_datasets(wanted)
-    crops = len(
-        with_windows(read_task(task, datasets, wanted.data.where), datasets, start.input).of(
-            "train"
-        )
-    )
+    labels = read_task(task, datasets, wanted.data.where)
+    crops = len(with_windows(labels, datasets, start.input).y_of("train"))
     batch = choose_batch(first, crops, world)
     chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
     if length_given:

@@ -45,7 +45,9 @@ from ..settings.run_files import LABELS, VALID
 from ..tasks.classifier import Classifier, layer_groups
 from ..tasks.config import FinetuneConfig
 from ..tasks.kinds import KINDS, Targets, listed_classes, thresholds
-from ..tasks.labels import DX_ROLES, SPLITS, TRAIN, TaskLabels, read_task, unknown_patients
+from ..tasks.labels import DX_ROLES, TaskLabels, read_task
+from ..tasks.people import unknown_patients
+from ..tasks.splits import SPLITS, TRAIN
 from ..training.config import micro_batch
 from ..training.distributed import Ranks, on_first_rank
 from ..training.export import is_model, signals_of
@@ -70,7 +72,7 @@ def make_targets(labels: TaskLabels) -> Targets:
     task = labels.task
     name, balanced = labels.name or "data.datasets", task.class_weights == "balanced"
     kind = KINDS[task.kind]
-    return kind.targets(labels.y, labels.of("train"), labels.classes, name, balanced)
+    return kind.targets(labels.y, labels.y_of("train"), labels.classes, name, balanced)
 
 
 def labels_of(config: FinetuneConfig, datasets: Sequence[Dataset]) -> TaskLabels:

@@ -30,10 +30,21 @@ from ..settings.files import File
 from ..settings.launcher import cores_per_rank, environment
 from . import outputs
 from .inputs import FLAGS, CropSource, EcgOptions, OpenedData, array_files, open_data
-from .outputs import MISSING, RESUMABLE, Counts, Output, ParquetParts, job_record, make, whole
+from .outputs import (
+    MISSING,
+    RESUMABLE,
+    Counts,
+    Output,
+    ParquetParts,
+    job_record,
+    make,
+    skipped_file,
+    whole,
+)
 from .trained_model import TrainedModel, load
 
 SHOWN = 8  # numbers in a message
+SAID = 4  # sentences about a model
 # The same command would fail again
 PERMANENT = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR)
 
@@ -108,7 +119,7 @@ def _table(
             return _written(setup, output, opened, out)
         source = opened.source()
         table = whole(source, output, setup.input, setup.options.per)
-        counts = Counts().plus(table, sum(source.refused.values()))
+        counts = Counts().plus(table, sum(map(len, source.skipped.values())))
         for doubt in _doubts(setup, source, counts):
             warnings.warn(doubt, stacklevel=5)  # at the call of omnilead.embed or predict
         return table
@@ -148,6 +159,11 @@ def _written(setup: Setup, output: Output, opened: OpenedData, out: Path) -> Wri
         return Written(out, None, message)
     for doubt in _doubts(setup, source, parts.counts):
         tell(f"note: {out}: {doubt}")
+    if skipped_file(out).exists():
+        tell(f"note: {skipped_file(out)}: which ECGs were skipped, and why")
+    if output.said:
+        more = "; ..., see config.json" if len(output.said) > SAID else ""
+        tell(f"note: {out}: the model: {'; '.join(output.said[:SAID])}{more}")
     message = f"{out}: {parts.rows:,} {output.what}, computed in {setup.precision}\n"
     return Written(out, parts.rows, message)
 

@@ -63,6 +63,8 @@ PART_BATCHES = 16
 RecordCrop = tuple[int, Prepared, int]  # the number of a record, the record, and which of its crops
 # A column: a crop's flags as in a dataset, such as einthoven,implausible; null: none
 FLAGS = "flags"
+# A column of predictions: the file that an ECG came from; null: a dataset, or names are pseudonyms
+PATH = "path"
 COLUMNS = {
     "source": pa.string(),
     "record": pa.string(),
@@ -71,6 +73,13 @@ COLUMNS = {
     "start_s": pa.float64(),
     FLAGS: pa.string(),
 }
+
+
+class Skipped(NamedTuple):
+    """An ECG that is left out."""
+
+    path: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -99,28 +108,38 @@ class EmbeddedCrops(NamedTuple):
     """Which crops are in a CropBatch of a source."""
 
     part: int
-    table: pa.Table  # COLUMNS, one row for each crop
+    table: pa.Table  # COLUMNS and PATH, one row for each crop
     record_B: Array  # number of each crop's record, ascending
     missing_BL: Array | None = None  # leads that the model uses but does not get
 
 
 class DatasetSource:
     """Crops of a dataset. A source has `parts`, `count` (units in some of them), `batches`, which
-    calls `progress` with the number of units read, and `refused`, how many of a part that was read
-    were left out."""
+    calls `progress` with the number of units read, `skipped`, what was left out of each part that
+    was read, and `left_out`, what is in no part."""
 
     unit = " crops"
-    refused: Mapping[int, int] = {}  # crops are, one by one, where they are read
+    skipped: Mapping[int, list[Skipped]] = {}  # crops are, one by one, where they are read
 
-    def __init__(self, dataset: Dataset, rows: Array, batch: int, per: Per, **reading: Any) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        rows: Array,
+        batch: int,
+        per: Per,
+        left_out: Sequence[Skipped] = (),
+        **reading: Any,
+    ) -> None:
         """`rows`: the order of the crops; with per="record" they are sorted by record. `reading`:
         see dataset_batches."""
         self.dataset, self.batch, self.reading = dataset, batch, reading
+        self.left_out = left_out
         table = dataset.table([name for name in COLUMNS if name != "row"])
         flags = pc.binary_join(table[FLAGS], ",")
         flags = pc.if_else(pc.equal(flags, ""), pa.scalar(None, pa.string()), flags)
         table = table.set_column(table.column_names.index(FLAGS), FLAGS, flags)
-        self.table = table.append_column("row", pa.array(np.arange(len(dataset))))
+        table = table.append_column("row", pa.array(np.arange(len(dataset))))
+        self.table = table.append_column(PATH, pa.nulls(len(dataset), pa.string()))
         self.record = np.arange(len(rows))
         if per == "record":
             rows, self.record = self._by_record(rows)
@@ -162,20 +181,25 @@ class DatasetSource:
 
 class RecordSource:
     """Records by number. `read` is called from several threads and returns a
-    data_tools.sources.Prepared, or None to leave the record out."""
+    data_tools.sources.Prepared, or says why the record is left out. `paths`: the file of each."""
 
     unit = " records"
+    left_out: Sequence[Skipped] = ()
 
     def __init__(
-        self, records: int, read: Callable[[int], Prepared | None], batch: int, workers: int
+        self,
+        paths: Sequence[str | None],
+        read: Callable[[int], Prepared | Skipped],
+        batch: int,
+        workers: int,
     ) -> None:
-        self.records, self.read, self.batch, self.workers = records, read, batch, workers
-        self.parts = -(-records // (batch * PART_BATCHES))
-        self.refused: dict[int, int] = {}
+        self.paths, self.read, self.batch, self.workers = paths, read, batch, workers
+        self.parts = -(-len(paths) // (batch * PART_BATCHES))
+        self.skipped: dict[int, list[Skipped]] = {}
 
     def _numbers(self, part: int) -> range:
         size = self.batch * PART_BATCHES
-        return range(self.records)[part * size : (part + 1) * size]
+        return range(len(self.paths))[part * size : (part + 1) * size]
 
     def count(self, parts: Iterable[int]) -> int:
         return sum(len(self._numbers(part)) for part in parts)
@@ -188,28 +212,28 @@ class RecordSource:
             for part in parts:
                 crops = self._crops(part, records, progress)
                 while chunk := list(islice(crops, self.batch)):
-                    yield _batch(part, chunk)
+                    yield _batch(part, chunk, self.paths)
 
     def _crops(
-        self, part: int, records: Iterator[Prepared | None], progress: Callable[[int], Any]
+        self, part: int, records: Iterator[Prepared | Skipped], progress: Callable[[int], Any]
     ) -> Iterator[RecordCrop]:
-        self.refused[part] = 0
+        self.skipped[part] = []
         for number, record in zip(self._numbers(part), records, strict=False):
             progress(1)
-            if not record:
-                self.refused[part] += 1
+            if isinstance(record, Skipped):
+                self.skipped[part].append(record)
                 continue
             for crop in range(len(record.halves)):
                 yield number, record, crop
 
 
-def _batch(part: int, crops: Sequence[RecordCrop]) -> CropBatch:
+def _batch(part: int, crops: Sequence[RecordCrop], paths: Sequence[str | None]) -> CropBatch:
     rows = []
-    for _, ecg, crop in crops:
-        flags = ",".join(ecg.flags[crop]) or None
-        rows.append(ecg._asdict() | {"start_s": ecg.start_s[crop], FLAGS: flags})
+    for number, ecg, crop in crops:
+        flags, path = ",".join(ecg.flags[crop]) or None, paths[number]
+        rows.append(ecg._asdict() | {"start_s": ecg.start_s[crop], FLAGS: flags, PATH: path})
     # without a column `row`: null
-    table = pa.Table.from_pylist(rows, schema=pa.schema(COLUMNS))
+    table = pa.Table.from_pylist(rows, schema=pa.schema({**COLUMNS, PATH: pa.string()}))
     uv_BLT = np.stack([ecg.crops_uv[crop] for _, ecg, crop in crops])
     halves_B = np.array([ecg.halves[crop] for _, ecg, crop in crops])
     record_B = np.array([number for number, _, _ in crops])
@@ -270,7 +294,7 @@ def dataset_of(options: EcgOptions) -> Dataset | None:
     return None
 
 
-def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False) -> None:
+def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False) -> Skipped:
     if options.pseudonymize and isinstance(reason, ReadError):
         name, reason = "a record", reason.reason  # names and details may tell who it is
     if not options.skips(of_folder):
@@ -279,6 +303,7 @@ def skip(options: EcgOptions, name: str, reason: object, of_folder: bool = False
         )
     with tqdm.external_write_mode(file=sys.stderr):  # above a progress bar
         tell(f"skipped: {name}: {reason}")
+    return Skipped(name, str(reason))
 
 
 def dataset_source(
@@ -294,17 +319,19 @@ def dataset_source(
     blank = ~model_input.usable(dataset)[rows]
     if blank.all():
         raise ConfigError(f"--data {url}: {model_input.nothing}: choose other --leads")
+    left_out = []
     if blank.any():
         table = dataset.table(["source", "record"]).take(rows)
         names = pc.binary_join_element_wise(*table.columns, "/")
         without, others = names.filter(pa.array(blank)), names.filter(pa.array(~blank))
-        for name in without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist():
-            skip(options, f"{url}: {name}", model_input.nothing)
+        lost = without.filter(pc.invert(pc.is_in(without, others))).unique().to_pylist()
+        left_out = [skip(options, f"{url}: {name}", model_input.nothing) for name in lost]
     return DatasetSource(
         dataset,
         rows[~blank],
         options.batch,
         options.per,
+        left_out,
         on_corrupt="skip" if options.skips() else "stop",
         threads=options.workers,
         pin=options.pin,
@@ -479,19 +506,19 @@ def record_source(
     """`key`: gives records and patients their pseudonyms."""
     labels = Counter(record.label for record in records)
 
-    def read(number: int) -> Prepared | None:
+    def read(number: int) -> Prepared | Skipped:
         record = records[number]
         ecg = record.read()
         if isinstance(ecg, Prepared):
             ecg = with_leads(ecg, model_input)
         if isinstance(ecg, ReadError):
-            skip(options, record.name, ecg, record.of_folder)
-            return None
+            return skip(options, record.name, ecg, record.of_folder)
         if labels[record.label] > 1:
             ecg = ecg._replace(record=record.name)
         return pseudonymised(key, ecg)
 
-    return RecordSource(len(records), read, options.batch, options.workers)
+    paths = [None if key else record.name for record in records]
+    return RecordSource(paths, read, options.batch, options.workers)
 
 
 def with_leads(ecg: Prepared, model_input: Input) -> Prepared | ReadError:

@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 
 from omnilead.data_tools.dataset import DataError
 from omnilead.data_tools.ecg.constants import IMPLAUSIBLE
-from omnilead.data_tools.io.spreadsheet import without_formulas
+from omnilead.data_tools.io.spreadsheet import as_csv, without_formulas
 from omnilead.data_tools.io.storage import locked_by_another, sync, write_whole
 from omnilead.data_tools.io.terminal import interactive
 
@@ -46,7 +46,7 @@ from ..model.readout import PAPER
 from ..settings.errors import ConfigError, Facts, OutputError, listed
 from ..settings.leads import ALL, describe_leads
 from ..tasks.kinds import KINDS, Array
-from .inputs import COLUMNS, FLAGS, CropSource, Per
+from .inputs import COLUMNS, FLAGS, PATH, CropSource, Per, Skipped
 from .trained_model import NOT_FINITE, TrainedModel
 
 CSV = ".csv"
@@ -55,7 +55,7 @@ VECTOR = "embedding"  # a column
 # a column of predictions: leads that the model uses but did not get, such as II,V1; null: none
 MISSING = "missing_leads"
 KEY = b"omnilead"  # in a parquet file's metadata: the job
-REFUSED = b"omnilead.refused"  # in a part's metadata: how many of its records could not be read
+SKIPPED = b"omnilead.skipped"  # in a part's metadata: its records that could not be read
 
 
 class Counts(NamedTuple):
@@ -82,10 +82,11 @@ class Output(NamedTuple):
 
     model: TrainedModel
     forward: Callable[[Tensor], Tensor]
-    schema: pa.Schema  # COLUMNS, perhaps MISSING, and those that `columns` makes
+    schema: pa.Schema  # COLUMNS, perhaps MISSING and PATH, and those that `columns` makes
     columns: Callable[[Array], list[pa.Array]]
     what: str  # for messages
     job: Facts  # what distinguishes it from embeddings
+    said: Sequence[str] = ()  # what a user of it must know of the model
 
 
 def embeddings(model: TrainedModel, readout: str = "") -> Output:
@@ -116,11 +117,12 @@ def predictions(model: TrainedModel) -> Output:
     if head is None or not head.classes:
         was = f"fine-tuned for {head.task}, which needs no classes" if head else "only pre-trained"
         raise ConfigError(
-            f"the model was {was}: fine-tune it with `omnilead finetune`, or use `omnilead embed`"
+            f"the model was {was}: fine-tune it with `omnilead finetune`, fit a head to it with `omnilead "
+            "fit`, or use `omnilead embed`"
         )
     kind = KINDS[head.kind]
     fields = kind.output_fields(head.classes, head.unit)
-    schema = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), *fields])
+    schema = pa.schema([*COLUMNS.items(), (MISSING, pa.string()), (PATH, pa.string()), *fields])
     for name in schema.names:
         if schema.names.count(name) > 1:
             raise ConfigError(
@@ -136,7 +138,7 @@ def predictions(model: TrainedModel) -> Output:
     }
     what = f"predictions of {head.task} ({listed(head.classes, 3)})"
     columns = partial(kind.output_columns, classes=head.classes, thresholds=head.thresholds)
-    return Output(model, model.scores, schema, columns, what, {"predictions": meaning})
+    return Output(model, model.scores, schema, columns, what, {"predictions": meaning}, head.said)
 
 
 def tables(
@@ -205,6 +207,8 @@ def _table(batches: list[tuple[CropBatch, Array]], output: Output, per: Per) -> 
         columns["start_s"] = _starts(rows, crop_H, output.model.input)
     if MISSING in output.schema.names:
         columns[MISSING] = _missing_leads(batches, crop_H, first_N)
+    if PATH in output.schema.names:
+        columns[PATH] = rows[PATH]
     return pa.Table.from_arrays([*columns.values(), *output.columns(y_ND)], schema=output.schema)
 
 
@@ -302,9 +306,9 @@ class ParquetParts:
         self.finished = self.out.exists()
         return [] if self.finished else numbers
 
-    def write(self, number: int, table: pa.Table, refused: int = 0) -> None:
+    def write(self, number: int, table: pa.Table, skipped: Sequence[Skipped] = ()) -> None:
         buffer = io.BytesIO()
-        facts = {KEY: json.dumps(self.job), REFUSED: str(refused)}
+        facts = {KEY: json.dumps(self.job), SKIPPED: json.dumps(skipped)}
         table = table.replace_schema_metadata(facts)
         pq.write_table(table, buffer, write_page_checksum=True)
         try:
@@ -314,19 +318,21 @@ class ParquetParts:
             if not self.finished:
                 raise
 
-    def join(self, count: int, schema: pa.Schema) -> list[int]:
+    def join(self, count: int, schema: pa.Schema, left_out: Sequence[Skipped] = ()) -> list[int]:
         """Joins all parts into one file, atomically. Returns the missing parts, which are other
-        ranks'. Ranks that finish together may all join: they write the same bytes."""
+        ranks'. Ranks that finish together may all join: they write the same bytes. `left_out`: what
+        is in no part."""
         missing: list[int] = []
         try:
             if not self.out.exists():
-                missing = self._join(count, schema.with_metadata({KEY: json.dumps(self.job)}))
+                facts = schema.with_metadata({KEY: json.dumps(self.job)})
+                missing = self._join(count, facts, list(left_out))
         except FileNotFoundError:  # another rank has joined the parts and removed them
             if not self.out.exists():
                 raise
         return [] if self.out.exists() else missing
 
-    def _join(self, count: int, schema: pa.Schema) -> list[int]:
+    def _join(self, count: int, schema: pa.Schema, skipped: list[Skipped]) -> list[int]:
         files = set(os.listdir(self.folder))
         missing = [number for number in range(count) if self._path(number).name not in files]
         if missing:
@@ -340,8 +346,11 @@ class ParquetParts:
                 if table is None:
                     missing.append(number)
                     continue
-                refused = pq.read_schema(self._path(number)).metadata.get(REFUSED, 0)
-                counts = counts.plus(table, int(refused))
+                of_part = json.loads(
+                    pq.read_schema(self._path(number)).metadata.get(SKIPPED, b"[]")
+                )
+                skipped += (Skipped(*ecg) for ecg in of_part)
+                counts = counts.plus(table, len(of_part))
                 if len(table):
                     write(table.replace_schema_metadata(schema.metadata))
         if missing:
@@ -356,6 +365,7 @@ class ParquetParts:
             write_whole(record, json.dumps(self.job))
         else:  # of an earlier file of this name
             record.unlink(missing_ok=True)
+        write_skipped(self.out, skipped)
         os.replace(joined, self.out)
         sync(self.out.parent)
         self.rows, self.counts = counts.rows, counts
@@ -380,6 +390,18 @@ def _writer(path: Path, schema: pa.Schema, as_csv: bool) -> Iterator[Callable[[p
         return
     with csv.CSVWriter(path, without_formulas(schema.empty_table()).schema) as writer:
         yield lambda table: writer.write_table(without_formulas(table))
+
+
+def skipped_file(out: Path) -> Path:
+    """The file beside `out` that lists what was skipped."""
+    return out.with_name(f"{out.stem}.skipped.csv")
+
+
+def write_skipped(out: Path, skipped: Sequence[Skipped]) -> None:
+    if skipped:
+        write_whole(skipped_file(out), as_csv([Skipped._fields, *skipped]))
+    else:  # of an earlier file of this name
+        skipped_file(out).unlink(missing_ok=True)
 
 
 def job_record(out: Path) -> Path:
@@ -407,10 +429,10 @@ def make(
     total = source.count(parts.own(source.parts))
     with progress_bar(total, source.unit, total - source.count(missing), parts.rank) as bar:
         for number, table in tables(source, output, model_input, missing, per, bar.update):
-            parts.write(number, table, source.refused.get(number, 0))
+            parts.write(number, table, source.skipped.get(number, ()))
             if parts.finished:
                 break
-    return parts.join(source.parts, output.schema)
+    return parts.join(source.parts, output.schema, source.left_out)
 
 
 def whole(source: CropSource, output: Output, model_input: Input, per: Per) -> pa.Table:
@@ -419,7 +441,7 @@ def whole(source: CropSource, output: Output, model_input: Input, per: Per) -> p
     with progress_bar(source.count(numbers), source.unit) as bar:
         parts = tables(source, output, model_input, numbers, per, bar.update)
         table = pa.concat_tables(table for _, table in parts)
-    refused = sum(source.refused.values())
+    refused = sum(map(len, source.skipped.values()))
     if refused and not len(table):
         raise nothing_read(refused)
     return table

@@ -69,10 +69,11 @@ from ..model.readout import PAPER, Readout, measures_signal, parsed, read_out, w
 from ..settings.errors import ConfigError, Facts, blaming, listed
 from ..settings.files import File
 from ..settings.leads import describe_leads, leads_in_order
+from ..settings.metrics import METRIC_OF, label_of
 from ..settings.run_files import number
 from ..tasks.classifier import build_head, sees_tokens
 from ..tasks.config import TaskKind
-from ..tasks.kinds import KINDS
+from ..tasks.kinds import KINDS, sensitive
 from .trees import Trees
 
 # Limits for a typical lead's median and peak, and for its peak from below; hearts peak at 0.1 to 10
@@ -89,7 +90,23 @@ Name = Annotated[str, Field(min_length=1)]
 Leads = str | Iterable[str]  # their names, as for engine.settings.leads.leads_in_order
 
 
-@dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore", allow_inf_nan=False))
+STRICT = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, config=STRICT)
+class CrossValidation:
+    """How good a head was on the ECGs that it was fitted on, each scored by one that was fitted
+    without its patient: `head.cross_validated` in config.json."""
+
+    folds: Many
+    n: Many  # ECGs
+    metrics: dict[Name, float | None]
+    intervals: dict[Name, tuple[float | None, float | None]]  # 95 %, over patients
+    # By class, from which score on 95 % of the positives lie, and the specificity there
+    sensitive: dict[Name, tuple[Share, Share]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, config=STRICT)
 class HeadInfo:
     """The meaning of a fine-tuned model's K outputs: `head` in config.json."""
 
@@ -104,6 +121,7 @@ class HeadInfo:
     center: tuple[float, ...] = ()  # [K] for regression: value = logits * scale + center
     scale: tuple[Annotated[float, Field(ge=0)], ...] = ()
     trees: tuple[Many, Many] | None = None  # how many nodes and trees, of a boosted head
+    cross_validated: CrossValidation | None = None
     # Settings of the task: labels, split, ...
     definition: Facts = field(default_factory=dict)
 
@@ -116,6 +134,24 @@ class HeadInfo:
             raise ConfigError(f"{self.kind} with {counted}")
         if len(set(self.classes)) < len(self.classes):
             raise ConfigError("two classes have the same name")
+
+    @property
+    def said(self) -> list[str]:
+        """How good it was in cross-validation, as sentences."""
+        found = self.cross_validated
+        if found is None:
+            return []
+        scores = []
+        for name, value in found.metrics.items():
+            low, high = found.intervals.get(name, (None, None))
+            if value is not None and name in METRIC_OF and METRIC_OF[name].in_brief:
+                ends = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
+                scores.append(f"{label_of(name)} {value:.3f}{ends}")
+        tested = f"cross-validated on {found.n:,} ECGs in {found.folds} folds of patients"
+        said = [f"{tested}: {', '.join(scores) or 'no score is defined'}"]
+        if self.thresholds:
+            said += sensitive(found.sensitive, self.classes)
+        return said
 
     def scores(self, logits_RK: Tensor) -> Tensor:
         """Probabilities, values in `unit`, or risks."""

@@ -24,12 +24,18 @@ import torch
 from torch import Tensor
 
 from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.mean_beat import (
+    BEAT,
+    MEASUREMENTS,
+    mean_beats,
+    measurements,
+    r_peaks,
+)
 from omnilead.data_tools.ecg.resampling import FS_HZ
 
 from ..settings.errors import ConfigError
 from ..settings.leads import ALL
 from .encoder import pool
-from .mean_beat import BEAT, MEASUREMENTS, mean_beats, measurements, r_peaks
 
 PAPER = "mean"
 Readout = tuple[str, ...]  # the parts of a read-out

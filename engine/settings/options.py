@@ -50,3 +50,12 @@ Pseudonymize = Annotated[
         "for files: replace record and patient ids with keyed hashes, as `shard` does", "KEYFILE"
     ),
 ]
+Columns = Annotated[Sequence[str], Option("label columns of the table (default: all)", "NAME")]
+Kind = Annotated[
+    Literal["binary", "multilabel", "multiclass", "regression", "survival"] | None,
+    Option("kind of the labels (default: guessed from the table)"),
+]
+Reader = Annotated[
+    Literal["linear", "boosted"],
+    Option("what is fitted on embeddings: a linear probe or gradient boosting (linear)"),
+]

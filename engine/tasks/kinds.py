@@ -11,7 +11,7 @@ of hazard ratios. Identity has patients as its labels: ArcFace learns it (engine
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, ClassVar
@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..settings.errors import ConfigError
+from ..settings.errors import ConfigError, listed
 from .config import TaskKind
 
 Array = np.ndarray
 Names = Sequence[str]
+SENSITIVE_OF = 20  # positives, at least: of fewer, one is more than 5 %
 EMPTY = "an empty cell is unknown: write 0 where a label is absent"
 
 
@@ -448,14 +449,26 @@ def _threshold(y_N: Array, score_N: Array) -> float:
     return float((above[best] + below[best]) / 2)
 
 
-def sensitive(y_NK: Array, scores_NK: Array, classes: tuple[str, ...]) -> list[str]:
-    """From which score of each class on 95 % of its positives lie, and the specificity there."""
-    said = []
+def sensitive_points(y_NK: Array, scores_NK: Array, classes: Names) -> dict[str, list[float]]:
+    """By class, from which score on 95 % of its positives lie, and the specificity there; without
+    classes of too few positives."""
+    points = {}
     for name, y_N, score_N in zip(classes, y_NK.T, scores_NK.T, strict=True):
         positive, negative = np.sort(score_N[y_N > 0]), score_N[y_N == 0]
-        if len(positive) >= 20 and len(negative):  # of fewer, one is more than 5 %
-            lowest = positive[len(positive) // 20]
-            said.append(
-                f"{name}: 95 % sensitivity from {lowest:.4f} on, specificity {(negative < lowest).mean():.2f}"
-            )
+        if len(positive) >= SENSITIVE_OF and len(negative):
+            lowest = positive[len(positive) // SENSITIVE_OF]
+            points[name] = [float(lowest), float((negative < lowest).mean())]
+    return points
+
+
+def sensitive(points: Mapping[str, Sequence[float]], classes: Names) -> list[str]:
+    """Sentences that say these points, and which classes have none."""
+    said = []
+    for name, (lowest, specificity) in points.items():
+        said.append(f"{name}: 95 % sensitivity from {lowest:.4f} on, specificity {specificity:.2f}")
+    if without := [name for name in classes if name not in points]:
+        said.append(
+            f"no score with 95 % sensitivity for {listed(without, 5)}: it takes {SENSITIVE_OF} "
+            "positives, and a negative"
+        )
     return said

@@ -125,6 +125,13 @@ def test_the_re_creation_ends_with_masked_halves(dataset, tmp_path):
     assert noisy.dtype == batch.dtype and noisy.isfinite().all()
 
 
+def test_the_limit_reads_and_converts_whole_crops(dataset):
+    folder = Path(dataset.root.url)
+    crops = np.stack([dataset.read(row) for row in range(len(dataset))]) / np.float32(1000)
+    for crop in next(loader.read_and_convert(folder, "", 4)).numpy():
+        assert np.isclose(crop, crops, rtol=1e-6).all((1, 2)).any()
+
+
 MODULES = {"Hugging Face datasets": "datasets", "mosaicml-streaming": "streaming"}
 
 

@@ -20,7 +20,8 @@ from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg import crops as prepare
 from omnilead.data_tools.ecg.crops import CROP
 from omnilead.data_tools.ecg.record import LEADS
-from omnilead.data_tools.ecg.record_tables import find, read_table
+from omnilead.data_tools.ecg.record_names import match_records
+from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.io.errors import DataError, ReadError
 from omnilead.data_tools.io.storage import folder
 from omnilead.data_tools.sources.arrays import ArrayFacts, ArraySource
@@ -176,7 +177,7 @@ def test_labels_join_by_the_names_of_the_records(tmp_path):
     (tmp_path / "labels.csv").write_text("record,AF\nr4,1\nr0,0\n")
     names = made.table(["record"])["record"].combine_chunks()
     url = str(tmp_path / "labels.csv")
-    found = find(url, read_table(url), names, names)
+    found = match_records(url, read_table(url), names, names)
     assert {names[i].as_py(): row for i, row in enumerate(found.row.tolist()) if row >= 0} == {
         "r4": 0,
         "r0": 1,

@@ -22,7 +22,7 @@ from omnilead.data_tools.build.finishing import rejects_of
 from omnilead.data_tools.build.plan import permutation
 from omnilead.data_tools.build.shards import member_header
 from omnilead.data_tools.build.verify import verify
-from omnilead.data_tools.dataset import CROP_BYTES, CROP_SHAPE, Dataset
+from omnilead.data_tools.dataset import COLUMNS, CROP_BYTES, CROP_SHAPE, Dataset
 from omnilead.data_tools.ecg.record import LEADS
 from omnilead.data_tools.io.errors import DataError, DatasetError, StorageError
 from tests.forks import started
@@ -300,6 +300,23 @@ def test_real_ecgs_are_read_bit_for_bit(real_ecgs, tmp_path):
             np.testing.assert_array_equal(real.read(number), x)
         if codes.get(row["record"]):
             assert set(row["dx"]) == set(codes[row["record"]].split(";")), row["record"]
+
+
+def test_shards_of_any_number_of_crops_hold_the_same_contents(small, tmp_path):
+    whole, made = (build(small, tmp_path / f"{crops}", shard_crops=crops) for crops in (1024, 7))
+    assert {shard["crops"] for shard in made.shards[:-1]} == {7} and len(made.shards) > 2
+    assert made.meta["shard_crops"] == 7 and "shard_crops" not in whole.meta
+    same = [name for name in COLUMNS.names if name not in ("shard", "offset")]
+    assert made.table(same).equals(whole.table(same)) and verify(made) == []
+    for row in range(len(made)):
+        assert np.array_equal(made.read(row), whole.read(row))
+    assert build(small, tmp_path / "1024").fingerprint == whole.fingerprint
+    with pytest.raises(DatasetError, match="shard_crops was 7, not 1024"):
+        build(small, tmp_path / "7")
+    with pytest.raises(DataError, match="--append: shard_crops was 1024, not 7: give the options"):
+        build(small, tmp_path / "1024", shard_crops=7, append=True)
+    with pytest.raises(DataError, match="--shard-crops 7 is of tar shards, which --format zarr"):
+        build(small, tmp_path / "zarr", shard_crops=7, format="zarr")
 
 
 def test_row_groups_of_any_size_hold_the_same_rows(small, tmp_path, monkeypatch):

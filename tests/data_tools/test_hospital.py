@@ -225,7 +225,9 @@ def test_a_file_that_a_store_denies_once_is_not_left_out(monkeypatch):
 def test_show_draws_one_file(tmp_path, capsys, monkeypatch):
     mixed(tmp_path)
     assert main(["show", f"{tmp_path}/two.DCM", "--png", f"{tmp_path}/one.png"]) == 0
-    assert "two.DCM: 12 leads, 500 Hz, 5 s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "two.DCM: 12 leads, 500 Hz, 5 s" in said
+    assert "heart rate or axis" in said and "(computed, not a diagnosis)\n" in said
     assert (tmp_path / "one.png").stat().st_size > 10_000
     assert main(["show", f"{tmp_path}/notes.txt"]) == 2
     refusal = "notes.txt would be refused: unknown format: none of muse-xml, dicom"

@@ -184,7 +184,8 @@ def test_a_wrong_unit_and_duplicate_waveforms_are_printed(shell, tmp_path):
     command = ("shard", tmp_path / "src", "--out", tmp_path / "out", "--workers", 1)
     out, note = shell.run(*command)
     assert "note: 1 of 3 crops of cpsc_2018 exceed 32 mV: is its unit right?" in note
-    assert "2 crops have the same waveform as a crop of another record" in out
+    pair = "cpsc_2018/A2 and cpsc_2018/A3; samples.parquet has the same `waveform` for them\n"
+    assert f"2 crops have the same waveform as a crop of another record: {pair}" in out
     assert "1 tar shard of" in out
 
 

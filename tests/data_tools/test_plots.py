@@ -112,6 +112,14 @@ def test_flags_stand_in_the_picture(dataset):
     assert any("flagged: implausible, flat:V1" in text.get_text() for text in page.texts)
 
 
+def test_rate_and_axis_stand_in_the_picture(dataset):
+    ecg = dataset[3]
+    silent = replace(ecg, signal_uv=0 * ecg.signal_uv)
+    for shown, says in ((ecg, "/min, QRS axis "), (silent, "no heart rate or axis: 0 beats")):
+        written = words(plots.plot_ecg(shown))
+        assert any(says in text and "(computed, not a diagnosis)" in text for text in written)
+
+
 def tick_names(axes):
     return [label.get_text() for label in axes.get_yticklabels()]
 

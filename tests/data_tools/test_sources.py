@@ -437,6 +437,26 @@ def test_an_unknown_folder_is_an_error(tmp_path, names, capsys):
         root.mkdir(exist_ok=True)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("one.hea", "one.hea", "one.hea is a file: name the folder that it is in"),
+        ("a/empty.xml", "a", "unknown format (empty.xml: the file is empty: copy it again)"),
+        ("a/empty.hea", "a", "empty header (empty.hea: copy the file again)"),
+        (
+            "a/1009874.txt",
+            "a",
+            "; texts do not state their rate, leads and unit: save them as .npy",
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_with_the_cure(name, given, says, tmp_path, capsys):
+    root = write_files(tmp_path, {name: ""})
+    assert run_shard(root / given, tmp_path / "out") == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
 # What may not leave an archive
 
 # record: patient

@@ -182,7 +182,7 @@ def test_all_classes_occur_and_labels_are_noisy(challenge):
     for block in range(4):
         patients, key = draw_patients((11, block)), (11, block, 0)
         made = simulate(patients, key, range(BLOCK), 5000, 500, 50)
-        for i, written in enumerate(synth._read(key, list(range(BLOCK)), made.present, ())):
+        for i, written in enumerate(synth._diagnoses(key, list(range(BLOCK)), made.present, ())):
             present = {name for name, mask in made.present.items() if mask[i]}
             shown |= present
             wrong += len(present ^ set(written))

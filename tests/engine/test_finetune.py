@@ -22,6 +22,8 @@ from ranks import TINY, column, curve, finetune, pretrain, rows, run, tuning
 import omnilead
 from omnilead.data_tools.build.roles import RoleSources
 from omnilead.data_tools.build.shard import ShardOptions, shard
+from omnilead.data_tools.ecg.mean_beat import RHYTHM, measurements
+from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.sources.detect import open_sources
 from omnilead.engine import convert, evaluate
 from omnilead.engine.data import leakage
@@ -36,14 +38,13 @@ from omnilead.engine.model.config import ModelConfig, flops_per_crop, validated
 from omnilead.engine.model.encoder import Encoder, pool
 from omnilead.engine.model.encoders import initialise
 from omnilead.engine.model.folder import LoadError
-from omnilead.engine.model.mean_beat import RHYTHM, measurements
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.settings.files import CONFIGS
 from omnilead.engine.settings.metrics import METRIC_OF, Metric
 from omnilead.engine.settings.run_files import LABELS
 from omnilead.engine.tasks.classifier import Classifier
 from omnilead.engine.tasks.config import FinetuneConfig, TaskConfig
-from omnilead.engine.tasks.labels import read_table, read_task
+from omnilead.engine.tasks.labels import read_task
 from omnilead.engine.training import checkpoint
 from omnilead.engine.training.config import BestMetric, build
 from omnilead.engine.training.distributed import Ranks

@@ -33,7 +33,7 @@ from omnilead.engine.settings.errors import OutputError
 from tests.conftest import save_model
 
 torch.set_num_threads(1)
-BASE = ["source", "record", "patient", "row", "start_s", "flags", "missing_leads"]
+BASE = ["source", "record", "patient", "row", "start_s", "flags", "missing_leads", "path"]
 TWO = {"kind": "multilabel", "classes": ["AF", "SB"]}
 VALUE = {"kind": "regression", "center": [60.0], "scale": [15.0]}
 HEADS = {
@@ -319,6 +319,8 @@ def test_a_folders_unreadable_files_are_listed_and_the_others_predicted(tmp_path
     assert f"skipped: {export}/a/3.xml: " in said
     assert f"note: {export}: 1 file of no known format was left out (1 .txt)" in said
     assert f"note: {out}: without 2 of 3 records, which cannot be read\n" in said
+    assert f"note: {tmp_path}/F.skipped.csv: which ECGs were skipped, and why\n" in said
+    assert csv.read_csv(out)["path"].to_pylist() == [f"{export}/1.xml"]
     again = words(model, export, tmp_path / "again.csv")
     with mock.patch.object(outputs.ParquetParts, "join", side_effect=OutputError("killed")):
         assert predict.main(again) == 1
@@ -326,6 +328,10 @@ def test_a_folders_unreadable_files_are_listed_and_the_others_predicted(tmp_path
     assert predict.main(again) == 0
     said = capsys.readouterr().err
     assert "skipped: " not in said and "without 2 of 3 records" in said
+    listed = csv.read_csv(tmp_path / "again.skipped.csv").to_pylist()
+    assert [ecg["path"] for ecg in listed] == [f"{export}/2.dcm", f"{export}/a/3.xml"]
+    assert listed[0]["reason"].startswith("unknown format: ")
+    assert listed == csv.read_csv(tmp_path / "F.skipped.csv").to_pylist()
     assert predict.main(words(model, export, tmp_path / "stop.csv", "--on-corrupt", "stop")) == 2
     assert f"{export}/2.dcm: " in capsys.readouterr().err
     assert predict.main(words(model, export / "2.dcm", tmp_path / "one.csv")) == 2
@@ -402,6 +408,7 @@ def test_hospital_files_get_the_pseudonyms_of_a_dataset_made_with_the_same_key(
         assert capsys.readouterr().err == "" and b"jane" not in content and b"4711" not in content
         table = csv.read_csv(out) if end == "csv" else pq.read_table(out)
         assert table.select(list(names)).to_pylist()[0] == names
+        assert not list(tmp_path.glob("*.skipped.csv"))
     damaged = export / "ward" / "JOHN_DOE_1951.xml"
     damaged.write_text(muse()[:400])
     skipping = words(model, export, tmp_path / "skipping.csv", *hidden, "--on-corrupt", "skip")

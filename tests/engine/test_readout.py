@@ -10,15 +10,15 @@ from safetensors import SafetensorError
 
 import omnilead
 from omnilead.data_tools.ecg.constants import LEADS
+from omnilead.data_tools.ecg.mean_beat import MEASUREMENTS, RHYTHM, measurements
 from omnilead.engine.extras.interop.onnx import to_onnx
 from omnilead.engine.inference.commands import prepare_model
 from omnilead.engine.model import folder
-from omnilead.engine.model.mean_beat import MEASUREMENTS, RHYTHM, measurements
 from omnilead.engine.model.readout import BEATS_S, parsed, read_out, width_of
 from omnilead.engine.settings.errors import ConfigError, OutputError
 from tests.conftest import save_model, save_probed
+from tests.data_tools.test_mean_beat import REGULAR, ecg
 from tests.engine.evaluate.conftest import quick  # noqa: F401
-from tests.engine.test_mean_beat import REGULAR, ecg
 
 ALL_PARTS = "mean+std+beats+rhythm+waveform"
 MV = np.stack([ecg(REGULAR), ecg(REGULAR, 30)]).astype(np.float32) / 1000

@@ -149,6 +149,8 @@ class HospitalFiles(FileSource):
 
     def _decoded(self, key: str, data: bytes) -> EcgRecord:
         if not (kind := self._format(data, key)):
+            if not data:
+                raise ReadError("unknown format", "the file is empty: copy it again")
             root = root_tag(data[:HEAD_BYTES])
             raise ReadError(
                 "unknown format",

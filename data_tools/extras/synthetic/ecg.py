@@ -94,10 +94,10 @@ class _Disturbance(NamedTuple):
     log_strength: np.ndarray  # [BLOCK, 2, knots] of slow waves and noise over the record
 
 
-def _rates(s: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
+def _rates(session: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
     """Heart rates (per minute) and flutter rates (Hz) [BLOCK, 1]."""
-    rng = s.rng
-    rate_bpm = s.patients.rate_bpm[:, None] + 5 * rng.gauss(1)
+    rng = session.rng
+    rate_bpm = session.patients.rate_bpm[:, None] + 5 * rng.gauss(1)
     rate_bpm = np.clip(rate_bpm, 59, 101)
     for name, (low, high) in _RATES_BPM.items():
         drawn = rng.between(low, high, 1)
@@ -108,10 +108,10 @@ def _rates(s: _Session, has: Findings) -> tuple[np.ndarray, np.ndarray]:
     return rate_bpm, flutter_hz
 
 
-def _rhythm(s: _Session, dur_s: float) -> _Rhythm:
-    rng = s.rng
-    has = {name: mask[:, None] for name, mask in s.has.items()}
-    rate_bpm, flutter_hz = _rates(s, has)
+def _rhythm(session: _Session, dur_s: float) -> _Rhythm:
+    rng = session.rng
+    has = {name: mask[:, None] for name, mask in session.has.items()}
+    rate_bpm, flutter_hz = _rates(session, has)
     mean_s = 60 / rate_bpm
     beats = np.arange(int(dur_s / 0.28) + 8)  # no rhythm here has a shorter mean RR interval
     clocked = has["PR"] | has["AFL"]
@@ -234,12 +234,12 @@ class _Toward:
 
 
 def _bundle_branches(
-    s: _Session, toward: _Toward, window_s: np.ndarray, qrs: np.ndarray, t: np.ndarray
+    session: _Session, toward: _Toward, window_s: np.ndarray, qrs: np.ndarray, t: np.ndarray
 ) -> None:
     """Bundle branch blocks and pacing, in place; a T wave follows its QRS in the opposite
     direction."""
-    has, own = s.has, s.own
-    broad_t = _gauss(_window("T", s.fs_hz), 0.0, 0.045)
+    has, own = session.has, session.own
+    broad_t = _gauss(_window("T", session.fs_hz), 0.0, 0.045)
 
     wide = has["LBBB"] | has["PR"]
     vector = toward(0.95, 0.12, 0.55, (0.10, 0.25, 0.15))
@@ -273,13 +273,13 @@ def _bundle_branches(
     _add(qrs, has["IRBBB"], vector, late)
 
 
-def _shape_findings(s: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
+def _shape_findings(session: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     """Change QRS and T in place for conduction, infarction and voltage, equal in all sessions, and
     for ST-T."""
-    has, own, rng = s.has, s.own, s.rng
-    window_s = _window("QRS", s.fs_hz)
+    has, own, rng = session.has, session.own, session.rng
+    window_s = _window("QRS", session.fs_hz)
     toward = _Toward(own, qrs)
-    _bundle_branches(s, toward, window_s, qrs, t)
+    _bundle_branches(session, toward, window_s, qrs, t)
 
     is_inferior = own.random((BLOCK, 1)) < 0.5
     inferior = toward(-0.03, -0.6, 0)
@@ -308,11 +308,11 @@ def _shape_findings(s: _Session, qrs: np.ndarray, t: np.ndarray) -> None:
     t *= height.astype(np.float32)[:, None, None]
 
 
-def _turn_axis(s: _Session, qrs: np.ndarray) -> np.ndarray:
+def _turn_axis(session: _Session, qrs: np.ndarray) -> np.ndarray:
     """Rotate the QRS in the frontal plane until leads I and aVF show the axis deviation."""
-    has, own = s.has, s.own
+    has, own = session.has, session.own
     area = qrs.sum(-1)
-    i, ii = np.einsum("bls,bs->lb", s.field[:, :2], area)
+    i, ii = np.einsum("bls,bs->lb", session.field[:, :2], area)
     upright = 2 * (ii - i / 2) / np.sqrt(3)
     now = np.arctan2(upright, i)
     left = own.between(-75, -33)
@@ -339,27 +339,27 @@ def _place(beat: np.ndarray, wave: np.ndarray, name: str, centre_s: np.ndarray, 
         beat[patient, :, start : start + length] += wave[patient]
 
 
-def _conducted_waves(s: _Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _conducted_waves(session: _Session) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """P, QRS and T of a session, and the height of the QRS (mV) before the findings change it."""
-    has, rng = s.has, s.rng
-    wide = s.own.between(1.4, 1.75)
+    has, rng = session.has, session.rng
+    wide = session.own.between(1.4, 1.75)
     stretch = np.where(has["LAnFB"], 1.12, 1.0)
     stretch = np.where(has["NSIVCB"], wide, stretch)
     waves = {}
     for name, change in _WAVE_CHANGE.items():
-        shape = s.patients.shape[name]
+        shape = session.patients.shape[name]
         log_factor = SESSION_JITTER * change * rng.gauss(1)
         gain = shape.gain * np.exp(log_factor)
         shape = shape._replace(gain=gain)
-        waves[name] = _waves(name, shape, s.fs_hz, stretch if name == "QRS" else 1.0)
+        waves[name] = _waves(name, shape, session.fs_hz, stretch if name == "QRS" else 1.0)
     qrs, t = waves["QRS"], waves["T"]
     top_mv = np.abs(qrs).max((1, 2))
-    _shape_findings(s, qrs, t)
+    _shape_findings(session, qrs, t)
     wobble_rad = np.deg2rad(2) * SESSION_JITTER * rng.gauss(3)
-    turn = _rotation(s.patients.tilt_rad + wobble_rad)
-    qrs = _turn_axis(s, turn @ qrs)
+    turn = _rotation(session.patients.tilt_rad + wobble_rad)
+    qrs = _turn_axis(session, turn @ qrs)
     paced = has["PR"][:, None, None]
-    qrs += paced * _spike(s.fs_hz)
+    qrs += paced * _spike(session.fs_hz)
     p = turn @ waves["P"]
     without_p = has["AF"] | has["AFL"] | has["PR"] | has["Brady"]
     p[without_p] = 0
@@ -374,46 +374,46 @@ def _spike(fs_hz: int) -> np.ndarray:
     return np.outer(direction, is_spike).astype(np.float32)
 
 
-def _beats(s: _Session, mean_s: np.ndarray) -> np.ndarray:
+def _beats(session: _Session, mean_s: np.ndarray) -> np.ndarray:
     """A session's normal, atrial premature and ventricular beats: float32 [BLOCK, 3 kinds, 3 axes,
     beat], mV."""
-    p, qrs, t, top_mv = _conducted_waves(s)
-    turned_deg = s.own.between(60, 120)
+    p, qrs, t, top_mv = _conducted_waves(session)
+    turned_deg = session.own.between(60, 120)
     turn = _about_z(np.deg2rad(turned_deg))
     ectopic_p = turn @ p
-    pr_s, t_peak_s = _intervals_s(s, mean_s)
-    beats = np.zeros((BLOCK, 3, 3, len(_window("beat", s.fs_hz))), np.float32)
+    pr_s, t_peak_s = _intervals_s(session, mean_s)
+    beats = np.zeros((BLOCK, 3, 3, len(_window("beat", session.fs_hz))), np.float32)
     at_r = np.zeros(BLOCK)
     for kind, atrial in ((_NORMAL, p), (_ATRIAL, ectopic_p)):
         beat = beats[:, kind]
-        _place(beat, atrial, "P", 0.02 - pr_s, s.fs_hz)
-        _place(beat, qrs, "QRS", at_r, s.fs_hz)
-        _place(beat, t, "T", t_peak_s, s.fs_hz)
+        _place(beat, atrial, "P", 0.02 - pr_s, session.fs_hz)
+        _place(beat, qrs, "QRS", at_r, session.fs_hz)
+        _place(beat, t, "T", t_peak_s, session.fs_hz)
 
-    focus = s.patients.ectopic * top_mv[:, None]
+    focus = session.patients.ectopic * top_mv[:, None]
     focus = focus.astype(np.float32)[:, :, None]
-    window_s = _window("QRS", s.fs_hz)
+    window_s = _window("QRS", session.fs_hz)
     bell = _gauss(window_s, 0.01, 0.022)
     second = _gauss(window_s, 0.06, 0.026)
     bell += np.float32(0.8) * second
-    window_s = _window("T", s.fs_hz)
+    window_s = _window("T", session.fs_hz)
     broad_t = _gauss(window_s, 0.0, 0.05)
     wide_qrs = 1.25 * focus * bell
     opposite_t = -0.4 * focus * broad_t
     beat = beats[:, _VENTRICULAR]
-    _place(beat, wide_qrs, "QRS", at_r, s.fs_hz)
-    _place(beat, opposite_t, "T", at_r + 0.30, s.fs_hz)
+    _place(beat, wide_qrs, "QRS", at_r, session.fs_hz)
+    _place(beat, opposite_t, "T", at_r + 0.30, session.fs_hz)
     return beats
 
 
-def _intervals_s(s: _Session, mean_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _intervals_s(session: _Session, mean_s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The PR interval, and the time from R to the top of T, which follows the heart rate."""
-    has, own, rng = s.has, s.own, s.rng
+    has, own, rng = session.has, session.own, session.rng
     prolonged_s = own.between(0.20, 0.31)
-    pr_s = np.where(has["IAVB"], prolonged_s, s.patients.pr_s)
+    pr_s = np.where(has["IAVB"], prolonged_s, session.patients.pr_s)
     pr_s = pr_s + 0.006 * rng.gauss()
     prolonged_s = rng.between(0.47, 0.56)
-    qtc_s = s.patients.qtc_s + 0.006 * rng.gauss()
+    qtc_s = session.patients.qtc_s + 0.006 * rng.gauss()
     qtc_s = np.where(has["LQT"], prolonged_s, qtc_s)
     wide = has["LBBB"] | has["PR"]
     t_peak_s = (qtc_s - 0.115) * np.cbrt(mean_s) - 0.04
@@ -508,28 +508,28 @@ def _disturbance(rng: BlockDraws, mains_hz: int, knots: int) -> _Disturbance:
 class _Recorder:
     """Renders the records of a session one by one, in the same buffers."""
 
-    def __init__(self, s: _Session, key: Key, samples: int, mains_hz: int) -> None:
-        dur_s = samples / s.fs_hz
+    def __init__(self, session: _Session, key: Key, samples: int, mains_hz: int) -> None:
+        dur_s = samples / session.fs_hz
         self.key = key
-        self.has = s.has
-        self.rhythm = _rhythm(s, dur_s)
-        self.beats = _beats(s, self.rhythm.mean_s)
+        self.has = session.has
+        self.rhythm = _rhythm(session, dur_s)
+        self.beats = _beats(session, self.rhythm.mean_s)
         knots = max(2, round(dur_s / KNOT_S) + 1)
-        self.disturbance = _disturbance(s.rng, mains_hz, knots)
-        self.atrial = s.rng.random((BLOCK, 5))
-        field = np.concatenate([s.field, self.disturbance.gain_mv], 2)
+        self.disturbance = _disturbance(session.rng, mains_hz, knots)
+        self.atrial = session.rng.random((BLOCK, 5))
+        field = np.concatenate([session.field, self.disturbance.gain_mv], 2)
         field *= 1000
         noise_uv = 1000 * self.disturbance.noise_mv
         self.gain_uv = field.astype(np.float32)
         self.noise_uv = noise_uv.astype(np.float32)
         self.samples = samples
-        self.t_s = np.arange(samples) / s.fs_hz
+        self.t_s = np.arange(samples) / session.fs_hz
         self.hats = _hats(knots, samples)
         # `sources` (3 axes, 3 slow waves, mains) starts one beat's width before the record
         self.width = self.beats.shape[-1]
         start_s, _ = _SPAN_S["beat"]
-        before = self.width + round(start_s * s.fs_hz)
-        peak = np.round(self.rhythm.peak_s * s.fs_hz)
+        before = self.width + round(start_s * session.fs_hz)
+        peak = np.round(self.rhythm.peak_s * session.fs_hz)
         self.start = peak.astype(int) + before
         self.sources = np.empty((7, samples + 2 * self.width), np.float32)
         self.within = self.sources[:, self.width : self.width + samples]

@@ -16,7 +16,8 @@ from matplotlib.ticker import MaxNLocator
 import omnilead.data_tools.extras.plots as plots
 from omnilead.data_tools.dataset import Dataset
 
-from ...evaluation.results import IdentificationResult, TaskResult, pieces
+from ...evaluation.identification import IdentificationResult
+from ...evaluation.results import TaskResult, pieces
 from ...inference.trained_model import HeadInfo
 from ...settings.errors import Facts
 from ...settings.metrics import METRIC_OF

@@ -17,7 +17,7 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.engine.data.patients import patient_ids
 from omnilead.engine.evaluate import labels_of_run, main
-from omnilead.engine.evaluation import results
+from omnilead.engine.evaluation import identification, results
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.model.folder import seal
 from omnilead.engine.tasks.config import TaskConfig
@@ -151,7 +151,7 @@ def test_the_first_half_of_a_normalised_crop(data, saved_model, evaluated):
     first, asked = (model.pooled(torch.stack([scaled(row)[0] for row in side])) for side in sides)
     by_hand = accuracy(first, asked, *(patient[side] for side in sides))
     assert evaluated(folder)["score"] == pytest.approx(by_hand)
-    gallery = results.identify(model, data, results.EvalOptions()).gallery_PD
+    gallery = identification.identify(model, data, results.EvalOptions()).gallery_PD
     np.testing.assert_allclose(gallery, first, atol=1e-5)
 
 

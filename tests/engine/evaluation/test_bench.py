@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 
 import omnilead
 from omnilead.__main__ import main
+from omnilead.data_tools.dataset import Dataset
 from omnilead.data_tools.ecg.constants import LEADS as LEADS_OF
 from omnilead.engine.evaluation import bench, differences, embedders, plan
 from omnilead.engine.evaluation.differences import resampled
 from omnilead.engine.evaluation.plan import ProbedRecords, drawn
-from omnilead.engine.evaluation.probe import ProbeData, linear
+from omnilead.engine.evaluation.probe import ProbeData, folds, linear
 from omnilead.engine.extras.reports import bench_report
 from omnilead.engine.extras.reports.bench_report import KEYS
 from omnilead.engine.model.folder import seal
@@ -219,14 +220,22 @@ def test_a_probe_is_written_as_a_model_with_the_same_scores(again, models, datas
     assert metrics_of(one) == metrics_of(found)
 
 
-def test_a_head_says_from_which_score_on_it_finds_95_of_100(
-    again, models, dataset, tmp_path, capsys
+def test_a_head_says_how_good_it_is_and_from_which_score_on_it_finds_95_of_100(
+    again, models, dataset, tmp_path
 ):
     path, head = tmp_path / "af.csv", tmp_path / "head"
     write_table(path, dataset, af=[1, 0, 0, 1, 1])
-    omnilead.bench(models[:1], tasks=[str(path)], head=str(head), **again)
-    (line,) = (line for line in capsys.readouterr().err.splitlines() if "sensitivity" in line)
-    assert line.startswith(f"{head}, by cross-validation: af: 95 % sensitivity from 0.")
+    found = omnilead.bench(models[:1], tasks=[str(path)], head=str(head), **again)
+    is_row, score, line = (note for note in found["notes"] if note.startswith(f"{head}: "))
+    assert is_row.startswith(f"{head}: is the row 'first', leads {LEADS[0]}, fitted on ")
+    assert line.startswith(f"{head}: af: 95 % sensitivity from 0.")
+    written = json.loads((head / "config.json").read_text())["head"]["cross_validated"]
+    lowest, specificity = written["sensitive"]["af"]
+    assert f"from {lowest:.4f} on, specificity {specificity:.2f}" in line
+    assert f"AUROC {written['metrics']['auroc']:.3f} (" in score
+    for note in (is_row, score, line):
+        assert note in (again["out"] / "bench.md").read_text()
+    assert score.partition(": ")[2].rstrip(".") in (head / "README.md").read_text()
 
 
 def test_a_bench_with_a_head_that_was_interrupted_runs_again(again, models, tmp_path, monkeypatch):
@@ -391,6 +400,86 @@ def test_scores_of_made_up_vectors_equal_a_direct_computation():
             assert samples[name][0] == pytest.approx(np.mean([one[name] for one in direct]))
 
 
+def test_in_cross_validation_an_ecg_is_ranked_in_its_own_fold_alone():
+    """Equal to a count of pairs, however much higher the scores of one fold are."""
+    fold, score = RNG.integers(0, 3, 90), RNG.normal(size=90)
+    y = (score + RNG.normal(size=90) > 0).astype(float)
+    y[RNG.random(90) < 0.1] = np.nan
+    weight = resampled(np.arange(90) // 2)
+    for shift in (0, 9):
+        scores = (score + shift * fold)[:, None]
+        found = differences.by_fold("binary", y[:, None], scores, weight, fold)
+        for column in (0, 1):  # all ECGs, and a resample
+            right = []
+            rows = np.repeat(np.arange(90), weight[:, column].astype(int))
+            for i in rows[y[rows] == 1]:
+                right += (score[i] > score[rows[(y[rows] == 0) & (fold[rows] == fold[i])]]).tolist()
+            assert found["auroc"][0, column] == pytest.approx(np.mean(right))
+    one = differences.by_fold("binary", y[:, None], scores, weight, 0 * fold)
+    whole = differences.by_class("binary", y[:, None], scores, weight)
+    for name, value in whole.items():
+        np.testing.assert_allclose(one[name], value, rtol=1e-6)
+    values = y[:, None] + 3
+    ages = differences.by_fold("regression", values, scores, weight, fold)
+    assert ages["mae"][0, 0] == pytest.approx(np.nanmean(np.abs(values - scores)))
+
+
+def test_a_patient_and_the_copies_of_an_ecg_are_in_one_fold():
+    patient = np.array([7, 7, 9, 11, 13, 15, 17, 19])
+    waveform = np.array([1, 2, 3, 3, 4, 5, 5, 6, 7, 8])  # of the crops of 8 records
+    begins = np.array([0, 1, 2, 3, 4, 6, 7, 8])  # the fifth has two
+    records = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), patient)
+    dataset = mock.Mock(column=lambda name: waveform)
+    fold = plan.folds_of(dataset, records, 3)
+    assert fold[0] == fold[1] and fold[2] == fold[3] and fold[4] == fold[5]
+    assert sorted(np.unique(fold)) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="--folds 6: only 5 patients have labels: use fewer"):
+        plan.folds_of(dataset, records, 6)
+    everybody = ProbedRecords(np.arange(10), begins, np.zeros((8, 1)), np.arange(8))
+    dataset.column = lambda name: np.arange(10)
+    for number, (_, held) in enumerate(folds(np.arange(8))):
+        assert (plan.folds_of(dataset, everybody, 5)[held] == number).all()
+
+
+@pytest.fixture
+def sheet(dataset, tmp_path):
+    path = tmp_path / "mine.csv"
+    write_table(path, dataset, ill=["ja", "nein", "nein"], height=np.arange(150, 190))
+    return str(path)
+
+
+def test_with_folds_every_ecg_is_tested_once_by_a_probe_without_its_patient(
+    again, models, sheet, monkeypatch
+):
+    fitted = []
+
+    def spied(data):
+        fitted.append(set(data.patient_N))
+        return linear(data)
+
+    monkeypatch.setitem(embedders.READERS, "linear", spied)
+    how = {"labels": sheet, "columns": ["ill"], **again}
+    split = omnilead.bench(models[:1], **how)
+    (few,) = (note for note in split["notes"] if "--folds" in note)
+    labelled = len(np.unique(Dataset.open(again["data"]).column("record")))
+    tested = split["rows"][0]["n"]
+    assert (
+        few == f"mine: {tested} ECGs are tested, which says little: --folds 5 tests all {labelled}."
+    )
+    fitted.clear()
+    found = omnilead.bench(models[:1], tasks=[sheet], columns=["ill"], folds=4, **again)
+    row = found["rows"][0]
+    assert row["n"] == labelled and row["labelled"] < labelled and row["task"] == "mine"
+    assert "4 folds: each ECG is scored once" in str(found["notes"])
+    everybody = set.union(*fitted)
+    held = [everybody - patients for patients in fitted[:4]]
+    assert len(set.union(*held)) == sum(map(len, held)) == len(everybody)
+    taller = omnilead.bench(
+        models[:1], labels=sheet, columns=["height"], kind="regression", **again
+    )
+    assert "mae" in taller["rows"][0]["metrics"]
+
+
 def test_areas_for_many_weightings_at_once():
     score, y = RNG.integers(0, 12, 90) / 12, RNG.integers(0, 2, 90).astype(float)
     y[RNG.random(90) < 0.2] = np.nan
@@ -468,6 +557,10 @@ def test_if_none_or_all_are_found_the_interval_is_the_exact_one():
         ("sex --head H --models B C", "but --models names 2: use one"),
         ("gaps.csv --head H", "no record of train and valid has a known label in well: leave"),
         ("sex --labels nowhere", "--labels nowhere: no such folder"),
+        ("same.csv --columns well", "same.csv: no column 'well': its label columns are ill"),
+        ("sex --columns ill", "--columns and --kind are for a table of labels: name one with"),
+        ("sex --folds 5 --test-data D", "--folds tests the ECGs of --data: leave --test-data out"),
+        ("sex --folds 99999", "--folds 99999: only "),
         ("sex --share 0.01", "no class has positives and negatives in both: use a larger share"),
         ("sex --leads 13", "leads='13': no lead is called"),
         ("sex --fit-leads 13", "leads='13': no lead is called"),

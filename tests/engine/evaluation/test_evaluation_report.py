@@ -9,7 +9,8 @@ from pages import words
 
 from omnilead.data_tools.dataset import CLASSES
 from omnilead.engine.evaluate import lines
-from omnilead.engine.evaluation.results import IdentificationResult, TaskResult, by_record
+from omnilead.engine.evaluation.identification import IdentificationResult
+from omnilead.engine.evaluation.results import TaskResult, by_record
 from omnilead.engine.extras.reports import evaluation_report
 from omnilead.engine.inference.trained_model import HeadInfo
 from omnilead.engine.training.metrics import calibration, confusion_shares

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from omnilead.engine.tasks.kinds import KINDS, cox, sensitive, thresholds
+from omnilead.engine.tasks.kinds import KINDS, cox, sensitive, sensitive_points, thresholds
 
 NAN = float("nan")
 
@@ -75,20 +75,26 @@ def test_thresholds_have_the_highest_f1():
 
 @pytest.mark.parametrize("positives", [19, 20, 39, 40, 57])
 def test_the_score_that_95_of_100_positives_reach(positives):
-    """Unknown labels do not count; of fewer than 20 positives nothing is said."""
+    """Unknown labels do not count; there is none of fewer than 20 positives, or without a negative."""
     rng = np.random.default_rng(positives)
     y_N = rng.permutation(np.repeat([1.0, 0.0, NAN], (positives, 30, 9)))
     score_N = np.round(rng.normal(0.3 + 0.2 * np.nan_to_num(y_N), 0.1), 4)
     no_negative_N = np.where(y_N == 0, NAN, y_N)
-    said = sensitive(np.stack([y_N, no_negative_N], 1), np.stack([score_N] * 2, 1), ("AF", "SR"))
+    points = sensitive_points(
+        np.stack([y_N, no_negative_N], 1), np.stack([score_N] * 2, 1), ("AF", "SR")
+    )
+    said = sensitive(points, ("AF", "SR"))
+    none = "no score with 95 % sensitivity for {}: it takes 20 positives, and a negative"
     if positives < 20:
-        assert not said
+        assert said == [none.format("AF, SR")] and not points
         return
-    (line,) = said
+    line, without = said
+    assert without == none.format("SR")
     name, threshold, specificity = re.fullmatch(
         r"(\w+): 95 % sensitivity from ([\d.]+) on, specificity ([\d.]+)", line
     ).groups()
-    assert name == "AF"
+    assert name == "AF" and [*points] == ["AF"]
+    assert points["AF"] == pytest.approx([float(threshold), float(specificity)], abs=0.005)
     assert (score_N[y_N == 1] >= float(threshold)).mean() >= 0.95
     assert (score_N[y_N == 1] > float(threshold)).mean() < 0.95
     assert float(specificity) == pytest.approx(

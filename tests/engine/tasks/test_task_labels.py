@@ -17,12 +17,14 @@ from pyarrow import parquet
 
 import omnilead
 from omnilead.data_tools.dataset import CLASSES, Dataset
-from omnilead.data_tools.ecg.record_tables import find, read_table
+from omnilead.data_tools.ecg.record_names import match_records
+from omnilead.data_tools.ecg.record_tables import read_table
 from omnilead.data_tools.io.errors import DataError, UserError
 from omnilead.engine import finetune
 from omnilead.engine.settings.errors import ConfigError
 from omnilead.engine.tasks.config import TaskConfig
-from omnilead.engine.tasks.labels import guess, read_task
+from omnilead.engine.tasks.guess import guess_kind
+from omnilead.engine.tasks.labels import read_task
 from tests.data_tools.test_versions import listed
 from tests.tables import tabulated
 
@@ -90,7 +92,7 @@ def test_accepted_spellings_of_cells(mark, tables):
     with pytest.raises(
         ConfigError, match=r"'nan' in column 'c' \(36 .* --kind multilabel if it is"
     ):
-        guess(task)
+        guess_kind(task)
     known = read_task(task, [tables.dataset])
     assert known.task.columns == ("a, b", "c")
     value_of = dict(zip(tables.records, cycle(values), strict=False))
@@ -125,7 +127,7 @@ def test_words_for_yes_and_no_are_alike_in_one_and_in_several_columns(words, col
     rows = [
         [name, *[yes if i % 3 else no for _ in columns]] for i, name in enumerate(tables.records)
     ]
-    task = guess(TaskConfig(labels=tables.write(f"record|{'|'.join(columns)}", rows)))
+    task = guess_kind(TaskConfig(labels=tables.write(f"record|{'|'.join(columns)}", rows)))
     assert task.kind == ("binary" if len(columns) == 1 else "multilabel")
     known = read_task(task, [tables.dataset])
     assert known.remarks[-1] == f"{tables.path}: {no.lower()} is 0, {yes.lower()} is 1"
@@ -185,7 +187,7 @@ def test_a_parquet_table_and_a_source_where_names_clash(dataset, tmp_path):
 )
 def test_the_kind_is_guessed(kind, cells, tables):
     rows = zip(tables.records, cycle(cells), strict=False)
-    task = guess(TaskConfig(labels=tables.write("record|v", rows)))
+    task = guess_kind(TaskConfig(labels=tables.write("record|v", rows)))
     assert task.kind == kind
     known = read_task(task, [tables.dataset])
     if kind == "multiclass":
@@ -215,17 +217,17 @@ def test_a_third_value_is_asked_about(values, tables):
     third = values.split()[-1]
     says = rf"my.csv: column 'v' holds '.*' in \d+ rows: does '{third}' mean unknown\?"
     with pytest.raises(ConfigError, match=says):
-        guess(TaskConfig(labels=path))
+        guess_kind(TaskConfig(labels=path))
     assert read_task(TaskConfig("a", "multiclass", labels=path), [tables.dataset]).classes
     for classes in ("1 0 2", "0 0 0 1 0 1 2 3"):
         rows = list(zip(tables.records, cycle(classes.split()), strict=False))
-        assert guess(TaskConfig(labels=tables.write("record|v", rows))).kind == "multiclass"
+        assert guess_kind(TaskConfig(labels=tables.write("record|v", rows))).kind == "multiclass"
 
 
 def test_a_minus_is_no_in_a_table_with_a_plus(tables):
     """In every label column, also in one without any plus."""
     rows = [(name, "+-"[i % 2], "-", "") for i, name in enumerate(tables.records)]
-    task = guess(TaskConfig(labels=tables.write("record|a|b|c", rows)))
+    task = guess_kind(TaskConfig(labels=tables.write("record|a|b|c", rows)))
     assert task.kind == "multilabel"
     known = read_task(task, [tables.dataset])
     assert np.nansum(known.y[0], axis=0).tolist()[1:] == [0, 0] and (known.y[0][:, 1] == 0).all()
@@ -233,8 +235,8 @@ def test_a_minus_is_no_in_a_table_with_a_plus(tables):
 
 def test_times_with_another_column_of_yes_and_no_are_one_line(tables):
     path = tables.write("record|time|event|sick", [("a", "2", "1", "0"), ("b", "3", "0", "1")])
-    with pytest.raises(ConfigError, match=r"column 'sick' .*: leave it out"):
-        guess(TaskConfig(labels=path))
+    with pytest.raises(ConfigError, match=r"column 'sick' is neither time nor event: leave it out"):
+        guess_kind(TaskConfig(labels=path))
 
 
 @pytest.mark.parametrize("columns", [(), ("time", "event")])
@@ -245,7 +247,7 @@ def test_times_are_negative_if_censored(columns, tables):
         "record|event|time", ((r, *row) for r, row in zip(tables.records, rows, strict=False))
     )
     task = TaskConfig(labels=path, columns=columns)
-    task = replace(task, kind="survival") if columns else guess(task)
+    task = replace(task, kind="survival") if columns else guess_kind(task)
     found = read_task(task, [tables.dataset])
     assert found.task.kind == "survival" and found.task.columns == ("time", "event")
     time_of = dict(zip(tables.dataset.column("record"), found.y[0][:, 0], strict=True))
@@ -328,17 +330,61 @@ def test_records_missing_from_table_or_data_are_counted(tables):
     assert f"/{tables.records[0]}" in second and "10 (" in second
 
 
-@pytest.mark.parametrize("others", [0, 5])
-def test_a_row_that_lacks_its_subfolder_is_named(others, tables):
-    """Of a file ward/A1.hea."""
-    names = pa.array([f"ward_{name}" for name in tables.records[:9]] + tables.records[9:])
-    table = pa.table({"record": ["", f"{tables.records[3]}.hea", *tables.records[9 : 9 + others]]})
-    says = rf"; is {tables.records[3]} \(row 2\) ward_{tables.records[3]}\? A name begins"
-    if not others:
-        with pytest.raises(DataError, match=says):
-            find("my.csv", table, names, names)
-        return
-    assert re.search(says, find("my.csv", table, names, names).missing)
+NAMES = ["ward_3_A1", "ward_3_A2", "icu_A2", "Jahr_2000_07434", "1009874_1009874", "syn0_HR00001"]
+NAMES += ["plain", "HR00001", "HR00002"]
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "by_end"),
+    tabulated(r"""
+ward 3/A1                        | ward_3_A1 |
+ward 3\A1.xml                    | ward_3_A1 |
+C:\My ECGs\ward 3\A2.hea         | ward_3_A2 |
+Jahr 2000/07434                  | Jahr_2000_07434 |
+./icu/A2                         | icu_A2 |
+records500/00000/00002_hr        | HR00002 |
+other/folder/plain.dcm           | plain |
+A1                               | ward_3_A1        | end
+3/A2                             | ward_3_A2        | end
+A1.xml                           | ward_3_A1        | end
+07434                            | Jahr_2000_07434  | end
+1009874                          | 1009874_1009874  | end
+HR00001                          | HR00001 |
+other/A1                         | |
+1                                | |
+"""),
+)
+def test_ways_in_which_a_table_may_name_a_record(record, name, by_end):
+    names = pa.array(NAMES)
+    table = pa.table({"record": [record, "icu_A2" if name != "icu_A2" else "plain"]})
+    matches = match_records("my.csv", table, names, names)
+    rows = dict(zip(NAMES, matches.row, strict=True))
+    assert [found for found, row in rows.items() if row == 0] == ([name] if name else [])
+    said = " ".join(matches.notes)
+    assert (f"1 ({record}) of 2 records are matched by the end of a name" in said) == bool(by_end)
+    assert (f"{record} is {name}" in said) == bool(by_end)
+    assert ("not in the data" in said) == (not name)
+
+
+def test_the_end_of_several_names_is_refused():
+    names = pa.array(NAMES)
+    table = pa.table({"record": ["plain", "", "A2.xml"]})
+    says = (
+        r"my.csv: A2 \(row 3\) is the end of ward_3_A2 and of icu_A2: write the record's name with"
+    )
+    with pytest.raises(DataError, match=says):
+        match_records("my.csv", table, names, names)
+    keys = pa.array([f"dicom/{name}" for name in NAMES[:2]] + [f"edf/{name}" for name in NAMES[2:]])
+    table = pa.table({"record": ["A2", "A2", "A1", None], "source": ["edf", "dicom", "edf", "edf"]})
+    matches = match_records("my.csv", table, keys, names)
+    assert matches.row.tolist() == [-1, 1, 0, *[-1] * 6]
+
+
+def test_a_real_record_is_not_taken_for_a_synthetic_one():
+    names = pa.array(["syn0_HR00001", "syn0_HR00002", "A_HR00001"])
+    table = pa.table({"record": ["HR00001", "HR00002", "syn0_HR00002"]})
+    matches = match_records("my.csv", table, names, names)
+    assert matches.row.tolist() == [-1, 2, 0]
 
 
 # A slash ends a line of the labels; {0} is the name of the first record
@@ -351,7 +397,8 @@ split 'tset': write train                            | record,v,split / {0},1,tr
 no record has a known label in v                     | record,v / {0}, / {1},nan
 has one column, not v, w                             | record,v,w / {0},1,1
 no column 'of labels'                                | record,fold / {0},1
-a column `record` must name                          | name,v / {0},1
+columns are name, v: a column `record` must name .*: rename the one that does | name,v / {0},1
+columns are id, ef, af: a column `record` must name  | id;ef;af / {0};40,5;1 / {1};38,0;0
 two columns are called 'v'                           | record,v,v / {0},1,1
 cannot be read as CSV or parquet                     | record,v / {0},1 / {1},1,2,3
 'v' of record .*: 'high' is not a number             | record,v / {0},high           | kind="regression"
@@ -417,7 +464,7 @@ def test_a_name_shared_by_two_databases_needs_a_source(tables, monkeypatch):
 def test_decimal_commas_are_numbers_where_commas_do_not_separate(mark, tables):
     rows = zip(tables.records, cycle(["40,1", "-0,5", "1,5e2", "7", ""]), strict=False)
     path = tables.write("record|v", rows, mark)
-    assert guess(TaskConfig(labels=path)).kind == "multiclass"  # of few values
+    assert guess_kind(TaskConfig(labels=path)).kind == "multiclass"  # of few values
     known = tables.read_file(kind="regression")
     assert set(known.y[0][:, 0].round(2)) >= {np.float32(40.1), -0.5, 150, 7}
 
@@ -441,14 +488,14 @@ def test_a_mark_of_thousands_is_not_taken_for_a_decimal_point(mark, values, says
         assert tables.read_file(kind="regression").y
         return
     with pytest.raises(ConfigError, match=f"column 'v' {says}"):
-        guess(TaskConfig(labels=path))
+        guess_kind(TaskConfig(labels=path))
 
 
 def test_only_columns_that_are_used_must_have_clear_numbers(tables):
     rows = zip(tables.records, cycle("01"), cycle(["1.234", "12,5"]), strict=False)
     tables.write("record|af|v", rows, ";")
     chosen = TaskConfig("af", "binary", labels=str(tables.path), columns=("af",))
-    assert guess(chosen).kind == "binary" and tables.read_file(columns=("af",)).y
+    assert guess_kind(chosen).kind == "binary" and tables.read_file(columns=("af",)).y
     with pytest.raises(ConfigError, match=r"column 'v' holds 1\.234 and 12,5"):
         read_task(chosen, [tables.dataset], where="v > 2")
 
@@ -499,10 +546,10 @@ def test_a_column_that_is_neither_numbers_nor_classes_is_refused(values, says, t
     path = tables.write("record|v", rows)
     if says:
         with pytest.raises(ConfigError, match=rf"my.csv: column 'v' .*{re.escape(says)}"):
-            guess(TaskConfig(labels=path))
+            guess_kind(TaskConfig(labels=path))
         assert read_task(TaskConfig("a", "multiclass", labels=path), [tables.dataset]).classes
     else:
-        assert guess(TaskConfig(labels=path)).kind == "multiclass"
+        assert guess_kind(TaskConfig(labels=path)).kind == "multiclass"
 
 
 def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
@@ -510,14 +557,14 @@ def test_numbers_beside_0_and_1_are_not_made_a_regression_of_all(tables):
     with pytest.raises(
         ConfigError, match=r"column 'EF' holds numbers such as '40', not 0 and 1: .*AF"
     ):
-        guess(TaskConfig(labels=path))
-    assert guess(TaskConfig(labels=path, columns=("AF", "none"))).kind == "multilabel"
+        guess_kind(TaskConfig(labels=path))
+    assert guess_kind(TaskConfig(labels=path, columns=("AF", "none"))).kind == "multilabel"
     tables.write("record|AF|EF", [("a", "0", "1"), ("b", "1", "2")])
     with pytest.raises(ConfigError, match=r"column 'EF' holds numbers such as '2', not 0 and 1"):
-        guess(TaskConfig(labels=path))
+        guess_kind(TaskConfig(labels=path))
     tables.write("record|age|time|event", [("a", "61", "2.5", "0"), ("b", "70", "3", "1")])
     with pytest.raises(ConfigError, match=r"'age' .*: --columns time event, .* --kind regression"):
-        guess(TaskConfig(labels=path))
+        guess_kind(TaskConfig(labels=path))
 
 
 def test_misspelt_and_rare_classes_are_named(tables):
@@ -546,7 +593,7 @@ def test_files_that_are_no_tables_of_records(data, says, tmp_path):
     path = tmp_path / "my.csv"
     path.write_bytes(data) if data else path.mkdir()
     with pytest.raises(ConfigError, match=re.escape(f"{path}: ") + f".*{says}"):
-        guess(TaskConfig(labels=str(path)))
+        guess_kind(TaskConfig(labels=str(path)))
 
 
 def test_utf_16_is_read(tmp_path):
@@ -574,7 +621,9 @@ def test_row_numbers_and_odd_numbers(dataset, tables):
     """What spreadsheets and pandas leave in a table."""
     numbers = ["1_000", "", *["12.5"] * (len(tables.records) - 2)]
     rows = [(i, tables.records[i], number, i) for i, number in enumerate(numbers)]
-    assert guess(TaskConfig(labels=tables.write("|record|ef|Unnamed: 0", rows))).columns == ("ef",)
+    assert guess_kind(TaskConfig(labels=tables.write("|record|ef|Unnamed: 0", rows))).columns == (
+        "ef",
+    )
     labels = tables.read("|record|ef|Unnamed: 0", rows, kind="regression")
     of = dict(zip(dataset.column("record"), labels.y[0][:, 0].tolist(), strict=True))
     assert [of[name] for name in tables.records[:3]] == pytest.approx(
@@ -610,7 +659,7 @@ def test_columns_of_texts_are_not_proposed(columns, mend, tables):
     with pytest.raises(
         ConfigError, match=f"'note' holds texts such as 'calm', .*: {re.escape(mend)}"
     ):
-        guess(TaskConfig(labels=tables.write(f"record|{columns}", rows)))
+        guess_kind(TaskConfig(labels=tables.write(f"record|{columns}", rows)))
 
 
 @pytest.mark.parametrize("word", ["NA", "null", "nan", "N/A", "none", "Unknown", "?"])
@@ -618,7 +667,7 @@ def test_a_class_that_may_mean_a_missing_value_is_asked_about(word, tables):
     """An empty cell is missing. Of a word only the user knows, who says it by naming the classes."""
     values = dict(zip(tables.records, cycle([word, "AF", "", "SR"]), strict=False))
     path = tables.write("record|v", values.items())
-    task = guess(TaskConfig(labels=path))
+    task = guess_kind(TaskConfig(labels=path))
     assert task.kind == "multiclass"
     names = sorted([word, "AF", "SR"])
     asked = rf"'{word}' in column 'v' (45 rows): is it a class, or unknown? .* --set 'task.classes="
@@ -642,7 +691,7 @@ def test_a_word_among_numbers_is_asked_about_and_then_unknown(cells, kind, table
     values = dict(zip(tables.records, cycle(cells), strict=False))
     task = TaskConfig(labels=tables.write("record|v", values.items()))
     with pytest.raises(ConfigError, match=f"--kind {kind} if it is unknown, --kind multiclass if"):
-        guess(task)
+        guess_kind(task)
     known = read_task(replace(task, kind=kind), [tables.dataset])
     expected = [values[name] for name in tables.dataset.column("record")]
     expected = [float(cell) if cell.isdigit() else np.nan for cell in expected]

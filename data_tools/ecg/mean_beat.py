@@ -2,6 +2,7 @@
 
     mean_beats(x_RLT)        # [R, 12 * BEAT + 8]: a baseline for frozen embeddings
     measurements(x_RLT)      # [R, len(MEASUREMENTS)]: what the read-out `rhythm` adds to an embedding
+    rate_and_axis(x_LT)      # "63/min, QRS axis 45\u00b0": what `omnilead show` writes
 
 x_RLT [R, 12, T] at 500 Hz, in millivolts (microvolts for mean_beats will do). R peaks are found
 where the leads together change fastest, so a blank lead does no harm. The beat runs from 0.25 s
@@ -13,11 +14,13 @@ and the change of the RR intervals, and of what is left of each group of leads a
 the median beat. The measurements are RHYTHM and, for each lead, the heights of the waves.
 """
 
+from collections.abc import Collection
+
 import numpy as np
 from scipy import fft
 
-from omnilead.data_tools.ecg.constants import LEADS
-from omnilead.data_tools.ecg.resampling import FS_HZ
+from .constants import LEADS
+from .resampling import FS_HZ
 
 STEP = FS_HZ // 100
 BEFORE, AFTER = 25, 45  # samples at 100 Hz
@@ -36,10 +39,14 @@ RHYTHM = (
     "residual V4 to V6",
 )
 # From R, in samples at 100 Hz
+BEFORE_QRS = slice(BEFORE - 8, BEFORE - 6)
 QRS = slice(BEFORE - 6, BEFORE + 8)
 ST = slice(BEFORE + 6, BEFORE + 10)
 T_WAVE = slice(BEFORE + 13, BEFORE + 40)
 WAVES = ("R", "S", "T", "T trough", "ST")
+# A QRS of less than 0.1 mV in all leads, or beats that differ by more than twice their own size, are
+# no beats: of 1,014 real ECGs the smallest had 0.7 mV, the most unlike 1.7; white noise has 2.9
+LEAST_MV, MOST_UNLIKE = 0.1, 2.0
 MEASUREMENTS = (*RHYTHM, *(f"{wave} {lead}" for wave in WAVES for lead in LEADS))
 
 Array = np.ndarray
@@ -65,6 +72,35 @@ def measurements(x_RLT: Array) -> Array:
         heights = [qrs_LT.max(1), qrs_LT.min(1), t_LT.max(1), t_LT.min(1), st_L]
         rows.append(np.concatenate([rhythm, *heights]))
     return np.array(rows, np.float32).reshape(len(x_RLT), len(MEASUREMENTS))
+
+
+def rate_and_axis(x_LT: Array, missing: Collection[str] = ()) -> str:
+    """The heart rate (of the mean RR interval) and the electrical axis in the frontal plane (of the net
+    deflection of the QRS in I and aVF) in words, or why there are none. x_LT in millivolts."""
+    peaks = r_peaks(x_LT)
+    beat_LT, rhythm = median_beat(x_LT)
+    size, *_ = np.exp(rhythm)
+    unlike = np.exp(rhythm[4:]).mean() * np.sqrt(beat_LT.size) / size
+    if len(peaks) < 3:
+        return f"no heart rate or axis: {len(peaks)} beats found, 3 are needed"
+    if np.ptp(beat_LT[:, QRS], axis=1).max() < LEAST_MV or unlike > MOST_UNLIKE:
+        return "no heart rate or axis: no beats that are alike"
+    rate = 60 * FS_HZ / np.diff(peaks).mean()
+    return f"{rate:.0f}/min, {_axis(beat_LT, missing)}"
+
+
+def _axis(beat_LT: Array, missing: Collection[str]) -> str:
+    absent = [lead for lead in ("I", "aVF") if lead in missing]
+    if absent:
+        return f"no axis: {' and '.join(absent)} missing"
+    qrs_LT = beat_LT[:, QRS] - beat_LT[:, BEFORE_QRS].mean(1, keepdims=True)
+    net_L = qrs_LT.max(1) + qrs_LT.min(1)
+    net_i, net_avf = net_L[LEADS.index("I")], net_L[LEADS.index("aVF")]
+    if np.hypot(net_i, net_avf) < LEAST_MV:
+        return "no axis: the QRS is as much up as down in I and aVF"
+    # aVF is smaller than the limb leads by this factor
+    degrees = np.degrees(np.arctan2(2 / np.sqrt(3) * net_avf, net_i))
+    return f"QRS axis {degrees:.0f}\u00b0"
 
 
 def r_peaks(x_LT: Array) -> Array:

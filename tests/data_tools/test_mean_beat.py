@@ -1,14 +1,21 @@
 """Median beats and intervals against ECGs whose beats are known."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from omnilead.data_tools.ecg.constants import CROP_SHAPE, LEADS
+from omnilead.data_tools.ecg.crops import prepare_crop
+from omnilead.data_tools.ecg.mean_beat import BEAT, BEFORE, mean_beats, r_peaks, rate_and_axis
+from omnilead.data_tools.extras.hospital.files import HospitalFiles
 from omnilead.data_tools.extras.synthetic import archive as synth
 from omnilead.data_tools.extras.synthetic.ecg import simulate
 from omnilead.data_tools.extras.synthetic.patients import BLOCK, RHYTHM, draw_patients
-from omnilead.engine.model.mean_beat import BEAT, BEFORE, mean_beats, r_peaks
+from omnilead.data_tools.sources.zip_folder import folder_or_zip
 
 T_S = np.arange(5000) / 500
+FILES = Path(__file__).parents[3] / "shared" / "formats"
 REGULAR = np.arange(0.4, 10, 0.8)
 
 
@@ -44,6 +51,68 @@ def test_intervals():
     assert same[1] == pytest.approx(np.log(0.8), abs=0.01) and same[2] < np.log(0.04)
     assert mixed[1] == pytest.approx(np.log(0.8), abs=0.03)
     assert mixed[2] == pytest.approx(np.log(0.02 + 0.25), abs=0.1)
+
+
+def with_axis(degrees, size=1.0):
+    """[12, 5000] mV: R of every beat, of a heart that points there in the frontal plane."""
+    wave = sum(np.exp(-0.5 * ((T_S - at) / 0.01) ** 2) for at in REGULAR)
+    angle, x = np.radians(degrees), np.zeros((12, 5000))
+    x[LEADS.index("I")] = size * np.cos(angle) * wave
+    x[LEADS.index("aVF")] = size * np.sqrt(3) / 2 * np.sin(angle) * wave
+    x[LEADS.index("V3")] = wave
+    return x
+
+
+@pytest.mark.parametrize("degrees", [-120, -61, -10, 0, 45, 90, 150])
+def test_rate_and_axis_of_a_heart_that_is_known(degrees):
+    rate, axis = rate_and_axis(with_axis(degrees)).removesuffix("\u00b0").split("/min, QRS axis ")
+    assert int(rate) == 75 and abs(int(axis) - degrees) <= 1
+
+
+NO_BEATS = "no heart rate or axis: no beats that are alike"
+
+
+@pytest.mark.parametrize(
+    ("x_LT", "missing", "says"),
+    [
+        (with_axis(45), ["aVF", "V1"], "75/min, no axis: aVF missing"),
+        (with_axis(45), ["I", "II", "aVF"], "75/min, no axis: I and aVF missing"),
+        (with_axis(45, 0.05), [], "75/min, no axis: the QRS is as much up as down in I and aVF"),
+        (with_axis(45)[:, :900], [], "no heart rate or axis: 2 beats found, 3 are needed"),
+        (np.zeros((12, 5000)), [], "no heart rate or axis: 0 beats found, 3 are needed"),
+        (np.random.default_rng(0).normal(0, 0.3, (12, 5000)), [], NO_BEATS),
+        (np.random.default_rng(0).normal(0, 0.3, (12, 2500)), [], NO_BEATS),
+        (np.tile(0.5 * np.sin(100 * np.pi * T_S), (12, 1)), [], NO_BEATS),
+        (0.001 * with_axis(45), [], NO_BEATS),
+    ],
+)
+def test_why_there_is_no_rate_or_axis(x_LT, missing, says):
+    assert rate_and_axis(x_LT, missing) == says
+
+
+# What the machines wrote into their files: rate per minute, QRS axis in degrees
+VENDORS = {
+    "muse_example1.xml": (48, 20),
+    "muse_example2.xml": (65, -2),
+    "muse_example4.xml": (61, -66),
+    "philips_103_mrx.xml": (41, -21),
+    "philips_104_ad4d.xml": (41, 85),
+    "philips_104_demo.xml": (84, 78),
+    "philips_10401_tc.xml": (64, 22),
+    "dicom_12lead_mortara.dcm": (61, 52),
+}
+
+
+@pytest.mark.skipif(not FILES.is_dir(), reason="no real files in ../shared/formats")
+def test_rate_and_axis_are_those_of_the_machines():
+    source, off = HospitalFiles(folder_or_zip(FILES)), []
+    for name, known in VENDORS.items():
+        samples = np.empty(CROP_SHAPE, "<i2")
+        prepare_crop(source.read(name), 0, samples)
+        text = rate_and_axis(samples / 1000).removesuffix("\u00b0")
+        off.append(np.subtract(text.split("/min, QRS axis "), known, dtype=float, casting="unsafe"))
+    rates, axes = np.abs(off).T
+    assert rates.max() <= 3 and axes.max() <= 12 and axes.mean() <= 4, off
 
 
 def test_leads_and_records_without_a_beat_are_finite():

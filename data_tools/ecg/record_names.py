@@ -1,0 +1,180 @@
+"""Which row of a table belongs to which record.
+
+    matches = match_records("my.csv", cells, keys, names)
+    matches.row[7]      # the row of the eighth record; -1: none
+
+A table names a record as the dataset does (ward_3_A1); or by its path in the archive, also below other
+folders and with its ending (C:\\ecgs\\ward 3\\A1.xml); or by the end of its name (A1), if no other
+record's name ends so.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..io.errors import DataError
+
+SHOWN = 3  # names in a message
+ENDING = r"\.[A-Za-z]\w{1,3}$"
+ODD_CHARACTERS = "[^A-Za-z0-9_-]+"  # a dataset has _ for them
+# File names of PTB-XL to record names of the Challenge
+PTBXL = (r"^(syn\d+_)?(\d{5})_[hl]r$", r"\1HR\2")
+# SOURCE/FIRST_REST or FIRST_REST
+FIRST_PART, WITHOUT_FIRST = "^((?:[^/]*/)?)[^/_]*_([^/]+)$", r"\1\2"
+SYNTHETIC_PART = r"(?:^|[/_])syn\d+_"
+
+
+class Matches(NamedTuple):
+    row: np.ndarray  # of each record, its row in the table; -1: none
+    notes: list[str]  # which of the table's records are not in the data, ...
+    mostly_missing: bool  # most of the table's records
+
+
+def match_records(url: str, cells: pa.Table, keys: pa.Array, names: pa.Array) -> Matches:
+    """Finds the row of each record. `keys`: their source/record; `names`: their record."""
+    by_source = "source" in cells.column_names
+    # without a source, records of two databases that share a name have equal targets
+    targets = keys if by_source else names
+    record = cells["record"].combine_chunks()
+    source = cells["source"].combine_chunks() if by_source else None
+    target_of_row = np.full(len(record), -1)
+    for spelling in _spellings(record):
+        target = index_in(_with_source(spelling, source), targets)
+        target_of_row = np.where(target_of_row < 0, target, target_of_row)
+        if (target_of_row >= 0).all():
+            break
+    left = np.flatnonzero(target_of_row < 0)
+    if len(left):
+        ends = _with_source(_as_names(_paths(record)), source).take(pa.array(left))
+        target_of_row[left] = _by_end(url, left, ends, targets)
+    rows, missing = np.flatnonzero(target_of_row >= 0), np.flatnonzero(target_of_row < 0)
+    _refuse_ambiguous(url, record, rows, target_of_row[rows], keys, targets)
+    row_of_key = np.full(len(keys), -1)
+    row_of_key[target_of_row[rows]] = rows
+    notes = []
+    if len(missing):
+        notes.append(f"{some(missing, record)} of {len(record):,} records are not in the data")
+    by_end = np.setdiff1d(left, missing)
+    if len(by_end):
+        example = f"{record[int(by_end[0])]} is {targets[int(target_of_row[by_end[0]])]}"
+        notes.append(
+            f"{some(by_end, record)} of {len(record):,} records are matched by the end of a name in "
+            f"the data, since no other ends so: {example}"
+        )
+    return Matches(row_of_key, notes, len(missing) > len(rows))
+
+
+def _spellings(record: pa.Array) -> Iterator[pa.Array]:
+    """What a dataset may call the records of a table, the most exact first."""
+    yield record
+    path = _paths(record)
+    yield _as_names(path)
+    while pc.any(pc.match_substring(path, "/")).as_py():
+        path = pc.replace_substring_regex(path, "^[^/]*/", "")  # a folder above the archive
+        yield _as_names(path)
+    yield pc.replace_substring_regex(path, *PTBXL)
+
+
+def _paths(record: pa.Array) -> pa.Array:
+    """Without the ending, and with / between folders."""
+    return pc.replace_substring(pc.replace_substring_regex(record, ENDING, ""), "\\", "/")
+
+
+def _as_names(path: pa.Array) -> pa.Array:
+    """As sources.base.path_name: the folders, then the file."""
+    folders = pc.replace_substring_regex(path, "/?[^/]*$", "")
+    file = pc.replace_substring_regex(path, "^.*/", "")
+    folders, file = (
+        pc.replace_substring_regex(part, ODD_CHARACTERS, "_") for part in (folders, file)
+    )
+    joined = pc.binary_join_element_wise(folders, file, "_")
+    return pc.if_else(pc.equal(folders, ""), file, joined)
+
+
+def _with_source(names: pa.Array, source: pa.Array | None) -> pa.Array:
+    return names if source is None else pc.binary_join_element_wise(source, names, "/")
+
+
+def _by_end(url: str, rows: np.ndarray, ends: pa.Array, targets: pa.Array) -> np.ndarray:
+    """For each of these rows, the index of the only target whose name goes on before this end; -1 if
+    there is none. Several are an error. A synthetic record's name begins with its seed, and never
+    passes for the real one without it."""
+    is_synthetic = pc.match_substring_regex(targets, SYNTHETIC_PART)
+    names = targets.filter(pc.invert(is_synthetic)).unique()
+    coded = ends.dictionary_encode()
+    end_of_row = pc.fill_null(coded.indices, -1).to_numpy(zero_copy_only=False)
+    ends_found, names_found = [np.empty(0, int)], [np.empty(0, int)]  # pairs of indices
+    rest, name_of_rest = names, np.arange(len(names))
+    while len(rest):
+        goes_on = pc.match_substring_regex(rest, FIRST_PART)
+        rest, name_of_rest = rest.filter(goes_on), name_of_rest[np.asarray(goes_on)]
+        rest = pc.replace_substring_regex(rest, FIRST_PART, WITHOUT_FIRST)
+        end = index_in(rest, coded.dictionary)
+        ends_found.append(end[end >= 0])
+        names_found.append(name_of_rest[end >= 0])
+    end, name = np.concatenate(ends_found), np.concatenate(names_found)
+    several = np.flatnonzero(np.bincount(end) > 1)
+    if len(several):
+        row = int((end_of_row == several[0]).argmax())
+        first, second = names.take(pa.array(np.sort(name[end == several[0]])[:2])).to_pylist()
+        raise DataError(
+            f"{url}: {ends[row]} (row {rows[row] + 1}) is the end of {first} and of {second}: write the "
+            "record's name with its folders"
+        )
+    name_of_end = np.full(len(coded.dictionary) + 1, -1)  # the last: of an empty cell
+    name_of_end[end] = name
+    name_of_row = name_of_end[end_of_row]
+    is_found = name_of_row >= 0
+    target_of_row = np.full(len(ends), -1)
+    target_of_row[is_found] = index_in(names.take(pa.array(name_of_row[is_found])), targets)
+    return target_of_row
+
+
+def _refuse_ambiguous(
+    url: str,
+    record: pa.Array,
+    rows: np.ndarray,
+    target_of_row: np.ndarray,
+    keys: pa.Array,
+    targets: pa.Array,
+) -> None:
+    """`rows` of the table name these targets."""
+    if not len(rows):
+        in_table = ", ".join(map(str, record[:SHOWN].to_pylist()))
+        in_data = ", ".join(map(str, targets[:SHOWN].to_pylist()))
+        raise DataError(
+            f"{url}: none of its {len(record):,} records is in the data: it names {in_table}, the "
+            f"data {in_data}"
+        )
+    target_of_key = targets.dictionary_encode().indices.to_numpy()
+    rows_of_target = np.bincount(target_of_key[target_of_row], minlength=len(keys))
+    keys_of_target = np.bincount(target_of_key, minlength=len(keys))
+    shared = np.flatnonzero((rows_of_target > 0) & (keys_of_target > 1))
+    if len(shared):
+        twice = keys.take(pa.array(np.flatnonzero(target_of_key == shared[0]))).to_pylist()
+        raise DataError(
+            f"{url}: {' and '.join(twice[:2])} have the same name: add a column `source` to the "
+            "table"
+        )
+    again = np.flatnonzero(rows_of_target > 1)
+    if len(again):
+        first, second = rows[target_of_key[target_of_row] == again[0]][:2]
+        raise DataError(
+            f"{url}: record {record[int(first)]} is in rows {first + 1} and {second + 1}: keep one "
+            "of them"
+        )
+
+
+def index_in(values: pa.Array, among: pa.Array) -> np.ndarray:
+    """Index of each value in `among`; -1 if it is not there, or null."""
+    index = pc.fill_null(pc.index_in(values, among), -1)
+    return np.asarray(index.to_numpy(zero_copy_only=False))
+
+
+def some(positions: np.ndarray, names: pa.Array) -> str:
+    """How many, and the first of them."""
+    shown = ", ".join(map(str, names.take(pa.array(positions[:SHOWN])).to_pylist()))
+    return f"{len(positions):,} ({shown}{', ...' if len(positions) > SHOWN else ''})"

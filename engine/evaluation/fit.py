@@ -1,0 +1,56 @@
+"""Fits a head on a frozen model and writes both: what `omnilead fit` does.
+
+fit(args)["metrics"]["auroc"]       # of cross-validation; args: the options of engine.fit
+"""
+
+import os
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+from omnilead.data_tools.dataset import Dataset
+from omnilead.data_tools.io.terminal import tell
+
+from ..inference.commands import refuse_ranks
+from ..settings.commandline import writing
+from ..settings.errors import ConfigError, Facts
+from .embedders import embedder_of
+from .heads import Choice, fit_head, require_free, require_known, unrounded, write_head
+from .plan import FITTED, labels_to_probe, left_out, records_of, task_named
+from .results import EvalOptions, leakage, shown_input
+
+
+def fit(args: Namespace) -> Facts:
+    """`cross_validated` of the head that it writes, and `said`: sentences for the user."""
+    refuse_ranks("a head is")
+    args.model, args.labels, out = os.fspath(args.model), os.fspath(args.labels), Path(args.out)
+    require_free(out, "--out")
+    dataset = Dataset.open(args.data, args.anonymous)
+    embedder = embedder_of(args.model, args.model, args)
+    model = unrounded(embedder, args.model, args.code)
+    notes = shown_input(model, dataset, EvalOptions(leads=args.leads))[1]
+    args.shown, args.widest = [args.leads], embedder.input
+    try:
+        labels = labels_to_probe(dataset, task_named(args.labels, args), ("train",))
+    except ConfigError as error:
+        raise ConfigError(f"--labels {args.labels}: {error}") from None
+    train = records_of(dataset, labels, FITTED, args)
+    require_known(labels, train)
+    notes += labels.remarks + left_out(dataset, args)
+    notes += leakage(model, dataset, train.rows, labels.patients[0])
+    for note in notes:
+        tell(f"note: {note}")
+    parts = out.with_name(f"{out.name}.parts")  # kept after an interruption
+    choice = Choice(args.reader, args.readout, args.leads, args.folds or 0)
+    head = fit_head(embedder, dataset, labels, train, choice, parts)
+    with writing(out, "--out"):
+        write_head(head, model, out)
+    shutil.rmtree(parts, ignore_errors=True)
+    said = [f"{out}: {head.made} on {args.model}, leads {args.leads}, fitted on {head.people}"]
+    said += head.said
+    if len(labels.rows(0, "test")):
+        said.append(
+            f"the ECGs of test were not used: omnilead evaluate --model {out} --data {args.data} "
+            f"--labels {args.labels} scores them"
+        )
+    return {**head.document.get("cross_validated", {}), "said": said}

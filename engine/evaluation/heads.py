@@ -1,0 +1,207 @@
+"""A frozen model with a probe as its head: what `omnilead fit` and `omnilead bench --head` write, and
+how good it is by cross-validation.
+
+    head = fit_head(embedder, dataset, labels, train, Choice("boosted"), Path("PARTS"))
+    head.said        # sentences: the cross-validated score, the 95 % sensitivity point
+    write_head(head, model, Path("MODEL"))
+"""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from torch import nn
+
+from omnilead.data_tools.dataset import Dataset
+
+from ..data.seen import joined, seen_in
+from ..inference.trained_model import THRESHOLD, TrainedModel, head_of, load
+from ..inference.trees import Trees
+from ..model.folder import write
+from ..model.readout import Readout
+from ..settings.errors import ConfigError, Facts
+from ..settings.leads import describe_leads
+from ..tasks.kinds import KINDS, sensitive_points, thresholds
+from ..tasks.labels import TaskLabels
+from ..training.metrics import Array, few_patients
+from .differences import by_fold, interval, over_classes, resampled
+from .embedders import READERS, Embedder, embedded, name_and_folder, reading
+from .plan import ProbedRecords, folds_of
+from .probe import FOLDS, MANY, Fit, Probe, ProbeData
+from .results import nullable
+
+
+class Choice(NamedTuple):
+    """How a head is fitted."""
+
+    reader: str = "linear"
+    readout: str = ""  # "": the model's own
+    leads: str = "12"
+    folds: int = 0  # of the cross-validation; 0: FOLDS, of which many ECGs need one
+
+
+class Head(NamedTuple):
+    probe: Probe
+    readout: Readout
+    leads: str  # that it was fitted on
+    seen: pa.Table  # what it was fitted on (engine.data.seen)
+    document: Facts  # `head` in config.json
+    people: str  # how many ECGs of how many patients it was fitted on
+    said: list[str]  # how good it is
+
+    @property
+    def made(self) -> str:
+        return "boosted trees" if isinstance(self.probe.head, Trees) else "a linear layer"
+
+
+def require_free(out: Path, flag: str) -> None:
+    """ConfigError unless the folder can be made."""
+    if os.path.lexists(out):
+        raise ConfigError(f"{flag} {out}: exists: choose another folder")
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {out}: no folder can be made in {folder}: choose another")
+
+
+def require_known(labels: TaskLabels, train: ProbedRecords) -> None:
+    """ConfigError if nothing is known of a class."""
+    unknown_K = np.isnan(train.y_NK).all(0)
+    if unknown_K.any():
+        names = ", ".join(np.array(labels.classes)[unknown_K])
+        raise ConfigError(
+            f"{labels.name}: no record of train and valid has a known label in {names}: leave "
+            "the column out, or fill in its cells"
+        )
+
+
+def fit_head(
+    embedder: Embedder,
+    dataset: Dataset,
+    labels: TaskLabels,
+    train: ProbedRecords,
+    choice: Choice,
+    parts: Path,
+) -> Head:
+    """Fitted on all of `train`; a boosted one on windows, since a model scores these, with the
+    measurements and the mean beat. `parts`: where embeddings are kept."""
+    model: Any = embedder.model
+    readout = model.readout_of(choice.readout)
+    if choice.reader == "boosted":
+        more = [part for part in ("rhythm", "waveform") if part not in readout]
+        readout = model.readout_of("+".join([*readout, *more]))
+    # The model will measure rhythm itself, in its own leads
+    vectors = embedded(reading(embedder, readout), dataset, train.rows, choice.leads, parts)
+    x_ND, record_N = train.means([vectors]), np.arange(len(train.y_NK))
+    if choice.reader == "boosted":
+        x_ND, record_N = train.windows(vectors)
+    data = ProbeData(x_ND, train.y_NK[record_N], train.patient_N[record_N], labels.task.kind)
+    fit, kind = READERS[choice.reader], KINDS[data.kind]
+    probe = fit(data)
+    document: Facts = {"task": labels.task.name, "kind": data.kind, "unit": labels.task.unit}
+    document |= labels.facts
+    document["definition"] = {**document["definition"], "head": ""}
+    if isinstance(probe.head, Trees):
+        document["trees"] = [len(probe.head.feature), len(probe.head.root)]
+    if kind.has_scale:
+        document |= {"center": probe.center_K.tolist(), "scale": probe.scale_K.tolist()}
+    if kind.has_thresholds:
+        document["thresholds"] = [THRESHOLD] * len(labels.classes)
+    said = ["not cross-validated: all ECGs are of one patient"]
+    count = choice.folds or min(FOLDS, len(np.unique(train.patient_N)))
+    if count > 1:
+        fold_N = folds_of(dataset, train, count)
+        # Of many ECGs, the first fold is enough
+        tested_N = fold_N == 0 if not choice.folds and len(data.y_NK) > MANY else fold_N >= 0
+        scores_NK = held_out(fit, data, record_N, fold_N, np.unique(fold_N[tested_N]))
+        y_NK, scores_NK = train.y_NK[tested_N], scores_NK[tested_N]
+        if kind.has_thresholds:
+            document["thresholds"] = thresholds(y_NK, scores_NK)
+        patient_N = train.patient_N[tested_N]
+        validated = validation(labels, y_NK, scores_NK, patient_N, fold_N[tested_N])
+        document["cross_validated"] = nullable(validated)
+        info: Any = head_of({"head": document})
+        said = info.said
+    seen = seen_in(dataset, np.sort(train.rows), "labelled")
+    people = people_of(train.patient_N)
+    return Head(probe, readout, choice.leads, seen, document, people, said)
+
+
+def held_out(fit: Fit, data: ProbeData, record_N: Array, fold_N: Array, tested: Array) -> Array:
+    """The mean score of each record's rows in these folds, by a probe of the records of all others;
+    0 in other folds."""
+    sums_NK = np.zeros((len(fold_N), data.y_NK.shape[1]))
+    for fold in tested:
+        held = fold_N[record_N] == fold
+        probe = fit(data.of(np.flatnonzero(~held)))
+        np.add.at(sums_NK, record_N[held], probe.scores(data.x_ND[held]))
+    return np.asarray(sums_NK / np.bincount(record_N)[:, None])
+
+
+def validation(
+    labels: TaskLabels, y_NK: Array, scores_NK: Array, patient_N: Array, fold_N: Array
+) -> Facts:
+    """`cross_validated` in config.json: engine.inference.trained_model.CrossValidation."""
+    kind = labels.task.kind
+    samples = by_fold(kind, y_NK, scores_NK, resampled(patient_N), fold_N)
+    metrics, intervals, points = {}, {}, {}
+    for name, value_B in over_classes(samples, few_patients(kind, y_NK, patient_N)).items():
+        metrics[name], intervals[name] = float(value_B[0]), interval(value_B)
+    if KINDS[kind].has_thresholds:
+        points = sensitive_points(y_NK, scores_NK, labels.classes)
+    return {
+        "folds": len(np.unique(fold_N)),
+        "n": len(y_NK),
+        "metrics": metrics,
+        "intervals": intervals,
+        "sensitive": points,
+    }
+
+
+def people_of(patient_N: Array) -> str:
+    """How many records there are, and of whom; ids of patients are odd (TaskLabels.patients)."""
+    known_N = patient_N % 2 == 1
+    patients, unknown = len(np.unique(patient_N[known_N])), int((~known_N).sum())
+    if not unknown:
+        return f"{len(patient_N):,} ECGs of {patients:,} patients"
+    if not patients:
+        return f"{unknown:,} ECGs of unknown patients"
+    return (
+        f"{len(patient_N):,} ECGs, {unknown:,} of unknown and the others of {patients:,} patients"
+    )
+
+
+def write_head(head: Head, model: TrainedModel, out: Path) -> None:
+    """Writes the model with this head, for `omnilead predict` and `evaluate`."""
+    modules = nn.ModuleDict({"encoder": model.encoder, "head": head.probe.head.float()})
+    document = model.config | {
+        "head": head.document,
+        "readout": "+".join(head.readout),
+        # The head was fitted without missing leads
+        "trained": model.history | {"rlm": 0},
+    }
+    shown = model.input.limited_to(head.leads)
+    signals = model.preprocessing | {"seen": describe_leads(shown.seen).split(",")}
+    seen = joined([model.seen, head.seen])
+    write(out, modules.state_dict(), document, signals, card(head), model.code, seen)
+
+
+def unrounded(embedder: Embedder, folder: str, code: bool) -> TrainedModel:
+    """The model with the weights of its file: bf16 rounds them."""
+    model: Any = embedder.model
+    if embedder.precision == "bf16":
+        model = load(name_and_folder(folder)[1], code)
+    return model
+
+
+def card(head: Head) -> str:
+    return (
+        f"# ECG {head.document['task']}: {head.made} on a frozen encoder\n\nThe encoder is read out "
+        f"as {'+'.join(head.readout)}. The head, {head.made}, was fitted on {head.people}, "
+        "whom cross-validation held out in turn to choose it and its thresholds. config.json says "
+        "what data trained both.\n\n"
+        + "".join(f"- {sentence}\n" for sentence in head.said)
+        + "\nThis is not a medical device: whatever is built on it must be validated for its use and its "
+        "population.\n"
+    )
