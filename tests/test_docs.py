@@ -121,6 +121,7 @@ def write_files(page):
 
 
 def run_commands(page, dataset="DATASET"):
+    page = page.replace("\\\n", " ")
     for program, line in re.findall(r"^(?:    )?(omnilead|python -c) (.*)", page, re.MULTILINE):
         words = shlex.split(line.replace("DATASET", dataset), comments=program == "omnilead")
         if program == "python -c":
@@ -311,6 +312,13 @@ def test_links_and_tests_that_a_page_names_exist(page):
         assert "://" in link or (DOCS / link).exists()
     for test in re.findall(r"test_\w+\.py", text):
         assert list(Path(__file__).parent.rglob(test))
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_lists_and_tables_begin_after_an_empty_line(page):
+    """Else the site takes them for text."""
+    text = re.sub("(?ms)^```.*?^```", "```", page.read_text())
+    assert not re.search(r"(?m)^(?!- |\d+\. |  |\||#).+\n(?:- |\d+\. |\|).*", text)
 
 
 @pytest.mark.parametrize("page", ["troubleshooting", "deviations"])
