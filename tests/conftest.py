@@ -184,10 +184,11 @@ def save_probed(model, data, task, out, labels="", readout="", leads="12"):
     how |= {"labels": labels, "readout": readout, "head": str(out), "leads": [leads]}
     how |= {"test_data": "", "test_labels": "", "fit_leads": "", "shown": [leads], "seed": 0}
     how |= {"reader": "linear", "code": False, "anonymous": False}
+    how |= {"folds": None, "columns": (), "kind": None}
     how |= {"device": "auto", "precision": "auto", "batch": None}
     args = argparse.Namespace(**how)
     rows = embedders.rows_to_compare([str(model)], args)
     args.widest = bench.widest_input(rows)
     work = plan.planned(args)
-    bench.require_one_probe(rows, work, args)
+    bench.require_one_probe(work, args)
     bench.save_head(rows[0], work, args, Path(f"{out}-parts"))

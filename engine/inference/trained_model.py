@@ -147,8 +147,10 @@ class HeadInfo:
             if value is not None and name in METRIC_OF and METRIC_OF[name].in_brief:
                 ends = "" if low is None or high is None else f" ({low:.3f} to {high:.3f})"
                 scores.append(f"{label_of(name)} {value:.3f}{ends}")
-        tested = f"cross-validated on {found.n:,} ECGs in {found.folds} folds of patients"
-        said = [f"{tested}: {', '.join(scores) or 'no score is defined'}"]
+        how = f"in {found.folds} folds of patients" if found.folds > 1 else "of held-out patients"
+        said = [
+            f"cross-validated on {found.n:,} ECGs {how}: {', '.join(scores) or 'no score is defined'}"
+        ]
         if self.thresholds:
             said += sensitive(found.sensitive, self.classes)
         return said
