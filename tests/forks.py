@@ -38,9 +38,8 @@ HEAVY = [
     "distributed.cli.dask_worker",
     "distributed.cli.dask_scheduler",
     "tests.unsynced",
-    "tests.frozen",
 ]
-CONTEXT.set_forkserver_preload(HEAVY)
+CONTEXT.set_forkserver_preload(["tests.frozen"])
 
 
 def started(call, *arguments, out, env=None):
