@@ -6,6 +6,7 @@ listed here.
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -80,12 +81,14 @@ def fork(call):
 
 
 def import_all(names):
-    """What a child has imported, so that the next ones need not."""
+    """What a child has imported, so that the next ones need not, nor look there for garbage."""
     for name in names:
         # Theirs who import them: _asyncio before asyncio breaks both
         if not name.startswith("_"):
             with contextlib.suppress(ImportError):  # Cython's own are no modules
                 importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
 
 
 def at_functions(act):

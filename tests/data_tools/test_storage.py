@@ -48,6 +48,8 @@ def test_a_file_that_arrives_with_another_size_is_no_upload(arrived, tmp_path, m
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
     (tmp_path / "x").write_bytes(b"1234")
     url = f"memory:/{tmp_path}"
-    with pytest.raises(StorageError, match=re.escape(f"x: {arrived} of 4 bytes arrived: run again")):
+    with pytest.raises(
+        StorageError, match=re.escape(f"x: {arrived} of 4 bytes arrived: run again")
+    ):
         folder(url).publish(tmp_path / "x", "x")
     assert (tmp_path / "x").read_bytes() == b"1234"
