@@ -3,6 +3,7 @@ if available."""
 
 import argparse
 import contextlib
+import gc
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,17 @@ REAL = Path(__file__).parents[2] / "shared"
 def pytest_configure(config):
     """xdist gives out files as they stand, not first those of most tests."""
     config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Garbage collection skips what all tests import: millions of objects, and none of them garbage."""
+    gc.disable()
+    collected = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return collected
 
 
 def pytest_collection_modifyitems(items):
