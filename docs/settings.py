@@ -90,12 +90,12 @@ def values(schema: dict[str, Any]) -> str:
     )
 
 
-def tables(kind: type[RunConfig], known: set[type]) -> Iterator[str]:
-    """Of the sections that are not `known` yet, which are then."""
+def rows_of(kind: type[RunConfig], known: set[type]) -> Iterator[tuple[str, str]]:
+    """Each setting with its row, of the sections that are not `known` yet, which are then."""
     schema = kind.model_json_schema()
     defaults = flatten(kind().tree())
 
-    def rows(prefix: str, section: type, of: dict[str, Any]) -> Iterator[str]:
+    def rows(prefix: str, section: type, of: dict[str, Any]) -> Iterator[tuple[str, str]]:
         meaning = comments(section)
         for name, one in of["properties"].items():
             key, reference = (
@@ -105,9 +105,8 @@ def tables(kind: type[RunConfig], known: set[type]) -> Iterator[str]:
             inside = schema["$defs"][reference.rpartition("/")[2]] if reference else {}
             if "properties" not in inside:
                 default = json.dumps(defaults.get(key, one.get("default")))
-                yield f"| `{key}` | `{default}` | {values(one | inside)} | {meaning[name]} |".replace(
-                    "|  |", "| |"
-                )
+                row = f"| `{key}` | `{default}` | {values(one | inside)} | {meaning[name]} |"
+                yield key, row.replace("|  |", "| |")
                 continue
             hint = get_type_hints(section)[name]
             below = next(part for part in (hint, *get_args(hint)) if isinstance(part, type))
@@ -134,11 +133,18 @@ def text() -> str:
                 if shared
                 else ""
             )
-        pages += [
-            "| setting | default | values | meaning |\n|---|---|---|---|",
-            *tables(kind, known),
-            "",
-        ]
+        groups: dict[str, list[str]] = {}
+        for key, row in rows_of(kind, known):
+            group, dot, _ = key.partition(".")
+            groups.setdefault(group if dot else "", []).append(row)
+        for group, rows in groups.items():
+            heading = [f"### {group}\n"] if group else []
+            pages += [
+                *heading,
+                "| setting | default | values | meaning |\n|---|---|---|---|",
+                *rows,
+                "",
+            ]
     return "\n".join(pages)
 
 

@@ -30,7 +30,7 @@ from omnilead.data_tools.ecg.constants import LEADS
 from omnilead.data_tools.io.options import Option
 from omnilead.data_tools.io.terminal import show
 
-from ...data.augmenter import FS_HZ, HALF
+from ...data.config import FS_HZ, HALF
 from ...inference.commands import Setup, exit_code, prepare
 from ...inference.inputs import dataset_of, dataset_source, open_data
 from ...inference.outputs import predictions
