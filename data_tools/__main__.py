@@ -556,7 +556,7 @@ def _show(
     if Path(what).is_file() or what.endswith(".hea") or ".zip/" in what:
         if crop is not None:
             raise DataError(f"--crop {crop}: {what} is a record, not a dataset: leave out --crop")
-        figure = _record_figure(what)
+        figure = _record_figure(what, draw=bool(png))
     else:
         dataset = Dataset.open(what, anonymous)
         if crop is None:
@@ -618,7 +618,7 @@ def _labels(
     return 0
 
 
-def _record_figure(path: str) -> Any:
+def _record_figure(path: str, draw: bool = True) -> Any:
     import numpy as np
 
     from omnilead.data_tools.dataset import CROP_SHAPE
@@ -652,6 +652,8 @@ def _record_figure(path: str) -> Any:
         crop = prepare_crop(record, 0, samples)
     except ReadError as error:
         raise DataError(f"{path} would be refused: {error}") from None
+    if not draw:  # matplotlib takes half a second
+        return None
     drawn_s = crop.halves * HALF / FS_HZ
     rate_and_axis = computed(samples, crop.halves, crop.missing)
     echo(f"  {rate_and_axis}")

@@ -21,7 +21,7 @@ from ..settings.errors import ConfigError, Facts
 from ..settings.files import shipped
 from ..tasks.config import TaskConfig
 from ..tasks.guess import guess_kind
-from ..tasks.join import OWN_COLUMNS, data_records
+from ..tasks.join import OWN_COLUMNS
 from ..tasks.kinds import EMPTY, KINDS
 from ..tasks.labels import DX_ROLES, TaskLabels, read_task
 from ..tasks.splits import SPLITS
