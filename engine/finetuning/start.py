@@ -239,12 +239,14 @@ def with_task(tree: Facts) -> Facts:
 
 def what_was_chosen(config: FinetuneConfig, crops: int, guessed: bool) -> str:
     t, task = config.train, config.task
-    said = f"{task.name}: "
+    sentence = f"{task.name}: "
     if guessed:
-        said += f"the table looks like {task.kind} ({KINDS[task.kind].meaning}; --kind if not). "
+        sentence += (
+            f"the table looks like {task.kind} ({KINDS[task.kind].meaning}; --kind if not). "
+        )
     length = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} x through all"
     return (
-        f"{said}{crops:,} training crops, used {t.batch_crops} at a time (a step), for at most "
+        f"{sentence}{crops:,} training crops, used {t.batch_crops} at a time (a step), for at most "
         f"{length}; learning rate {t.lr:.2g}. Every {t.validate_every} steps the model is tried on "
         f"the validation crops: it stops early after {t.patience} tries without improvement"
     )

@@ -311,7 +311,7 @@ class RegressionKind(Kind):
                 "learn"
             )
         targets = Targets([], len(classes), center_K, scale_K)
-        targets.y = [targets.standardised(one) for one in y]
+        targets.y = [targets.standardised(y_NK) for y_NK in y]
         return targets
 
     def chance(self, y: Array, windows_N: Array, targets: Targets) -> dict[str, float]:
@@ -450,12 +450,12 @@ def _threshold(y_N: Array, score_N: Array) -> float:
 
 def sensitive(y_NK: Array, scores_NK: Array, classes: tuple[str, ...]) -> list[str]:
     """From which score of each class on 95 % of its positives lie, and the specificity there."""
-    said = []
+    sentences = []
     for name, y_N, score_N in zip(classes, y_NK.T, scores_NK.T, strict=True):
         positive, negative = np.sort(score_N[y_N > 0]), score_N[y_N == 0]
         if len(positive) >= 20 and len(negative):  # of fewer, one is more than 5 %
             lowest = positive[len(positive) // 20]
-            said.append(
+            sentences.append(
                 f"{name}: 95 % sensitivity from {lowest:.4f} on, specificity {(negative < lowest).mean():.2f}"
             )
-    return said
+    return sentences
