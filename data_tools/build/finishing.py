@@ -114,7 +114,7 @@ class PlanFacts(NamedTuple):
     rejects: list[Reject]
 
     @classmethod
-    def of(cls, plan: ShardPlan, previous: PreviousVersion | None) -> "PlanFacts":
+    def of_plan(cls, plan: ShardPlan, previous: PreviousVersion | None) -> "PlanFacts":
         """With the sources of a previous version, whose licences stay."""
         sources = {}
         if previous:

@@ -46,7 +46,7 @@ def read_settings(
     wanted = build(merge({"train": length}, tree), FinetuneConfig)
     check(wanted, world)
     datasets = open_datasets(wanted)
-    # Only now what imports PyTorch, which takes seconds: a wrong setting or path is said before
+    # Only now what imports PyTorch, which takes seconds: a wrong setting or path is sentence before
     from ..tasks.guess import guess_kind
     from ..tasks.labels import read_task
     from .start import read_start, with_windows
@@ -130,12 +130,14 @@ def what_was_chosen(config: FinetuneConfig, crops: int, guessed: bool) -> str:
     from ..tasks.kinds import KINDS
 
     t, task = config.train, config.task
-    said = f"{task.name}: "
+    sentence = f"{task.name}: "
     if guessed:
-        said += f"the table looks like {task.kind} ({KINDS[task.kind].meaning}; --kind if not). "
+        sentence += (
+            f"the table looks like {task.kind} ({KINDS[task.kind].meaning}; --kind if not). "
+        )
     length = f"{t.steps:,} steps" if t.steps else f"{t.epochs:g} x through all"
     return (
-        f"{said}{crops:,} training crops, used {t.batch_crops} at a time (a step), for at most "
+        f"{sentence}{crops:,} training crops, used {t.batch_crops} at a time (a step), for at most "
         f"{length}; learning rate {t.lr:.2g}. Every {t.validate_every} steps the model is tried on "
         f"the validation crops: it stops early after {t.patience} tries without improvement"
     )
