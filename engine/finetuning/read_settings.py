@@ -46,7 +46,7 @@ def read_settings(
     wanted = build(merge({"train": length}, tree), FinetuneConfig)
     check(wanted, world)
     datasets = open_datasets(wanted)
-    # Only now what imports PyTorch, which takes seconds: a wrong setting or path is sentence before
+    # Only now what imports PyTorch, which takes seconds: a wrong setting or path is said before
     from ..tasks.guess import guess_kind
     from ..tasks.labels import read_task
     from .start import read_start, with_windows
@@ -56,11 +56,8 @@ def read_settings(
     if guessed:
         task = guess_kind(task)
     start = read_start(wanted.start, wanted.code)
-    crops = len(
-        with_windows(read_task(task, datasets, wanted.data.where), datasets, start.input).of(
-            "train"
-        )
-    )
+    labels = read_task(task, datasets, wanted.data.where)
+    crops = len(with_windows(labels, datasets, start.input).y_of("train"))
     batch = choose_batch(first, crops, world)
     chosen = choose_training(wanted, start.model, batch, max(1, crops // batch))
     if length_given:
